@@ -1,0 +1,1 @@
+"""Complete experiments, TOML data: `jaxpar configs` lists them."""

@@ -1,0 +1,352 @@
+"""The schema of an experiment as frozen dataclasses, and its value as TOML: load, check, save, compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxpar.errors import UserError, nearest
+from jaxpar.mesh import MeshSpec
+from jaxpar.sharding import ShardingRules
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a model. What a family has no use for (RoPE in GPT-2) it refuses unless left at the default."""
+
+    family: str = "gpt2"
+    """Which model of `jaxpar.models`: gpt2 or llama."""
+    vocab_size: int = 256
+    vocab_multiple: int = 128
+    """The stored vocabulary is rounded up to a multiple of this, so that it divides over a mesh; the loss is the same."""
+    layers: int = 4
+    embed: int = 128
+    heads: int = 4
+    kv_heads: int = 0
+    """Key/value heads (grouped-query attention); 0 = as many as `heads`."""
+    head_dim: int = 0
+    """Size of a head; 0 = embed / heads."""
+    mlp: int = 512
+    max_seq_len: int = 1024
+    """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
+    dropout: float = 0.0
+    tied_head: bool = True
+    """Use the embedding table as the output head."""
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    rope_theta: float = 10000.0
+    rope_factor: float = 1.0
+    """Context extension of the llama3 RoPE scaling; 1 = no scaling."""
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_seq_len: int = 8192
+    scan_layers: bool = True
+    """Run the blocks by `lax.scan` (one block is compiled) or unrolled (longer compile, faster on CPU)."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from, and how they become sequences."""
+
+    source: Literal["stdlib", "text", "tokens"] = "stdlib"
+    """stdlib = the text of this Python's own standard library; text = a file or folder; tokens = a .bin file."""
+    path: str = ""
+    """Text file, folder of text files, or training tokens (.bin)."""
+    val_path: str = ""
+    """Validation text or tokens; empty = the last `val_fraction` of `path`."""
+    val_fraction: float = 0.1
+    tokenizer: str = "bytes"
+    """bytes, chars, or the path of a tokenizer.json (needs the hf extra)."""
+    seq_len: int = 256
+    pack: bool = False
+    """Keep documents apart with segment ids and positions that restart, instead of plain windows."""
+    stride: int = 0
+    """Distance between the starts of training windows; 0 = seq_len (no overlap), 1 = every position, as nanoGPT."""
+    max_bytes: int = 8_000_000
+    """Size cap of the stdlib corpus."""
+    seed: int = 0
+    prefetch: int = 2
+    """Batches read ahead of the step."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation: global batch, AdamW, schedule, evaluation."""
+
+    steps: int = 1000
+    stop_at: int = 0
+    """Stop (and save) after this step without changing the schedule; 0 = run to `steps`."""
+    batch: int = 32
+    """Global batch in sequences = microbatch x accumulation x data-parallel degree (data x fsdp)."""
+    accumulation: int = 1
+    seed: int = 0
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 1e-4
+    warmup_steps: int = 100
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    decay_steps: int = 0
+    """Steps of the final decay: wsd decays over the last of them (0 = a fifth of `steps`); cosine takes all."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices only: norms, biases and other per-feature vectors are left out."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradient; 0 = no clipping."""
+    z_loss: float = 0.0
+    """Weight of the squared log-normaliser (PaLM, arXiv:2204.02311, section 5)."""
+    eval_every: int = 250
+    eval_batches: int = 0
+    """Validation batches an evaluation; 0 = the whole validation set."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What the backward pass keeps and what it computes again."""
+
+    policy: Literal["none", "full"] = "none"
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Dtype of matmuls and activations. Parameters, reductions and the optimizer are float32."""
+
+    compute: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and what to keep."""
+
+    every: int = 500
+    """Steps between checkpoints; 0 = only at the end."""
+    keep: int = 2
+    """The newest this many are kept, besides the best."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the lowest validation loss."""
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """What is logged, and how often."""
+
+    log_every: int = 10
+    tensorboard: bool = False
+    """Also write TensorBoard event files into the run folder (needs the tensorboard extra)."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A complete experiment. A TOML file has one table per field."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    mesh: MeshSpec = field(default_factory=MeshSpec)
+    rules: ShardingRules = field(default_factory=ShardingRules)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+
+# A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
+# reported and kept. Any other difference is another experiment.
+RESUMABLE = ("mesh", "rules", "memory", "checkpoint", "metrics", "train.stop_at", "train.eval_every",
+             "train.eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
+
+
+def load_config(name: str) -> Config:
+    """A preset of `jaxpar.configs` by name, or a TOML file by path.
+
+    Raises:
+      UserError: no such preset or file, malformed TOML, an unknown key, or a value of the wrong type.
+    """
+    text, origin = find_toml(name, "jaxpar.configs", "config")
+    return parse(text, origin)
+
+
+def presets(package: str) -> dict[str, Traversable]:
+    """The TOML files of a data package (`jaxpar.configs`, `jaxpar.meshes`) by name, sorted."""
+    files = [file for file in resources.files(package).iterdir() if file.name.endswith(".toml")]
+    return {file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)}
+
+
+def find_toml(name: str, package: str, what: str) -> tuple[str, str]:
+    """The text of a preset or of a file, and what to call it in messages."""
+    known = presets(package)
+    if name in known:
+        return known[name].read_text(encoding="utf-8"), name
+    path = Path(name)
+    if path.suffix != ".toml":
+        raise UserError(f"no {what} preset {name!r}{nearest(name, known)}: `jaxpar {what}s` lists them; a path ends in .toml")
+    try:
+        return path.read_text(encoding="utf-8"), name
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {what} file {name}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def parse(text: str, origin: str = "config") -> Config:
+    """A config from TOML text; `origin` names it in messages."""
+    try:
+        value = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{origin} is not valid TOML: {error}") from error
+    return from_dict(Config, value, origin)
+
+
+def from_dict(schema: type, value: dict[str, Any], origin: str, prefix: str = "") -> Any:
+    """An instance of dataclass `schema` from nested dicts, every key and type checked.
+
+    Raises:
+      UserError: an unknown key (with the nearest valid one), or a value of the wrong type.
+    """
+    hints = typing.get_type_hints(schema)
+    for key in value:
+        if key not in hints:
+            raise UserError(f"{origin}: unknown key {prefix}{key}{nearest(key, hints)}")
+    return schema(**{key: _coerce(hints[key], item, origin, prefix + key) for key, item in value.items()})
+
+
+def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
+    """`value` as the annotated type, or a UserError that names the key."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, dict):
+            return from_dict(hint, value, origin, key + ".")
+        raise UserError(f"{origin}: {key} is a table of settings, found {value!r}: write [{key}] or {key}.name = value")
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value in choices:
+            return value
+        raise UserError(f"{origin}: {key} is one of {', '.join(map(str, choices))}, found {value!r}{nearest(str(value), choices)}")
+    if typing.get_origin(hint) is tuple:
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list):
+            return tuple(_coerce(typing.get_args(hint)[0], item, origin, key) for item in items)
+        raise UserError(f"{origin}: {key} is a list of names, found {value!r}")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is hint:
+        return value
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string in quotes"}[hint]
+    raise UserError(f"{origin}: {key} is {wanted}, found {value!r}")
+
+
+def to_toml(config: Any, header: str = "") -> str:
+    """A config (or any section of one) as TOML, every key written out; `parse` reads it back equal."""
+    lines = [f"# {line}" for line in header.splitlines()]
+
+    def table(value: Any, name: str) -> None:
+        nested = []
+        if name:
+            lines.extend(["", f"[{name}]"])
+        for item in dataclasses.fields(value):
+            entry = getattr(value, item.name)
+            if dataclasses.is_dataclass(entry):
+                nested.append((entry, f"{name}.{item.name}" if name else item.name))
+            else:
+                lines.append(f"{item.name} = {_toml_value(entry)}")
+        for entry, full_name in nested:
+            table(entry, full_name)
+
+    table(config, "")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False)  # JSON's strings, numbers and booleans are TOML's too
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"mesh.dcn.data": 1, ...}`: every leaf of a config by its dotted key."""
+    leaves: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | types.GenericAlias):
+            leaves |= flatten(value, f"{prefix}{item.name}.")
+        else:
+            leaves[prefix + item.name] = value
+    return leaves
+
+
+def override(config: Config, changes: dict[str, Any]) -> Config:
+    """A config with dotted keys changed: `override(config, {"train.steps": 20, "mesh.tensor": 4})`.
+
+    Raises:
+      UserError: an unknown key or a value of the wrong type.
+    """
+    tree: dict[str, Any] = {}
+    for key, value in (flatten(config) | {}).items():
+        _put(tree, key, list(value) if isinstance(value, tuple) else value)
+    known = flatten(config)
+    for key, value in changes.items():
+        if key not in known:
+            raise UserError(f"override: unknown key {key}{nearest(key, known)}")
+        _put(tree, key, list(value) if isinstance(value, tuple) else value)
+    return from_dict(Config, tree, "override")
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = value
+
+
+def incompatible(old: Config, new: Config) -> list[str]:
+    """`["train.batch: 32 -> 64", ...]`: the differences that make `new` another experiment than `old`."""
+    before, after = flatten(old), flatten(new)
+    return [
+        f"{key}: {before[key]!r} -> {after[key]!r}"
+        for key in after
+        if before[key] != after[key] and not any(key == k or key.startswith(k + ".") for k in RESUMABLE)
+    ]
+
+
+def check(config: Config) -> Config:
+    """The config itself, after the checks that need no devices and no files.
+
+    Raises:
+      UserError: sizes that contradict each other, each with the key to change.
+    """
+    model, train, data = config.model, config.train, config.data
+    rules: list[tuple[bool, str]] = [
+        (min(model.vocab_size, model.vocab_multiple, model.layers, model.embed, model.heads, model.mlp) < 1,
+         "model sizes must be at least 1: look at vocab_size, vocab_multiple, layers, embed, heads, mlp"),
+        (model.head_dim == 0 and model.embed % max(model.heads, 1) != 0,
+         f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: change one, or set model.head_dim"),
+        (model.kv_heads > 0 and model.heads % model.kv_heads != 0,
+         f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
+        (not 0 <= model.dropout < 1, f"model.dropout={model.dropout} is not in [0, 1)"),
+        (data.seq_len < 1 or data.seq_len > model.max_seq_len,
+         f"data.seq_len={data.seq_len} is not in 1..model.max_seq_len={model.max_seq_len}"),
+        (not 0 <= data.val_fraction < 1, f"data.val_fraction={data.val_fraction} is not in [0, 1)"),
+        (train.steps < 1 or train.batch < 1 or train.accumulation < 1,
+         "train.steps, train.batch and train.accumulation must be at least 1"),
+        (train.batch % max(train.accumulation, 1) != 0,
+         f"train.batch={train.batch} does not split into train.accumulation={train.accumulation} microbatches: "
+         f"try --train.batch {-(-train.batch // max(train.accumulation, 1)) * train.accumulation}"),
+        (train.warmup_steps >= train.steps and train.warmup_steps > 0,
+         f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
+         f"try --train.warmup-steps {train.steps // 10}"),
+        (not 0 <= train.stop_at <= train.steps, f"train.stop_at={train.stop_at} is not in 0..train.steps={train.steps}"),
+        (config.metrics.log_every < 1, "metrics.log_every must be at least 1"),
+        (config.checkpoint.keep < 1, "checkpoint.keep must be at least 1"),
+    ]  # fmt: skip
+    for broken, message in rules:
+        if broken:
+            raise UserError(message)
+    return config

@@ -1,0 +1,171 @@
+"""Logical axes to mesh axes: the sharding rules, the plan that carries them, and PartitionSpecs checked before use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.errors import UserError
+from jaxpar.mesh import MeshAxis
+
+LogicalAxis = Literal[
+    "batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "experts", "stage"
+]
+Axes = Sequence[LogicalAxis | None]
+
+
+@dataclass(frozen=True)
+class ShardingRules:
+    """Logical axis -> the mesh axes it is split over, outermost first; empty = replicated.
+
+    `embed` is the embed dim of *parameters* (fsdp shards it, ZeRO-3); activations leave that dim whole. `seq` is the
+    sequence where heads or mlp are split, `residual_seq` the sequence of the residual stream between them, which may
+    also be split over tensor: Megatron's sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
+    """
+
+    batch: tuple[MeshAxis, ...] = ("data", "fsdp")
+    seq: tuple[MeshAxis, ...] = ("context",)
+    residual_seq: tuple[MeshAxis, ...] = ("context", "tensor")
+    embed: tuple[MeshAxis, ...] = ("fsdp",)
+    heads: tuple[MeshAxis, ...] = ("tensor",)
+    kv_heads: tuple[MeshAxis, ...] = ("tensor",)
+    head_dim: tuple[MeshAxis, ...] = ()
+    mlp: tuple[MeshAxis, ...] = ("tensor",)
+    vocab: tuple[MeshAxis, ...] = ("tensor",)
+    layers: tuple[MeshAxis, ...] = ()
+    experts: tuple[MeshAxis, ...] = ("expert",)
+    stage: tuple[MeshAxis, ...] = ("stage",)
+
+
+def spec_for(axes: Axes, rules: ShardingRules, mesh: Mesh, shape: Sequence[int] | None = None, name: str = "array") -> P:
+    """The PartitionSpec of an array with these logical axes; mesh axes of size 1 are left out.
+
+    Args:
+      axes: one logical axis, or None (replicated), per dim.
+      rules: the sharding rules.
+      mesh: the mesh whose axis sizes count.
+      shape: global shape; when given, every dim is checked to divide.
+      name: what the array is called, for the message.
+
+    Raises:
+      UserError: a mesh axis used by two dims, or a dim that its mesh axes do not divide.
+    """
+    entries: list[None | MeshAxis | tuple[MeshAxis, ...]] = []
+    user: dict[MeshAxis, tuple[int, LogicalAxis | None]] = {}
+    for dim, axis in enumerate(axes):
+        named: tuple[MeshAxis, ...] = () if axis is None else getattr(rules, axis)
+        split = tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
+        for mesh_axis in split:
+            if mesh_axis in user:
+                first_dim, first = user[mesh_axis]
+                raise UserError(
+                    f"{name}: mesh axis {mesh_axis}={mesh.shape[mesh_axis]} is used twice, by dim {first_dim} ({first}) "
+                    f"and dim {dim} ({axis}): take it out of --rules.{first} or --rules.{axis}"
+                )
+            user[mesh_axis] = (dim, axis)
+        pieces = math.prod(mesh.shape[mesh_axis] for mesh_axis in split)
+        if shape is not None and shape[dim] % pieces:
+            sizes = " x ".join(f"{mesh_axis}={mesh.shape[mesh_axis]}" for mesh_axis in split)
+            raise UserError(
+                f"{name}: dim {dim} ({axis}) has size {shape[dim]}, which {sizes} does not divide: "
+                f"try --mesh.{split[-1]} {_largest_fit(shape[dim], pieces, mesh.shape[split[-1]])}, "
+                f"or take {split[-1]} out of --rules.{axis}"
+            )
+        entries.append(None if not split else split[0] if len(split) == 1 else split)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def _largest_fit(size: int, pieces: int, last: int) -> int:
+    """The largest size of the last mesh axis, at most its present one, with which the dim divides."""
+    others = pieces // last
+    return next((n for n in range(last, 0, -1) if size % (others * n) == 0), 1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model runs on devices, and nothing about what it computes. Hashable, so it may be a static argument.
+
+    Attributes:
+      mesh: the device mesh.
+      rules: logical axis -> mesh axes.
+      compute: dtype of matmuls and activations; parameters, norms, softmax, loss and gradients stay float32.
+      remat: what a block saves for its backward: `none` = everything, `full` = its input only.
+    """
+
+    mesh: Mesh
+    rules: ShardingRules = ShardingRules()
+    compute: Literal["float32", "bfloat16"] = "float32"
+    remat: Literal["none", "full"] = "none"
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype."""
+        return jnp.dtype(self.compute)
+
+    def size(self, axis: LogicalAxis) -> int:
+        """Into how many pieces this plan splits a logical axis."""
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in getattr(self.rules, axis))
+
+    def sharding(self, axes: Axes, shape: Sequence[int] | None = None, name: str = "array") -> NamedSharding:
+        """The sharding of an array with these logical axes; see `spec_for` for what it rejects."""
+        return NamedSharding(self.mesh, spec_for(axes, self.rules, self.mesh, shape, name))
+
+    def constrain(self, x: jax.Array, axes: Axes, name: str = "activation") -> jax.Array:
+        """`x` with its sharding fixed at this point of a jitted function."""
+        if self.mesh.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape, name))
+
+
+def tree_shardings(shapes: Any, axes: Any, plan: Plan) -> Any:
+    """Shardings of a tree of arrays (or ShapeDtypeStructs) whose logical axes stand in a tree of the same form."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, leaf_axes: plan.sharding(leaf_axes, leaf.shape, path_name(path)), shapes, axes
+    )
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """`blocks.attention.q` for a tree path."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+class Placement(NamedTuple):
+    """One row of the sharding table."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[LogicalAxis | None, ...]
+    spec: P
+    bytes_per_device: int
+
+
+def placements(shapes: Any, axes: Any, plan: Plan) -> list[Placement]:
+    """Where every array of a tree lives: name, global shape, logical axes, spec, bytes on each device."""
+    rows = []
+    shardings = tree_shardings(shapes, axes, plan)
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    leaf_axes = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
+    for (path, leaf), names, sharding in zip(leaves, leaf_axes, jax.tree.leaves(shardings), strict=True):
+        local = math.prod(sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
+        rows.append(Placement(path_name(path), leaf.shape, names, sharding.spec, local))
+    return rows
+
+
+def replicated(plan: Plan) -> NamedSharding:
+    """The sharding of something every device holds whole."""
+    return NamedSharding(plan.mesh, P())
+
+
+def local_rows(sharding: NamedSharding, rows: int) -> list[int]:
+    """Which rows (dim 0) of a global batch this process's devices hold, sorted: what its data loader must read."""
+    shards = sharding.addressable_devices_indices_map((rows,)).values()
+    return sorted({row for index in shards if index is not None for row in range(rows)[index[0]]})

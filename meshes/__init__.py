@@ -1,0 +1,1 @@
+"""Mesh and hardware presets, TOML data: `jaxpar meshes` lists them."""
