@@ -1,0 +1,8 @@
+"""GPT-2 and LLaMA in Flax NNX: `jaxpar.models`."""
+
+if __name__ != "jaxpar.models":
+    raise ImportError(f"imported as {__name__!r}: that makes a second copy of the models; use `import jaxpar.models`")
+
+from jaxpar.models.model import FAMILIES, Batch, Model, Params
+
+__all__ = ["FAMILIES", "Batch", "Model", "Params"]

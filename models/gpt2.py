@@ -1,0 +1,97 @@
+"""GPT-2 (Radford et al. 2019): learned positions, biases, GELU, and a head tied to the embedding.
+
+Shapes: B batch, S sequence, D embed, H heads, h head_dim, F mlp.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxpar.config import ModelConfig
+from jaxpar.errors import UserError
+from jaxpar.models.layers import LayerNorm, normal, param, vocab_table, zeros
+from jaxpar.parallel import attention, column_linear, dropout, lookup, row_linear
+from jaxpar.sharding import Plan
+
+
+class Embed(nnx.Module):
+    """Token embedding plus learned position embedding."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        if config.kv_heads not in (0, config.heads) or config.rope_factor != 1:
+            raise UserError("gpt2 has neither grouped kv heads nor RoPE: leave model.kv_heads and model.rope_factor alone")
+        self.dropout = config.dropout
+        self.tokens = vocab_table(config, rngs)
+        self.positions = param(rngs, normal(config.init_std), _positions=config.max_seq_len, embed=config.embed)
+
+    def __call__(
+        self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], plan: Plan, key: jax.Array | None
+    ) -> Float[Array, "B S D"]:
+        x_BSD = lookup(self.tokens[...], tokens_BS, "vocab", plan) + lookup(self.positions[...], positions_BS, None, plan)
+        return dropout(x_BSD, self.dropout, key)
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        D, H, F = config.embed, config.heads, config.mlp
+        h = config.head_dim or D // H
+        init = normal(config.init_std)
+        init_residual = normal(config.init_std / math.sqrt(2 * config.layers))  # GPT-2 report, section 2.3
+        self.dropout = config.dropout
+        self.attention_norm = LayerNorm(config, rngs)
+        self.q = param(rngs, init, embed=D, heads=H, head_dim=h)
+        self.k = param(rngs, init, embed=D, heads=H, head_dim=h)
+        self.v = param(rngs, init, embed=D, heads=H, head_dim=h)
+        self.q_bias = param(rngs, zeros, heads=H, head_dim=h)
+        self.k_bias = param(rngs, zeros, heads=H, head_dim=h)
+        self.v_bias = param(rngs, zeros, heads=H, head_dim=h)
+        self.out = param(rngs, init_residual, heads=H, head_dim=h, embed=D)
+        self.out_bias = param(rngs, zeros, embed=D)
+        self.mlp_norm = LayerNorm(config, rngs)
+        self.up = param(rngs, init, embed=D, mlp=F)
+        self.up_bias = param(rngs, zeros, mlp=F)
+        self.down = param(rngs, init_residual, mlp=F, embed=D)
+        self.down_bias = param(rngs, zeros, embed=D)
+
+    def __call__(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        positions_BS: Int[Array, "B S"],
+        segments_BS: Int[Array, "B S"] | None,
+        plan: Plan,
+        key: jax.Array | None,
+    ) -> Float[Array, "B S D"]:
+        weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
+        heads = ("heads", "head_dim")
+        with jax.named_scope("attention"):
+            q, k, v = column_linear(
+                self.attention_norm(x_BSD), (self.q[...], self.k[...], self.v[...]), (heads, heads, heads), plan,
+                (self.q_bias[...], self.k_bias[...], self.v_bias[...]),
+            )  # fmt: skip
+            mixed_BSHh = attention(q, k, v, plan, segments_BS, self.dropout, weights_key)
+            out_BSD = row_linear(mixed_BSHh, self.out[...], heads, plan, self.out_bias[...])
+            x_BSD = x_BSD + dropout(out_BSD, self.dropout, attention_key)
+        with jax.named_scope("mlp"):
+            (up_BSF,) = column_linear(self.mlp_norm(x_BSD), (self.up[...],), (("mlp",),), plan, (self.up_bias[...],))
+            down_BSD = row_linear(jax.nn.gelu(up_BSF, approximate=True), self.down[...], ("mlp",), plan, self.down_bias[...])
+            return x_BSD + dropout(down_BSD, self.dropout, mlp_key)
+
+
+class Head(nnx.Module):
+    """Final norm, and the vocabulary matrix: the embedding's own, unless the head is untied."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.norm = LayerNorm(config, rngs)
+        if not config.tied_head:
+            self.table = vocab_table(config, rngs)
+
+    def __call__(self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"]) -> tuple[jax.Array, jax.Array]:
+        return self.norm(x_BSD), self.table[...] if hasattr(self, "table") else embedding_VD
+
+

@@ -1,0 +1,93 @@
+"""What the models share: declaring a parameter, the two norms, rotary positions.
+
+Shapes: B batch, S sequence, D embed, H heads, h head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxpar.config import ModelConfig
+
+Initializer = Callable[..., jax.Array]
+zeros, ones, normal = nnx.initializers.zeros, nnx.initializers.ones, nnx.initializers.normal
+
+
+def param(rngs: nnx.Rngs, init: Initializer, **dims: int) -> nnx.Param:
+    """A float32 parameter declared once: `param(rngs, normal(0.02), embed=64, mlp=256)` is [64, 256] over those axes.
+
+    A dim whose name starts with `_` has no logical axis: it is never split.
+    """
+    axes = tuple(None if name.startswith("_") else name for name in dims)
+    return nnx.Param(init(rngs.params(), tuple(dims.values()), jnp.float32), axes=axes)
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation with scale and bias, in float32 (Ba et al. 2016, arXiv:1607.06450)."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.eps = config.norm_eps
+        self.scale = param(rngs, ones, embed=config.embed)
+        self.bias = param(rngs, zeros, embed=config.embed)
+
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        x = x_BSD.astype(jnp.float32)
+        x -= jnp.mean(x, axis=-1, keepdims=True)
+        x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        return (x * self.scale[...] + self.bias[...]).astype(x_BSD.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation with scale, in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.eps = config.norm_eps
+        self.scale = param(rngs, ones, embed=config.embed)
+
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        x = x_BSD.astype(jnp.float32)
+        x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        return (x * self.scale[...]).astype(x_BSD.dtype)
+
+
+def rotary_frequencies(config: ModelConfig) -> Float[Array, " h/2"]:
+    """Angle per position of each pair of features, with the llama3 context extension where `rope_factor` > 1.
+
+    RoPE is Su et al. 2021, arXiv:2104.09864. The extension keeps wavelengths below original/high_freq_factor, divides
+    those above original/low_freq_factor by the factor, and blends in between (Llama 3.1 release, `apply_scaling`).
+    """
+    head_dim = config.head_dim or config.embed // config.heads
+    frequencies = config.rope_theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if config.rope_factor == 1:
+        return frequencies
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = config.rope_original_seq_len * frequencies / (2 * math.pi)
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / config.rope_factor)
+
+
+def rotate(
+    x_BSHh: Float[Array, "B S H h"], positions_BS: Int[Array, "B S"], frequencies: Float[Array, " h/2"]
+) -> Float[Array, "B S H h"]:
+    """Rotary position embedding, feature i paired with i + h/2 (the order of Hugging Face checkpoints)."""
+    angles_BS1h = (positions_BS[..., None].astype(jnp.float32) * frequencies)[:, :, None, :]
+    cos, sin = jnp.cos(angles_BS1h), jnp.sin(angles_BS1h)
+    a, b = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BSHh.dtype)
+
+
+def padded_vocab(config: ModelConfig) -> int:
+    """Rows of the vocabulary tables: the vocabulary rounded up, so that a mesh axis can divide it."""
+    return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
+
+
+def vocab_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
+    """A vocabulary table [V, D]: the input embedding or the output head. Rows past the vocabulary are never read."""
+    return param(rngs, normal(config.init_std), vocab=padded_vocab(config), embed=config.embed)
+

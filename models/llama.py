@@ -1,0 +1,87 @@
+"""LLaMA 2 and 3 (arXiv:2307.09288, arXiv:2407.21783): RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxpar.config import ModelConfig
+from jaxpar.models.layers import RMSNorm, normal, param, rotary_frequencies, rotate, vocab_table
+from jaxpar.parallel import attention, column_linear, dropout, lookup, row_linear
+from jaxpar.sharding import Plan
+
+
+class Embed(nnx.Module):
+    """Token embedding."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.dropout = config.dropout
+        self.tokens = vocab_table(config, rngs)
+
+    def __call__(
+        self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], plan: Plan, key: jax.Array | None
+    ) -> Float[Array, "B S D"]:
+        return dropout(lookup(self.tokens[...], tokens_BS, "vocab", plan), self.dropout, key)
+
+
+class Block(nnx.Module):
+    """Pre-norm grouped-query attention with rotary positions, and a SwiGLU MLP (arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        D, H, F = config.embed, config.heads, config.mlp
+        K, h = config.kv_heads or H, config.head_dim or D // H
+        init = normal(config.init_std)
+        init_residual = normal(config.init_std / math.sqrt(2 * config.layers))
+        self.config = config
+        self.attention_norm = RMSNorm(config, rngs)
+        self.q = param(rngs, init, embed=D, heads=H, head_dim=h)
+        self.k = param(rngs, init, embed=D, kv_heads=K, head_dim=h)
+        self.v = param(rngs, init, embed=D, kv_heads=K, head_dim=h)
+        self.out = param(rngs, init_residual, heads=H, head_dim=h, embed=D)
+        self.mlp_norm = RMSNorm(config, rngs)
+        self.gate = param(rngs, init, embed=D, mlp=F)
+        self.up = param(rngs, init, embed=D, mlp=F)
+        self.down = param(rngs, init_residual, mlp=F, embed=D)
+
+    def __call__(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        positions_BS: Int[Array, "B S"],
+        segments_BS: Int[Array, "B S"] | None,
+        plan: Plan,
+        key: jax.Array | None,
+    ) -> Float[Array, "B S D"]:
+        rate = self.config.dropout
+        weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
+        heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
+        with jax.named_scope("attention"):
+            q_BSHh, k_BSKh, v_BSKh = column_linear(
+                self.attention_norm(x_BSD), (self.q[...], self.k[...], self.v[...]), (heads, kv_heads, kv_heads), plan
+            )
+            frequencies = rotary_frequencies(self.config)
+            q_BSHh, k_BSKh = rotate(q_BSHh, positions_BS, frequencies), rotate(k_BSKh, positions_BS, frequencies)
+            mixed_BSHh = attention(q_BSHh, k_BSKh, v_BSKh, plan, segments_BS, rate, weights_key)
+            x_BSD = x_BSD + dropout(row_linear(mixed_BSHh, self.out[...], heads, plan), rate, attention_key)
+        with jax.named_scope("mlp"):
+            gate_BSF, up_BSF = column_linear(
+                self.mlp_norm(x_BSD), (self.gate[...], self.up[...]), (("mlp",), ("mlp",)), plan
+            )
+            return x_BSD + dropout(row_linear(jax.nn.silu(gate_BSF) * up_BSF, self.down[...], ("mlp",), plan), rate, mlp_key)
+
+
+class Head(nnx.Module):
+    """Final norm, and the vocabulary matrix: its own, or the embedding's when tied."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.norm = RMSNorm(config, rngs)
+        if not config.tied_head:
+            self.table = vocab_table(config, rngs)
+
+    def __call__(self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"]) -> tuple[jax.Array, jax.Array]:
+        return self.norm(x_BSD), self.table[...] if hasattr(self, "table") else embedding_VD

@@ -1,0 +1,169 @@
+"""A model as the rest of the library sees it: embed, block and head, pure functions over a plain dict of arrays.
+
+The modules are split once into a graph (static) and parameters; jit, scan and shard_map only see the parameters.
+
+Shapes: B batch, S sequence, D embed, V vocab, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxpar.config import ModelConfig
+from jaxpar.errors import UserError, nearest
+from jaxpar.models import gpt2, llama
+from jaxpar.parallel import LossSums, linear_cross_entropy, logits
+from jaxpar.remat import remat
+from jaxpar.sharding import Plan
+
+FAMILIES: dict[str, ModuleType] = {"gpt2": gpt2, "llama": llama}
+
+Params = dict[str, Any]
+Batch = Mapping[str, jax.Array]
+
+
+class Model:
+    """GPT-2 or LLaMA of a given size; holds no arrays.
+
+    Attributes:
+      config: its sizes.
+      axes: the logical axes of every parameter, in a dict of the same form as the parameters.
+    """
+
+    def __init__(self, config: ModelConfig):
+        if config.family not in FAMILIES:
+            raise UserError(
+                f"no model family {config.family!r}{nearest(config.family, FAMILIES)}: model.family is one of {', '.join(FAMILIES)}"
+            )
+        self.config = config
+        family = FAMILIES[config.family]
+        self._parts = {"embed": family.Embed, "blocks": family.Block, "head": family.Head}
+        self._graphs, self.axes = {}, {}
+        for name, part in self._parts.items():
+            self._graphs[name], state = nnx.split(nnx.eval_shape(lambda part=part: part(config, nnx.Rngs(0))))
+            stacked = ("layers",) if name == "blocks" else ()
+            self.axes[name] = jax.tree.map(
+                lambda leaf, stacked=stacked: (*stacked, *leaf.get_metadata("axes")),
+                _variables(state),
+                is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+            )
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh float32 parameters, the blocks stacked on a leading layers dim; the same on any mesh."""
+        embed_key, blocks_key, head_key = jax.random.split(key, 3)
+        layer_keys = jax.random.split(blocks_key, self.config.layers)
+        return {
+            "embed": self._init_part("embed", embed_key),
+            "blocks": jax.vmap(lambda layer_key: self._init_part("blocks", layer_key))(layer_keys),
+            "head": self._init_part("head", head_key),
+        }
+
+    def _init_part(self, name: str, key: jax.Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(self._parts[name](self.config, nnx.Rngs(key))))
+
+    def shapes(self) -> Params:
+        """The parameters as ShapeDtypeStructs."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    def embed(
+        self, params: Params, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], plan: Plan,
+        key: jax.Array | None = None,
+    ) -> Float[Array, "B S D"]:  # fmt: skip
+        """Tokens to the residual stream."""
+        with jax.named_scope("embed"):
+            return nnx.merge(self._graphs["embed"], params["embed"])(tokens_BS, positions_BS, plan, key)
+
+    def block(
+        self, layer: Params, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"],
+        segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None,
+    ) -> Float[Array, "B S D"]:  # fmt: skip
+        """One block; `layer` is one slice of `params["blocks"]`."""
+        with jax.named_scope("block"):
+            return nnx.merge(self._graphs["blocks"], layer)(x_BSD, positions_BS, segments_BS, plan, key)
+
+    def head(self, params: Params, x_BSD: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Float[Array, "V D"]]:
+        """The final norm's output and the vocabulary matrix that multiplies it."""
+        with jax.named_scope("head"):
+            return nnx.merge(self._graphs["head"], params["head"])(x_BSD, params["embed"]["tokens"])
+
+    def hidden(self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None) -> Float[Array, "B S D"]:
+        """The residual stream after the last block. See `loss` for the batch."""
+        tokens_BS = batch["tokens"]
+        positions_BS = batch.get("positions")
+        if positions_BS is None:
+            positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
+        segments_BS = batch.get("segments")
+        embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
+        layer_keys = None if blocks_key is None else jax.random.split(blocks_key, self.config.layers)
+
+        def body(x_BSD, layer):
+            layer_params, layer_key = layer
+            return self.block(layer_params, x_BSD, positions_BS, segments_BS, plan, layer_key), None
+
+        body = remat(body, plan.remat)
+        x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key)
+        layers = (params["blocks"], layer_keys)
+        if self.config.scan_layers:
+            return jax.lax.scan(body, x_BSD, layers)[0]
+        for i in range(self.config.layers):
+            x_BSD, _ = body(x_BSD, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
+        return x_BSD
+
+    def loss(
+        self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None, z_loss: float = 0.0
+    ) -> LossSums:
+        """Summed next-token loss of a batch.
+
+        Args:
+          params: from `init`, or read from a checkpoint.
+          batch: int32 arrays [B, S]: `tokens`, `labels` (below zero = does not count), and for packed documents
+            `positions` and `segments`.
+          plan: how it runs.
+          key: dropout key; None = no dropout.
+          z_loss: see `linear_cross_entropy`.
+        """
+        x_BSD, head_VD = self.head(params, self.hidden(params, batch, plan, key))
+        with jax.named_scope("loss"):
+            return linear_cross_entropy(x_BSD, head_VD, batch["labels"], self.config.vocab_size, plan, z_loss)
+
+    def logits(self, params: Params, batch: Batch, plan: Plan) -> Float[Array, "B S V"]:
+        """Float32 next-token scores of the true vocabulary; `batch` as in `loss`, labels not needed."""
+        x_BSD, head_VD = self.head(params, self.hidden(params, batch, plan))
+        return logits(x_BSD, head_VD, self.config.vocab_size, plan)[..., : self.config.vocab_size]
+
+    def parameter_count(self) -> int:
+        """Number of parameters, without the padding of the vocabulary."""
+        return _count(self.shapes()) - self._padding()
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of one training token, forward and backward, no recompute: the numerator of MFU.
+
+        6 per parameter that multiplies (tables that are only looked up do not) plus 12 L H h S for attention, as in
+        PaLM (arXiv:2204.02311, appendix B): causal attention is counted whole, so that figures compare.
+        """
+        shapes, config = self.shapes(), self.config
+        multiplying = _count(shapes["blocks"]) + _count(shapes["head"])
+        multiplying += config.vocab_size * config.embed if config.tied_head else -self._padding() // 2
+        head_dim = config.head_dim or config.embed // config.heads
+        return 6.0 * multiplying + 12.0 * config.layers * config.heads * head_dim * seq_len
+
+    def _padding(self) -> int:
+        rows = self.shapes()["embed"]["tokens"].shape[0] - self.config.vocab_size
+        return rows * self.config.embed * (1 if self.config.tied_head else 2)
+
+
+def _variables(state: Any) -> Any:
+    """An nnx state as nested plain dicts whose leaves are the variables."""
+    return {k: _variables(v) if isinstance(v, Mapping) else v for k, v in state.items()}
+
+
+def _count(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
