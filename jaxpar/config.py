@@ -171,7 +171,7 @@ def load_config(name: str) -> Config:
     Raises:
       UserError: no such preset or file, malformed TOML, an unknown key, or a value of the wrong type.
     """
-    text, origin = find_toml(name, "jaxpar.configs", "config")
+    text, origin = find_toml(name, "jaxpar.configs")
     return parse(text, origin)
 
 
@@ -181,18 +181,18 @@ def presets(package: str) -> dict[str, Traversable]:
     return {file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)}
 
 
-def find_toml(name: str, package: str, what: str) -> tuple[str, str]:
-    """The text of a preset or of a file, and what to call it in messages."""
-    known = presets(package)
+def find_toml(name: str, package: str) -> tuple[str, str]:
+    """The text of a preset of a data package, or of a file, and what to call it in messages."""
+    known, listing = presets(package), package.removeprefix("jaxpar.")
     if name in known:
         return known[name].read_text(encoding="utf-8"), name
     path = Path(name)
     if path.suffix != ".toml":
-        raise UserError(f"no {what} preset {name!r}{nearest(name, known)}: `jaxpar {what}s` lists them; a path ends in .toml")
+        raise UserError(f"no preset {name!r}{nearest(name, known)}: `jaxpar {listing}` lists them; a path ends in .toml")
     try:
         return path.read_text(encoding="utf-8"), name
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {what} file {name}: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def parse(text: str, origin: str = "config") -> Config:
@@ -289,12 +289,11 @@ def override(config: Config, changes: dict[str, Any]) -> Config:
       UserError: an unknown key or a value of the wrong type.
     """
     tree: dict[str, Any] = {}
-    for key, value in (flatten(config) | {}).items():
-        _put(tree, key, list(value) if isinstance(value, tuple) else value)
     known = flatten(config)
-    for key, value in changes.items():
+    for key in changes:
         if key not in known:
             raise UserError(f"override: unknown key {key}{nearest(key, known)}")
+    for key, value in (known | changes).items():
         _put(tree, key, list(value) if isinstance(value, tuple) else value)
     return from_dict(Config, tree, "override")
 

@@ -1,0 +1,80 @@
+"""Checkpoints: Orbax's manager behind four verbs, with the data iterator's state beside the training state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
+
+
+from jaxpar.config import CheckpointConfig
+from jaxpar.errors import UserError
+
+METRIC = "val_loss"
+
+
+class Checkpoints:
+    """The checkpoints of one run: written in the background, the newest few kept and the best one.
+
+    Args:
+      folder: made when absent.
+      config: how many to keep.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig):
+        policies: list[Any] = [managers.LatestN(config.keep)]
+        if config.keep_best:
+            policies.append(managers.BestN(get_metric_fn=lambda metrics: -metrics[METRIC], n=1, keep_checkpoints_without_metrics=False))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=managers.AnyPreservationPolicy(policies), cleanup_tmp_directories=True, enable_async_checkpointing=True
+        )
+        self.folder = folder.absolute()
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def latest(self) -> int | None:
+        """The newest finished step, or None."""
+        return self._manager.latest_step()
+
+    def best(self) -> int | None:
+        """The step with the lowest validation loss among those kept, or None."""
+        scored = [(self._manager.metrics(step), step) for step in self._manager.all_steps()]
+        return min(((m[METRIC], step) for m, step in scored if m and METRIC in m), default=(None, None))[1]
+
+    def save(self, step: int, state: Any, data_state: dict[str, Any], val_loss: float | None) -> None:
+        """Save in the background; a step already there is left alone."""
+        if step in self._manager.all_steps():
+            return
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_state))
+        self._manager.save(step, args=items, metrics=None if val_loss is None else {METRIC: val_loss})
+
+    def restore(self, step: int, shapes: Any, shardings: Any) -> tuple[Any, dict[str, Any]]:
+        """The state of a step, on the given shardings, and the data iterator's state.
+
+        Args:
+          step: a finished step.
+          shapes: the state as ShapeDtypeStructs; names, shapes and dtypes must be those that were saved.
+          shardings: a tree of the same form.
+
+        Raises:
+          UserError: files missing or cut short, or another model's state.
+        """
+        target = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+        )
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore())
+        try:
+            restored = self._manager.restore(step, args=items)
+        except (ValueError, KeyError, OSError) as error:
+            reason = str(error).strip().splitlines()[0][:200]
+            raise UserError(
+                f"checkpoint {self.folder / str(step)} cannot be read ({reason}): delete that folder to fall back to an older one"
+            ) from error
+        return restored.state, restored.data
+
+    def close(self) -> None:
+        """Wait for what is being written; raises what went wrong in the background (a full disk, say)."""
+        self._manager.wait_until_finished()
+        self._manager.close()

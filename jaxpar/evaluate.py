@@ -1,0 +1,50 @@
+"""Validation loss of a finished or running run, on any mesh."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.config import Config, check
+from jaxpar.data import load_corpus
+from jaxpar.errors import UserError
+from jaxpar.models import Model
+from jaxpar.runtime import start
+from jaxpar.step import make_eval_step, make_plan
+from jaxpar.train import evaluate, restore_state
+
+
+class Evaluation(NamedTuple):
+    """Validation loss (nats a token) and perplexity of the checkpoint of a step."""
+
+    step: int
+    val_loss: float
+    perplexity: float
+
+
+def pick_step(checkpoints: Checkpoints, step: int) -> int:
+    """The step asked for, or with 0 the best, or the newest when none was evaluated; a UserError when there is none."""
+    found = step or checkpoints.best() or checkpoints.latest()
+    if found is None:
+        raise UserError(f"{checkpoints.folder} has no finished checkpoint")
+    return found
+
+
+def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
+    """Evaluate a run's checkpoint under `config`, whose mesh may be another than the run's.
+
+    Raises:
+      UserError: no checkpoint, no validation data, a mesh that does not fit.
+    """
+    check(config)
+    plan, model = make_plan(config, start(config.mesh)), Model(config.model)
+    corpus = load_corpus(config.data, config.model.vocab_size)
+    if corpus.val is None:
+        raise UserError("there is no validation data: set data.val_fraction or data.val_path")
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    step = pick_step(checkpoints, step)
+    state, _ = restore_state(checkpoints, step, model, config, plan)
+    loss = evaluate(make_eval_step(model, plan), state.params, corpus.val, config, plan)
+    return Evaluation(step, loss, math.exp(min(loss, 700)))

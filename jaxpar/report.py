@@ -1,0 +1,111 @@
+"""What a person sees: the start-up lines, progress, tables. Pictures are in `picture`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from jaxpar.mesh import describe
+from jaxpar.metrics import bytes_text, count_text
+from jaxpar.sharding import Placement, Plan
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def console() -> Console:
+    """Standard output: rich on a terminal, plain lines otherwise; nothing is wrapped or coloured in a pipe."""
+    return Console(soft_wrap=True, highlight=False, markup=False)
+
+
+def banner(plan: Plan, facts: dict[str, str]) -> list[str]:
+    """The start-up lines: versions, devices, mesh, and the facts given."""
+    devices = list(plan.mesh.devices.ravel())
+    kind = f"{devices[0].platform} ({devices[0].device_kind})"
+    simulated = ", simulated" if devices[0].platform == "cpu" and len(devices) > 1 else ""
+    lines = {
+        "versions": "jaxpar " + version("jaxpar") + ", " + ", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        "devices": f"{len(devices)} x {kind}{simulated}, {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}",
+        "mesh": describe(dict(plan.mesh.shape)),  # pyright: ignore[reportArgumentType]
+        "precision": f"{plan.compute} compute, float32 parameters and reductions",
+        **facts,
+    }
+    return [f"{name:<12} {text}" for name, text in lines.items()]
+
+
+class ProgressLine:
+    """A bar with the latest numbers on a terminal, a line every so often elsewhere. Use as a context manager."""
+
+    def __init__(self, total: int, done: int, active: bool = True):
+        self._console = console() if active else Console(quiet=True)
+        self._bar = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[numbers]}"),
+            TextColumn("ETA"), TimeRemainingColumn(), console=self._console, transient=True,
+            disable=not (active and self._console.is_terminal),
+        )  # fmt: skip
+        self._task = self._bar.add_task("step", total=total, completed=done, numbers="")
+        self._total = total
+
+    def __enter__(self) -> ProgressLine:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, step: int, numbers: dict[str, Any], eta_seconds: float) -> None:
+        """Show the numbers of a step."""
+        text = numbers_text(numbers)
+        if self._bar.disable:
+            self._console.print(f"step {step}/{self._total}  {text}  ETA {duration_text(eta_seconds)}")
+        else:
+            self._bar.update(self._task, completed=step, numbers=text)
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self._console.print(line)
+
+
+def numbers_text(numbers: dict[str, Any]) -> str:
+    """`loss 2.345  grad 0.81  lr 1.0e-03  12.3K tok/s  wait 1 %`, in this order, whatever is known."""
+    forms = {
+        "loss": lambda x: f"loss {x:.4f}",
+        "grad_norm": lambda x: f"grad {x:.3g}",
+        "learning_rate": lambda x: f"lr {x:.2e}",
+        "tokens_per_second": lambda x: f"{count_text(x)} tok/s",
+        "tflops_per_device": lambda x: f"{x:.1f} TFLOP/s/device",
+        "mfu": lambda x: f"MFU {100 * x:.1f} %",
+        "device_memory": lambda x: f"mem {bytes_text(x)}",
+        "data_wait": lambda x: f"data wait {100 * x:.0f} %",
+    }
+    return "  ".join(form(numbers[key]) for key, form in forms.items() if numbers.get(key) is not None)
+
+
+def duration_text(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, seconds = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def sharding_table(rows: Sequence[Placement]) -> Table:
+    """Every parameter: name, shape, logical axes, spec, bytes per device; and the sum."""
+    table = Table("parameter", "shape", "logical axes", "spec", "bytes/device", box=None, pad_edge=False)
+    table.columns[-1].justify = "right"
+    for row in rows:
+        axes = ", ".join(axis or "-" for axis in row.axes)
+        table.add_row(row.name, " x ".join(map(str, row.shape)), axes, str(row.spec), bytes_text(row.bytes_per_device))
+    table.add_row("all", "", "", "", bytes_text(sum(row.bytes_per_device for row in rows)))
+    return table
+
+
+def fail(message: str) -> int:
+    """Print a user's error as a line on standard error; the exit code for it."""
+    print(f"jaxpar: error: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,190 @@
+"""The training step: state and its shardings, gradients over microbatches, update, evaluation.
+
+Shapes: A accumulation, B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar.config import Config
+from jaxpar.errors import UserError
+from jaxpar.mesh import make_mesh
+from jaxpar.models import Batch, Model, Params
+from jaxpar.optim import learning_rate, make_optimizer
+from jaxpar.parallel import LossSums
+from jaxpar.sharding import Plan, local_rows, replicated, tree_shardings
+
+BATCH_AXES = ("batch", None)
+
+
+class TrainState(NamedTuple):
+    """Everything a step changes. `step` counts finished steps (int32 scalar)."""
+
+    step: Any
+    params: Params
+    opt_state: Any
+
+
+def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
+    """The plan of a config on these devices (all, when None), checked against the model and the batch.
+
+    Raises:
+      UserError: a mesh that does not fit the devices, a dim or a batch that its mesh axes do not divide.
+    """
+    plan = Plan(make_mesh(config.mesh, devices), config.rules, config.precision.compute, config.memory.policy)
+    model = Model(config.model)
+    tree_shardings(model.shapes(), model.axes, plan)
+    train, shards = config.train, plan.size("batch")
+    microbatch = train.batch // train.accumulation
+    if microbatch % shards:
+        raise UserError(
+            f"train.batch={train.batch} / accumulation={train.accumulation} is a microbatch of {microbatch} sequences, "
+            f"which {shards} data-parallel shards do not divide: try --train.batch {-(-microbatch // shards) * shards * train.accumulation}"
+        )
+    activation = (microbatch, config.data.seq_len, config.model.embed)
+    plan.sharding(("batch", "seq", None), activation, "activations")
+    plan.sharding(("batch", "residual_seq", None), activation, "residual stream")
+    return plan
+
+
+def state_shapes(model: Model, config: Config) -> TrainState:
+    """The state as ShapeDtypeStructs, without shardings."""
+    return jax.eval_shape(lambda: _fresh(model, config, jax.random.key(0)))
+
+
+def state_shardings(model: Model, config: Config, plan: Plan) -> TrainState:
+    """Where the state lives: moments as their parameters; every scalar replicated by name.
+
+    (A scalar made outside jit would sit on device 0 and clash with the mesh after a restore.)
+    """
+    params = tree_shardings(model.shapes(), model.axes, plan)
+    shapes = state_shapes(model, config)
+    everywhere = replicated(plan)
+    opt_state = optax.tree_map_params(
+        make_optimizer(config.train, model.axes),
+        lambda _, sharding: sharding,
+        shapes.opt_state,
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    return TrainState(everywhere, params, opt_state)
+
+
+def init_state(model: Model, config: Config, plan: Plan, params: Params | None = None) -> TrainState:
+    """A state at step 0, made in place on the mesh; from `params` (an import) where given.
+
+    The same on every mesh: each random number depends on its place in the global array only.
+    """
+    shardings = state_shardings(model, config, plan)
+    if params is None:
+        fresh = jax.jit(lambda: _fresh(model, config, jax.random.key(config.train.seed)), out_shardings=shardings)
+        return fresh()
+    start = jax.jit(lambda params: _with_params(model, config, params), out_shardings=shardings, donate_argnums=0)
+    return start(params)
+
+
+def _fresh(model: Model, config: Config, key: jax.Array) -> TrainState:
+    return _with_params(model, config, model.init(key))
+
+
+def _with_params(model: Model, config: Config, params: Params) -> TrainState:
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.train, model.axes).init(params))
+
+
+def put_batch(rows: Mapping[str, np.ndarray], plan: Plan) -> dict[str, jax.Array]:
+    """This process's rows of a global batch as global arrays [B, S] on the mesh."""
+    sharding = plan.sharding(BATCH_AXES)
+    return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in rows.items()}
+
+
+def batch_rows(batch: int, plan: Plan) -> list[int]:
+    """The rows of a global batch that this process's data loader reads."""
+    return local_rows(plan.sharding(BATCH_AXES, (batch, 1), "batch"), batch)
+
+
+def batch_shapes(config: Config, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+    """A training batch as ShapeDtypeStructs with shardings: what the step is compiled for."""
+    shape = (config.train.batch, config.data.seq_len)
+    leaf = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=plan.sharding(BATCH_AXES, shape, "batch"))
+    names = ("tokens", "labels", "positions", "segments") if config.data.pack else ("tokens", "labels")
+    return dict.fromkeys(names, leaf)
+
+
+def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
+    """`(state, batch) -> (state, metrics)`, jitted, the state donated.
+
+    Metrics are float32 scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping), `learning_rate`,
+    `tokens` (labels that count).
+    """
+    optimizer, schedule, train = make_optimizer(config.train, model.axes), learning_rate(config.train), config.train
+    shardings = state_shardings(model, config, plan)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.key(train.seed), state.step) if config.model.dropout else None
+        sums, grads = gradients(model, state.params, batch, plan, key, train.accumulation, train.z_loss)
+        with jax.named_scope("update"):
+            grads = jax.tree.map(lambda g: g / sums.tokens, grads)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        metrics = {
+            "loss": sums.nll / sums.tokens,
+            "grad_norm": optax.global_norm(grads),
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "tokens": sums.tokens,
+        }
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    batch_sharding = plan.sharding(BATCH_AXES)
+    return jax.jit(
+        step, in_shardings=(shardings, batch_sharding), out_shardings=(shardings, replicated(plan)), donate_argnums=0
+    )
+
+
+def gradients(
+    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, accumulation: int, z_loss: float
+) -> tuple[LossSums, Params]:
+    """Summed loss of a global batch and its float32 gradient, over `accumulation` microbatches one after another.
+
+    Sums, not means: divided by the total token count they weigh every token alike, however it was split.
+    """
+
+    def of_microbatch(rows: Batch, key: jax.Array | None) -> tuple[LossSums, Params]:
+        def loss(params: Params) -> tuple[jax.Array, LossSums]:
+            sums = model.loss(params, rows, plan, key, z_loss)
+            return sums.loss, sums
+
+        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return sums, grads
+
+    if accumulation == 1:
+        return of_microbatch(batch, key)
+
+    def split(rows_BS: jax.Array) -> jax.Array:
+        # Row r goes to microbatch r % A: every device keeps its own rows.
+        rows_BAS = rows_BS.reshape(-1, accumulation, rows_BS.shape[1])
+        return plan.constrain(rows_BAS.swapaxes(0, 1), (None, *BATCH_AXES))
+
+    def add(total: Any, item: tuple[Batch, Any]) -> tuple[Any, None]:
+        rows, index = item
+        part = of_microbatch(rows, None if key is None else jax.random.fold_in(key, index))
+        return jax.tree.map(jnp.add, total, part), None
+
+    zeros = (LossSums(*jnp.zeros(3)), jax.tree.map(jnp.zeros_like, params))
+    return jax.lax.scan(add, zeros, (jax.tree.map(split, dict(batch)), jnp.arange(accumulation)))[0]
+
+
+def make_eval_step(model: Model, plan: Plan) -> Any:
+    """`(params, batch) -> (nll in nats, tokens)`, sums over the batch, jitted."""
+
+    def step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        sums = model.loss(params, batch, plan)
+        return sums.nll, sums.tokens
+
+    return jax.jit(step)

@@ -1,0 +1,282 @@
+"""Training: from a config to a run folder with metrics, a picture and checkpoints; the same call again resumes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpar.checkpoint import METRIC, Checkpoints
+from jaxpar.config import Config, check, incompatible, parse, to_toml
+from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entropy, val_batches
+from jaxpar.errors import UserError
+from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
+from jaxpar.models import Model, Params
+from jaxpar.picture import loss_figure, save_figure
+from jaxpar.report import ProgressLine, banner, duration_text
+from jaxpar.runtime import start
+from jaxpar.sharding import Plan
+from jaxpar.step import (
+    TrainState, batch_rows, batch_shapes, init_state, make_eval_step, make_plan, make_train_step, put_batch,
+    state_shapes, state_shardings,
+)  # fmt: skip
+from jaxpar.tokenizer import save_tokenizer
+
+
+class Result(NamedTuple):
+    """How a run ended: the step it reached, its last losses (nats a token), and the text's unigram entropy."""
+
+    step: int
+    loss: float | None
+    val_loss: float | None
+    unigram_entropy: float
+    interrupted: bool
+
+
+def train(config: Config, folder: Path) -> Result:
+    """Train, or go on training, the run in `folder`.
+
+    Args:
+      config: the experiment. If the folder has one already, they must agree but for layout and reporting.
+      folder: the run folder; made when absent.
+
+    Raises:
+      UserError: whatever the user can mend: config, devices, data, a run folder of another config, a diverged loss.
+    """
+    check(config)
+    devices = start(config.mesh)
+    plan = make_plan(config, devices)
+    corpus = load_corpus(config.data, config.model.vocab_size)
+    open_run(folder, config)
+    if corpus.tokenizer is not None and jax.process_index() == 0:
+        save_tokenizer(corpus.tokenizer, folder / "tokenizer.json")
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    try:
+        return _Run(config, folder, Model(config.model), plan, corpus, checkpoints).go()
+    finally:
+        checkpoints.close()
+
+
+def open_run(folder: Path, config: Config) -> None:
+    """Make a run folder with its `config.toml`, or check that the one there is of the same experiment."""
+    path = folder / "config.toml"
+    if path.exists():
+        changed = incompatible(read_run_config(folder), config)
+        if changed:
+            raise UserError(
+                f"{folder} holds a run of another config ({'; '.join(changed[:3])}{'; ...' if len(changed) > 3 else ''}): "
+                "use another --run folder, or give the old values"
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there and is no run folder (it has no config.toml): use another --run folder")
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_toml(config, "The resolved config of this run."), encoding="utf-8")
+
+
+def read_run_config(folder: Path) -> Config:
+    """The config a run folder was made with."""
+    path = folder / "config.toml"
+    if not path.exists():
+        raise UserError(f"{folder} is no run folder: it has no config.toml")
+    return parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def restore_state(
+    checkpoints: Checkpoints, step: int, model: Model, config: Config, plan: Plan
+) -> tuple[TrainState, dict[str, Any]]:
+    """The training state of a checkpoint on this plan's mesh (any mesh), and the data iterator's state."""
+    return checkpoints.restore(step, state_shapes(model, config), state_shardings(model, config, plan))
+
+
+def evaluate(eval_step: Any, params: Params, stream: Tokens, config: Config, plan: Plan) -> float:
+    """Mean loss in nats a token over the validation windows (`train.eval_batches` of them, or all)."""
+    rows = batch_rows(config.train.batch, plan)
+    batches = val_batches(stream, config.data, config.train.batch, rows, config.model.vocab_size, config.train.eval_batches)
+    sums = [eval_step(params, put_batch(batch, plan)) for batch in batches]
+    nll, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
+    return float(nll / tokens)
+
+
+@dataclass
+class _Run:
+    """One call of `train`: what the loop needs, and what it has measured since the last log line."""
+
+    config: Config
+    folder: Path
+    model: Model
+    plan: Plan
+    corpus: Corpus
+    checkpoints: Checkpoints
+    val_loss: float | None = None
+    loss: float | None = None
+    _mark: tuple[float, int] = (0.0, 0)  # time and step of the last log line
+    _waited: float = 0.0  # seconds spent waiting for data since then
+    _aside: float = 0.0  # seconds spent on evaluation and saving since then
+    _trained: float = 0.0  # seconds spent on steps in this call
+
+    def go(self) -> Result:
+        config, train = self.config, self.config.train
+        first = self.checkpoints.latest() or 0
+        last = min(train.stop_at or train.steps, train.steps)
+        entropy = unigram_entropy(self.corpus.train.tokens)
+        self.main = jax.process_index() == 0
+        self.log = MetricsLog(self.folder, first, config.metrics.tensorboard, self.main)
+        self.show = ProgressLine(train.steps, first, self.main)
+        state, data = self._start(first, entropy)
+        if first >= last:
+            self.show.say(f"step {first} of {last} is done already: nothing to train; see {self.folder}")
+            return Result(first, None, None, entropy, False)
+        self.eval_step = make_eval_step(self.model, self.plan)
+        step_fn = self._compile()
+        with self.show, _stop_signals() as stopping:
+            step = self._loop(step_fn, state, data, first, last, stopping)
+        self.log.close()
+        if self.main:
+            self._draw(entropy)
+            self._say_result(step, last, entropy)
+        return Result(step, self.loss, self.val_loss, entropy, step < last)
+
+    def _start(self, first: int, entropy: float) -> tuple[TrainState, Any]:
+        """The state and the data iterator at step `first`, and the start-up lines."""
+        config, model, plan = self.config, self.model, self.plan
+        rows = batch_rows(config.train.batch, plan)
+        data = train_batches(self.corpus.train, config.data, config.train.batch, rows, config.model.vocab_size)
+        if self.checkpoints.latest() is None:
+            state = init_state(model, config, plan)
+        else:
+            state, data_state = restore_state(self.checkpoints, first, model, config, plan)
+            if data_state.get("iterator") is not None:
+                data.set_state(data_state["iterator"])
+        facts = {
+            "model": f"{config.model.family}, {count_text(model.parameter_count())} parameters, "
+            f"{bytes_text(total_bytes(state))} of state per device",
+            "data": f"{self.corpus.train.origin}: {len(self.corpus.train.tokens):,} training tokens, "
+            f"{len(self.corpus.val.tokens) if self.corpus.val else 0:,} for validation, "
+            f"unigram entropy {entropy:.3f} nats a token",
+            "run": f"{self.folder}" + (f", resumed after step {first}" if first else ""),
+        }
+        for line in banner(plan, facts):
+            self.show.say(line)
+        return state, data
+
+    def _compile(self) -> Any:
+        """The training step, compiled ahead, so that the first step is timed like the others."""
+        began = time.perf_counter()
+        shapes, shardings = state_shapes(self.model, self.config), state_shardings(self.model, self.config, self.plan)
+        state = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), shapes, shardings)
+        step_fn = make_train_step(self.model, self.config, self.plan)
+        compiled = step_fn.lower(state, batch_shapes(self.config, self.plan)).compile()
+        memory = compiled.memory_analysis()
+        used = f": {bytes_text(memory.temp_size_in_bytes)} of temporaries per device" if memory else ""
+        self.show.say(f"compiled the training step in {time.perf_counter() - began:.1f} s{used}")
+        return compiled
+
+    def _loop(self, step_fn: Any, state: TrainState, data: Any, first: int, last: int, stopping: threading.Event) -> int:
+        """Steps first+1..last; returns the last one finished."""
+        train, every = self.config.train, self.config.checkpoint.every
+        self._mark, pending, step = (time.perf_counter(), first), None, first
+        for step in range(first + 1, last + 1):
+            asked = time.perf_counter()
+            batch = put_batch(next(data), self.plan)
+            self._waited += time.perf_counter() - asked
+            state, metrics = step_fn(state, batch)
+            # Metrics are fetched when the next step is already on its way: the device never waits for the host.
+            if pending is not None:
+                self._log(*pending)
+                pending = None
+            stop = stopping.is_set() or step == last
+            if step % self.config.metrics.log_every == 0 or stop:
+                pending = (step, metrics)
+            evaluating = self.corpus.val is not None and (step == last or (train.eval_every and step % train.eval_every == 0))
+            saving = stop or (every and step % every == 0)
+            if pending is not None and (evaluating or saving):
+                self._log(*pending)
+                pending = None
+            began = time.perf_counter()
+            if evaluating:
+                self._evaluate(step, state)
+            if saving:
+                self.checkpoints.save(step, state, {"iterator": data.get_state()}, self.val_loss if evaluating else None)
+            self._aside += time.perf_counter() - began
+            if stop:
+                break
+        return step
+
+    def _log(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Fetch a step's metrics, and say and write them with the speed since the last time."""
+        numbers: dict[str, Any] = {key: float(value) for key, value in jax.device_get(metrics).items()}
+        now, (then, before) = time.perf_counter(), self._mark
+        elapsed, steps = max(now - then - self._aside, 1e-9), step - before
+        tokens_per_second = numbers.pop("tokens") * steps / elapsed
+        flops, devices = self.model.flops_per_token(self.config.data.seq_len), list(self.plan.mesh.devices.ravel())
+        on_cpu = devices[0].platform == "cpu"
+        numbers |= {
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": elapsed / steps,
+            "tflops_per_device": None if on_cpu else tokens_per_second * flops / len(devices) / 1e12,
+            "mfu": mfu(tokens_per_second, flops, devices, self.plan.compute),
+            "device_memory": device_memory(devices),
+            "data_wait": min(self._waited / elapsed, 1.0),
+        }
+        self._mark, self._waited, self._aside = (now, step), 0.0, 0.0
+        self._trained += elapsed
+        self.loss = numbers["loss"]
+        self.show.step(step, numbers, (self.config.train.steps - step) * elapsed / steps)
+        self.log.write(step, **numbers)
+        if not np.isfinite(numbers["loss"]) or not np.isfinite(numbers["grad_norm"]):
+            raise UserError(
+                f"loss {numbers['loss']} and gradient norm {numbers['grad_norm']} at step {step}: the run diverged; "
+                "try a lower train.learning_rate or a longer train.warmup_steps; earlier checkpoints are kept"
+            )
+
+    def _evaluate(self, step: int, state: TrainState) -> None:
+        assert self.corpus.val is not None
+        began = time.perf_counter()
+        self.val_loss = evaluate(self.eval_step, state.params, self.corpus.val, self.config, self.plan)
+        self.log.write(step, **{METRIC: self.val_loss})
+        self.show.say(f"step {step}  validation loss {self.val_loss:.4f}  ({time.perf_counter() - began:.1f} s)")
+
+    def _draw(self, entropy: float) -> None:
+        title = f"{self.folder.name}: {self.config.model.family}, {count_text(self.model.parameter_count())} parameters"
+        save_figure(loss_figure(read_metrics(self.folder), title, {"unigram entropy": entropy}), self.folder / "loss.png")
+
+    def _say_result(self, step: int, last: int, entropy: float) -> None:
+        if step < last:
+            self.show.say(f"stopped after step {step}, saved; the same command goes on from there")
+            return
+        val = "" if self.val_loss is None else f", validation loss {self.val_loss:.4f} nats a token"
+        self.show.say(
+            f"step {step} done in {duration_text(self._trained)} of training{val} (unigram entropy {entropy:.3f}); "
+            f"{self.folder / 'loss.png'}"
+        )
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that Ctrl-C or SIGTERM sets, so that the loop saves and stops after the step; a second one kills."""
+    stopping = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopping
+        return
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, _: Any) -> None:
+        stopping.set()
+        signal.signal(number, previous[number])
+
+    for number in previous:
+        signal.signal(number, ask)
+    try:
+        yield stopping
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,88 @@
+"""The experiments of `jaxpar.configs`: they parse, they are what their names promise, and their batches divide."""
+
+import tomllib
+
+import pytest
+
+from jaxpar.config import Config, ModelConfig, check, load_config, parse, presets, to_toml
+from jaxpar.mesh import axis_sizes, devices_needed, resolve
+
+CONFIGS = presets("jaxpar.configs")
+
+# Of the published checkpoints on Hugging Face, tied heads counted once.
+PUBLISHED = {
+    "gpt2_124m": 124_439_808,
+    "gpt2_355m": 354_823_168,
+    "gpt2_774m": 774_030_080,
+    "gpt2_1558m": 1_557_611_200,
+    "llama2_7b": 6_738_415_616,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama32_1b": 1_235_814_400,
+}
+
+every_config = pytest.mark.parametrize("name", CONFIGS)
+
+
+def parameters(model: ModelConfig) -> int:
+    """Parameters of the published model, by arithmetic alone: the vocabulary is not padded."""
+    V, L, D, F, H = model.vocab_size, model.layers, model.embed, model.mlp, model.heads
+    h = model.head_dim or D // H
+    K = model.kv_heads or H
+    matrices = 2 * D * H * h + 2 * D * K * h  # q and out, k and v
+    if model.family == "gpt2":
+        biases = (H + 2 * K) * h + D + F + D
+        block = matrices + 2 * D * F + biases + 4 * D  # two LayerNorms, scale and bias
+        outside = model.max_seq_len * D + 2 * D
+    else:
+        block = matrices + 3 * D * F + 2 * D  # two RMSNorms, scale only
+        outside = D
+    return V * D * (1 if model.tied_head else 2) + L * block + outside
+
+
+def data_parallel(config: Config) -> int:
+    """Ways the batch is split; an axis of -1 is resolved for one host of 8 devices."""
+    free = -1 in axis_sizes(config.mesh).values()
+    ici = resolve(config.mesh, 8 if free else devices_needed(config.mesh))
+    return ici["data"] * ici["fsdp"] * config.mesh.dcn.data * config.mesh.dcn.fsdp
+
+
+def test_the_published_sizes_are_all_there():
+    assert set(CONFIGS) == {*PUBLISHED, "tiny", "shakespeare_char_cpu"}
+
+
+@every_config
+def test_parses_checks_and_round_trips(name):
+    config = load_config(name)
+    assert check(config) is config
+    assert parse(to_toml(config)) == config
+
+
+@every_config
+def test_is_complete_and_opens_with_what_it_is(name):
+    text = CONFIGS[name].read_text(encoding="utf-8")
+    opening = text.partition("\n\n")[0].splitlines()
+    assert all(line.startswith("#") for line in opening)
+    assert any(f"jaxpar train {name}" in line for line in opening)
+    assert any(line.startswith("# Expected: ") for line in opening)
+    sections = {"model", "data", "train", "mesh", "memory", "precision", "checkpoint", "metrics"}
+    assert sections == set(tomllib.loads(text))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_is_the_published_one(name):
+    assert parameters(load_config(name).model) == PUBLISHED[name]
+
+
+@every_config
+def test_the_batch_divides(name):
+    config = load_config(name)
+    assert config.train.batch % (config.train.accumulation * data_parallel(config)) == 0
+
+
+@every_config
+def test_the_model_divides_over_the_tensor_axis(name):
+    config = load_config(name)
+    model, tensor = config.model, config.mesh.tensor
+    for size in (model.heads, model.kv_heads or model.heads, model.mlp, config.data.seq_len):
+        assert size % tensor == 0
