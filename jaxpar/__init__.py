@@ -7,6 +7,6 @@ from jaxpar.runtime import start
 from jaxpar.sharding import Plan, ShardingRules, placements, spec_for
 
 __all__ = [
-    "Config", "DcnSpec", "MeshSpec", "Plan", "ShardingRules", "UserError", "check", "load_config", "make_mesh", "override",
-    "placements", "spec_for", "start",
+    "Config", "DcnSpec", "MeshSpec", "Plan", "ShardingRules", "UserError", "check", "load_config", "make_mesh",
+    "override", "placements", "spec_for", "start",
 ]  # fmt: skip

@@ -9,7 +9,6 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
-
 from jaxpar.config import CheckpointConfig
 from jaxpar.errors import UserError
 
@@ -27,9 +26,15 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointConfig):
         policies: list[Any] = [managers.LatestN(config.keep)]
         if config.keep_best:
-            policies.append(managers.BestN(get_metric_fn=lambda metrics: -metrics[METRIC], n=1, keep_checkpoints_without_metrics=False))
+            policies.append(
+                managers.BestN(
+                    get_metric_fn=lambda metrics: -metrics[METRIC], n=1, keep_checkpoints_without_metrics=False
+                )
+            )
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=managers.AnyPreservationPolicy(policies), cleanup_tmp_directories=True, enable_async_checkpointing=True
+            preservation_policy=managers.AnyPreservationPolicy(policies),
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
         )
         self.folder = folder.absolute()
         self._manager = ocp.CheckpointManager(self.folder, options=options)
@@ -66,11 +71,12 @@ class Checkpoints:
         )
         items = ocp.args.Composite(state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore())
         try:
-            restored = self._manager.restore(step, args=items)
+            restored: Any = self._manager.restore(step, args=items)
         except (ValueError, KeyError, OSError) as error:
             reason = str(error).strip().splitlines()[0][:200]
             raise UserError(
-                f"checkpoint {self.folder / str(step)} cannot be read ({reason}): delete that folder to fall back to an older one"
+                f"checkpoint {self.folder / str(step)} cannot be read ({reason}): "
+                "delete that folder to fall back to an older one"
             ) from error
         return restored.state, restored.data
 

@@ -1,4 +1,4 @@
-"""`jaxpar`: the commands. Each parses its words, calls the library, and prints; a user's mistake is one line and exit 2."""
+"""`jaxpar`: the commands. Each parses its words, calls the library and prints; a user's mistake is a line and exit 2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -60,8 +60,8 @@ class ConvertArgs:
     """Hugging Face checkpoint to run folder, or run folder to Hugging Face checkpoint."""
 
     config: Overrides
-    dtype: str = "float32"
-    """Of an export: float32 or bfloat16."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of an export."""
     step: int = 0
     """Checkpoint to export; 0 = the best one, or the newest when none was evaluated."""
 
@@ -114,7 +114,7 @@ def show_command(words: list[str]) -> int:
 
 
 def convert_command(words: list[str]) -> int:
-    """jaxpar convert HF_FOLDER RUN_FOLDER [--section.key value ...] | jaxpar convert RUN_FOLDER HF_FOLDER [--dtype D]"""
+    """jaxpar convert HF_FOLDER RUN_FOLDER [--section.key value ...], or RUN_FOLDER HF_FOLDER [--dtype D]"""
     from jaxpar import convert
 
     if len(words) < 2 or any(word.startswith("-") for word in words[:2]):
@@ -128,7 +128,9 @@ def convert_command(words: list[str]) -> int:
         console().print(f"exported step {step} of {source} to {target} ({args.dtype} safetensors)")
     else:
         convert.import_run(args.config, source, target)
-        console().print(f"imported {source} as step 0 of {target}: `jaxpar train {target / 'config.toml'} --run {target}` goes on")
+        console().print(
+            f"imported {source} as step 0 of {target}: `jaxpar train {target / 'config.toml'} --run {target}` goes on"
+        )
     return 0
 
 

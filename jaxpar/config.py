@@ -27,7 +27,7 @@ class ModelConfig:
     """Which model of `jaxpar.models`: gpt2 or llama."""
     vocab_size: int = 256
     vocab_multiple: int = 128
-    """The stored vocabulary is rounded up to a multiple of this, so that it divides over a mesh; the loss is the same."""
+    """The stored vocabulary is rounded up to a multiple of this, to divide over a mesh; the loss is the same."""
     layers: int = 4
     embed: int = 128
     heads: int = 4
@@ -188,7 +188,9 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
         return known[name].read_text(encoding="utf-8"), name
     path = Path(name)
     if path.suffix != ".toml":
-        raise UserError(f"no preset {name!r}{nearest(name, known)}: `jaxpar {listing}` lists them; a path ends in .toml")
+        raise UserError(
+            f"no preset {name!r}{nearest(name, known)}: `jaxpar {listing}` lists them; a path ends in .toml"
+        )
     try:
         return path.read_text(encoding="utf-8"), name
     except (OSError, UnicodeDecodeError) as error:
@@ -227,7 +229,9 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
         choices = typing.get_args(hint)
         if value in choices:
             return value
-        raise UserError(f"{origin}: {key} is one of {', '.join(map(str, choices))}, found {value!r}{nearest(str(value), choices)}")
+        raise UserError(
+            f"{origin}: {key} is one of {', '.join(map(str, choices))}, found {value!r}{nearest(str(value), choices)}"
+        )
     if typing.get_origin(hint) is tuple:
         items = [value] if isinstance(value, str) else value
         if isinstance(items, list):
@@ -326,7 +330,7 @@ def check(config: Config) -> Config:
         (min(model.vocab_size, model.vocab_multiple, model.layers, model.embed, model.heads, model.mlp) < 1,
          "model sizes must be at least 1: look at vocab_size, vocab_multiple, layers, embed, heads, mlp"),
         (model.head_dim == 0 and model.embed % max(model.heads, 1) != 0,
-         f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: change one, or set model.head_dim"),
+         f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: set model.head_dim"),
         (model.kv_heads > 0 and model.heads % model.kv_heads != 0,
          f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
         (not 0 <= model.dropout < 1, f"model.dropout={model.dropout} is not in [0, 1)"),
@@ -341,7 +345,7 @@ def check(config: Config) -> Config:
         (train.warmup_steps >= train.steps and train.warmup_steps > 0,
          f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
          f"try --train.warmup-steps {train.steps // 10}"),
-        (not 0 <= train.stop_at <= train.steps, f"train.stop_at={train.stop_at} is not in 0..train.steps={train.steps}"),
+        (not 0 <= train.stop_at <= train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}, train.steps"),
         (config.metrics.log_every < 1, "metrics.log_every must be at least 1"),
         (config.checkpoint.keep < 1, "checkpoint.keep must be at least 1"),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The one exception that means "the input is wrong, and here is what to do": the CLI prints it as a line and exits 2."""
+"""The exception that means "the input is wrong, and here is what to do": the CLI prints it as a line and exits 2."""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ from jaxpar.models import Model, Params
 from jaxpar.sharding import Plan, replicated
 
 
-def greedy(model: Model, params: Params, plan: Plan, prompt: Sequence[int] | np.ndarray, count: int, window: int = 0) -> list[int]:
+def greedy(
+    model: Model, params: Params, plan: Plan, prompt: Sequence[int] | np.ndarray, count: int, window: int = 0
+) -> list[int]:
     """The `count` most likely tokens after `prompt`, one at a time.
 
     Every token runs the whole window again (there is no key/value cache): meant for looking, not for serving.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.experimental import mesh_utils
@@ -51,10 +51,11 @@ class MeshSpec:
 
 def axis_sizes(spec: MeshSpec) -> dict[MeshAxis, int]:
     """The ICI sizes of a spec by axis, in mesh order (-1 left as it is)."""
-    return {axis: getattr(spec, axis) for axis in MESH_AXES}
+    sizes: dict[MeshAxis, int] = {axis: getattr(spec, axis) for axis in MESH_AXES}
+    return sizes
 
 
-def describe(sizes: dict[MeshAxis, int]) -> str:
+def describe(sizes: Mapping[Any, int]) -> str:
     """`data=2 x tensor=4`: the axes larger than one, or `1 device`."""
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1 device"
 
@@ -76,11 +77,14 @@ def resolve(spec: MeshSpec, device_count: int) -> dict[MeshAxis, int]:
             raise UserError(f"mesh.{name} is {size}: an axis has at least 1 device (or is -1 = what is left)")
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise UserError(f"mesh has {' and '.join(free)} = -1: only one axis can take what is left, give the others a size")
+        raise UserError(
+            f"mesh has {' and '.join(free)} = -1: only one axis can take what is left, give the others a size"
+        )
     slices = math.prod(asdict(spec.dcn).values())
     fixed = math.prod(size for size in sizes.values() if size != -1) * slices
     if free and device_count % fixed == 0:
-        return sizes | {free[0]: device_count // fixed}
+        sizes[free[0]] = device_count // fixed
+        return sizes
     if not free and fixed == device_count:
         return sizes
     here = f"{device_count} {'is' if device_count == 1 else 'are'} here"
@@ -122,7 +126,9 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Me
         try:
             grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, process_is_granule=not has_slices)
         except ValueError as error:
-            raise UserError(f"mesh.dcn {dict(zip(MESH_AXES, dcn, strict=True))} does not fit the slices here: {error}") from error
+            raise UserError(
+                f"mesh.dcn {dict(zip(MESH_AXES, dcn, strict=True))} does not fit the slices here: {error}"
+            ) from error
     else:
         grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

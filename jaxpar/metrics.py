@@ -100,4 +100,6 @@ def count_text(count: float) -> str:
 
 def total_bytes(tree: Any) -> int:
     """Bytes per device of a tree of ShapeDtypeStructs or arrays with shardings."""
-    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+    )

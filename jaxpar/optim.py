@@ -22,7 +22,9 @@ def learning_rate(train: TrainConfig) -> optax.Schedule:
     if train.schedule == "constant":
         after: optax.Schedule = optax.constant_schedule(peak)
     elif train.schedule == "cosine":
-        after = optax.cosine_decay_schedule(peak, max(train.decay_steps or steps - warmup, 1), floor / peak if peak else 0.0)
+        after = optax.cosine_decay_schedule(
+            peak, max(train.decay_steps or steps - warmup, 1), floor / peak if peak else 0.0
+        )
     else:
         decay = train.decay_steps or max(steps // 5, 1)
         hold = max(steps - warmup - decay, 0)
@@ -46,6 +48,11 @@ def decay_mask(axes: Any) -> Any:
 def make_optimizer(train: TrainConfig, axes: Any) -> optax.GradientTransformation:
     """Clip by global norm, then AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with decay on matrices only."""
     adamw = optax.adamw(
-        learning_rate(train), train.beta1, train.beta2, train.eps, weight_decay=train.weight_decay, mask=decay_mask(axes)
+        learning_rate(train),
+        train.beta1,
+        train.beta2,
+        train.eps,
+        weight_decay=train.weight_decay,
+        mask=decay_mask(axes),
     )
     return optax.chain(optax.clip_by_global_norm(train.clip_norm), adamw) if train.clip_norm else adamw

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,20 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.sharding import LogicalAxis, Plan
 
-_STORED: tuple[LogicalAxis | None, ...] = ("batch", "residual_seq", None)
-_GATHERED: tuple[LogicalAxis | None, ...] = ("batch", "seq", None)
+_Axes = tuple[LogicalAxis | None, ...]
+_STORED: _Axes = ("batch", "residual_seq", None)
+_GATHERED: _Axes = ("batch", "seq", None)
 _MASKED = -1e30  # a finite "minus infinity": exp gives exactly 0, and a row with nothing to see gives no NaN
 
 
 class _Site(NamedTuple):
     """Layouts of one linear: x and y as they lie between ops and as they are multiplied, and the weights."""
 
-    x_stored: tuple[LogicalAxis | None, ...]
-    x_used: tuple[LogicalAxis | None, ...]
-    weights: tuple[tuple[LogicalAxis | None, ...], ...]
-    y_stored: tuple[tuple[LogicalAxis | None, ...], ...]
-    y_used: tuple[tuple[LogicalAxis | None, ...], ...]
+    x_stored: _Axes
+    x_used: _Axes
+    weights: tuple[_Axes, ...]
+    y_stored: tuple[_Axes, ...]
+    y_used: tuple[_Axes, ...]
     out_dtype: str
 
 
@@ -44,7 +45,7 @@ def column_linear(
     weights: Sequence[Float[Array, "D ..."]],
     axes: Sequence[Sequence[LogicalAxis | None]],
     plan: Plan,
-    biases: Sequence[Float[Array, "..."] | None] | None = None,
+    biases: Sequence[Float[Array, ...] | None] | None = None,
 ) -> tuple[Array, ...]:
     """`x @ w` for several weights that share one gather of x: q, k, v together; gate and up together.
 
@@ -61,9 +62,10 @@ def column_linear(
     Returns:
       One array [B, S, *out] per weight, in the compute dtype.
     """
-    outs = tuple(("batch", "seq", *out) for out in axes)
+    outs: tuple[_Axes, ...] = tuple(("batch", "seq", *out) for out in axes)
     site = _Site(_STORED, _GATHERED, tuple(("embed", *out) for out in axes), outs, outs, plan.compute)
-    return _linear(plan, site, x_BSD, tuple(weights), tuple(biases or (None,) * len(weights)))
+    ys: Any = _linear(plan, site, x_BSD, tuple(weights), tuple(biases or (None,) * len(weights)))
+    return ys
 
 
 def row_linear(
@@ -85,13 +87,16 @@ def row_linear(
     Returns:
       The residual stream's layout [B, S, D], in the compute dtype.
     """
-    inside = ("batch", "seq", *axes)
+    inside: _Axes = ("batch", "seq", *axes)
     site = _Site(inside, inside, ((*axes, "embed"),), (_STORED,), (_GATHERED,), plan.compute)
-    return _linear(plan, site, h_BSI, (weight,), (bias,))[0]
+    ys: Any = _linear(plan, site, h_BSI, (weight,), (bias,))
+    return ys[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _linear(plan: Plan, site: _Site, x: Array, weights: tuple[Array, ...], biases: tuple[Array | None, ...]) -> tuple[Array, ...]:
+def _linear(
+    plan: Plan, site: _Site, x: Array, weights: tuple[Array, ...], biases: tuple[Array | None, ...]
+) -> tuple[Array, ...]:
     x = plan.constrain(x.astype(plan.dtype), site.x_used)
     ys = []
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -157,7 +162,6 @@ def _matmul_transposed(x: Array, dy: Array, shape: tuple[int, ...], plan: Plan) 
     return dweight.reshape(shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def lookup(
     table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: LogicalAxis | None, plan: Plan
 ) -> Float[Array, "B S D"]:
@@ -169,12 +173,17 @@ def lookup(
       axis: logical axis of the table's rows: "vocab", or None for a table that is never split by rows.
       plan: mesh, rules and compute dtype.
     """
-    table_VD = _use(table_VD, (axis, "embed"), plan)
-    return plan.constrain(table_VD[ids_BS], _STORED)
+    rows: Any = _lookup(table_VD, ids_BS, axis, plan)
+    return rows
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table_VD: Array, ids_BS: Array, axis: LogicalAxis | None, plan: Plan) -> Array:
+    return plan.constrain(_use(table_VD, (axis, "embed"), plan)[ids_BS], _STORED)
 
 
 def _lookup_forward(table_VD, ids_BS, axis, plan):
-    return lookup(table_VD, ids_BS, axis, plan), (table_VD, ids_BS)
+    return _lookup(table_VD, ids_BS, axis, plan), (table_VD, ids_BS)
 
 
 def _lookup_backward(axis, plan, residuals, dx_BSD):
@@ -187,7 +196,7 @@ def _lookup_backward(axis, plan, residuals, dx_BSD):
     return dtable_VD.astype(table_VD.dtype), None
 
 
-lookup.defvjp(_lookup_forward, _lookup_backward)
+_lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
@@ -246,11 +255,14 @@ class LossSums(NamedTuple):
     tokens: Float[Array, ""]
 
 
-def logits(x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], vocab_size: int, plan: Plan) -> Float[Array, "B S V"]:
-    """Float32 scores of every vocabulary entry, split over `vocab`; entries past `vocab_size` are padding, masked out."""
-    outs = (("batch", "seq", "vocab"),)
+def logits(
+    x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], vocab_size: int, plan: Plan
+) -> Float[Array, "B S V"]:
+    """Float32 scores of every vocabulary entry, split over `vocab`; those past `vocab_size` are masked out."""
+    outs: tuple[_Axes, ...] = (("batch", "seq", "vocab"),)
     site = _Site(_STORED, _GATHERED, (("embed", "vocab"),), outs, outs, "float32")
-    (logits_BSV,) = _linear(plan, site, x_BSD, (head_VD.T,), (None,))
+    ys: Any = _linear(plan, site, x_BSD, (head_VD.T,), (None,))
+    logits_BSV = ys[0]
     if vocab_size == head_VD.shape[0]:
         return logits_BSV
     return jnp.where(jnp.arange(head_VD.shape[0]) < vocab_size, logits_BSV, _MASKED)

@@ -51,7 +51,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def mesh_figure(placements: Sequence[Placement], plan: Plan, title: str, most: int = 6) -> Figure:
-    """How the largest arrays lie on the mesh: each is a rectangle cut into shards, coloured by the device that holds it.
+    """How the largest arrays lie on the mesh: each a rectangle cut into shards, coloured by the device that holds it.
 
     Dims are flattened to the two that are split (or the last two); a shard that several devices hold lists them.
     """
@@ -83,9 +83,13 @@ def _draw_array(axes: Any, row: Placement, plan: Plan) -> None:
     for bounds, devices in holders.items():
         (top, bottom), (left, right) = ((0, 1) if d is None else bounds[d] for d in dims)
         tint = colors(devices[0] % 20) if len(ids) <= 20 else colors(devices[0] / len(ids))
-        axes.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=tint, edgecolor="white", alpha=0.75))
+        axes.add_patch(
+            Rectangle((left, top), right - left, bottom - top, facecolor=tint, edgecolor="white", alpha=0.75)
+        )
         if len(holders) <= 32:
-            axes.text((left + right) / 2, (top + bottom) / 2, _device_list(devices), ha="center", va="center", fontsize=8)
+            axes.text(
+                (left + right) / 2, (top + bottom) / 2, _device_list(devices), ha="center", va="center", fontsize=8
+            )
     rows, cols = (1 if d is None else row.shape[d] for d in dims)
     axes.set(xlim=(0, cols), ylim=(rows, 0), xticks=[0, cols], yticks=[0, rows])
     axes.set_xlabel(_dim_label(row, dims[1]), fontsize=9)

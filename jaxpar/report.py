@@ -28,11 +28,12 @@ def banner(plan: Plan, facts: dict[str, str]) -> list[str]:
     """The start-up lines: versions, devices, mesh, and the facts given."""
     devices = list(plan.mesh.devices.ravel())
     kind = f"{devices[0].platform} ({devices[0].device_kind})"
+    processes = f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
     simulated = ", simulated" if devices[0].platform == "cpu" and len(devices) > 1 else ""
     lines = {
         "versions": "jaxpar " + version("jaxpar") + ", " + ", ".join(f"{name} {version(name)}" for name in PACKAGES),
-        "devices": f"{len(devices)} x {kind}{simulated}, {jax.process_count()} process{'es' if jax.process_count() > 1 else ''}",
-        "mesh": describe(dict(plan.mesh.shape)),  # pyright: ignore[reportArgumentType]
+        "devices": f"{len(devices)} x {kind}{simulated}, {processes}",
+        "mesh": describe(dict(plan.mesh.shape)),
         "precision": f"{plan.compute} compute, float32 parameters and reductions",
         **facts,
     }

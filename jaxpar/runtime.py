@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 
@@ -26,10 +27,8 @@ def start(spec: MeshSpec) -> list[jax.Device]:
         jax.config.update("jax_platforms", _BACKENDS[spec.platform])
     if spec.platform == "cpu":
         keep_heap()
-        try:
+        with contextlib.suppress(RuntimeError):  # JAX has started: the devices are counted below
             jax.config.update("jax_num_cpu_devices", devices_needed(spec))
-        except RuntimeError:
-            pass  # JAX has started: the devices are counted below
     if spec.distributed:
         jax.distributed.initialize()
     try:
@@ -44,7 +43,8 @@ def start(spec: MeshSpec) -> list[jax.Device]:
     found = devices[0].platform
     if spec.platform not in ("auto", found):
         raise UserError(
-            f"mesh.platform is {spec.platform!r} and JAX has started on {found}: set the platform before anything uses JAX"
+            f"mesh.platform is {spec.platform!r} and JAX has started on {found}: "
+            "set the platform before anything uses JAX"
         )
     if spec.platform == "cpu" and jax.process_count() == 1:
         needed = devices_needed(spec)

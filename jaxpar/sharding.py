@@ -16,7 +16,18 @@ from jaxpar.errors import UserError
 from jaxpar.mesh import MeshAxis
 
 LogicalAxis = Literal[
-    "batch", "seq", "residual_seq", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers", "experts", "stage"
+    "batch",
+    "seq",
+    "residual_seq",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "mlp",
+    "vocab",
+    "layers",
+    "experts",
+    "stage",
 ]
 Axes = Sequence[LogicalAxis | None]
 
@@ -44,7 +55,9 @@ class ShardingRules:
     stage: tuple[MeshAxis, ...] = ("stage",)
 
 
-def spec_for(axes: Axes, rules: ShardingRules, mesh: Mesh, shape: Sequence[int] | None = None, name: str = "array") -> P:
+def spec_for(
+    axes: Axes, rules: ShardingRules, mesh: Mesh, shape: Sequence[int] | None = None, name: str = "array"
+) -> P:
     """The PartitionSpec of an array with these logical axes; mesh axes of size 1 are left out.
 
     Args:
@@ -57,17 +70,17 @@ def spec_for(axes: Axes, rules: ShardingRules, mesh: Mesh, shape: Sequence[int] 
     Raises:
       UserError: a mesh axis used by two dims, or a dim that its mesh axes do not divide.
     """
-    entries: list[None | MeshAxis | tuple[MeshAxis, ...]] = []
+    entries: list[MeshAxis | tuple[MeshAxis, ...] | None] = []
     user: dict[MeshAxis, tuple[int, LogicalAxis | None]] = {}
     for dim, axis in enumerate(axes):
         named: tuple[MeshAxis, ...] = () if axis is None else getattr(rules, axis)
-        split = tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
+        split: tuple[MeshAxis, ...] = tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
         for mesh_axis in split:
             if mesh_axis in user:
                 first_dim, first = user[mesh_axis]
                 raise UserError(
-                    f"{name}: mesh axis {mesh_axis}={mesh.shape[mesh_axis]} is used twice, by dim {first_dim} ({first}) "
-                    f"and dim {dim} ({axis}): take it out of --rules.{first} or --rules.{axis}"
+                    f"{name}: mesh axis {mesh_axis}={mesh.shape[mesh_axis]} is used twice, by dim {first_dim} "
+                    f"({first}) and dim {dim} ({axis}): take it out of --rules.{first} or --rules.{axis}"
                 )
             user[mesh_axis] = (dim, axis)
         pieces = math.prod(mesh.shape[mesh_axis] for mesh_axis in split)

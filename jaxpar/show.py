@@ -31,7 +31,9 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
     config = dataclasses.replace(config, mesh=mesh)
     plan, model = make_plan(config, start(mesh)), Model(config.model)
     rows = placements(model.shapes(), model.axes, plan)
-    title = f"{config.model.family}, {count_text(model.parameter_count())} parameters, on {describe(dict(plan.mesh.shape))}"  # pyright: ignore[reportArgumentType]
+    title = (
+        f"{config.model.family}, {count_text(model.parameter_count())} parameters, on {describe(dict(plan.mesh.shape))}"
+    )
     out = console()
     if as_json:
         table = [{**row._asdict(), "spec": [list(e) if isinstance(e, tuple) else e for e in row.spec]} for row in rows]

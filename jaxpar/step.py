@@ -44,9 +44,10 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     train, shards = config.train, plan.size("batch")
     microbatch = train.batch // train.accumulation
     if microbatch % shards:
+        fitting = -(-microbatch // shards) * shards * train.accumulation
         raise UserError(
             f"train.batch={train.batch} / accumulation={train.accumulation} is a microbatch of {microbatch} sequences, "
-            f"which {shards} data-parallel shards do not divide: try --train.batch {-(-microbatch // shards) * shards * train.accumulation}"
+            f"which {shards} data-parallel shards do not divide: try --train.batch {fitting}"
         )
     activation = (microbatch, config.data.seq_len, config.model.embed)
     plan.sharding(("batch", "seq", None), activation, "activations")
@@ -132,7 +133,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
         with jax.named_scope("update"):
             grads = jax.tree.map(lambda g: g / sums.tokens, grads)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+            params: Any = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": sums.nll / sums.tokens,
             "grad_norm": optax.global_norm(grads),

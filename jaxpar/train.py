@@ -25,8 +25,16 @@ from jaxpar.report import ProgressLine, banner, duration_text
 from jaxpar.runtime import start
 from jaxpar.sharding import Plan
 from jaxpar.step import (
-    TrainState, batch_rows, batch_shapes, init_state, make_eval_step, make_plan, make_train_step, put_batch,
-    state_shapes, state_shardings,
+    TrainState,
+    batch_rows,
+    batch_shapes,
+    init_state,
+    make_eval_step,
+    make_plan,
+    make_train_step,
+    put_batch,
+    state_shapes,
+    state_shardings,
 )  # fmt: skip
 from jaxpar.tokenizer import save_tokenizer
 
@@ -71,8 +79,9 @@ def open_run(folder: Path, config: Config) -> None:
     if path.exists():
         changed = incompatible(read_run_config(folder), config)
         if changed:
+            differences = "; ".join(changed[:3] + ["..."] * (len(changed) > 3))
             raise UserError(
-                f"{folder} holds a run of another config ({'; '.join(changed[:3])}{'; ...' if len(changed) > 3 else ''}): "
+                f"{folder} holds a run of another config ({differences}): "
                 "use another --run folder, or give the old values"
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -100,7 +109,9 @@ def restore_state(
 def evaluate(eval_step: Any, params: Params, stream: Tokens, config: Config, plan: Plan) -> float:
     """Mean loss in nats a token over the validation windows (`train.eval_batches` of them, or all)."""
     rows = batch_rows(config.train.batch, plan)
-    batches = val_batches(stream, config.data, config.train.batch, rows, config.model.vocab_size, config.train.eval_batches)
+    batches = val_batches(
+        stream, config.data, config.train.batch, rows, config.model.vocab_size, config.train.eval_batches
+    )
     sums = [eval_step(params, put_batch(batch, plan)) for batch in batches]
     nll, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
     return float(nll / tokens)
@@ -180,7 +191,9 @@ class _Run:
         self.show.say(f"compiled the training step in {time.perf_counter() - began:.1f} s{used}")
         return compiled
 
-    def _loop(self, step_fn: Any, state: TrainState, data: Any, first: int, last: int, stopping: threading.Event) -> int:
+    def _loop(
+        self, step_fn: Any, state: TrainState, data: Any, first: int, last: int, stopping: threading.Event
+    ) -> int:
         """Steps first+1..last; returns the last one finished."""
         train, every = self.config.train, self.config.checkpoint.every
         self._mark, pending, step = (time.perf_counter(), first), None, first
@@ -196,16 +209,23 @@ class _Run:
             stop = stopping.is_set() or step == last
             if step % self.config.metrics.log_every == 0 or stop:
                 pending = (step, metrics)
-            evaluating = self.corpus.val is not None and (step == last or (train.eval_every and step % train.eval_every == 0))
+            evaluating = self.corpus.val is not None and (
+                step == last or (train.eval_every and step % train.eval_every == 0)
+            )
             saving = stop or (every and step % every == 0)
             if pending is not None and (evaluating or saving):
                 self._log(*pending)
                 pending = None
+            if not (evaluating or saving):
+                continue
+            jax.block_until_ready(metrics)  # steps still under way belong to training's time
             began = time.perf_counter()
             if evaluating:
                 self._evaluate(step, state)
             if saving:
-                self.checkpoints.save(step, state, {"iterator": data.get_state()}, self.val_loss if evaluating else None)
+                self.checkpoints.save(
+                    step, state, {"iterator": data.get_state()}, self.val_loss if evaluating else None
+                )
             self._aside += time.perf_counter() - began
             if stop:
                 break
@@ -247,7 +267,9 @@ class _Run:
 
     def _draw(self, entropy: float) -> None:
         title = f"{self.folder.name}: {self.config.model.family}, {count_text(self.model.parameter_count())} parameters"
-        save_figure(loss_figure(read_metrics(self.folder), title, {"unigram entropy": entropy}), self.folder / "loss.png")
+        save_figure(
+            loss_figure(read_metrics(self.folder), title, {"unigram entropy": entropy}), self.folder / "loss.png"
+        )
 
     def _say_result(self, step: int, last: int, entropy: float) -> None:
         if step < last:
@@ -267,7 +289,7 @@ def _stop_signals() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stopping
         return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def ask(number: int, _: Any) -> None:
         stopping.set()

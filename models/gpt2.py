@@ -15,7 +15,9 @@ from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError
 from jaxpar.models.layers import LayerNorm, normal, param, vocab_table, zeros
 from jaxpar.parallel import attention, column_linear, dropout, lookup, row_linear
-from jaxpar.sharding import Plan
+from jaxpar.sharding import LogicalAxis, Plan
+
+_HEADS: tuple[LogicalAxis, ...] = ("heads", "head_dim")
 
 
 class Embed(nnx.Module):
@@ -23,7 +25,9 @@ class Embed(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         if config.kv_heads not in (0, config.heads) or config.rope_factor != 1:
-            raise UserError("gpt2 has neither grouped kv heads nor RoPE: leave model.kv_heads and model.rope_factor alone")
+            raise UserError(
+                "gpt2 has neither grouped kv heads nor RoPE: leave model.kv_heads and model.rope_factor alone"
+            )
         self.dropout = config.dropout
         self.tokens = vocab_table(config, rngs)
         self.positions = param(rngs, normal(config.init_std), _positions=config.max_seq_len, embed=config.embed)
@@ -31,7 +35,9 @@ class Embed(nnx.Module):
     def __call__(
         self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], plan: Plan, key: jax.Array | None
     ) -> Float[Array, "B S D"]:
-        x_BSD = lookup(self.tokens[...], tokens_BS, "vocab", plan) + lookup(self.positions[...], positions_BS, None, plan)
+        x_BSD = lookup(self.tokens[...], tokens_BS, "vocab", plan) + lookup(
+            self.positions[...], positions_BS, None, plan
+        )
         return dropout(x_BSD, self.dropout, key)
 
 
@@ -68,18 +74,19 @@ class Block(nnx.Module):
         key: jax.Array | None,
     ) -> Float[Array, "B S D"]:
         weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
-        heads = ("heads", "head_dim")
         with jax.named_scope("attention"):
             q, k, v = column_linear(
-                self.attention_norm(x_BSD), (self.q[...], self.k[...], self.v[...]), (heads, heads, heads), plan,
+                self.attention_norm(x_BSD), (self.q[...], self.k[...], self.v[...]), (_HEADS, _HEADS, _HEADS), plan,
                 (self.q_bias[...], self.k_bias[...], self.v_bias[...]),
             )  # fmt: skip
             mixed_BSHh = attention(q, k, v, plan, segments_BS, self.dropout, weights_key)
-            out_BSD = row_linear(mixed_BSHh, self.out[...], heads, plan, self.out_bias[...])
+            out_BSD = row_linear(mixed_BSHh, self.out[...], _HEADS, plan, self.out_bias[...])
             x_BSD = x_BSD + dropout(out_BSD, self.dropout, attention_key)
         with jax.named_scope("mlp"):
             (up_BSF,) = column_linear(self.mlp_norm(x_BSD), (self.up[...],), (("mlp",),), plan, (self.up_bias[...],))
-            down_BSD = row_linear(jax.nn.gelu(up_BSF, approximate=True), self.down[...], ("mlp",), plan, self.down_bias[...])
+            down_BSD = row_linear(
+                jax.nn.gelu(up_BSF, approximate=True), self.down[...], ("mlp",), plan, self.down_bias[...]
+            )
             return x_BSD + dropout(down_BSD, self.dropout, mlp_key)
 
 
@@ -93,5 +100,3 @@ class Head(nnx.Module):
 
     def __call__(self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"]) -> tuple[jax.Array, jax.Array]:
         return self.norm(x_BSD), self.table[...] if hasattr(self, "table") else embedding_VD
-
-

@@ -90,4 +90,3 @@ def padded_vocab(config: ModelConfig) -> int:
 def vocab_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
     """A vocabulary table [V, D]: the input embedding or the output head. Rows past the vocabulary are never read."""
     return param(rngs, normal(config.init_std), vocab=padded_vocab(config), embed=config.embed)
-

@@ -14,7 +14,10 @@ from jaxtyping import Array, Float, Int
 from jaxpar.config import ModelConfig
 from jaxpar.models.layers import RMSNorm, normal, param, rotary_frequencies, rotate, vocab_table
 from jaxpar.parallel import attention, column_linear, dropout, lookup, row_linear
-from jaxpar.sharding import Plan
+from jaxpar.sharding import LogicalAxis, Plan
+
+_HEADS: tuple[LogicalAxis, ...] = ("heads", "head_dim")
+_KV_HEADS: tuple[LogicalAxis, ...] = ("kv_heads", "head_dim")
 
 
 class Embed(nnx.Module):
@@ -59,20 +62,24 @@ class Block(nnx.Module):
     ) -> Float[Array, "B S D"]:
         rate = self.config.dropout
         weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
-        heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
         with jax.named_scope("attention"):
             q_BSHh, k_BSKh, v_BSKh = column_linear(
-                self.attention_norm(x_BSD), (self.q[...], self.k[...], self.v[...]), (heads, kv_heads, kv_heads), plan
+                self.attention_norm(x_BSD),
+                (self.q[...], self.k[...], self.v[...]),
+                (_HEADS, _KV_HEADS, _KV_HEADS),
+                plan,
             )
             frequencies = rotary_frequencies(self.config)
             q_BSHh, k_BSKh = rotate(q_BSHh, positions_BS, frequencies), rotate(k_BSKh, positions_BS, frequencies)
             mixed_BSHh = attention(q_BSHh, k_BSKh, v_BSKh, plan, segments_BS, rate, weights_key)
-            x_BSD = x_BSD + dropout(row_linear(mixed_BSHh, self.out[...], heads, plan), rate, attention_key)
+            x_BSD = x_BSD + dropout(row_linear(mixed_BSHh, self.out[...], _HEADS, plan), rate, attention_key)
         with jax.named_scope("mlp"):
             gate_BSF, up_BSF = column_linear(
                 self.mlp_norm(x_BSD), (self.gate[...], self.up[...]), (("mlp",), ("mlp",)), plan
             )
-            return x_BSD + dropout(row_linear(jax.nn.silu(gate_BSF) * up_BSF, self.down[...], ("mlp",), plan), rate, mlp_key)
+            return x_BSD + dropout(
+                row_linear(jax.nn.silu(gate_BSF) * up_BSF, self.down[...], ("mlp",), plan), rate, mlp_key
+            )
 
 
 class Head(nnx.Module):

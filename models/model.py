@@ -40,9 +40,8 @@ class Model:
 
     def __init__(self, config: ModelConfig):
         if config.family not in FAMILIES:
-            raise UserError(
-                f"no model family {config.family!r}{nearest(config.family, FAMILIES)}: model.family is one of {', '.join(FAMILIES)}"
-            )
+            hint = nearest(config.family, FAMILIES)
+            raise UserError(f"no model family {config.family!r}{hint}: model.family is one of {', '.join(FAMILIES)}")
         self.config = config
         family = FAMILIES[config.family]
         self._parts = {"embed": family.Embed, "blocks": family.Block, "head": family.Head}

@@ -1,0 +1,49 @@
+# make demo   train a small model on real text, on 8 simulated CPU devices
+# make test   lint, types and tests
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= dev,hf,tensorboard
+RUN ?= runs/tiny
+DEMO_FLAGS ?=
+BIN := $(VENV)/bin
+# One stamp per set of extras: `make test` after CI's `make setup EXTRAS=...` keeps what is there.
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test test-all test-matrix lint clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxpar needs Python 3.11 or later: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/jaxpar train tiny --run $(RUN) $(DEMO_FLAGS)
+
+# pyright cannot see through the hook of an editable install, so it reads a regular one.
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typecheck build/lib build/bdist*
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/typecheck .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+test: lint
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest -n auto
+
+# The quick tests on both ends of the supported versions: Python 3.11 (jax 0.10.2) and 3.13 (newest jax).
+test-matrix:
+	$(MAKE) VENV=.venv-3.11 PYTHON=python3.11 test-quick
+	$(MAKE) VENV=.venv-3.13 PYTHON=python3.13 test-quick
+
+.PHONY: test-quick
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -n auto -m "quick and not slow"
+
+clean:
+	rm -rf $(VENV) .venv-* build dist *.egg-info runs

@@ -1,0 +1,388 @@
+"""Hugging Face safetensors checkpoints, in and out, tensor by tensor: no host ever holds the whole model.
+
+Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from safetensors import SafetensorError, safe_open
+
+from jaxpar.errors import UserError, nearest
+from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf
+from jaxpar.models.model import Model, Params
+from jaxpar.sharding import LogicalAxis, Plan, path_name, tree_shardings
+
+__all__ = ["export_hf", "hf_config", "hf_tensors", "import_hf", "model_config_from_hf"]
+
+Dtype = Literal["float32", "bfloat16"]
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
+Read = Callable[[Bounds], np.ndarray]  # a block of a parameter, or of one layer of it
+
+_READABLE = ("F32", "BF16", "F16")
+_WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
+_FIT = "build the model from model_config_from_hf of the same checkpoint"
+_LETTERS: dict[LogicalAxis | None, str] = {
+    "vocab": "V", None: "P", "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "h", "mlp": "F"
+}  # fmt: skip
+
+
+class _Tensor(NamedTuple):
+    """One tensor of a checkpoint: `params` (their slice at `layer`, if they are stacked) along its last dim."""
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    params: tuple[str, ...]
+    layer: int | None
+
+
+def _layout(model: Model) -> list[_Tensor]:
+    """The tensors of a model's checkpoint in the file's order, those of a block together."""
+    sizes, present = _sizes(model), _letters(model)
+    rows = [row for row in HF_FAMILIES[model.config.family].tensors.items() if row[1][1] in present]
+    tensors = []
+    for stacked, group in groupby(rows, key=lambda row: "{layer}" in row[0]):
+        group = list(group)
+        for layer in range(model.config.layers) if stacked else (None,):
+            for name, (dims, *params) in group:
+                *outer, last = (math.prod(sizes[letter] for letter in merged) for merged in dims.split())
+                shape = (*outer, last * len(params))
+                tensors.append(_Tensor(name.format(layer=layer), shape, tuple(dims.split()), tuple(params), layer))
+    return tensors
+
+
+def _sizes(model: Model) -> dict[str, int]:
+    """Size of each dim in a checkpoint by letter: V is the vocabulary without our padding."""
+    config = model.config
+    head_dim, kv_heads = config.head_dim or config.embed // config.heads, config.kv_heads or config.heads
+    return {"V": config.vocab_size, "P": config.max_seq_len, "D": config.embed, "H": config.heads, "K": kv_heads,
+            "h": head_dim, "F": config.mlp}  # fmt: skip
+
+
+def _letters(model: Model) -> dict[str, str]:
+    """The dims of every parameter as letters, in our order, without the layers dim: `{"blocks.q": "DHh", ...}`."""
+    leaves = jax.tree_util.tree_leaves_with_path(model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return {path_name(path): "".join(_LETTERS[axis] for axis in axes if axis != "layers") for path, axes in leaves}
+
+
+def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
+    """Float32 parameters from a Hugging Face checkpoint, each read straight into its sharding.
+
+    All names, shapes and dtypes are checked before any data is read. Each process reads only what its devices hold, and
+    holds one device's shard of one parameter, plus one layer of it, at a time. The vocabulary's padding is zeros.
+
+    Args:
+      path: a folder with model.safetensors or model.safetensors.index.json, or one of these files, in float32, bfloat16
+        or float16.
+      model: the model it belongs to; `Model(model_config_from_hf(path))` fits.
+      plan: where the parameters go.
+
+    Raises:
+      UserError: an unreadable checkpoint, one that does not fit the model, or a plan that does not fit it.
+    """
+    shapes, letters, sizes = model.shapes(), _letters(model), _sizes(model)
+    shardings = tree_shardings(shapes, model.axes, plan)
+    with ExitStack() as files:
+        layers: dict[str, list[Read]] = {name: [] for name in letters}
+        for tensor, source in _match(_open(Path(path), files), model, str(path)):
+            for part, name in enumerate(tensor.params):
+                layers[name].append(partial(_read, source, tensor.dims, part, letters[name], sizes))
+
+        def load(tree_path, leaf, sharding):
+            name = path_name(tree_path)
+            stacked = len(leaf.shape) > len(letters[name])
+            return _place(leaf.shape, sharding, partial(_stack if stacked else _pad, layers[name], leaf.dtype))
+
+        return jax.tree_util.tree_map_with_path(load, shapes, shardings)
+
+
+def _open(path: Path, files: ExitStack) -> dict[str, Any]:
+    """Every tensor of a checkpoint by name, as an unread safetensors slice; `files` closes them."""
+    sources: dict[str, Any] = {}
+    for file in _files(path):
+        try:
+            handle = files.enter_context(safe_open(file, framework="numpy"))
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is truncated or not a safetensors file ({error}): download it again") from error
+        for name in handle.keys():  # noqa: SIM118 (it is no dict)
+            if name in sources:
+                raise UserError(f"{path} holds {name} in two files: download it again into an empty folder")
+            sources[name] = handle.get_slice(name)
+    return sources
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint."""
+    if not path.exists():
+        raise UserError(f"no checkpoint at {path}: pass a folder that holds model.safetensors, or the file")
+    if path.is_dir():
+        for name in ("model.safetensors", "model.safetensors.index.json"):
+            if (path / name).is_file():
+                return _files(path / name)
+        pickled = next((file for ending in ("bin", "pt", "pth") for file in path.glob(f"*.{ending}")), None)
+        if pickled is None:
+            raise UserError(f"{path} holds no model.safetensors and no index of several: is it the right folder?")
+        path = pickled
+    if path.name.endswith(".index.json"):
+        return _indexed(path)
+    if path.suffix != ".safetensors":
+        raise UserError(
+            f"{path} is not safetensors, and PyTorch's pickles are never read because they can run code: convert it with "
+            f"transformers' from_pretrained({str(path.parent)!r}) and save_pretrained"
+        )
+    return [path]
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names, all of them present."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [index.parent / name for name in names]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{index} has no readable weight_map ({error!r}): download it again") from error
+    for file in files:
+        if file.parent != index.parent or not file.is_file():
+            raise UserError(f"{index} names {file.name}, which is not beside it: download the missing files")
+    return files
+
+
+def _match(sources: dict[str, Any], model: Model, origin: str) -> list[tuple[_Tensor, Any]]:
+    """Each tensor that the model needs with its source, once names, shapes and dtypes all agree."""
+    family = HF_FAMILIES[model.config.family]
+    wanted = {tensor.name.removeprefix(family.prefix): tensor for tensor in _layout(model)}
+    found: dict[str, Any] = {}
+    for name, source in sources.items():
+        if name.endswith(family.ignored):
+            continue
+        if (bare := name.removeprefix(family.prefix)) in found:
+            raise UserError(f"{origin} holds {bare} twice, with and without {family.prefix!r} before it: remove one")
+        found[bare] = source
+    tied_head = found.pop("lm_head.weight", None) if model.config.tied_head else None
+    missing, extra = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
+    problems = [f"it lacks {_first(missing)}"] if missing else []
+    problems += [f"the model has no place for its {_first(extra)}"] if extra else []
+    if problems:
+        raise UserError(f"{origin} does not fit the model: {', and '.join(problems)}: {_FIT}")
+    for name, tensor in wanted.items():
+        shape, dtype = tuple(found[name].get_shape()), found[name].get_dtype()
+        if shape != tensor.shape:
+            raise UserError(f"{origin}: {name} has shape {shape}, the model wants {tensor.shape}: {_FIT}")
+        if dtype not in _READABLE:
+            raise UserError(f"{origin}: {name} is {dtype}, not one of {', '.join(_READABLE)}: convert it to BF16 first")
+    if tied_head is not None:
+        embedding = next(name for name, tensor in wanted.items() if "embed.tokens" in tensor.params)
+        _check_tied(tied_head, found[embedding], origin)
+    return [(tensor, found[name]) for name, tensor in wanted.items()]
+
+
+def _first(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+
+
+def _check_tied(head: Any, table: Any, origin: str) -> None:
+    """A tied model has one vocabulary table; a checkpoint may hold it twice, but not two different ones."""
+    (rows, _), step = table.get_shape(), 1024  # compared in pieces: either table may be gigabytes
+    same = head.get_shape() == table.get_shape()
+    if not same or any(not np.array_equal(head[i : i + step], table[i : i + step]) for i in range(0, rows, step)):
+        raise UserError(
+            f"{origin}: lm_head.weight is not the embedding, but the model ties them: set model.tied_head = false"
+        )
+
+
+def _read(
+    source: Any, dims: Sequence[str], part: int, letters: str, sizes: dict[str, int], bounds: Bounds
+) -> np.ndarray:
+    """A block of the parameter that is number `part` of a tensor; smaller than `bounds` where they pass the vocabulary.
+
+    Args:
+      source: the tensor, a safetensors slice.
+      dims: its dims, each a merger of letters.
+      part: which of the parameters that lie side by side.
+      letters: the parameter's dims; `bounds` and the result are in this order.
+      sizes: the size of each.
+      bounds: the block.
+    """
+    block = {c: (min(start, sizes[c]), min(stop, sizes[c])) for c, (start, stop) in zip(letters, bounds, strict=True)}
+    # A merged dim is read from the first to the last index of its outermost letter; the inner ones are cut in memory.
+    reads, shape, cuts = [], [], []
+    for outer, *inner in dims:
+        (start, stop), stride = block[outer], math.prod(sizes[c] for c in inner)
+        reads.append(slice(start * stride, stop * stride))
+        shape += [stop - start, *(sizes[c] for c in inner)]
+        cuts += [slice(None), *(slice(*block[c]) for c in inner)]
+    offset = part * math.prod(sizes[c] for c in dims[-1])
+    reads[-1] = slice(reads[-1].start + offset, reads[-1].stop + offset)
+    order = "".join(dims)
+    return source[tuple(reads)].reshape(shape)[tuple(cuts)].transpose([order.index(c) for c in letters])
+
+
+def _stack(layers: Sequence[Read], dtype: np.dtype, bounds: Bounds) -> np.ndarray:
+    """A block of a stacked parameter, layer by layer."""
+    out = np.empty([stop - start for start, stop in bounds], dtype)
+    for row, read in zip(out, layers[slice(*bounds[0])], strict=True):
+        row[...] = read(bounds[1:])
+    return out
+
+
+def _pad(layers: Sequence[Read], dtype: np.dtype, bounds: Bounds) -> np.ndarray:
+    """A block of a parameter that is not stacked, zeros where it passes the vocabulary."""
+    out = np.zeros([stop - start for start, stop in bounds], dtype)
+    block = layers[0](bounds)
+    out[tuple(slice(size) for size in block.shape)] = block
+    return out
+
+
+def _place(shape: tuple[int, ...], sharding: NamedSharding, read: Read) -> jax.Array:
+    """An array from its blocks, one at a time: `jax.make_array_from_callback` holds all of them, and replicas too."""
+    holders: dict[Bounds, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
+        holders.setdefault(bounds, []).append(device)
+    shards = [shard for bounds, devices in holders.items() for shard in _put(read(bounds), devices)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _put(block: np.ndarray, devices: Sequence[jax.Device]) -> list[jax.Array]:
+    """A copy on each device. Waited for, and never an alias of a CPU device's, so that the block can go."""
+    return jax.block_until_ready([jax.device_put(block, device, may_alias=False) for device in devices])
+
+
+def export_hf(
+    params: Params, model: Model, folder: str | Path, max_shard_bytes: int = 5 * 10**9, dtype: Dtype = "float32"
+) -> None:
+    """A folder that `transformers` loads: config.json and safetensors, in one file or in several with an index.
+
+    One tensor at a time passes through host memory. Every process must call this (parameters split over hosts are
+    gathered, tensor by tensor); process 0 writes. The folder appears whole, by a rename, or not at all.
+
+    Args:
+      params: parameters in any sharding.
+      model: the model they belong to.
+      folder: a folder that is not there yet, or is empty.
+      max_shard_bytes: largest file, in bytes of tensors; a larger tensor gets a file of its own.
+      dtype: what is written.
+
+    Raises:
+      UserError: a folder with files in it, an unknown dtype, sizes with no Hugging Face form, or a failed write.
+    """
+    folder = Path(folder)
+    if dtype not in _WRITTEN:
+        raise UserError(f"cannot export dtype {dtype!r}{nearest(dtype, _WRITTEN)}: it is one of {', '.join(_WRITTEN)}")
+    if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
+        raise UserError(f"{folder} is there already and not an empty folder: export into a new one")
+    config = hf_config(model.config) | {"dtype": dtype}
+    arrays = hf_tensors(params, model, dtype)
+    if jax.process_index() == 0:
+        unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+        try:
+            unfinished.mkdir(parents=True)
+            _write_json(unfinished / "config.json", config)
+            _write_files(unfinished, _split(_layout(model), dtype, max_shard_bytes), arrays, dtype)
+            unfinished.rename(folder)
+        except OSError as error:
+            raise UserError(f"cannot write {folder}: {error.strerror}: free some space, or export elsewhere") from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)  # not there any more once it was renamed
+    else:
+        for _ in arrays:  # takes part in each gather
+            pass
+    multihost_utils.sync_global_devices("export_hf")
+
+
+def hf_tensors(params: Params, model: Model, dtype: Dtype = "float32") -> Iterator[tuple[str, np.ndarray]]:
+    """Name and value of every tensor of a model's checkpoint, in the file's order; each is fetched when asked for.
+
+    Args:
+      params: parameters, or anything of their form, such as gradients.
+      model: the model they belong to.
+      dtype: of the arrays.
+    """
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    letters, sizes = _letters(model), _sizes(model)
+    for tensor in _layout(model):
+        parts = []
+        for name in tensor.params:
+            host = _fetch(leaves[name], tensor.layer, dtype)
+            host = host[tuple(slice(sizes[c]) for c in letters[name])]  # without the vocabulary's padding
+            host = host.transpose([letters[name].index(c) for c in "".join(tensor.dims)])
+            parts.append(host.reshape([math.prod(sizes[c] for c in merged) for merged in tensor.dims]))
+        yield tensor.name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+
+def _fetch(leaf: jax.Array, layer: int | None, dtype: Dtype) -> np.ndarray:
+    piece = _piece(leaf, layer, dtype)
+    return np.asarray(piece if piece.is_fully_addressable else multihost_utils.process_allgather(piece, tiled=True))
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _piece(leaf: jax.Array, layer: int | None, dtype: Dtype) -> jax.Array:
+    """One layer of a stacked parameter, or the whole of another: a copy, because jax keeps what numpy has seen of it."""
+    return jnp.array(leaf if layer is None else leaf[layer], dtype)
+
+
+def _split(layout: list[_Tensor], dtype: Dtype, max_bytes: int) -> list[list[_Tensor]]:
+    """The tensors of each file, in order."""
+    files, room = [], 0
+    for tensor in layout:
+        size = _bytes(tensor, dtype)
+        if size > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(tensor)
+        room -= size
+    return files
+
+
+def _bytes(tensor: _Tensor, dtype: Dtype) -> int:
+    return math.prod(tensor.shape) * jnp.dtype(dtype).itemsize
+
+
+def _write_files(
+    folder: Path, files: list[list[_Tensor]], arrays: Iterator[tuple[str, np.ndarray]], dtype: Dtype
+) -> None:
+    """The safetensors files, and their index when there are several."""
+    if len(files) == 1:
+        return _write(folder / "model.safetensors", files[0], arrays, dtype)
+    weight_map = {}
+    for number, tensors in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        _write(folder / name, tensors, islice(arrays, len(tensors)), dtype)
+        weight_map |= {tensor.name: name for tensor in tensors}
+    total = sum(_bytes(tensor, dtype) for tensors in files for tensor in tensors)
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write(file: Path, tensors: list[_Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype) -> None:
+    """One safetensors file: header length, JSON header, data. The library's `save_file` wants all tensors at once."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + _bytes(tensor, dtype)
+        header[tensor.name] = {"dtype": _WRITTEN[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    with file.open("xb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for _, array in arrays:
+            out.write(np.ascontiguousarray(array).view(np.uint8))
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
