@@ -1,4 +1,4 @@
-"""`jaxpar`: the commands. Each parses its words, calls the library and prints; a user's mistake is a line and exit 2."""
+"""`jaxpar`: each command parses its words, calls the library and prints; a mistake of the user is a line and exit 2."""
 
 from __future__ import annotations
 

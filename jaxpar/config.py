@@ -345,7 +345,7 @@ def check(config: Config) -> Config:
         (train.warmup_steps >= train.steps and train.warmup_steps > 0,
          f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
          f"try --train.warmup-steps {train.steps // 10}"),
-        (not 0 <= train.stop_at <= train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}, train.steps"),
+        (not 0 <= train.stop_at <= train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
         (config.metrics.log_every < 1, "metrics.log_every must be at least 1"),
         (config.checkpoint.keep < 1, "checkpoint.keep must be at least 1"),
     ]  # fmt: skip

@@ -179,7 +179,26 @@ def lookup(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup(table_VD: Array, ids_BS: Array, axis: LogicalAxis | None, plan: Plan) -> Array:
-    return plan.constrain(_use(table_VD, (axis, "embed"), plan)[ids_BS], _STORED)
+    table_VD = _use(table_VD, (axis, "embed"), plan)
+    if plan.mesh.size == 1:
+        return table_VD[ids_BS]
+
+    # Left to itself XLA gathers the whole table. Each device looks up the rows it has, and the rest are zeros.
+    def local(table_VD: Array, ids_BS: Array) -> Array:
+        ids_BS, here_BS = _local_ids(ids_BS, table_VD.shape[0], axis, plan)
+        return jax.lax.psum(jnp.where(here_BS[..., None], table_VD[ids_BS], 0), plan.mesh_axes(axis))
+
+    specs = plan.spec((axis, None)), plan.spec(_GATHERED[:2])
+    rows = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=plan.spec(_GATHERED), check_vma=False)
+    return plan.constrain(rows(table_VD, ids_BS), _STORED)
+
+
+def _local_ids(ids_BS: Array, rows: int, axis: LogicalAxis | None, plan: Plan) -> tuple[Array, Array]:
+    """Inside shard_map: ids counted from this device's first row, and which of them it has."""
+    shard = jax.lax.axis_index(plan.mesh_axes(axis)) if plan.mesh_axes(axis) else 0
+    ids_BS = ids_BS - shard * rows
+    here_BS = (ids_BS >= 0) & (ids_BS < rows)
+    return jnp.where(here_BS, ids_BS, 0), here_BS
 
 
 def _lookup_forward(table_VD, ids_BS, axis, plan):
@@ -188,12 +207,30 @@ def _lookup_forward(table_VD, ids_BS, axis, plan):
 
 def _lookup_backward(axis, plan, residuals, dx_BSD):
     table_VD, ids_BS = residuals
-    dx_BSD = plan.constrain(dx_BSD, _GATHERED).astype(jnp.float32)
-    dtable_VD = jnp.zeros(table_VD.shape, jnp.float32).at[ids_BS].add(dx_BSD)
-    # Summed whole first, split over embed second: asked for both at once, XLA splits the tokens' gradient over embed
-    # by way of replicating it.
-    dtable_VD = plan.constrain(plan.constrain(dtable_VD, (axis, None)), (axis, "embed"))
-    return dtable_VD.astype(table_VD.dtype), None
+    V, D = table_VD.shape
+    if plan.mesh.size == 1:
+        return jnp.zeros((V, D), jnp.float32).at[ids_BS].add(dx_BSD.astype(jnp.float32)).astype(table_VD.dtype), None
+
+    # Tokens are split over `summed`; where the table's embed dim is split over some of these too, the sum over them is
+    # a reduce-scatter.
+    summed = (*plan.mesh_axes("batch"), *plan.mesh_axes("seq"))
+    scattered = plan.mesh_axes("embed") if set(plan.mesh_axes("embed")) <= set(summed) else ()
+    rest = tuple(mesh_axis for mesh_axis in summed if mesh_axis not in scattered)
+
+    def local(dx_BSD: Array, ids_BS: Array) -> Array:
+        rows = V // plan.size(axis)
+        ids_BS, here_BS = _local_ids(ids_BS, rows, axis, plan)
+        dx_BSD = jnp.where(here_BS[..., None], dx_BSD.astype(jnp.float32), 0)
+        dtable_VD = jnp.zeros((rows, D), jnp.float32).at[ids_BS].add(dx_BSD)
+        if scattered:
+            dtable_VD = jax.lax.psum_scatter(dtable_VD, scattered, scatter_dimension=1, tiled=True)
+        return jax.lax.psum(dtable_VD, rest)
+
+    specs = plan.spec(_GATHERED), plan.spec(_GATHERED[:2])
+    out_spec = plan.spec((axis, "embed" if scattered else None))
+    dtable = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
+    dtable_VD = dtable(plan.constrain(dx_BSD, _GATHERED), ids_BS)
+    return plan.constrain(dtable_VD, (axis, "embed")).astype(table_VD.dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)

@@ -73,8 +73,7 @@ def spec_for(
     entries: list[MeshAxis | tuple[MeshAxis, ...] | None] = []
     user: dict[MeshAxis, tuple[int, LogicalAxis | None]] = {}
     for dim, axis in enumerate(axes):
-        named: tuple[MeshAxis, ...] = () if axis is None else getattr(rules, axis)
-        split: tuple[MeshAxis, ...] = tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
+        split = split_axes(axis, rules, mesh)
         for mesh_axis in split:
             if mesh_axis in user:
                 first_dim, first = user[mesh_axis]
@@ -95,6 +94,12 @@ def spec_for(
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)
+
+
+def split_axes(axis: LogicalAxis | None, rules: ShardingRules, mesh: Mesh) -> tuple[MeshAxis, ...]:
+    """The mesh axes of more than one device that the rules split a logical axis over."""
+    named: tuple[MeshAxis, ...] = () if axis is None else getattr(rules, axis)
+    return tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
 
 
 def _largest_fit(size: int, pieces: int, last: int) -> int:
@@ -124,9 +129,17 @@ class Plan:
         """The compute dtype."""
         return jnp.dtype(self.compute)
 
-    def size(self, axis: LogicalAxis) -> int:
+    def mesh_axes(self, axis: LogicalAxis | None) -> tuple[MeshAxis, ...]:
+        """The mesh axes of more than one device that split a logical axis; none for None."""
+        return split_axes(axis, self.rules, self.mesh)
+
+    def size(self, axis: LogicalAxis | None) -> int:
         """Into how many pieces this plan splits a logical axis."""
-        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in getattr(self.rules, axis))
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.mesh_axes(axis))
+
+    def spec(self, axes: Axes) -> P:
+        """The PartitionSpec of these logical axes."""
+        return spec_for(axes, self.rules, self.mesh)
 
     def sharding(self, axes: Axes, shape: Sequence[int] | None = None, name: str = "array") -> NamedSharding:
         """The sharding of an array with these logical axes; see `spec_for` for what it rejects."""

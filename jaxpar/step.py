@@ -136,7 +136,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
             params: Any = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": sums.nll / sums.tokens,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "tokens": sums.tokens,
         }
