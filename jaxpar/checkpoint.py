@@ -15,6 +15,10 @@ from jaxpar.errors import UserError
 METRIC = "val_loss"
 
 
+def _worst_first(metrics: dict[str, float]) -> float:
+    return -metrics[METRIC]
+
+
 class Checkpoints:
     """The checkpoints of one run: written in the background, the newest few kept and the best one.
 
@@ -24,14 +28,13 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig):
+        # The policies say what is kept; `best_fn` is what makes Orbax store the metric at all.
         policies: list[Any] = [managers.LatestN(config.keep)]
         if config.keep_best:
-            policies.append(
-                managers.BestN(
-                    get_metric_fn=lambda metrics: -metrics[METRIC], n=1, keep_checkpoints_without_metrics=False
-                )
-            )
+            policies.append(managers.BestN(get_metric_fn=_worst_first, n=1, keep_checkpoints_without_metrics=False))
         options = ocp.CheckpointManagerOptions(
+            best_fn=lambda metrics: metrics[METRIC],
+            best_mode="min",
             preservation_policy=managers.AnyPreservationPolicy(policies),
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,

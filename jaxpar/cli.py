@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -12,12 +15,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from jaxpar.config import Config, check, load_config, presets
+from jaxpar.config import Config, check, flatten, load_config, presets
 from jaxpar.errors import UserError, nearest
 from jaxpar.report import console, fail
 
-FLAGS = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
-Overrides = Annotated[Config, tyro.conf.arg(name="")]
+FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+# A command's own switches stand alone (`--json`); those of a config take their value (`--data.pack True`).
+Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,17 @@ class ShowArgs:
 
 
 @dataclass(frozen=True)
+class BenchArgs:
+    """The training step against another implementation of it, alternating in one run."""
+
+    config: Overrides
+    rounds: int = 15
+    """Alternations; the ratio's quartiles are over these."""
+    calls: int = 10
+    """Steps of each in a round."""
+
+
+@dataclass(frozen=True)
 class ConvertArgs:
     """Hugging Face checkpoint to run folder, or run folder to Hugging Face checkpoint."""
 
@@ -68,12 +83,8 @@ class ConvertArgs:
 
 @dataclass(frozen=True)
 class TokenizeArgs:
-    """Text to a .bin file of token ids."""
+    """Text (a file, a folder, or `stdlib`) to a .bin file of token ids."""
 
-    source: tyro.conf.Positional[str]
-    """Text file or folder, or `stdlib`."""
-    out: tyro.conf.Positional[str]
-    """The .bin file to write."""
     tokenizer: str = "bytes"
     """bytes, chars, or the path of a tokenizer.json."""
     max_bytes: int = 8_000_000
@@ -117,12 +128,12 @@ def convert_command(words: list[str]) -> int:
     """jaxpar convert HF_FOLDER RUN_FOLDER [--section.key value ...], or RUN_FOLDER HF_FOLDER [--dtype D]"""
     from jaxpar import convert
 
-    if len(words) < 2 or any(word.startswith("-") for word in words[:2]):
-        raise UserError("usage: " + str(convert_command.__doc__))
-    source, target = Path(words[0]), Path(words[1])
+    if _asks_help(words):
+        _parse("convert", ConvertArgs(Config()), ["--help"])
+    source, target = map(Path, _places("convert", words, 2))
     exporting = (source / "config.toml").exists()
     base = _run_config(words[0]) if exporting else convert.config_of(source)
-    args = _parse("convert", ConvertArgs, base, words[2:])
+    args = _parse("convert", ConvertArgs(base), words[2:])
     if exporting:
         step = convert.export_run(args.config, source, target, args.step, args.dtype)
         console().print(f"exported step {step} of {source} to {target} ({args.dtype} safetensors)")
@@ -139,12 +150,15 @@ def tokenize_command(words: list[str]) -> int:
     from jaxpar.config import DataConfig
     from jaxpar.data import tokenize, unigram_entropy
 
-    args = tyro.cli(TokenizeArgs, args=words, prog="jaxpar tokenize")
-    source = "stdlib" if args.source == "stdlib" else "text"
-    data = DataConfig(source=source, path=args.source, tokenizer=args.tokenizer, max_bytes=args.max_bytes)
-    tokens = tokenize(data, args.out)
+    if _asks_help(words):
+        _parse("tokenize", TokenizeArgs(), ["--help"])
+    path, out = _places("tokenize", words, 2)
+    args = _parse("tokenize", TokenizeArgs(), words[2:])
+    source = "stdlib" if path == "stdlib" else "text"
+    data = DataConfig(source=source, path=path, tokenizer=args.tokenizer, max_bytes=args.max_bytes)
+    tokens = tokenize(data, out)
     console().print(
-        f"{args.out}: {len(tokens.tokens):,} tokens ({tokens.tokens.dtype}), "
+        f"{out}: {len(tokens.tokens):,} tokens ({tokens.tokens.dtype}), "
         f"unigram entropy {unigram_entropy(tokens.tokens):.3f} nats a token"
     )
     return 0
@@ -158,6 +172,17 @@ def configs_command(words: list[str]) -> int:
 def meshes_command(words: list[str]) -> int:
     """jaxpar meshes"""
     return _list_presets("meshes", "train CONFIG --on", words)
+
+
+def bench_command(words: list[str]) -> int:
+    """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
+    from jaxpar.bench import bench_step, table
+
+    if not words or words[0] not in ("step", "-h", "--help"):
+        raise UserError("usage: " + str(bench_command.__doc__))
+    _, args = _config_args("bench", BenchArgs, words[1:] if words[0] == "step" else words)
+    console().print(table([bench_step(check(args.config), args.rounds, args.calls)]))
+    return 0
 
 
 def doctor_command(words: list[str]) -> int:
@@ -179,6 +204,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "configs": (configs_command, "list the config presets"),
     "meshes": (meshes_command, "list the mesh presets"),
     "show": (show_command, "parameter table and a picture of the sharding"),
+    "bench": (bench_command, "the training step against PyTorch, alternating"),
     "doctor": (doctor_command, "versions, devices, known-bad combinations"),
 }
 
@@ -209,15 +235,53 @@ def _config_args(
     command: str, schema: type, words: list[str], load: Callable[[str], Config] = load_config
 ) -> tuple[str, Any]:
     """The first word (a preset's name or a path), and the parsed flags with that config as their default."""
-    if words and words[0] in ("-h", "--help"):
-        return "", _parse(command, schema, Config(), ["--help"])
-    if not words or words[0].startswith("-"):
-        raise UserError("usage: " + str(COMMANDS[command][0].__doc__))
-    return words[0], _parse(command, schema, load(words[0]), words[1:])
+    if words[:1] in (["-h"], ["--help"]):
+        _parse(command, schema(Config()), ["--help"])
+    (name,) = _places(command, words, 1)
+    return name, _parse(command, schema(load(name)), words[1:])
 
 
-def _parse(command: str, schema: type, config: Config, words: list[str]) -> Any:
-    return tyro.cli(schema, args=words, default=schema(config=config), prog=f"jaxpar {command}", config=FLAGS)
+def _usage(command: str) -> str:
+    """What the command takes, from its docstring."""
+    return "usage: " + str(COMMANDS[command][0].__doc__)
+
+
+def _asks_help(words: list[str]) -> bool:
+    return "-h" in words or "--help" in words
+
+
+def _places(command: str, words: list[str], count: int) -> list[str]:
+    """The words before the flags: names and paths that the command cannot do without."""
+    if len(words) < count or any(word.startswith("-") for word in words[:count]):
+        raise UserError(_usage(command))
+    return words[:count]
+
+
+def _parse(command: str, default: Any, words: list[str]) -> Any:
+    """`default` with the flags' values, typed by tyro; what it refuses becomes a UserError in place of its box."""
+    said, prog = io.StringIO(), _usage(command).removeprefix("usage: ").partition(" [")[0]
+    try:
+        with contextlib.redirect_stderr(said):
+            args, unknown = tyro.cli(
+                type(default), args=words, default=default, prog=prog, config=FLAGS, return_unknown_args=True
+            )
+    except SystemExit as stop:
+        if stop.code:
+            raise UserError(_boxed_text(said.getvalue())) from stop
+        raise
+    if unknown:
+        known = ["--" + key.removeprefix("config.").replace("_", "-") for key in flatten(default)]
+        word = unknown[0].partition("=")[0]
+        hint = nearest(word, known) if word.startswith("--") else ""
+        raise UserError(f"jaxpar {command} takes no {word}{hint}: jaxpar {command} --help lists its flags")
+    return args
+
+
+def _boxed_text(box: str) -> str:
+    """The text of a tyro error box above its first rule."""
+    rows = [line.strip("\u2502 ") for line in box.splitlines()[1:]]
+    text = " ".join(itertools.takewhile(lambda row: not row.startswith(("\u2500", "\u2570")), rows))
+    return text.removeprefix("Error parsing ").removesuffix(".")
 
 
 def _on(config: Config, preset: str, words: list[str]) -> Config:
@@ -236,6 +300,10 @@ def _run_config(folder: str) -> Config:
 
 
 def _no_words(command: str, words: list[str]) -> None:
+    """Refuse whatever follows a command that stands alone, but for --help."""
+    if _asks_help(words):
+        print(f"{_usage(command)}\n\n{COMMANDS[command][1]}; takes no flags")
+        sys.exit(0)
     if words:
         raise UserError(f"jaxpar {command} takes no arguments, found {' '.join(words)}")
 

@@ -271,7 +271,8 @@ def _toml_value(value: Any) -> str:
         return str(value)
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return json.dumps(value, ensure_ascii=False)  # JSON's strings, numbers and booleans are TOML's too
+    # JSON's strings, numbers and booleans are TOML's too, but for the control character DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -336,6 +337,7 @@ def check(config: Config) -> Config:
         (not 0 <= model.dropout < 1, f"model.dropout={model.dropout} is not in [0, 1)"),
         (data.seq_len < 1 or data.seq_len > model.max_seq_len,
          f"data.seq_len={data.seq_len} is not in 1..model.max_seq_len={model.max_seq_len}"),
+        (min(data.seed, data.prefetch, data.stride) < 0, "data.seed, data.prefetch and data.stride are at least 0"),
         (not 0 <= data.val_fraction < 1, f"data.val_fraction={data.val_fraction} is not in [0, 1)"),
         (train.steps < 1 or train.batch < 1 or train.accumulation < 1,
          "train.steps, train.batch and train.accumulation must be at least 1"),

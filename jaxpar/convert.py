@@ -45,7 +45,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
     if checkpoints.latest() is not None:
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
-    checkpoints.save(0, init_state(model, config, plan, params), {"iterator": None}, None)
+    checkpoints.save(0, init_state(model, config, plan, params), {"iterator": None, "training_tokens": None}, None)
     checkpoints.close()
 
 

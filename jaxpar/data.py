@@ -84,7 +84,7 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
             )
         if stream is not None and data.pack and stream.document_starts is None:
             raise UserError(
-                f"{stream.origin} has no document offsets (.docs) beside it, which data.pack needs: "
+                f"{stream.origin} has no document offsets (.bin.docs) beside it, which data.pack needs: "
                 "write it with `jaxpar tokenize`, or leave data.pack off"
             )
     return Corpus(train, val, tokenizer)
@@ -164,7 +164,7 @@ def text_files(path: str) -> list[Path]:
 
 
 def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
-    """The files of a folder, sorted by relative path; none that is empty, hidden, or in a folder named in `left_out`."""
+    """The files of a folder, sorted by relative path; none that is empty, hidden, or in a folder of `left_out`."""
     found = []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if not name.startswith(".") and name not in left_out]
@@ -184,8 +184,8 @@ def _encode_files(files: Iterable[Path], tokenizer: Tokenizer, origin: str) -> T
     return Tokens(np.concatenate(documents), np.concatenate([[0], ends[:-1]]), origin)
 
 
-# Token files: NAME.bin (raw ids), and beside it NAME.json (dtype and counts), NAME.docs (raw int64 document starts)
-# and NAME.tokenizer.json. A .bin alone is nanoGPT's: uint16, documents and tokenizer not known.
+# Token files: NAME.bin (raw ids), and beside it NAME.bin.json (dtype and counts), NAME.bin.docs (raw int64 document
+# starts) and NAME.bin.tokenizer.json. A .bin alone is nanoGPT's: uint16, documents and tokenizer not known.
 
 
 def tokenize(data: DataConfig, out: str | Path) -> Tokens:
@@ -202,14 +202,14 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
     files, _ = _source_files(data)
     tokenizer = make_tokenizer(data.tokenizer, map(read_text, files))
     dtype, count = token_dtype(tokenizer.vocab_size), 0
-    with replacing(out.with_suffix(".docs")) as starts, replacing(out) as ids:
+    with replacing(out.with_suffix(".bin.docs")) as starts, replacing(out) as ids:
         progress = track(files, "tokenizing", console=Console(stderr=True))
         for document in encode_files(progress, tokenizer):
             starts.write(np.array(count, "<i8").tobytes())
             ids.write(document.tobytes())
             count += len(document)
     meta = {"dtype": dtype.name, "tokens": count, "documents": len(files)}
-    for suffix, text in ((".json", json.dumps(meta)), (".tokenizer.json", tokenizer.to_json())):
+    for suffix, text in ((".bin.json", json.dumps(meta)), (".bin.tokenizer.json", tokenizer.to_json())):
         with replacing(out.with_suffix(suffix)) as file:
             file.write(text.encode())
     return open_tokens(out)
@@ -239,13 +239,13 @@ def _load_tokens(data: DataConfig) -> Corpus:
         tokenizer = load_tokenizer(data.tokenizer)
     if not data.val_path:
         return Corpus(train, None, tokenizer)
-    val_tokenizer = stored_tokenizer(data.val_path)
+    val, val_tokenizer = open_tokens(data.val_path), stored_tokenizer(data.val_path)
     if tokenizer and val_tokenizer and tokenizer.to_json() != val_tokenizer.to_json():
         raise UserError(
             f"{data.val_path} was tokenized otherwise than {data.path}, so its ids mean something else: "
-            f"write it again with --data.tokenizer {Path(data.path).with_suffix('.tokenizer.json')}"
+            f"write it again with `jaxpar tokenize --tokenizer {Path(data.path).with_suffix('.bin.tokenizer.json')}`"
         )
-    return Corpus(train, open_tokens(data.val_path), tokenizer)
+    return Corpus(train, val, tokenizer)
 
 
 def open_tokens(path: str | Path) -> Tokens:
@@ -257,9 +257,9 @@ def open_tokens(path: str | Path) -> Tokens:
     path = Path(path)
     if path.suffix != ".bin":
         raise UserError(f"{path} is not a .bin file, which data.source=tokens reads: for text set data.source=text")
-    meta = _read_meta(path.with_suffix(".json"))
+    meta = _read_meta(path.with_suffix(".bin.json"))
     tokens = _memory_map(path, np.dtype(meta["dtype"]).newbyteorder("<"))
-    docs = path.with_suffix(".docs")
+    docs = path.with_suffix(".bin.docs")
     starts = _memory_map(docs, np.dtype("<i8")) if docs.exists() else None
     for what, found in (("tokens", tokens), ("documents", starts)):
         if found is not None and len(found) != meta.get(what, len(found)):
@@ -272,7 +272,7 @@ def open_tokens(path: str | Path) -> Tokens:
 
 def stored_tokenizer(path: str | Path) -> Tokenizer | None:
     """The tokenizer that `tokenize` left beside a token file."""
-    stored = Path(path).with_suffix(".tokenizer.json")
+    stored = Path(path).with_suffix(".bin.tokenizer.json")
     return load_tokenizer(stored) if stored.exists() else None
 
 
@@ -292,7 +292,7 @@ def _memory_map(path: Path, dtype: np.dtype) -> np.ndarray:
         if size == 0 or size % dtype.itemsize:
             raise UserError(
                 f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize} ({dtype.name}): "
-                f"it was cut short, or {path.with_suffix('.json').name} should give another dtype"
+                "it was cut short, or needs a .bin.json beside it that gives another dtype"
             )
         return np.memmap(path, dtype, mode="r")
 
@@ -370,7 +370,7 @@ def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool,
     ids_BT = sliding_window_view(stream.tokens, seq_len + 1)[starts_B]
     if ids_BT.max() >= vocab_size:
         row, place = np.unravel_index(ids_BT.argmax(), ids_BT.shape)
-        found = ids_BT[row, place]
+        found = int(ids_BT[row, place])  # as a uint16, found + 1 could overflow
         raise UserError(
             f"{stream.origin} has id {found} at token {stream.offset + starts_B[row] + place}, "
             f"model.vocab_size={vocab_size}: raise it to at least {found + 1}, or use another tokenizer"

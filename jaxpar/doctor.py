@@ -10,8 +10,10 @@ from typing import NamedTuple
 import jax
 
 from jaxpar.hardware import hardware_of
+from jaxpar.mesh import MeshSpec
 from jaxpar.metrics import bytes_text
 from jaxpar.report import PACKAGES
+from jaxpar.runtime import start
 
 OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "transformers", "torch")
 
@@ -56,7 +58,7 @@ def installed() -> dict[str, str]:
 
 def examine() -> tuple[list[str], list[str]]:
     """(facts, warnings) about this machine, a line each."""
-    versions, devices = installed(), jax.devices()
+    versions, devices = installed(), start(MeshSpec())
     first, backend = devices[0], jax.default_backend()
     hardware = hardware_of(first.device_kind)
     stats = first.memory_stats()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -88,20 +89,31 @@ def resolve(spec: MeshSpec, device_count: int) -> dict[MeshAxis, int]:
     if not free and fixed == device_count:
         return sizes
     here = f"{device_count} {'is' if device_count == 1 else 'are'} here"
-    shape = describe({a: n for a, n in sizes.items() if n != -1}) + (f" over {slices} slices" if slices > 1 else "")
-    needs = f"a multiple of {fixed}" if free else str(fixed)
-    raise UserError(f"mesh {shape} needs {needs} devices, {here}: {_suggestion(sizes, device_count // slices)}")
+    given = {axis: size for axis, size in sizes.items() if size not in (1, -1)}
+    shape = (describe(given) if given else "of 1 device") + (f" over {slices} slices" if slices > 1 else "")
+    needs = f"a multiple of {fixed} devices" if free else f"{fixed} device{'s' if fixed > 1 else ''}"
+    raise UserError(f"mesh {shape} needs {needs}, {here}: {_suggestion(sizes, device_count, slices)}")
 
 
-def _suggestion(sizes: dict[MeshAxis, int], devices_per_slice: int) -> str:
-    """The smallest change of one axis that fits, largest axis first."""
+def _suggestion(sizes: dict[MeshAxis, int], device_count: int, slices: int) -> str:
+    """A change of one axis that fits, the largest axis that allows it."""
+    per_slice, rest = divmod(device_count, slices)
+    if rest:
+        return f"{slices} slices do not divide them, so change the --mesh.dcn. sizes"
     for axis, size in sorted(sizes.items(), key=lambda item: -item[1]):
         others = math.prod(n for a, n in sizes.items() if a != axis and n != -1)
-        if size > 1 and devices_per_slice % others == 0:
-            return f"try --mesh.{axis} {devices_per_slice // others}"
+        if size > 1 and per_slice % others == 0:
+            left = per_slice // others
+            fits = left if -1 not in sizes.values() else largest_divisor(left, size)
+            return f"try --mesh.{axis} {fits}"
     if all(size == 1 for size in sizes.values()):
-        return f"try --mesh.data {devices_per_slice}"
+        return f"try --mesh.data {per_slice}"
     return "try --mesh.data -1 with the other axes 1, or --mesh.platform cpu to simulate the devices"
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return next(n for n in range(most, 0, -1) if number % n == 0)
 
 
 def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -109,7 +121,7 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Me
 
     On TPU the order follows the torus (`mesh_utils.create_device_mesh`); with `dcn` sizes the slices, or on GPU the
     processes, form the outer blocks (`create_hybrid_device_mesh`). Axis types are always Auto, because under Explicit,
-    jax's default, `with_sharding_constraint` raises.
+    jax's default, `with_sharding_constraint` raises. On simulated devices so are the slices: consecutive devices.
 
     Args:
       spec: sizes by axis.
@@ -121,7 +133,9 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Me
     devices = list(jax.devices() if devices is None else devices)
     ici = tuple(resolve(spec, len(devices)).values())
     dcn = tuple(getattr(spec.dcn, axis) for axis in MESH_AXES)
-    if math.prod(dcn) > 1:
+    if math.prod(dcn) > 1 and devices[0].platform == "cpu" and len({device.process_index for device in devices}) == 1:
+        grid = _simulated_slices(devices, ici, dcn)
+    elif math.prod(dcn) > 1:
         has_slices = len({getattr(device, "slice_index", 0) for device in devices}) > 1
         try:
             grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, process_is_granule=not has_slices)
@@ -132,3 +146,10 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Me
     else:
         grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _simulated_slices(devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
+    """The grid that `create_hybrid_device_mesh` would make if every so many consecutive devices were a slice."""
+    blocks = np.asarray(devices).reshape(*dcn, *ici)
+    outer_inner = [place for axis in range(len(ici)) for place in (axis, len(ici) + axis)]
+    return blocks.transpose(outer_inner).reshape([outer * inner for outer, inner in zip(dcn, ici, strict=True)])

@@ -28,6 +28,7 @@ def device_memory(devices: list[jax.Device]) -> int | None:
 
 class MetricsLog:
     """`metrics.jsonl`, one object a line, flushed as written; lines of steps to be run again are dropped on resume.
+    A context manager.
 
     Args:
       folder: the run folder.
@@ -61,8 +62,10 @@ class MetricsLog:
             for key, value in values.items():
                 self._board.add_scalar(key, value, step)
 
-    def close(self) -> None:
-        """Close the files."""
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for sink in (self._file, self._board):
             if sink is not None:
                 sink.close()

@@ -21,7 +21,10 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 def console() -> Console:
     """Standard output: rich on a terminal, plain lines otherwise; nothing is wrapped or coloured in a pipe."""
-    return Console(soft_wrap=True, highlight=False, markup=False)
+    out = Console(soft_wrap=True, highlight=False, markup=False)
+    if not out.is_terminal:
+        out.width = 1000  # rich takes 80 where it cannot ask, and would cut the columns of a table
+    return out
 
 
 def banner(plan: Plan, facts: dict[str, str]) -> list[str]:
@@ -99,6 +102,8 @@ def sharding_table(rows: Sequence[Placement]) -> Table:
     """Every parameter: name, shape, logical axes, spec, bytes per device; and the sum."""
     table = Table("parameter", "shape", "logical axes", "spec", "bytes/device", box=None, pad_edge=False)
     table.columns[-1].justify = "right"
+    for column in table.columns:
+        column.overflow = "fold"
     for row in rows:
         axes = ", ".join(axis or "-" for axis in row.axes)
         table.add_row(row.name, " x ".join(map(str, row.shape)), axes, str(row.spec), bytes_text(row.bytes_per_device))
@@ -107,6 +112,6 @@ def sharding_table(rows: Sequence[Placement]) -> Table:
 
 
 def fail(message: str) -> int:
-    """Print a user's error as a line on standard error; the exit code for it."""
-    print(f"jaxpar: error: {message}", file=sys.stderr)
+    """Print a user's error on standard error, in one line even where a cause it quotes had several; its exit code."""
+    print("jaxpar: error: " + " ".join(message.split()), file=sys.stderr)
     return 2

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
+from collections.abc import Iterator
 
 import jax
 
 from jaxpar.errors import UserError
 from jaxpar.mesh import MeshSpec, devices_needed
 
-_INSTALL = {"tpu": "pip install 'jaxpar[tpu]'", "gpu": "pip install 'jaxpar[cuda]'"}
 _BACKENDS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+_FIX = {
+    "auto": "unset JAX_PLATFORMS",
+    "tpu": "pip install 'jaxpar[tpu]' on a machine that has one",
+    "gpu": "pip install 'jaxpar[cuda]' on a machine that has one",
+}
 
 
 def start(spec: MeshSpec) -> list[jax.Device]:
@@ -28,23 +34,24 @@ def start(spec: MeshSpec) -> list[jax.Device]:
     if spec.platform == "cpu":
         keep_heap()
         with contextlib.suppress(RuntimeError):  # JAX has started: the devices are counted below
-            jax.config.update("jax_num_cpu_devices", devices_needed(spec))
-    if spec.distributed:
-        jax.distributed.initialize()
+            processes = int(os.environ.get("JAX_NUM_PROCESSES", "1")) if spec.distributed else 1
+            jax.config.update("jax_num_cpu_devices", max(devices_needed(spec) // processes, 1))
+    if spec.distributed and not jax.distributed.is_initialized():
+        _join()
     try:
-        devices = jax.devices()
+        with _quiet_libtpu():
+            devices = jax.devices()
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        fix = _INSTALL.get(spec.platform, "--mesh.platform cpu")
+        reason = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
         raise UserError(
-            f"mesh.platform is {spec.platform!r} and JAX cannot start it ({reason}): {fix} on a machine that has one, "
+            f"mesh.platform is {spec.platform!r} and JAX cannot start it ({reason}): {_FIX[spec.platform]}, "
             "or --mesh.platform cpu to simulate the mesh here"
         ) from error
     found = devices[0].platform
-    if spec.platform not in ("auto", found):
+    if spec.platform not in ("auto", found):  # JAX also passes over `cuda` without a word where it sees no GPU
         raise UserError(
-            f"mesh.platform is {spec.platform!r} and JAX has started on {found}: "
-            "set the platform before anything uses JAX"
+            f"mesh.platform is {spec.platform!r} and JAX runs on {found}: {_FIX[spec.platform]}, or --mesh.platform "
+            "cpu to simulate the mesh here (a notebook must restart first: JAX stays on the platform it began with)"
         )
     if spec.platform == "cpu" and jax.process_count() == 1:
         needed = devices_needed(spec)
@@ -55,6 +62,42 @@ def start(spec: MeshSpec) -> list[jax.Device]:
             )
         devices = devices[:needed]
     return devices
+
+
+def _join() -> None:
+    """Join the other processes of a run.
+
+    On TPU pods, under Slurm and under MPI JAX finds them itself. Elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
+    and JAX_PROCESS_ID say who they are.
+    """
+    count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
+    try:
+        jax.distributed.initialize(
+            num_processes=None if count is None else int(count), process_id=None if index is None else int(index)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"mesh.distributed is true and JAX cannot join the other processes ({str(error).splitlines()[0]}): start "
+            "it on a TPU pod or under Slurm, set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or "
+            "--mesh.distributed False for this machine alone"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet_libtpu() -> Iterator[None]:
+    """Where libtpu is installed and no TPU is here, give it what it would miss in five lines before it says so in one.
+
+    Only while JAX starts: for a compilation for absent TPUs these settings mean something.
+    """
+    no_chip = os.environ.get("TPU_SKIP_MDS_QUERY")  # set by JAX where it sees none
+    settings = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
+    missing = {key: value for key, value in settings.items() if no_chip and key not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for key in missing:
+            del os.environ[key]
 
 
 def keep_heap() -> bool:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.errors import UserError
-from jaxpar.mesh import MeshAxis
+from jaxpar.mesh import MeshAxis, describe, largest_divisor
 
 LogicalAxis = Literal[
     "batch",
@@ -84,11 +84,10 @@ def spec_for(
             user[mesh_axis] = (dim, axis)
         pieces = math.prod(mesh.shape[mesh_axis] for mesh_axis in split)
         if shape is not None and shape[dim] % pieces:
-            sizes = " x ".join(f"{mesh_axis}={mesh.shape[mesh_axis]}" for mesh_axis in split)
+            sizes = {mesh_axis: mesh.shape[mesh_axis] for mesh_axis in split}
             raise UserError(
-                f"{name}: dim {dim} ({axis}) has size {shape[dim]}, which {sizes} does not divide: "
-                f"try --mesh.{split[-1]} {_largest_fit(shape[dim], pieces, mesh.shape[split[-1]])}, "
-                f"or take {split[-1]} out of --rules.{axis}"
+                f"{name}: dim {dim} ({axis}) has size {shape[dim]}, which {describe(sizes)} does not divide: "
+                f"try {_fitting_flags(shape[dim], sizes)}, or take {split[-1]} out of --rules.{axis}"
             )
         entries.append(None if not split else split[0] if len(split) == 1 else split)
     while entries and entries[-1] is None:
@@ -102,10 +101,15 @@ def split_axes(axis: LogicalAxis | None, rules: ShardingRules, mesh: Mesh) -> tu
     return tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
 
 
-def _largest_fit(size: int, pieces: int, last: int) -> int:
-    """The largest size of the last mesh axis, at most its present one, with which the dim divides."""
-    others = pieces // last
-    return next((n for n in range(last, 0, -1) if size % (others * n) == 0), 1)
+def _fitting_flags(size: int, sizes: dict[MeshAxis, int]) -> str:
+    """The flags that lower mesh axes, outermost kept first, until they divide a dim."""
+    flags = []
+    for axis, present in sizes.items():
+        fits = largest_divisor(size, present)
+        size //= fits
+        if fits < present:
+            flags.append(f"--mesh.{axis} {fits}")
+    return " ".join(flags)
 
 
 @dataclass(frozen=True)

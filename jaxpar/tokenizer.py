@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, the characters of a text, or a Hugging Face tokenizer.json; files of text to ids."""
+"""Text to token ids and back: bytes, the characters of a text, or a Hugging Face tokenizer.json."""
 
 from __future__ import annotations
 

@@ -140,17 +140,16 @@ class _Run:
         last = min(train.stop_at or train.steps, train.steps)
         entropy = unigram_entropy(self.corpus.train.tokens)
         self.main = jax.process_index() == 0
-        self.log = MetricsLog(self.folder, first, config.metrics.tensorboard, self.main)
         self.show = ProgressLine(train.steps, first, self.main)
-        state, data = self._start(first, entropy)
         if first >= last:
             self.show.say(f"step {first} of {last} is done already: nothing to train; see {self.folder}")
             return Result(first, None, None, entropy, False)
+        state, data = self._start(first, entropy)
         self.eval_step = make_eval_step(self.model, self.plan)
         step_fn = self._compile()
-        with self.show, _stop_signals() as stopping:
+        metrics = MetricsLog(self.folder, first, config.metrics.tensorboard, self.main)
+        with metrics as self.log, self.show, _stop_signals() as stopping:
             step = self._loop(step_fn, state, data, first, last, stopping)
-        self.log.close()
         if self.main:
             self._draw(entropy)
             self._say_result(step, last, entropy)
@@ -165,7 +164,13 @@ class _Run:
             state = init_state(model, config, plan)
         else:
             state, data_state = restore_state(self.checkpoints, first, model, config, plan)
-            if data_state.get("iterator") is not None:
+            trained_on, here = data_state["training_tokens"], len(self.corpus.train.tokens)
+            if trained_on not in (None, here):
+                raise UserError(
+                    f"the run was trained on {trained_on:,} tokens and {self.corpus.train.origin} now has {here:,}: "
+                    "bring the old text back (the stdlib corpus changes with Python), or start a new --run"
+                )
+            if data_state["iterator"] is not None:
                 data.set_state(data_state["iterator"])
         facts = {
             "model": f"{config.model.family}, {count_text(model.parameter_count())} parameters, "
@@ -223,9 +228,8 @@ class _Run:
             if evaluating:
                 self._evaluate(step, state)
             if saving:
-                self.checkpoints.save(
-                    step, state, {"iterator": data.get_state()}, self.val_loss if evaluating else None
-                )
+                data_state = {"iterator": data.get_state(), "training_tokens": len(self.corpus.train.tokens)}
+                self.checkpoints.save(step, state, data_state, self.val_loss if evaluating else None)
             self._aside += time.perf_counter() - began
             if stop:
                 break

@@ -85,8 +85,8 @@ def _letters(model: Model) -> dict[str, str]:
 def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
     """Float32 parameters from a Hugging Face checkpoint, each read straight into its sharding.
 
-    All names, shapes and dtypes are checked before any data is read. Each process reads only what its devices hold, and
-    holds one device's shard of one parameter, plus one layer of it, at a time. The vocabulary's padding is zeros.
+    All names, shapes and dtypes are checked before any data is read. Each process reads only what its devices hold; its
+    memory holds one device's shard of one parameter, and a layer of that, at a time. The vocabulary's padding is zeros.
 
     Args:
       path: a folder with model.safetensors or model.safetensors.index.json, or one of these files, in float32, bfloat16
@@ -144,8 +144,8 @@ def _files(path: Path) -> list[Path]:
         return _indexed(path)
     if path.suffix != ".safetensors":
         raise UserError(
-            f"{path} is not safetensors, and PyTorch's pickles are never read because they can run code: convert it with "
-            f"transformers' from_pretrained({str(path.parent)!r}) and save_pretrained"
+            f"{path} is not safetensors, and a PyTorch pickle is never read because it can run code: convert it "
+            f"with transformers' from_pretrained({str(path.parent)!r}) and save_pretrained"
         )
     return [path]
 
@@ -198,9 +198,10 @@ def _first(names: list[str]) -> str:
 
 def _check_tied(head: Any, table: Any, origin: str) -> None:
     """A tied model has one vocabulary table; a checkpoint may hold it twice, but not two different ones."""
-    (rows, _), step = table.get_shape(), 1024  # compared in pieces: either table may be gigabytes
-    same = head.get_shape() == table.get_shape()
-    if not same or any(not np.array_equal(head[i : i + step], table[i : i + step]) for i in range(0, rows, step)):
+    rows, step = table.get_shape()[0], 1024  # compared in pieces: either table may be gigabytes
+    pieces = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    same = head.get_shape() == table.get_shape() and all(np.array_equal(head[cut], table[cut]) for cut in pieces)
+    if not same:
         raise UserError(
             f"{origin}: lm_head.weight is not the embedding, but the model ties them: set model.tied_head = false"
         )
@@ -220,6 +221,8 @@ def _read(
       bounds: the block.
     """
     block = {c: (min(start, sizes[c]), min(stop, sizes[c])) for c, (start, stop) in zip(letters, bounds, strict=True)}
+    if any(start == stop for start, stop in block.values()):  # nothing but padding; safetensors reads no empty slice
+        return np.empty([stop - start for start, stop in block.values()])
     # A merged dim is read from the first to the last index of its outermost letter; the inner ones are cut in memory.
     reads, shape, cuts = [], [], []
     for outer, *inner in dims:
@@ -260,8 +263,8 @@ def _place(shape: tuple[int, ...], sharding: NamedSharding, read: Read) -> jax.A
 
 
 def _put(block: np.ndarray, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """A copy on each device. Waited for, and never an alias of a CPU device's, so that the block can go."""
-    return jax.block_until_ready([jax.device_put(block, device, may_alias=False) for device in devices])
+    """A copy on each device, waited for: transfers under way would keep their blocks in host memory."""
+    return jax.block_until_ready([jax.device_put(block, device) for device in devices])
 
 
 def export_hf(
@@ -333,8 +336,13 @@ def _fetch(leaf: jax.Array, layer: int | None, dtype: Dtype) -> np.ndarray:
 
 @partial(jax.jit, static_argnames="dtype")
 def _piece(leaf: jax.Array, layer: int | None, dtype: Dtype) -> jax.Array:
-    """One layer of a stacked parameter, or the whole of another: a copy, because jax keeps what numpy has seen of it."""
-    return jnp.array(leaf if layer is None else leaf[layer], dtype)
+    """One layer of a stacked parameter, or the whole of another; a new array, as jax keeps what numpy saw of one."""
+    if layer is not None:
+        # Indexing a dim that is split over devices would gather all layers on each. A sum moves one, and a sum of bits
+        # changes nothing in it.
+        here = (jnp.arange(len(leaf)) == layer).reshape(-1, *[1] * (leaf.ndim - 1))
+        leaf = jnp.sum(leaf.view(jnp.int32), axis=0, where=here).view(leaf.dtype)
+    return leaf.astype(dtype)
 
 
 def _split(layout: list[_Tensor], dtype: Dtype, max_bytes: int) -> list[list[_Tensor]]:
@@ -381,7 +389,7 @@ def _write(file: Path, tensors: list[_Tensor], arrays: Iterable[tuple[str, np.nd
     with file.open("xb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for _, array in arrays:
-            out.write(np.ascontiguousarray(array).view(np.uint8))
+            out.write(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -165,8 +165,14 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
             raise UserError(f"{file}: {key}={hf[key]!r} is not supported: only {' or '.join(map(repr, accepted))}")
     if family.rotary:
         values |= _rope_fields(hf, file)
-    values["mlp"] = values["mlp"] or 4 * values["embed"]
-    return from_dict(ModelConfig, {"family": name, **values}, str(file))
+    config = from_dict(ModelConfig, {"family": name, **values}, str(file))
+    return dataclasses.replace(
+        config,
+        mlp=config.mlp or 4 * config.embed,
+        # 0 says "as usual" in a ModelConfig: a checkpoint that spells the usual out gives an equal config.
+        kv_heads=0 if config.kv_heads == config.heads else config.kv_heads,
+        head_dim=0 if config.head_dim * config.heads == config.embed else config.head_dim,
+    )
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:

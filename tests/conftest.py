@@ -1,10 +1,30 @@
-"""Eight simulated CPU devices for every test, before anything touches a backend."""
+"""Eight simulated CPU devices for every test, before anything touches a backend; random tests that repeat exactly."""
 
 import os
+from collections.abc import Callable
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
+import hypothesis
 import jax
+import pytest
+
+from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.sharding import Plan
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def plan_of() -> Callable[..., Plan]:
+    """`plan_of(data=2, tensor=4)`: a plan on as many of the devices as these mesh axes take."""
+
+    def build(**sizes: int) -> Plan:
+        spec = MeshSpec(**sizes)
+        return Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]))
+
+    return build

@@ -1,0 +1,81 @@
+"""What a person sees, off a terminal: plain lines."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from jaxpar.report import ProgressLine, banner, console, duration_text, fail, numbers_text, sharding_table
+from jaxpar.sharding import Placement, placements
+
+pytestmark = pytest.mark.quick
+
+
+def test_numbers_come_in_one_order_and_only_those_known():
+    numbers = {"data_wait": 0.014, "mfu": None, "tokens_per_second": 12_345.6, "loss": 2.34567, "grad_norm": 0.8125}
+    assert numbers_text(numbers) == "loss 2.3457  grad 0.812  12.35K tok/s  data wait 1 %"
+    assert numbers_text({"mfu": 0.4567, "device_memory": 3 * 2**30}) == "MFU 45.7 %  mem 3.00 GiB"
+    assert numbers_text({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (-3, "0:00"), (59.4, "0:59"), (59.6, "1:00"), (123, "2:03"), (3723, "1:02:03"), (360_000, "100:00:00")],
+)
+def test_durations(seconds, text):
+    assert duration_text(seconds) == text
+
+
+def test_progress_is_plain_lines_off_a_terminal(capsys):
+    with ProgressLine(total=10, done=4) as progress:
+        progress.step(5, {"loss": 1.5}, eta_seconds=61)
+        progress.say("saved [bold]as is[/bold] " + "x" * 200)
+    lines = ["step 5/10  loss 1.5000  ETA 1:01", "saved [bold]as is[/bold] " + "x" * 200]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_only_the_first_process_speaks(capsys):
+    with ProgressLine(total=10, done=0, active=False) as progress:
+        progress.step(5, {"loss": 1.5}, eta_seconds=61)
+        progress.say("saved")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_banner_names_versions_devices_mesh_and_facts(plan_of):
+    lines = dict(line.split(maxsplit=1) for line in banner(plan_of(data=2, tensor=4), {"run": "runs/mine"}))
+    assert re.match(r"jaxpar \d.*, jax \d.*, orbax-checkpoint \d", lines["versions"])
+    assert lines["devices"] == "8 x cpu (cpu), simulated, 1 process"
+    assert lines["mesh"] == "data=2 x tensor=4"
+    assert lines["run"] == "runs/mine"
+
+
+@pytest.fixture
+def rows(plan_of) -> list[Placement]:
+    import numpy as np
+
+    arrays = {"a_parameter_with_quite_a_long_name": np.zeros((256, 64), np.float32), "b": np.zeros(512, np.float32)}
+    axes = {"a_parameter_with_quite_a_long_name": ("embed", "mlp"), "b": (None,)}
+    return placements(arrays, axes, plan_of(fsdp=2, tensor=4))
+
+
+def test_the_table_has_a_line_a_parameter_and_their_sum(rows, capsys):
+    console().print(sharding_table(rows))
+    _, first, second, total = capsys.readouterr().out.splitlines()
+    cells = ["a_parameter_with_quite_a_long_name", "256 x 64", "embed, mlp", "P('fsdp', 'tensor')", "8.00 KiB"]
+    assert re.split(" {2,}", first.strip()) == cells
+    assert second.split()[-2:] == ["2.00", "KiB"]
+    assert total.split() == ["all", "10.00", "KiB"]
+
+
+def test_a_narrow_terminal_folds_the_table_and_loses_nothing(rows):
+    out = io.StringIO()
+    Console(file=out, width=50).print(sharding_table(rows))
+    assert "\u2026" not in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 50
+
+
+def test_an_error_is_one_line_and_exit_code_2(capsys):
+    assert fail("no such thing:\n  a cause\n  of several lines") == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "jaxpar: error: no such thing: a cause of several lines\n")

@@ -1,0 +1,174 @@
+"""Any layout, same answer: the training step on every data x fsdp x tensor mesh, with accumulation, and its pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, ModelConfig, PrecisionConfig, TrainConfig, override
+from jaxpar.errors import UserError
+from jaxpar.mesh import MeshSpec, describe, devices_needed
+from jaxpar.models import Model
+from jaxpar.step import (
+    batch_rows,
+    batch_shapes,
+    init_state,
+    make_eval_step,
+    make_plan,
+    make_train_step,
+    put_batch,
+    state_shardings,
+)  # fmt: skip
+
+STEPS = 20
+MESHES = [
+    MeshSpec(),
+    *(MeshSpec(data=d, fsdp=f, tensor=t) for d, f, t in itertools.product((1, 2, 4, 8), repeat=3) if d * f * t == 8),
+]
+SIZES: dict[str, Any] = {"vocab_size": 61, "vocab_multiple": 8, "layers": 2, "embed": 32, "heads": 8, "mlp": 64}
+MODELS = {
+    "gpt2": ModelConfig(family="gpt2", max_seq_len=16, **SIZES),
+    "llama": ModelConfig(family="llama", kv_heads=8, tied_head=False, max_seq_len=16, **SIZES),
+}
+
+
+def config_of(model: str, **changes: Any) -> Config:
+    train = TrainConfig(steps=STEPS, batch=8, warmup_steps=3, learning_rate=3e-3, z_loss=1e-4)
+    config = Config(model=MODELS[model], train=train)
+    return override(config, {"data.seq_len": 16, **changes})
+
+
+def batches(config: Config, count: int, packed: bool = False) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    shape = (config.train.batch, config.data.seq_len + 1)
+    found = []
+    for _ in range(count):
+        # Random walks: text that can be learned.
+        ids = (np.cumsum(rng.integers(0, 3, shape), axis=1) % config.model.vocab_size).astype(np.int32)
+        found.append({"tokens": ids[:, :-1], "labels": ids[:, 1:].copy()})
+        found[-1]["labels"][rng.random(found[-1]["labels"].shape) < 0.1] = -1  # unequal counts in every microbatch
+        if packed:
+            starts = rng.random((shape[0], shape[1] - 1)) < 0.2
+            found[-1]["segments"] = np.cumsum(starts, axis=1).astype(np.int32)
+            found[-1]["positions"] = np.tile(np.arange(shape[1] - 1, dtype=np.int32), (shape[0], 1))
+    return found
+
+
+def run(config: Config, mesh: MeshSpec, packed: bool = False, steps: int = STEPS) -> tuple[list[float], Any]:
+    config = dataclasses.replace(config, mesh=mesh)
+    plan, model = make_plan(config, jax.devices()[: devices_needed(mesh)]), Model(config.model)
+    state, step = init_state(model, config, plan), make_train_step(model, config, plan)
+    losses = []
+    for rows in batches(config, steps, packed):
+        state, metrics = step(state, put_batch(rows, plan))
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+@pytest.fixture(scope="module")
+def one_device() -> dict[str, list[float]]:
+    return {model: run(config_of(model), MeshSpec())[0] for model in MODELS}
+
+
+@pytest.mark.parametrize(
+    "mesh", MESHES, ids=lambda mesh: describe({a: getattr(mesh, a) for a in ("data", "fsdp", "tensor")})
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_twenty_steps_give_the_same_losses_on_every_mesh(
+    model: str, mesh: MeshSpec, one_device: dict[str, list[float]]
+) -> None:
+    losses, _ = run(config_of(model), mesh)
+    assert losses[-1] < losses[0] - 0.1
+    # The same float32 sums in another order: 20 steps of AdamW spread ulps (6e-8) by a factor of ten or so.
+    np.testing.assert_allclose(losses, one_device[model], rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_accumulation_weighs_every_token_alike(model: str, one_device: dict[str, list[float]]) -> None:
+    losses, _ = run(config_of(model, **{"train.accumulation": 4}), MeshSpec(fsdp=2))
+    np.testing.assert_allclose(losses, one_device[model], rtol=1e-5)
+
+
+def test_packed_documents_give_the_same_losses_on_a_mesh() -> None:
+    config = config_of("llama", **{"data.pack": True})
+    one, _ = run(config, MeshSpec(), packed=True, steps=5)
+    many, _ = run(config, MeshSpec(data=2, fsdp=2, tensor=2), packed=True, steps=5)
+    plain, _ = run(config_of("llama"), MeshSpec(), steps=5)
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+    assert max(abs(a - b) for a, b in zip(one, plain, strict=True)) > 1e-3
+
+
+def test_bfloat16_compute_keeps_float32_state_and_stays_near() -> None:
+    config = dataclasses.replace(config_of("gpt2"), precision=PrecisionConfig("bfloat16"))
+    losses, state = run(config, MeshSpec(data=2, fsdp=2, tensor=2))
+    want, _ = run(config_of("gpt2"), MeshSpec())
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
+    # bfloat16 has 8 bits: each activation is off by up to 2^-9, and losses are means over a hundred tokens.
+    np.testing.assert_allclose(losses, want, rtol=2e-2)
+    assert losses != want
+
+
+def test_dropout_gives_the_same_losses_on_every_mesh() -> None:
+    config = config_of("gpt2", **{"model.dropout": 0.2})
+    one, _ = run(config, MeshSpec(), steps=5)
+    many, _ = run(config, MeshSpec(data=2, fsdp=2, tensor=2), steps=5)
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+    assert one != run(config_of("gpt2"), MeshSpec(), steps=5)[0]
+
+
+def test_two_runs_of_one_seed_are_equal_to_the_bit() -> None:
+    config, mesh = config_of("llama", **{"model.dropout": 0.1}), MeshSpec(data=2, fsdp=2, tensor=2)
+    (losses, state), (again, state_again) = run(config, mesh, steps=5), run(config, mesh, steps=5)
+    assert losses == again
+    jax.tree.map(np.testing.assert_array_equal, state, state_again)
+
+
+def test_the_state_is_sharded_as_planned_and_donated() -> None:
+    config = config_of("llama")
+    config = dataclasses.replace(config, mesh=MeshSpec(data=2, fsdp=2, tensor=2))
+    plan, model = make_plan(config), Model(config.model)
+    state = init_state(model, config, plan)
+    jax.tree.map(
+        lambda leaf, want: leaf.sharding.is_equivalent_to(want, leaf.ndim) or pytest.fail(str(want)),
+        state,
+        state_shardings(model, config, plan),
+    )
+    rows = put_batch(batches(config, 1)[0], plan)
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in rows.items()} == {
+        name: (leaf.shape, leaf.dtype) for name, leaf in batch_shapes(config, plan).items()
+    }
+    new, metrics = make_train_step(model, config, plan)(state, rows)
+    assert int(new.step) == 1
+    assert state.params["blocks"]["q"].is_deleted()
+    assert float(metrics["tokens"]) == np.sum(batches(config, 1)[0]["labels"] >= 0)
+    assert batch_rows(8, plan) == list(range(8))
+
+
+def test_evaluation_sums_the_tokens_that_count() -> None:
+    config = config_of("gpt2")
+    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
+    params, rows = model.init(jax.random.key(0)), batches(config, 1)[0]
+    nll, tokens = make_eval_step(model, plan)(params, put_batch(rows, plan))
+    scores = np.asarray(jax.nn.log_softmax(model.logits(params, rows, plan)))
+    picked = np.take_along_axis(scores, np.maximum(rows["labels"], 0)[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(nll, -np.sum(picked[rows["labels"] >= 0]), rtol=1e-5)
+    assert tokens == np.sum(rows["labels"] >= 0)
+
+
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"mesh.data": 8, "train.batch": 12}, "12 sequences, which 8 data-parallel .* do not divide: try --train.batch 16"),
+    ({"mesh.tensor": 8, "model.heads": 4}, r"blocks.k: dim 2 \(heads\) has size 4, which tensor=8 does not divide"),
+    ({"mesh.tensor": 8, "data.seq_len": 12}, r"residual stream: dim 1 \(residual_seq\) has size 12, which tensor=8"),
+    ({"mesh.tensor": 8, "rules.embed": ("tensor",)}, "mesh axis tensor=8 is used twice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), MISFITS)
+def test_a_plan_that_does_not_fit_is_refused_before_compiling(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(config_of("gpt2", **changes), jax.devices())

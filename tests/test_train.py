@@ -1,0 +1,143 @@
+"""Runs: stopping and resuming to the bit, run folders, evaluation, interruption."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxpar.train as train_module
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.config import Config, ModelConfig, load_config, override
+from jaxpar.errors import UserError
+from jaxpar.evaluate import evaluate_run
+from jaxpar.mesh import MeshSpec
+from jaxpar.metrics import read_metrics
+from jaxpar.models import Model
+from jaxpar.step import make_plan
+from jaxpar.train import read_run_config, restore_state, train
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    rng = np.random.default_rng(0)
+    words = ["tensor", "mesh", "shard", "ring", "gather", "scatter", "host", "slice"]
+    text.write_text(" ".join(rng.choice(words, 3000)), encoding="utf-8")
+    sizes = {"layers": 2, "embed": 32, "heads": 4, "mlp": 64, "max_seq_len": 32, "dropout": 0.1}
+    return override(
+        Config(model=ModelConfig(**sizes), mesh=MeshSpec(data=2, fsdp=2, tensor=2)),
+        {
+            "data.source": "text", "data.path": str(text), "data.seq_len": 32, "train.steps": 20, "train.batch": 8,
+            "train.accumulation": 2, "train.warmup_steps": 2, "train.eval_every": 5, "train.eval_batches": 2,
+            "checkpoint.every": 5, "metrics.log_every": 1, "mesh.platform": "cpu",
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps, never stopped."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    result = train(config, folder)
+    assert result.step == 20 and not result.interrupted
+    return folder
+
+
+def final_state(folder: Path, config: Config) -> Any:
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    step = checkpoints.latest()
+    assert step is not None
+    model = Model(config.model)
+    return step, *restore_state(checkpoints, step, model, config, make_plan(config))
+
+
+def losses(folder: Path) -> dict[int, tuple[float, float]]:
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in read_metrics(folder) if "loss" in row}
+
+
+def test_stopped_after_seven_steps_and_resumed_equals_the_uninterrupted_run_to_the_bit(
+    config: Config, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "stopped"
+    stopped = train(override(config, {"train.stop_at": 7}), folder)
+    assert stopped.step == 7
+    resumed = train(config, folder)
+    assert resumed.step == 20
+    assert losses(folder) == losses(whole) and sorted(losses(whole)) == list(range(1, 21))
+    (step, state, data), (want_step, want, want_data) = final_state(folder, config), final_state(whole, config)
+    assert step == want_step == 20
+    jax.tree.map(np.testing.assert_array_equal, state, want)
+    assert data == want_data
+    assert resumed.val_loss == [row["val_loss"] for row in read_metrics(whole) if "val_loss" in row][-1]
+
+
+def test_a_run_learns_and_leaves_its_folder_complete(config: Config, whole: Path) -> None:
+    curve = losses(whole)
+    assert curve[20][0] < curve[1][0] - 0.5
+    assert read_run_config(whole) == config
+    assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (whole / "tokenizer.json").exists()
+    checkpoints = Checkpoints(whole / "checkpoints", config.checkpoint)
+    assert checkpoints.latest() == 20 and checkpoints.best() == 20
+
+
+def test_a_checkpoint_evaluates_to_the_logged_loss_on_another_mesh(config: Config, whole: Path) -> None:
+    other = override(config, {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2})
+    logged = [row["val_loss"] for row in read_metrics(whole) if "val_loss" in row][-1]
+    result = evaluate_run(other, whole)
+    assert result.step == 20
+    np.testing.assert_allclose(result.val_loss, logged, rtol=1e-5)
+
+
+def test_a_finished_run_is_not_run_again(config: Config, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (whole / "metrics.jsonl").read_text()
+    assert train(config, whole).step == 20
+    assert "done already" in capsys.readouterr().out
+    assert (whole / "metrics.jsonl").read_text() == before
+
+
+def test_a_folder_of_another_config_is_refused_and_kept(config: Config, whole: Path, tmp_path: Path) -> None:
+    before = (whole / "config.toml").read_text()
+    with pytest.raises(UserError, match=r"another config \(train.learning_rate: 0.001 -> 0.5\)"):
+        train(override(config, {"train.learning_rate": 0.5}), whole)
+    assert (whole / "config.toml").read_text() == before
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="no run folder"):
+        train(config, tmp_path)
+
+
+def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
+    config: Config, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real_put = tmp_path / "interrupted", train_module.put_batch
+    calls: list[int] = []
+
+    def put_and_interrupt(rows: Any, plan: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real_put(rows, plan)
+
+    monkeypatch.setattr(train_module, "put_batch", put_and_interrupt)
+    result = train(config, folder)
+    assert result.interrupted and result.step == 3
+    monkeypatch.undo()
+    train(config, folder)
+    assert losses(folder) == losses(whole)
+
+
+def test_a_diverging_run_stops_with_the_reason_and_keeps_its_checkpoints(config: Config, tmp_path: Path) -> None:
+    wild = override(config, {"train.learning_rate": 1e30, "train.min_learning_rate": 1e30, "train.clip_norm": 0.0})
+    with pytest.raises(UserError, match="diverged"):
+        train(wild, tmp_path / "wild")
+
+
+def test_the_demo_preset_is_the_mesh_it_says() -> None:
+    config = load_config("tiny")
+    assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.platform) == (2, 2, 2, "cpu")
