@@ -6,12 +6,13 @@ EXTRAS ?= dev,hf,tensorboard
 RUN ?= runs/tiny
 DEMO_FLAGS ?=
 BIN := $(VENV)/bin
-# One stamp per set of extras: `make test` after CI's `make setup EXTRAS=...` keeps what is there.
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all test-matrix lint clean
+.PHONY: setup demo test test-all test-slow test-matrix lint clean
 
-setup: $(STAMP)
+setup:
+	rm -f $(STAMP)
+	$(MAKE) $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxpar needs Python 3.11 or later: make PYTHON=python3.11 ...")'
@@ -35,6 +36,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -n auto
+
+# What `make test` leaves out.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
 
 # The quick tests on both ends of the supported versions: Python 3.11 (jax 0.10.2) and 3.13 (newest jax).
 test-matrix:

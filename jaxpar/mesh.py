@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -148,8 +147,8 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Me
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def _simulated_slices(devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
+def _simulated_slices(devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...]) -> Any:
     """The grid that `create_hybrid_device_mesh` would make if every so many consecutive devices were a slice."""
-    blocks = np.asarray(devices).reshape(*dcn, *ici)
+    blocks = mesh_utils.create_device_mesh((*dcn, *ici), devices)
     outer_inner = [place for axis in range(len(ici)) for place in (axis, len(ici) + axis)]
     return blocks.transpose(outer_inner).reshape([outer * inner for outer, inner in zip(dcn, ici, strict=True)])

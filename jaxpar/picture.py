@@ -53,7 +53,8 @@ def save_figure(figure: Figure, path: Path) -> None:
 def mesh_figure(placements: Sequence[Placement], plan: Plan, title: str, most: int = 6) -> Figure:
     """How the largest arrays lie on the mesh: each a rectangle cut into shards, coloured by the device that holds it.
 
-    Dims are flattened to the two that are split (or the last two); a shard that several devices hold lists them.
+    Dims are flattened to the two that are split (or the last two); a shard that several devices hold lists them
+    (where many shards leave no room: the first of them and a plus).
     """
     largest = sorted(placements, key=lambda row: -math.prod(row.shape))[:most]
     columns = min(3, len(largest))
@@ -86,10 +87,12 @@ def _draw_array(axes: Any, row: Placement, plan: Plan) -> None:
         axes.add_patch(
             Rectangle((left, top), right - left, bottom - top, facecolor=tint, edgecolor="white", alpha=0.75)
         )
-        if len(holders) <= 32:
-            axes.text(
-                (left + right) / 2, (top + bottom) / 2, _device_list(devices), ha="center", va="center", fontsize=8
-            )
+        middle = (left + right) / 2, (top + bottom) / 2
+        if len(holders) <= 16:
+            axes.text(*middle, _device_list(devices), ha="center", va="center", fontsize=8)
+        elif len(holders) <= 256:  # room for a number only
+            more = "+" if len(devices) > 1 else ""
+            axes.text(*middle, f"{min(devices)}{more}", ha="center", va="center", fontsize=6)
     rows, cols = (1 if d is None else row.shape[d] for d in dims)
     axes.set(xlim=(0, cols), ylim=(rows, 0), xticks=[0, cols], yticks=[0, rows])
     axes.set_xlabel(_dim_label(row, dims[1]), fontsize=9)
@@ -107,4 +110,4 @@ def _dim_label(row: Placement, dim: int | None) -> str:
 
 def _device_list(devices: list[int]) -> str:
     shown = ", ".join(map(str, sorted(devices)[:8]))
-    return f"device {shown}" + (" ..." if len(devices) > 8 else "")
+    return f"device{'s' if len(devices) > 1 else ''} {shown}" + (" ..." if len(devices) > 8 else "")

@@ -36,6 +36,7 @@ def start(spec: MeshSpec) -> list[jax.Device]:
         with contextlib.suppress(RuntimeError):  # JAX has started: the devices are counted below
             processes = int(os.environ.get("JAX_NUM_PROCESSES", "1")) if spec.distributed else 1
             jax.config.update("jax_num_cpu_devices", max(devices_needed(spec) // processes, 1))
+    widen_cpu_pool(jax.config.jax_num_cpu_devices)
     if spec.distributed and not jax.distributed.is_initialized():
         _join()
     try:
@@ -113,3 +114,14 @@ def keep_heap() -> bool:
         return False
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
     return bool(mallopt(mmap_threshold, 1 << 30) and mallopt(trim_threshold, 2**31 - 1))
+
+
+def widen_cpu_pool(devices: int) -> None:
+    """Give XLA:CPU more threads than simulated devices; must come before JAX starts, and yields to a value set outside.
+
+    A collective blocks a thread of this pool until its peers arrive, and a device may be inside several at once, of
+    this step and of the next. With as many threads as devices, the default on a small machine, the last peer may find
+    none free: half of the runs of a small LLaMA on 8 devices and 2 cores stopped dead, and XLA killed them.
+    """
+    if devices > 1:
+        os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, min(4 * devices, devices + 64))))

@@ -56,7 +56,7 @@ class Model:
             )
 
     def init(self, key: jax.Array) -> Params:
-        """Fresh float32 parameters, the blocks stacked on a leading layers dim; the same on any mesh."""
+        """Fresh float32 parameters, the blocks stacked on a leading layers dim; the same on any mesh (to an ulp)."""
         embed_key, blocks_key, head_key = jax.random.split(key, 3)
         layer_keys = jax.random.split(blocks_key, self.config.layers)
         return {

@@ -14,6 +14,7 @@ from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.sharding import Plan
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.devices()  # started here, so that no test starts it with devices of its own
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("repeatable")

@@ -13,8 +13,17 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 
 from jaxpar.errors import UserError
-from jaxpar.mesh import MESH_AXES, DcnSpec, MeshSpec, axis_sizes, describe, devices_needed, largest_divisor
-from jaxpar.mesh import make_mesh, resolve
+from jaxpar.mesh import (
+    MESH_AXES,
+    DcnSpec,
+    MeshSpec,
+    axis_sizes,
+    describe,
+    devices_needed,
+    largest_divisor,
+    make_mesh,
+    resolve,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -111,7 +120,7 @@ def test_simulated_slices_are_laid_out_as_real_ones(spec):
     mesh = make_mesh(spec)
     ici, dcn = axis_sizes(spec), vars(spec.dcn)
     size = math.prod(ici.values())
-    processes = [SimpleNamespace(platform="cpu", id=i, process_index=i // size) for i in range(8)]
+    processes = [SimpleNamespace(device_kind="cpu", platform="cpu", id=i, process_index=i // size) for i in range(8)]
     sizes = [[table[axis] for axis in MESH_AXES] for table in (ici, dcn)]
     real = mesh_utils.create_hybrid_device_mesh(*sizes, processes, process_is_granule=True)
     assert [device.id for device in mesh.devices.flat] == [device.id for device in real.flat]

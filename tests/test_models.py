@@ -146,7 +146,8 @@ def test_fresh_parameters_are_the_same_on_every_mesh(config: ModelConfig) -> Non
         plan = Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]))
         shardings = tree_shardings(model.shapes(), model.axes, plan)
         ours = jax.jit(model.init, out_shardings=shardings)(jax.random.key(5))
-        jax.tree.map(np.testing.assert_array_equal, ours, want)
+        # The same random bits; the polynomial that makes them normal may round its last bit by the shape of the loop.
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-7), ours, want)
     std = float(jnp.std(want["blocks"]["q"]))
     assert abs(std / config.init_std - 1) < 0.1
 

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture(autouse=True)
-def started() -> Iterator[None]:
-    jax.devices()
+def same_platform_afterwards() -> Iterator[None]:
     yield
     jax.config.update("jax_platforms", "cpu")
 

@@ -1,0 +1,46 @@
+"""The comparison's arithmetic, and that both sides of `bench step` really train."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from jaxpar import bench
+from jaxpar.config import load_config, override
+from jaxpar.errors import UserError
+
+
+def test_the_ratio_is_of_neighbouring_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(x for pair in [(1.0, 2.0), (3.0, 4.0), (2.0, 8.0)] for x in pair)
+    monkeypatch.setattr(bench, "_time", lambda function, calls: next(clock))
+    found = bench.alternate(("a", "b"), lambda: None, lambda: None, rounds=3, calls=1)
+    assert found.seconds == (2.0, 4.0)
+    assert found.ratio == 0.5 and found.ratio_quartiles == (0.375, 0.625)
+    assert "0.50 (0.38 to 0.62)" in bench.table([found])
+
+
+def test_both_sides_train_on_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="install the parity extra")
+    pytest.importorskip("transformers", reason="install the parity extra")
+    losses: dict[str, list[float]] = {}
+
+    def record(names, first, second, rounds, calls):
+        for name, function in zip(names, (first, second), strict=True):
+            losses[name] = [function() for _ in range(5)]
+        return bench.Comparison(names, (1.0, 1.0), 1.0, (1.0, 1.0), rounds)
+
+    monkeypatch.setattr(bench, "alternate", record)
+    config = override(
+        load_config("shakespeare_char_cpu"), {"train.learning_rate": 3e-3, "train.warmup_steps": 0, "model.layers": 1}
+    )
+    bench.bench_step(config)
+    for series in losses.values():
+        assert 4.0 < series[0] < 4.4 and series[-1] < series[0] - 0.1  # log(65) = 4.17
+
+
+def test_a_model_without_a_counterpart_is_refused() -> None:
+    config = load_config("shakespeare_char_cpu")
+    llama = dataclasses.replace(config, model=dataclasses.replace(config.model, family="llama"))
+    with pytest.raises(UserError, match="no counterpart in transformers"):
+        bench.bench_step(llama)

@@ -1,0 +1,87 @@
+"""What is saved comes back to the bit on any mesh; the newest and the best are kept; damage is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.config import CheckpointConfig
+from jaxpar.errors import UserError
+from jaxpar.sharding import Plan, replicated
+
+pytestmark = pytest.mark.quick
+
+
+def state_on(plan: Plan, scale: float = 1.0) -> dict[str, Any]:
+    weight = scale * jax.random.normal(jax.random.key(0), (8, 16))
+    return {
+        "step": jax.device_put(jnp.int32(3), replicated(plan)),
+        "w": jax.device_put(weight, plan.sharding(("embed", "mlp"))),
+    }
+
+
+def shardings_on(plan: Plan) -> dict[str, Any]:
+    return {"step": replicated(plan), "w": plan.sharding(("embed", "mlp"))}
+
+
+def test_a_state_comes_back_to_the_bit_on_another_mesh(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+    state = state_on(plan_of(fsdp=4, tensor=2))
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(3, state, {"iterator": {"next_index": 7}}, 1.5)
+    checkpoints.close()
+    other = plan_of(fsdp=2, tensor=4)
+    again = Checkpoints(tmp_path, CheckpointConfig())
+    assert again.latest() == again.best() == 3
+    restored, data = again.restore(3, jax.eval_shape(lambda: state), shardings_on(other))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert restored["w"].sharding.is_equivalent_to(other.sharding(("embed", "mlp")), 2)
+    assert restored["step"].sharding.is_fully_replicated
+    assert data == {"iterator": {"next_index": 7}}
+
+
+def test_the_newest_are_kept_and_the_best_is_too(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+    state = state_on(plan_of())
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2))
+    for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, None), (5, 4.0)):
+        checkpoints.save(step, state, {}, loss)
+    checkpoints.close()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [2, 4, 5]
+    assert Checkpoints(tmp_path, CheckpointConfig()).best() == 2
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=False))
+    checkpoints.save(6, state, {}, 9.0)
+    checkpoints.close()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [6]
+
+
+def test_a_step_that_is_there_is_left_alone(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+    plan = plan_of()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(1, state_on(plan), {}, None)
+    checkpoints.save(1, state_on(plan, scale=2.0), {}, None)
+    restored, _ = checkpoints.restore(1, jax.eval_shape(lambda: state_on(plan)), shardings_on(plan))
+    np.testing.assert_array_equal(restored["w"], state_on(plan)["w"])
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("damage", ["missing", "another shape"])
+def test_what_cannot_be_read_is_said_with_a_way_out(tmp_path: Path, plan_of: Callable[..., Plan], damage: str) -> None:
+    plan = plan_of()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(1, state_on(plan), {}, None)
+    checkpoints.close()
+    shapes = jax.eval_shape(lambda: state_on(plan))
+    if damage == "missing":
+        for file in (tmp_path / "1" / "state").rglob("*"):
+            if file.is_file():
+                file.unlink()
+    else:
+        shapes = {**shapes, "w": jax.ShapeDtypeStruct((8, 12), jnp.float32)}
+    with pytest.raises(UserError, match=r"cannot be read .* delete that folder to fall back"):
+        Checkpoints(tmp_path, CheckpointConfig()).restore(1, shapes, shardings_on(plan))

@@ -1,0 +1,53 @@
+"""Hugging Face folder -> run -> Hugging Face folder, and training from an import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxpar.config import Config, ModelConfig, override
+from jaxpar.convert import config_of, export_run, import_run
+from jaxpar.errors import UserError
+from jaxpar.models import Model
+from jaxpar.models.hf import export_hf
+from jaxpar.train import train
+
+MODEL = ModelConfig(family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32)
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    model = Model(MODEL)
+    export_hf(jax.jit(model.init)(jax.random.key(7)), model, tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def config_for(folder: Path) -> Config:
+    changes = {"mesh.platform": "cpu", "mesh.fsdp": 2, "mesh.tensor": 2, "data.seq_len": 16, "data.max_bytes": 50_000}
+    changes |= {"train.steps": 2, "train.batch": 4, "train.warmup_steps": 0, "train.eval_batches": 1}
+    return override(config_of(folder), changes)
+
+
+def test_an_import_exports_to_the_same_bits_and_trains_on(hf_folder: Path, tmp_path: Path) -> None:
+    config = config_for(hf_folder)
+    import_run(config, hf_folder, tmp_path / "run")
+    assert export_run(config, tmp_path / "run", tmp_path / "back", 0, "float32") == 0
+    want, found = (load_file(folder / "model.safetensors") for folder in (hf_folder, tmp_path / "back"))
+    assert want.keys() == found.keys()
+    for name in want:
+        np.testing.assert_array_equal(found[name], want[name])
+    assert train(config, tmp_path / "run").step == 2
+    assert export_run(config, tmp_path / "run", tmp_path / "trained", 0, "bfloat16") == 2
+    with pytest.raises(UserError, match="has checkpoints already"):
+        import_run(config, hf_folder, tmp_path / "run")
+
+
+def test_a_config_of_another_model_is_refused(hf_folder: Path, tmp_path: Path) -> None:
+    config = override(config_for(hf_folder), {"model.mlp": 64})
+    with pytest.raises(UserError, match="mlp is 48 there and 64 here"):
+        import_run(config, hf_folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
