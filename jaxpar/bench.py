@@ -12,6 +12,7 @@ import numpy as np
 from jaxpar.config import Config
 from jaxpar.errors import UserError
 from jaxpar.models import Model
+from jaxpar.models.hf import hf_config
 from jaxpar.runtime import start
 from jaxpar.step import init_state, make_plan, make_train_step, put_batch
 
@@ -49,17 +50,17 @@ def _time(function: Callable[[], Any], calls: int) -> float:
 
 
 def bench_step(config: Config, rounds: int = 15, calls: int = 10) -> Comparison:
-    """One training step of a GPT-2 config against `transformers` in PyTorch, eager, at the same shape, both in float32.
+    """One training step of a config against `transformers` in PyTorch, eager, at the same shape, both in float32.
 
     Both do forward, backward, clipping by global norm and AdamW on one batch of random tokens already in memory, and
     wait for the loss. Needs the parity extra.
 
     Raises:
-      UserError: no torch or transformers here, or a config that transformers' GPT-2 cannot be.
+      UserError: no torch or transformers here, or a config that asks for another precision.
     """
     model = config.model
-    if model.family != "gpt2" or not model.tied_head or model.head_dim not in (0, model.embed // model.heads):
-        raise UserError("bench step compares GPT-2 with a tied head: this config has no counterpart in transformers")
+    if config.precision.compute != "float32":
+        raise UserError("bench step compares in float32: try --precision.compute float32")
     plan = make_plan(config, start(config.mesh))
     rng = np.random.default_rng(0)
     ids = rng.integers(0, model.vocab_size, (config.train.batch, config.data.seq_len + 1), dtype=np.int32)
@@ -79,16 +80,15 @@ def _torch_step(config: Config, ids: np.ndarray) -> Callable[[], float]:
     """The same step in PyTorch."""
     try:
         import torch
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise UserError("bench step needs torch and transformers: pip install 'jaxpar[parity]'") from error
-    sizes, train = config.model, config.train
-    theirs = GPT2Config(
-        vocab_size=sizes.vocab_size, n_positions=sizes.max_seq_len, n_embd=sizes.embed, n_layer=sizes.layers,
-        n_head=sizes.heads, n_inner=sizes.mlp, resid_pdrop=sizes.dropout, embd_pdrop=sizes.dropout,
-        attn_pdrop=sizes.dropout, bos_token_id=0, eos_token_id=0, attn_implementation="eager",
-    )  # fmt: skip
-    model = GPT2LMHeadModel(theirs)
+    train, shape = config.train, hf_config(config.model)
+    theirs = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
+        if hasattr(theirs, name):
+            setattr(theirs, name, config.model.dropout)
+    model = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager")
     optimizer = torch.optim.AdamW(
         model.parameters(), train.learning_rate, (train.beta1, train.beta2), train.eps, train.weight_decay
     )

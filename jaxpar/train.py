@@ -201,29 +201,27 @@ class _Run:
     ) -> int:
         """Steps first+1..last; returns the last one finished."""
         train, every = self.config.train, self.config.checkpoint.every
-        self._mark, pending, step = (time.perf_counter(), first), None, first
+        self._mark, step, metrics, logged = (time.perf_counter(), first), first, {}, first
         for step in range(first + 1, last + 1):
-            asked = time.perf_counter()
+            asked, before = time.perf_counter(), metrics
             batch = put_batch(next(data), self.plan)
             self._waited += time.perf_counter() - asked
             state, metrics = step_fn(state, batch)
-            # Metrics are fetched when the next step is already on its way: the device never waits for the host.
-            if pending is not None:
-                self._log(*pending)
-                pending = None
+            # The host stays one step ahead: the step before is awaited, and its metrics fetched, while this one runs.
+            jax.block_until_ready(before)
+            if (step - 1) % self.config.metrics.log_every == 0 and step - 1 > logged:
+                self._log(step - 1, before)
             stop = stopping.is_set() or step == last
-            if step % self.config.metrics.log_every == 0 or stop:
-                pending = (step, metrics)
             evaluating = self.corpus.val is not None and (
                 step == last or (train.eval_every and step % train.eval_every == 0)
             )
             saving = stop or (every and step % every == 0)
-            if pending is not None and (evaluating or saving):
-                self._log(*pending)
-                pending = None
             if not (evaluating or saving):
                 continue
-            jax.block_until_ready(metrics)  # steps still under way belong to training's time
+            if step % self.config.metrics.log_every == 0 or stop:
+                self._log(step, metrics)
+                logged = step
+            jax.block_until_ready(metrics)  # a step still under way belongs to training's time
             began = time.perf_counter()
             if evaluating:
                 self._evaluate(step, state)

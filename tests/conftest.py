@@ -11,8 +11,10 @@ import jax
 import pytest
 
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.runtime import widen_cpu_pool
 from jaxpar.sharding import Plan
 
+widen_cpu_pool(8)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # started here, so that no test starts it with devices of its own
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from jaxpar import bench
@@ -39,8 +37,7 @@ def test_both_sides_train_on_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> 
         assert 4.0 < series[0] < 4.4 and series[-1] < series[0] - 0.1  # log(65) = 4.17
 
 
-def test_a_model_without_a_counterpart_is_refused() -> None:
-    config = load_config("shakespeare_char_cpu")
-    llama = dataclasses.replace(config, model=dataclasses.replace(config.model, family="llama"))
-    with pytest.raises(UserError, match="no counterpart in transformers"):
-        bench.bench_step(llama)
+def test_another_precision_is_refused() -> None:
+    config = override(load_config("shakespeare_char_cpu"), {"precision.compute": "bfloat16"})
+    with pytest.raises(UserError, match="compares in float32"):
+        bench.bench_step(config)

@@ -112,6 +112,7 @@ def test_a_mesh_takes_the_devices_it_is_given():
     [
         MeshSpec(tensor=4, dcn=DcnSpec(data=2)),
         MeshSpec(data=2, tensor=2, dcn=DcnSpec(data=2)),
+        MeshSpec(stage=2, tensor=2, dcn=DcnSpec(data=2)),
         MeshSpec(fsdp=2, dcn=DcnSpec(stage=2, fsdp=2)),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from jupyter_client import AsyncKernelManager
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
@@ -17,10 +17,11 @@ FOLDER = Path(__file__).parent.parent / "colab"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
-class ThisPython(KernelSpecManager):
-    """Whatever kernels are registered on this machine, one of the interpreter that runs the tests."""
+class ThisPython(AsyncKernelManager):
+    """A kernel of the interpreter that runs the tests, whatever kernels are registered on this machine."""
 
-    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+    @property
+    def kernel_spec(self) -> KernelSpec:
         return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
 
 
@@ -92,7 +93,7 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # no start-up files of this machine's user
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
     notebook = read(path)
-    kernel = AsyncKernelManager(kernel_spec_manager=ThisPython())
-    client = NotebookClient(notebook, km=kernel, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    where = {"metadata": {"path": str(tmp_path)}}
+    client = NotebookClient(notebook, kernel_manager_class=ThisPython, timeout=300, resources=where)
     client.execute()
     CHECKS[path.name](notebook)
