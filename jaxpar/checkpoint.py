@@ -46,6 +46,10 @@ class Checkpoints:
         """The newest finished step, or None."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """Every finished step, sorted."""
+        return sorted(self._manager.all_steps())
+
     def best(self) -> int | None:
         """The step with the lowest validation loss among those kept, or None."""
         scored = [(self._manager.metrics(step), step) for step in self._manager.all_steps()]

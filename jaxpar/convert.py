@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import Config, check, flatten
+from jaxpar.config import Config, DataConfig, check, flatten
 from jaxpar.errors import UserError
 from jaxpar.evaluate import pick_step
 from jaxpar.models import Model
@@ -21,7 +21,8 @@ _FREE = ("vocab_multiple", "dropout", "init_std", "scan_layers", "max_seq_len")
 
 def config_of(source: Path) -> Config:
     """A config whose model is that of a Hugging Face folder; the rest is default, to be overridden."""
-    return Config(model=model_config_from_hf(source))
+    model = model_config_from_hf(source)
+    return Config(model=model, data=DataConfig(seq_len=min(DataConfig.seq_len, model.max_seq_len)))
 
 
 def import_run(config: Config, source: Path, target: Path) -> None:

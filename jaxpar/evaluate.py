@@ -25,11 +25,15 @@ class Evaluation(NamedTuple):
 
 
 def pick_step(checkpoints: Checkpoints, step: int) -> int:
-    """The step asked for, or with 0 the best, or the newest when none was evaluated; a UserError when there is none."""
-    found = step or checkpoints.best() or checkpoints.latest()
-    if found is None:
-        raise UserError(f"{checkpoints.folder} has no finished checkpoint")
-    return found
+    """The step asked for, or with 0 the best, or the newest when none was evaluated; a UserError when not there."""
+    steps = checkpoints.steps()
+    if not steps or (step and step not in steps):
+        there = f"those of steps {', '.join(map(str, steps))}" if steps else "none"
+        raise UserError(f"{checkpoints.folder} has no checkpoint of step {step or 'any'}, it has {there}")
+    if step:
+        return step
+    best = checkpoints.best()
+    return steps[-1] if best is None else best
 
 
 def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:

@@ -30,7 +30,8 @@ def console() -> Console:
 def banner(plan: Plan, facts: dict[str, str]) -> list[str]:
     """The start-up lines: versions, devices, mesh, and the facts given."""
     devices = list(plan.mesh.devices.ravel())
-    kind = f"{devices[0].platform} ({devices[0].device_kind})"
+    platform, name = devices[0].platform, devices[0].device_kind
+    kind = platform if name == platform else f"{platform} ({name})"
     processes = f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
     simulated = ", simulated" if devices[0].platform == "cpu" and len(devices) > 1 else ""
     lines = {

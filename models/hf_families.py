@@ -153,7 +153,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
         hf = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}: it tells the model's sizes, download it too") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON ({error}): download it again") from error
     if not isinstance(hf, dict):
         raise UserError(f"{file} is not a JSON object: download it again")

@@ -72,7 +72,7 @@ def test_an_array_is_cut_into_its_shards_each_labelled_with_its_devices(plan_of,
     (axes,) = mesh_figure(rows, plan, "a mesh").axes
     assert len(axes.patches) == len(axes.texts) == shards
     labels = [[int(i) for i in re.findall(r"\d+", text.get_text())] for text in axes.texts]
-    assert sorted(sum(labels, [])) == list(range(8))
+    assert sorted(i for label in labels for i in label) == list(range(8))
     drawn = sum(patch.get_width() * patch.get_height() for patch in axes.patches)
     assert drawn == abs(np.diff(axes.get_xlim())[0] * np.diff(axes.get_ylim())[0])
     assert axes.get_title().startswith(name)

@@ -21,7 +21,7 @@ def test_numbers_come_in_one_order_and_only_those_known():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0:00"), (-3, "0:00"), (59.4, "0:59"), (59.6, "1:00"), (123, "2:03"), (3723, "1:02:03"), (360_000, "100:00:00")],
+    [(0, "0:00"), (-3, "0:00"), (59.4, "0:59"), (59.6, "1:00"), (123, "2:03"), (3723, "1:02:03"), (36_000, "10:00:00")],
 )
 def test_durations(seconds, text):
     assert duration_text(seconds) == text
