@@ -34,7 +34,8 @@ def alternate(
     names: tuple[str, str], first: Callable[[], Any], second: Callable[[], Any], rounds: int, calls: int
 ) -> Comparison:
     """Time `calls` calls of one, then of the other, `rounds` times over; each call must wait for its own result."""
-    first(), second()
+    first()
+    second()
     times = np.array([[_time(function, calls) for function in (first, second)] for _ in range(rounds)])
     ratios = times[:, 0] / times[:, 1]
     low, middle, high = np.percentile(ratios, (25, 50, 75))

@@ -75,7 +75,7 @@ def resolve(spec: MeshSpec, device_count: int) -> dict[MeshAxis, int]:
     for name, size in [*sizes.items(), *((f"dcn.{axis}", n) for axis, n in asdict(spec.dcn).items())]:
         if size < 1 and (size != -1 or name.startswith("dcn.")):
             raise UserError(f"mesh.{name} is {size}: an axis has at least 1 device (or is -1 = what is left)")
-    free = [axis for axis, size in sizes.items() if size == -1]
+    free: list[MeshAxis] = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise UserError(
             f"mesh has {' and '.join(free)} = -1: only one axis can take what is left, give the others a size"

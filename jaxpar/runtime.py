@@ -36,7 +36,7 @@ def start(spec: MeshSpec) -> list[jax.Device]:
         with contextlib.suppress(RuntimeError):  # JAX has started: the devices are counted below
             processes = int(os.environ.get("JAX_NUM_PROCESSES", "1")) if spec.distributed else 1
             jax.config.update("jax_num_cpu_devices", max(devices_needed(spec) // processes, 1))
-    widen_cpu_pool(jax.config.jax_num_cpu_devices)
+    widen_cpu_pool(jax.config.values["jax_num_cpu_devices"])
     if spec.distributed and not jax.distributed.is_initialized():
         _join()
     try:

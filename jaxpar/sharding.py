@@ -84,7 +84,7 @@ def spec_for(
             user[mesh_axis] = (dim, axis)
         pieces = math.prod(mesh.shape[mesh_axis] for mesh_axis in split)
         if shape is not None and shape[dim] % pieces:
-            sizes = {mesh_axis: mesh.shape[mesh_axis] for mesh_axis in split}
+            sizes: dict[MeshAxis, int] = {mesh_axis: mesh.shape[mesh_axis] for mesh_axis in split}
             raise UserError(
                 f"{name}: dim {dim} ({axis}) has size {shape[dim]}, which {describe(sizes)} does not divide: "
                 f"try {_fitting_flags(shape[dim], sizes)}, or take {split[-1]} out of --rules.{axis}"

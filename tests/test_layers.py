@@ -33,11 +33,8 @@ def module_of(file: Path) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
 
-FILES = {
-    module_of(file): file
-    for folder in ("jaxpar", "models", "meshes", "configs")
-    for file in (ROOT / folder).rglob("*.py")
-}
+ROOMS = [ROOT / folder for folder in ("jaxpar", "models", "meshes", "configs")]
+FILES = {module_of(file): file for room in ROOMS for file in sorted(room.rglob("*.py"))}
 TREES = {module: ast.parse(file.read_text(encoding="utf-8"), str(file)) for module, file in FILES.items()}
 FACADE = "jaxpar"  # jaxpar/__init__.py, which re-exports
 MODULES = [module for module in FILES if module != FACADE]

@@ -45,7 +45,7 @@ def test_only_the_first_process_speaks(capsys):
 def test_the_banner_names_versions_devices_mesh_and_facts(plan_of):
     lines = dict(line.split(maxsplit=1) for line in banner(plan_of(data=2, tensor=4), {"run": "runs/mine"}))
     assert re.match(r"jaxpar \d.*, jax \d.*, orbax-checkpoint \d", lines["versions"])
-    assert lines["devices"] == "8 x cpu (cpu), simulated, 1 process"
+    assert lines["devices"] == "8 x cpu, simulated, 1 process"
     assert lines["mesh"] == "data=2 x tensor=4"
     assert lines["run"] == "runs/mine"
 
