@@ -29,7 +29,11 @@ def pick_step(checkpoints: Checkpoints, step: int) -> int:
     steps = checkpoints.steps()
     if not steps or (step and step not in steps):
         there = f"those of steps {', '.join(map(str, steps))}" if steps else "none"
-        raise UserError(f"{checkpoints.folder} has no checkpoint of step {step or 'any'}, it has {there}")
+        raise UserError(
+            f"{checkpoints.folder} has no checkpoint of step {step}: it has {there}"
+            if step
+            else f"{checkpoints.folder} has no finished checkpoint"
+        )
     if step:
         return step
     best = checkpoints.best()
