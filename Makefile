@@ -41,10 +41,13 @@ test-all: lint
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
+# Where pyenv manages the interpreters, it is told which one.
+on = PYENV_VERSION=$$(pyenv latest $(1) 2>/dev/null) $(MAKE) VENV=.venv-$(1) PYTHON=python$(1) test-quick
+
 # The quick tests on both ends of the supported versions: Python 3.11 (jax 0.10.2) and 3.13 (newest jax).
 test-matrix:
-	$(MAKE) VENV=.venv-3.11 PYTHON=python3.11 test-quick
-	$(MAKE) VENV=.venv-3.13 PYTHON=python3.13 test-quick
+	$(call on,3.11)
+	$(call on,3.13)
 
 .PHONY: test-quick
 test-quick: $(STAMP)

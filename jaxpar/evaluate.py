@@ -27,13 +27,10 @@ class Evaluation(NamedTuple):
 def pick_step(checkpoints: Checkpoints, step: int) -> int:
     """The step asked for, or with 0 the best, or the newest when none was evaluated; a UserError when not there."""
     steps = checkpoints.steps()
-    if not steps or (step and step not in steps):
-        there = f"those of steps {', '.join(map(str, steps))}" if steps else "none"
-        raise UserError(
-            f"{checkpoints.folder} has no checkpoint of step {step}: it has {there}"
-            if step
-            else f"{checkpoints.folder} has no finished checkpoint"
-        )
+    if not steps:
+        raise UserError(f"{checkpoints.folder} has no finished checkpoint")
+    if step and step not in steps:
+        raise UserError(f"{checkpoints.folder} has no step {step}: it has {', '.join(map(str, steps))}")
     if step:
         return step
     best = checkpoints.best()

@@ -224,7 +224,7 @@ def test_tokenize_then_train_then_evaluate(run, refused, tmp_path):
     result = json.loads(run("eval", folder, "--json"))
     assert result["step"] == 3
     assert result["val_loss"] == pytest.approx(np.log(result["perplexity"]))
-    assert "has no checkpoint of step 99, it has those of steps 3" in refused("eval", folder, "--step", 99)
+    assert "has no step 99: it has 3" in refused("eval", folder, "--step", 99)
 
 
 def test_a_run_folder_of_something_else(refused, text, tmp_path):
@@ -237,7 +237,7 @@ def test_a_run_without_a_checkpoint(refused, text, tmp_path):
     config = load_config("tiny")
     config = replace(config, data=replace(config.data, source="text", path=str(text)))
     (tmp_path / "config.toml").write_text(to_toml(config))
-    assert f"{tmp_path / 'checkpoints'} has no checkpoint" in refused("eval", tmp_path)
+    assert f"{tmp_path / 'checkpoints'} has no finished checkpoint" in refused("eval", tmp_path)
 
 
 # Listings.

@@ -103,8 +103,7 @@ def test_models_never_name_a_mesh_axis(module):
     assert not strings(TREES[module]) & set(MESH_AXES)
 
 
-# bench may: it measures PyTorch's GPT-2 beside ours.
-@pytest.mark.parametrize("module", [module for module in MODULES if room(module) not in ("models", "bench")])
+@pytest.mark.parametrize("module", [module for module in MODULES if room(module) != "models"])
 def test_the_library_never_asks_which_model_it_runs(module):
     questions = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.Compare | ast.Match)]
     assert not set().union(*map(strings, questions)) & set(FAMILIES)

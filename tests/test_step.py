@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -59,10 +60,17 @@ def batches(config: Config, count: int, packed: bool = False) -> list[dict[str, 
     return found
 
 
+@functools.cache
+def fresh(model: ModelConfig) -> Any:
+    return jax.device_get(jax.jit(Model(model).init)(jax.random.key(0)))
+
+
 def run(config: Config, mesh: MeshSpec, packed: bool = False, steps: int = STEPS) -> tuple[list[float], Any]:
     config = dataclasses.replace(config, mesh=mesh)
     plan, model = make_plan(config, jax.devices()[: devices_needed(mesh)]), Model(config.model)
-    state, step = init_state(model, config, plan), make_train_step(model, config, plan)
+    # Random initializers are slow to compile for eight devices, and test_models has them: made once, moved here.
+    params = jax.device_put(fresh(config.model), state_shardings(model, config, plan).params)
+    state, step = init_state(model, config, plan, params), make_train_step(model, config, plan)
     losses = []
     for rows in batches(config, steps, packed):
         state, metrics = step(state, put_batch(rows, plan))
