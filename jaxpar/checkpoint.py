@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxpar.config import CheckpointConfig
 from jaxpar.errors import UserError
+from jaxpar.sharding import path_name
 
 METRIC = "val_loss"
+
+
+def _text(array: tuple[tuple[int, ...], jnp.dtype] | None) -> str:
+    return "absent" if array is None else f"{array[1]}{list(array[0])}"
 
 
 def _worst_first(metrics: dict[str, float]) -> float:
@@ -40,7 +47,8 @@ class Checkpoints:
             enable_async_checkpointing=True,
         )
         self.folder = folder.absolute()
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        handlers: dict[str, Any] = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         """The newest finished step, or None."""
@@ -53,14 +61,15 @@ class Checkpoints:
     def best(self) -> int | None:
         """The step with the lowest validation loss among those kept, or None."""
         scored = [(self._manager.metrics(step), step) for step in self._manager.all_steps()]
-        return min(((m[METRIC], step) for m, step in scored if m and METRIC in m), default=(None, None))[1]
+        losses = [(metrics[METRIC], step) for metrics, step in scored if metrics and math.isfinite(metrics[METRIC])]
+        return min(losses, default=(None, None))[1]
 
     def save(self, step: int, state: Any, data_state: dict[str, Any], val_loss: float | None) -> None:
-        """Save in the background; a step already there is left alone."""
+        """Save in the background; a step already there is left alone. One that was not evaluated is never the best."""
         if step in self._manager.all_steps():
             return
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_state))
-        self._manager.save(step, args=items, metrics=None if val_loss is None else {METRIC: val_loss})
+        self._manager.save(step, args=items, metrics={METRIC: math.inf if val_loss is None else val_loss})
 
     def restore(self, step: int, shapes: Any, shardings: Any) -> tuple[Any, dict[str, Any]]:
         """The state of a step, on the given shardings, and the data iterator's state.
@@ -78,6 +87,7 @@ class Checkpoints:
         )
         items = ocp.args.Composite(state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore())
         try:
+            self._check(step, shapes)
             restored: Any = self._manager.restore(step, args=items)
         except (ValueError, KeyError, OSError) as error:
             reason = str(error).strip().splitlines()[0][:200]
@@ -86,6 +96,18 @@ class Checkpoints:
                 "delete that folder to fall back to an older one"
             ) from error
         return restored.state, restored.data
+
+    def _check(self, step: int, shapes: Any) -> None:
+        """Compare names, shapes and dtypes with what was saved, before anything is read: Orbax casts without a word."""
+        self._manager.wait_until_finished()
+        found: Any = self._manager.item_metadata(step)
+        saved, wanted = (
+            {path_name(path): (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for path, leaf in leaves}
+            for leaves in map(jax.tree_util.tree_leaves_with_path, (found.state, shapes))
+        )
+        for name in sorted(saved.keys() | wanted.keys()):
+            if saved.get(name) != wanted.get(name):
+                raise ValueError(f"{name} is {_text(saved.get(name))} there and {_text(wanted.get(name))} here")
 
     def close(self) -> None:
         """Wait for what is being written; raises what went wrong in the background (a full disk, say)."""

@@ -9,6 +9,7 @@ from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import Config, DataConfig, check, flatten
 from jaxpar.errors import UserError
 from jaxpar.evaluate import pick_step
+from jaxpar.mesh import MeshSpec
 from jaxpar.models import Model
 from jaxpar.models.hf import export_hf, import_hf, model_config_from_hf
 from jaxpar.runtime import start
@@ -22,7 +23,9 @@ _FREE = ("vocab_multiple", "dropout", "init_std", "scan_layers", "max_seq_len")
 def config_of(source: Path) -> Config:
     """A config whose model is that of a Hugging Face folder; the rest is default, to be overridden."""
     model = model_config_from_hf(source)
-    return Config(model=model, data=DataConfig(seq_len=min(DataConfig.seq_len, model.max_seq_len)))
+    return Config(
+        model=model, mesh=MeshSpec(data=-1), data=DataConfig(seq_len=min(DataConfig.seq_len, model.max_seq_len))
+    )
 
 
 def import_run(config: Config, source: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError
-from jaxpar.models.layers import LayerNorm, normal, param, vocab_table, zeros
+from jaxpar.models.layers import LayerNorm, VocabHead, normal, param, vocab_table, zeros
 from jaxpar.parallel import attention, column_linear, dropout, lookup, row_linear
 from jaxpar.sharding import LogicalAxis, Plan
 
@@ -90,13 +90,8 @@ class Block(nnx.Module):
             return x_BSD + dropout(down_BSD, self.dropout, mlp_key)
 
 
-class Head(nnx.Module):
-    """Final norm, and the vocabulary matrix: the embedding's own, unless the head is untied."""
+class Head(VocabHead):
+    """Final LayerNorm and the vocabulary matrix."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.norm = LayerNorm(config, rngs)
-        if not config.tied_head:
-            self.table = vocab_table(config, rngs)
-
-    def __call__(self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"]) -> tuple[jax.Array, jax.Array]:
-        return self.norm(x_BSD), self.table[...] if hasattr(self, "table") else embedding_VD
+        super().__init__(config, rngs, LayerNorm)

@@ -1,6 +1,6 @@
-"""What the models share: declaring a parameter, the two norms, rotary positions.
+"""What the models share: declaring a parameter, the two norms, rotary positions, the head.
 
-Shapes: B batch, S sequence, D embed, H heads, h head_dim.
+Shapes: B batch, S sequence, D embed, H heads, h head_dim, V vocab.
 """
 
 from __future__ import annotations
@@ -90,3 +90,15 @@ def padded_vocab(config: ModelConfig) -> int:
 def vocab_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
     """A vocabulary table [V, D]: the input embedding or the output head. Rows past the vocabulary are never read."""
     return param(rngs, normal(config.init_std), vocab=padded_vocab(config), embed=config.embed)
+
+
+class VocabHead(nnx.Module):
+    """A final norm, and the vocabulary matrix: the embedding's own when the head is tied, else one more table."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, norm: type[LayerNorm] | type[RMSNorm]):
+        self.norm = norm(config, rngs)
+        if not config.tied_head:
+            self.table = vocab_table(config, rngs)
+
+    def __call__(self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"]) -> tuple[Array, Array]:
+        return self.norm(x_BSD), self.table[...] if hasattr(self, "table") else embedding_VD

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpar.config import ModelConfig
-from jaxpar.models.layers import RMSNorm, normal, param, rotary_frequencies, rotate, vocab_table
+from jaxpar.models.layers import RMSNorm, VocabHead, normal, param, rotary_frequencies, rotate, vocab_table
 from jaxpar.parallel import attention, column_linear, dropout, lookup, row_linear
 from jaxpar.sharding import LogicalAxis, Plan
 
@@ -82,13 +82,8 @@ class Block(nnx.Module):
             )
 
 
-class Head(nnx.Module):
-    """Final norm, and the vocabulary matrix: its own, or the embedding's when tied."""
+class Head(VocabHead):
+    """Final RMSNorm and the vocabulary matrix."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.norm = RMSNorm(config, rngs)
-        if not config.tied_head:
-            self.table = vocab_table(config, rngs)
-
-    def __call__(self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"]) -> tuple[jax.Array, jax.Array]:
-        return self.norm(x_BSD), self.table[...] if hasattr(self, "table") else embedding_VD
+        super().__init__(config, rngs, RMSNorm)

@@ -70,7 +70,15 @@ def test_a_step_that_is_there_is_left_alone(tmp_path: Path, plan_of: Callable[..
     checkpoints.close()
 
 
-@pytest.mark.parametrize("damage", ["missing", "another shape"])
+DAMAGES = {
+    "missing": "cannot be read",
+    "another shape": r"w is float32\[8, 16\] there and float32\[8, 12\] here",
+    "another dtype": r"w is float32\[8, 16\] there and bfloat16\[8, 16\] here",
+    "another name": r"v is absent there and float32\[8, 16\] here",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_cannot_be_read_is_said_with_a_way_out(tmp_path: Path, plan_of: Callable[..., Plan], damage: str) -> None:
     plan = plan_of()
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
@@ -82,6 +90,8 @@ def test_what_cannot_be_read_is_said_with_a_way_out(tmp_path: Path, plan_of: Cal
             if file.is_file():
                 file.unlink()
     else:
-        shapes = {**shapes, "w": jax.ShapeDtypeStruct((8, 12), jnp.float32)}
-    with pytest.raises(UserError, match=r"cannot be read .* delete that folder to fall back"):
-        Checkpoints(tmp_path, CheckpointConfig()).restore(1, shapes, shardings_on(plan))
+        shape, dtype = ((8, 12) if "shape" in damage else (8, 16)), (jnp.bfloat16 if "dtype" in damage else jnp.float32)
+        shapes = {"step": shapes["step"], "v" if "name" in damage else "w": jax.ShapeDtypeStruct(shape, dtype)}
+    shardings = {"step": replicated(plan), **dict.fromkeys(shapes.keys() - {"step"}, replicated(plan))}
+    with pytest.raises(UserError, match=DAMAGES[damage] + ".* delete that folder to fall back"):
+        Checkpoints(tmp_path, CheckpointConfig()).restore(1, shapes, shardings)

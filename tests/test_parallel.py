@@ -44,7 +44,7 @@ def arrays(*shapes: tuple[int, ...], seed: int = 0) -> list[jax.Array]:
     return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-def same(
+def assert_same(
     ours: Callable[..., Any], reference: Callable[..., Any], args: list[jax.Array], tolerance: float = 1e-5
 ) -> None:
     """Values, and the gradients of a random projection of them with respect to every argument."""
@@ -70,7 +70,7 @@ def same(
 def test_column_linear_shares_one_gather_between_weights_with_and_without_bias(plan: Plan) -> None:
     args = arrays((B, S, D), (D, H, h), (D, F), (H, h))
     axes = (("heads", "head_dim"), ("mlp",))
-    same(
+    assert_same(
         lambda x, q, up, bias: column_linear(x, (q, up), axes, plan, (bias, None)),
         lambda x, q, up, bias: (jnp.einsum("bsd,dhk->bshk", x, q) + bias, x @ up),
         args,
@@ -79,7 +79,7 @@ def test_column_linear_shares_one_gather_between_weights_with_and_without_bias(p
 
 def test_row_linear_adds_its_bias_once(plan: Plan) -> None:
     args = arrays((B, S, H, h), (H, h, D), (D,))
-    same(
+    assert_same(
         lambda x, w, bias: row_linear(x, w, ("heads", "head_dim"), plan, bias),
         lambda x, w, bias: jnp.einsum("bshk,hkd->bsd", x, w) + bias,
         args,
@@ -89,7 +89,7 @@ def test_row_linear_adds_its_bias_once(plan: Plan) -> None:
 @pytest.mark.parametrize("axis", ["vocab", None])
 def test_lookup_finds_rows_and_sums_repeated_ones_in_the_gradient(plan: Plan, axis: Any) -> None:
     ids = jnp.asarray(np.random.default_rng(2).integers(0, V, (B, S)), jnp.int32).at[0, :5].set(V - 1)
-    same(lambda table: lookup(table, ids, axis, plan), lambda table: table[ids], arrays((V, D)))
+    assert_same(lambda table: lookup(table, ids, axis, plan), lambda table: table[ids], arrays((V, D)))
 
 
 def reference_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
@@ -106,7 +106,7 @@ def test_attention_is_causal_grouped_and_keeps_documents_apart(plan: Plan, packe
     segments = (
         jnp.cumsum(jnp.asarray(np.random.default_rng(3).random((B, S)) < 0.2, jnp.int32), axis=1) if packed else None
     )
-    same(
+    assert_same(
         lambda q, k, v: attention(q, k, v, plan, segments),
         lambda q, k, v: reference_attention(q, k, v, segments),
         arrays((B, S, H, h), (B, S, K, h), (B, S, K, h)),
@@ -128,7 +128,7 @@ def test_loss_skips_negative_labels_and_padded_vocabulary(plan: Plan, z_loss: fl
         sums = linear_cross_entropy(x, table, labels, V - 5, plan, z_loss)
         return sums.loss, sums.nll
 
-    same(ours, reference, arrays((B, S, D), (V, D)))
+    assert_same(ours, reference, arrays((B, S, D), (V, D)))
     x, table = arrays((B, S, D), (V, D))
     assert linear_cross_entropy(x, table, labels, V - 5, plan).tokens == np.sum(np.asarray(labels) >= 0)
 
@@ -172,7 +172,7 @@ def test_a_sequence_kept_whole_between_ops_gives_the_same() -> None:
     rules = ShardingRules(residual_seq=("context",))
     plan = plan_on(MeshSpec(fsdp=2, tensor=4), rules=rules)
     args = arrays((B, 7, D), (D, F), (F, D))  # 7 tokens: no mesh axis divides them, and none needs to
-    same(
+    assert_same(
         lambda x, up, down: row_linear(column_linear(x, (up,), (("mlp",),), plan)[0], down, ("mlp",), plan),
         lambda x, up, down: x @ up @ down,
         args,
