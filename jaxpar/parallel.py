@@ -140,7 +140,7 @@ def _use(weight: Array, axes: Sequence[LogicalAxis | None], plan: Plan) -> Array
 def _tokens(x: Array, plan: Plan) -> tuple[int, ...]:
     """The leading dims of a matmul: one token dim where the sequence is whole, else (B, S).
 
-    With two leading dims XLA:CPU transposes both operands of every weight gradient into fresh buffers first (a 1.4x
+    With two leading dims XLA:CPU transposes both operands of every weight gradient into fresh buffers first (a 1.3x
     slower step); merging two split dims would force a gather.
     """
     return (x.shape[0] * x.shape[1],) if plan.size("seq") == 1 else (x.shape[0], x.shape[1])
