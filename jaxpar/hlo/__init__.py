@@ -1,0 +1,1 @@
+"""Reading a compiled program: its task graph, what each task costs, and how the schedule plays out."""
