@@ -53,6 +53,8 @@ class Hardware:
     chips: int = 0
     chips_per_host: int = 0
     """Chips that share one machine's NICs and memory; a virtual machine, and so a JAX process, may have fewer."""
+    devices_per_chip: int = 1
+    """JAX devices of one chip."""
     clock_hz: float = 0.0
     """Clock of the matmul units: turns a compiler's cycles into seconds."""
     hbm_bytes: int = 0
