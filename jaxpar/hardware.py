@@ -65,6 +65,8 @@ class Hardware:
     """Bytes/s to other slices or nodes over the data-centre network."""
     host_link_bandwidth: float = 0.0
     """Bytes/s to the host's memory (PCIe): what offloading has."""
+    launch_overhead: float = 0.0
+    """Seconds between the kernels of one stream; 0 where a program runs without launches, as on TPUs."""
     peak_flops: PeakFlops = field(default_factory=PeakFlops)
     ici: Interconnect = field(default_factory=Interconnect)
 
