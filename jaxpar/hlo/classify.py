@@ -1,0 +1,106 @@
+"""One instruction as one task: which kind it is and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpar.hlo import opcodes
+from jaxpar.hlo.collectives import collective_of
+from jaxpar.hlo.flops import Work, backend_config, work_of
+from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
+from jaxpar.hlo.tasks import Kind, Place, Task
+from jaxpar.hlo.traffic import HOST, MOVES, memory_bytes, traffic
+
+_NO_ARITHMETIC = MOVES | opcodes.FREE
+_CYCLES = '"estimated_cycles":"'
+
+
+def task_of(module: Module, computation: Computation, instruction: Instruction, place: Place) -> Task:
+    """The task of an instruction that takes time, without its dependencies."""
+    collective = collective_of(module, computation, instruction)
+    work, bytes_ = work_of(module, computation, instruction), traffic(module, computation, instruction)
+    if opcodes.target(instruction) and not work.flops:
+        work, bytes_ = _stated_cost(instruction, _operand_dtype(computation, instruction), bytes_)
+    kind = "collective" if collective else _kind(module, computation, instruction, work)
+    result = next(instruction.shape.leaves(), instruction.shape)
+    return Task(
+        instruction.name,
+        instruction.opcode,
+        kind,
+        place,
+        flops=work.flops,
+        bytes=_copied_bytes(module, computation, instruction) if kind == "host_copy" else bytes_,
+        cycles=cycles(instruction),
+        dtype=work.dtype or result.dtype,
+        shape=str(result if instruction.opcode.endswith("-start") else instruction.shape),
+        collective=collective,
+        asynchronous=opcodes.is_start(instruction),
+    )
+
+
+def _kind(module: Module, computation: Computation, instruction: Instruction, work: Work) -> Kind:
+    target = opcodes.target(instruction)
+    if target:
+        return "matmul" if target.startswith(opcodes.GEMM_TARGETS) else "kernel"
+    if work.flops:
+        return "matmul"
+    if is_control(computation, instruction):
+        return "control"
+    moves = _only_moves(module, instruction)
+    shapes = [computation.instructions[name].shape for name in instruction.operands]
+    on_host = any(leaf.space == HOST for shape in (*shapes, instruction.shape) for leaf in shape.leaves())
+    if (moves and on_host) or instruction.opcode in ("infeed", "outfeed"):
+        return "host_copy"
+    return "copy" if moves else "fusion"
+
+
+def is_control(computation: Computation, instruction: Instruction) -> bool:
+    """Bookkeeping on scalars: loop counters, offsets of slices."""
+    shapes = [computation.instructions[name].shape for name in instruction.operands]
+    if instruction.opcode in ("dynamic-slice", "slice"):
+        shapes = []
+    return all(leaf.elements <= 1 for shape in (*shapes, instruction.shape) for leaf in shape.leaves())
+
+
+def _only_moves(module: Module, instruction: Instruction) -> bool:
+    """Whether nothing is computed: a copy, a change of layout, a slice, or a fusion of such with offsets."""
+    if instruction.opcode == "copy-start" or instruction.opcode in MOVES:
+        return True
+    if instruction.opcode not in ("fusion", "async-start"):
+        return False
+    inner = [module.computations[name] for name in instruction.called if name in module.computations]
+    called = [i for computation in inner for i in computation.instructions.values() if i.shape.elements > 1]
+    return bool(called) and all(i.opcode in _NO_ARITHMETIC or _only_moves(module, i) for i in called)
+
+
+def _copied_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """What crosses the host link: the smaller of what is read and what is written (a slice of a larger array)."""
+    inner = module.computations.get(instruction.called[0]) if instruction.called else None
+    root = inner.instructions[inner.root] if inner else instruction
+    where = inner or computation
+    if root.opcode == "dynamic-update-slice":
+        return where.instructions[root.operands[1]].shape.bytes
+    leaves = list(root.shape.leaves())
+    return leaves[0].bytes if leaves else memory_bytes(module, instruction.shape)
+
+
+def cycles(instruction: Instruction) -> int | None:
+    """The TPU compiler's estimate of one execution, in core clock cycles; None where it made none."""
+    _, found, rest = instruction.tail.partition(_CYCLES)
+    number = rest.partition('"')[0]
+    return int(number) if found and number.isdigit() and 0 < int(number) < 2**60 else None
+
+
+def _operand_dtype(computation: Computation, instruction: Instruction) -> str:
+    shapes: list[Shape] = [computation.instructions[name].shape for name in instruction.operands]
+    return shapes[0].dtype if shapes else ""
+
+
+def _stated_cost(call: Instruction, dtype: str, bytes_: int) -> tuple[Work, int]:
+    """FLOPs and bytes that a Pallas kernel's author stated; no FLOPs and the arrays' bytes where none did."""
+    estimate: Any = backend_config(call)
+    for key in ("custom_call_config", "cost_estimate"):
+        estimate = estimate.get(key, {}) if isinstance(estimate, dict) else {}
+    if not estimate:
+        return Work(), bytes_
+    return Work(float(estimate.get("flops", 0)), dtype), int(estimate.get("bytes_accessed", bytes_))

@@ -1,0 +1,97 @@
+"""Where a task comes from: the model's named scopes, forward or backward, and the line of Python.
+
+jax writes a path such as `jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/block/mlp/dot_general`. The last
+word is the operation; wrappers are jax's own. What recomputation looks like: `rematted_computation` on the path, which
+jax.checkpoint puts there for what the backward runs again; the backward itself has `transpose(...)`, and the rest is
+forward.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from jaxpar.hlo.parse import Frame, Instruction, Module, words
+from jaxpar.hlo.tasks import Phase, Place
+
+PackageDirs = Sequence[tuple[str, str]]
+"""(directory, name shown) pairs, the most telling first: ("/work/models", "models")."""
+
+_WRAPPERS = words(
+    "while body cond closed_call checkpoint rematted_computation remat remat2 custom_vjp_call custom_jvp_call"
+    " custom_vjp_call_jaxpr core_call pjit jit shard_map custom_partitioning scan branch fori_loop"
+)
+_TRANSFORM = re.compile(r"(\w+)\((.*)\)$")
+_SCOPE = re.compile(r"[A-Za-z_][\w\-. ]*$")
+_BRANCH = re.compile(r"branch_\d+_fun$")
+UPDATE = "update"
+"""The scope of the optimizer's part of a step."""
+
+
+def default_dirs() -> PackageDirs:
+    """Directories of the models and of the library, as they are installed here."""
+    found = []
+    for module, shown in (("jaxpar.models", "models"), ("jaxpar", "jaxpar")):
+        spec = importlib.util.find_spec(module)
+        found += [(folder, shown) for folder in (spec.submodule_search_locations or ())] if spec else []
+    return tuple(found)
+
+
+def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Place:
+    """Scope, line and phase of one instruction; empty where the compiler kept nothing."""
+    scope, phase = decode(instruction.op_name)
+    return Place(scope, source_line(module.stack(instruction), dirs), phase)
+
+
+@lru_cache(maxsize=100_000)
+def decode(op_name: str) -> tuple[str, Phase]:
+    """`("block/mlp", "backward")` from jax's path of an operation.
+
+    Operations without a scope and outside any derivative are "other"; scopes outside of it (what no derivative goes
+    through) are forward.
+    """
+    # A fusion of several operations may carry several paths; the first one speaks for it.
+    path = op_name.split(";")[0]
+    scopes: list[str] = []
+    backward = inside = False
+    pieces = _pieces(path)
+    for piece in pieces[:-1]:
+        while match := _TRANSFORM.match(piece):
+            backward |= match[1] == "transpose"
+            inside |= match[1] == "jvp"
+            piece = "" if match[1] in ("jit", "pjit", "remat", "checkpoint") else match[2]
+        for word in piece.split("/"):
+            if _SCOPE.match(word) and word not in _WRAPPERS and not _BRANCH.match(word):
+                scopes.append(word)
+    scope = "/".join(scopes)
+    if UPDATE in scopes[:1]:
+        return scope, "update"
+    if "rematted_computation" in pieces:
+        return scope, "recomputed"
+    if backward:
+        return scope, "backward"
+    return scope, "forward" if inside or scope else "other"
+
+
+def _pieces(path: str) -> list[str]:
+    """Parts of a path between the slashes that stand in no bracket."""
+    pieces, depth, start = [], 0, 0
+    for at, sign in enumerate(path):
+        depth += (sign == "(") - (sign == ")")
+        if sign == "/" and depth == 0:
+            pieces.append(path[start:at])
+            start = at + 1
+    pieces.append(path[start:])
+    return pieces
+
+
+def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
+    """`models/llama.py:72`: the innermost frame in the first directory that has any; empty when none has."""
+    for folder, shown in dirs:
+        for frame in frames:
+            if frame.file.startswith(folder.rstrip("/") + "/"):
+                return f"{shown}/{Path(frame.file).relative_to(folder).as_posix()}:{frame.line}"
+    return ""
