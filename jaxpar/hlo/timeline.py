@@ -1,11 +1,21 @@
-"""The schedule of a program played out on one device: when each task runs, and what compute waits for."""
+"""The schedule of a program played out on one device: when each task runs, and what compute waits for.
+
+The device takes the schedule in its order. A synchronous task runs when the one before is over; an asynchronous one
+starts when its turn comes, its inputs are there and its lanes are free, and runs beside what follows until a `Wait`.
+Two tasks on one lane run one after the other, in the order of their turns. `jaxpar.hlo.player` plays.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxpar.hlo.cost import Costs, Path
-from jaxpar.hlo.tasks import Program, Task
+from jaxpar.hardware import Hardware
+from jaxpar.hlo.cost import COMPUTE, Costs, OnLinks, Path, Speeds, price, tasks
+from jaxpar.hlo.player import Event, Player, prepare
+from jaxpar.hlo.schedule import list_schedule, lower_bound
+from jaxpar.hlo.tasks import Collective, Program, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +33,6 @@ class TaskTime:
     synchronous tasks (they are compute)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One bar of a drawing."""
-
-    lane: str
-    start: float
-    duration: float
-    name: str
-    """Of the instruction; of the loop where `repeats` is not 0."""
-    path: Path
-    trip: int = 0
-    """Of the innermost loop."""
-    repeats: int = 0
-    """The bar stands for this many further trips of a loop, which are not drawn one by one."""
-
-
 @dataclass(frozen=True)
 class Timeline:
     """A step as it plays out. Seconds; `seconds = sum(busy) + sum(stalls) + idle`."""
@@ -49,7 +43,7 @@ class Timeline:
     stalls: dict[str, float]
     """Compute lane standing still for an asynchronous task or a link in use, by kind of what it waited for."""
     idle: float
-    """Compute lane with nothing to do and nothing it waits for."""
+    """Compute lane between tasks: launches."""
     lanes: dict[str, float]
     """Seconds each lane was held."""
     tasks: list[TaskTime]
@@ -58,9 +52,9 @@ class Timeline:
     """The chain of tasks that ends last, each starting when the one before finished: (task, count, seconds), longest
     first. The seconds add up to those of the step."""
     lower_bound: float
-    """No schedule of this graph can be shorter (loops kept as loops): `jaxpar.hlo.schedule.lower_bound`."""
+    """No schedule of this graph can be shorter: `jaxpar.hlo.schedule.lower_bound`."""
     list_schedule: float
-    """What a simple scheduler reaches with this graph, memory not considered: `jaxpar.hlo.schedule.list_schedule`."""
+    """The better of this schedule and a greedy one, memory not considered: `jaxpar.hlo.schedule.list_schedule`."""
     events: list[Event]
 
     @property
@@ -81,6 +75,52 @@ class Timeline:
         return sum(row.exposed for row in self.tasks if row.task.kind == "host_copy")
 
 
-def replay(program: Program, costs: Costs) -> Timeline:
-    """Play the schedule out; signature first, body follows."""
-    raise NotImplementedError
+def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: int = 20_000) -> Timeline:
+    """Play the schedule out.
+
+    Args:
+      program: in schedule order.
+      costs: the price of each of its tasks.
+      drawn_trips: how many trips of every loop become events; one bar stands for the others.
+      most_events: events beyond these are left out.
+
+    Raises:
+      ValueError: a node that depends on a later one: not a schedule.
+    """
+    steps, where = prepare(program, costs)
+    player = Player(len(where), drawn_trips, most_events)
+    player.run(steps, {}, 0, True)
+    seconds = player.finish()
+    waited = dict(zip(where, player.waited, strict=True))
+    critical = {where[number]: count for number, count in player.critical().items()}
+    busy, stalls, lanes = (defaultdict[str, float](float) for _ in range(3))
+    rows, path_rows, idle = [], [], 0.0
+    for path, task, count in tasks(program.nodes):
+        cost, stalled = costs.of[path], waited[path]
+        if COMPUTE in cost.lanes:
+            busy[task.kind] += count * (cost.seconds - cost.launch)
+            idle += count * cost.launch
+        if stalled:
+            stalls[task.kind] += stalled
+        for lane in cost.lanes:
+            lanes[lane] += count * cost.seconds
+        blocking = task.kind in ("collective", "host_copy") and not task.asynchronous
+        total = count * cost.seconds
+        rows.append(TaskTime(task, path, count, total, stalled + (total if blocking else 0.0)))
+        if critical.get(path):
+            path_rows.append((task, critical[path], critical[path] * cost.seconds))
+    path_rows.sort(key=lambda row: -row[2])
+    return Timeline(
+        seconds, dict(busy), dict(stalls), idle, dict(lanes), rows, path_rows,
+        lower_bound(program, costs), min(list_schedule(program, costs, player.loop_seconds()), seconds), player.events,
+    )  # fmt: skip
+
+
+def step_time(
+    program: Program,
+    hardware: Hardware,
+    collective_time: Callable[[Collective], OnLinks],
+    speeds: Speeds | None = None,
+) -> Timeline:
+    """A program priced and played out: see `jaxpar.hlo.cost.price` for the arguments."""
+    return replay(program, price(program, hardware, collective_time, speeds))
