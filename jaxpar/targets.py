@@ -6,11 +6,10 @@ slices of 128, `v5p:4x4x8` a slice of exactly this shape, `h100x64` 64 GPUs, eig
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, NamedTuple
@@ -22,6 +21,7 @@ from jaxpar.config import presets
 from jaxpar.errors import UserError, nearest
 from jaxpar.hardware import CHIPS, Chip, GpuCompiler, Hardware, Interconnect, Slices, hardware_of, load_chip
 from jaxpar.mesh import MeshSpec, describe, resolve
+from jaxpar.runtime import without_chips
 
 Platform = Literal["tpu", "cuda", "cpu"]
 GPUS_PER_NODE = 8
@@ -243,7 +243,7 @@ def target_devices(target: Target) -> list[jax.Device]:
     if missing:
         raise UserError(f"target {target.name} needs {missing}")
     try:
-        with _no_chips_here():
+        with without_chips():
             found = _tpu_devices(target) if target.platform == "tpu" else _gpu_devices(target)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
@@ -296,29 +296,6 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
 device_description_str: "{hardware.device_kinds[0]}"
 """
-
-
-@contextlib.contextmanager
-def _no_chips_here() -> Iterator[None]:
-    """What the compilers' libraries would look for on a machine that has none of their chips.
-
-    libtpu writes errors about the missing machine, and refuses a second process, which only a real chip needs; the CUDA
-    plugin insists on libraries that only running needs.
-    """
-    settings = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    if os.environ.get("TPU_SKIP_MDS_QUERY"):  # set by JAX where it sees no TPU
-        settings |= {
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        }
-    missing = {key: value for key, value in settings.items() if key not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for key in missing:
-            del os.environ[key]
 
 
 def compilers() -> dict[str, str]:
