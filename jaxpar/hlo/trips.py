@@ -95,7 +95,8 @@ def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
     def after(state: State) -> dict[int, Scalar]:
         root = body.instructions[body.root]
         names = root.operands if root.opcode == "tuple" else (root.name,)
-        return {n: value for n in state if (value := evaluate(module, body, names[n], state)) is not None}
+        known = [n for n in state if n < len(names)]  # a root that is no tuple hands on one value
+        return {n: value for n in known if (value := evaluate(module, body, names[n], state)) is not None}
 
     return _count(runs, after, dict(initial))
 
