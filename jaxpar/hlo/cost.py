@@ -115,7 +115,7 @@ def _cost(
     if task.kind == "host_copy":
         if task.bytes and not hardware.host_link_bandwidth:
             notes["no figure for the host link: its copies are taken to cost nothing"] += 1
-        seconds = task.bytes / (hardware.host_link_bandwidth or math.inf)
+        seconds = hardware.host_link_latency + task.bytes / (hardware.host_link_bandwidth or math.inf)
         return Cost(seconds, _lanes(task, HOST), "host link" if seconds else "none")
     if task.cycles is not None and hardware.clock_hz:
         return Cost(task.cycles / hardware.clock_hz, _lanes(task, *_beside(task)), "cycles")
