@@ -103,6 +103,17 @@ class Instruction:
         pairs = _PAIR.findall(self.attributes.get("metadata", "")[1:-1])
         return {key: _unquoted(value) for key, value in pairs}
 
+    @cached_property
+    def frontend(self) -> dict[str, str]:
+        """The frontend attributes, quotes taken off."""
+        pieces = split(self.attributes.get("frontend_attributes", "")[1:-1])
+        return {key: _unquoted(value) for key, _, value in (piece.partition("=") for piece in pieces)}
+
+    @property
+    def base(self) -> str:
+        """The opcode without what makes it the start of an asynchronous pair: `copy` for copy-start."""
+        return self.opcode.removesuffix("-start")
+
     @property
     def op_name(self) -> str:
         """jax's path of the operation, `jit(step)/jvp(loss)/dot_general`; empty where the compiler made it."""
@@ -220,7 +231,7 @@ def parse(text: str) -> Module:
             title, body = line, []
         elif body is None:
             tables.append(line)
-        elif line.startswith("}"):
+        elif line == "}" or line.startswith("}, execution_thread"):  # "}}, metadata=..." ends a kernel's own braces
             is_entry = title.startswith("ENTRY ")
             computation = _computation(title.removeprefix("ENTRY "), body)
             computations[computation.name] = computation
