@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,7 +170,7 @@ def fake_rehearsal(layers: int = 32, **changes: Any) -> Rehearsal:
         "time": {
             "step": step, "compute": compute,
             "exposed_communication": sum(exposed.values()) - stall, "host_stall": stall,
-            "idle": step - compute - sum(exposed.values()),
+            "idle": max(0.0, round(step - compute - sum(exposed.values()), 12)),
             "lower_bound": 0.93 * compute, "list_schedule": 1.01 * compute,
             "mfu": 0.443, "hfu": 0.578, "tokens_per_second": 131_072 / step,
             "days": {"1e12": 1e12 / (131_072 / step) / 86_400, "15e12": 15e12 / (131_072 / step) / 86_400},
@@ -266,6 +267,6 @@ def _shardings(layers: int) -> list[dict[str, Any]]:
     }
     return [
         {"name": name, "shape": shape, "axes": axes, "spec": spec,
-         "bytes_per_device": 4 * shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1) // (64 if "tensor" in spec else 1)}
+         "bytes_per_device": 4 * math.prod(shape) // (64 if "tensor" in spec else 1)}
         for name, (shape, axes, spec) in shapes.items()
     ]  # fmt: skip

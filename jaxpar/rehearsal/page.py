@@ -49,7 +49,7 @@ def _web(name: str) -> str:
 
 
 def _json_in_html(value: Any) -> str:
-    """JSON that a script element may hold: with `<` written out, no string in it can end the element or open a comment."""
+    """JSON that a script element may hold: with `<` escaped, no string in it ends the element or opens a comment."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

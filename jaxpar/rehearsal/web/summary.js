@@ -58,7 +58,9 @@ function breakdown(parts, whole, text, free = null) {
       style: `width: ${100 * part.value / scale}%; background-color: var(--${part.color}, var(--other))` }));
   }
   if (free !== null) bar.append(element("div", { class: "free" }, free));
-  if (scale > whole * 1.0001) bar.append(element("div", { class: "limit", style: `width: ${100 * whole / scale}%` }));
+  if (scale > whole * 1.0001) {
+    bar.append(element("div", { class: "over", style: `left: ${100 * whole / scale}%`, title: `${text(scale - whole)} too much` }));
+  }
   return [bar, partRows(parts, whole, text)];
 }
 
@@ -85,7 +87,7 @@ function showTime() {
   if (rest > 1e-3 * time.step) parts.push({ name: "other compute", color: "other", value: rest });
   parts.push({ name: "exposed communication", color: "exposed", value: time.exposed_communication, hatched: true });
   if (time.host_stall > 0) parts.push({ name: "waits for the host", color: "host_stall", value: time.host_stall, hatched: true });
-  if (time.idle > 0) parts.push({ name: "idle", color: "idle", value: time.idle });
+  if (time.idle > 1e-6 * time.step) parts.push({ name: "idle", color: "idle", value: time.idle });
   byId("time").append(...breakdown(parts, time.step, secondsText));
 
   const busy = time.by_category.collective || 0;

@@ -78,7 +78,7 @@ function showLines(view) {
   ];
   const exposed = sum(report.lines.map((row) => row.exposed));
   byId("lines").append(element("p", { class: "soft" },
-    `${secondsText(exposed)} of a step, in which compute waits for links. Choose a line to find it in the timeline.`));
+    `${secondsText(exposed)} of a step, in which compute waits for links.${view ? " Choose a line to find it in the timeline." : ""}`));
   showTable(byId("lines"), columns, report.lines, "exposed");
 }
 
