@@ -8,21 +8,25 @@ from jaxpar.hlo import opcodes
 from jaxpar.hlo.collectives import collective_of
 from jaxpar.hlo.flops import Work, backend_config, work_of
 from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
+from jaxpar.hlo.slices import Devices
 from jaxpar.hlo.tasks import Kind, Place, Task
-from jaxpar.hlo.traffic import HOST, MOVES, memory_bytes, traffic
+from jaxpar.hlo.traffic import HOST, MOVES, result_of, traffic
 
 _NO_ARITHMETIC = MOVES | opcodes.FREE
+_HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")  # sends between devices are collectives
 _CYCLES = '"estimated_cycles":"'
 
 
-def task_of(module: Module, computation: Computation, instruction: Instruction, place: Place) -> Task:
+def task_of(module: Module, devices: Devices, computation: Computation, instruction: Instruction, place: Place) -> Task:
     """The task of an instruction that takes time, without its dependencies."""
-    collective = collective_of(module, computation, instruction)
+    collective = collective_of(module, devices, computation, instruction)
+    if collective and not opcodes.owns_collective(module, instruction):
+        collective = None
     work, bytes_ = work_of(module, computation, instruction), traffic(module, computation, instruction)
     if opcodes.target(instruction) and not work.flops:
         work, bytes_ = _stated_cost(instruction, _operand_dtype(computation, instruction), bytes_)
     kind = "collective" if collective else _kind(module, computation, instruction, work)
-    result = next(instruction.shape.leaves(), instruction.shape)
+    result = next(result_of(instruction).leaves(), instruction.shape)
     return Task(
         instruction.name,
         instruction.opcode,
@@ -32,10 +36,18 @@ def task_of(module: Module, computation: Computation, instruction: Instruction, 
         bytes=_copied_bytes(module, computation, instruction) if kind == "host_copy" else bytes_,
         cycles=cycles(instruction),
         dtype=work.dtype or result.dtype,
-        shape=str(result if instruction.opcode.endswith("-start") else instruction.shape),
+        shape=_shown(result_of(instruction)),
         collective=collective,
-        asynchronous=opcodes.is_start(instruction),
+        asynchronous=opcodes.is_start(module, instruction),
     )
+
+
+def _shown(shape: Shape) -> str:
+    """A shape for people; of a long tuple the largest array."""
+    if len(shape.parts) <= 2:
+        return str(shape)
+    largest = max(shape.leaves(), key=lambda leaf: leaf.bytes)
+    return f"{largest} and {len(list(shape.leaves())) - 1} more"
 
 
 def _kind(module: Module, computation: Computation, instruction: Instruction, work: Work) -> Kind:
@@ -49,7 +61,7 @@ def _kind(module: Module, computation: Computation, instruction: Instruction, wo
     moves = _only_moves(module, instruction)
     shapes = [computation.instructions[name].shape for name in instruction.operands]
     on_host = any(leaf.space == HOST for shape in (*shapes, instruction.shape) for leaf in shape.leaves())
-    if (moves and on_host) or instruction.opcode in ("infeed", "outfeed"):
+    if (moves and on_host) or instruction.opcode in _HOST_TRANSFERS:
         return "host_copy"
     return "copy" if moves else "fusion"
 
@@ -64,9 +76,9 @@ def is_control(computation: Computation, instruction: Instruction) -> bool:
 
 def _only_moves(module: Module, instruction: Instruction) -> bool:
     """Whether nothing is computed: a copy, a change of layout, a slice, or a fusion of such with offsets."""
-    if instruction.opcode == "copy-start" or instruction.opcode in MOVES:
+    if instruction.base in MOVES:
         return True
-    if instruction.opcode not in ("fusion", "async-start"):
+    if instruction.base not in ("fusion", "call", "async"):
         return False
     inner = [module.computations[name] for name in instruction.called if name in module.computations]
     called = [i for computation in inner for i in computation.instructions.values() if i.shape.elements > 1]
@@ -74,14 +86,12 @@ def _only_moves(module: Module, instruction: Instruction) -> bool:
 
 
 def _copied_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """What crosses the host link: the smaller of what is read and what is written (a slice of a larger array)."""
+    """What crosses the host link: the result, or where an array is updated in place, the update."""
     inner = module.computations.get(instruction.called[0]) if instruction.called else None
-    root = inner.instructions[inner.root] if inner else instruction
-    where = inner or computation
-    if root.opcode == "dynamic-update-slice":
+    root, where = (inner.instructions[inner.root], inner) if inner else (instruction, computation)
+    if root.base == "dynamic-update-slice":
         return where.instructions[root.operands[1]].shape.bytes
-    leaves = list(root.shape.leaves())
-    return leaves[0].bytes if leaves else memory_bytes(module, instruction.shape)
+    return result_of(root).bytes
 
 
 def cycles(instruction: Instruction) -> int | None:

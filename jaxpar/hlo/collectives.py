@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from math import prod
 
 from jaxpar.hlo.groups import Groups, replica_groups, source_target_pairs
-from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
+from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, split
+from jaxpar.hlo.slices import TRANSFERS, Devices, megascale
 from jaxpar.hlo.tasks import Collective, CollectiveKind
 
 KINDS: dict[str, CollectiveKind] = {
@@ -19,77 +22,77 @@ KINDS: dict[str, CollectiveKind] = {
     "send": "ppermute",
     "recv": "ppermute",
 }
-_ASYNC = ("async-start", "async-update", "async-done")
 
 
-def base_opcode(opcode: str) -> str:
-    """`all-gather` for all-gather-start."""
-    return opcode.removesuffix("-start") if opcode not in _ASYNC else opcode
+def collective_of(
+    module: Module, devices: Devices, computation: Computation, instruction: Instruction
+) -> Collective | None:
+    """The collective that an instruction is or wraps (in a fusion, a call, an async-start); None when there is none.
 
-
-def collective_of(module: Module, computation: Computation, instruction: Instruction) -> Collective | None:
-    """The collective that an instruction is or wraps (in a fusion, a call, an async-start); None when there is none."""
-    kind = KINDS.get(base_opcode(instruction.opcode))
+    Transfers to and from the host (`send` with is_host_transfer, of anything but the traffic between slices) are none.
+    """
+    kind = KINDS.get(instruction.base)
+    if instruction.attributes.get("is_host_transfer") == "true":
+        said = megascale(instruction)
+        kind = TRANSFERS.get(said.get("_xla_megascale_transfer_type", ""), "ppermute") if said else None
+        groups = devices.between(said["_xla_megascale_target"]) if "_xla_megascale_target" in said else ()
+        return _collective(computation, instruction, kind, groups) if kind else None
     if kind is not None:
-        return _collective(module, computation, instruction, kind)
-    if instruction.opcode not in ("fusion", "call", "async-start"):
+        groups = devices.everywhere(_groups(module, instruction, kind))
+        return _collective(computation, instruction, kind, groups)
+    if instruction.base not in ("fusion", "call", "async"):
         return None
     for name in instruction.called:
         inner = module.computations.get(name)
         for called in inner.instructions.values() if inner else ():
-            found = collective_of(module, inner, called) if inner else None
-            if found is not None and inner is not None:
-                return _scattered(inner, called, found)
+            found = collective_of(module, devices, inner, called) if inner else None
+            if found is not None:
+                return _scattered(instruction, found)
     return None
 
 
-def _scattered(inner: Computation, called: Instruction, found: Collective) -> Collective:
-    """An all-reduce fused with the slice of its own part: how the TPU compiler writes a reduce-scatter."""
-    users = inner.users[called.name]
-    while len(users) == 1 and users[0].opcode == "bitcast":
-        users = inner.users[users[0].name]
-    if found.kind == "all-reduce" and [user.opcode for user in users] == ["dynamic-slice"]:
+def _scattered(instruction: Instruction, found: Collective) -> Collective:
+    """An all-reduce wrapped with the slice of its own part: how the TPU compiler writes a reduce-scatter."""
+    results = [leaf for leaf in instruction.shape.leaves() if leaf.dtype == found.dtype]
+    if found.kind == "all-reduce" and sum(leaf.bytes for leaf in results) < found.bytes:
         return Collective("reduce-scatter", found.groups, found.bytes, found.dtype)
     return found
 
 
-def _collective(module: Module, computation: Computation, instruction: Instruction, kind: CollectiveKind):
+def _collective(computation: Computation, instruction: Instruction, kind: CollectiveKind, groups: Groups) -> Collective:
     operands = [computation.instructions[name].shape for name in instruction.operands]
-    if instruction.opcode == "recv":
+    if instruction.opcode == "recv":  # one whose send is not in this computation
         operands = [next(instruction.shape.leaves())]
-    elif instruction.opcode in ("send", "ragged-all-to-all") or "slice_sizes" in instruction.attributes:
-        operands = operands[:1]
-    leaves = [leaf for operand in operands for leaf in operand.leaves() if leaf.elements]
+    elif instruction.base in ("send", "ragged-all-to-all") or "slice_sizes" in instruction.attributes:
+        operands = operands[:1]  # the others are offsets, sizes and tokens
+    leaves = [leaf for operand in operands for leaf in operand.leaves() if leaf.bytes]
     bytes_ = sum(leaf.bytes for leaf in leaves)
-    if "slice_sizes" in instruction.attributes:  # parts of larger buffers, in place
+    if "slice_sizes" in instruction.attributes:  # parts of a larger buffer, in place
         bytes_ = min(bytes_, _sliced_bytes(instruction, leaves[0]))
-    groups = _groups(module, instruction, kind)
     if kind == "all-gather":
-        bytes_ *= len(groups[0])
-    return Collective(kind, groups, bytes_, leaves[0].dtype if leaves else "")
+        bytes_ *= len(groups[0]) if groups else 1
+    by_dtype: Counter[str] = Counter()
+    for leaf in leaves:
+        by_dtype[leaf.dtype] += leaf.bytes
+    return Collective(kind, groups, bytes_, max(by_dtype, key=lambda dtype: by_dtype[dtype], default=""))
 
 
 def _sliced_bytes(instruction: Instruction, whole: Shape) -> int:
-    sizes = re.findall(r"\{([\d,]+)\}", instruction.attributes["slice_sizes"])
-    total = 0
-    for size in sizes:
-        elements = 1
-        for dim in size.split(","):
-            elements *= int(dim)
-        total += elements * whole.bytes // max(whole.elements, 1)
-    return total
+    sizes = [re.findall(r"\d+", piece) for piece in split(instruction.attributes["slice_sizes"][1:-1])]
+    elements = sum(prod(int(size) for size in piece) for piece in sizes)
+    return elements * whole.bytes // max(whole.elements, 1)
 
 
 def _groups(module: Module, instruction: Instruction, kind: CollectiveKind) -> Groups:
     if kind != "ppermute":
         return replica_groups(instruction, module.devices)
-    if "source_target_pairs" in instruction.attributes:
-        return source_target_pairs(instruction)
     if instruction.opcode == "collective-broadcast":
         groups = replica_groups(instruction, module.devices)
         return tuple((group[0], other) for group in groups for other in group[1:])
-    # send and recv carry their pairs, if at all, in the frontend attributes.
-    frontend = instruction.attributes.get("frontend_attributes", "")
-    pairs = re.search(r'source_target_pairs="?([^"]*)', frontend)
-    numbers = [int(number) for number in re.findall(r"\d+", pairs[1])] if pairs else []
+    pairs = source_target_pairs(instruction)
+    if pairs:
+        return pairs
+    # send and recv carry their pairs in the frontend attributes.
+    stated = next((text for key, text in instruction.frontend.items() if key.endswith("source_target_pairs")), "")
+    numbers = [int(number) for number in re.findall(r"\d+", stated)]
     return tuple(zip(numbers[::2], numbers[1::2], strict=False))

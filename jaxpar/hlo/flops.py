@@ -36,14 +36,14 @@ class Work:
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
     """The matmuls of one instruction, those in the computations it calls included (a loop inside counts once)."""
     shapes = [operand.shape for name in instruction.operands if (operand := computation.instructions.get(name))]
-    match instruction.opcode:
+    match instruction.base:
         case "dot" | "ragged-dot":
             flops = dot_flops(instruction, shapes[0])
         case "convolution":
             flops = convolution_flops(instruction, shapes[0], shapes[1])
         case "custom-call":
             flops = library_flops(instruction, shapes)
-        case "fusion" | "call" | "async-start":
+        case "fusion" | "call" | "async":
             return _called_work(module, instruction)
         case _:
             return Work()

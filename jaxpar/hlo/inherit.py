@@ -30,16 +30,23 @@ def inherit(
         for maker in () if isinstance(node, Wait) else node.depends:
             users[maker].append(position)
     for position in reversed(range(len(nodes))):
-        near = [places[user] for user in users[position]] + fed.get(position, [])
-        places[position] = _from(places[position], near)
+        near = [places[user] for user in users[position] if _gives(nodes[user])] + fed.get(position, [])
+        if not isinstance(nodes[position], Loop):
+            places[position] = _from(places[position], near)
     for position, node in enumerate(nodes):
         makers = () if isinstance(node, Wait) else node.depends
-        near = [places[maker] for maker in makers] + made.get(position, [])
-        places[position] = _from(places[position], near)
+        near = [places[maker] for maker in makers if _gives(nodes[maker])] + made.get(position, [])
+        if not isinstance(node, Loop):
+            places[position] = _from(places[position], near)
     return [
         node if isinstance(node, Wait) else replace(node, place=_from(place, [around], anything=True))
         for node, place in zip(nodes, places, strict=True)
     ]
+
+
+def _gives(node: Node) -> bool:
+    """Whether neighbours may take its place: not from bookkeeping on scalars, nor from a whole loop."""
+    return isinstance(node, Task) and node.kind != "control"
 
 
 def _from(place: Place, near: Iterable[Place], anything: bool = False) -> Place:

@@ -12,6 +12,7 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from os.path import commonprefix
 from pathlib import Path
 
 from jaxpar.hlo.parse import Frame, Instruction, Module, words
@@ -51,23 +52,24 @@ def decode(op_name: str) -> tuple[str, Phase]:
     """`("block/mlp", "backward")` from jax's path of an operation.
 
     Operations without a scope and outside any derivative are "other"; scopes outside of it (what no derivative goes
-    through) are forward.
+    through) are forward. Operations that the compiler made one, `block/(mlp/mul:attention/dot_general)`, have the scope
+    that they share, and the phase of the first.
     """
-    # A fusion of several operations may carry several paths; the first one speaks for it.
-    path = op_name.split(";")[0]
+    pieces = _pieces(op_name)
+    if pieces[-1].startswith("("):
+        alternatives = [decode("/".join([*pieces[:-1], tail])) for tail in _pieces(pieces[-1][1:-1], ":")]
+        shared = commonprefix([scope.split("/") for scope, _ in alternatives])
+        return "/".join(shared), alternatives[0][1]
     scopes: list[str] = []
     backward = inside = False
-    pieces = _pieces(path)
     for piece in pieces[:-1]:
         while match := _TRANSFORM.match(piece):
             backward |= match[1] == "transpose"
             inside |= match[1] == "jvp"
             piece = "" if match[1] in ("jit", "pjit", "remat", "checkpoint") else match[2]
-        for word in piece.split("/"):
-            if _SCOPE.match(word) and word not in _WRAPPERS and not _BRANCH.match(word):
-                scopes.append(word)
+        scopes += [w for w in piece.split("/") if _SCOPE.match(w) and w not in _WRAPPERS and not _BRANCH.match(w)]
     scope = "/".join(scopes)
-    if UPDATE in scopes[:1]:
+    if scopes[:1] == [UPDATE]:
         return scope, "update"
     if "rematted_computation" in pieces:
         return scope, "recomputed"
@@ -76,12 +78,12 @@ def decode(op_name: str) -> tuple[str, Phase]:
     return scope, "forward" if inside or scope else "other"
 
 
-def _pieces(path: str) -> list[str]:
-    """Parts of a path between the slashes that stand in no bracket."""
+def _pieces(path: str, separator: str = "/") -> list[str]:
+    """Parts of a path between the separators that stand in no bracket."""
     pieces, depth, start = [], 0, 0
     for at, sign in enumerate(path):
         depth += (sign == "(") - (sign == ")")
-        if sign == "/" and depth == 0:
+        if sign == separator and depth == 0:
             pieces.append(path[start:at])
             start = at + 1
     pieces.append(path[start:])

@@ -8,8 +8,9 @@ and of a conditional the most expensive branch is taken. The rest of this folder
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpar.hlo import opcodes
@@ -17,6 +18,7 @@ from jaxpar.hlo.classify import task_of
 from jaxpar.hlo.inherit import borrow_lines, inherit
 from jaxpar.hlo.origin import PackageDirs, default_dirs, place_of
 from jaxpar.hlo.parse import Computation, Instruction, Module, parse
+from jaxpar.hlo.slices import Devices, devices_of, paired_send
 from jaxpar.hlo.tasks import Loop, Node, Place, Program, Task, Wait, walk
 from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
 
@@ -57,6 +59,7 @@ class _Nodes:
       fed: for a position, places of the tasks inside loops that use its result.
       made: for a position, places of the tasks inside loops that made its operands.
       waits: (position, index) pairs: a wait for what the loop state holds under that index.
+      sent: position of each send to another device, under what it shares with its recv.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -64,6 +67,7 @@ class _Nodes:
     fed: dict[int, list[Place]] = field(default_factory=dict)
     made: dict[int, list[Place]] = field(default_factory=dict)
     waits: list[tuple[int, int]] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)
 
     def add(self, node: Node, operands: Value) -> int:
         """Append a node that needs these operands; its position."""
@@ -79,23 +83,28 @@ class _Nodes:
 class _Reader:
     module: Module
     dirs: PackageDirs
+    devices: Devices
     unknown: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
 
-def read_program(text: str, package_dirs: PackageDirs | None = None) -> Program:
+def read_program(text: str, package_dirs: PackageDirs | None = None, slice_of: Sequence[int] | None = None) -> Program:
     """The task graph of a compiled module.
 
     Args:
       text: `compiled.as_text()`, a scheduled module.
       package_dirs: (directory, name shown) pairs in which a stack frame counts as a source line, the most telling
         first; None = those of `jaxpar.models` and `jaxpar` as installed here.
+      slice_of: the slice of each device of the assignment, where there are several TPU slices; None = slice after
+        slice.
 
     Raises:
       UserError: not the text of a compiled module.
     """
     module = parse(text)
-    reader = _Reader(module, default_dirs() if package_dirs is None else package_dirs)
+    devices, note = devices_of(module, slice_of)
+    reader = _Reader(module, default_dirs() if package_dirs is None else package_dirs, devices)
+    reader.notes += [note] if note else []
     if "is_scheduled=true" not in module.header:
         reader.notes.append("the module is not scheduled: its tasks are in the order of the text")
     entry = module.computations[module.entry]
@@ -129,9 +138,11 @@ def _read(
             value = _read_branch(reader, instruction, known, operands, into)
         elif opcode == "call" and instruction.called:
             value = _read(reader, reader.module.computations[instruction.called[0]], {}, operands, into)
-        elif opcodes.is_done(instruction):
-            value = _read_done(instruction, operands[0], into)
-        elif opcode in opcodes.FREE or opcodes.is_free_call(instruction):
+        elif opcode in _PAIRED and (pair := paired_send(computation, instruction)):
+            value = _read_paired(instruction, pair, operands[0], into)
+        elif opcodes.is_done(reader.module, instruction):
+            value = _read_done(instruction, _merged(operands), into)
+        elif opcodes.is_free(instruction):
             value = operands[0] if len(operands) == 1 else _merged(operands)
         else:
             value = _read_task(reader, computation, instruction, operands, into)
@@ -151,14 +162,31 @@ def _merged(values: list[Value]) -> Value:
 def _read_task(
     reader: _Reader, computation: Computation, instruction: Instruction, operands: list[Value], into: _Nodes
 ) -> Value:
-    merged = _merged(operands)
+    going_on = [operand for operand in operands if operand.start is not None]
+    merged = _merged([operand for operand in operands if operand.start is None])
     place = place_of(reader.module, instruction, reader.dirs)
-    task = task_of(reader.module, computation, instruction, place)
+    task = task_of(reader.module, reader.devices, computation, instruction, place)
     name = opcodes.unknown_name(instruction)
     if name:
         reader.unknown[name] += 1
     position = into.add(replace(task, depends=tuple(sorted(merged.tasks))), merged)
-    return Value(frozenset({position}), start=position if task.asynchronous else None)
+    if instruction.opcode == "send":
+        into.sent[instruction.name] = position
+    if task.asynchronous:
+        return Value(frozenset({position}), start=position)
+    made = Value(frozenset({position}))
+    aliases = _aliases(instruction) if going_on else {}
+    if not aliases:
+        return made
+    # Results that are operands handed on: of a collective that goes on during this fusion.
+    parts = (aliases.get(index) for index in range(len(instruction.shape.parts)))
+    return Value(made.tasks, parts=tuple(made if part is None else operands[part] for part in parts))
+
+
+def _aliases(instruction: Instruction) -> dict[int, int]:
+    """Which result of a fusion is which operand, from `output_to_operand_aliasing={{1}: (0, {}), ...}`."""
+    pairs = re.findall(r"\{(\d+)\}: \((\d+),", instruction.attributes.get("output_to_operand_aliasing", ""))
+    return {int(result): int(operand) for result, operand in pairs}
 
 
 def _read_done(instruction: Instruction, operand: Value, into: _Nodes) -> Value:
@@ -169,6 +197,18 @@ def _read_done(instruction: Instruction, operand: Value, into: _Nodes) -> Value:
         position = into.add(Wait(instruction.name, -1, previous_trip=True), _NOTHING)
         into.waits += [(position, index) for index in operand.state]
     return Value(operand.tasks, operand.state, None, (), operand.made_in)
+
+
+_PAIRED = ("recv", "recv-done", "send-done")
+
+
+def _read_paired(instruction: Instruction, send: str, operand: Value, into: _Nodes) -> Value:
+    """The receiving half of a transfer whose task is the send: its end is waited for where the data is wanted."""
+    position = into.sent.get(send)
+    if instruction.opcode != "recv-done" or position is None:
+        return Value(state=operand.state)
+    into.add(Wait(instruction.name, position), _NOTHING)
+    return Value(frozenset({position}))
 
 
 def _read_branch(
@@ -193,7 +233,7 @@ def _read_branch(
 
 def replace_notes(reader: _Reader) -> _Reader:
     """A reader whose notes go nowhere."""
-    return _Reader(reader.module, reader.dirs)
+    return _Reader(reader.module, reader.dirs, reader.devices)
 
 
 def _read_loop(
