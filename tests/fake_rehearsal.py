@@ -169,7 +169,7 @@ def fake_rehearsal(layers: int = 32, **changes: Any) -> Rehearsal:
         "memory": _memory(),
         "time": {
             "step": step, "compute": compute,
-            "exposed_communication": sum(exposed.values()) - stall, "host_stall": stall,
+            "exposed_communication": sum(exposed.values()) - stall, "host_stall": stall, "copy_stall": 0.0,
             "idle": max(0.0, round(step - compute - sum(exposed.values()), 12)),
             "lower_bound": 0.93 * compute, "list_schedule": 1.01 * compute,
             "mfu": 0.443, "hfu": 0.578, "tokens_per_second": 131_072 / step,

@@ -82,7 +82,7 @@ def _memory(new: Rehearsal, old: Rehearsal) -> list[Change]:
 
 
 def _time(new: Rehearsal, old: Rehearsal) -> list[Change]:
-    parts = ("step", "compute", "exposed_communication", "host_stall", "idle", "lower_bound")
+    parts = ("step", "compute", "exposed_communication", "host_stall", "copy_stall", "idle", "lower_bound")
     first: list[Change] = [{"name": name, "old": old["time"][name], "new": new["time"][name]} for name in parts]
     return [*first, *_changes(new["time"]["by_category"], old["time"]["by_category"])]
 

@@ -65,7 +65,8 @@ class Memory(TypedDict):
 
 
 class Time(TypedDict):
-    """The replayed timeline, in seconds. step = compute + exposed_communication + host_stall + idle."""
+    """The replayed timeline, in seconds. step = compute + exposed_communication + host_stall + copy_stall +
+    idle."""
 
     step: float
     compute: float
@@ -73,7 +74,10 @@ class Time(TypedDict):
     """The compute units wait for a collective."""
     host_stall: float
     """They wait for a copy to or from the host's memory."""
+    copy_stall: float
+    """They wait for asynchronous work of the device itself: a copy, or a fusion beside them."""
     idle: float
+    """The rest: launches."""
     lower_bound: float
     """No schedule of the same tasks can be shorter."""
     list_schedule: float

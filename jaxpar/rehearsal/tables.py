@@ -34,7 +34,8 @@ def summary_lines(rehearsal: Rehearsal) -> list[str]:
     verdict = (
         f"fits, {bytes_text(spare)} to spare" if memory["fits"] else f"does not fit: {bytes_text(-spare)} too much"
     )
-    waits = {"exposed communication": "exposed_communication", "waits for the host": "host_stall", "idle": "idle"}
+    waits = {"exposed communication": "exposed_communication", "waits for the host": "host_stall",
+             "waits for copies": "copy_stall", "idle": "idle"}  # fmt: skip
     parts = [f"compute {seconds_text(time['compute'])}"]
     parts += [f"{name} {seconds_text(time[key])}" for name, key in waits.items() if time[key] >= _NOTHING]
     shares = {"MFU": time["mfu"], "HFU": time["hfu"]}
@@ -95,12 +96,11 @@ def line_table(rehearsal: Rehearsal, most: int) -> Table:
 def collective_table(rehearsal: Rehearsal, most: int) -> Table:
     """Collectives, the unplanned first, then those exposed the longest."""
     rows = sorted(rehearsal["collectives"], key=lambda row: (row["planned"], -row["exposed"], -row["seconds"]))
-    table = _table("exposed", "time", "sent", "times", left=("kind", "over", "plan", "async", "phase", "line"))
+    table = _table("exposed", "time", "sent", "times", left=("kind", "over", "plan", "phase", "line"))
     for row in rows[:most]:
         times = [_or_dash(row[key], seconds_text) for key in ("exposed", "seconds")]
         plan = "planned" if row["planned"] else "UNPLANNED"
-        asynchronous = "yes" if row["asynchronous"] else "no"
-        where = [row["kind"], ", ".join(row["axes"]) or "-", plan, asynchronous, row["phase"], row["source"] or "-"]
+        where = [row["kind"], ", ".join(row["axes"]) or "-", plan, row["phase"], row["source"] or "-"]
         table.add_row(*times, _or_dash(row["sent_bytes"], bytes_text), str(row["count"]), *where)
     return _with_rest(table, len(rows), most, 4)
 
@@ -213,12 +213,12 @@ def _section(title: str, table: Table) -> list[RenderableType]:
 
 
 def _table(*numbers: str, left: tuple[str, ...]) -> Table:
-    """Columns of numbers, to the right, then columns of words; the long ones fold where there is no room."""
+    """Columns of numbers, to the right, then columns of words, which fold where there is no room."""
     table = Table(box=None, pad_edge=False, show_header=any([*numbers, *left]))
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     for name in left:
-        table.add_column(name, overflow="fold", no_wrap=name not in ("line", "scope", "task"))
+        table.add_column(name, overflow="fold", min_width=14 if name in ("line", "scope", "task") else 6)
     return table
 
 

@@ -2,7 +2,8 @@
 
 const LINK_KINDS = new Set(["collective", "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ppermute"]);
 const KIND_ORDER = ["matmul", "kernel", "fusion", "copy", "control", "all-gather", "reduce-scatter", "all-reduce",
-  "all-to-all", "ppermute", "collective", "host_copy", "exposed", "host_stall"];
+  "all-to-all", "ppermute", "collective", "host_copy", "exposed", "host_stall", "copy_stall"];
+const STALL_KINDS = new Set(["exposed", "host_stall", "copy_stall"]);
 
 /** Shorter gaps are rounding: events are kept in whole nanoseconds. */
 const SHORTEST_GAP_US = 0.01;
@@ -131,7 +132,8 @@ function addStalls(rows, lanes, instructions) {
   const gaps = gapsBetween([...rows, [last, last]]);
   const onLinks = underEvents(gaps, lanes.filter((lane) => isLinkLane(lane.name)));
   const onHost = underEvents(onLinks.left, lanes.filter((lane) => lane.name === "host"));
-  for (const [kind, stalls] of [["exposed", onLinks.stalls], ["host_stall", onHost.stalls]]) {
+  const onSelf = underEvents(onHost.left, lanes.filter((lane) => ["dma", "side"].includes(lane.name)));
+  for (const [kind, stalls] of [["exposed", onLinks.stalls], ["host_stall", onHost.stalls], ["copy_stall", onSelf.stalls]]) {
     for (const [start, end, lane, i] of stalls) {
       lane.exposed[i] += end - start;
       rows.push([start, end, instructions.waiting(kind, lane.index[i]), 0]);

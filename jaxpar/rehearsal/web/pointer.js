@@ -156,7 +156,7 @@ function searchFor(view, text) {
 function showLegend(view) {
   const present = new Set(view.model.instructions.map((row) => row.kind));
   const ordered = [...KIND_ORDER.filter((kind) => present.has(kind)), ...[...present].filter((kind) => !KIND_ORDER.includes(kind))];
-  const names = { exposed: "compute waits for communication", host_stall: "compute waits for the host" };
+  const names = { exposed: "compute waits for communication", host_stall: "compute waits for the host", copy_stall: "compute waits for a copy" };
   for (const kind of ordered) {
     const button = element("button", { "aria-pressed": "false", title: "Show or hide" },
       swatch(kind, names[kind] ? "hatched" : ""), names[kind] || words(kind));

@@ -87,6 +87,7 @@ function showTime() {
   if (rest > 1e-3 * time.step) parts.push({ name: "other compute", color: "other", value: rest });
   parts.push({ name: "exposed communication", color: "exposed", value: time.exposed_communication, hatched: true });
   if (time.host_stall > 0) parts.push({ name: "waits for the host", color: "host_stall", value: time.host_stall, hatched: true });
+  if (time.copy_stall > 0) parts.push({ name: "waits for copies", color: "copy_stall", value: time.copy_stall, hatched: true });
   if (time.idle > 1e-6 * time.step) parts.push({ name: "idle", color: "idle", value: time.idle });
   byId("time").append(...breakdown(parts, time.step, secondsText));
 

@@ -2,7 +2,7 @@
 // that a hundred thousand of them stay smooth.
 
 const HEIGHTS = { overview: 40, axis: 24, phase: 12, loop: 19, compute: 58, lane: 30, gap: 5 };
-const OWN_COLOR = { exposed: "exposed-ink", host_stall: "host_copy", loop: "idle" };
+const OWN_COLOR = { exposed: "exposed-ink", host_stall: "host_copy", copy_stall: "copy", loop: "idle" };
 const FONT = "12px system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif";
 
 /** What is on show. Times in microseconds; `width` of the canvas and `left`, where its lanes begin; `drawn` lists the rows on the canvas for finding what is under the pointer. */
@@ -179,7 +179,7 @@ function drawLane(view, lane, y, height, kindOf, plain) {
 
 function drawBar(view, lane, i, kind, x0, x1, y, height, plain) {
   const { context } = view;
-  const waits = kind === "exposed" || kind === "host_stall";
+  const waits = STALL_KINDS.has(kind);
   const width = Math.max(x1 - x0 - (x1 - x0 > 4 ? 0.8 : 0), 1);
   context.fillStyle = waits ? view.colors.card : view.colors[kind] || view.colors.other;
   context.fillRect(x0, y, width, height);
@@ -215,7 +215,7 @@ function drawBar(view, lane, i, kind, x0, x1, y, height, plain) {
 function barText(instruction, repeats) {
   if (repeats) return [`${instruction.name}: ${repeats} more trips`];
   const place = instruction.scope.split("/").slice(-2).join("/");
-  if (instruction.kind === "exposed" || instruction.kind === "host_stall") return [instruction.name, place];
+  if (STALL_KINDS.has(instruction.kind)) return [instruction.name, place];
   if (LINK_KINDS.has(instruction.kind)) return [place ? `${instruction.kind}  ${place}` : instruction.name];
   return [place || instruction.name, place ? instruction.name : ""];
 }
