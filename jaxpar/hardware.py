@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxpar.config import find_toml, from_dict, presets
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, nearest
 from jaxpar.mesh import MeshSpec
+
+CHIPS = "jaxpar.meshes.chips"
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def load_chip(name: str) -> Chip:
     Raises:
       UserError: no such chip.
     """
-    return from_dict(Chip, _read(name, CHIPS)[0], name)
+    return from_dict(Chip, _chip_tables(name), name)
 
 
 def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
@@ -166,25 +168,23 @@ def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
     Raises:
       UserError: no such preset, chip or file, malformed TOML, an unknown key, or a value of the wrong type.
     """
-    value, origin = _read(name_or_path, "jaxpar.meshes")
+    text, origin = find_toml(name_or_path, "jaxpar.meshes")
+    try:
+        value = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{origin} is not valid TOML: {error}") from error
     chip = value.get("chip")
     if isinstance(chip, str) and chip:
-        figures = _read(chip, CHIPS)[0]["hardware"]
-        value = value | {"hardware": _merged(figures, value.get("hardware", {}))}
+        value = value | {"hardware": _merged(_chip_tables(chip)["hardware"], value.get("hardware", {}))}
     preset = from_dict(_MeshPreset, value, origin)
     return preset.mesh, preset.hardware
 
 
-CHIPS = "jaxpar.meshes.chips"
-
-
-def _read(name: str, package: str) -> tuple[dict[str, Any], str]:
-    """The tables of a preset or file, and what to call it in messages."""
-    text, origin = find_toml(name, package)
-    try:
-        return tomllib.loads(text), origin
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{origin} is not valid TOML: {error}") from error
+def _chip_tables(name: str) -> dict[str, Any]:
+    known = presets(CHIPS)
+    if name not in known:
+        raise UserError(f"no chip {name!r}{nearest(name, known)}: there are {', '.join(known)}")
+    return tomllib.loads(known[name].read_text(encoding="utf-8"))
 
 
 def _merged(base: dict[str, Any], changes: Any) -> Any:
