@@ -9,7 +9,7 @@ import json
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Literal, NotRequired, TypedDict, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 from jaxpar.errors import UserError
 
@@ -240,7 +240,7 @@ def read_rehearsal(path: Path) -> Rehearsal:
         raise UserError(f"{path} has schema {found!r}, this jaxpar reads {SCHEMA}: make it again")
     for problem in problems(rehearsal):
         raise UserError(f"{path}: {problem}")
-    return rehearsal
+    return cast(Rehearsal, rehearsal)
 
 
 def problems(value: Any, kind: Any = Rehearsal, where: str = "") -> Iterator[str]:

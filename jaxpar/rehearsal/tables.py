@@ -27,9 +27,10 @@ def seconds_text(seconds: float) -> str:
 
 def summary_lines(rehearsal: Rehearsal) -> list[str]:
     """What the report comes to, in the form of the start-up lines: a word and what is to be said of it."""
-    target, memory, time, batch = (rehearsal[key] for key in ("target", "memory", "time", "batch"))
+    target, batch = rehearsal["target"], rehearsal["batch"]
+    memory, time = rehearsal["memory"], rehearsal["time"]
     slices = f", {target['slices']} slices" if target["slices"] > 1 else ""
-    note = f" ({target['note']})" if target.get("note") else ""
+    note = f" ({note})" if (note := target.get("note")) else ""
     spare = memory["hbm_bytes"] - memory["total"]
     verdict = (
         f"fits, {bytes_text(spare)} to spare" if memory["fits"] else f"does not fit: {bytes_text(-spare)} too much"
