@@ -102,8 +102,9 @@ def cycles(instruction: Instruction) -> int | None:
 
 
 def _operand_dtype(computation: Computation, instruction: Instruction) -> str:
+    """Of the largest operand: what a kernel multiplies, not its tables."""
     shapes: list[Shape] = [computation.instructions[name].shape for name in instruction.operands]
-    return shapes[0].dtype if shapes else ""
+    return max(shapes, key=lambda shape: shape.bytes).dtype if shapes else ""
 
 
 def _stated_cost(call: Instruction, dtype: str, bytes_: int) -> tuple[Work, int]:

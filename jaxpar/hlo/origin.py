@@ -12,7 +12,7 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 
 from jaxpar.hlo.parse import Frame, Instruction, Module, words
@@ -22,8 +22,8 @@ PackageDirs = Sequence[tuple[str, str]]
 """(directory, name shown) pairs, the most telling first: ("/work/models", "models")."""
 
 _WRAPPERS = words(
-    "while body cond closed_call checkpoint rematted_computation remat remat2 custom_vjp_call custom_jvp_call"
-    " custom_vjp_call_jaxpr core_call pjit jit shard_map custom_partitioning scan branch fori_loop"
+    "while body cond closed_call eval_jaxpr checkpoint rematted_computation remat custom_vjp_call custom_jvp_call"
+    " core_call pjit jit shard_map custom_partitioning scan"
 )
 _TRANSFORM = re.compile(r"(\w+)\((.*)\)$")
 _SCOPE = re.compile(r"[A-Za-z_][\w\-. ]*$")
@@ -42,9 +42,24 @@ def default_dirs() -> PackageDirs:
 
 
 def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Place:
-    """Scope, line and phase of one instruction; empty where the compiler kept nothing."""
+    """Scope, line and phase of one instruction; empty where the compiler kept nothing.
+
+    A fusion without metadata of its own is taken for what it wraps.
+    """
+    if not instruction.op_name:
+        instruction = _wrapped(module, instruction)
     scope, phase = decode(instruction.op_name)
     return Place(scope, source_line(module.stack(instruction), dirs), phase)
+
+
+def _wrapped(module: Module, instruction: Instruction) -> Instruction:
+    """The root of what an instruction calls, or else the last of it with a path; itself when there is none."""
+    inner = module.computations.get(instruction.called[0]) if instruction.called else None
+    if inner is None or instruction.base not in ("fusion", "call", "async"):
+        return instruction
+    named = [called for called in inner.instructions.values() if "/" in called.op_name]
+    roots = [called for called in named if called.name == inner.root]
+    return next(iter(roots or named[::-1]), instruction)
 
 
 @lru_cache(maxsize=100_000)
@@ -55,11 +70,10 @@ def decode(op_name: str) -> tuple[str, Phase]:
     through) are forward. Operations that the compiler made one, `block/(mlp/mul:attention/dot_general)`, have the scope
     that they share, and the phase of the first.
     """
-    pieces = _pieces(op_name)
+    pieces = _pieces(op_name.split(";")[0])  # several paths where instructions were merged: the first speaks
     if pieces[-1].startswith("("):
         alternatives = [decode("/".join([*pieces[:-1], tail])) for tail in _pieces(pieces[-1][1:-1], ":")]
-        shared = commonprefix([scope.split("/") for scope, _ in alternatives])
-        return "/".join(shared), alternatives[0][1]
+        return _shared([scope.split("/") for scope, _ in alternatives]), alternatives[0][1]
     scopes: list[str] = []
     backward = inside = False
     for piece in pieces[:-1]:
@@ -76,6 +90,12 @@ def decode(op_name: str) -> tuple[str, Phase]:
     if backward:
         return scope, "backward"
     return scope, "forward" if inside or scope else "other"
+
+
+def _shared(scopes: list[list[str]]) -> str:
+    """The outermost scopes that all of them have."""
+    alike = takewhile(lambda level: len(set(level)) == 1, zip(*scopes, strict=False))
+    return "/".join(level[0] for level in alike)
 
 
 def _pieces(path: str, separator: str = "/") -> list[str]:

@@ -231,7 +231,7 @@ def parse(text: str) -> Module:
             title, body = line, []
         elif body is None:
             tables.append(line)
-        elif line == "}" or line.startswith("}, execution_thread"):  # "}}, metadata=..." ends a kernel's own braces
+        elif line.startswith("}") and (not body or _depth(body[-1]) <= 0):  # not a brace of a kernel's own notes
             is_entry = title.startswith("ENTRY ")
             computation = _computation(title.removeprefix("ENTRY "), body)
             computations[computation.name] = computation
@@ -322,6 +322,12 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return mark.end()
     return len(text)
+
+
+def _depth(text: str) -> int:
+    """How many brackets are still open at the end."""
+    signs = [text[mark.start()] for mark in _MARK.finditer(text)]
+    return sum((sign in _OPEN) - (sign in _CLOSE) for sign in signs)
 
 
 def _bits(dtype: str) -> int:
