@@ -324,7 +324,7 @@ def _missing(platform: str) -> str:
         return f"libtpu, the TPU compiler: pip install 'jax[tpu]=={wanted}' (Linux on x86-64 only)"
     if platform != "cuda":
         return ""
-    fix = f"pip install jax-cuda12-plugin=={wanted} jax-cuda12-pjrt=={wanted} nvidia-cuda-nvcc-cu12 (Linux only)"
+    fix = f"pip install jax-cuda12-plugin=={wanted} jax-cuda12-pjrt=={wanted} (Linux only)"
     plugins = [f"{name} {_version(name)}" for name in _CUDA_PLUGINS if _version(name)]
     if not plugins:
         return f"jax's CUDA plugin, the GPU compiler (no driver, no GPU): {fix}"
