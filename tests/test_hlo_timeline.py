@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.hlo.cost import Cost, Costs, tasks
+from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Loop, Node, Program, Task, Wait
 from jaxpar.hlo.timeline import Timeline, replay
 
 pytestmark = pytest.mark.quick
 
+DATA = Path(__file__).parent / "data" / "hlo"
 GATHER = Collective("all-gather", ((0, 1),), 1024, "bf16")
 
 
@@ -214,6 +217,53 @@ def test_a_deep_nest_of_many_tasks_is_quick():
     found = played(Loop("microbatches", 32, (Loop("layers", 126, (*layer, windows)), matmul(1.0))))
     assert time.perf_counter() - began < 2.0
     assert found.seconds == pytest.approx(32 * (126 * (100 + 4.5) + 1))
+
+
+# Compiled programs, read from their text, at prices that make the answer plain.
+
+SECONDS = {"matmul": 5.0, "collective": 3.0, "host_copy": 2.0, "fusion": 0.5, "copy": 0.25, "control": 0.0}
+
+
+def played_text(name: str, **seconds: float) -> Timeline:
+    """The timeline of a stored program; every task costs what its kind does, links and the host have a lane each."""
+    prices = SECONDS | seconds
+    subject = read_program((DATA / f"{name}.txt").read_text(encoding="utf-8"))
+    lane = {"collective": "link", "host_copy": "host", "copy": "dma"}
+
+    def cost(task: Task) -> Cost:
+        own = (lane[task.kind],) if task.kind in lane and (task.asynchronous or task.kind != "copy") else ()
+        return Cost(prices[task.kind], own if task.asynchronous else ("compute", *own), "cycles")
+
+    found = replay(subject, Costs({path: cost(task) for path, task, _ in tasks(subject.nodes)}))
+    assert_adds_up(found)
+    return found
+
+
+@pytest.mark.parametrize(("link", "trip"), [(3.0, 0.25 + 10.5), (20.0, 0.25 + 20.0)])
+def test_a_ring_written_by_hand_for_gpus_overlaps_its_permutes(link, trip):
+    """4 trips: a copy, then a permute beside two matmuls and an addition. Before them two copies and a broadcast."""
+    found = played_text("gpu_ring", collective=link)
+    assert found.seconds == pytest.approx(0.25 + 0.5 + 4 * trip)
+    assert found.exposed_communication == pytest.approx(4 * max(0.0, link - 10.5))
+    assert found.lanes["link"] == 4 * link
+
+
+@pytest.mark.parametrize("link", [2.0, 4.0])
+def test_the_tpu_compilers_own_windowed_loop_overlaps_its_permutes(link):
+    """2 trips of two windows: in each a pair of permutes on one link beside a matmul, started a fusion (0.5) apart in
+    the first. After the loop one more permute, with nothing to hide behind."""
+    found = played_text("tpu_windowed_loop", collective=link)
+    # The first pair has a fusion's head start on its matmul, the second none.
+    assert found.exposed_communication == pytest.approx(link + 2 * (max(0.0, 2 * link - 5.5) + max(0.0, 2 * link - 5)))
+    assert found.busy["matmul"] == 2 * 2 * 5.0
+
+
+@pytest.mark.parametrize(("link", "stall"), [(2.0, 0.0), (5.25, 0.0), (9.0, 3.75)])
+def test_a_gpu_program_that_offloads_behind_a_matmul(link, stall):
+    """A copy to the host beside a slice (0.25) and a matmul (5); another matmul comes after the wait."""
+    found = played_text("gpu_host_copy", host_copy=link)
+    assert found.host_stall == pytest.approx(stall)
+    assert found.seconds == pytest.approx(10.25 + stall)
 
 
 # Loops against the same loops unrolled: random programs.
