@@ -197,7 +197,7 @@ def _here() -> Target:
     first = devices[0]
     platform: Platform = {"gpu": "cuda", "tpu": "tpu"}.get(first.platform, "cpu")  # pyright: ignore[reportAssignmentType]
     known = hardware_of(first.device_kind) or Hardware(chip=first.device_kind, device_kinds=(first.device_kind,))
-    slices = len({_slice_index(device, devices) for device in devices})
+    slices = len(set(_slice_indices(devices)))
     ici = known.ici
     if platform == "tpu":
         shape = _extent([device.coords for device in devices], ici)
@@ -216,11 +216,12 @@ def _extent(coords: Sequence[Sequence[int]], ici: Interconnect) -> tuple[int, ..
     return tuple(max(place[axis] for place in coords) + 1 for axis in range(axes))
 
 
-def _slice_index(device: Any, devices: Sequence[Any]) -> int:
-    """The slice of a device; GPUs that are not here have it 0 everywhere and a process for each node."""
-    if len({getattr(other, "slice_index", None) for other in devices}) > 1:
-        return device.slice_index
-    return 0 if device.platform == "tpu" else device.process_index
+def _slice_indices(devices: Sequence[Any]) -> list[int]:
+    """The slice or node of each device. GPUs that are not here are all of slice 0, with a process for each node."""
+    found = [getattr(device, "slice_index", None) or 0 for device in devices]
+    if len(set(found)) == 1 and devices[0].platform != "tpu":
+        return [device.process_index for device in devices]
+    return found
 
 
 # Devices to compile for.
@@ -357,15 +358,15 @@ def check_mesh(spec: MeshSpec, target: Target) -> None:
 def places(devices: Sequence[jax.Device], target: Target) -> tuple[Position, ...]:
     """Where each device sits, in the order given: `places(mesh.devices.flat, target)` for a program's positions."""
     devices = list(devices)
-    axes = len(target.hardware.ici.shape)
+    slices = _slice_indices(devices)
     if target.platform == "tpu":
+        axes = len(target.hardware.ici.shape)
         return tuple(
-            Position(_slice_index(device, devices), tuple(device.coords[:axes]), device.core_on_chip)  # pyright: ignore
-            for device in devices
+            Position(slice, tuple(device.coords[:axes]), device.core_on_chip)  # pyright: ignore[reportAttributeAccessIssue]
+            for device, slice in zip(devices, slices, strict=True)
         )
-    seats: dict[int, int] = {}  # within its node, in the order of ids
-    nodes: dict[int, int] = {}
-    for device in sorted(devices, key=lambda device: device.id):
-        node = _slice_index(device, devices)
-        seats[device.id] = nodes[node] = nodes.get(node, -1) + 1
-    return tuple(Position(_slice_index(device, devices), (seats[device.id],)) for device in devices)
+    members: dict[int, list[int]] = {}  # ids by node, in order
+    for number, node in sorted((device.id, node) for device, node in zip(devices, slices, strict=True)):
+        members.setdefault(node, []).append(number)
+    seats = {number: seat for numbers in members.values() for seat, number in enumerate(numbers)}
+    return tuple(Position(node, (seats[device.id],)) for device, node in zip(devices, slices, strict=True))

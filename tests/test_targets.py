@@ -1,8 +1,10 @@
 """Targets: names and their sizes, devices for every kind of chip from the real compilers, and where those sit."""
 
 import dataclasses
+import itertools
 import math
 import os
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +136,46 @@ def test_here_is_the_devices_of_this_process():
     assert target.hardware.chip == "simulated CPU device"
     assert target_devices(target) == jax.devices()
     assert places(jax.devices(), target) == tuple(Position(0, (index,)) for index in range(8))
+
+
+def fake(platform: str, kind: str, **attributes) -> SimpleNamespace:
+    """A device as JAX shows it on a machine that has one."""
+    return SimpleNamespace(platform=platform, device_kind=kind, **{"process_index": 0, "slice_index": 0} | attributes)
+
+
+def test_here_may_be_a_tpu_slice(monkeypatch):
+    cube = itertools.product(range(4), repeat=3)
+    devices = [fake("tpu", "TPU v5", id=i, coords=list(place), core_on_chip=0) for i, place in enumerate(cube)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    target = load_target("here")
+    assert dataclasses.replace(target, name="v5p-64", chip="v5p") == dataclasses.replace(
+        load_target("v5p-64"), vendor_name="", note=""
+    )
+    assert places(devices, target)[7] == Position(0, (0, 1, 3))
+
+
+def test_here_may_have_two_devices_a_chip(monkeypatch):
+    places_7x = itertools.product(range(2), range(2), range(1), range(2))
+    devices = [fake("tpu", "TPU7x", id=i, coords=[x, y, z], core_on_chip=c) for i, (x, y, z, c) in enumerate(places_7x)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    target = load_target("here")
+    assert (target.hardware.chips, target.devices, target.topology) == (4, 8, "2x2x1")
+    assert not any(target.hardware.ici.wraps)
+
+
+def test_here_may_be_two_nodes_of_gpus(monkeypatch):
+    devices = [fake("gpu", "NVIDIA H200", id=i, process_index=i // 4, slice_index=i // 4) for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    target = load_target("here")
+    assert (target.platform, target.slices, target.topology, target.hardware.ici.shape) == ("cuda", 2, "2x4", (4,))
+    assert target.hardware.ici.axis_bandwidth == load_target("h200x8").hardware.ici.axis_bandwidth
+    assert places(devices[::-1], target)[:2] == (Position(1, (3,)), Position(1, (2,)))
+
+
+def test_an_unknown_chip_here_has_no_figures(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [fake("gpu", "NVIDIA Nonesuch", id=0)])
+    hardware = load_target("here").hardware
+    assert (hardware.chip, hardware.chips, hardware.hbm_bytes) == ("NVIDIA Nonesuch", 1, 0)
 
 
 # Missing compilers.
