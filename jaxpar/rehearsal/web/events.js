@@ -5,6 +5,8 @@ const KIND_ORDER = ["matmul", "kernel", "fusion", "copy", "control", "all-gather
   "all-to-all", "ppermute", "collective", "host_copy", "exposed", "host_stall", "copy_stall"];
 const STALL_KINDS = new Set(["exposed", "host_stall", "copy_stall"]);
 
+const PHASE_ORDER = ["forward", "recomputed", "backward", "update"];
+
 /** Shorter gaps are rounding: events are kept in whole nanoseconds. */
 const SHORTEST_GAP_US = 0.01;
 
@@ -126,6 +128,18 @@ function markSynchronous(rows, instructions) {
   }
 }
 
+/** The events of one execution, on as many lanes as it holds, by instruction and start. */
+function twinsOf(lanes) {
+  const twins = new Map();
+  for (const lane of lanes) {
+    for (let i = 0; i < lane.count; i += 1) {
+      const key = `${lane.index[i]} ${lane.start[i]}`;
+      if (twins.has(key)) twins.get(key).push([lane, i]); else twins.set(key, [[lane, i]]);
+    }
+  }
+  return twins;
+}
+
 /** Adds waiting to the rows of the compute lane wherever it has nothing to do while links or the host are busy. */
 function addStalls(rows, lanes, instructions) {
   const last = Math.max(0, ...lanes.filter((lane) => lane.count).map((lane) => lane.latest[lane.count - 1]));
@@ -133,9 +147,10 @@ function addStalls(rows, lanes, instructions) {
   const onLinks = underEvents(gaps, lanes.filter((lane) => isLinkLane(lane.name)));
   const onHost = underEvents(onLinks.left, lanes.filter((lane) => lane.name === "host"));
   const onSelf = underEvents(onHost.left, lanes.filter((lane) => ["dma", "side"].includes(lane.name)));
+  const twins = twinsOf(lanes);
   for (const [kind, stalls] of [["exposed", onLinks.stalls], ["host_stall", onHost.stalls], ["copy_stall", onSelf.stalls]]) {
     for (const [start, end, lane, i] of stalls) {
-      lane.exposed[i] += end - start;
+      for (const [other, k] of twins.get(`${lane.index[i]} ${lane.start[i]}`)) other.exposed[k] += end - start;
       rows.push([start, end, instructions.waiting(kind, lane.index[i]), 0]);
     }
   }
@@ -169,7 +184,7 @@ function loadTimeline(timeline) {
   if (computeAt >= 0) addStalls(rows[computeAt], others, instructions);
   const lanes = others.map((lane, i) => (i === computeAt ? laneOf("compute", rows[i]) : lane)).filter((lane) => lane.count);
   const compute = lanes.find((lane) => lane.name === "compute") || null;
-  const phases = [...new Set(timeline.phases)];
+  const phases = [...new Set([...PHASE_ORDER.filter((phase) => timeline.phases.includes(phase)), ...timeline.phases])];
   return {
     lanes, compute, instructions: instructions.rows, phases,
     phaseLane: laneOf("phase", compute ? phaseRows(compute, instructions, phases) : []),

@@ -167,6 +167,9 @@ function showLegend(view) {
     });
     byId("legend").append(button);
   }
+  for (const phase of view.model.phases) {
+    byId("legend").append(element("span", { class: "phase" }, swatch(phase, "flat"), phase));
+  }
 }
 
 /** Calls `move` with the pixels since the last call while the pointer is held, `click` where it did not move. */

@@ -5,6 +5,8 @@ const HEIGHTS = { overview: 40, axis: 24, phase: 12, loop: 19, compute: 58, lane
 const OWN_COLOR = { exposed: "exposed-ink", host_stall: "host_copy", copy_stall: "copy", loop: "idle" };
 const FONT = "12px system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif";
 
+const CHARACTER = 6.4; // mean width, pixels
+
 /** What is on show. Times in microseconds; `width` of the canvas and `left`, where its lanes begin; `drawn` lists the rows on the canvas for finding what is under the pointer. */
 function newView(model) {
   const canvas = byId("lanes"), overview = byId("overview");
@@ -138,7 +140,8 @@ function drawLoop(view, loop, y) {
   context.lineTo(x1 - 0.5, y + HEIGHTS.loop - 7);
   context.lineTo(x1 - 0.5, y + HEIGHTS.loop - 2);
   context.stroke();
-  const text = clipped(`${loop.name} × ${loop.trips}`, x1 - x0 - 16);
+  const room = (x1 - x0 - 16) / CHARACTER;
+  const text = [`${loop.name} × ${loop.trips}`, `× ${loop.trips}`].find((choice) => choice.length <= room);
   if (!text) return;
   const width = context.measureText(text).width + 10;
   context.fillStyle = view.colors.card;
@@ -149,7 +152,7 @@ function drawLoop(view, loop, y) {
 
 /** As much of a text as fits in a width, by the mean width of a character; nothing where that says nothing. */
 function clipped(text, width) {
-  const room = Math.floor(width / 6.4);
+  const room = Math.floor(width / CHARACTER);
   if (text.length <= room) return text;
   return room < 4 ? "" : `${text.slice(0, room - 1)}…`;
 }
@@ -169,7 +172,7 @@ function drawLane(view, lane, y, height, kindOf, plain) {
     const alpha = plain ? 1 : strength(view, lane.index[i]);
     if (alpha === 0) continue;
     const x0 = xOf(view, lane.start[i]), x1 = xOf(view, lane.end[i]);
-    if (x1 - x0 < 1.5) { addToColumn(columns, (x0 + x1) / 2, kind, (x1 - x0) * alpha); continue; }
+    if (x1 - x0 < 1.5) { addToColumns(columns, x0, x1, kind, alpha); continue; }
     context.globalAlpha = alpha;
     drawBar(view, lane, i, kind, Math.max(x0, -10), Math.min(x1, view.width + 10), y, height, plain);
   }
@@ -181,8 +184,9 @@ function drawBar(view, lane, i, kind, x0, x1, y, height, plain) {
   const { context } = view;
   const waits = STALL_KINDS.has(kind);
   const width = Math.max(x1 - x0 - (x1 - x0 > 4 ? 0.8 : 0), 1);
-  context.fillStyle = waits ? view.colors.card : view.colors[kind] || view.colors.other;
+  context.fillStyle = waits && width > 6 ? view.colors.card : view.colors[kind] || view.colors.other;
   context.fillRect(x0, y, width, height);
+  if (waits && width <= 6) return;
   if (waits || (!plain && lane.repeats[i])) {
     context.fillStyle = view.pattern;
     context.fillRect(x0, y, width, height);
@@ -225,10 +229,12 @@ function newColumns(view, y, height) {
   return { view, y, height, x: null, sums: new Map() };
 }
 
-function addToColumn(columns, x, kind, width) {
-  const pixel = Math.floor(x);
-  if (pixel !== columns.x) { flushColumn(columns); columns.x = pixel; }
-  columns.sums.set(kind, (columns.sums.get(kind) || 0) + width);
+function addToColumns(columns, x0, x1, kind, alpha) {
+  for (let pixel = Math.floor(x0); pixel < x1; pixel += 1) {
+    if (pixel !== columns.x) { flushColumn(columns); columns.x = pixel; }
+    const width = Math.min(x1, pixel + 1) - Math.max(x0, pixel);
+    columns.sums.set(kind, (columns.sums.get(kind) || 0) + alpha * width);
+  }
 }
 
 /** Entries of a map by kind, work first. */
