@@ -59,7 +59,7 @@ def _kind(module: Module, computation: Computation, instruction: Instruction, wo
     if is_control(computation, instruction):
         return "control"
     moves = _only_moves(module, instruction)
-    shapes = [computation.instructions[name].shape for name in instruction.operands]
+    shapes = [operand.shape for operand in computation.operands(instruction)]
     on_host = any(leaf.space == HOST for shape in (*shapes, instruction.shape) for leaf in shape.leaves())
     if (moves and on_host) or instruction.opcode in _HOST_TRANSFERS:
         return "host_copy"
@@ -68,7 +68,7 @@ def _kind(module: Module, computation: Computation, instruction: Instruction, wo
 
 def is_control(computation: Computation, instruction: Instruction) -> bool:
     """Bookkeeping on scalars: loop counters, offsets of slices."""
-    shapes = [computation.instructions[name].shape for name in instruction.operands]
+    shapes = [operand.shape for operand in computation.operands(instruction)]
     if instruction.opcode in ("dynamic-slice", "slice"):
         shapes = []
     return all(leaf.elements <= 1 for shape in (*shapes, instruction.shape) for leaf in shape.leaves())
@@ -103,7 +103,7 @@ def cycles(instruction: Instruction) -> int | None:
 
 def _operand_dtype(computation: Computation, instruction: Instruction) -> str:
     """Of the largest operand: what a kernel multiplies, not its tables."""
-    shapes: list[Shape] = [computation.instructions[name].shape for name in instruction.operands]
+    shapes = [operand.shape for operand in computation.operands(instruction)]
     return max(shapes, key=lambda shape: shape.bytes).dtype if shapes else ""
 
 

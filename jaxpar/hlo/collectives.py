@@ -30,6 +30,7 @@ def collective_of(
     """The collective that an instruction is or wraps (in a fusion, a call, an async-start); None when there is none.
 
     Transfers to and from the host (`send` with is_host_transfer, of anything but the traffic between slices) are none.
+    Groups are empty where the text has them in a form that nobody here knows.
     """
     kind = KINDS.get(instruction.base)
     if instruction.attributes.get("is_host_transfer") == "true":
@@ -60,7 +61,7 @@ def _scattered(instruction: Instruction, found: Collective) -> Collective:
 
 
 def _collective(computation: Computation, instruction: Instruction, kind: CollectiveKind, groups: Groups) -> Collective:
-    operands = [computation.instructions[name].shape for name in instruction.operands]
+    operands = [operand.shape for operand in computation.operands(instruction)]
     if instruction.opcode == "recv":  # one whose send is not in this computation
         operands = [next(instruction.shape.leaves())]
     elif instruction.base in ("send", "ragged-all-to-all") or "slice_sizes" in instruction.attributes:
@@ -84,10 +85,13 @@ def _sliced_bytes(instruction: Instruction, whole: Shape) -> int:
 
 
 def _groups(module: Module, instruction: Instruction, kind: CollectiveKind) -> Groups:
-    if kind != "ppermute":
-        return replica_groups(instruction, module.devices)
-    if instruction.opcode == "collective-broadcast":
+    try:
         groups = replica_groups(instruction, module.devices)
+    except ValueError:
+        return ()
+    if kind != "ppermute":
+        return groups
+    if instruction.opcode == "collective-broadcast":
         return tuple((group[0], other) for group in groups for other in group[1:])
     pairs = source_target_pairs(instruction)
     if pairs:

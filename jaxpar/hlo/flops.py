@@ -35,7 +35,9 @@ class Work:
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
     """The matmuls of one instruction, those in the computations it calls included (a loop inside counts once)."""
-    shapes = [operand.shape for name in instruction.operands if (operand := computation.instructions.get(name))]
+    shapes = [operand.shape for operand in computation.operands(instruction)]
+    if len(shapes) < len(instruction.operands):
+        return Work()  # a text cut short
     match instruction.base:
         case "dot" | "ragged-dot":
             flops = dot_flops(instruction, shapes[0])

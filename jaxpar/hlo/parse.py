@@ -151,6 +151,10 @@ class Computation:
         found = {int(i.literal): i.name for i in self.instructions.values() if i.opcode == "parameter"}
         return tuple(found[number] for number in sorted(found))
 
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that an instruction uses; those that a text cut short does not have are left out."""
+        return [self.instructions[name] for name in instruction.operands if name in self.instructions]
+
     @cached_property
     def users(self) -> dict[str, tuple[Instruction, ...]]:
         """Who uses each instruction, within the computation."""

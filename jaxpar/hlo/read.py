@@ -169,6 +169,8 @@ def _read_task(
     name = opcodes.unknown_name(instruction)
     if name:
         reader.unknown[name] += 1
+    if task.collective and not task.collective.groups:
+        reader.notes.append(f"{task.name}: between which devices, the text does not say")
     if task.kind == "kernel" and not task.flops and opcodes.target(instruction).startswith(opcodes.PALLAS_TARGETS):
         reader.notes.append(f"{task.name}: a kernel without a cost estimate, its FLOPs are not counted")
     position = into.add(replace(task, depends=tuple(sorted(merged.tasks))), merged)

@@ -54,7 +54,7 @@ def result_of(instruction: Instruction) -> Shape:
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Bytes read plus bytes written by one execution of an instruction."""
-    operands = [operand for name in instruction.operands if (operand := computation.instructions.get(name))]
+    operands = computation.operands(instruction)
     inner = module.computations.get(instruction.called[0]) if instruction.called else None
     result = result_of(instruction)
     if instruction.base in ("fusion", "call", "async") and inner is not None:
