@@ -14,6 +14,7 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.metrics import bytes_text
 from jaxpar.report import PACKAGES
 from jaxpar.runtime import start
+from jaxpar.targets import compilers
 
 OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "transformers", "torch")
 
@@ -36,7 +37,8 @@ KNOWN_BAD = (
     ),
     KnownBad(
         lambda versions, backend: backend == "cpu" and any("cuda" in name for name in versions),
-        "a CUDA plugin is installed and JAX runs on CPU: no driver or no GPU is visible (see `nvidia-smi`)",
+        "a CUDA plugin is installed and JAX runs on CPU: no driver or no GPU is visible (see `nvidia-smi`); "
+        "all is well if it is there to rehearse",
     ),
     KnownBad(
         lambda versions, _: versions.get("orbax-checkpoint") == "0.12.8",
@@ -69,6 +71,7 @@ def examine() -> tuple[list[str], list[str]]:
         f"backend      {backend}: {len(devices)} x {first.device_kind}{limit}",
         f"processes    {jax.process_count()}",
         f"memory kinds {', '.join(sorted(memory.kind for memory in first.addressable_memories()))}",
+        *(f"compiler     for {name} targets: {what}" for name, what in compilers().items()),
         f"hardware     {hardware.chip if hardware else 'no preset knows this chip: MFU will not be shown'}",
     ]
     return facts, [bad.what for bad in KNOWN_BAD if bad.applies(versions, backend)]

@@ -65,8 +65,13 @@ def devices_needed(spec: MeshSpec) -> int:
     return math.prod(max(size, 1) for size in axis_sizes(spec).values()) * math.prod(asdict(spec.dcn).values())
 
 
-def resolve(spec: MeshSpec, device_count: int) -> dict[MeshAxis, int]:
+def resolve(spec: MeshSpec, device_count: int, available: str = "") -> dict[MeshAxis, int]:
     """ICI sizes with -1 filled in, checked against `device_count`.
+
+    Args:
+      spec: sizes by axis.
+      device_count: devices of all slices.
+      available: what to say of them in a message; `64 are here` where empty.
 
     Raises:
       UserError: an axis of size 0 or below -1, two axes of -1, or a product that is not `device_count`.
@@ -87,7 +92,7 @@ def resolve(spec: MeshSpec, device_count: int) -> dict[MeshAxis, int]:
         return sizes
     if not free and fixed == device_count:
         return sizes
-    here = f"{device_count} {'is' if device_count == 1 else 'are'} here"
+    here = available or f"{device_count} {'is' if device_count == 1 else 'are'} here"
     given = {axis: size for axis, size in sizes.items() if size not in (1, -1)}
     shape = (describe(given) if given else "of 1 device") + (f" over {slices} slices" if slices > 1 else "")
     needs = f"a multiple of {fixed} devices" if free else f"{fixed} device{'s' if fixed > 1 else ''}"
@@ -137,7 +142,9 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Me
     elif math.prod(dcn) > 1:
         has_slices = len({getattr(device, "slice_index", 0) for device in devices}) > 1
         try:
-            grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, process_is_granule=not has_slices)
+            grid = mesh_utils.create_hybrid_device_mesh(
+                ici, dcn, devices, process_is_granule=not has_slices, allow_split_physical_axes=True
+            )
         except ValueError as error:
             raise UserError(
                 f"mesh.dcn {dict(zip(MESH_AXES, dcn, strict=True))} does not fit the slices here: {error}"

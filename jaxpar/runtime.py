@@ -7,6 +7,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 
@@ -40,7 +41,7 @@ def start(spec: MeshSpec) -> list[jax.Device]:
     if spec.distributed and not jax.distributed.is_initialized():
         _join()
     try:
-        with _quiet_libtpu():
+        with without_chips():
             devices = jax.devices()
     except RuntimeError as error:
         reason = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
@@ -85,14 +86,23 @@ def _join() -> None:
 
 
 @contextlib.contextmanager
-def _quiet_libtpu() -> Iterator[None]:
-    """Where libtpu is installed and no TPU is here, give it what it would miss in five lines before it says so in one.
+def without_chips() -> Iterator[None]:
+    """Tell the libraries of chips that are not here what they would look for, and complain of, on this machine.
 
-    Only while JAX starts: for a compilation for absent TPUs these settings mean something.
+    libtpu writes five lines of errors about the missing machine, and refuses a second process, which only a real chip
+    needs. The CUDA plugin wants libraries that only running needs, and else is left out, its compiler too. Both read
+    this once, when they are loaded.
     """
-    no_chip = os.environ.get("TPU_SKIP_MDS_QUERY")  # set by JAX where it sees none
-    settings = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
-    missing = {key: value for key, value in settings.items() if no_chip and key not in os.environ}
+    settings = {}
+    if os.environ.get("TPU_SKIP_MDS_QUERY"):  # set by JAX where it sees no TPU
+        settings |= {
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
+    if not any(Path("/dev").glob("nvidia*")) and not Path("/dev/dxg").exists():  # dxg: the driver under Windows
+        settings["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    missing = {key: value for key, value in settings.items() if key not in os.environ}
     os.environ.update(missing)
     try:
         yield

@@ -2,11 +2,9 @@
 
 import dataclasses
 import math
-import os
 
 import jax
 import pytest
-from jax.experimental import topologies
 
 from jaxpar.config import Config, load_config
 from jaxpar.hardware import load_mesh_preset
@@ -14,6 +12,7 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.metrics import bytes_text
 from jaxpar.models import Model
 from jaxpar.step import batch_shapes, make_plan, make_train_step, state_shapes, state_shardings
+from jaxpar.targets import load_target, target_devices
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not here: pip install 'jaxpar[rehearse]'")
 pytestmark = pytest.mark.slow
@@ -21,9 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def v5p_64() -> list[jax.Device]:
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-128")  # the vendor counts cores
-    return list(topologies.get_topology_desc(platform="tpu", topology_name="v5p:4x4x4").devices)
+    return target_devices(load_target("v5p-64"))
 
 
 @pytest.mark.parametrize(

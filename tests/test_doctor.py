@@ -50,6 +50,9 @@ def test_the_facts_are_those_of_this_process():
     assert "8 x cpu" in text
     assert f"jax {installed()['jax']}" in text
     assert "pinned_host" in text
+    for platform in ("tpu", "cuda"):
+        (line,) = [fact for fact in facts if f"for {platform} targets" in fact]
+        assert "pip install" in line or any(package in line for package in installed())
     assert set(warnings) <= {bad.what for bad in KNOWN_BAD}
 
 

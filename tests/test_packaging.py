@@ -37,9 +37,9 @@ def test_every_folder_of_modules_is_installed():
     assert sorted(map(folder_of, SETUPTOOLS["packages"])) == sorted(found)
 
 
-@pytest.mark.parametrize("folder", ["meshes", "configs"])
+@pytest.mark.parametrize("folder", ["meshes", "meshes/chips", "configs"])
 def test_every_preset_can_be_read_from_the_installed_package(folder):
-    found = presets(f"jaxpar.{folder}")
+    found = presets(f"jaxpar.{folder.replace('/', '.')}")
     assert set(found) == {file.stem for file in (ROOT / folder).glob("*.toml")}
     assert found
     for file in found.values():
@@ -82,5 +82,6 @@ def test_a_wheel_holds_the_presets_and_no_other_top_level_package(tmp_path):
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"jaxpar"}
-    data = {f"jaxpar/{folder}/{file.name}" for folder in INSIDE for file in (ROOT / folder).glob("*.toml")}
+    data = {f"jaxpar/{file.relative_to(ROOT)}" for folder in INSIDE for file in (ROOT / folder).rglob("*.toml")}
+    data |= {f"jaxpar/rehearsal/web/{file.name}" for file in (ROOT / "jaxpar/rehearsal/web").iterdir()}
     assert {"jaxpar/py.typed", "jaxpar/models/gpt2.py", *data} <= set(names)

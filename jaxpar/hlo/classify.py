@@ -1,0 +1,117 @@
+"""One instruction as one task: which kind it is and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpar.hlo import opcodes
+from jaxpar.hlo.collectives import collective_of
+from jaxpar.hlo.flops import Work, backend_config, work_of
+from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
+from jaxpar.hlo.slices import Devices
+from jaxpar.hlo.tasks import Kind, Place, Task
+from jaxpar.hlo.traffic import HOST, MOVES, result_of, traffic
+
+_NO_ARITHMETIC = MOVES | opcodes.FREE
+_HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")  # sends between devices are collectives
+_CYCLES = '"estimated_cycles":"'
+
+
+def task_of(module: Module, devices: Devices, computation: Computation, instruction: Instruction, place: Place) -> Task:
+    """The task of an instruction that takes time, without its dependencies."""
+    collective = collective_of(module, devices, computation, instruction)
+    if collective and not opcodes.owns_collective(module, instruction):
+        collective = None
+    work, bytes_ = work_of(module, computation, instruction), traffic(module, computation, instruction)
+    if opcodes.target(instruction) and not work.flops:
+        work, bytes_ = _stated_cost(instruction, _operand_dtype(computation, instruction), bytes_)
+    kind = "collective" if collective else _kind(module, computation, instruction, work)
+    result = next(result_of(instruction).leaves(), instruction.shape)
+    return Task(
+        instruction.name,
+        instruction.opcode,
+        kind,
+        place,
+        flops=work.flops,
+        bytes=_copied_bytes(module, computation, instruction) if kind == "host_copy" else bytes_,
+        cycles=cycles(instruction),
+        dtype=work.dtype or result.dtype,
+        shape=_shown(result_of(instruction)),
+        collective=collective,
+        asynchronous=opcodes.is_start(module, instruction),
+    )
+
+
+def _shown(shape: Shape) -> str:
+    """A shape for people; of a long tuple the largest array."""
+    if len(shape.parts) <= 2:
+        return str(shape)
+    largest = max(shape.leaves(), key=lambda leaf: leaf.bytes)
+    return f"{largest} and {len(list(shape.leaves())) - 1} more"
+
+
+def _kind(module: Module, computation: Computation, instruction: Instruction, work: Work) -> Kind:
+    target = opcodes.target(instruction)
+    if target:
+        return "matmul" if target.startswith(opcodes.GEMM_TARGETS) else "kernel"
+    if work.flops:
+        return "matmul"
+    if is_control(computation, instruction):
+        return "control"
+    moves = _only_moves(module, instruction)
+    shapes = [computation.instructions[name].shape for name in instruction.operands]
+    on_host = any(leaf.space == HOST for shape in (*shapes, instruction.shape) for leaf in shape.leaves())
+    if (moves and on_host) or instruction.opcode in _HOST_TRANSFERS:
+        return "host_copy"
+    return "copy" if moves else "fusion"
+
+
+def is_control(computation: Computation, instruction: Instruction) -> bool:
+    """Bookkeeping on scalars: loop counters, offsets of slices."""
+    shapes = [computation.instructions[name].shape for name in instruction.operands]
+    if instruction.opcode in ("dynamic-slice", "slice"):
+        shapes = []
+    return all(leaf.elements <= 1 for shape in (*shapes, instruction.shape) for leaf in shape.leaves())
+
+
+def _only_moves(module: Module, instruction: Instruction) -> bool:
+    """Whether nothing is computed: a copy, a change of layout, a slice, or a fusion of such with offsets."""
+    if instruction.base in MOVES:
+        return True
+    if instruction.base not in ("fusion", "call", "async"):
+        return False
+    inner = [module.computations[name] for name in instruction.called if name in module.computations]
+    called = [i for computation in inner for i in computation.instructions.values() if i.shape.elements > 1]
+    return bool(called) and all(i.opcode in _NO_ARITHMETIC or _only_moves(module, i) for i in called)
+
+
+def _copied_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """What crosses the host link: the result, or where an array is updated in place, the update."""
+    inner = module.computations.get(instruction.called[0]) if instruction.called else None
+    root, where = (inner.instructions[inner.root], inner) if inner else (instruction, computation)
+    if root.base == "dynamic-update-slice":
+        return where.instructions[root.operands[1]].shape.bytes
+    return result_of(root).bytes
+
+
+def cycles(instruction: Instruction) -> int | None:
+    """The TPU compiler's estimate of one execution, in core clock cycles; None where it made none."""
+    _, found, rest = instruction.tail.partition(_CYCLES)
+    number = rest.partition('"')[0]
+    return int(number) if found and number.isdigit() and 0 < int(number) < 2**60 else None
+
+
+def _operand_dtype(computation: Computation, instruction: Instruction) -> str:
+    """Of the largest operand: what a kernel multiplies, not its tables."""
+    shapes: list[Shape] = [computation.instructions[name].shape for name in instruction.operands]
+    return max(shapes, key=lambda shape: shape.bytes).dtype if shapes else ""
+
+
+def _stated_cost(call: Instruction, dtype: str, bytes_: int) -> tuple[Work, int]:
+    """FLOPs and bytes that a Pallas kernel's author stated; no FLOPs and the arrays' bytes where none did."""
+    estimate: Any = backend_config(call)
+    for key in ("custom_call_config", "cost_estimate"):
+        estimate = estimate.get(key, {}) if isinstance(estimate, dict) else {}
+    if not estimate:
+        return Work(), bytes_
+    return Work(float(estimate.get("flops", 0)), dtype), int(estimate.get("bytes_accessed", bytes_))

@@ -1,0 +1,98 @@
+"""Collectives: what moves, between which devices, in one execution of an instruction."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from math import prod
+
+from jaxpar.hlo.groups import Groups, replica_groups, source_target_pairs
+from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, split
+from jaxpar.hlo.slices import TRANSFERS, Devices, megascale
+from jaxpar.hlo.tasks import Collective, CollectiveKind
+
+KINDS: dict[str, CollectiveKind] = {
+    "all-gather": "all-gather",
+    "reduce-scatter": "reduce-scatter",
+    "all-reduce": "all-reduce",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all",
+    "collective-permute": "ppermute",
+    "collective-broadcast": "ppermute",
+    "send": "ppermute",
+    "recv": "ppermute",
+}
+
+
+def collective_of(
+    module: Module, devices: Devices, computation: Computation, instruction: Instruction
+) -> Collective | None:
+    """The collective that an instruction is or wraps (in a fusion, a call, an async-start); None when there is none.
+
+    Transfers to and from the host (`send` with is_host_transfer, of anything but the traffic between slices) are none.
+    """
+    kind = KINDS.get(instruction.base)
+    if instruction.attributes.get("is_host_transfer") == "true":
+        said = megascale(instruction)
+        kind = TRANSFERS.get(said.get("_xla_megascale_transfer_type", ""), "ppermute") if said else None
+        groups = devices.between(said["_xla_megascale_target"]) if "_xla_megascale_target" in said else ()
+        return _collective(computation, instruction, kind, groups) if kind else None
+    if kind is not None:
+        groups = devices.everywhere(_groups(module, instruction, kind))
+        return _collective(computation, instruction, kind, groups)
+    if instruction.base not in ("fusion", "call", "async"):
+        return None
+    for name in instruction.called:
+        inner = module.computations.get(name)
+        for called in inner.instructions.values() if inner else ():
+            found = collective_of(module, devices, inner, called) if inner else None
+            if found is not None:
+                return _scattered(instruction, found)
+    return None
+
+
+def _scattered(instruction: Instruction, found: Collective) -> Collective:
+    """An all-reduce wrapped with the slice of its own part: how the TPU compiler writes a reduce-scatter."""
+    results = [leaf for leaf in instruction.shape.leaves() if leaf.dtype == found.dtype]
+    if found.kind == "all-reduce" and sum(leaf.bytes for leaf in results) < found.bytes:
+        return Collective("reduce-scatter", found.groups, found.bytes, found.dtype)
+    return found
+
+
+def _collective(computation: Computation, instruction: Instruction, kind: CollectiveKind, groups: Groups) -> Collective:
+    operands = [computation.instructions[name].shape for name in instruction.operands]
+    if instruction.opcode == "recv":  # one whose send is not in this computation
+        operands = [next(instruction.shape.leaves())]
+    elif instruction.base in ("send", "ragged-all-to-all") or "slice_sizes" in instruction.attributes:
+        operands = operands[:1]  # the others are offsets, sizes and tokens
+    leaves = [leaf for operand in operands for leaf in operand.leaves() if leaf.bytes]
+    bytes_ = sum(leaf.bytes for leaf in leaves)
+    if "slice_sizes" in instruction.attributes:  # parts of a larger buffer, in place
+        bytes_ = min(bytes_, _sliced_bytes(instruction, leaves[0]))
+    if kind == "all-gather":
+        bytes_ *= len(groups[0]) if groups else 1
+    by_dtype: Counter[str] = Counter()
+    for leaf in leaves:
+        by_dtype[leaf.dtype] += leaf.bytes
+    return Collective(kind, groups, bytes_, max(by_dtype, key=lambda dtype: by_dtype[dtype], default=""))
+
+
+def _sliced_bytes(instruction: Instruction, whole: Shape) -> int:
+    sizes = [re.findall(r"\d+", piece) for piece in split(instruction.attributes["slice_sizes"][1:-1])]
+    elements = sum(prod(int(size) for size in piece) for piece in sizes)
+    return elements * whole.bytes // max(whole.elements, 1)
+
+
+def _groups(module: Module, instruction: Instruction, kind: CollectiveKind) -> Groups:
+    if kind != "ppermute":
+        return replica_groups(instruction, module.devices)
+    if instruction.opcode == "collective-broadcast":
+        groups = replica_groups(instruction, module.devices)
+        return tuple((group[0], other) for group in groups for other in group[1:])
+    pairs = source_target_pairs(instruction)
+    if pairs:
+        return pairs
+    # send and recv carry their pairs in the frontend attributes.
+    stated = next((text for key, text in instruction.frontend.items() if key.endswith("source_target_pairs")), "")
+    numbers = [int(number) for number in re.findall(r"\d+", stated)]
+    return tuple(zip(numbers[::2], numbers[1::2], strict=False))

@@ -1,0 +1,188 @@
+"""Multiply-adds of matmuls: dots, convolutions (which is how the TPU compiler writes dots), and libraries' matmuls.
+
+2 per multiply-add. Elementwise work is not counted, nor are positions of a convolution that fall into its padding or
+into the holes of a dilated operand: XLA turns batch dims into windows over mostly padding, which no hardware computes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, prod
+from typing import Any
+
+from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
+
+GEMM_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul", "__triton$gemm")
+_ATTENTION = "__cudnn$fmha"
+_CONVOLUTION = "__cudnn$conv"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a task multiplies: FLOPs, and the operand type of the largest of its matmuls (empty when there is none)."""
+
+    flops: float = 0.0
+    dtype: str = ""
+
+    def plus(self, other: Work) -> Work:
+        """Both one after another."""
+        larger = self if self.flops >= other.flops else other
+        return Work(self.flops + other.flops, larger.dtype)
+
+
+def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
+    """The matmuls of one instruction, those in the computations it calls included (a loop inside counts once)."""
+    shapes = [operand.shape for name in instruction.operands if (operand := computation.instructions.get(name))]
+    match instruction.base:
+        case "dot" | "ragged-dot":
+            flops = dot_flops(instruction, shapes[0])
+        case "convolution":
+            flops = convolution_flops(instruction, shapes[0], shapes[1])
+        case "custom-call":
+            flops = library_flops(instruction, shapes)
+        case "fusion" | "call" | "async":
+            return _called_work(module, instruction)
+        case _:
+            return Work()
+    return Work(flops, shapes[0].dtype) if flops else Work()
+
+
+def _called_work(module: Module, instruction: Instruction) -> Work:
+    total = Work()
+    for name in instruction.called:
+        inner = module.computations.get(name)
+        for called in inner.instructions.values() if inner else ():
+            total = total.plus(work_of(module, inner, called)) if inner else total
+    return total
+
+
+def dot_flops(dot: Instruction, lhs: Shape) -> float:
+    """Of a `dot`: every output element sums over the contracted dims of its left operand."""
+    contracted = dot.numbers("lhs_contracting_dims")
+    return 2.0 * dot.shape.elements * prod(lhs.dims[dim] for dim in contracted)
+
+
+def convolution_flops(convolution: Instruction, lhs: Shape, rhs: Shape) -> float:
+    """Of a `convolution`, positions in padding left out; `dim_labels=b01f_01io->b01f` names the dims."""
+    labels = convolution.attributes.get("dim_labels", "")
+    lhs_labels, rhs_labels, out_labels = re.split(r"_|->", labels)
+    out = next(convolution.shape.leaves())
+    groups = int(convolution.attributes.get("batch_group_count", 1))
+    inputs, outputs = rhs.dims[rhs_labels.index("i")], rhs.dims[rhs_labels.index("o")]
+    batch = lhs.dims[lhs_labels.index("b")] // groups
+    window = _window(convolution.attributes.get("window", ""), sum(label.isdigit() for label in out_labels))
+    positions = 1
+    for dim, extent in enumerate(window):
+        label = str(dim)
+        sizes = lhs.dims[lhs_labels.index(label)], out.dims[out_labels.index(label)]
+        positions *= _positions(*sizes, *extent)
+    return 2.0 * inputs * outputs * batch * positions
+
+
+def _window(text: str, dims: int) -> list[tuple[int, int, int, int, int]]:
+    """(size, stride, padding before, dilation of the left, of the right operand) of each spatial dim."""
+    fields = dict(piece.split("=", 1) for piece in text.strip("{}").split() if "=" in piece)
+
+    def column(key: str, otherwise: str) -> list[str]:
+        return fields[key].split("x") if key in fields else [otherwise] * dims
+
+    before = [pad.split("_")[0] for pad in column("pad", "0_0")]
+    columns = column("size", "1"), column("stride", "1"), before, column("lhs_dilate", "1"), column("rhs_dilate", "1")
+    return [(int(a), int(b), int(c), int(d), int(e)) for a, b, c, d, e in zip(*columns, strict=True)]
+
+
+@lru_cache(maxsize=10_000)
+def _positions(lhs: int, out: int, size: int, stride: int, before: int, lhs_dilation: int, rhs_dilation: int) -> int:
+    """Pairs (output, window) positions of one spatial dim that meet an element of the left operand.
+
+    Output o and window w meet position `o * stride + w * rhs_dilation - before` of the dilated operand, which has an
+    element there when it is a multiple of lhs_dilation in range.
+    """
+    last = (lhs - 1) * lhs_dilation
+    period = lhs_dilation // gcd(lhs_dilation, stride)
+    total = 0
+    for w in range(size):
+        offset = w * rhs_dilation - before
+        low = max(0, -(offset // stride))  # the first o at or past position 0
+        high = min(out - 1, (last - offset) // stride)
+        first = next((o for o in range(low, low + period) if (o * stride + offset) % lhs_dilation == 0), None)
+        if first is not None and first <= high:
+            total += (high - first) // period + 1
+    return total
+
+
+def library_flops(call: Instruction, shapes: list[Shape]) -> float:
+    """Of a custom call that is a known library's matmul, convolution or attention; 0 for any other.
+
+    Attention by cuDNN: 4 B H S T h forward and 10 backward, halved where it is causal, since tiles above the diagonal
+    are skipped.
+    """
+    target = call.attributes.get("custom_call_target", "").strip('"')
+    config = backend_config(call)
+    if target.startswith(GEMM_TARGETS):
+        numbers = _find(config, "dot_dimension_numbers") or {}
+        contracted = [int(dim) for dim in numbers.get("lhs_contracting_dimensions", ())]
+        if not contracted and shapes:
+            contracted = [len(shapes[0].dims) - 1]
+        out = max((leaf for leaf in call.shape.leaves() if leaf.dims), key=lambda leaf: leaf.elements, default=None)
+        # A tuple holds a workspace beside the result, of bytes: the result is its first part.
+        first = next(call.shape.leaves(), out)
+        return 2.0 * first.elements * prod(shapes[0].dims[dim] for dim in contracted) if first and shapes else 0.0
+    if target.startswith(_ATTENTION) and len(shapes) >= 2:
+        return _attention_flops(target, config, shapes)
+    if target.startswith(_CONVOLUTION) and "dim_labels" in call.attributes:
+        return _library_convolution_flops(call, target, shapes)
+    return 0.0
+
+
+def _attention_flops(target: str, config: Any, shapes: list[Shape]) -> float:
+    q, k = shapes[0].dims, shapes[1].dims
+    if len(q) != 4 or len(k) != 4:
+        return 0.0
+    # Logical [B, S, H, h] or [B, H, S, h]: the product of q's dims times the keys' length, which is k's dim that is
+    # neither batch, nor heads, nor head_dim. The scores' shape says it where it stands in the configuration.
+    scores = _find(config, "intermediate_tensor_shape") or {}
+    dims = [int(dim) for dim in scores.get("dimensions", ())]
+    keys = dims[-1] if dims else k[1]
+    causal = "CAUSAL" in str(_find(config, "mask_type") or "")
+    per_pair = 10.0 if "Backward" in target else 4.0
+    return per_pair * prod(q) * keys * (0.5 if causal else 1.0)
+
+
+def _library_convolution_flops(call: Instruction, target: str, shapes: list[Shape]) -> float:
+    """Of cuDNN's convolutions, whose result is the first part of a tuple; gradients swap the roles of the arrays."""
+    out = next(call.shape.leaves())
+    lhs, rhs = shapes[0], shapes[1]
+    if "BackwardInput" in target:
+        lhs, out = out, lhs
+    elif "BackwardFilter" in target:
+        rhs, out = out, rhs
+    flat = Instruction(call.name, "convolution", out, call.operands, "", call.tail)
+    return convolution_flops(flat, lhs, rhs)
+
+
+def backend_config(instruction: Instruction) -> Any:
+    """The backend's own notes as JSON; {} when there are none or they are not JSON."""
+    text = instruction.attributes.get("backend_config", "")
+    if text.startswith('"'):
+        text = re.sub(r"\\(.)", r"\1", text[1:-1])
+    try:
+        return json.loads(text) if text else {}
+    except json.JSONDecodeError:
+        return {}
+
+
+def _find(config: Any, key: str) -> Any:
+    """The first value under a key, at any depth."""
+    if isinstance(config, dict):
+        if key in config:
+            return config[key]
+        config = list(config.values())
+    if isinstance(config, list):
+        for value in config:
+            if (found := _find(value, key)) is not None:
+                return found
+    return None

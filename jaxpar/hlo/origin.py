@@ -1,0 +1,119 @@
+"""Where a task comes from: the model's named scopes, forward or backward, and the line of Python.
+
+jax writes a path such as `jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/block/mlp/dot_general`. The last
+word is the operation; wrappers are jax's own. What recomputation looks like: `rematted_computation` on the path, which
+jax.checkpoint puts there for what the backward runs again; the backward itself has `transpose(...)`, and the rest is
+forward.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
+
+from jaxpar.hlo.parse import Frame, Instruction, Module, words
+from jaxpar.hlo.tasks import Phase, Place
+
+PackageDirs = Sequence[tuple[str, str]]
+"""(directory, name shown) pairs, the most telling first: ("/work/models", "models")."""
+
+_WRAPPERS = words(
+    "while body cond closed_call eval_jaxpr checkpoint rematted_computation remat custom_vjp_call custom_jvp_call"
+    " core_call pjit jit shard_map custom_partitioning scan"
+)
+_TRANSFORM = re.compile(r"(\w+)\((.*)\)$")
+_SCOPE = re.compile(r"[A-Za-z_][\w\-. ]*$")
+_BRANCH = re.compile(r"branch_\d+_fun$")
+UPDATE = "update"
+"""The scope of the optimizer's part of a step."""
+
+
+def default_dirs() -> PackageDirs:
+    """Directories of the models and of the library, as they are installed here."""
+    found = []
+    for module, shown in (("jaxpar.models", "models"), ("jaxpar", "jaxpar")):
+        spec = importlib.util.find_spec(module)
+        found += [(folder, shown) for folder in (spec.submodule_search_locations or ())] if spec else []
+    return tuple(found)
+
+
+def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Place:
+    """Scope, line and phase of one instruction; empty where the compiler kept nothing.
+
+    A fusion without metadata of its own is taken for what it wraps.
+    """
+    if not instruction.op_name:
+        instruction = _wrapped(module, instruction)
+    scope, phase = decode(instruction.op_name)
+    return Place(scope, source_line(module.stack(instruction), dirs), phase)
+
+
+def _wrapped(module: Module, instruction: Instruction) -> Instruction:
+    """The root of what an instruction calls, or else the last of it with a path; itself when there is none."""
+    inner = module.computations.get(instruction.called[0]) if instruction.called else None
+    if inner is None or instruction.base not in ("fusion", "call", "async"):
+        return instruction
+    named = [called for called in inner.instructions.values() if "/" in called.op_name]
+    roots = [called for called in named if called.name == inner.root]
+    return next(iter(roots or named[::-1]), instruction)
+
+
+@lru_cache(maxsize=100_000)
+def decode(op_name: str) -> tuple[str, Phase]:
+    """`("block/mlp", "backward")` from jax's path of an operation.
+
+    Operations without a scope and outside any derivative are "other"; scopes outside of it (what no derivative goes
+    through) are forward. Operations that the compiler made one, `block/(mlp/mul:attention/dot_general)`, have the scope
+    that they share, and the phase of the first.
+    """
+    pieces = _pieces(op_name.split(";")[0])  # several paths where instructions were merged: the first speaks
+    if pieces[-1].startswith("("):
+        alternatives = [decode("/".join([*pieces[:-1], tail])) for tail in _pieces(pieces[-1][1:-1], ":")]
+        return _shared([scope.split("/") for scope, _ in alternatives]), alternatives[0][1]
+    scopes: list[str] = []
+    backward = inside = False
+    for piece in pieces[:-1]:
+        while match := _TRANSFORM.match(piece):
+            backward |= match[1] == "transpose"
+            inside |= match[1] == "jvp"
+            piece = "" if match[1] in ("jit", "pjit", "remat", "checkpoint") else match[2]
+        scopes += [w for w in piece.split("/") if _SCOPE.match(w) and w not in _WRAPPERS and not _BRANCH.match(w)]
+    scope = "/".join(scopes)
+    if scopes[:1] == [UPDATE]:
+        return scope, "update"
+    if "rematted_computation" in pieces:
+        return scope, "recomputed"
+    if backward:
+        return scope, "backward"
+    return scope, "forward" if inside or scope else "other"
+
+
+def _shared(scopes: list[list[str]]) -> str:
+    """The outermost scopes that all of them have."""
+    alike = takewhile(lambda level: len(set(level)) == 1, zip(*scopes, strict=False))
+    return "/".join(level[0] for level in alike)
+
+
+def _pieces(path: str, separator: str = "/") -> list[str]:
+    """Parts of a path between the separators that stand in no bracket."""
+    pieces, depth, start = [], 0, 0
+    for at, sign in enumerate(path):
+        depth += (sign == "(") - (sign == ")")
+        if sign == separator and depth == 0:
+            pieces.append(path[start:at])
+            start = at + 1
+    pieces.append(path[start:])
+    return pieces
+
+
+def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
+    """`models/llama.py:72`: the innermost frame in the first directory that has any; empty when none has."""
+    for folder, shown in dirs:
+        for frame in frames:
+            if frame.file.startswith(folder.rstrip("/") + "/"):
+                return f"{shown}/{Path(frame.file).relative_to(folder).as_posix()}:{frame.line}"
+    return ""

@@ -1,0 +1,378 @@
+"""The text of a compiled module (`compiled.as_text()`) as typed data: computations, instructions, shapes, stack frames.
+
+The text is read line by line, since the printer gives each instruction one line (a literal may go on over several);
+inside a line a small scanner matches brackets and quotes. Attributes are kept as text under their names and only read
+by those who know them, so an attribute or opcode that this file has never seen is not an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import prod
+
+from jaxpar.errors import UserError
+
+_MARK = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[{(\[\])},]')
+_OPEN, _CLOSE = "{([", "})]"
+_COMMENT = re.compile(r"/\*.*?\*/")
+_ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
+_START = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = ")
+_WIDTH = re.compile(r"(?:bf|[fsuc])(\d+)")
+_SPACE = re.compile(r"S\((\d+)\)")
+_PAIR = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\{[^}]*\}|\S+)')
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array, or a tuple of shapes.
+
+    Attributes:
+      dtype: `bf16`; `tuple` for a tuple; `token` and the like carry no data.
+      dims: sizes; empty for a scalar or a tuple.
+      layout: minor-to-major dims, `1,0:T(8,128)`'s first part; empty where the text has none.
+      tiled: the layout has tiles, which only the TPU compiler writes.
+      space: memory space, the n of `S(n)`; 0 = the device's main memory.
+      parts: a tuple's shapes.
+    """
+
+    dtype: str
+    dims: tuple[int, ...] = ()
+    layout: tuple[int, ...] = ()
+    tiled: bool = False
+    space: int = 0
+    parts: tuple[Shape, ...] = ()
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of an array; of all arrays of a tuple."""
+        return sum(part.elements for part in self.parts) if self.dtype == "tuple" else prod(self.dims)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes of data, padding of tiles left out."""
+        if self.dtype == "tuple":
+            return sum(part.bytes for part in self.parts)
+        return -(-self.elements * _bits(self.dtype) // 8)
+
+    def leaves(self) -> Iterator[Shape]:
+        """The arrays in it, in order."""
+        if self.dtype == "tuple":
+            for part in self.parts:
+                yield from part.leaves()
+        else:
+            yield self
+
+    def __str__(self) -> str:
+        if self.dtype == "tuple":
+            return f"({', '.join(map(str, self.parts))})"
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation; `operands` name instructions of the same computation.
+
+    Attributes:
+      literal: what stands in the brackets of a constant, a parameter or an iota: a value or a number.
+      tail: the attributes as text.
+    """
+
+    name: str
+    opcode: str
+    shape: Shape
+    operands: tuple[str, ...]
+    literal: str
+    tail: str
+
+    @cached_property
+    def attributes(self) -> dict[str, str]:
+        """Attributes by name, values as they stand in the text."""
+        found = {}
+        for piece in split(self.tail):
+            key, equals, value = piece.partition("=")
+            if equals:
+                found[key] = value
+        return found
+
+    @cached_property
+    def metadata(self) -> dict[str, str]:
+        """`op_name`, `stack_frame_id`, `source_file` and so on, quotes taken off."""
+        pairs = _PAIR.findall(self.attributes.get("metadata", "")[1:-1])
+        return {key: _unquoted(value) for key, value in pairs}
+
+    @cached_property
+    def frontend(self) -> dict[str, str]:
+        """The frontend attributes, quotes taken off."""
+        pieces = split(self.attributes.get("frontend_attributes", "")[1:-1])
+        return {key: _unquoted(value) for key, _, value in (piece.partition("=") for piece in pieces)}
+
+    @property
+    def base(self) -> str:
+        """The opcode without what makes it the start of an asynchronous pair: `copy` for copy-start."""
+        return self.opcode.removesuffix("-start")
+
+    @property
+    def op_name(self) -> str:
+        """jax's path of the operation, `jit(step)/jvp(loss)/dot_general`; empty where the compiler made it."""
+        return self.metadata.get("op_name", "")
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations it calls, in the order of the attributes."""
+        names = []
+        for key in _CALLS:
+            value = self.attributes.get(key, "")
+            names += [name.strip().lstrip("%") for name in value.strip("{}").split(",") if name.strip()]
+        return tuple(names)
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """A list attribute such as `dimensions={0,1}`; empty when it is absent."""
+        return tuple(int(n) for n in re.findall(r"-?\d+", self.attributes.get(key, "")))
+
+
+_CALLS = ("calls", "to_apply", "condition", "body", "branch_computations", "true_computation", "false_computation")
+_CALLS += ("called_computations", "async_wrapped_computation")
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions by name, in the order of the text, which is the schedule's where the module is scheduled."""
+
+    name: str
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+    root: str = ""
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters by their number."""
+        found = {int(i.literal): i.name for i in self.instructions.values() if i.opcode == "parameter"}
+        return tuple(found[number] for number in sorted(found))
+
+    @cached_property
+    def users(self) -> dict[str, tuple[Instruction, ...]]:
+        """Who uses each instruction, within the computation."""
+        found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for instruction in self.instructions.values():
+            for operand in dict.fromkeys(instruction.operands):
+                found.setdefault(operand, []).append(instruction)
+        return {name: tuple(users) for name, users in found.items()}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of Python, and who called it (0 = nobody)."""
+
+    file: str
+    line: int
+    function: str
+    parent: int
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled module.
+
+    Attributes:
+      name: `jit_step`.
+      header: the attributes of its first line, as text.
+      computations: by name.
+      entry: name of the one that is run.
+      frames: stack frames by number, from the tables at the module's top; empty in older texts.
+    """
+
+    name: str
+    header: str
+    computations: dict[str, Computation]
+    entry: str
+    frames: dict[int, Frame]
+
+    @cached_property
+    def tiled(self) -> bool:
+        """Compiled for TPU: only its layouts have tiles, and only there is S(1) memory on the chip."""
+        entry = self.computations[self.entry]
+        return any(leaf.tiled for i in entry.instructions.values() for leaf in i.shape.leaves())
+
+    @cached_property
+    def devices(self) -> int:
+        """Replicas times partitions."""
+        counts = [re.search(rf"\b{key}=(\d+)", self.header) for key in ("replica_count", "num_partitions")]
+        return prod(int(count[1]) for count in counts if count)
+
+    def stack(self, instruction: Instruction) -> list[Frame]:
+        """Frames of an instruction, innermost first; its one file and line where the text has no tables."""
+        meta = instruction.metadata
+        if "source_file" in meta:
+            return [Frame(meta["source_file"], int(meta.get("source_line", 0)), "", 0)]
+        frames, number = [], int(meta.get("stack_frame_id", 0))
+        while number in self.frames and len(frames) < 1000:
+            frames.append(self.frames[number])
+            number = self.frames[number].parent
+        return frames
+
+
+def parse(text: str) -> Module:
+    """Read a module's text.
+
+    Raises:
+      UserError: no module, or no entry computation: this is not the text of a compiled program.
+    """
+    first, _, _ = text.lstrip().partition("\n")
+    if not first.startswith("HloModule "):
+        raise UserError(f"not the text of a compiled module: it starts with {first[:40]!r}, try compiled.as_text()")
+    name, _, header = first.removeprefix("HloModule ").partition(",")
+    computations, entry, tables = {}, "", []
+    body: list[str] | None = None
+    title = ""
+    for line in text.lstrip().splitlines()[1:]:
+        if body is None and line.endswith("{") and ("->" in line or line.startswith("ENTRY")):
+            title, body = line, []
+        elif body is None:
+            tables.append(line)
+        elif line.startswith("}") and (not body or _depth(body[-1]) <= 0):  # not a brace of a kernel's own notes
+            is_entry = title.startswith("ENTRY ")
+            computation = _computation(title.removeprefix("ENTRY "), body)
+            computations[computation.name] = computation
+            entry = computation.name if is_entry else entry
+            body = None
+        elif _START.match(line) or not body:
+            body.append(line)
+        else:  # a literal over several lines
+            body[-1] += " " + line.strip()
+    if not entry:
+        raise UserError(f"module {name.strip()} has no ENTRY computation: the text was cut short, read it whole")
+    return Module(name.strip(), header, computations, entry, _frames(tables))
+
+
+def _computation(title: str, lines: list[str]) -> Computation:
+    name = re.split(r"[\s(]", title.lstrip("%"), maxsplit=1)[0]
+    instructions, root = {}, ""
+    for line in lines:
+        line = line.strip()
+        if " = " not in line:
+            continue
+        instruction = _instruction(line.removeprefix("ROOT "))
+        instructions[instruction.name] = instruction
+        if line.startswith("ROOT ") or not root:
+            root = instruction.name
+    return Computation(name, instructions, root)
+
+
+def _instruction(line: str) -> Instruction:
+    """`%name = shape opcode(operands), attributes`."""
+    name, _, rest = line.partition(" = ")
+    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    start = rest.index("(")
+    end = _closing(rest, start)
+    opcode, inside, tail = rest[:start], rest[start + 1 : end - 1], rest[end:].lstrip(", ")
+    literal, operands = inside, ()
+    if opcode not in ("constant", "parameter", "iota"):
+        # Older texts put each operand's shape before its name.
+        operands = tuple(operand.split(" ")[-1].lstrip("%") for operand in split(inside))
+        literal = ""
+    return Instruction(name.lstrip("%"), opcode, parse_shape(shape), operands, literal, tail)
+
+
+@lru_cache(maxsize=100_000)
+def parse_shape(text: str) -> Shape:
+    """`bf16[2,3]{1,0:T(8,128)S(1)}`, or a tuple of such in round brackets."""
+    text = _COMMENT.sub("", text).strip()
+    if text.startswith("("):
+        return Shape("tuple", parts=tuple(parse_shape(part) for part in split(text[1 : text.rindex(")")])))
+    match = _ARRAY.match(text)
+    if match is None:
+        return Shape(text)
+    dtype, dims, layout = match[1], match[2], match[3] or ""
+    order, _, tiles = layout.partition(":")
+    space = _SPACE.search(tiles)
+    return Shape(
+        dtype,
+        tuple(int(dim.strip(" <=?")) for dim in dims.split(",") if dim.strip(" <=?")),
+        tuple(int(dim) for dim in order.split(",") if dim),
+        "T(" in tiles,
+        int(space[1]) if space else 0,
+    )
+
+
+def split(text: str) -> list[str]:
+    """Pieces between the commas that stand in no bracket and no quotes; comments taken out."""
+    pieces, depth, start = [], 0, 0
+    for mark in _MARK.finditer(text):
+        sign = text[mark.start()]
+        if sign in _OPEN:
+            depth += 1
+        elif sign in _CLOSE:
+            depth -= 1
+        elif sign == "," and depth == 0:
+            pieces.append(text[start : mark.start()])
+            start = mark.end()
+    pieces.append(text[start:])
+    return [piece for piece in (_COMMENT.sub("", piece).strip() for piece in pieces) if piece]
+
+
+def _closing(text: str, start: int) -> int:
+    """Just past the bracket that closes the one at `start`."""
+    depth = 0
+    for mark in _MARK.finditer(text, start):
+        sign = text[mark.start()]
+        depth += (sign in _OPEN) - (sign in _CLOSE)
+        if depth == 0:
+            return mark.end()
+    return len(text)
+
+
+def _depth(text: str) -> int:
+    """How many brackets are still open at the end."""
+    signs = [text[mark.start()] for mark in _MARK.finditer(text)]
+    return sum((sign in _OPEN) - (sign in _CLOSE) for sign in signs)
+
+
+def _bits(dtype: str) -> int:
+    """Bits of one element: `bf16` 16, `f8e4m3fn` 8, `pred` 8; 0 for what carries no data."""
+    if dtype == "pred":
+        return 8
+    width = _WIDTH.match(dtype)
+    return int(width[1]) if width else 0
+
+
+def _unquoted(value: str) -> str:
+    return re.sub(r"\\(.)", r"\1", value[1:-1]) if value.startswith('"') else value
+
+
+def _frames(lines: list[str]) -> dict[int, Frame]:
+    """The four tables at a module's top, joined.
+
+    The text prints a parent one too high, so that 1 means none; a text that prints 0 somewhere does not.
+    """
+    tables: dict[str, dict[int, str]] = {}
+    rows: dict[int, str] = {}
+    for line in lines:
+        number, _, value = line.partition(" ")
+        if number.isdigit():
+            rows[int(number)] = value
+        elif line.strip():
+            rows = tables.setdefault(line.strip(), {})
+    files, functions = tables.get("FileNames", {}), tables.get("FunctionNames", {})
+    locations = {
+        number: dict(_PAIR.findall(row.strip("{}"))) for number, row in tables.get("FileLocations", {}).items()
+    }
+    stacks = {number: dict(_PAIR.findall(row.strip("{}"))) for number, row in tables.get("StackFrames", {}).items()}
+    shift = 0 if any(row.get("parent_frame_id", "0") == "0" for row in stacks.values()) else 1
+    frames = {}
+    for number, row in stacks.items():
+        place = locations.get(int(row.get("file_location_id", 0)), {})
+        frames[number] = Frame(
+            _unquoted(files.get(int(place.get("file_name_id", 0)), "")),
+            int(place.get("line", 0)),
+            _unquoted(functions.get(int(place.get("function_name_id", 0)), "")),
+            int(row.get("parent_frame_id", 0)) - shift,
+        )
+    return frames
+
+
+def words(text: str) -> frozenset[str]:
+    """A set written as one line of words."""
+    return frozenset(text.split())
