@@ -2,17 +2,16 @@
 
 A model states logical axes; the plan says where they live. Each op has the layout its arrays are *stored* in between
 ops (the residual stream split over `residual_seq`) and the one they are *used* in (the sequence gathered, heads or mlp
-split), and its backward is written out, so that gathers and scatters stand at known places, weights are gathered in
-the compute dtype, and weight gradients are summed in float32. This is the plain XLA form: the moves are sharding
-constraints and XLA places the collectives. Overlapped forms replace the body of `_linear`, behind the same calls.
+split). Its forward and its backward are written out, with every collective where it stands: weights are gathered in
+the compute dtype, weight gradients are summed in float32. Overlapped forms replace the body of `_linear`, behind the
+same calls.
 
-Shapes: B batch, S query length, T key length, D embed, H heads, K kv heads, G query heads per kv head, h head_dim,
-V vocab, I and O the flattened input and output dims of a linear.
+Shapes: B batch, S sequence, T tokens (B x S), D embed, H heads, K kv heads, h head_dim, V vocab, I and O the flattened
+input and output dims of a linear.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,12 +20,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
+from jaxpar.collectives import gather, manual, reduce, split_over
+from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import LogicalAxis, Plan
 
+__all__ = ["attention", "column_linear", "dropout", "logits", "lookup", "row_linear"]
+
 _Axes = tuple[LogicalAxis | None, ...]
-_STORED: _Axes = ("batch", "residual_seq", None)
-_GATHERED: _Axes = ("batch", "seq", None)
-_MASKED = -1e30  # a finite "minus infinity": exp gives exactly 0, and a row with nothing to see gives no NaN
+STORED: _Axes = ("batch", "residual_seq", None)
+GATHERED: _Axes = ("batch", "seq", None)
 
 
 class _Site(NamedTuple):
@@ -63,7 +66,7 @@ def column_linear(
       One array [B, S, *out] per weight, in the compute dtype.
     """
     outs: tuple[_Axes, ...] = tuple(("batch", "seq", *out) for out in axes)
-    site = _Site(_STORED, _GATHERED, tuple(("embed", *out) for out in axes), outs, outs, plan.compute)
+    site = _Site(STORED, GATHERED, tuple(("embed", *out) for out in axes), outs, outs, plan.compute)
     ys: Any = _linear(plan, site, x_BSD, tuple(weights), tuple(biases or (None,) * len(weights)))
     return ys
 
@@ -88,7 +91,7 @@ def row_linear(
       The residual stream's layout [B, S, D], in the compute dtype.
     """
     inside: _Axes = ("batch", "seq", *axes)
-    site = _Site(inside, inside, ((*axes, "embed"),), (_STORED,), (_GATHERED,), plan.compute)
+    site = _Site(inside, inside, ((*axes, "embed"),), (STORED,), (GATHERED,), plan.compute)
     ys: Any = _linear(plan, site, h_BSI, (weight,), (bias,))
     return ys[0]
 
@@ -97,14 +100,17 @@ def row_linear(
 def _linear(
     plan: Plan, site: _Site, x: Array, weights: tuple[Array, ...], biases: tuple[Array | None, ...]
 ) -> tuple[Array, ...]:
-    x = plan.constrain(x.astype(plan.dtype), site.x_used)
-    ys = []
-    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        used = _use(weight, site.weights[i], plan)
-        y = _matmul(x, used, plan, site.out_dtype)
-        y = plan.constrain(y, site.y_stored[i])
-        ys.append(y if bias is None else y + bias.astype(y.dtype))
-    return tuple(ys)
+    def local(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+        x = gather(x.astype(plan.dtype), site.x_stored, site.x_used, plan)
+        ys = []
+        for i, weight in enumerate(weights):
+            y = _matmul(x, use(weight, site.weights[i], plan), site.out_dtype)
+            contracted = used_axes(site.weights[i])[: x.ndim - 2]
+            ys.append(reduce(y, split_over(contracted, plan), site.y_used[i], site.y_stored[i], plan))
+        return tuple(ys)
+
+    ys = manual(local, plan, (site.x_stored, site.weights), site.y_stored)(x, weights)
+    return tuple(y if bias is None else y + bias.astype(y.dtype) for y, bias in zip(ys, biases, strict=True))
 
 
 def _linear_forward(plan, site, x, weights, biases):
@@ -112,54 +118,61 @@ def _linear_forward(plan, site, x, weights, biases):
 
 
 def _linear_backward(plan, site, residuals, dys):
+    def local(x: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+        x_used = gather(x.astype(plan.dtype), site.x_stored, site.x_used, plan)
+        tokens = split_over(site.x_used[:2], plan)
+        dweights, parts = [], {}
+        for i, (weight, dy) in enumerate(zip(weights, dys, strict=True)):
+            axes = site.weights[i]
+            dy = gather(dy.astype(plan.dtype), site.y_stored[i], site.y_used[i], plan)
+            used = use(weight, axes, plan)
+            dweight = _matmul_transposed(x_used, dy, used.shape)
+            dweights.append(reduce(dweight, tokens, used_axes(axes), axes, plan).astype(weight.dtype))
+            split = x.ndim - 2  # the weight's leading dims are x's trailing ones
+            swapped = jnp.transpose(used, (*range(split, used.ndim), *range(split)))
+            part = _matmul(dy, swapped, plan.compute)
+            # What is partial over the same mesh axes is added up before it is sent.
+            over = split_over(site.y_used[i][2:], plan)
+            parts[over] = parts[over] + part if over in parts else part
+        dx = sum(reduce(part, over, site.x_used, site.x_stored, plan) for over, part in parts.items())
+        return jnp.asarray(dx, x.dtype), tuple(dweights)
+
     x, weights, biases = residuals
-    x_used = plan.constrain(x.astype(plan.dtype), site.x_used)
-    dx, dweights, dbiases = None, [], []
-    for i, (weight, bias, dy) in enumerate(zip(weights, biases, dys, strict=True)):
-        dbiases.append(None if bias is None else jnp.sum(dy, axis=(0, 1), dtype=jnp.float32).astype(bias.dtype))
-        dy = plan.constrain(dy.astype(plan.dtype), site.y_used[i])
-        dweight = _matmul_transposed(x_used, dy, weight.shape, plan)
-        dweights.append(plan.constrain(dweight, site.weights[i]).astype(weight.dtype))
-        used = _use(weight, site.weights[i], plan)
-        split = x.ndim - 2  # the weight's leading dims are x's trailing ones
-        swapped = jnp.transpose(used, (*range(split, used.ndim), *range(split)))
-        part = _matmul(dy, swapped, plan, plan.compute)
-        dx = part if dx is None else dx + part
-    assert dx is not None
-    return plan.constrain(dx, site.x_stored).astype(x.dtype), tuple(dweights), tuple(dbiases)
+    layouts = (site.x_stored, site.weights)
+    dx, dweights = manual(local, plan, (*layouts, site.y_stored), layouts)(x, weights, tuple(dys))
+    dbiases = tuple(
+        None if bias is None else jnp.sum(dy, axis=(0, 1), dtype=jnp.float32).astype(bias.dtype)
+        for bias, dy in zip(biases, dys, strict=True)
+    )
+    return dx, dweights, dbiases
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
 
 
-def _use(weight: Array, axes: Sequence[LogicalAxis | None], plan: Plan) -> Array:
-    """A weight as it is multiplied: cast first and gathered over `embed` after, so half the bytes travel."""
-    return plan.constrain(weight.astype(plan.dtype), [None if axis == "embed" else axis for axis in axes])
+def used_axes(axes: _Axes) -> _Axes:
+    """The layout of a weight as it is multiplied: whole over `embed`."""
+    return tuple(None if axis == "embed" else axis for axis in axes)
 
 
-def _tokens(x: Array, plan: Plan) -> tuple[int, ...]:
-    """The leading dims of a matmul: one token dim where the sequence is whole, else (B, S).
-
-    With two leading dims XLA:CPU transposes both operands of every weight gradient into fresh buffers first (a 1.3x
-    slower step); merging two split dims would force a gather.
-    """
-    return (x.shape[0] * x.shape[1],) if plan.size("seq") == 1 else (x.shape[0], x.shape[1])
+def use(weight: Array, axes: _Axes, plan: Plan) -> Array:
+    """Inside `manual`, a weight as it is multiplied: cast first and gathered after, so half the bytes travel."""
+    return gather(weight.astype(plan.dtype), axes, used_axes(axes), plan)
 
 
-def _matmul(x: Array, weight: Array, plan: Plan, dtype: str) -> Array:
+def _matmul(x: Array, weight: Array, dtype: str) -> Array:
     """[B, S, *in] times [*in, *out], as a matmul of flattened dims."""
     out = weight.shape[x.ndim - 2 :]
-    x_I = x.reshape(*_tokens(x, plan), -1)
-    y_O = jnp.matmul(x_I, weight.reshape(x_I.shape[-1], -1), preferred_element_type=jnp.dtype(dtype))
-    return y_O.reshape(*x.shape[:2], *out)
+    x_TI = x.reshape(x.shape[0] * x.shape[1], -1)
+    y_TO = jnp.matmul(x_TI, weight.reshape(x_TI.shape[1], -1), preferred_element_type=jnp.dtype(dtype))
+    return y_TO.reshape(*x.shape[:2], *out)
 
 
-def _matmul_transposed(x: Array, dy: Array, shape: tuple[int, ...], plan: Plan) -> Array:
+def _matmul_transposed(x: Array, dy: Array, shape: tuple[int, ...]) -> Array:
     """The weight gradient: [B, S, *in] and [B, S, *out] contracted over the tokens, summed in float32."""
-    leading = _tokens(x, plan)
-    x_I, dy_O, dims = x.reshape(*leading, -1), dy.reshape(*leading, -1), tuple(range(len(leading)))
-    dweight = jax.lax.dot_general(x_I, dy_O, ((dims, dims), ((), ())), preferred_element_type=jnp.float32)
-    return dweight.reshape(shape)
+    tokens = x.shape[0] * x.shape[1]
+    x_TI, dy_TO = x.reshape(tokens, -1), dy.reshape(tokens, -1)
+    return jax.lax.dot_general(x_TI, dy_TO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32).reshape(shape)
 
 
 def lookup(
@@ -179,22 +192,18 @@ def lookup(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup(table_VD: Array, ids_BS: Array, axis: LogicalAxis | None, plan: Plan) -> Array:
-    table_VD = _use(table_VD, (axis, "embed"), plan)
-    if plan.mesh.size == 1:
-        return table_VD[ids_BS]
-
     # Left to itself XLA gathers the whole table. Each device looks up the rows it has, and the rest are zeros.
     def local(table_VD: Array, ids_BS: Array) -> Array:
+        table_VD = use(table_VD, (axis, "embed"), plan)
         ids_BS, here_BS = _local_ids(ids_BS, table_VD.shape[0], axis, plan)
-        return jax.lax.psum(jnp.where(here_BS[..., None], table_VD[ids_BS], 0), plan.mesh_axes(axis))
+        rows_BSD = jnp.where(here_BS[..., None], table_VD[ids_BS], 0)
+        return reduce(rows_BSD, plan.mesh_axes(axis), GATHERED, STORED, plan)
 
-    specs = plan.spec((axis, None)), plan.spec(_GATHERED[:2])
-    rows = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=plan.spec(_GATHERED), check_vma=False)
-    return plan.constrain(rows(table_VD, ids_BS), _STORED)
+    return manual(local, plan, ((axis, "embed"), GATHERED[:2]), STORED)(table_VD, ids_BS)
 
 
 def _local_ids(ids_BS: Array, rows: int, axis: LogicalAxis | None, plan: Plan) -> tuple[Array, Array]:
-    """Inside shard_map: ids counted from this device's first row, and which of them it has."""
+    """Inside `manual`: ids counted from this device's first row, and which of them it has."""
     shard = jax.lax.axis_index(plan.mesh_axes(axis)) if plan.mesh_axes(axis) else 0
     ids_BS = ids_BS - shard * rows
     here_BS = (ids_BS >= 0) & (ids_BS < rows)
@@ -206,90 +215,59 @@ def _lookup_forward(table_VD, ids_BS, axis, plan):
 
 
 def _lookup_backward(axis, plan, residuals, dx_BSD):
-    table_VD, ids_BS = residuals
-    V, D = table_VD.shape
-    if plan.mesh.size == 1:
-        return jnp.zeros((V, D), jnp.float32).at[ids_BS].add(dx_BSD.astype(jnp.float32)).astype(table_VD.dtype), None
-
-    # Tokens are split over `summed`; where the table's embed dim is split over some of these too, the sum over them is
-    # a reduce-scatter.
-    summed = (*plan.mesh_axes("batch"), *plan.mesh_axes("seq"))
-    scattered = plan.mesh_axes("embed") if set(plan.mesh_axes("embed")) <= set(summed) else ()
-    rest = tuple(mesh_axis for mesh_axis in summed if mesh_axis not in scattered)
-
-    def local(dx_BSD: Array, ids_BS: Array) -> Array:
-        rows = V // plan.size(axis)
+    def local(table_VD: Array, ids_BS: Array, dx_BSD: Array) -> Array:
+        dx_BSD = gather(dx_BSD, STORED, GATHERED, plan)
+        rows = table_VD.shape[0]
         ids_BS, here_BS = _local_ids(ids_BS, rows, axis, plan)
         dx_BSD = jnp.where(here_BS[..., None], dx_BSD.astype(jnp.float32), 0)
-        dtable_VD = jnp.zeros((rows, D), jnp.float32).at[ids_BS].add(dx_BSD)
-        if scattered:
-            dtable_VD = jax.lax.psum_scatter(dtable_VD, scattered, scatter_dimension=1, tiled=True)
-        return jax.lax.psum(dtable_VD, rest)
+        dtable_VD = jnp.zeros((rows, dx_BSD.shape[-1]), jnp.float32).at[ids_BS].add(dx_BSD)
+        dtable_VD = reduce(dtable_VD, split_over(GATHERED[:2], plan), (axis, None), (axis, "embed"), plan)
+        return dtable_VD.astype(table_VD.dtype)
 
-    specs = plan.spec(_GATHERED), plan.spec(_GATHERED[:2])
-    out_spec = plan.spec((axis, "embed" if scattered else None))
-    dtable = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
-    dtable_VD = dtable(plan.constrain(dx_BSD, _GATHERED), ids_BS)
-    return plan.constrain(dtable_VD, (axis, "embed")).astype(table_VD.dtype), None
+    table_VD, ids_BS = residuals
+    stored: _Axes = (axis, "embed")
+    return manual(local, plan, (stored, GATHERED[:2], STORED), stored)(table_VD, ids_BS, dx_BSD), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
-    """`x` with a share `rate` of its entries zeroed and the rest scaled up; `x` itself when key is None.
-
-    The bits depend on the key and the position in the global array only, so they are the same on every mesh.
-    """
-    if key is None or rate == 0:
-        return x
-    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
-
-
 def attention(
     q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
+    k_BSKh: Float[Array, "B S K h"],
+    v_BSKh: Float[Array, "B S K h"],
     plan: Plan,
     segments_BS: Int[Array, "B S"] | None = None,
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
 ) -> Float[Array, "B S H h"]:
-    """Causal softmax attention, scores and softmax in float32, query heads grouped over kv heads (arXiv:2305.13245).
+    """Causal softmax attention by the fastest implementation that serves: see `jaxpar.attention`.
 
     Args:
-      q_BSHh, k_BTKh, v_BTKh: projections of one sequence (S = T), H a multiple of K, split over heads.
+      q_BSHh, k_BSKh, v_BSKh: projections of one sequence, H a multiple of K, split over heads.
       plan: mesh, rules and compute dtype.
       segments_BS: document of each token; a token sees its own document only. None = one document.
       dropout_rate, key: dropout of the attention weights; none when key is None.
     """
-    B, S, H, h = q_BSHh.shape
-    K = k_BTKh.shape[2]
-    q_BSKGh = q_BSHh.reshape(B, S, K, H // K, h)
-    scores_BKGST = jnp.einsum("BSKGh,BTKh->BKGST", q_BSKGh, k_BTKh, preferred_element_type=jnp.float32)
-    visible_ST = jnp.tril(jnp.ones((S, S), bool))
-    if segments_BS is None:
-        visible = visible_ST
-    else:
-        visible = visible_ST & (segments_BS[:, None, None, :, None] == segments_BS[:, None, None, None, :])
-    weights_BKGST = jax.nn.softmax(jnp.where(visible, scores_BKGST / math.sqrt(h), _MASKED), axis=-1)
-    weights_BKGST = dropout(weights_BKGST, dropout_rate, key).astype(plan.dtype)
-    out_BSHh = jnp.einsum("BKGST,BTKh->BSKGh", weights_BKGST, v_BTKh).reshape(B, S, H, h)
-    return plan.constrain(out_BSHh, ("batch", "seq", "heads", "head_dim"))
+    heads: _Axes = ("batch", "seq", "heads", "head_dim")
+    kv_heads: _Axes = ("batch", "seq", "kv_heads", "head_dim")
+    name, _ = attention_choice(plan, q_BSHh.shape[1], q_BSHh.shape[3], key is not None and dropout_rate > 0)
+    with jax.named_scope("core"):
+        if name == "splash":
+            segment_axes: Any = None if segments_BS is None else GATHERED[:2]
+            local = manual(splash, plan, (heads, kv_heads, kv_heads, segment_axes), heads)
+            return local(q_BSHh, k_BSKh, v_BSKh, segments_BS)
+        compute = chunked if name == "chunked" else whole
+        return plan.constrain(compute(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key), heads)
 
 
-class LossSums(NamedTuple):
-    """Sums over the tokens that count, so that microbatches and shards add up exactly.
-
-    Attributes:
-      loss: negative log-likelihood in nats plus the z-loss: what is differentiated.
-      nll: negative log-likelihood in nats.
-      tokens: how many labels count.
-    """
-
-    loss: Float[Array, ""]
-    nll: Float[Array, ""]
-    tokens: Float[Array, ""]
+def attention_choice(plan: Plan, seq_len: int, head_dim: int, dropping: bool) -> tuple[str, str]:
+    """Which implementation `attention` takes under this plan, and why not a faster one; see `attention.choose`."""
+    if plan.size("seq") > 1:
+        return "whole", "the sequence is split over devices"
+    if plan.mesh_axes("heads") != plan.mesh_axes("kv_heads"):
+        return "chunked" if seq_len > 512 else "whole", "kv heads are split otherwise than heads"
+    return choose(plan.mesh.devices.flat[0].platform, seq_len, head_dim, dropping)
 
 
 def logits(
@@ -297,39 +275,9 @@ def logits(
 ) -> Float[Array, "B S V"]:
     """Float32 scores of every vocabulary entry, split over `vocab`; those past `vocab_size` are masked out."""
     outs: tuple[_Axes, ...] = (("batch", "seq", "vocab"),)
-    site = _Site(_STORED, _GATHERED, (("embed", "vocab"),), outs, outs, "float32")
+    site = _Site(STORED, GATHERED, (("embed", "vocab"),), outs, outs, "float32")
     ys: Any = _linear(plan, site, x_BSD, (head_VD.T,), (None,))
     logits_BSV = ys[0]
     if vocab_size == head_VD.shape[0]:
         return logits_BSV
-    return jnp.where(jnp.arange(head_VD.shape[0]) < vocab_size, logits_BSV, _MASKED)
-
-
-def linear_cross_entropy(
-    x_BSD: Float[Array, "B S D"],
-    head_VD: Float[Array, "V D"],
-    labels_BS: Int[Array, "B S"],
-    vocab_size: int,
-    plan: Plan,
-    z_loss: float = 0.0,
-) -> LossSums:
-    """Summed cross-entropy of `x @ head.T` against the labels; a label below zero does not count.
-
-    Args:
-      x_BSD: final hidden states in the residual stream's layout.
-      head_VD: vocabulary matrix, logical axes ("vocab", "embed"); its rows past `vocab_size` are padding.
-      labels_BS: next tokens.
-      vocab_size: the true vocabulary.
-      plan: mesh, rules and compute dtype.
-      z_loss: weight of the squared log-normaliser (arXiv:2204.02311, section 5).
-    """
-    logits_BSV = logits(x_BSD, head_VD, vocab_size, plan)
-    lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
-    # A masked sum, not a gather: it stays local to each vocabulary shard.
-    is_label_BSV = jnp.arange(logits_BSV.shape[-1]) == labels_BS[..., None]
-    nll_BS = lse_BS - jnp.sum(jnp.where(is_label_BSV, logits_BSV, 0), axis=-1)
-    counts_BS = labels_BS >= 0
-    nll = jnp.sum(jnp.where(counts_BS, nll_BS, 0))
-    tokens = jnp.sum(counts_BS, dtype=jnp.float32)
-    loss = nll + z_loss * jnp.sum(jnp.where(counts_BS, jnp.square(lse_BS), 0)) if z_loss else nll
-    return LossSums(loss, nll, tokens)
+    return jnp.where(jnp.arange(head_VD.shape[0]) < vocab_size, logits_BSV, MASKED)

@@ -139,7 +139,11 @@ class Plan:
 
     def size(self, axis: LogicalAxis | None) -> int:
         """Into how many pieces this plan splits a logical axis."""
-        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self.mesh_axes(axis))
+        return self.pieces(self.mesh_axes(axis))
+
+    def pieces(self, mesh_axes: Sequence[MeshAxis]) -> int:
+        """Devices along these mesh axes together."""
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
 
     def spec(self, axes: Axes) -> P:
         """The PartitionSpec of these logical axes."""

@@ -15,10 +15,10 @@ import optax
 
 from jaxpar.config import Config
 from jaxpar.errors import UserError
+from jaxpar.loss import LossSums
 from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
 from jaxpar.optim import learning_rate, make_optimizer
-from jaxpar.parallel import LossSums
 from jaxpar.sharding import Plan, local_rows, replicated, tree_shardings
 
 BATCH_AXES = ("batch", None)

@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError, nearest
 from jaxpar.models import gpt2, llama
-from jaxpar.parallel import LossSums, linear_cross_entropy, logits
+from jaxpar.loss import LossSums, linear_cross_entropy
+from jaxpar.parallel import logits
 from jaxpar.remat import remat
 from jaxpar.sharding import Plan
 

@@ -14,7 +14,7 @@ from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.models import Model
-from jaxpar.parallel import LossSums
+from jaxpar.loss import LossSums
 from jaxpar.sharding import Plan, tree_shardings
 
 pytestmark = pytest.mark.quick

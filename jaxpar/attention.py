@@ -1,0 +1,240 @@
+"""Causal attention: the whole score matrix, a few query rows at a time, or jax's splash kernel on TPUs.
+
+All three compute `softmax(q k^T / sqrt(h)) v` over the keys at or before each query, scores and softmax in float32,
+query heads grouped over kv heads (arXiv:2305.13245). `whole` is the reference of the other two.
+
+Shapes: B batch, S sequence, H heads, K kv heads, G query heads per kv head, h head_dim, R query rows and C key columns
+of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jaxtyping import Array, Float, Int
+
+Implementation = Literal["whole", "chunked", "splash"]
+MASKED = -1e30  # a finite "minus infinity": exp gives exactly 0, and a row with nothing to see gives no NaN
+_ROWS, _CHUNKS, _LANES, _BLOCK = 512, 8, 128, 1024
+
+
+def choose(platform: str, seq_len: int, head_dim: int, dropping: bool) -> tuple[Implementation, str]:
+    """The fastest implementation that can serve, and why it is not splash.
+
+    Args:
+      platform: `jax.Device.platform` of the devices it is compiled for.
+      seq_len: query and key length on one device.
+      head_dim: size of a head.
+      dropping: attention weights are dropped out.
+    """
+    reasons = [
+        (platform != "tpu", f"on {platform}"),
+        (head_dim % _LANES != 0, f"head_dim {head_dim} is no multiple of {_LANES}"),
+        (seq_len % _LANES != 0, f"sequence length {seq_len} is no multiple of {_LANES}"),
+        (dropping, "dropout of attention weights"),
+    ]
+    why = next((text for applies, text in reasons if applies), "")
+    if not why:
+        return "splash", ""
+    return ("chunked" if seq_len > _ROWS else "whole"), why
+
+
+def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
+    """`x` with a share `rate` of its entries zeroed and the rest scaled up; `x` itself when key is None.
+
+    The bits depend on the key and the position in the global array only, so they are the same on every mesh.
+    """
+    if key is None or rate == 0:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
+
+
+def whole(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BSKh: Float[Array, "B S K h"],
+    v_BSKh: Float[Array, "B S K h"],
+    segments_BS: Int[Array, "B S"] | None = None,
+    dropout_rate: float = 0.0,
+    key: jax.Array | None = None,
+) -> Float[Array, "B S H h"]:
+    """The reference: all scores at once, every one of them kept for the backward.
+
+    Args:
+      q_BSHh, k_BSKh, v_BSKh: projections of one sequence, H a multiple of K.
+      segments_BS: document of each token; a token sees its own document only. None = one document.
+      dropout_rate, key: dropout of the attention weights; none when key is None.
+    """
+    B, S, H, h = q_BSHh.shape
+    K = k_BSKh.shape[2]
+    q_BSKGh = q_BSHh.reshape(B, S, K, H // K, h)
+    scores_BKGSS = jnp.einsum("BSKGh,BTKh->BKGST", q_BSKGh, k_BSKh, preferred_element_type=jnp.float32)
+    visible = jnp.tril(jnp.ones((S, S), bool))
+    if segments_BS is not None:
+        visible = visible & (segments_BS[:, None, None, :, None] == segments_BS[:, None, None, None, :])
+    weights_BKGSS = jax.nn.softmax(jnp.where(visible, scores_BKGSS / math.sqrt(h), MASKED), axis=-1)
+    weights_BKGSS = dropout(weights_BKGSS, dropout_rate, key).astype(v_BSKh.dtype)
+    return jnp.einsum("BKGST,BTKh->BSKGh", weights_BKGSS, v_BSKh).reshape(B, S, H, h)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 6))
+def chunked(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BSKh: Float[Array, "B S K h"],
+    v_BSKh: Float[Array, "B S K h"],
+    segments_BS: Int[Array, "B S"] | None = None,
+    dropout_rate: float = 0.0,
+    key: jax.Array | None = None,
+    rows: int | None = None,
+) -> Float[Array, "B S H h"]:
+    """`whole`, a chunk of query rows at a time against the keys that it can see, and no scores kept.
+
+    The backward makes the weights again from the log-sum-exp (FlashAttention-2, arXiv:2307.08691, algorithm 2); blocks
+    above the diagonal are not computed, those below need no causal mask.
+
+    Args:
+      rows: query rows of a chunk; None = an eighth of the sequence, but at least 512. The rest as for `whole`.
+    """
+    return _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, rows)[0]
+
+
+def _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, key, rows):
+    q_BKGSh, k_BKSh, v_BKSh = _grouped(q_BSHh, k_BSKh), k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
+    outs, lses = [], []
+    for chunk, tiles in _tiles(q_BSHh.shape[1], rows):
+        scores = [_scores(q_BKGSh, k_BKSh, segments_BS, chunk, tile) for tile in tiles]
+        most = [jnp.max(tile_scores, axis=-1, keepdims=True) for tile_scores in scores]
+        most_BKGR1 = most[0] if len(most) == 1 else jnp.maximum(*most)
+        out, total = 0.0, 0.0
+        for tile, tile_scores in zip(tiles, scores, strict=True):
+            weights = jnp.exp(tile_scores - most_BKGR1)
+            total += jnp.sum(weights, axis=-1, keepdims=True)
+            weights = dropout(weights, rate, _tile_key(key, chunk, tile)).astype(v_BSKh.dtype)
+            out += _product("BKGRC,BKCh->BKGRh", weights, v_BKSh[:, :, tile])
+        outs.append((out / total).astype(v_BSKh.dtype))
+        lses.append(most_BKGR1 + jnp.log(total))
+    out_BSHh = _ungrouped(jnp.concatenate(outs, axis=3))
+    return out_BSHh, (q_BSHh, k_BSKh, v_BSKh, segments_BS, key, out_BSHh, jnp.concatenate(lses, axis=3))
+
+
+def _chunked_backward(rate, rows, residuals, dout_BSHh):
+    q_BSHh, k_BSKh, v_BSKh, segments_BS, key, out_BSHh, lse_BKGS1 = residuals
+    q_BKGSh, k_BKSh, v_BKSh = _grouped(q_BSHh, k_BSKh), k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
+    delta_BSH1 = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1, keepdims=True)
+    delta_BKGS1, dout_BKGSh = _grouped(delta_BSH1, k_BSKh), _grouped(dout_BSHh, k_BSKh).astype(v_BSKh.dtype)
+    dqs, dk_BKSh, dv_BKSh = [], jnp.zeros(k_BKSh.shape, jnp.float32), jnp.zeros(v_BKSh.shape, jnp.float32)
+    for chunk, tiles in _tiles(q_BSHh.shape[1], rows):
+        dq, q_BKGRh, dout_BKGRh = 0.0, q_BKGSh[:, :, :, chunk], dout_BKGSh[:, :, :, chunk]
+        for tile in tiles:
+            weights = jnp.exp(_scores(q_BKGSh, k_BKSh, segments_BS, chunk, tile) - lse_BKGS1[:, :, :, chunk])
+            tile_key = _tile_key(key, chunk, tile)
+            dweights = dropout(_product("BKGRh,BKCh->BKGRC", dout_BKGRh, v_BKSh[:, :, tile]), rate, tile_key)
+            dscores = (weights * (dweights - delta_BKGS1[:, :, :, chunk])).astype(k_BSKh.dtype)
+            weights = dropout(weights, rate, tile_key).astype(v_BSKh.dtype)
+            dq += _product("BKGRC,BKCh->BKGRh", dscores, k_BKSh[:, :, tile])
+            dk_BKSh = dk_BKSh.at[:, :, tile].add(_product("BKGRC,BKGRh->BKCh", dscores, q_BKGRh))
+            dv_BKSh = dv_BKSh.at[:, :, tile].add(_product("BKGRC,BKGRh->BKCh", weights, dout_BKGRh))
+        dqs.append((dq * _scale(q_BSHh)).astype(q_BSHh.dtype))
+    dq_BSHh = _ungrouped(jnp.concatenate(dqs, axis=3))
+    dk_BSKh, dv_BSKh = dk_BKSh.swapaxes(1, 2).astype(k_BSKh.dtype), dv_BKSh.swapaxes(1, 2).astype(v_BSKh.dtype)
+    return dq_BSHh, dk_BSKh * jnp.asarray(_scale(q_BSHh), k_BSKh.dtype), dv_BSKh, None, None
+
+
+chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+def _tiles(seq_len: int, rows: int | None) -> Iterator[tuple[slice, list[slice]]]:
+    """Chunks of query rows, each with the key columns before it (all visible) and its own (on the diagonal)."""
+    rows = rows or max(_ROWS, -(-seq_len // _CHUNKS))
+    for first in range(0, seq_len, rows):
+        chunk = slice(first, min(first + rows, seq_len))
+        yield chunk, [slice(0, first), chunk] if first else [chunk]
+
+
+def _tile_key(key: jax.Array | None, chunk: slice, tile: slice) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, 2 * chunk.start + (chunk == tile))
+
+
+def _scores(q_BKGSh: Array, k_BKSh: Array, segments_BS: Array | None, chunk: slice, tile: slice) -> Array:
+    """Scaled float32 scores of one tile, what may not be seen masked out."""
+    scores = _product("BKGRh,BKCh->BKGRC", q_BKGSh[:, :, :, chunk], k_BKSh[:, :, tile]) * _scale(q_BKGSh)
+    visible = None
+    if chunk == tile:
+        visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    if segments_BS is not None:
+        same = (segments_BS[:, chunk, None] == segments_BS[:, None, tile])[:, None, None]
+        visible = same if visible is None else visible & same
+    return scores if visible is None else jnp.where(visible, scores, MASKED)
+
+
+def _scale(x: Array) -> float:
+    return 1 / math.sqrt(x.shape[-1])
+
+
+def _product(subscripts: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def _grouped(x_BSHh: Array, k_BSKh: Array) -> Array:
+    """[B, S, H, h] as [B, K, G, S, h]."""
+    B, S, H, h = x_BSHh.shape
+    K = k_BSKh.shape[2]
+    return x_BSHh.reshape(B, S, K, H // K, h).transpose(0, 2, 3, 1, 4)
+
+
+def _ungrouped(x_BKGSh: Array) -> Array:
+    """The inverse of `_grouped`."""
+    B, K, G, S, h = x_BKGSh.shape
+    return x_BKGSh.transpose(0, 3, 1, 2, 4).reshape(B, S, K * G, h)
+
+
+def splash(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BSKh: Float[Array, "B S K h"],
+    v_BSKh: Float[Array, "B S K h"],
+    segments_BS: Int[Array, "B S"] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B S H h"]:
+    """`whole` by jax's own Pallas kernel for TPUs; local arrays only (it cannot be split by the compiler).
+
+    Args:
+      interpret: run the kernel step by step on any device, to test it. The rest as for `whole`.
+    """
+    S, H = q_BSHh.shape[1:3]
+    block = math.gcd(S, _BLOCK)
+    sizes = splash_kernel.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
+        block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+    )  # fmt: skip
+    mask = splash_mask.MultiHeadMask([splash_mask.CausalMask((S, S))] * H)
+    kernel = splash_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=interpret)
+
+    def of_sequence(q_HSh: Array, k_KSh: Array, v_KSh: Array, segments_S: Array | None) -> Array:
+        segments: Any = None if segments_S is None else splash_kernel.SegmentIds(segments_S, segments_S)
+        return kernel(q_HSh, k_KSh, v_KSh, segments)
+
+    q_BHSh = q_BSHh.swapaxes(1, 2) * jnp.asarray(_scale(q_BSHh), q_BSHh.dtype)  # the kernel does not scale
+    out_BHSh = jax.vmap(of_sequence)(q_BHSh, k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2), segments_BS)
+    return out_BHSh.swapaxes(1, 2)
+
+
+def kernel_cost(name: str, shapes: list[tuple[int, ...]]) -> tuple[float, float] | None:
+    """FLOPs and HBM bytes of one call of a kernel in a compiled program, which does not say them; None if not ours.
+
+    Args:
+      name: the call's instruction name: `splash_mha_fwd_residuals.3`.
+      shapes: shapes of its operands.
+    """
+    matmuls = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+    count = next((n for prefix, n in matmuls.items() if name.startswith(prefix)), None)
+    heads = [shape for shape in shapes if len(shape) >= 3 and shape[-1] % _LANES == 0 and shape[-2] > 8]
+    if count is None or not heads:
+        return None
+    *batch, S, h = heads[0]
+    return count * 2 * math.prod(batch) * h * S * S / 2, 0.0

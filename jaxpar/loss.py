@@ -1,0 +1,151 @@
+"""Cross-entropy of the output layer without its logits: a few thousand tokens' scores exist at a time.
+
+The gradient is made in the forward pass, chunk by chunk, while the scores are there (the idea of Hsu et al. 2024,
+arXiv:2410.10989, section 3.2): what is kept is the gradient of x and of the matrix, and no score is computed twice.
+
+Shapes: B batch, S sequence, T tokens of a chunk, N chunks, D embed, V vocab.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxpar.attention import MASKED
+from jaxpar.collectives import gather, manual, reduce, split_over
+from jaxpar.parallel import GATHERED, STORED, use
+from jaxpar.sharding import LogicalAxis, Plan
+
+_HEAD: tuple[LogicalAxis, ...] = ("vocab", "embed")
+_CHUNK = 1024  # tokens: enough rows to keep a matmul unit busy
+
+
+class LossSums(NamedTuple):
+    """Sums over the tokens that count, so that microbatches and shards add up exactly.
+
+    Attributes:
+      loss: negative log-likelihood in nats plus the z-loss: what is differentiated.
+      nll: negative log-likelihood in nats; no gradient flows through it.
+      tokens: how many labels count.
+    """
+
+    loss: Float[Array, ""]
+    nll: Float[Array, ""]
+    tokens: Float[Array, ""]
+
+
+def linear_cross_entropy(
+    x_BSD: Float[Array, "B S D"],
+    head_VD: Float[Array, "V D"],
+    labels_BS: Int[Array, "B S"],
+    vocab_size: int,
+    plan: Plan,
+    z_loss: float = 0.0,
+) -> LossSums:
+    """Summed cross-entropy of `x @ head.T` against the labels; a label below zero does not count.
+
+    Args:
+      x_BSD: final hidden states in the residual stream's layout.
+      head_VD: vocabulary matrix, logical axes ("vocab", "embed"); its rows past `vocab_size` are padding.
+      labels_BS: next tokens.
+      vocab_size: the true vocabulary.
+      plan: mesh, rules and compute dtype.
+      z_loss: weight of the squared log-normaliser (arXiv:2204.02311, section 5).
+    """
+    sums: Any = _sums(plan, vocab_size, z_loss, x_BSD, head_VD, labels_BS)
+    return LossSums(sums.loss, jax.lax.stop_gradient(sums.nll), sums.tokens)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _sums(plan: Plan, vocab_size: int, z_loss: float, x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
+    def local(x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
+        x_BSD, head_VD = gather(x_BSD.astype(plan.dtype), STORED, GATHERED, plan), use(head_VD, _HEAD, plan)
+
+        def add(total: LossSums, chunk: tuple[Array, Array]) -> tuple[LossSums, None]:
+            sums, _ = _chunk_sums(*chunk, head_VD, plan, vocab_size, z_loss)
+            return LossSums(*map(jnp.add, total, sums)), None
+
+        total, _ = jax.lax.scan(add, LossSums(*jnp.zeros(3)), _chunks(x_BSD, labels_BS))
+        return _over_devices(total, plan)
+
+    layouts = (STORED, _HEAD, GATHERED[:2])
+    return manual(local, plan, layouts, LossSums((), (), ()))(x_BSD, head_VD, labels_BS)
+
+
+def _sums_forward(plan, vocab_size, z_loss, x_BSD, head_VD, labels_BS):
+    def local(x_BSD: Array, head_VD: Array, labels_BS: Array) -> tuple[LossSums, Array, Array]:
+        stored, x_BSD = x_BSD, gather(x_BSD.astype(plan.dtype), STORED, GATHERED, plan)
+        used_VD = use(head_VD, _HEAD, plan)
+
+        def add(carry: tuple[LossSums, Array], chunk: tuple[Array, Array]) -> tuple[tuple[LossSums, Array], Array]:
+            (total, dhead_VD), x_TD = carry, chunk[0]
+            sums, dlogits_TV = _chunk_sums(*chunk, used_VD, plan, vocab_size, z_loss)
+            dlogits_TV = dlogits_TV.astype(plan.dtype)
+            dhead_VD += jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
+            dx_TD = jnp.matmul(dlogits_TV, used_VD, preferred_element_type=plan.dtype)
+            return (LossSums(*map(jnp.add, total, sums)), dhead_VD), dx_TD
+
+        zeros = LossSums(*jnp.zeros(3)), jnp.zeros(used_VD.shape, jnp.float32)
+        (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_BSD, labels_BS))
+        dx_BSD = reduce(dx_NTD.reshape(x_BSD.shape), plan.mesh_axes("vocab"), GATHERED, STORED, plan)
+        dhead_VD = reduce(dhead_VD, split_over(GATHERED[:2], plan), ("vocab", None), _HEAD, plan)
+        return _over_devices(total, plan), dx_BSD.astype(stored.dtype), dhead_VD.astype(head_VD.dtype)
+
+    layouts = (STORED, _HEAD, GATHERED[:2])
+    outs = (LossSums((), (), ()), STORED, _HEAD)
+    sums, dx_BSD, dhead_VD = manual(local, plan, layouts, outs)(x_BSD, head_VD, labels_BS)
+    return sums, (dx_BSD, dhead_VD)
+
+
+def _sums_backward(plan, vocab_size, z_loss, residuals, cotangents):
+    dx_BSD, dhead_VD = residuals
+    scale = cotangents.loss
+    return (dx_BSD * scale).astype(dx_BSD.dtype), dhead_VD * scale, None
+
+
+_sums.defvjp(_sums_forward, _sums_backward)
+
+
+def _chunks(x_BSD: Array, labels_BS: Array) -> tuple[Array, Array]:
+    """A device's tokens in equal chunks [N, T, D] and [N, T]: as few as keep T at most `_CHUNK`, where one divides."""
+    tokens = labels_BS.size
+    fewest = -(-tokens // _CHUNK)
+    N = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), 1)
+    return x_BSD.reshape(N, tokens // N, x_BSD.shape[-1]), labels_BS.reshape(N, tokens // N)
+
+
+def _chunk_sums(
+    x_TD: Array, labels_T: Array, head_VD: Array, plan: Plan, vocab_size: int, z_loss: float
+) -> tuple[LossSums, Array]:
+    """Inside `manual`: the sums of these tokens, and the loss's gradient by their float32 scores [T, V of a device]."""
+    vocab = plan.mesh_axes("vocab")
+    rows = head_VD.shape[0]
+    first = jax.lax.axis_index(vocab) * rows if vocab else 0
+    entries_V = first + jnp.arange(rows)
+    logits_TV = jnp.matmul(x_TD, head_VD.T, preferred_element_type=jnp.float32)
+    logits_TV = jnp.where(entries_V < vocab_size, logits_TV, MASKED)
+    # A masked sum, not a gather: it stays local to each vocabulary shard.
+    is_label_TV = entries_V == labels_T[:, None]
+    most_T = jnp.max(logits_TV, axis=-1)
+    most_T = jax.lax.pmax(most_T, vocab) if vocab else most_T
+    total_T = jnp.sum(jnp.exp(logits_TV - most_T[:, None]), axis=-1)
+    label_T = jnp.sum(jnp.where(is_label_TV, logits_TV, 0), axis=-1)
+    total_T, label_T = jax.lax.psum((total_T, label_T), vocab) if vocab else (total_T, label_T)
+    lse_T = most_T + jnp.log(total_T)
+    counts_T = (labels_T >= 0).astype(jnp.float32)
+    nll = jnp.sum(counts_T * (lse_T - label_T))
+    loss = nll + z_loss * jnp.sum(counts_T * jnp.square(lse_T))
+    dlse_T = counts_T * (1 + 2 * z_loss * lse_T)
+    softmax_TV = jnp.exp(logits_TV - lse_T[:, None])
+    dlogits_TV = dlse_T[:, None] * softmax_TV - jnp.where(is_label_TV, counts_T[:, None], 0)
+    return LossSums(loss, nll, jnp.sum(counts_T)), dlogits_TV
+
+
+def _over_devices(sums: LossSums, plan: Plan) -> LossSums:
+    """Inside `manual`: sums over the devices that hold different tokens."""
+    axes = split_over(GATHERED[:2], plan)
+    return jax.lax.psum(sums, axes) if axes else sums
