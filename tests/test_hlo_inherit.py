@@ -36,6 +36,12 @@ def test_else_to_what_feeds_it() -> None:
     assert places(task(HEAD), task(NOWHERE, 0)) == [HEAD, HEAD]
 
 
+def test_a_matmul_belongs_to_the_latest_of_its_operands() -> None:
+    saved, gradient = MLP, HEAD
+    assert places(task(saved), task(gradient), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2] == HEAD
+    assert places(task(NOWHERE, kind="matmul"), task(MLP, 0))[0] == MLP
+
+
 def test_waits_are_passed_over() -> None:
     assert places(task(NOWHERE), Wait("w", 0), task(MLP, 0)) == [MLP, None, MLP]
 

@@ -16,7 +16,8 @@ def inherit(
     """Nodes of one list, with places for the tasks that have none of their own.
 
     A copy or slice without a scope belongs to what it feeds, else to what feeds it: the nearest such task with a scope,
-    inside a loop too. What is left belongs to the loop around it. A phase or line of its own is kept.
+    inside a loop too. A matmul belongs to the latest of its operands, which in a backward is the gradient, not what was
+    saved. What is left belongs to the loop around it. A phase or line of its own is kept.
 
     Args:
       nodes: one list of a program.
@@ -29,15 +30,20 @@ def inherit(
     for position, node in enumerate(nodes):
         for maker in () if isinstance(node, Wait) else node.depends:
             users[maker].append(position)
-    for position in reversed(range(len(nodes))):
+
+    def from_users(position: int) -> None:
         near = [places[user] for user in users[position] if _gives(nodes[user])] + fed.get(position, [])
-        if not isinstance(nodes[position], Loop):
-            places[position] = _from(places[position], near)
-    for position, node in enumerate(nodes):
-        makers = () if isinstance(node, Wait) else node.depends
+        places[position] = _from(places[position], near)
+
+    tasks = {position: node for position, node in enumerate(nodes) if isinstance(node, Task)}
+    for position in reversed(tasks):
+        if tasks[position].kind != "matmul":
+            from_users(position)
+    for position, task in tasks.items():
+        makers = task.depends[::-1] if task.kind == "matmul" else task.depends
         near = [places[maker] for maker in makers if _gives(nodes[maker])] + made.get(position, [])
-        if not isinstance(node, Loop):
-            places[position] = _from(places[position], near)
+        places[position] = _from(places[position], near)
+        from_users(position)
     return [
         node if isinstance(node, Wait) else replace(node, place=_from(place, [around], anything=True))
         for node, place in zip(nodes, places, strict=True)

@@ -44,21 +44,25 @@ def default_dirs() -> PackageDirs:
 def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Place:
     """Scope, line and phase of one instruction; empty where the compiler kept nothing.
 
-    A fusion without metadata of its own is taken for what it wraps.
+    A fusion has the path of its last operation, which need not be where its work is: one around a matmul belongs where
+    the matmul does. One without metadata is taken for what it wraps.
     """
-    if not instruction.op_name:
-        instruction = _wrapped(module, instruction)
+    instruction = _telling(module, instruction)
     scope, phase = decode(instruction.op_name)
     return Place(scope, source_line(module.stack(instruction), dirs), phase)
 
 
-def _wrapped(module: Module, instruction: Instruction) -> Instruction:
-    """The root of what an instruction calls, or else the last of it with a path; itself when there is none."""
+def _telling(module: Module, instruction: Instruction) -> Instruction:
+    """The first matmul in what an instruction calls; else itself; without a path the root, or the last that has one."""
     inner = module.computations.get(instruction.called[0]) if instruction.called else None
     if inner is None or instruction.base not in ("fusion", "call", "async"):
         return instruction
-    named = [called for called in inner.instructions.values() if "/" in called.op_name]
-    roots = [called for called in named if called.name == inner.root]
+    called = [_telling(module, one) for one in inner.instructions.values()]
+    named = [one for one in called if "/" in one.op_name]
+    matmuls = [one for one in named if one.opcode in ("dot", "convolution")]
+    if matmuls or instruction.op_name:
+        return next(iter(matmuls), instruction)
+    roots = [one for one in named if one.name == inner.root]
     return next(iter(roots or named[::-1]), instruction)
 
 
@@ -76,6 +80,8 @@ def decode(op_name: str) -> tuple[str, Phase]:
         return _shared([scope.split("/") for scope, _ in alternatives]), alternatives[0][1]
     scopes: list[str] = []
     backward = inside = False
+    if pieces[-1] == "pallas_call" and pieces[-3:-2] == pieces[-2:-1]:  # a kernel's name, twice, is no scope
+        pieces = pieces[:-2]
     for piece in pieces[:-1]:
         while match := _TRANSFORM.match(piece):
             backward |= match[1] == "transpose"

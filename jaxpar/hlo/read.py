@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpar.hlo import opcodes
@@ -21,6 +21,9 @@ from jaxpar.hlo.parse import Computation, Instruction, Module, parse
 from jaxpar.hlo.slices import Devices, devices_of, paired_send
 from jaxpar.hlo.tasks import Loop, Node, Place, Program, Task, Wait, walk
 from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
+
+KernelCost = Callable[[str, list[tuple[int, ...]]], tuple[float, float] | None]
+"""(instruction name, shapes of its operands) -> (FLOPs, bytes; 0 = those of its arrays); None where it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,17 @@ class _Reader:
     module: Module
     dirs: PackageDirs
     devices: Devices
+    kernel_cost: KernelCost | None = None
     unknown: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
 
-def read_program(text: str, package_dirs: PackageDirs | None = None, slice_of: Sequence[int] | None = None) -> Program:
+def read_program(
+    text: str,
+    package_dirs: PackageDirs | None = None,
+    slice_of: Sequence[int] | None = None,
+    kernel_cost: KernelCost | None = None,
+) -> Program:
     """The task graph of a compiled module.
 
     Args:
@@ -97,13 +106,14 @@ def read_program(text: str, package_dirs: PackageDirs | None = None, slice_of: S
         first; None = those of `jaxpar.models` and `jaxpar` as installed here.
       slice_of: the slice of each device of the assignment, where there are several TPU slices; None = slice after
         slice.
+      kernel_cost: what a Pallas kernel costs that does not say so itself.
 
     Raises:
       UserError: not the text of a compiled module.
     """
     module = parse(text)
     devices, note = devices_of(module, slice_of)
-    reader = _Reader(module, default_dirs() if package_dirs is None else package_dirs, devices)
+    reader = _Reader(module, default_dirs() if package_dirs is None else package_dirs, devices, kernel_cost)
     reader.notes += [note] if note else []
     if "is_scheduled=true" not in module.header:
         reader.notes.append("the module is not scheduled: its tasks are in the order of the text")
@@ -171,6 +181,8 @@ def _read_task(
         reader.unknown[name] += 1
     if task.collective and not task.collective.groups:
         reader.notes.append(f"{task.name}: between which devices, the text does not say")
+    if task.kind == "kernel" and not task.flops and reader.kernel_cost:
+        task = _priced(task, reader.kernel_cost, computation.operands(instruction))
     if task.kind == "kernel" and not task.flops and opcodes.target(instruction).startswith(opcodes.PALLAS_TARGETS):
         reader.notes.append(f"{task.name}: a kernel without a cost estimate, its FLOPs are not counted")
     position = into.add(replace(task, depends=tuple(sorted(merged.tasks))), merged)
@@ -185,6 +197,14 @@ def _read_task(
     # Results that are operands handed on: of a collective that goes on during this fusion.
     parts = (aliases.get(index) for index in range(len(instruction.shape.parts)))
     return Value(made.tasks, parts=tuple(made if part is None else operands[part] for part in parts))
+
+
+def _priced(task: Task, kernel_cost: KernelCost, operands: list[Instruction]) -> Task:
+    cost = kernel_cost(task.name, [operand.shape.dims for operand in operands])
+    if cost is None:
+        return task
+    dtype = max((operand.shape for operand in operands), key=lambda shape: shape.bytes).dtype
+    return replace(task, flops=cost[0], bytes=round(cost[1]) or task.bytes, dtype=dtype)
 
 
 def _aliases(instruction: Instruction) -> dict[int, int]:
@@ -222,7 +242,7 @@ def _read_branch(
     best, most = "", (-1.0, -1)
     for name in instruction.called:
         trial = _Nodes()
-        _read(replace_notes(reader), reader.module.computations[name], {}, [_NOTHING], trial)
+        _read(_silent(reader), reader.module.computations[name], {}, [_NOTHING], trial)
         tasks = list(walk(tuple(trial.nodes)))
         cost = sum(task.flops * count for task, count in tasks), sum(task.bytes * count for task, count in tasks)
         if cost > most:
@@ -235,9 +255,9 @@ def _read_branch(
     return _read(reader, inner, {}, [operands[number + 1]] if number + 1 < len(operands) else [], into)
 
 
-def replace_notes(reader: _Reader) -> _Reader:
+def _silent(reader: _Reader) -> _Reader:
     """A reader whose notes go nowhere."""
-    return _Reader(reader.module, reader.dirs, reader.devices)
+    return _Reader(reader.module, reader.dirs, reader.devices, reader.kernel_cost)
 
 
 def _read_loop(
