@@ -96,7 +96,9 @@ def compare(
 
 
 def _no_links(collective: Collective) -> Any:
-    raise UserError(f"a step on one device has a {collective.kind}: compare configs without a mesh")
+    raise UserError(
+        f"a step on one device moves data between devices ({collective.kind}): compare configs without a mesh"
+    )
 
 
 def rank_correlation(rows: Sequence[Prediction]) -> float:
