@@ -16,8 +16,9 @@ def inherit(
     """Nodes of one list, with places for the tasks that have none of their own.
 
     A copy or slice without a scope belongs to what it feeds, else to what feeds it: the nearest such task with a scope,
-    inside a loop too. A matmul belongs to the latest of its operands, which in a backward is the gradient, not what was
-    saved. What is left belongs to the loop around it. A phase or line of its own is kept.
+    inside a loop too. A matmul belongs to the neighbour in the innermost scope, and among several to the latest of its
+    operands, which in a backward is the gradient, not what was saved. What is left belongs to the loop around it. A
+    phase or line of its own is kept.
 
     Args:
       nodes: one list of a program.
@@ -31,19 +32,22 @@ def inherit(
         for maker in () if isinstance(node, Wait) else node.depends:
             users[maker].append(position)
 
-    def from_users(position: int) -> None:
-        near = [places[user] for user in users[position] if _gives(nodes[user])] + fed.get(position, [])
-        places[position] = _from(places[position], near)
+    def used_by(position: int) -> list[Place]:
+        return [places[user] for user in users[position] if _gives(nodes[user])] + fed.get(position, [])
+
+    def made_by(position: int, makers: tuple[int, ...]) -> list[Place]:
+        return [places[maker] for maker in makers if _gives(nodes[maker])] + made.get(position, [])
 
     tasks = {position: node for position, node in enumerate(nodes) if isinstance(node, Task)}
     for position in reversed(tasks):
         if tasks[position].kind != "matmul":
-            from_users(position)
+            places[position] = _from(places[position], used_by(position))
     for position, task in tasks.items():
-        makers = task.depends[::-1] if task.kind == "matmul" else task.depends
-        near = [places[maker] for maker in makers if _gives(nodes[maker])] + made.get(position, [])
+        near = made_by(position, task.depends) + used_by(position)
+        if task.kind == "matmul":
+            near = made_by(position, task.depends[::-1]) + used_by(position)
+            near.sort(key=lambda place: -place.scope.count("/"))
         places[position] = _from(places[position], near)
-        from_users(position)
     return [
         node if isinstance(node, Wait) else replace(node, place=_from(place, [around], anything=True))
         for node, place in zip(nodes, places, strict=True)
