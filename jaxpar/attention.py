@@ -224,8 +224,8 @@ def splash(
     return out_BHSh.swapaxes(1, 2)
 
 
-def kernel_cost(name: str, shapes: list[tuple[int, ...]]) -> tuple[float, float] | None:
-    """FLOPs and HBM bytes of one call of a kernel in a compiled program, which does not say them; None if not ours.
+def kernel_cost(name: str, shapes: list[tuple[int, ...]]) -> float | None:
+    """FLOPs of one call of a kernel, which the compiled program does not say; None for a kernel not from here.
 
     Args:
       name: the call's instruction name: `splash_mha_fwd_residuals.3`.
@@ -237,4 +237,4 @@ def kernel_cost(name: str, shapes: list[tuple[int, ...]]) -> tuple[float, float]
     if count is None or not heads:
         return None
     *batch, S, h = heads[0]
-    return count * 2 * math.prod(batch) * h * S * S / 2, 0.0
+    return count * 2 * math.prod(batch) * h * S * S / 2

@@ -31,8 +31,21 @@ class TrainArgs:
     config: Overrides
     run: str = ""
     """Run folder; empty = runs/NAME."""
+    verify: bool = False
+    """First compare the plan with one device on a small model (once: it is remembered); refuse it if it differs."""
     on: str = ""
     """Take the [mesh] table from this mesh preset or file instead."""
+
+
+@dataclass(frozen=True)
+class VerifyArgs:
+    """Loss and every gradient of a config's plan against one device, on a small model of the same kind."""
+
+    config: Overrides
+    on: str = ""
+    """Take the [mesh] table from this mesh preset or file instead."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,29 @@ class BenchArgs:
 
 
 @dataclass(frozen=True)
+class RehearseArgs:
+    """The training step compiled for hardware that is not here: does it fit, what takes the time, what is exposed."""
+
+    config: Overrides
+    target: str = ""
+    """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ... or here."""
+    on: str = ""
+    """Take the [mesh] table from this mesh preset or file instead."""
+    html: str = ""
+    """Write the report as one self-contained page."""
+    json: str = ""
+    """Write the report as JSON; - = print it, and nothing else."""
+    against: str = ""
+    """Compare with this: a stored JSON, or a config that is rehearsed on the same target."""
+    fail_on: str = ""
+    """Conditions that exit with 1: unplanned-collective,does-not-fit,memory+5%,time+3% (growth against --against)."""
+    tokens: float = 1e12
+    """Length of a training, for its days."""
+    timeline: bool = True
+    """Keep the timeline in the JSON; `--no-timeline` leaves it out, it is most of the bytes."""
+
+
+@dataclass(frozen=True)
 class ConvertArgs:
     """Hugging Face checkpoint to run folder, or run folder to Hugging Face checkpoint."""
 
@@ -92,13 +128,29 @@ class TokenizeArgs:
 
 
 def train_command(words: list[str]) -> int:
-    """jaxpar train CONFIG [--run DIR] [--on MESH] [--section.key value ...]"""
+    """jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"""
     from jaxpar.train import train
 
     name, args = _config_args("train", TrainArgs, words)
     config = _on(args.config, args.on, words) if args.on else args.config
-    result = train(config, Path(args.run or Path("runs") / Path(name).stem))
+    result = train(config, Path(args.run or Path("runs") / Path(name).stem), args.verify)
     return 130 if result.interrupted and not config.train.stop_at else 0
+
+
+def verify_command(words: list[str]) -> int:
+    """jaxpar verify CONFIG [--on MESH] [--json] [--section.key value ...]"""
+    from jaxpar.verdict import as_json, table, verdict
+    from jaxpar.verify import verify
+
+    _, args = _config_args("verify", VerifyArgs, words)
+    config, out = _on(args.config, args.on, words) if args.on else args.config, console()
+    found = verify(config, say=(lambda line: None) if args.json else out.print)
+    if args.json:
+        out.print(json.dumps(as_json(found)))
+    else:
+        out.print(table(found))
+        out.print(verdict(found))
+    return 0 if found.equal else 1
 
 
 def eval_command(words: list[str]) -> int:
@@ -122,6 +174,15 @@ def show_command(words: list[str]) -> int:
     config = _on(args.config, args.on, words) if args.on else args.config
     show(check(config), Path(args.out or Path(name).stem + ".png"), args.json)
     return 0
+
+
+def rehearse_command(words: list[str]) -> int:
+    """jaxpar rehearse CONFIG --target T [--html FILE] [--json FILE] [--against OTHER] [--section.key value ...]"""
+    from jaxpar.rehearse import rehearse_words
+
+    name, args = _config_args("rehearse", RehearseArgs, words)
+    config = _on(args.config, args.on, words) if args.on else args.config
+    return rehearse_words(name, config, args, "jaxpar rehearse " + " ".join(words))
 
 
 def convert_command(words: list[str]) -> int:
@@ -198,12 +259,14 @@ def doctor_command(words: list[str]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (train_command, "train a config; the same command resumes"),
+    "verify": (verify_command, "compare a plan's loss and gradients with one device"),
     "eval": (eval_command, "validation loss of a run's checkpoint"),
     "convert": (convert_command, "to and from Hugging Face safetensors"),
     "tokenize": (tokenize_command, "text to a .bin file of token ids"),
     "configs": (configs_command, "list the config presets"),
     "meshes": (meshes_command, "list the mesh presets"),
     "show": (show_command, "parameter table and a picture of the sharding"),
+    "rehearse": (rehearse_command, "compile the step for absent hardware: memory, time, exposed communication"),
     "bench": (bench_command, "the training step against PyTorch, alternating"),
     "doctor": (doctor_command, "versions, devices, known-bad combinations"),
 }

@@ -31,9 +31,7 @@ def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -
     def specs(axes: Any) -> Any:
         return jax.tree.map(plan.spec, axes, is_leaf=_is_axes)  # None, for an argument that is None, stays
 
-    return jax.shard_map(
-        local, mesh=plan.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes), check_vma=False
-    )
+    return jax.shard_map(local, mesh=plan.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes), check_vma=False)
 
 
 def _is_axes(tree: Any) -> bool:

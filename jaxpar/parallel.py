@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
 from jaxpar.collectives import gather, manual, reduce, split_over
-from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import LogicalAxis, Plan
 
 __all__ = ["attention", "column_linear", "dropout", "logits", "lookup", "row_linear"]

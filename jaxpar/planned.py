@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 from jaxpar.hlo.tasks import CollectiveKind
 
 _KINDS: dict[str, CollectiveKind] = {
-    "all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "psum": "all-reduce", "psum_invariant": "all-reduce",
-    "pmax": "all-reduce", "pmin": "all-reduce", "all_to_all": "all-to-all", "ppermute": "ppermute",
+    "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "all_to_all": "all-to-all", "ppermute": "ppermute",
 }  # fmt: skip
 
 

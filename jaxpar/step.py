@@ -20,6 +20,7 @@ from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
 from jaxpar.optim import learning_rate, make_optimizer
 from jaxpar.sharding import Plan, local_rows, replicated, tree_shardings
+from jaxpar.xla import compiler_options
 
 BATCH_AXES = ("batch", None)
 
@@ -118,6 +119,13 @@ def batch_shapes(config: Config, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
     return dict.fromkeys(names, leaf)
 
 
+def step_shapes(model: Model, config: Config, plan: Plan) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
+    """The arguments of a training step as ShapeDtypeStructs with shardings: what it is traced and compiled for."""
+    shapes, shardings = state_shapes(model, config), state_shardings(model, config, plan)
+    state = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, shardings)
+    return state, batch_shapes(config, plan)
+
+
 def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
     """`(state, batch) -> (state, metrics)`, jitted, the state donated.
 
@@ -144,7 +152,11 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
 
     batch_sharding = plan.sharding(BATCH_AXES)
     return jax.jit(
-        step, in_shardings=(shardings, batch_sharding), out_shardings=(shardings, replicated(plan)), donate_argnums=0
+        step,
+        in_shardings=(shardings, batch_sharding),
+        out_shardings=(shardings, replicated(plan)),
+        donate_argnums=0,
+        compiler_options=compiler_options(plan.mesh),
     )
 
 

@@ -1,0 +1,146 @@
+"""What is wrong with a rehearsed step, in the model's words: each rule is a function from rows to findings."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from jaxpar.hlo.timeline import TaskTime
+from jaxpar.metrics import bytes_text
+from jaxpar.rehearsal.schema import CollectiveRow, Finding
+from jaxpar.sharding import Axes, LogicalAxis, Placement, Plan
+
+RULES = {
+    "unplanned-collective": "a collective that the plan did not ask for",
+    "whole-all-reduce": "a weight gradient summed whole where its parts would do",
+    "replicated-parameter": "a large parameter that every device holds whole",
+    "replicated-activation": "an activation that is not split as the batch and the residual stream are",
+    "large-copy": "a copy or a change of layout that takes a share of the step",
+}
+_LARGE_PARAMETER = 2**20  # bytes
+_COPY_SHARE = 0.005  # of the step
+
+
+def unplanned_collectives(rows: Iterable[CollectiveRow], axis_of: dict[str, str]) -> list[Finding]:
+    """Collectives of the report that are not the plan's; a whole all-reduce of a weight gradient is a rule of its own.
+
+    Args:
+      rows: the report's collectives.
+      axis_of: for each mesh axis the logical axes that it splits: `{"fsdp": "batch, embed"}`.
+    """
+    found = []
+    for row in rows:
+        if row["planned"]:
+            continue
+        whole = row["kind"] == "all-reduce" and "reduce-scatter" in row["reason"]
+        rule = "whole-all-reduce" if whole and row["phase"] == "backward" else "unplanned-collective"
+        axes = ", ".join(dict.fromkeys(axis_of.get(axis, "") for axis in row["axes"]))
+        message = (
+            f"{row['kind']} of {bytes_text(row['bytes'])} over {' x '.join(row['axes'])}, {row['count']} a step: "
+            f"{row['reason']}"
+        )
+        found.append(
+            _finding(rule, "error", message, axes, row["scope"], row["source"], row["sent_bytes"], row["exposed"])
+        )
+    return found
+
+
+def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[Finding]:
+    """Parameters of more than a vector that no mesh axis splits, on a mesh whose rules could split them."""
+    usable = set(plan.mesh_axes("embed")) | set(plan.mesh_axes("mlp")) | set(plan.mesh_axes("vocab"))
+    found = []
+    for row in placements:
+        whole = math.prod(row.shape) * 4
+        if not usable or row.bytes_per_device < whole or whole < _LARGE_PARAMETER:
+            continue
+        axes = ", ".join(axis or "-" for axis in row.axes)
+        message = (
+            f"{row.name} {list(row.shape)} ({axes}) is whole on every device, {bytes_text(whole)}: "
+            f"no rule splits any of its dims over {' or '.join(sorted(usable))}"
+        )
+        named = next((axis for axis in row.axes if axis not in (None, "layers")), "") or ""
+        found.append(_finding("replicated-parameter", "warning", message, named, row.name, "", whole, 0.0))
+    return found
+
+
+def replicated_activations(tasks: Iterable[TaskTime], plan: Plan, microbatch: int, seq_len: int) -> list[Finding]:
+    """Arrays of the program that hold all sequences of a microbatch though the plan splits the batch; and a residual
+    stream that a mesh axis leaves whole.
+
+    Args:
+      tasks: of the replayed program: local shapes.
+      plan: mesh and rules.
+      microbatch: sequences of a microbatch, all devices together.
+      seq_len: tokens of a sequence.
+    """
+    found: dict[tuple[str, str], Finding] = {}
+    stored: Axes = ("batch", "residual_seq", None)
+    used = {axis for name in stored for axis in plan.mesh_axes(name)}
+    idle = [axis for axis, size in plan.mesh.shape.items() if size > 1 and axis not in used]
+    for axis in idle:
+        message = f"the residual stream is whole over {axis}={plan.mesh.shape[axis]}: add it to --rules.residual-seq"
+        found["residual_seq", axis] = _finding(
+            "replicated-activation", "warning", message, "residual_seq", "", "", 0, 0
+        )
+    if plan.size("batch") == 1:
+        return list(found.values())
+    for row in tasks:
+        match = re.search(rf"\[(?:\d+,)?{microbatch},(\d+),[\d,]+\]", row.task.shape)
+        place = row.task.place
+        if not match or int(match[1]) not in (seq_len, seq_len // plan.size("residual_seq")):
+            continue
+        message = f"{row.task.shape} holds all {microbatch} sequences, which the plan splits over {plan.size('batch')}"
+        key = place.scope, place.source
+        if key not in found:
+            found[key] = _finding(
+                "replicated-activation",
+                "error",
+                message,
+                "batch",
+                place.scope,
+                place.source,
+                row.task.bytes,
+                row.seconds,
+            )
+    return list(found.values())
+
+
+def large_copies(tasks: Iterable[TaskTime], step_seconds: float) -> list[Finding]:
+    """Synchronous copies and layout changes by line, where they take more than half a percent of the step."""
+    lines: dict[tuple[str, str, str], list[TaskTime]] = {}
+    for row in tasks:
+        if row.task.kind == "copy" and not row.task.asynchronous:
+            place = row.task.place
+            lines.setdefault((place.scope, place.source, place.phase), []).append(row)
+    found = []
+    for (scope, source, phase), rows in lines.items():
+        seconds = sum(row.seconds for row in rows)
+        if seconds < _COPY_SHARE * step_seconds:
+            continue
+        largest = max(rows, key=lambda row: row.seconds)
+        moved = sum(row.task.bytes * row.count for row in rows)
+        message = (
+            f"copies of the {phase} pass take {100 * seconds / step_seconds:.1f} % of the step, most of it "
+            f"{largest.task.name}, {largest.task.shape}, {largest.count} times"
+        )
+        found.append(_finding("large-copy", "warning", message, "", scope, source, moved, seconds))
+    return found
+
+
+def logical_axes(plan: Plan) -> dict[str, str]:
+    """For each mesh axis the logical axes that it splits."""
+    names: Sequence[LogicalAxis] = [name for name in vars(plan.rules) if plan.mesh_axes(name)]  # pyright: ignore[reportAssignmentType, reportArgumentType]
+    return {axis: ", ".join(n for n in names if axis in plan.mesh_axes(n)) for axis in plan.mesh.axis_names}
+
+
+def _finding(
+    rule: str, severity: Literal["error", "warning", "note"], message: str, axis: str, scope: str, source: str,
+    size: float, seconds: float,
+) -> Finding:  # fmt: skip
+    assert rule in RULES, rule
+    return {
+        "rule": rule, "severity": severity, "message": message, "axis": axis, "scope": scope, "source": source,
+        "bytes": float(size), "seconds": seconds,
+    }  # fmt: skip

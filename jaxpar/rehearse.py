@@ -1,0 +1,414 @@
+"""`jaxpar rehearse`: the real training step, compiled for hardware that is not here, read and played out."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpar.attention import kernel_cost
+from jaxpar.calibrate import calibrate, load_calibration, save_calibration
+from jaxpar.config import Config, check, flatten, load_config
+from jaxpar.errors import UserError
+from jaxpar.hardware import Hardware
+from jaxpar.hlo.cost import price, seconds_by_basis
+from jaxpar.hlo.parse import Module, parse
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import Collective, Loop, Node, Program, walk
+from jaxpar.hlo.timeline import TaskTime, Timeline, replay
+from jaxpar.mesh import MESH_AXES, describe
+from jaxpar.metrics import bytes_text
+from jaxpar.models import Model
+from jaxpar.network import CollectiveTime, collective_time
+from jaxpar.planned import Planned, planned
+from jaxpar.rehearsal import lint, memory
+from jaxpar.rehearsal.collectives import Asked, axes_of
+from jaxpar.rehearsal.conditions import failures, parse_conditions
+from jaxpar.rehearsal.difference import difference
+from jaxpar.rehearsal.drawing import timeline_of
+from jaxpar.rehearsal.page import write_page
+from jaxpar.rehearsal.schema import SCHEMA, CollectiveRow, Finding, Line, Rehearsal, Time, read_rehearsal
+from jaxpar.rehearsal.tables import difference_parts, report_parts
+from jaxpar.report import console
+from jaxpar.runtime import start
+from jaxpar.sharding import Plan, placements
+from jaxpar.step import make_plan, make_train_step, step_shapes
+from jaxpar.targets import Target, check_mesh, load_target, places, target_devices
+
+_PACKAGES = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+_DRAWN_TRIPS, _MOST_EVENTS = 100, 60_000
+
+
+class Compiled(NamedTuple):
+    """A training step compiled for a target."""
+
+    config: Config
+    target: Target
+    plan: Plan
+    model: Model
+    planned: list[Planned]
+    text: str
+    stats: Any
+    """`compiled.memory_analysis()`."""
+    state: Any
+    batch: Any
+    """ShapeDtypeStructs with shardings."""
+    seconds: float
+    """Of the compilation."""
+
+
+def rehearse(
+    config: Config, target: Target, name: str = "", command: str = "", tokens: float = 1e12,
+    say: Callable[[str], None] = lambda line: None,
+) -> Rehearsal:  # fmt: skip
+    """The report of one training step on a target; `jaxpar.rehearsal.schema` says what is in it.
+
+    Args:
+      config: the experiment. Its mesh must fit the target; `mesh.distributed` and `mesh.platform` do not count.
+      target: from `load_target`.
+      name: of the config, for the report.
+      command: what was typed, for the report.
+      tokens: length of the training that `time.days` speaks of.
+      say: called with a line at the start of each stage.
+
+    Raises:
+      UserError: a mesh that does not fit the target, a missing compiler, or a step that the compiler refuses because
+        it does not fit the memory.
+    """
+    say(f"compiling for {target.name}: {describe({a: getattr(config.mesh, a) for a in MESH_AXES})}")
+    compiled = compile_step(config, target)
+    say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
+    module = parse(compiled.text)
+    slices = [place.slice for place in places(list(compiled.plan.mesh.devices.flat), target)]
+    program = read_program(compiled.text, slice_of=slices if target.platform == "tpu" and target.slices > 1 else None)
+    program = _with_kernel_costs(program, module)
+    hardware, on_links, speeds = _machine(compiled, say)
+    costs = price(program, hardware, on_links, speeds)
+    timeline = replay(program, costs, drawn_trips=_DRAWN_TRIPS, most_events=_MOST_EVENTS)
+    report = _report(compiled, program, module, timeline, hardware, on_links)
+    basis = seconds_by_basis(program, costs)
+    computed = sum(seconds for kind, seconds in basis.items() if kind not in ("link", "host link"))
+    report["time"]["estimated_without_cycles"] = 1 - basis.get("cycles", 0.0) / computed if computed else 0.0
+    report["time"]["days"] = {f"{tokens:.3g}": tokens / report["time"]["tokens_per_second"] / 86400}
+    report["notes"] += [*program.notes, *costs.notes]
+    report["config"], report["command"] = name, command
+    return report
+
+
+def compile_step(config: Config, target: Target) -> Compiled:
+    """The training step of a config, compiled by the target's own compiler.
+
+    Raises:
+      UserError: see `rehearse`.
+    """
+    config = check(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=False)))
+    if target.name == "here":
+        devices = start(dataclasses.replace(config.mesh, platform="cpu" if target.platform == "cpu" else "auto"))
+    else:
+        check_mesh(config.mesh, target)
+        devices = target_devices(target)
+    plan, model = make_plan(config, devices), Model(config.model)
+    arguments = step_shapes(model, config, plan)
+    began = time.perf_counter()
+    traced = make_train_step(model, config, plan).trace(*arguments)
+    asked = planned(traced.jaxpr, plan.mesh)
+    try:
+        compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(_refusal(error, config, target, plan, arguments[0])) from error
+    seconds = time.perf_counter() - began
+    stats = compiled.memory_analysis()
+    return Compiled(config, target, plan, model, asked, compiled.as_text(), stats, *arguments, seconds)
+
+
+def _refusal(error: Exception, config: Config, target: Target, plan: Plan, state: Any) -> str:
+    """What to tell the user of a compiler's refusal."""
+    text = str(error)
+    used = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", text)
+    if used is None:
+        return f"the compiler for {target.name} refuses this step: {text.splitlines()[0][:300]}"
+    unit = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    needs, has = float(used[1]) * unit[used[2]], float(used[3]) * unit[used[4]]
+    params, optimizer = memory.local_bytes(state.params), memory.local_bytes(state.opt_state)
+    rest = max(int(needs) - 2 * params - optimizer, 0)
+    categories = {"parameters": params, "optimizer": optimizer, "gradients": params, "activations": rest}
+    lines = _advice(config, plan, categories, int(needs - has))
+    return (
+        f"{config.model.family} does not fit {target.name}: a step needs {bytes_text(needs)} a device of "
+        f"{bytes_text(has)}. " + "; ".join(lines)
+    )
+
+
+def _advice(config: Config, plan: Plan, categories: dict[str, int], over: int) -> list[str]:
+    fsdp, rest = plan.mesh.shape["fsdp"], plan.mesh.size // plan.mesh.shape["fsdp"]
+    larger = [fsdp * n for n in (2, 4, 8) if rest % n == 0 and config.model.embed % (fsdp * n) == 0]
+    microbatch = config.train.batch // config.train.accumulation
+    return memory.advice(categories, over, config.memory.policy, (fsdp, *larger), microbatch, plan.size("batch"))
+
+
+def _machine(
+    compiled: Compiled, say: Callable[[str], None]
+) -> tuple[Hardware, Callable[[Collective], CollectiveTime], Any]:
+    """The figures that price the program: the target's, or for `here` those measured on this machine."""
+    target, speeds = compiled.target, None
+    if target.name == "here":
+        measured = load_calibration()
+        if measured is None:
+            say("no calibration of this machine yet: measuring it, about a minute")
+            measured = calibrate()
+            save_calibration(measured)
+        target = dataclasses.replace(target, hardware=measured.hardware(target.hardware))
+        speeds = measured.speeds(compiled.plan.mesh.size)
+    where = places(list(compiled.plan.mesh.devices.flat), target)
+    return target.hardware, partial(collective_time, places=where, target=target), speeds
+
+
+def _with_kernel_costs(program: Program, module: Module) -> Program:
+    """The program with the FLOPs of those kernels whose text does not say them."""
+    instructions = {name: (c, i) for c in module.computations.values() for name, i in c.instructions.items()}
+
+    def costed(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        return tuple(map(one, nodes))
+
+    def one(node: Node) -> Node:
+        if isinstance(node, Loop):
+            return dataclasses.replace(node, body=costed(node.body))
+        if getattr(node, "kind", "") != "kernel" or node.flops or node.name not in instructions:  # pyright: ignore[reportAttributeAccessIssue]
+            return node
+        computation, instruction = instructions[node.name]
+        shapes = [computation.instructions[operand].shape.dims for operand in instruction.operands]
+        flops = kernel_cost(node.name, shapes)
+        return node if flops is None else dataclasses.replace(node, flops=flops, dtype="bf16")  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    nodes = costed(program.nodes)
+    costed_names = {task.name for task, _ in walk(nodes) if task.kind == "kernel" and task.flops}
+    notes = [note for note in program.notes if note.partition(":")[0] not in costed_names]
+    if costed_names:
+        notes.append(
+            f"{len(costed_names)} kernels carry no cycles: priced at the peak for their matmuls (causal half), a bound "
+            "from below"
+        )
+    return dataclasses.replace(program, nodes=nodes, notes=tuple(notes))
+
+
+def _report(
+    compiled: Compiled, program: Program, module: Module, timeline: Timeline, hardware: Hardware,
+    on_links: Callable[[Collective], CollectiveTime],
+) -> Rehearsal:  # fmt: skip
+    """Everything but what `rehearse` adds."""
+    config, target, plan, model = compiled.config, compiled.target, compiled.plan, compiled.model
+    peak = getattr(hardware.peak_flops, config.precision.compute) or hardware.peak_flops.bfloat16 or None
+    rows = placements(model.shapes(), model.axes, plan)
+    tokens = config.train.batch * config.data.seq_len
+    model_flops = model.flops_per_token(config.data.seq_len) * tokens
+    collectives = _collective_rows(timeline, compiled, on_links)
+    device_memory = memory.account(
+        compiled.stats, compiled.state, compiled.batch, module, config.model.layers, hardware.hbm_bytes
+    )
+    if not device_memory["fits"]:
+        over = device_memory["total"] - device_memory["hbm_bytes"]
+        device_memory["advice"] = _advice(config, plan, device_memory["categories"], over)
+    report: Rehearsal = {
+        "schema": SCHEMA, "config": "", "overrides": {}, "command": "",
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "target": {
+            "name": target.name, "chip": hardware.chip or target.chip, "chips": hardware.chips, "slices": target.slices,
+            "topology": target.topology, "hbm_bytes": hardware.hbm_bytes, "peak_flops": peak,
+            "dtype": config.precision.compute, "note": target.note,
+        },
+        "mesh": {axis: size for axis, size in plan.mesh.shape.items() if size > 1},
+        "model": {"family": config.model.family, "parameters": model.parameter_count()},
+        "batch": {
+            "sequences": config.train.batch, "seq_len": config.data.seq_len, "tokens": tokens,
+            "accumulation": config.train.accumulation,
+        },
+        "compile_seconds": compiled.seconds,
+        "memory": device_memory,
+        "time": _time(timeline, program, model_flops / plan.mesh.size, tokens, peak),
+        "lines": _lines(timeline.tasks),
+        "collectives": collectives,
+        "critical_path": [
+            {"name": task.name, "kind": task.kind, "seconds": seconds, "count": count, "scope": task.place.scope,
+             "source": task.place.source}
+            for task, count, seconds in timeline.critical_path[:50]
+        ],
+        "timeline": timeline_of(program, timeline.events),
+        "findings": _findings(compiled, timeline, collectives, rows),
+        "shardings": [
+            {"name": row.name, "shape": list(row.shape), "axes": list(row.axes), "spec": str(row.spec),
+             "bytes_per_device": row.bytes_per_device}
+            for row in rows
+        ],
+        "unknown": dict(program.unknown),
+        "notes": _notes(config, timeline),
+    }  # fmt: skip
+    return report
+
+
+def _time(timeline: Timeline, program: Program, model_flops: float, tokens: int, peak: float | None) -> Time:
+    """The report's times; `model_flops` are one device's share."""
+    moving = ("collective", "host_copy")
+    done = sum(task.flops * count for task, count in walk(program.nodes))
+    by_category: dict[str, float] = dict(timeline.busy)
+    for kind in moving:
+        by_category[kind] = sum(row.seconds for row in timeline.tasks if row.task.kind == kind)
+    return {
+        "step": timeline.seconds,
+        "compute": sum(seconds for kind, seconds in timeline.busy.items() if kind not in moving),
+        "exposed_communication": timeline.exposed_communication,
+        "host_stall": timeline.host_stall,
+        "copy_stall": sum(seconds for kind, seconds in timeline.stalls.items() if kind not in moving),
+        "idle": timeline.idle,
+        "lower_bound": timeline.lower_bound,
+        "list_schedule": timeline.list_schedule,
+        "mfu": model_flops / (peak * timeline.seconds) if peak and timeline.seconds else None,
+        "hfu": done / (peak * timeline.seconds) if peak and timeline.seconds else None,
+        "tokens_per_second": tokens / timeline.seconds if timeline.seconds else 0.0,
+        "days": {},
+        "by_category": {kind: seconds for kind, seconds in by_category.items() if seconds},
+        "estimated_without_cycles": 0.0,
+    }
+
+
+def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
+    """Time by line of the model and phase, the longest first."""
+    lines: dict[tuple[str, str, str], Line] = {}
+    for row in tasks:
+        place, task = row.task.place, row.task
+        line = lines.setdefault((place.scope, place.source, place.phase), {
+            "scope": place.scope, "source": place.source, "phase": place.phase, "compute": 0.0, "communication": 0.0,
+            "exposed": 0.0, "flops": 0.0, "bytes": 0, "count": 0,
+        })  # fmt: skip
+        moves = task.kind in ("collective", "host_copy")
+        if moves:
+            line["communication"] += row.seconds
+        elif not task.asynchronous:
+            line["compute"] += row.seconds
+        line["exposed"] += row.exposed
+        line["flops"] += task.flops * row.count
+        line["bytes"] += task.bytes * row.count
+        line["count"] += row.count
+    return sorted(lines.values(), key=lambda line: -(line["compute"] + line["exposed"]))
+
+
+def _collective_rows(
+    timeline: Timeline, compiled: Compiled, on_links: Callable[[Collective], CollectiveTime]
+) -> list[CollectiveRow]:
+    """The program's collectives, those of one kind, size and line together, the most exposed first."""
+    mesh = dict(compiled.plan.mesh.shape)
+    asked = Asked(compiled.planned, mesh, timeline.tasks)
+    rows: dict[tuple[Any, ...], CollectiveRow] = {}
+    for found in timeline.tasks:
+        collective, place = found.task.collective, found.task.place
+        if collective is None:
+            continue
+        axes, answer = axes_of(collective, mesh), asked.answer(found)
+        key = (collective.kind, axes, collective.bytes, found.task.asynchronous, place, answer)
+        row = rows.setdefault(key, {
+            "kind": collective.kind, "axes": list(axes), "bytes": collective.bytes, "sent_bytes": 0.0, "count": 0,
+            "asynchronous": found.task.asynchronous, "seconds": 0.0, "exposed": 0.0, "scope": place.scope,
+            "source": place.source, "phase": place.phase, "planned": answer.planned, "reason": answer.reason,
+            "links": on_links(collective).links,
+        })  # fmt: skip
+        row["sent_bytes"] += collective.sent_bytes * found.count
+        row["count"] += found.count
+        row["seconds"] += found.seconds
+        row["exposed"] += found.exposed
+    return sorted(rows.values(), key=lambda row: (-row["exposed"], -row["seconds"]))
+
+
+def _findings(compiled: Compiled, timeline: Timeline, collectives: list[CollectiveRow], rows: Any) -> list[Finding]:
+    config, plan = compiled.config, compiled.plan
+    microbatch = config.train.batch // config.train.accumulation
+    found = [
+        *lint.unplanned_collectives(collectives, lint.logical_axes(plan)),
+        *lint.replicated_parameters(rows, plan),
+        *lint.replicated_activations(timeline.tasks, plan, microbatch, config.data.seq_len),
+        *lint.large_copies(timeline.tasks, timeline.seconds),
+    ]
+    order = {"error": 0, "warning": 1, "note": 2}
+    return sorted(found, key=lambda finding: (order[finding["severity"]], -finding["seconds"], -finding["bytes"]))
+
+
+def _notes(config: Config, timeline: Timeline) -> list[str]:
+    """What qualifies the figures."""
+    notes = []
+    lost = sum(row.seconds for row in timeline.tasks if not row.task.place.scope and not row.task.place.source)
+    busy = sum(timeline.busy.values())
+    if busy:
+        notes.append(f"{100 * lost / busy:.1f} % of the busy time could not be tied to a line of the model")
+    if config.model.dropout:
+        notes.append("dropout is on: its random bits are part of the step")
+    return notes
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
+    """The `rehearse` command: report, files, comparison; its exit code.
+
+    Args:
+      name: of the config, a preset or a path.
+      config: with the overrides.
+      args: `target`, `html`, `json`, `against`, `fail_on`, `tokens`, `timeline` of the command line.
+      command: as typed.
+
+    Raises:
+      UserError: see `rehearse`; a condition or a file that cannot be read or written.
+    """
+    if not args.target:
+        raise UserError("rehearse needs --target: v5p-64, v5e-8, h100x64, here, ...: docs/targets.md lists them")
+    target = load_target(args.target)
+    conditions = parse_conditions(args.fail_on, lint.RULES, bool(args.against))
+    baseline = read_rehearsal(Path(args.against)) if args.against.endswith(".json") else None
+    quiet = args.json == "-"
+    say = (lambda line: None) if quiet else console().print
+    report = rehearse(config, target, Path(name).stem, command, args.tokens, say)
+    before = flatten(load_config(name))
+    report["overrides"] = {key: value for key, value in flatten(config).items() if before[key] != value}
+    if args.against and baseline is None:
+        say(f"and {args.against}, to compare with")
+        baseline = rehearse(load_config(args.against), target, Path(args.against).stem, command, args.tokens, say)
+    if not quiet:
+        for part in report_parts(report):
+            console().print(part)
+        if baseline is not None:
+            for part in difference_parts(difference(report, baseline)):
+                console().print(part)
+    _write(report, args)
+    broken = failures(conditions, report, baseline)
+    for line in broken:
+        print(f"jaxpar: failed: {line}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def _write(report: Rehearsal, args: Any) -> None:
+    """The page and the JSON that were asked for."""
+    try:
+        if args.html:
+            write_page(report, Path(args.html))
+        if args.json:
+            kept = {key: value for key, value in report.items() if key != "timeline" or args.timeline}
+            text = json.dumps(kept, indent=None if args.timeline else 1, allow_nan=False)
+            print(text) if args.json == "-" else Path(args.json).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
+    for name in (args.html, args.json):
+        if name not in ("", "-") and args.json != "-":
+            console().print(f"wrote {name}")
