@@ -20,7 +20,8 @@ from jaxpar.hlo.tasks import CollectiveKind
 
 _KINDS: dict[str, CollectiveKind] = {
     "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
-    "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "all_to_all": "all-to-all", "ppermute": "ppermute",
+    "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
+    "all_to_all": "all-to-all", "ppermute": "ppermute",
 }  # fmt: skip
 
 
