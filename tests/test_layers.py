@@ -16,12 +16,12 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parent.parent
 LAYERS = {
     6: "cli",
-    5: "train generate evaluate convert show bench step verify rehearse lint calibrate",
-    4: "data tokenizer checkpoint optim metrics report picture doctor page diagnose",
+    5: "train generate evaluate convert show bench step verify rehearse calibrate",
+    4: "data tokenizer checkpoint optim metrics report picture doctor rehearsal diagnose",
     3: "models",
-    2: "parallel",
-    1: "remat hlo network",
-    0: "errors config mesh sharding hardware runtime targets meshes configs",
+    2: "parallel loss",
+    1: "remat hlo network planned attention collectives",
+    0: "errors config mesh sharding hardware runtime targets xla meshes configs",
 }
 LAYER = {room: layer for layer, rooms in LAYERS.items() for room in rooms.split()}
 
