@@ -370,6 +370,21 @@ def test_kernels_with_and_without_a_cost_estimate() -> None:
     assert without.notes == ("splash_mha_fwd_residuals.1: a kernel without a cost estimate, its FLOPs are not counted",)
 
 
+def test_a_kernel_priced_by_who_knows_it() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def cost(name: str, shapes: list[tuple[int, ...]]) -> float | None:
+        asked.append((name, len(shapes)))
+        return 123.0 if name.startswith("splash") else None
+
+    found = excerpt("tpu_kernel", kernel_cost=cost)
+    splash = task(found.nodes, "splash_mha_fwd_residuals.1")
+    assert asked == [("splash_mha_fwd_residuals.1", 6)]
+    assert (splash.flops, splash.dtype, found.notes) == (123.0, "bf16", ())
+    stated = excerpt("tpu_kernel_cost", kernel_cost=cost).nodes[0]
+    assert isinstance(stated, Task) and stated.flops == 2 * 256**3, "its own estimate stands"
+
+
 def test_attention_by_cudnn_is_a_kernel_with_flops() -> None:
     forward, backward = excerpt("gpu_attention").nodes
     assert isinstance(forward, Task) and isinstance(backward, Task)

@@ -22,8 +22,8 @@ from jaxpar.hlo.slices import Devices, devices_of, paired_send
 from jaxpar.hlo.tasks import Loop, Node, Place, Program, Task, Wait, walk
 from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
 
-KernelCost = Callable[[str, list[tuple[int, ...]]], tuple[float, float] | None]
-"""(instruction name, shapes of its operands) -> (FLOPs, bytes; 0 = those of its arrays); None where it is unknown."""
+KernelCost = Callable[[str, list[tuple[int, ...]]], float | None]
+"""(instruction name, shapes of its operands) -> FLOPs of a kernel; None for one that it does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def read_program(
         first; None = those of `jaxpar.models` and `jaxpar` as installed here.
       slice_of: the slice of each device of the assignment, where there are several TPU slices; None = slice after
         slice.
-      kernel_cost: what a Pallas kernel costs that does not say so itself.
+      kernel_cost: FLOPs of a Pallas kernel that does not say them itself.
 
     Raises:
       UserError: not the text of a compiled module.
@@ -200,11 +200,11 @@ def _read_task(
 
 
 def _priced(task: Task, kernel_cost: KernelCost, operands: list[Instruction]) -> Task:
-    cost = kernel_cost(task.name, [operand.shape.dims for operand in operands])
-    if cost is None:
+    flops = kernel_cost(task.name, [operand.shape.dims for operand in operands])
+    if flops is None:
         return task
-    dtype = max((operand.shape for operand in operands), key=lambda shape: shape.bytes).dtype
-    return replace(task, flops=cost[0], bytes=round(cost[1]) or task.bytes, dtype=dtype)
+    largest = max((operand.shape for operand in operands), key=lambda shape: shape.bytes)
+    return replace(task, flops=flops, dtype=largest.dtype)
 
 
 def _aliases(instruction: Instruction) -> dict[int, int]:
