@@ -279,6 +279,15 @@ def test_what_nobody_knows_is_listed_and_kept() -> None:
     assert [node.name for node in found.nodes] == ["x", "y", "z"]
 
 
+def test_what_is_known_in_a_form_that_is_not_is_listed_and_kept() -> None:
+    found = program("""
+  %a = f32[64,64]{1,0} parameter(0)
+  %d = f32[64,64]{1,0} dot(%a, %a), lhs_contracting_dims={7}
+  ROOT %c = f32[64,64]{1,0} convolution(%d, %a), labels=bf_io->bf""")
+    assert found.unknown == {"convolution in an unknown form": 1, "dot in an unknown form": 1}
+    assert [node.name for node in found.nodes] == ["d", "c"] and task(found.nodes, "c").depends == (0,)
+
+
 def test_a_module_that_is_not_scheduled_is_said_to_be() -> None:
     found = read_program("HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n", DIRS)
     assert found.notes == ("the module is not scheduled: its tasks are in the order of the text",)

@@ -175,8 +175,12 @@ def _read_task(
     going_on = [operand for operand in operands if operand.start is not None]
     merged = _merged([operand for operand in operands if operand.start is None])
     place = place_of(reader.module, instruction, reader.dirs)
-    task = task_of(reader.module, reader.devices, computation, instruction, place)
     name = opcodes.unknown_name(instruction)
+    try:
+        task = task_of(reader.module, reader.devices, computation, instruction, place)
+    except (IndexError, KeyError, ValueError):  # attributes in a form that is not known: kept, and listed
+        task = Task(instruction.name, instruction.opcode, "fusion", place, shape=str(instruction.shape))
+        name = f"{instruction.opcode} in an unknown form"
     if name:
         reader.unknown[name] += 1
     if task.collective and not task.collective.groups:

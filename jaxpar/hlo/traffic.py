@@ -155,7 +155,8 @@ def _asked(module: Module, inner: Computation, source: Instruction, user: Instru
     if user.opcode == "fusion" and user.called[0] in module.computations:
         nested = module.computations[user.called[0]]
         need = needed(module, nested)
-        return sum(need[nested.parameters[n]] for n, name in enumerate(user.operands) if name == source.name)
+        pairs = zip(nested.parameters, user.operands, strict=False)
+        return sum(need[parameter] for parameter, name in pairs if name == source.name)
     if user.opcode in _ELEMENTWISE or user.opcode in _SLICES:
         return share
     return 1.0
