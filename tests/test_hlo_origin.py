@@ -34,6 +34,8 @@ CALL = "jit(step)/transpose(jvp())/while/body/closed_call"
         ("jit(step)/jvp()/while/body/jit(dynamic_index_in_dim)/dynamic_slice", "", "forward"),
         ("jit(step)/transpose(jvp())/while", "", "backward"),
         ("jit(step)/cond/branch_1_fun/block/mul", "block", "forward"),
+        ("jit(step)/jvp()/block/core/splash/splash/pallas_call", "block/core", "forward"),
+        ("jit(step)/jvp()/block/core/splash/splash/reshape", "block/core", "forward"),
         ("jit(step)/add", "", "other"),
         ("convert.4", "", "other"),
         ("", "", "other"),

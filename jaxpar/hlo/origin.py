@@ -12,7 +12,7 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from jaxpar.hlo.parse import Frame, Instruction, Module, words
@@ -80,15 +80,14 @@ def decode(op_name: str) -> tuple[str, Phase]:
         return _shared([scope.split("/") for scope, _ in alternatives]), alternatives[0][1]
     scopes: list[str] = []
     backward = inside = False
-    if pieces[-1] == "pallas_call" and pieces[-3:-2] == pieces[-2:-1]:  # a kernel's name, twice, is no scope
-        pieces = pieces[:-2]
     for piece in pieces[:-1]:
         while match := _TRANSFORM.match(piece):
             backward |= match[1] == "transpose"
             inside |= match[1] == "jvp"
             piece = "" if match[1] in ("jit", "pjit", "remat", "checkpoint") else match[2]
         scopes += [w for w in piece.split("/") if _SCOPE.match(w) and w not in _WRAPPERS and not _BRANCH.match(w)]
-    scope = "/".join(scopes)
+    twice = next((n for n, pair in enumerate(pairwise(scopes)) if pair[0] == pair[1]), None)
+    scope = "/".join(scopes[:twice])  # a Pallas kernel's name, which stands there twice, is no scope
     if scopes[:1] == [UPDATE]:
         return scope, "update"
     if "rematted_computation" in pieces:
