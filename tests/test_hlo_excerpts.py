@@ -17,7 +17,7 @@ DIRS = (("/repo/models", "models"), ("/repo/jaxpar", "jaxpar"))
 
 
 def excerpt(name: str, **options: Any) -> Program:
-    return read_program((DATA / f"{name}.txt").read_text(), DIRS, **options: Any)
+    return read_program((DATA / f"{name}.txt").read_text(), DIRS, **options)
 
 
 def position(nodes: tuple[Node, ...], name: str) -> int:
