@@ -24,7 +24,7 @@ from jaxpar.hardware import Hardware
 from jaxpar.hlo.cost import price, seconds_by_basis
 from jaxpar.hlo.parse import Module, parse
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Collective, Loop, Node, Program, walk
+from jaxpar.hlo.tasks import Collective, Program, walk
 from jaxpar.hlo.timeline import TaskTime, Timeline, replay
 from jaxpar.mesh import MESH_AXES, describe
 from jaxpar.metrics import bytes_text
@@ -38,7 +38,7 @@ from jaxpar.rehearsal.difference import difference
 from jaxpar.rehearsal.drawing import timeline_of
 from jaxpar.rehearsal.page import write_page
 from jaxpar.rehearsal.schema import SCHEMA, CollectiveRow, Finding, Line, Rehearsal, Time, read_rehearsal
-from jaxpar.rehearsal.tables import difference_parts, report_parts
+from jaxpar.rehearsal.tables import difference_parts, report_parts, seconds_text
 from jaxpar.report import console
 from jaxpar.runtime import start
 from jaxpar.sharding import Plan, placements
@@ -90,8 +90,8 @@ def rehearse(
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
     module = parse(compiled.text)
     slices = [place.slice for place in places(list(compiled.plan.mesh.devices.flat), target)]
-    program = read_program(compiled.text, slice_of=slices if target.platform == "tpu" and target.slices > 1 else None)
-    program = _with_kernel_costs(program, module)
+    slice_of = slices if target.platform == "tpu" and target.slices > 1 else None
+    program = read_program(compiled.text, slice_of=slice_of, kernel_cost=kernel_cost)
     hardware, on_links, speeds = _machine(compiled, say)
     costs = price(program, hardware, on_links, speeds)
     timeline = replay(program, costs, drawn_trips=_DRAWN_TRIPS, most_events=_MOST_EVENTS)
@@ -171,34 +171,6 @@ def _machine(
         speeds = measured.speeds(compiled.plan.mesh.size)
     where = places(list(compiled.plan.mesh.devices.flat), target)
     return target.hardware, partial(collective_time, places=where, target=target), speeds
-
-
-def _with_kernel_costs(program: Program, module: Module) -> Program:
-    """The program with the FLOPs of those kernels whose text does not say them."""
-    instructions = {name: (c, i) for c in module.computations.values() for name, i in c.instructions.items()}
-
-    def costed(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-        return tuple(map(one, nodes))
-
-    def one(node: Node) -> Node:
-        if isinstance(node, Loop):
-            return dataclasses.replace(node, body=costed(node.body))
-        if getattr(node, "kind", "") != "kernel" or node.flops or node.name not in instructions:  # pyright: ignore[reportAttributeAccessIssue]
-            return node
-        computation, instruction = instructions[node.name]
-        shapes = [computation.instructions[operand].shape.dims for operand in instruction.operands]
-        flops = kernel_cost(node.name, shapes)
-        return node if flops is None else dataclasses.replace(node, flops=flops, dtype="bf16")  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-    nodes = costed(program.nodes)
-    costed_names = {task.name for task, _ in walk(nodes) if task.kind == "kernel" and task.flops}
-    notes = [note for note in program.notes if note.partition(":")[0] not in costed_names]
-    if costed_names:
-        notes.append(
-            f"{len(costed_names)} kernels carry no cycles: priced at the peak for their matmuls (causal half), a bound "
-            "from below"
-        )
-    return dataclasses.replace(program, nodes=nodes, notes=tuple(notes))
 
 
 def _report(
@@ -348,6 +320,12 @@ def _notes(config: Config, timeline: Timeline) -> list[str]:
     busy = sum(timeline.busy.values())
     if busy:
         notes.append(f"{100 * lost / busy:.1f} % of the busy time could not be tied to a line of the model")
+    kernels = [row for row in timeline.tasks if row.task.kind == "kernel" and row.task.cycles is None]
+    if kernels:
+        seconds = sum(row.seconds for row in kernels)
+        notes.append(
+            f"{len(kernels)} kernels carry no cycles: {seconds_text(seconds)} by their FLOPs at the peak, a bound from below"
+        )
     if config.model.dropout:
         notes.append("dropout is on: its random bits are part of the step")
     return notes
