@@ -324,7 +324,7 @@ def _notes(config: Config, timeline: Timeline) -> list[str]:
     if kernels:
         seconds = sum(row.seconds for row in kernels)
         notes.append(
-            f"{len(kernels)} kernels carry no cycles: {seconds_text(seconds)} by their FLOPs at the peak, a bound from below"
+            f"{len(kernels)} kernels carry no cycles: {seconds_text(seconds)} by their FLOPs at the peak, a lower bound"
         )
     if config.model.dropout:
         notes.append("dropout is on: its random bits are part of the step")

@@ -187,7 +187,8 @@ def gradients(
     def add(total: Any, item: tuple[Batch, Any]) -> tuple[Any, None]:
         rows, index = item
         part = of_microbatch(rows, None if key is None else jax.random.fold_in(key, index))
-        return jax.tree.map(jnp.add, total, part), None
+        with jax.named_scope("accumulate"):
+            return jax.tree.map(jnp.add, total, part), None
 
     zeros = (LossSums(*jnp.zeros(3)), jax.tree.map(jnp.zeros_like, params))
     return jax.lax.scan(add, zeros, (jax.tree.map(split, dict(batch)), jnp.arange(accumulation)))[0]
