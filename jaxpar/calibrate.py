@@ -62,7 +62,7 @@ class Calibration:
         Simulated devices share the cores: each task takes as many times longer.
         """
         shared = devices if self.machine["platform"] == "cpu" else 1
-        return SpeedTable(self.samples, self.launch, shared)
+        return SpeedTable(self.samples, shared)
 
     def hardware(self, known: Hardware) -> Hardware:
         """The figures of a device here, as far as measured, in place of those known.

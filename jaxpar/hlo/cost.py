@@ -61,7 +61,7 @@ class Speeds(Protocol):
     """Measured speeds of a device, in place of the flat peaks (`jaxpar.calibrate`)."""
 
     def seconds(self, task: Task) -> float | None:
-        """One execution of a task, everything included, or None where nothing like it was measured."""
+        """One execution of a task, once launched, or None where nothing like it was measured."""
         ...
 
 
@@ -123,7 +123,8 @@ def _cost(
         return Cost(0.0, _lanes(task), "none")
     measured = speeds.seconds(task) if speeds else None
     if measured is not None:
-        return Cost(measured, _lanes(task, *_beside(task)), "measured")
+        launch = _launch(task, hardware)
+        return Cost(measured + launch, _lanes(task, *_beside(task)), "measured", launch)
     return _roofline(task, hardware, notes)
 
 
@@ -141,8 +142,12 @@ def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> Cost:
     if not task.flops and not task.bytes:
         notes[f"{task.opcode} says nothing of its work: taken to cost a launch"] += 1
     basis: Basis = "flops" if arithmetic > traffic else "bytes" if traffic else "none"
-    launch = 0.0 if task.asynchronous else hardware.launch_overhead
+    launch = _launch(task, hardware)
     return Cost(max(arithmetic, traffic) + launch, _lanes(task, *_beside(task)), basis, launch)
+
+
+def _launch(task: Task, hardware: Hardware) -> float:
+    return 0.0 if task.asynchronous else hardware.launch_overhead
 
 
 def _lanes(task: Task, *lanes: str) -> tuple[str, ...]:

@@ -79,8 +79,6 @@ class SpeedTable:
     """What was timed on one device."""
 
     samples: tuple[Sample, ...]
-    launch: float = 0.0
-    """Seconds between two tasks."""
     sharing: int = 1
     """Devices simulated on the same cores: each gets its part of them."""
 
@@ -104,10 +102,10 @@ class SpeedTable:
         return _mean_rate(found, work.sizes)
 
     def seconds(self, task: Task) -> float | None:
-        """One execution of a task, launch included; None where nothing like it was timed."""
+        """One execution of a task, once launched; None where nothing like it was timed."""
         work = work_of(task)
         rate = self.rate(work) if work else None
-        return None if work is None or rate is None else (work.amount / rate + self.launch) * self.sharing
+        return None if work is None or rate is None else work.amount / rate * self.sharing
 
 
 def _mean_rate(samples: Sequence[Sample], sizes: tuple[float, ...]) -> float:
