@@ -21,7 +21,7 @@ from jaxpar.errors import UserError
 from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
 from jaxpar.models import Model, Params
 from jaxpar.picture import loss_figure, save_figure
-from jaxpar.report import ProgressLine, banner, duration_text
+from jaxpar.report import ProgressLine, banner, console, duration_text
 from jaxpar.runtime import start
 from jaxpar.sharding import Plan
 from jaxpar.step import (
@@ -37,6 +37,8 @@ from jaxpar.step import (
     state_shardings,
 )  # fmt: skip
 from jaxpar.tokenizer import save_tokenizer
+from jaxpar.verified import require
+from jaxpar.verify import simulate_for
 
 
 class Result(NamedTuple):
@@ -49,19 +51,24 @@ class Result(NamedTuple):
     interrupted: bool
 
 
-def train(config: Config, folder: Path) -> Result:
+def train(config: Config, folder: Path, verify: bool = False) -> Result:
     """Train, or go on training, the run in `folder`.
 
     Args:
       config: the experiment. If the folder has one already, they must agree but for layout and reporting.
       folder: the run folder; made when absent.
+      verify: first compare the plan with one device on a small model (once: it is remembered); refuse it if it differs.
 
     Raises:
       UserError: whatever the user can mend: config, devices, data, a run folder of another config, a diverged loss.
     """
     check(config)
+    if verify:
+        simulate_for(config.mesh)
     devices = start(config.mesh)
     plan = make_plan(config, devices)
+    if verify:
+        require(config, devices, console().print if jax.process_index() == 0 else lambda line: None)
     corpus = load_corpus(config.data, config.model.vocab_size)
     open_run(folder, config)
     if corpus.tokenizer is not None and jax.process_index() == 0:

@@ -106,7 +106,7 @@ def test_help_shows_the_values_of_the_config_that_is_named(capsys):
     ("words", "message"),
     [
         ("trian tiny", "no command 'trian' (did you mean 'train'?): jaxpar --help lists them"),
-        ("train", "usage: jaxpar train CONFIG [--run DIR] [--on MESH] [--section.key value ...]"),
+        ("train", "usage: jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"),
         ("tokenize stdlib", "usage: jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"),
         ("convert here", "usage: jaxpar convert HF_FOLDER RUN_FOLDER"),
         ("configs tiny", "jaxpar configs takes no arguments, found tiny"),

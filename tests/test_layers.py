@@ -16,10 +16,10 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parent.parent
 LAYERS = {
     6: "cli",
-    5: "train generate evaluate convert show bench step verify rehearse calibrate",
-    4: "data tokenizer checkpoint optim metrics report picture doctor rehearsal diagnose",
+    5: "train generate evaluate convert show bench step verify verdict verified answers evidence rehearse calibrate",
+    4: "data tokenizer checkpoint optim metrics report picture doctor rehearsal diagnose shrink",
     3: "models",
-    2: "parallel loss",
+    2: "parallel loss plain",
     1: "remat hlo network planned attention collectives",
     0: "errors config mesh sharding hardware runtime targets xla meshes configs",
 }

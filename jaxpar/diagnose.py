@@ -1,0 +1,263 @@
+"""How a wrong gradient is wrong: what each known mistake would have made of the right one, and which of them fits.
+
+A hypothesis is a function from the evidence to the arrays it predicts; the one that leaves the least of the difference
+unexplained is the finding. Pure numpy: it knows no model, no mesh and no jax.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+FITS = 0.05  # a hypothesis fits when it leaves at most this share of the difference; the true ones leave rounding
+_ROUNDING = 0.03  # relative; bfloat16 has 8 bits, and an ulp of each factor is at most 2^-8
+_NEAR = 0.01  # a factor this near, relatively, to a size is tried as that size; the residual judges
+_LARGEST_FACTOR = 64  # denominator of a factor that is written as a fraction
+
+
+class Part(NamedTuple):
+    """What some of the tokens contribute to a gradient.
+
+    Attributes:
+      name: whose tokens: `microbatch 1`, `shard 0 of data`.
+      kind: `microbatch`, or `sum` over a mesh axis: which mistake it is when this part alone is wrong.
+      value: the contribution, of the gradient's shape.
+    """
+
+    name: str
+    kind: str
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One wrong gradient, and what it may be compared with. All arrays are float32, of one shape unless said.
+
+    Attributes:
+      got: the gradient in question.
+      want: the reference.
+      sizes: numbers that a wrong factor may be, by name: mesh axes, accumulation, query heads per kv head.
+      split: mesh axes along each dim.
+      axis_sizes: devices along each mesh axis.
+      parts: contributions of shards and microbatches.
+      altered: what the gradient would be under another computation, by (kind, what it is).
+      copies: by mesh axis that should hold copies, the gradient as each coordinate of it has it, [n, *shape].
+    """
+
+    got: np.ndarray
+    want: np.ndarray
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    split: Sequence[tuple[str, ...]] = ()
+    axis_sizes: Mapping[str, int] = field(default_factory=dict)
+    parts: Sequence[Part] = ()
+    altered: Mapping[tuple[str, str], np.ndarray] = field(default_factory=dict)
+    copies: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class Finding(NamedTuple):
+    """How a gradient differs.
+
+    Attributes:
+      kind: one of `KINDS`.
+      says: in words, to stand after "the gradient is ".
+      residual: norm of what this leaves unexplained over the norm of the difference; 1 = nothing is explained.
+    """
+
+    kind: str
+    says: str
+    residual: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether this is an explanation, not only the nearest one."""
+        return self.residual <= FITS
+
+
+class Guess(NamedTuple):
+    """A hypothesis filled in: what the gradient would be if it were so."""
+
+    kind: str
+    says: str
+    predicted: np.ndarray
+
+
+KINDS = {
+    "zero": "nothing arrived",
+    "sign": "the sign is wrong",
+    "sum doubled": "a sum over a mesh axis was taken twice",
+    "sum missing": "a sum over a mesh axis was left out, or only part of it taken",
+    "microbatch": "a microbatch was counted twice, or not at all",
+    "scaled": "it is scaled by a factor",
+    "permuted": "blocks of it stand in the wrong places",
+    "transposed": "two dims are exchanged",
+    "mask": "the attention mask is wrong",
+    "documents": "packed documents are not kept apart",
+    "copies": "copies on different devices differ",
+    "rounding": "small errors without structure: a lower precision than was asked for",
+    "not finite": "it holds NaN or infinity",
+    "unknown": "none of these",
+}
+
+
+def diagnose(evidence: Evidence) -> Finding:
+    """The hypothesis that fits best; `unknown` names the nearest where none does."""
+    if not np.all(np.isfinite(evidence.got)):
+        share = 1 - np.mean(np.isfinite(evidence.got))
+        return Finding("not finite", f"not finite in {share:.1%} of its entries", 0.0)
+    difference = float(np.linalg.norm(_wide(evidence.got) - _wide(evidence.want)))
+    found = _differing_copies(evidence, difference)
+    found += [
+        Finding(guess.kind, guess.says, _distance(evidence.got, guess.predicted) / max(difference, 1e-300))
+        for hypothesis in HYPOTHESES
+        for guess in hypothesis(evidence)
+    ]
+    best = min(found, key=lambda finding: finding.residual, default=None)
+    if best is not None and best.fits:
+        # Of those that fit equally well the first: hypotheses stand from the plain to the particular.
+        close = min(max(2 * best.residual, FITS / 50), FITS)
+        return next(finding for finding in found if finding.residual <= close)
+    if _is_rounding(evidence):
+        error = difference / max(float(np.linalg.norm(_wide(evidence.want))), 1e-300)
+        return Finding(
+            "rounding", f"the reference but for {error:.1e} without structure, as if computed in a lower precision", 1.0
+        )
+    if best is None or best.residual > 0.5:
+        return Finding("unknown", "like nothing that was tried", 1.0 if best is None else min(best.residual, 1.0))
+    return Finding("unknown", f"nearest to {best.says}, which leaves {best.residual:.0%} of the difference",
+                   best.residual)  # fmt: skip
+
+
+def _zero(evidence: Evidence) -> Iterator[Guess]:
+    yield Guess("zero", "zero", np.zeros_like(evidence.want))
+
+
+def _factor(evidence: Evidence) -> Iterator[Guess]:
+    """The best factor of all: as a number that means something where it is near one, and as it is."""
+    got, want = _wide(evidence.got), _wide(evidence.want)
+    factor = float(np.vdot(got, want) / max(float(np.vdot(want, want)), 1e-300))
+    over, under = (_named(evidence.sizes, value) for value in (factor, 1 / factor if factor else math.inf))
+    if over:
+        number, names = over
+        summed = [name for name in names if name in evidence.axis_sizes]
+        again = ", as if summed over it once more" if summed else ""
+        says = f"{number} times the reference, the size of {_or(summed or names)}{again}"
+        yield Guess("sum doubled" if summed else "scaled", says, evidence.want * np.float32(number))
+    if under:
+        number, names = under
+        says = f"1/{number} of the reference, one over the size of {_or(names)}: a mean in place of a sum?"
+        yield Guess("scaled", says, evidence.want / np.float32(number))
+    number = Fraction(factor).limit_denominator(_LARGEST_FACTOR)
+    if number == -1:
+        yield Guess("sign", "minus the reference", -evidence.want)
+    elif number != 1:
+        yield Guess("scaled", f"{number} times the reference", evidence.want * np.float32(number))
+    yield Guess("scaled", f"{factor:.6g} times the reference", evidence.want * np.float32(factor))
+
+
+def _named(sizes: Mapping[str, int], value: float) -> tuple[int, list[str]] | None:
+    """The whole number that a factor is near, and the sizes, or else the products of two, that are this number."""
+    if not math.isfinite(value) or value < 1.5 or abs(value / round(value) - 1) > _NEAR:
+        return None
+    number = round(value)
+    names = [name for name, size in sizes.items() if size == number] or [
+        f"{a} x {b}" for (a, m), (b, n) in itertools.combinations(sizes.items(), 2) if m * n == number and min(m, n) > 1
+    ]
+    return (number, names) if names else None
+
+
+def _or(names: Sequence[str]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return " or ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
+
+
+def _parts(evidence: Evidence) -> Iterator[Guess]:
+    """One contribution alone, twice, or left out."""
+    for name, kind, value in evidence.parts:
+        missing, doubled = ("sum missing", "sum doubled") if kind == "sum" else (kind, kind)
+        yield Guess(missing, f"the contribution of {name} alone", value)
+        yield Guess(doubled, f"the reference with {name} counted twice", evidence.want + value)
+        yield Guess(missing, f"the reference without {name}", evidence.want - value)
+
+
+def _permuted(evidence: Evidence) -> Iterator[Guess]:
+    """Blocks along one dim in another order, as many as a mesh axis has devices; those that split the dim first."""
+    for dim, size in enumerate(evidence.want.shape):
+        own = evidence.split[dim] if dim < len(evidence.split) else ()
+        axes = [*own, *(axis for axis in evidence.axis_sizes if axis not in own)]
+        counts: dict[int, list[str]] = {}
+        for axis in axes:
+            counts.setdefault(evidence.axis_sizes[axis], []).append(axis)
+        if len(own) > 1:
+            counts.setdefault(math.prod(evidence.axis_sizes[axis] for axis in own), []).append(" x ".join(own))
+        for count, names in counts.items():
+            if count > 1 and size % count == 0:
+                yield from _permutation(evidence, dim, count, names[:1] if names[0] in own else names)
+
+
+def _permutation(evidence: Evidence, dim: int, count: int, names: Sequence[str]) -> Iterator[Guess]:
+    """The permutation of `count` blocks along `dim` that fits best, if each block has one place."""
+    got, want = (np.split(array, count, axis=dim) for array in (evidence.got, evidence.want))
+    source = [int(np.argmin([_distance(block, other) for other in want])) for block in got]
+    if sorted(source) != list(range(count)) or source == list(range(count)):
+        return
+    predicted = np.concatenate([want[place] for place in source], axis=dim)
+    says = f"the reference with its {count} blocks along dim {dim} ({_or(names)}) in the order {source}"
+    yield Guess("permuted", says, predicted)
+
+
+def _transposed(evidence: Evidence) -> Iterator[Guess]:
+    for a, b in itertools.combinations(range(evidence.want.ndim), 2):
+        if evidence.want.shape[a] == evidence.want.shape[b] > 1:
+            yield Guess("transposed", f"the reference with dims {a} and {b} exchanged", evidence.want.swapaxes(a, b))
+
+
+def _altered(evidence: Evidence) -> Iterator[Guess]:
+    for (kind, what), value in evidence.altered.items():
+        yield Guess(kind, f"what a model gives in which {what}", value)
+
+
+HYPOTHESES: tuple[Callable[[Evidence], Iterator[Guess]], ...] = (
+    _zero, _factor, _permuted, _transposed, _parts, _altered,
+)  # fmt: skip
+
+
+def _differing_copies(evidence: Evidence, difference: float) -> list[Finding]:
+    """Copies that are not equal; where they add up to the reference, the sum over their axis was left out."""
+    scale = float(np.linalg.norm(_wide(evidence.want)))
+    spread = {axis: max(_distance(copy, copies[0]) for copy in copies) for axis, copies in evidence.copies.items()}
+    differing = [axis for axis, distance in spread.items() if distance > 1e-4 * scale]
+    found = []
+    for axis in differing:
+        total = evidence.copies[axis].sum(axis=0, dtype=np.float64)
+        says = f"a part: copies along {axis} differ and add up to the reference, the sum over it is missing"
+        found.append(Finding("sum missing", says, _distance(total, evidence.want) / max(difference, 1e-300)))
+    if differing:
+        share = max(spread.values()) / max(scale, 1e-300)
+        says = f"not one array: copies along {' and '.join(differing)} differ by {share:.1e}"
+        found.append(Finding("copies", says, FITS))
+    return found
+
+
+def _is_rounding(evidence: Evidence) -> bool:
+    """Small errors that neither follow the reference nor gather in a few places."""
+    got, want = _wide(evidence.got), _wide(evidence.want)
+    error = got - want
+    rms, scale = (float(np.sqrt(np.mean(np.square(x)))) for x in (error, want))
+    if rms > _ROUNDING * scale:
+        return False
+    follows = abs(float(np.vdot(error, want))) / max(rms * scale * error.size, 1e-300)
+    return follows < 0.5 and float(np.median(np.abs(error))) > 0.02 * rms
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(_wide(a) - _wide(b)))
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x, np.float64).ravel()

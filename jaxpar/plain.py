@@ -1,0 +1,94 @@
+"""The parallel ops as plain mathematics, for one device: what `verify` takes for true.
+
+No mesh, no kernel, no tiling, and no derivative written by hand: JAX differentiates what stands here. Each function has
+the name and the arguments of the op it stands for.
+
+Shapes: B batch, S query length, T key length, D embed, H heads, K kv heads, h head_dim, V vocab.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxpar.loss import LossSums
+from jaxpar.sharding import Plan
+
+
+def column_linear(
+    x_BSD: Array, weights: Sequence[Array], axes: Any, plan: Plan, biases: Sequence[Array | None] | None = None
+) -> tuple[Array, ...]:
+    """`x @ w` for each weight, plus its bias."""
+    biases = biases or [None] * len(weights)
+    return tuple(_linear(x_BSD, weight, 1, bias, plan) for weight, bias in zip(weights, biases, strict=True))
+
+
+def row_linear(h_BSI: Array, weight: Array, axes: Any, plan: Plan, bias: Array | None = None) -> Array:
+    """`h @ w` over all dims of h but the first two, plus the bias."""
+    return _linear(h_BSI, weight, h_BSI.ndim - 2, bias, plan)
+
+
+def _linear(x: Array, weight: Array, dims: int, bias: Array | None, plan: Plan) -> Array:
+    y = jnp.tensordot(x.astype(plan.dtype), weight.astype(plan.dtype), dims)
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def lookup(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: Any, plan: Plan) -> Float[Array, "B S D"]:
+    """Rows of a table, in the compute dtype."""
+    return table_VD.astype(plan.dtype)[ids_BS]
+
+
+def attention(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    plan: Plan,
+    segments_BS: Int[Array, "B S"] | None = None,
+    *_: Any,
+    offset: int = 0,
+    blind: str = "mean",
+) -> Float[Array, "B S H h"]:
+    """Causal attention over all scores at once; dropout is never on here.
+
+    Args:
+      q_BSHh, k_BTKh, v_BTKh: projections of one sequence (S = T), H a multiple of K.
+      plan: unused.
+      segments_BS: document of each token; a token sees its own document only. None = one document.
+      offset: the token at t sees up to t + offset: 0 but for the diagnosis of a mask that is off by one.
+      blind: what a token that sees nothing takes, the `mean` of all values or `zero`; at offset 0 there is none.
+    """
+    S, H, h = q_BSHh.shape[1:]
+    k_BTHh, v_BTHh = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BTKh, v_BTKh))
+    scores_BHST = jnp.einsum("BSHh,BTHh->BHST", q_BSHh, k_BTHh, preferred_element_type=jnp.float32) / math.sqrt(h)
+    visible = jnp.arange(S) <= jnp.arange(S)[:, None] + offset
+    if segments_BS is not None:
+        visible = visible & (segments_BS[:, None, :, None] == segments_BS[:, None, None, :])
+    weights_BHST = jax.nn.softmax(jnp.where(visible, scores_BHST, -1e30), axis=-1)
+    if blind == "zero":
+        weights_BHST = jnp.where(jnp.any(visible, axis=-1, keepdims=True), weights_BHST, 0)
+    return jnp.einsum("BHST,BTHh->BSHh", weights_BHST.astype(v_BTHh.dtype), v_BTHh)
+
+
+def linear_cross_entropy(
+    x_BSD: Float[Array, "B S D"],
+    head_VD: Float[Array, "V D"],
+    labels_BS: Int[Array, "B S"],
+    vocab_size: int,
+    plan: Plan,
+    z_loss: float = 0.0,
+) -> LossSums:
+    """Summed cross-entropy of all scores at once; a label below zero does not count."""
+    x_BSD, head_VD = x_BSD.astype(plan.dtype), head_VD[:vocab_size].astype(plan.dtype)
+    logits_BSV = jnp.einsum("BSD,VD->BSV", x_BSD, head_VD, preferred_element_type=jnp.float32)
+    lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
+    counts_BS = labels_BS >= 0
+    labels_BS1 = jnp.where(counts_BS, labels_BS, 0)[..., None]
+    nll_BS = lse_BS - jnp.take_along_axis(logits_BSV, labels_BS1, axis=-1)[..., 0]
+    nll = jnp.sum(jnp.where(counts_BS, nll_BS, 0))
+    loss = nll + z_loss * jnp.sum(jnp.where(counts_BS, jnp.square(lse_BS), 0))
+    return LossSums(loss, nll, jnp.sum(counts_BS, dtype=jnp.float32))

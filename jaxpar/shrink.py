@@ -1,0 +1,189 @@
+"""The smallest model, batch and mesh that keep what a plan can get wrong: `verify` runs them in place of a config.
+
+Same family, rules, remat, precision, packing and mesh axes; few layers and narrow dims, each a multiple of the pieces
+it is split into, and an odd one where it can be, so that no shard is a power of two by accident.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from jaxpar.config import CheckpointConfig, Config, DataConfig, MetricsConfig, ModelConfig, TrainConfig
+from jaxpar.mesh import DcnSpec, MeshAxis, MeshSpec, axis_sizes, describe, devices_needed, resolve
+from jaxpar.sharding import LogicalAxis, ShardingRules
+
+SIMULATED = 8  # CPU devices where the mesh leaves the number open; a mesh that asks for up to twice as many gets them
+MOST_ACCUMULATION = 4  # more microbatches repeat what these do
+_ROWS = 40  # of the vocabulary tables, at least
+
+
+class Least(NamedTuple):
+    """The least that a sequence and a head may be shrunk to; ops that depend on their size must stay what they are.
+
+    Attributes:
+      seq_len: tokens.
+      head_dim: features.
+      block: a sequence is a multiple of this.
+    """
+
+    seq_len: int = 12
+    head_dim: int = 6
+    block: int = 1
+
+
+# The smallest for plain attention, then one with two chunks of queries, then one whole tile of a TPU kernel.
+LEAST = (Least(), Least(seq_len=513), Least(seq_len=128, head_dim=128, block=128))
+
+
+class Shrunk(NamedTuple):
+    """A small config with the plan of a large one, and what was changed, a sentence each."""
+
+    config: Config
+    notes: tuple[str, ...]
+
+
+def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> Shrunk:
+    """A small model and batch on `mesh`, which is the config's own or what `fit_mesh` made of it.
+
+    Steps, learning rate, data source and whatever else has no part in a gradient are reset to their defaults.
+    """
+    sizes = total_sizes(mesh)
+    seq_split = math.lcm(pieces("seq", config.rules, sizes), pieces("residual_seq", config.rules, sizes))
+    data = DataConfig(seq_len=odd_multiple(least.seq_len, math.lcm(seq_split, least.block)), pack=config.data.pack)
+    model, notes = _shrink_model(config, sizes, data.seq_len, least.head_dim)
+    accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
+    if accumulation < config.train.accumulation:
+        notes.append(f"train.accumulation {config.train.accumulation} -> {accumulation}")
+    # Two sequences a shard: a batch dim of one would hide a wrong order inside a shard.
+    batch = 2 * accumulation * pieces("batch", config.rules, sizes)
+    train = TrainConfig(batch=batch, accumulation=accumulation, z_loss=config.train.z_loss, seed=config.train.seed)
+    small = dataclasses.replace(
+        config, model=model, data=data, train=train, mesh=mesh, checkpoint=CheckpointConfig(), metrics=MetricsConfig()
+    )
+    return Shrunk(small, tuple(notes))
+
+
+def total_sizes(mesh: MeshSpec) -> dict[MeshAxis, int]:
+    """Devices along each mesh axis, over all slices; an axis of -1 counts as 1."""
+    return {axis: max(size, 1) * getattr(mesh.dcn, axis) for axis, size in axis_sizes(mesh).items()}
+
+
+def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: dict[MeshAxis, int]) -> int:
+    """Into how many the rules split a logical axis on a mesh of these sizes."""
+    return math.prod(sizes[mesh_axis] for mesh_axis in getattr(rules, axis))
+
+
+def _shrink_model(
+    config: Config, sizes: dict[MeshAxis, int], S: int, least_head_dim: int
+) -> tuple[ModelConfig, list[str]]:
+    model = config.model
+
+    def split(axis: LogicalAxis) -> int:
+        return pieces(axis, config.rules, sizes)
+
+    kv_heads = model.kv_heads or model.heads
+    group, head_dim = model.heads // kv_heads, model.head_dim or model.embed // model.heads
+    K = next(n for n in range(2, 10**6) if n % split("kv_heads") == 0 and n * group % split("heads") == 0)
+    H, h = K * group, _multiple(least_head_dim, math.lcm(2, split("head_dim")))  # RoPE pairs the features of a head
+    D = odd_multiple(round(H * h * model.embed / (model.heads * head_dim)), split("embed"))
+    vocab = math.lcm(4, split("vocab"))
+    rows = odd_multiple(_ROWS, vocab)
+    padded = model.vocab_size % model.vocab_multiple != 0
+    small = dataclasses.replace(
+        model,
+        layers=_multiple(2, split("layers")),
+        embed=D,
+        heads=H,
+        kv_heads=K if model.kv_heads else 0,
+        head_dim=h,
+        mlp=odd_multiple(round(D * model.mlp / model.embed), split("mlp")),
+        vocab_size=rows - vocab // 2 - 1 if padded else rows,
+        vocab_multiple=vocab,
+        max_seq_len=S if config.data.seq_len == model.max_seq_len else S + 3,
+        dropout=0.0,
+    )
+    names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab_size")
+    before, after = ([getattr(sizes, name) for name in names] for sizes in (model, small))
+    changed = [f"{name} {a} -> {b}" for name, a, b in zip(names, before, after, strict=True) if a not in (0, b)]
+    notes = [f"model shrunk: {', '.join(changed)}, sequence {config.data.seq_len} -> {S}"]
+    if model.dropout:
+        notes.append(f"model.dropout {model.dropout} -> 0: each microbatch draws its own, so there is no one answer")
+    return small, notes
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
+
+
+def odd_multiple(least: int, of: int) -> int:
+    """The smallest odd multiple of `of` that is at least `least`."""
+    times = -(-least // of)
+    return (times + 1 - times % 2) * of
+
+
+def fit_mesh(spec: MeshSpec, devices: int) -> MeshSpec | None:
+    """The spec for at most `devices` devices: as it is where they are enough (-1 filled in), else with smaller axes.
+
+    Every axis above 1 stays above 1 (-1 counts as such), first the largest are kept larger; slices are dropped where
+    the axes fit only without. None where even 2 along each does not fit.
+
+    Raises:
+      UserError: a size that is no size, or two axes of -1.
+    """
+    sizes, needed = axis_sizes(spec), devices_needed(spec)
+    resolve(spec, needed)
+    if needed <= devices:
+        return _with(spec, {axis: devices // needed if size == -1 else size for axis, size in sizes.items()}, spec.dcn)
+    slices = asdict(spec.dcn)
+    wanted = {axis: math.inf if size == -1 else size for axis, size in sizes.items()}
+    dcn = {axis: min(count, 2) for axis, count in slices.items()}
+    small = {axis: min(size, 2) for axis, size in wanted.items()}
+    if math.prod(small.values()) * math.prod(dcn.values()) > devices:
+        wanted = {axis: size * slices[axis] for axis, size in wanted.items()}
+        dcn, small = dict.fromkeys(dcn, 1), {axis: min(size, 2) for axis, size in wanted.items()}
+    if math.prod(small.values()) * math.prod(dcn.values()) > devices:
+        return None
+    while 2 * math.prod(small.values()) * math.prod(dcn.values()) <= devices:
+        room = {axis: wanted[axis] / size for axis, size in small.items() if size > 1}
+        axis = max(room, key=room.__getitem__, default=None)
+        if axis is None or room[axis] < 2:
+            break
+        small[axis] *= 2
+    return _with(spec, {axis: int(size) for axis, size in small.items()}, DcnSpec(**dcn))
+
+
+def _with(spec: MeshSpec, sizes: Mapping[Any, int], dcn: DcnSpec) -> MeshSpec:
+    return dataclasses.replace(spec, **sizes, dcn=dcn)
+
+
+def mesh_note(asked: MeshSpec, used: MeshSpec, here: int) -> str | None:
+    """What to say when the mesh that is verified is not the one that was asked for; None when it is."""
+    if -1 not in axis_sizes(asked).values() and total_sizes(asked) == total_sizes(used):
+        return None
+    before = describe({axis: size * getattr(asked.dcn, axis) for axis, size in axis_sizes(asked).items()})
+    if devices_needed(asked) <= here:
+        return f"mesh {before} is {describe(total_sizes(used))} here"
+    return (
+        f"SMALLER MESH: {before} needs {devices_needed(asked)} devices and {here} are here, so this verifies "
+        f"{describe(total_sizes(used))}: the same axes, not the same sizes"
+    )
+
+
+def simulated_devices(spec: MeshSpec) -> int:
+    """How many CPU devices to simulate for a mesh: what it needs, within reason; enough for 2 along each axis."""
+    if -1 not in axis_sizes(spec).values() and devices_needed(spec) <= 2 * SIMULATED:
+        return devices_needed(spec)
+    for count in (SIMULATED, 2 * SIMULATED, 4 * SIMULATED):
+        fitted = fit_mesh(spec, count)
+        if fitted is not None and all(1 not in (size, 0) for size in _free_axes(spec, fitted)):
+            return count
+    return 8 * SIMULATED
+
+
+def _free_axes(spec: MeshSpec, fitted: MeshSpec) -> list[int]:
+    """What the axes of -1 became."""
+    return [getattr(fitted, axis) for axis, size in axis_sizes(spec).items() if size == -1]
