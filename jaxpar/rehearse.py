@@ -85,7 +85,9 @@ def rehearse(
       UserError: a mesh that does not fit the target, a missing compiler, or a step that the compiler refuses because
         it does not fit the memory.
     """
-    say(f"compiling for {target.name}: {describe({a: getattr(config.mesh, a) for a in MESH_AXES})}")
+    across = describe({f"dcn.{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES})
+    inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
+    say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
     compiled = compile_step(config, target)
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
     module = parse(compiled.text)
