@@ -53,7 +53,8 @@ def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[F
     found = []
     for row in placements:
         whole = math.prod(row.shape) * 4
-        if not usable or row.bytes_per_device < whole or whole < _LARGE_PARAMETER:
+        matrix = sum(axis != "layers" for axis in row.axes) > 1
+        if not usable or not matrix or row.bytes_per_device < whole or whole < _LARGE_PARAMETER:
             continue
         axes = ", ".join(axis or "-" for axis in row.axes)
         message = (
