@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpar import step
 from jaxpar.answers import Answer, Case, Gradients, one_device, parameter_order, random_batch, random_params, under_plan
+from jaxpar.attention import choose
 from jaxpar.config import Config, check
 from jaxpar.diagnose import Finding
 from jaxpar.errors import UserError
@@ -30,7 +31,7 @@ from jaxpar.models import Model
 from jaxpar.parallel import attention_choice
 from jaxpar.runtime import start, widen_cpu_pool
 from jaxpar.sharding import Plan, tree_shardings
-from jaxpar.shrink import LEAST, fit_mesh, mesh_note, shrink, simulated_devices, total_sizes
+from jaxpar.shrink import LEAST, Shrunk, fit_mesh, mesh_note, shrink, simulated_devices, total_sizes
 
 # Float32: a gradient is a float32 sum of at most some thousand products; in another order it is off by a few ulps
 # (6e-8), and a few dozen ops lie between it and the loss. Over all meshes of docs/verify.md the worst is 1.1e-6.
@@ -160,16 +161,25 @@ def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
     mesh, used, notes = _place(config.mesh, devices)
     mesh = dataclasses.replace(mesh, platform="auto", distributed=False)
     _check_layout(config, mesh)
-    plan, head_dim = Plan(make_mesh(mesh, used), config.rules), config.model.head_dim
-    wanted, _ = attention_choice(plan, config.data.seq_len, head_dim or config.model.embed // config.model.heads, False)
-    for least in LEAST:
-        small, more = shrink(config, mesh, least)
-        found, _ = attention_choice(plan, small.data.seq_len, small.model.head_dim, False)
-        if found == wanted:
-            break
-    else:
-        more = (*more, f"OTHER ATTENTION: {found} in place of {wanted}")
+    small, more = _shrink_alike(config, mesh, used)
     return Setup(small, config.mesh, used, (*notes, *more))
+
+
+def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> Shrunk:
+    """The smallest config whose attention has the implementation that the whole one has on these devices."""
+    plan, model, asked = Plan(make_mesh(mesh, devices), config.rules), config.model, config.mesh.platform
+    head_dim, seq_len = model.head_dim or model.embed // model.heads, config.data.seq_len
+    wanted, _ = attention_choice(plan, seq_len, head_dim, False)
+    found, small, notes = "", config, ()
+    for least in LEAST:
+        if found != wanted:
+            small, notes = shrink(config, mesh, least)
+            found, _ = attention_choice(plan, small.data.seq_len, small.model.head_dim, False)
+    said = [] if found == wanted else [f"OTHER ATTENTION: {wanted} has no small form, so this verifies {found}"]
+    if asked not in ("auto", "cpu", devices[0].platform) and plan.size("seq") == 1:
+        there, _ = choose(asked, seq_len, head_dim, False)
+        said += [] if there == wanted else [f"OTHER ATTENTION: {there} on {asked}, {wanted} here"]
+    return Shrunk(small, (*said, *notes))
 
 
 def run(

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import plain, step, verify
 from jaxpar.answers import PLAIN, Answer, Case, parameter_order, random_batch, random_params
+from jaxpar.attention import choose
 from jaxpar.cli import main
 from jaxpar.config import Config, override
 from jaxpar.errors import UserError
@@ -393,6 +394,31 @@ def test_cpu_devices_stand_in_for_too_few_accelerators() -> None:
         "model shrunk",
     ]
     assert setup.config.mesh == MeshSpec(fsdp=8)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("changes", "seq_len", "said"),
+    [
+        ({"data.seq_len": 512}, 13, []),
+        ({"data.seq_len": 1024}, 513, []),
+        ({"data.seq_len": 1024, "model.embed": 512}, 513, []),
+        ({"data.seq_len": 1024, "model.embed": 512, "mesh.platform": "tpu"}, 513,
+         ["OTHER ATTENTION: splash on tpu, chunked here"]),
+        ({"data.seq_len": 1024, "mesh.context": 2}, 14, []),
+    ],
+)  # fmt: skip
+def test_the_small_model_has_the_attention_of_the_whole(changes: dict[str, Any], seq_len: int, said: list[str]) -> None:
+    setup = verify.prepare(override(Config(), changes), jax.devices())
+    assert setup.config.data.seq_len == seq_len
+    assert [note for note in setup.notes if note.startswith("OTHER ATTENTION")] == said
+
+
+@pytest.mark.quick
+def test_a_kernel_of_the_platform_gets_a_model_that_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "attention_choice", lambda plan, *sizes: choose("tpu", *sizes))
+    setup = verify.prepare(override(Config(), {"data.seq_len": 1024, "model.embed": 512}), jax.devices()[:1])
+    assert (setup.config.data.seq_len, setup.config.model.head_dim) == (128, 128)
 
 
 # The command.
