@@ -245,6 +245,28 @@ def _one_collective(function: Callable[[jax.Array], jax.Array], mesh: Mesh, coun
 # Where it is kept.
 
 
+def calibrated(say: Callable[[str], None] = lambda line: None) -> Calibration:
+    """The calibration of this machine: the one that was kept, else a new one, which takes a minute.
+
+    Collectives among another number of devices than are here are timed anew.
+
+    Raises:
+      UserError: see `calibrate` and `load_calibration`.
+    """
+    kept, devices = load_calibration(), len(jax.devices())
+    if kept is None:
+        say("no calibration of this machine yet: measuring it, about a minute")
+        kept = calibrate(say=say)
+    elif devices in (1, kept.devices):
+        return kept
+    else:
+        say(f"timing collectives among {devices} devices")
+        start, bandwidth = _collectives(Lull(10.0))
+        kept = replace(kept, devices=devices, collective_start=start, collective_bandwidth=bandwidth)
+    save_calibration(kept)
+    return kept
+
+
 def cache_folder() -> Path:
     """The user's cache folder of this library."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar"

@@ -11,7 +11,15 @@ import jax
 import pytest
 
 from jaxpar import calibrate as subject
-from jaxpar.calibrate import Calibration, calibrate, calibration_file, load_calibration, machine, save_calibration
+from jaxpar.calibrate import (
+    Calibration,
+    calibrate,
+    calibrated,
+    calibration_file,
+    load_calibration,
+    machine,
+    save_calibration,
+)
 from jaxpar.config import Config, override
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware
@@ -110,6 +118,19 @@ def test_another_machine_version_or_flag_has_another_file(cache, monkeypatch):
             patch.setattr(subject, "machine", lambda other=other: other)
             assert calibration_file() != here
     assert calibration_file() == here
+
+
+def test_a_kept_calibration_is_taken_and_only_its_collectives_timed_anew(cache, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(subject, "calibrate", lambda say: dataclasses.replace(KNOWN, devices=4))
+    monkeypatch.setattr(subject, "_collectives", lambda lull: (2e-4, 2e9))
+    assert calibrated(said.append).devices == 4
+    anew = calibrated(said.append)
+    assert anew == dataclasses.replace(KNOWN, devices=8, collective_start=2e-4, collective_bandwidth=2e9)
+    assert calibrated(said.append) == load_calibration() == anew
+    assert [line.partition(":")[0] for line in said] == [
+        "no calibration of this machine yet", "timing collectives among 8 devices",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ["", "[]", json.dumps({"format": 0})])

@@ -55,7 +55,7 @@ def work_of(task: Task) -> Work | None:
 
 
 def maker(task: Task) -> str:
-    """What makes tasks of one kind differ: the library that runs it, else whether it computes exponentials and such.
+    """What makes tasks of one kind differ: the library that runs them, the opcode, or exponentials and such.
 
     On CPU XLA hands groups of instructions to a library and names them after it; its own fusions it names after
     their last instructions (`multiply_tanh_fusion`).
@@ -63,7 +63,7 @@ def maker(task: Task) -> str:
     library = re.match(r"(ynn|xnn|onednn)_", task.name)
     if library:
         return library[1]
-    if task.flops:
+    if task.flops or task.opcode != "fusion":
         return task.opcode
     return "costly" if re.search(r"exponential|tanh|log|power|logistic|sine|erf", task.name) else "plain"
 
