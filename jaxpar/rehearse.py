@@ -318,10 +318,10 @@ def _findings(compiled: Compiled, timeline: Timeline, collectives: list[Collecti
 def _notes(config: Config, timeline: Timeline) -> list[str]:
     """What qualifies the figures."""
     notes = []
-    lost = sum(row.seconds for row in timeline.tasks if not row.task.place.scope and not row.task.place.source)
-    busy = sum(timeline.busy.values())
-    if busy:
-        notes.append(f"{100 * lost / busy:.1f} % of the busy time could not be tied to a line of the model")
+    unplaced = [row for row in timeline.tasks if not row.task.place.scope and not row.task.place.source]
+    lost = sum(row.exposed if row.task.asynchronous else row.seconds for row in unplaced)
+    if timeline.seconds:
+        notes.append(f"{100 * lost / timeline.seconds:.1f} % of the step could not be tied to a line of the model")
     kernels = [row for row in timeline.tasks if row.task.kind == "kernel" and row.task.cycles is None]
     if kernels:
         seconds = sum(row.seconds for row in kernels)
