@@ -217,13 +217,13 @@ def random_params(model: Model, seed: int = 0) -> Params:
 
 
 def random_batch(config: Config, seed: int = 1) -> Rows:
-    """Random tokens [B, S] with a tenth of the labels left out, unevenly; packed: documents of some five tokens."""
+    """Random tokens [B, S] with a tenth of the labels left out, unevenly; packed: some three documents a row."""
     rng = np.random.default_rng(seed)
     shape = (config.train.batch, config.data.seq_len)
     tokens, labels = rng.integers(0, config.model.vocab_size, (2, *shape)).astype(np.int32)
     batch = {"tokens": tokens, "labels": np.where(rng.random(shape) < 0.1, -1, labels).astype(np.int32)}
     if config.data.pack:
-        starts = rng.random(shape) < 0.2
+        starts = rng.random(shape) < 3 / shape[1]
         starts[:, 0] = True
         places = np.broadcast_to(np.arange(shape[1]), shape)
         batch["segments"] = np.cumsum(starts, axis=1).astype(np.int32)
