@@ -68,8 +68,8 @@ def test_ops_are_put_back_whatever_happens(family: str) -> None:
         pass
 
 
-def test_the_plan_is_run_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same arguments as the training step gives, float32 matmuls in full when asked, gradients laid out as parameters."""
+def test_the_plan_is_run_as_in_training() -> None:
+    """The training step's arguments, float32 matmuls in full when asked, gradients laid out as parameters."""
     small, _ = shrink(override(Config(), {"train.accumulation": 3, "train.z_loss": 0.1}), MeshSpec(data=2, tensor=2))
     model, seen = Model(small.model), []
 
