@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError, nearest
-from jaxpar.models import gpt2, llama
 from jaxpar.loss import LossSums, linear_cross_entropy
+from jaxpar.models import gpt2, llama
 from jaxpar.parallel import logits
 from jaxpar.remat import remat
 from jaxpar.sharding import Plan

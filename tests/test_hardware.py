@@ -174,7 +174,7 @@ def test_unknown_preset_names_the_nearest():
 
 
 def test_unknown_chip_names_the_nearest():
-    with pytest.raises(UserError, match="no chip 'h10'.*did you mean 'h100'"):
+    with pytest.raises(UserError, match=r"no chip 'h10'.*did you mean 'h100'"):
         load_chip("h10")
 
 
