@@ -24,6 +24,7 @@ _LLAMA = {"model.family": "llama", "model.tied_head": False, "model.mlp": 384}
 _CHANGES: dict[str, dict[str, Any]] = {
     "gpt2 2 x 64, batch 4": {"model.layers": 2, "model.embed": 64, "model.heads": 2, "model.mlp": 256,
                              "train.batch": 4},
+    "gpt2 1 x 128, batch 8": {"model.layers": 1, "train.batch": 8},
     "gpt2 4 x 128 (Shakespeare)": {},
     "  8 layers": {"model.layers": 8},
     "  embed 256": {"model.embed": 256, "model.heads": 8, "model.mlp": 1024},
@@ -33,6 +34,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "  scan over layers": {"model.scan_layers": True},
     "  full recompute": {"memory.policy": "full"},
     "  accumulation 3": {"train.accumulation": 3},
+    "llama 2 x 128, batch 8": _LLAMA | {"model.layers": 2, "train.batch": 8},
     "llama 4 x 128": _LLAMA,
     "  grouped queries, 4 x 256, sequence 128": _LLAMA | {"model.embed": 256, "model.heads": 8, "model.kv_heads": 2,
                                                           "model.mlp": 768, "data.seq_len": 128, "train.batch": 4},
@@ -129,18 +131,21 @@ def prediction_table(rows: Sequence[Prediction]) -> str:
 
 def prediction_figure(rows: Sequence[Prediction], title: str) -> Figure:
     """Predicted over measured, both logarithmic; the band is within a quarter."""
-    figure = Figure(figsize=(5.6, 5.2), dpi=120, layout="constrained")
+    figure = Figure(figsize=(7.6, 4.6), dpi=120, layout="constrained")
     axes = figure.subplots()
-    measured, predicted = (
-        [1e3 * value for value in column] for column in zip(*((r.fastest, r.predicted) for r in rows), strict=True)
+    predicted, measured = (
+        [1e3 * value for value in column] for column in zip(*(row[1:3] for row in rows), strict=True)
     )
     ends = np.array([0.8 * min(measured + predicted), 1.25 * max(measured + predicted)])
     axes.fill_between(ends, ends / 1.25, ends * 1.25, color="#777777", alpha=0.15, linewidth=0, label="within 25 %")
     axes.plot(ends, ends, color="#777777", linewidth=1)
-    axes.scatter(measured, predicted, color="#4477aa", s=28, zorder=3)
-    for row, x, y in zip(rows, measured, predicted, strict=True):
-        axes.annotate(row.name.strip(), (x, y), (5, -3), textcoords="offset points", fontsize=6.5)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
+    axes.scatter(measured, predicted, color="#4477aa", s=20, zorder=3)
+    # Numbers stand left and right of the line in turn: steps of like length would hide one another's.
+    for i, (x, y) in enumerate(zip(measured, predicted, strict=True)):
+        axes.annotate(str(i + 1), (x, y), ((5, -9), (-11, 4))[i % 2], textcoords="offset points", fontsize=8)
+    names = "\n".join(f"{i + 1:2d}  {row.name}" for i, row in enumerate(rows))
+    axes.text(1.03, 1.0, names, transform=axes.transAxes, fontsize=8, va="top", linespacing=1.5)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title, box_aspect=1)
     axes.set(xlabel="measured step, ms (fastest)", ylabel="predicted step, ms")
     axes.legend(frameon=False, loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)
