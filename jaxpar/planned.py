@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,12 @@ from jax.sharding import Mesh
 from jaxpar.hlo.tasks import CollectiveKind
 
 _KINDS: dict[str, CollectiveKind] = {
-    "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
-    "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
-    "all_to_all": "all-to-all", "ppermute": "ppermute",
+    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_gather_reduced": "all-gather",
+    "reduce_scatter": "reduce-scatter", "unreduced_reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce", "psum_invariant": "all-reduce", "unreduced_psum": "all-reduce",
+    "pmax": "all-reduce", "pmin": "all-reduce", "all_to_all": "all-to-all", "ppermute": "ppermute",
 }  # fmt: skip
+_STILL = ("axis_index", "pvary", "pcast", "preduced", "vary_unreduced_cast")  # name mesh axes, and send nothing
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,12 @@ class Planned:
     count: int
     """How often it runs in one step."""
     scope: str
-    """Named scopes, outermost first: `block/attention`."""
+    """jax's name stack, its own wrappers among it: `transpose(jvp())/block/attention`."""
+    dtype: str
+    """Of what is sent: `bfloat16`."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Value:
     """A node of the graph: what it needs, and the collective it is, if any."""
 
@@ -48,38 +52,49 @@ class _Value:
     collective: Planned | None = None
 
 
-def planned(jaxpr: core.ClosedJaxpr, mesh: Mesh) -> list[Planned]:
+def planned(jaxpr: core.ClosedJaxpr, mesh: Mesh, say: Callable[[str], None] = lambda line: None) -> list[Planned]:
     """Collectives of a traced function: `planned(jax.jit(step).trace(*args).jaxpr, mesh)`.
 
     Bytes are those of the arrays as they are sent, so in the compute dtype where the op casts before it gathers.
+
+    Args:
+      jaxpr: of the whole function.
+      mesh: whose axes the collectives name.
+      say: called with a line for whatever could not be counted exactly: a loop whose trips are not known, branches, a
+        primitive that is not known.
     """
-    reader = _Reader(mesh)
-    inputs = [_Value() for _ in (*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars)]
-    outputs = reader.run(jaxpr.jaxpr, inputs, "")
+    reader = _Reader(mesh, say)
+    inputs = [_Value() for _ in jaxpr.in_avals]
     counts: Counter[Planned] = Counter()
-    for found in _reached(outputs):
+    for found in _reached(reader.closed(jaxpr, inputs, "")):
         counts[replace(found, count=1)] += found.count
     return [replace(found, count=count) for found, count in counts.items()]
 
 
 class _Reader:
-    """Runs a jaxpr on values that stand for arrays; equal work on equal values is one value."""
+    """Runs a jaxpr on values that stand for arrays; equal work on equal values is one value, inside one loop body."""
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, say: Callable[[str], None]):
         self._sizes = dict(mesh.shape)
-        self._known: dict[Any, list[_Value]] = {}
+        self._say = say
+        self._known: dict[Any, list[_Value]] = {}  # in the body that is being read
+        self._made: list[Planned] = []
         self._trips = 1  # of the loops around what is being read
 
-    def run(self, jaxpr: core.Jaxpr, inputs: list[_Value], scope: str) -> list[_Value]:
-        """The values of a jaxpr's results; `inputs` are those of its constvars and invars."""
-        values: dict[core.Var, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    def closed(self, jaxpr: Any, inputs: Sequence[_Value], scope: str) -> list[_Value]:
+        """The values of a jaxpr's results, whose constants are its own."""
+        constants = [self._once(("constant", id(array)), 1)[0] for array in getattr(jaxpr, "consts", ())]
+        return self._run(_open(jaxpr), [*constants, *inputs], scope)
+
+    def _run(self, jaxpr: core.Jaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
+        """`inputs` are the values of its constvars and invars."""
+        values: dict[Any, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
         def value(atom: Any) -> _Value:
-            return (
-                self._once(("literal", str(atom)), lambda: [_Value()])[0]
-                if isinstance(atom, core.Literal)
-                else values[atom]
-            )
+            if not isinstance(atom, core.Literal):
+                return values[atom]
+            scalar = not getattr(atom.val, "shape", ())
+            return self._once(("literal", str(atom) if scalar else id(atom.val)), 1)[0]
 
         for eqn in jaxpr.eqns:
             arguments = [value(atom) for atom in eqn.invars]
@@ -87,38 +102,84 @@ class _Reader:
             values.update(zip(eqn.outvars, results, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _once(self, key: Any, make: Any) -> list[_Value]:
+    def _once(self, key: Any, count: int, needs: Sequence[_Value] = ()) -> list[_Value]:
+        """The `count` results of what this key describes, the same ones each time."""
         if key not in self._known:
-            self._known[key] = make()
+            self._known[key] = [_Value(tuple(needs)) for _ in range(count)]
         return self._known[key]
 
     def _results(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
-        name, outs = eqn.primitive.name, len(eqn.outvars)
-        ids = tuple(id(argument) for argument in arguments)
-        if name == "scan":
-            return self._scan(eqn, arguments, scope)
-        if name in ("while", "cond"):
-            return [_Value(tuple(arguments)) for _ in range(outs)]
-        inner = next((_open(value) for value in eqn.params.values() if _is_jaxpr(value)), None)
-        if inner is not None and len(inner.constvars) + len(inner.invars) == len(arguments):
-            return self.run(inner, arguments, scope)
-        key = (name, ids, str({k: v for k, v in eqn.params.items() if k != "sharding"}), _shapes(eqn.outvars))
-        if name in _KINDS and (axes := self._axes(eqn.params)):
-            return self._once(key, lambda: [
-                _Value((argument,), Planned(_KINDS[name], axes, _bytes(name, before, after), self._trips, scope))
-                for argument, before, after in zip(arguments, eqn.invars, eqn.outvars, strict=True)
-            ])  # fmt: skip
-        return self._once(key, lambda: [_Value(tuple(arguments)) for _ in range(outs)])
+        name, params = eqn.primitive.name, eqn.params
+        if name in ("scan", "while", "cond"):
+            return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](params, arguments, scope)
+        inner = next((value for value in params.values() if _is_jaxpr(value)), None)
+        if inner is not None and _fits(inner, eqn):
+            fresh = [_Value((argument,)) for argument in arguments] if _kept_apart(params) else arguments
+            return self.closed(inner, fresh, scope)
+        axes = self._axes(params)
+        if axes and name in _KINDS:
+            return self._collectives(eqn, axes, arguments, scope)
+        if axes and not name.startswith(_STILL):
+            self._say(f"{scope or 'the step'}: {name} over {' x '.join(sorted(axes))} is not counted")
+        return self._once(_key(eqn, arguments), len(eqn.outvars), arguments)
 
-    def _scan(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
-        """A loop's body is read once: constants are the values outside, carries and slices are new ones."""
-        consts, body = eqn.params["num_consts"], _open(eqn.params["jaxpr"])
+    def _collectives(self, eqn: Any, axes: frozenset[str], arguments: list[_Value], scope: str) -> list[_Value]:
+        """One collective for each of the arrays that are sent."""
+        name, key = eqn.primitive.name, _key(eqn, arguments)
+        if eqn.params.get("axis_index_groups"):
+            self._say(f"{scope or 'the step'}: {name} among parts of an axis is counted as over all of it")
+        if key in self._known:
+            return self._known[key]
+        results = []
+        for argument, before, after in zip(arguments, eqn.invars, eqn.outvars, strict=True):
+            aval = after.aval if _KINDS[name] == "all-gather" else before.aval
+            size = math.prod(aval.shape) * aval.dtype.itemsize
+            sent = Planned(_KINDS[name], axes, size, self._trips, scope, str(aval.dtype))
+            self._made.append(sent)
+            results.append(_Value((argument,), sent))
+        self._known[key] = results
+        return results
+
+    def _inside(self, jaxpr: Any, inputs: Sequence[_Value], scope: str, trips: int = 1) -> list[_Value]:
+        """A loop's body or a branch: the compiler merges nothing across its border."""
+        known, outside = self._known, self._trips
+        self._known, self._trips = {}, outside * trips
+        results = self.closed(jaxpr, inputs, scope)
+        self._known, self._trips = known, outside
+        return results
+
+    def _scan(self, params: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+        """The body is read once: constants are the values outside, carries and slices are new ones."""
+        consts, carries = params["num_consts"], params["num_carry"]
         fresh = [_Value((argument,)) for argument in arguments[consts:]]
-        outside, self._trips = self._trips, self._trips * eqn.params["length"]
-        results = self.run(body, [*arguments[:consts], *fresh], scope)
-        self._trips = outside
-        loop = _Value((*arguments, *results))  # a loop whose result is needed is run whole
-        return [_Value((loop,)) for _ in eqn.outvars]
+        results = self._inside(params["jaxpr"], [*arguments[:consts], *fresh], scope, params["length"])
+        _carry(fresh[:carries], results)
+        return [_Value((result,)) for result in results]
+
+    def _while(self, params: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        fresh, made = [_Value((argument,)) for argument in arguments[second:]], len(self._made)
+        results = self._inside(params["body_jaxpr"], [*arguments[first:second], *fresh], scope)
+        again = self._inside(params["cond_jaxpr"], [*arguments[:first], *fresh], scope)
+        _carry(fresh, results)
+        if len(self._made) > made:
+            self._say(f"{scope or 'the step'}: a loop whose trips are not known, its collectives are counted once")
+        return [_Value((result, *again)) for result in results]  # the condition says how often it runs
+
+    def _cond(self, params: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+        best, most = [], -1
+        made = len(self._made)
+        for branch in params["branches"]:
+            before = len(self._made)
+            results = self._inside(branch, arguments[1:], scope)
+            moved = sum(sent.bytes * sent.count for sent in self._made[before:])
+            if moved > most:
+                best, most = results, moved
+        if len(self._made) > made:
+            self._say(
+                f"{scope or 'the step'}: of {len(params['branches'])} branches the one that sends most is counted"
+            )
+        return [_Value((result, *arguments)) for result in best]
 
     def _axes(self, params: Any) -> frozenset[str]:
         names = params.get("axes") or params.get("axis_name") or ()
@@ -126,12 +187,20 @@ class _Reader:
         return frozenset(str(axis) for axis in names if self._sizes.get(axis, 1) > 1)
 
 
-def _bytes(name: str, before: Any, after: Any) -> int:
-    aval = after.aval if name == "all_gather" else before.aval
-    return math.prod(aval.shape) * aval.dtype.itemsize
+def _carry(values: Sequence[_Value], results: Sequence[_Value]) -> None:
+    """A loop's state needs what the trip before made of it."""
+    for value, result in zip(values, results, strict=False):
+        value.needs = (*value.needs, result)
 
 
-def _reached(outputs: list[_Value]) -> Iterator[Planned]:
+def _key(eqn: Any, arguments: Sequence[_Value]) -> Any:
+    """What makes two equations the same work: values live as long as the reader, so their ids are theirs alone."""
+    params = {name: value for name, value in eqn.params.items() if name != "sharding"}
+    shapes = tuple(str(var.aval) for var in eqn.outvars)
+    return eqn.primitive.name, tuple(map(id, arguments)), str(params), shapes
+
+
+def _reached(outputs: Sequence[_Value]) -> Iterator[Planned]:
     """Every collective that the outputs need."""
     left, seen = list(outputs), set[int]()
     while left:
@@ -149,19 +218,21 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def _open(jaxpr: Any) -> core.Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    return getattr(jaxpr, "jaxpr", jaxpr)  # newer jax has one class for both, which is its own
 
 
-def _shapes(outvars: Any) -> tuple[str, ...]:
-    return tuple(str(var.aval) for var in outvars)
+def _fits(inner: Any, eqn: Any) -> bool:
+    """Whether a jaxpr among an equation's parameters takes its arguments and gives its results: a call."""
+    jaxpr, closed_over = _open(inner), len(getattr(inner, "consts", ()))
+    takes = len(jaxpr.constvars) + len(jaxpr.invars) - closed_over
+    return (takes, len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))
+
+
+def _kept_apart(params: Any) -> bool:
+    """Whether the compiler may not merge a recomputation with the forward pass: `jax.checkpoint(prevent_cse=True)`."""
+    barred = params.get("prevent_cse")
+    return bool(params.get("differentiated")) and (any(barred) if isinstance(barred, tuple) else bool(barred))
 
 
 def _joined(scope: str, names: str) -> str:
     return f"{scope}/{names}" if scope and names else scope or names
-
-
-def clean(scope: str) -> str:
-    """A name stack without what jax's transformations add: `transpose(jvp(block/mlp))` is `block/mlp`."""
-    for wrapper in ("transpose(", "jvp(", "vmap(", "rematted_computation", "checkpoint", "closed_call"):
-        scope = scope.replace(wrapper, "")
-    return "/".join(part for part in scope.replace(")", "").split("/") if part)

@@ -32,7 +32,7 @@ from jaxpar.models import Model
 from jaxpar.network import CollectiveTime, collective_time
 from jaxpar.planned import Planned, planned
 from jaxpar.rehearsal import lint, memory
-from jaxpar.rehearsal.collectives import Asked, axes_of
+from jaxpar.rehearsal.collectives import Asked, axes_of, in_float32
 from jaxpar.rehearsal.conditions import failures, parse_conditions
 from jaxpar.rehearsal.difference import difference
 from jaxpar.rehearsal.drawing import timeline_of
@@ -65,6 +65,8 @@ class Compiled(NamedTuple):
     """ShapeDtypeStructs with shardings."""
     seconds: float
     """Of the compilation."""
+    notes: tuple[str, ...] = ()
+    """What could not be counted exactly of the plan's collectives."""
 
 
 def rehearse(
@@ -102,7 +104,7 @@ def rehearse(
     computed = sum(seconds for kind, seconds in basis.items() if kind not in ("link", "host link"))
     report["time"]["estimated_without_cycles"] = 1 - basis.get("cycles", 0.0) / computed if computed else 0.0
     report["time"]["days"] = {f"{tokens:.3g}": tokens / report["time"]["tokens_per_second"] / 86400}
-    report["notes"] += [*program.notes, *costs.notes]
+    report["notes"] += [*compiled.notes, *program.notes, *costs.notes]
     report["config"], report["command"] = name, command
     return report
 
@@ -123,14 +125,16 @@ def compile_step(config: Config, target: Target) -> Compiled:
     arguments = step_shapes(model, config, plan)
     began = time.perf_counter()
     traced = make_train_step(model, config, plan).trace(*arguments)
-    asked = planned(traced.jaxpr, plan.mesh)
+    notes: list[str] = []
+    asked = planned(traced.jaxpr, plan.mesh, notes.append)
     try:
         compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
     except jax.errors.JaxRuntimeError as error:
         raise UserError(_refusal(error, config, target, plan, arguments[0])) from error
     seconds = time.perf_counter() - began
     stats = compiled.memory_analysis()
-    return Compiled(config, target, plan, model, asked, compiled.as_text(), stats, *arguments, seconds)
+    asked = in_float32(asked) if target.platform == "cpu" else asked
+    return Compiled(config, target, plan, model, asked, compiled.as_text(), stats, *arguments, seconds, tuple(notes))
 
 
 def _refusal(error: Exception, config: Config, target: Target, plan: Plan, state: Any) -> str:

@@ -108,7 +108,7 @@ class Model:
             layer_params, layer_key = layer
             return self.block(layer_params, x_BSD, positions_BS, segments_BS, plan, layer_key), None
 
-        body = remat(body, plan.remat)
+        body = remat(body, plan.remat, self.config.scan_layers)
         x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key)
         layers = (params["blocks"], layer_keys)
         if self.config.scan_layers:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxpar.hlo.origin import decode
 from jaxpar.hlo.tasks import Collective
 from jaxpar.hlo.timeline import TaskTime
 from jaxpar.metrics import bytes_text
-from jaxpar.planned import Planned, clean
+from jaxpar.planned import Planned
 
 SMALL = 2**20
 """Bytes below which a collective that no op wrote is let pass: scalars, norms and biases, which XLA moves by itself."""
-
-
 _SLACK = 1.05  # XLA pads what does not divide, and adds what is small
 
 
@@ -44,10 +43,18 @@ def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)
 
 
+def in_float32(plan: Iterable[Planned]) -> list[Planned]:
+    """The plan's collectives as XLA:CPU runs them: what is bfloat16 it sends as float32."""
+    return [replace(p, bytes=2 * p.bytes, dtype="float32") if p.dtype == "bfloat16" else p for p in plan]
+
+
 def sent_bytes(planned: Planned, mesh: Mapping[str, int]) -> float:
     """Bytes one device sends for one execution, by a bandwidth-optimal algorithm."""
     group = tuple(range(math.prod(mesh[axis] for axis in planned.axes)))
     return Collective(planned.kind, (group,), planned.bytes, "").sent_bytes
+
+
+_Key = tuple[str, frozenset[str]]
 
 
 class Asked:
@@ -60,57 +67,73 @@ class Asked:
     """
 
     def __init__(self, plan: Sequence[Planned], mesh: Mapping[str, int], tasks: Sequence[TaskTime] = ()):
-        self._mesh = mesh
-        self._by_scope: defaultdict[str, list[Planned]] = defaultdict(list)
-        self._anywhere: defaultdict[tuple[str, frozenset[str]], list[Planned]] = defaultdict(list)
+        self._plan, self._mesh = plan, mesh
+        self._by_scope: defaultdict[tuple[str, _Key], list[Planned]] = defaultdict(list)
+        self._anywhere: defaultdict[_Key, list[Planned]] = defaultdict(list)
         for planned in plan:
-            self._by_scope[clean(planned.scope)].append(planned)
+            self._by_scope[scope_of(planned), (planned.kind, planned.axes)].append(planned)
             self._anywhere[planned.kind, planned.axes].append(planned)
-        sent: defaultdict[tuple[str, frozenset[str]], float] = defaultdict(float)
+        sent: defaultdict[tuple[str, _Key], float] = defaultdict(float)
         for row in tasks:
             if row.task.collective:
                 key = row.task.collective.kind, frozenset(axes_of(row.task.collective, mesh))
-                sent[key] += row.task.collective.sent_bytes * row.count
-        # No more of a kind over these axes than was asked for: then each is one of those, merged or moved.
-        self._within = {
-            key: total <= _SLACK * sum(sent_bytes(planned, mesh) * planned.count for planned in self._anywhere[key])
-            for key, total in sent.items()
-        }
+                sent[row.task.place.scope, key] += row.task.collective.sent_bytes * row.count
+        self._sent = sent
 
     def answer(self, row: TaskTime) -> Answer:
         """Whether the plan has this collective of the program.
 
         XLA may run a collective as a ring of ppermutes, merge several into one, or move one past a scope's border; it
-        may not send over other axes, or sum whole what the plan scatters.
+        may not send more, send over other axes, or sum whole what the plan scatters.
         """
-        collective = row.task.collective
+        collective, scope = row.task.collective, row.task.place.scope
         assert collective is not None
         axes = frozenset(axes_of(collective, self._mesh))
-        here = [planned for planned in self._by_scope.get(row.task.place.scope, ()) if planned.axes == axes]
-        same = [planned for planned in here if planned.kind == collective.kind]
-        if same:
+        key = collective.kind, axes
+        same, elsewhere = self._by_scope.get((scope, key), []), self._anywhere.get(key, [])
+        if same and (collective.bytes in _sizes(same) or self._no_more(key, same, scope)):
             return Answer(True, _why(same[0]))
-        if collective.kind == "ppermute":
-            rings = [planned for planned in here or self._over(axes) if planned.kind != "ppermute"]
-            if rings:
-                return Answer(True, f"a step of the ring that makes the {rings[0].kind} over {_names(rings[0].axes)}")
-        elsewhere = self._anywhere.get((collective.kind, axes), [])
-        if elsewhere and (
-            self._within.get((collective.kind, axes)) or collective.bytes in {p.bytes for p in elsewhere}
-        ):
+        if collective.kind == "ppermute" and (ring := self._ring(scope, axes)):
+            return Answer(True, f"a step of the ring that makes the {ring.kind} over {_names(ring.axes)}")
+        if elsewhere and (collective.bytes in _sizes(elsewhere) or self._no_more(key, elsewhere)):
             return Answer(True, _why(elsewhere[0]) + ", merged or moved by XLA")
         if collective.bytes < SMALL:
             return Answer(True, f"small ({bytes_text(collective.bytes)}): XLA's own, for scalars, norms and biases")
-        scattered = [planned for planned in here if planned.kind == "reduce-scatter"]
+        scattered = [
+            over
+            for where, (kind, over) in self._by_scope
+            if where == scope and kind == "reduce-scatter" and over <= axes
+        ]
         if collective.kind == "all-reduce" and scattered:
             return Answer(
-                False, f"the plan has a reduce-scatter over {_names(axes)} here: summed whole, twice the bytes"
+                False, f"the plan has a reduce-scatter over {_names(scattered[0])} here: summed whole, twice the bytes"
             )
+        if same:
+            return Answer(False, f"the plan has a smaller {collective.kind} over {_names(axes)} here, not this one")
         return Answer(False, f"no op of the plan has a {collective.kind} over {_names(axes)} here")
 
-    def _over(self, axes: frozenset[str]) -> list[Planned]:
-        """Those anywhere whose axes hold these: a ring over two axes steps along one of them at a time."""
-        return [planned for group in self._anywhere.values() for planned in group if axes <= planned.axes]
+    def _no_more(self, key: _Key, asked: Sequence[Planned], scope: str | None = None) -> bool:
+        """Whether the program, or one scope of it, sends no more of a kind than was asked for: then each is one of
+        those, whole or merged."""
+        found = sum(sent for (where, k), sent in self._sent.items() if k == key and scope in (None, where))
+        return found <= _SLACK * sum(sent_bytes(planned, self._mesh) * planned.count for planned in asked)
+
+    def _ring(self, scope: str, axes: frozenset[str]) -> Planned | None:
+        """What a ppermute may be a step of: a ring over two axes steps along one of them at a time."""
+        whole = [p for p in self._plan if p.kind != "ppermute" and axes <= p.axes]
+        if not whole or not self._no_more(("ppermute", axes), whole):
+            return None
+        here = [planned for planned in whole if scope_of(planned) == scope and planned.axes == axes]
+        return (here or whole)[0]
+
+
+def scope_of(planned: Planned) -> str:
+    """The model's scope of a planned collective, as `hlo.tasks.Place` has it: `block/attention`."""
+    return decode(f"{planned.scope}/{planned.kind}")[0]
+
+
+def _sizes(asked: Sequence[Planned]) -> set[int]:
+    return {planned.bytes for planned in asked}
 
 
 def _why(planned: Planned) -> str:
