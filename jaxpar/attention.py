@@ -25,7 +25,7 @@ MASKED = -1e30  # a finite "minus infinity": exp gives exactly 0, and a row with
 _ROWS, _CHUNKS, _LANES, _BLOCK = 512, 8, 128, 1024
 
 
-def choose(platform: str, seq_len: int, head_dim: int, dropping: bool) -> tuple[Implementation, str]:
+def choose(platform: str, seq_len: int, head_dim: int, dropping: bool, layout: str = "") -> tuple[Implementation, str]:
     """The fastest implementation that can serve, and why it is not splash.
 
     Args:
@@ -33,8 +33,10 @@ def choose(platform: str, seq_len: int, head_dim: int, dropping: bool) -> tuple[
       seq_len: query and key length on one device.
       head_dim: size of a head.
       dropping: attention weights are dropped out.
+      layout: why arrays that lie as these do cannot be given to a kernel; empty = they can.
     """
     reasons = [
+        (bool(layout), layout),
         (platform != "tpu", f"on {platform}"),
         (head_dim % _LANES != 0, f"head_dim {head_dim} is no multiple of {_LANES}"),
         (seq_len % _LANES != 0, f"sequence length {seq_len} is no multiple of {_LANES}"),
@@ -79,7 +81,8 @@ def whole(
     if segments_BS is not None:
         visible = visible & (segments_BS[:, None, None, :, None] == segments_BS[:, None, None, None, :])
     weights_BKGSS = jax.nn.softmax(jnp.where(visible, scores_BKGSS / math.sqrt(h), MASKED), axis=-1)
-    weights_BKGSS = dropout(weights_BKGSS, dropout_rate, key).astype(v_BSKh.dtype)
+    kept = _kept(weights_BKGSS.shape, dropout_rate, key)
+    weights_BKGSS = _dropped(weights_BKGSS, dropout_rate, kept).astype(v_BSKh.dtype)
     return jnp.einsum("BKGST,BTKh->BSKGh", weights_BKGSS, v_BSKh).reshape(B, S, H, h)
 
 
@@ -99,7 +102,8 @@ def chunked(
     above the diagonal are not computed, those below need no causal mask.
 
     Args:
-      rows: query rows of a chunk; None = an eighth of the sequence, but at least 512. The rest as for `whole`.
+      rows: query rows of a chunk; None = an eighth of the sequence, but at least 512. The rest as for `whole`, but that
+        the same key drops other weights: it has one draw a chunk.
     """
     return _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, rows)[0]
 
@@ -111,11 +115,13 @@ def _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, key, rows):
         scores = [_scores(q_BKGSh, k_BKSh, segments_BS, chunk, tile) for tile in tiles]
         most = [jnp.max(tile_scores, axis=-1, keepdims=True) for tile_scores in scores]
         most_BKGR1 = most[0] if len(most) == 1 else jnp.maximum(*most)
-        out, total = 0.0, 0.0
+        kept = _kept(_tile_shape(q_BKGSh, chunk), rate, key, chunk.start)
+        out: Any = 0.0
+        total: Any = 0.0
         for tile, tile_scores in zip(tiles, scores, strict=True):
             weights = jnp.exp(tile_scores - most_BKGR1)
             total += jnp.sum(weights, axis=-1, keepdims=True)
-            weights = dropout(weights, rate, _tile_key(key, chunk, tile)).astype(v_BSKh.dtype)
+            weights = _dropped(weights, rate, kept, tile).astype(v_BSKh.dtype)
             out += _product("BKGRC,BKCh->BKGRh", weights, v_BKSh[:, :, tile])
         outs.append((out / total).astype(v_BSKh.dtype))
         lses.append(most_BKGR1 + jnp.log(total))
@@ -130,20 +136,22 @@ def _chunked_backward(rate, rows, residuals, dout_BSHh):
     delta_BKGS1, dout_BKGSh = _grouped(delta_BSH1, k_BSKh), _grouped(dout_BSHh, k_BSKh).astype(v_BSKh.dtype)
     dqs, dk_BKSh, dv_BKSh = [], jnp.zeros(k_BKSh.shape, jnp.float32), jnp.zeros(v_BKSh.shape, jnp.float32)
     for chunk, tiles in _tiles(q_BSHh.shape[1], rows):
-        dq, q_BKGRh, dout_BKGRh = 0.0, q_BKGSh[:, :, :, chunk], dout_BKGSh[:, :, :, chunk]
+        dq: Any = 0.0
+        q_BKGRh, dout_BKGRh = q_BKGSh[:, :, :, chunk], dout_BKGSh[:, :, :, chunk]
+        kept = _kept(_tile_shape(q_BKGSh, chunk), rate, key, chunk.start)
         for tile in tiles:
             weights = jnp.exp(_scores(q_BKGSh, k_BKSh, segments_BS, chunk, tile) - lse_BKGS1[:, :, :, chunk])
-            tile_key = _tile_key(key, chunk, tile)
-            dweights = dropout(_product("BKGRh,BKCh->BKGRC", dout_BKGRh, v_BKSh[:, :, tile]), rate, tile_key)
+            dweights = _dropped(_product("BKGRh,BKCh->BKGRC", dout_BKGRh, v_BKSh[:, :, tile]), rate, kept, tile)
             dscores = (weights * (dweights - delta_BKGS1[:, :, :, chunk])).astype(k_BSKh.dtype)
-            weights = dropout(weights, rate, tile_key).astype(v_BSKh.dtype)
+            weights = _dropped(weights, rate, kept, tile).astype(v_BSKh.dtype)
             dq += _product("BKGRC,BKCh->BKGRh", dscores, k_BKSh[:, :, tile])
             dk_BKSh = dk_BKSh.at[:, :, tile].add(_product("BKGRC,BKGRh->BKCh", dscores, q_BKGRh))
             dv_BKSh = dv_BKSh.at[:, :, tile].add(_product("BKGRC,BKGRh->BKCh", weights, dout_BKGRh))
         dqs.append((dq * _scale(q_BSHh)).astype(q_BSHh.dtype))
     dq_BSHh = _ungrouped(jnp.concatenate(dqs, axis=3))
-    dk_BSKh, dv_BSKh = dk_BKSh.swapaxes(1, 2).astype(k_BSKh.dtype), dv_BKSh.swapaxes(1, 2).astype(v_BSKh.dtype)
-    return dq_BSHh, dk_BSKh * jnp.asarray(_scale(q_BSHh), k_BSKh.dtype), dv_BSKh, None, None
+    dk_BSKh = (dk_BKSh * _scale(q_BSHh)).swapaxes(1, 2).astype(k_BSKh.dtype)
+    dv_BSKh = dv_BKSh.swapaxes(1, 2).astype(v_BSKh.dtype)
+    return dq_BSHh, dk_BSKh, dv_BSKh, None, None
 
 
 chunked.defvjp(_chunked_forward, _chunked_backward)
@@ -157,8 +165,23 @@ def _tiles(seq_len: int, rows: int | None) -> Iterator[tuple[slice, list[slice]]
         yield chunk, [slice(0, first), chunk] if first else [chunk]
 
 
-def _tile_key(key: jax.Array | None, chunk: slice, tile: slice) -> jax.Array | None:
-    return None if key is None else jax.random.fold_in(key, 2 * chunk.start + (chunk == tile))
+def _tile_shape(q_BKGSh: Array, chunk: slice) -> tuple[int, ...]:
+    """[B, K, G, R, C] of a chunk's rows over the keys up to its end."""
+    return (*q_BKGSh.shape[:3], chunk.stop - chunk.start, chunk.stop)
+
+
+def _kept(shape: tuple[int, ...], rate: float, key: jax.Array | None, place: int = 0) -> Array | None:
+    """Which weights [B, K, G, R, C] dropout keeps, None = all; `place` tells draws from one key apart."""
+    if key is None or rate == 0:
+        return None
+    B, K, G, R, C = shape
+    # The same bits as of a draw over five dims, which takes XLA:CPU three times as long to compile.
+    kept = jax.random.bernoulli(jax.random.fold_in(key, place), 1 - rate, (B, K * G, R * C))
+    return kept.reshape(shape)
+
+
+def _dropped(x: Array, rate: float, kept: Array | None, tile: slice = slice(None)) -> Array:
+    return x if kept is None else jnp.where(kept[..., tile], x / (1 - rate), 0)
 
 
 def _scores(q_BKGSh: Array, k_BKSh: Array, segments_BS: Array | None, chunk: slice, tile: slice) -> Array:
@@ -217,9 +240,11 @@ def splash(
 
     def of_sequence(q_HSh: Array, k_KSh: Array, v_KSh: Array, segments_S: Array | None) -> Array:
         segments: Any = None if segments_S is None else splash_kernel.SegmentIds(segments_S, segments_S)
-        return kernel(q_HSh, k_KSh, v_KSh, segments)
+        out_HSh: Any = kernel(q_HSh, k_KSh, v_KSh, segments)
+        return out_HSh
 
-    q_BHSh = q_BSHh.swapaxes(1, 2) * jnp.asarray(_scale(q_BSHh), q_BSHh.dtype)  # the kernel does not scale
+    # The kernel does not scale. In float32, because the scale itself may not fit the dtype.
+    q_BHSh = (q_BSHh.swapaxes(1, 2).astype(jnp.float32) * _scale(q_BSHh)).astype(q_BSHh.dtype)
     out_BHSh = jax.vmap(of_sequence)(q_BHSh, k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2), segments_BS)
     return out_BHSh.swapaxes(1, 2)
 

@@ -7,13 +7,15 @@ written where it stands, so that a plan's communication is known in closed form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.errors import UserError
 from jaxpar.mesh import MeshAxis
-from jaxpar.sharding import Axes, Plan
+from jaxpar.sharding import Axes, LogicalAxis, Plan
 
 
 def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
@@ -40,8 +42,12 @@ def _is_axes(tree: Any) -> bool:
 
 
 def gather(x: jax.Array, stored: Axes, used: Axes, plan: Plan) -> jax.Array:
-    """Inside `manual`: `x` from the layout it is stored in to the one it is used in, split over fewer mesh axes."""
-    for dim, moved in _moved(stored, used, plan):
+    """Inside `manual`: `x` from the layout it is stored in to the one it is used in, split over fewer mesh axes.
+
+    Raises:
+      UserError: the used layout splits a dim otherwise than by the first of the mesh axes that the stored one does.
+    """
+    for dim, moved in further_split(stored, used, plan):
         x = jax.lax.all_gather(x, moved, axis=dim, tiled=True)
     return x
 
@@ -49,18 +55,27 @@ def gather(x: jax.Array, stored: Axes, used: Axes, plan: Plan) -> jax.Array:
 def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, plan: Plan) -> jax.Array:
     """Inside `manual`: the transpose of `gather`, for an `x` that is a partial sum over the mesh axes `partial`.
 
-    Those that split a dim of the stored layout are reduce-scattered, the others all-reduced.
+    Those that split a dim of the stored layout are reduce-scattered, the others all-reduced; of a dim that is split
+    over an axis where `x` is the same on every device, each keeps its piece.
+
+    Raises:
+      UserError: as `gather`.
     """
     left = set(partial)
-    for dim, moved in _moved(stored, used, plan):
-        if left.issuperset(moved):
-            x = _reduce_scatter(x, moved, dim, plan.pieces(moved))
-            left.difference_update(moved)
-        else:
-            size = x.shape[dim] // plan.pieces(moved)
-            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(moved) * size, size, dim)
+    for dim, moved in further_split(stored, used, plan):
+        for summed, run in groupby(moved, left.__contains__):  # outermost first: each cuts the piece left by the last
+            mesh_axes = tuple(run)
+            cut = _reduce_scatter if summed else _own_piece
+            x = cut(x, mesh_axes, dim, plan.pieces(mesh_axes))
+        left.difference_update(moved)
     rest = tuple(axis for axis in plan.mesh.axis_names if axis in left)
     return jax.lax.psum(x, rest) if rest else x
+
+
+def _own_piece(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
+    """Of an array that is the same along mesh axes, each device's piece of `dim`."""
+    size = x.shape[dim] // pieces
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(mesh_axes) * size, size, dim)
 
 
 def _reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
@@ -84,11 +99,25 @@ def split_over(axes: Axes, plan: Plan) -> tuple[MeshAxis, ...]:
     return tuple(mesh_axis for axis in axes for mesh_axis in plan.mesh_axes(axis))
 
 
-def _moved(stored: Axes, used: Axes, plan: Plan) -> list[tuple[int, tuple[MeshAxis, ...]]]:
-    """The dims that the stored layout splits further than the used one, and the mesh axes that make the difference."""
+def further_split(stored: Axes, used: Axes, plan: Plan) -> list[tuple[int, tuple[MeshAxis, ...]]]:
+    """The dims that the stored layout splits further than the used one, and the mesh axes that make the difference.
+
+    Raises:
+      UserError: a dim that is used split otherwise than by the first of the mesh axes that it is stored split over.
+    """
     moves = []
     for dim, (outer, inner) in enumerate(zip(stored, used, strict=True)):
-        kept = plan.mesh_axes(inner)
-        if extra := plan.mesh_axes(outer)[len(kept) :]:
+        split, kept = plan.mesh_axes(outer), plan.mesh_axes(inner)
+        if split[: len(kept)] != kept:
+            fitting = " ".join((*kept, *(axis for axis in split if axis not in kept)))
+            raise UserError(
+                f"dim {dim} is used split over {_words(inner, kept)} and stored split over {_words(outer, split)}, "
+                f"which does not begin with it: try --rules.{outer} {fitting}"
+            )
+        if extra := split[len(kept) :]:
             moves.append((dim, extra))
     return moves
+
+
+def _words(axis: LogicalAxis | None, split: tuple[MeshAxis, ...]) -> str:
+    return f"{' x '.join(split) or 'nothing'} (rules.{axis})"

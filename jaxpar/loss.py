@@ -38,6 +38,9 @@ class LossSums(NamedTuple):
     tokens: Float[Array, ""]
 
 
+_SCALARS: Any = ((),) * 3  # logical axes of the sums
+
+
 def linear_cross_entropy(
     x_BSD: Float[Array, "B S D"],
     head_VD: Float[Array, "V D"],
@@ -55,7 +58,11 @@ def linear_cross_entropy(
       vocab_size: the true vocabulary.
       plan: mesh, rules and compute dtype.
       z_loss: weight of the squared log-normaliser (arXiv:2204.02311, section 5).
+
+    Raises:
+      UserError: rules that split tokens and vocabulary over the same mesh axis.
     """
+    plan.sharding((*GATHERED[:2], "vocab"), name="loss")
     sums: Any = _sums(plan, vocab_size, z_loss, x_BSD, head_VD, labels_BS)
     return LossSums(sums.loss, jax.lax.stop_gradient(sums.nll), sums.tokens)
 
@@ -73,7 +80,7 @@ def _sums(plan: Plan, vocab_size: int, z_loss: float, x_BSD: Array, head_VD: Arr
         return _over_devices(total, plan)
 
     layouts = (STORED, _HEAD, GATHERED[:2])
-    return manual(local, plan, layouts, LossSums((), (), ()))(x_BSD, head_VD, labels_BS)
+    return manual(local, plan, layouts, LossSums(*_SCALARS))(x_BSD, head_VD, labels_BS)
 
 
 def _sums_forward(plan, vocab_size, z_loss, x_BSD, head_VD, labels_BS):
@@ -91,12 +98,13 @@ def _sums_forward(plan, vocab_size, z_loss, x_BSD, head_VD, labels_BS):
 
         zeros = LossSums(*jnp.zeros(3)), jnp.zeros(used_VD.shape, jnp.float32)
         (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_BSD, labels_BS))
-        dx_BSD = reduce(dx_NTD.reshape(x_BSD.shape), plan.mesh_axes("vocab"), GATHERED, STORED, plan)
+        dx_BSD = dx_NTD.reshape(-1, x_BSD.shape[-1])[: labels_BS.size].reshape(x_BSD.shape)
+        dx_BSD = reduce(dx_BSD, plan.mesh_axes("vocab"), GATHERED, STORED, plan)
         dhead_VD = reduce(dhead_VD, split_over(GATHERED[:2], plan), ("vocab", None), _HEAD, plan)
         return _over_devices(total, plan), dx_BSD.astype(stored.dtype), dhead_VD.astype(head_VD.dtype)
 
     layouts = (STORED, _HEAD, GATHERED[:2])
-    outs = (LossSums((), (), ()), STORED, _HEAD)
+    outs = (LossSums(*_SCALARS), STORED, _HEAD)
     sums, dx_BSD, dhead_VD = manual(local, plan, layouts, outs)(x_BSD, head_VD, labels_BS)
     return sums, (dx_BSD, dhead_VD)
 
@@ -111,11 +119,15 @@ _sums.defvjp(_sums_forward, _sums_backward)
 
 
 def _chunks(x_BSD: Array, labels_BS: Array) -> tuple[Array, Array]:
-    """A device's tokens in equal chunks [N, T, D] and [N, T]: as few as keep T at most `_CHUNK`, where one divides."""
-    tokens = labels_BS.size
-    fewest = -(-tokens // _CHUNK)
-    N = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), 1)
-    return x_BSD.reshape(N, tokens // N, x_BSD.shape[-1]), labels_BS.reshape(N, tokens // N)
+    """A device's tokens in as few equal chunks [N, T, D] and [N, T] as keep T at most `_CHUNK`.
+
+    The last chunk is filled up with tokens that do not count.
+    """
+    N = -(-labels_BS.size // _CHUNK)
+    missing = -labels_BS.size % N
+    x_TD = jnp.pad(x_BSD.reshape(labels_BS.size, -1), ((0, missing), (0, 0)))
+    labels_T = jnp.pad(labels_BS.reshape(-1), (0, missing), constant_values=-1)
+    return x_TD.reshape(N, -1, x_BSD.shape[-1]), labels_T.reshape(N, -1)
 
 
 def _chunk_sums(

@@ -184,7 +184,11 @@ def lookup(
       ids_BS: row numbers.
       axis: logical axis of the table's rows: "vocab", or None for a table that is never split by rows.
       plan: mesh, rules and compute dtype.
+
+    Raises:
+      UserError: rules that split tokens and rows over the same mesh axis.
     """
+    plan.sharding((*GATHERED[:2], axis), name="lookup")
     rows: Any = _lookup(table_VD, ids_BS, axis, plan)
     return rows
 
@@ -264,9 +268,12 @@ def attention_choice(plan: Plan, seq_len: int, head_dim: int, dropping: bool) ->
     """Which implementation `attention` takes under this plan, and why not a faster one; see `attention.choose`."""
     if plan.size("seq") > 1:
         return "whole", "the sequence is split over devices"
+    layout = ""
     if plan.mesh_axes("heads") != plan.mesh_axes("kv_heads"):
-        return "chunked" if seq_len > 512 else "whole", "kv heads are split otherwise than heads"
-    return choose(plan.mesh.devices.flat[0].platform, seq_len, head_dim, dropping)
+        layout = "kv heads are split otherwise than heads"
+    if plan.size("head_dim") > 1:
+        layout = "heads are split inside"
+    return choose(plan.mesh.devices.flat[0].platform, seq_len, head_dim, dropping, layout)
 
 
 def logits(

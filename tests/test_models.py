@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,10 +13,10 @@ import pytest
 
 from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError
+from jaxpar.loss import LossSums
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.models import Model
-from jaxpar.loss import LossSums
-from jaxpar.sharding import Plan, tree_shardings
+from jaxpar.sharding import Plan, ShardingRules, tree_shardings
 
 pytestmark = pytest.mark.quick
 
@@ -150,6 +151,39 @@ def test_fresh_parameters_are_the_same_on_every_mesh(config: ModelConfig) -> Non
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-7), ours, want)
     std = float(jnp.std(want["blocks"]["q"]))
     assert abs(std / config.init_std - 1) < 0.1
+
+
+RULES: dict[str, tuple[MeshSpec, dict[str, Any]]] = {
+    "kv heads, vocabulary and residual stream whole": (
+        MeshSpec(fsdp=2, tensor=4), {"kv_heads": (), "vocab": (), "residual_seq": ("context",)},
+    ),
+    "parameters over data too, and no tokens over fsdp": (
+        MeshSpec(data=2, fsdp=2, tensor=2), {"batch": ("data",), "embed": ("fsdp", "data")},
+    ),
+    "parameters over context too, heads split inside": (
+        MeshSpec(fsdp=2, context=2, tensor=2),
+        {"embed": ("context", "fsdp"), "heads": (), "kv_heads": (), "head_dim": ("tensor",), "mlp": ()},
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def packed_on_one_device(config: ModelConfig) -> tuple[Any, Any, Any]:
+    """Parameters, a batch of packed rows, its loss and gradients."""
+    params = fresh(config, 6)
+    batch = batch_of(tokens(config, 4, 17)) | {"segments": jnp.asarray([[0] * 5 + [1] * 11] * 4, jnp.int32)}
+    return params, batch, loss_and_gradients(config, ONE, params, batch)
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_any_rules_give_the_loss_and_the_gradients_of_one_device(config: ModelConfig, rules: str) -> None:
+    config = dataclasses.replace(config, layers=1)
+    spec, changes = RULES[rules]
+    plan = Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]), ShardingRules(**changes))
+    params, batch, want = packed_on_one_device(config)
+    params = jax.device_put(params, tree_shardings(params, Model(config).axes, plan))
+    # Float32 sums in another order, through one block and the head.
+    assert_close(loss_and_gradients(config, plan, params, batch), want, 2e-5)
 
 
 def test_every_parameter_has_a_logical_axis_per_dim(config: ModelConfig) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.loss import linear_cross_entropy
 from jaxpar.parallel import attention, column_linear, dropout, logits, lookup, row_linear
 from jaxpar.sharding import Plan, ShardingRules
 
@@ -112,26 +111,6 @@ def test_attention_is_causal_grouped_and_keeps_documents_apart(plan: Plan, packe
         lambda q, k, v: reference_attention(q, k, v, segments),
         arrays((B, S, H, h), (B, S, K, h), (B, S, K, h)),
     )
-
-
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_loss_skips_negative_labels_and_padded_vocabulary(plan: Plan, z_loss: float) -> None:
-    labels = jnp.asarray(np.random.default_rng(4).integers(-1, V - 5, (B, S)), jnp.int32)
-
-    def reference(x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = (x @ table.T)[..., : V - 5]
-        lse = jax.scipy.special.logsumexp(scores, axis=-1)
-        nll = lse - jnp.take_along_axis(scores, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-        counts = labels >= 0
-        return jnp.sum(counts * (nll + z_loss * lse**2)), jax.lax.stop_gradient(jnp.sum(counts * nll))
-
-    def ours(x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        sums = linear_cross_entropy(x, table, labels, V - 5, plan, z_loss)
-        return sums.loss, sums.nll
-
-    assert_same(ours, reference, arrays((B, S, D), (V, D)))
-    x, table = arrays((B, S, D), (V, D))
-    assert linear_cross_entropy(x, table, labels, V - 5, plan).tokens == np.sum(np.asarray(labels) >= 0)
 
 
 def test_weight_gradients_are_summed_in_float32_under_bfloat16_compute(plan: Plan) -> None:
