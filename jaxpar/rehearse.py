@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -27,11 +26,10 @@ from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Program, walk
 from jaxpar.hlo.timeline import TaskTime, Timeline, replay
 from jaxpar.mesh import MESH_AXES, describe
-from jaxpar.metrics import bytes_text
 from jaxpar.models import Model
 from jaxpar.network import CollectiveTime, collective_time
 from jaxpar.planned import Planned, planned
-from jaxpar.rehearsal import lint, memory
+from jaxpar.rehearsal import fit, lint, memory
 from jaxpar.rehearsal.collectives import Asked, axes_of, in_float32
 from jaxpar.rehearsal.conditions import failures, parse_conditions
 from jaxpar.rehearsal.difference import difference
@@ -130,36 +128,13 @@ def compile_step(config: Config, target: Target) -> Compiled:
     try:
         compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
     except jax.errors.JaxRuntimeError as error:
-        raise UserError(_refusal(error, config, target, plan, arguments[0])) from error
+        state, _ = arguments
+        params, optimizer = memory.local_bytes(state.params), memory.local_bytes(state.opt_state)
+        raise UserError(fit.refusal(str(error), target.name, config, plan, params, optimizer)) from error
     seconds = time.perf_counter() - began
     stats = compiled.memory_analysis()
     asked = in_float32(asked) if target.platform == "cpu" else asked
     return Compiled(config, target, plan, model, asked, compiled.as_text(), stats, *arguments, seconds, tuple(notes))
-
-
-def _refusal(error: Exception, config: Config, target: Target, plan: Plan, state: Any) -> str:
-    """What to tell the user of a compiler's refusal."""
-    text = str(error)
-    used = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", text)
-    if used is None:
-        return f"the compiler for {target.name} refuses this step: {text.splitlines()[0][:300]}"
-    unit = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    needs, has = float(used[1]) * unit[used[2]], float(used[3]) * unit[used[4]]
-    params, optimizer = memory.local_bytes(state.params), memory.local_bytes(state.opt_state)
-    rest = max(int(needs) - 2 * params - optimizer, 0)
-    categories = {"parameters": params, "optimizer": optimizer, "gradients": params, "activations": rest}
-    lines = _advice(config, plan, categories, int(needs - has))
-    return (
-        f"{config.model.family} does not fit {target.name}: a step needs {bytes_text(needs)} a device of "
-        f"{bytes_text(has)}. " + "; ".join(lines)
-    )
-
-
-def _advice(config: Config, plan: Plan, categories: dict[str, int], over: int) -> list[str]:
-    fsdp, rest = plan.mesh.shape["fsdp"], plan.mesh.size // plan.mesh.shape["fsdp"]
-    larger = [fsdp * n for n in (2, 4, 8) if rest % n == 0 and config.model.embed % (fsdp * n) == 0]
-    microbatch = config.train.batch // config.train.accumulation
-    return memory.advice(categories, over, config.memory.policy, (fsdp, *larger), microbatch, plan.size("batch"))
 
 
 def _machine(
@@ -194,8 +169,9 @@ def _report(
         compiled.stats, compiled.state, compiled.batch, module, config.model.layers, hardware.hbm_bytes
     )
     if not device_memory["fits"]:
-        over = device_memory["total"] - device_memory["hbm_bytes"]
-        device_memory["advice"] = _advice(config, plan, device_memory["categories"], over)
+        device_memory["advice"] = fit.advice(
+            device_memory["categories"], device_memory["total"], hardware.hbm_bytes, config, plan
+        )
     report: Rehearsal = {
         "schema": SCHEMA, "config": "", "overrides": {}, "command": "",
         "date": datetime.date.today().isoformat(),
@@ -313,7 +289,7 @@ def _findings(compiled: Compiled, timeline: Timeline, collectives: list[Collecti
         *lint.unplanned_collectives(collectives, lint.logical_axes(plan)),
         *lint.replicated_parameters(rows, plan),
         *lint.replicated_activations(timeline.tasks, plan, microbatch, config.data.seq_len),
-        *lint.large_copies(timeline.tasks, timeline.seconds),
+        *lint.large_copies(timeline.tasks, timeline.seconds, lint.local_sizes(config, plan)),
     ]
     order = {"error": 0, "warning": 1, "note": 2}
     return sorted(found, key=lambda finding: (order[finding["severity"]], -finding["seconds"], -finding["bytes"]))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
+from jaxpar.config import Config
 from jaxpar.hlo.timeline import TaskTime
 from jaxpar.metrics import bytes_text
 from jaxpar.rehearsal.schema import CollectiveRow, Finding
@@ -87,29 +89,52 @@ def replicated_activations(tasks: Iterable[TaskTime], plan: Plan, microbatch: in
         )
     if plan.size("batch") == 1:
         return list(found.values())
+    whole = re.compile(rf"\[(?:(?:\d+,)?{microbatch},(\d+)|{microbatch * seq_len}),[\d,]+\]")  # [B, S, ...] or [T, ...]
+    lengths = {str(seq_len), str(seq_len // plan.size("residual_seq")), None}
     for row in tasks:
-        match = re.search(rf"\[(?:\d+,)?{microbatch},(\d+),[\d,]+\]", row.task.shape)
-        place = row.task.place
-        if not match or int(match[1]) not in (seq_len, seq_len // plan.size("residual_seq")):
+        match, place, task = whole.search(row.task.shape), row.task.place, row.task
+        if not match or match[1] not in lengths:
             continue
-        message = f"{row.task.shape} holds all {microbatch} sequences, which the plan splits over {plan.size('batch')}"
         key = place.scope, place.source
-        if key not in found:
-            found[key] = _finding(
-                "replicated-activation",
-                "error",
-                message,
-                "batch",
-                place.scope,
-                place.source,
-                row.task.bytes,
-                row.seconds,
-            )
+        before = found.get(key)
+        seconds = row.seconds + (before["seconds"] if before else 0.0)
+        if before and before["bytes"] >= task.bytes:
+            before["seconds"] = seconds
+            continue
+        message = f"{task.shape} holds all {microbatch} sequences, which the plan splits over {plan.size('batch')}"
+        found[key] = _finding(
+            "replicated-activation", "error", message, "batch", place.scope, place.source, task.bytes, seconds
+        )
     return list(found.values())
 
 
-def large_copies(tasks: Iterable[TaskTime], step_seconds: float) -> list[Finding]:
-    """Synchronous copies and layout changes by line, where they take more than half a percent of the step."""
+def local_sizes(config: Config, plan: Plan) -> dict[int, str]:
+    """Which logical axis a dim of a device's array is, by its size, where only one has it: `{128: "head_dim"}`."""
+    model = config.model
+    sizes: dict[LogicalAxis, int] = {
+        "batch": config.train.batch // config.train.accumulation, "seq": config.data.seq_len, "embed": model.embed,
+        "heads": model.heads, "kv_heads": model.kv_heads or model.heads,
+        "head_dim": model.head_dim or model.embed // model.heads, "mlp": model.mlp, "layers": model.layers,
+        "vocab": -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple,
+    }  # fmt: skip
+    named: dict[int, set[str]] = {}
+    for axis, size in sizes.items():
+        pieces = (1, plan.size(axis), plan.size("residual_seq") if axis == "seq" else 1)
+        for local in {size // n for n in pieces}:
+            named.setdefault(local, set()).add(axis)
+    return {size: names.pop() for size, names in named.items() if len(names) == 1 and size > 1}
+
+
+def large_copies(
+    tasks: Iterable[TaskTime], step_seconds: float, axis_of_size: Mapping[int, str] = MappingProxyType({})
+) -> list[Finding]:
+    """Synchronous copies and layout changes by line, where they take more than half a percent of the step.
+
+    Args:
+      tasks: of the replayed program.
+      step_seconds: of the whole step.
+      axis_of_size: from `local_sizes`, to name the dims of what is copied.
+    """
     lines: dict[tuple[str, str, str], list[TaskTime]] = {}
     for row in tasks:
         if row.task.kind == "copy" and not row.task.asynchronous:
@@ -126,7 +151,9 @@ def large_copies(tasks: Iterable[TaskTime], step_seconds: float) -> list[Finding
             f"copies of the {phase} pass take {100 * seconds / step_seconds:.1f} % of the step, most of it "
             f"{largest.task.name}, {largest.task.shape}, {largest.count} times"
         )
-        found.append(_finding("large-copy", "warning", message, "", scope, source, moved, seconds))
+        dims = re.findall(r"\d+", largest.task.shape.partition("[")[2].partition("]")[0])
+        axes = ", ".join(axis_of_size[int(size)] for size in dims if int(size) in axis_of_size)
+        found.append(_finding("large-copy", "warning", message, axes, scope, source, moved, seconds))
     return found
 
 

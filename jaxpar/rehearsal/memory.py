@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from jaxpar.hlo.parse import Computation, Instruction, Module
-from jaxpar.metrics import bytes_text
 from jaxpar.rehearsal.schema import Memory
 
 
@@ -62,14 +60,16 @@ def account(stats: Any, state: Any, batch: Any, module: Module, layers: int, hbm
     parameters, gradients = local_bytes(state.params), local_bytes(state.params)
     saved = min(saved_bytes(module, layers), temporaries)
     gradients = min(gradients, temporaries - saved)
+    optimizer, rows = local_bytes(state.opt_state), local_bytes(batch)
     categories = {
         "parameters": parameters,
-        "optimizer": local_bytes(state.opt_state),
-        "batch": local_bytes(batch),
+        "optimizer": optimizer,
+        "batch": rows,
         "activations": saved,
         "gradients": gradients,
         "temporaries": temporaries - saved - gradients + grown,
         "program": code,
+        "padding": arguments - parameters - optimizer - rows,
     }
     total = arguments + temporaries + grown + code
     host = {
@@ -84,32 +84,3 @@ def account(stats: Any, state: Any, batch: Any, module: Module, layers: int, hbm
         "host": {name: size for name, size in host.items() if size},
         "advice": [],
     }
-
-
-def advice(
-    needs: Mapping[str, int], over: int, remat: str, fsdp_sizes: tuple[int, ...], microbatch: int, shards: int
-) -> list[str]:
-    """What would help a step that does not fit, most first, each with what it saves at the least.
-
-    Args:
-      needs: the categories.
-      over: bytes too many.
-      remat: the policy now.
-      fsdp_sizes: sizes that mesh.fsdp could take, beyond the one it has first.
-      microbatch: sequences of a microbatch, over `shards` data-parallel shards.
-    """
-    state = sum(needs.get(name, 0) for name in ("parameters", "optimizer", "gradients"))
-    moving = sum(needs.get(name, 0) for name in ("activations", "temporaries"))
-    changes: list[tuple[int, str]] = []
-    if remat == "none" and needs.get("activations"):
-        changes.append((needs["activations"] * 9 // 10, "--memory.policy full (keeps one array a layer)"))
-    now, *larger = fsdp_sizes
-    for size in larger[:1]:
-        changes.append(
-            (state * (size - now) // size, f"--mesh.fsdp {size} (splits parameters, optimizer and gradients)")
-        )
-    if microbatch > shards:
-        changes.append((moving // 2, "twice --train.accumulation (half the sequences at a time)"))
-    changes.sort(reverse=True)
-    lines = [f"saves about {bytes_text(saved)}: {text}" for saved, text in changes if saved > 0]
-    return [f"{bytes_text(over)} too many", *lines] if over > 0 else []

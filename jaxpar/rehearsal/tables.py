@@ -11,7 +11,7 @@ from rich.text import Text
 
 from jaxpar.metrics import bytes_text, count_text
 from jaxpar.rehearsal.difference import Change, Difference, PlaceChange
-from jaxpar.rehearsal.schema import Finding, Rehearsal
+from jaxpar.rehearsal.schema import Finding, Memory, Rehearsal
 
 _NOTHING = 1e-9  # seconds: what is less is rounding
 
@@ -31,10 +31,6 @@ def summary_lines(rehearsal: Rehearsal) -> list[str]:
     memory, time = rehearsal["memory"], rehearsal["time"]
     slices = f", {target['slices']} slices" if target["slices"] > 1 else ""
     note = f" ({note})" if (note := target.get("note")) else ""
-    spare = memory["hbm_bytes"] - memory["total"]
-    verdict = (
-        f"fits, {bytes_text(spare)} to spare" if memory["fits"] else f"does not fit: {bytes_text(-spare)} too much"
-    )
     waits = {"exposed communication": "exposed_communication", "waits for the host": "host_stall",
              "waits for copies": "copy_stall", "idle": "idle"}  # fmt: skip
     parts = [f"compute {seconds_text(time['compute'])}"]
@@ -48,7 +44,7 @@ def summary_lines(rehearsal: Rehearsal) -> list[str]:
         ("step", f"{count_text(rehearsal['model']['parameters'])} parameters, {batch['sequences']} x "
                  f"{batch['seq_len']} tokens, accumulation {batch['accumulation']}, {target['dtype']}; "
                  f"compiled in {seconds_text(rehearsal['compile_seconds'])}"),
-        ("memory", f"{verdict}: {bytes_text(memory['total'])} of {bytes_text(memory['hbm_bytes'])} a device"),
+        ("memory", _verdict(memory)),
         *(("", advice) for advice in memory["advice"]),
         ("time", f"{seconds_text(time['step'])} a step: {', '.join(parts)}"),
         ("bounds", f"{seconds_text(time['list_schedule'])} by a greedy schedule of the same tasks, "
@@ -57,6 +53,14 @@ def summary_lines(rehearsal: Rehearsal) -> list[str]:
         *(("", f"{days:,.1f} days for {count_text(float(tokens))} tokens") for tokens, days in time["days"].items()),
     ]  # fmt: skip
     return [f"{name:<12} {text}" for name, text in lines]
+
+
+def _verdict(memory: Memory) -> str:
+    takes, has = memory["total"], memory["hbm_bytes"]
+    if not has:
+        return f"{bytes_text(takes)} a device; what it has is not known"
+    fits, over = f"fits, {bytes_text(has - takes)} to spare", f"does not fit: {bytes_text(takes - has)} too much"
+    return f"{fits if memory['fits'] else over}: {bytes_text(takes)} of {bytes_text(has)} a device"
 
 
 def report_parts(rehearsal: Rehearsal, most: int = 12) -> list[RenderableType]:

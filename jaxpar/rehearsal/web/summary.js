@@ -22,7 +22,7 @@ function verdictTiles() {
   const { memory, time } = report;
   const spare = memory.hbm_bytes - memory.total;
   const tiles = [
-    memory.fits
+    !memory.hbm_bytes ? tile(bytesText(memory.total), "a device", "what it has is not known") : memory.fits
       ? tile("Fits", `${bytesText(memory.total)} of ${bytesText(memory.hbm_bytes)} HBM`, `${bytesText(spare)} to spare`, "good")
       : tile("Does not fit", `${bytesText(memory.total)} in ${bytesText(memory.hbm_bytes)} HBM`,
         `${bytesText(-spare)} too much`, "bad"),
@@ -114,8 +114,9 @@ function showMemory() {
     .map(([name, value]) => ({ name: words(name), color: name, value }));
   const rest = memory.total - sum(parts.map((part) => part.value));
   if (rest > 1e-3 * memory.total) parts.push({ name: "other", color: "other", value: rest });
-  const free = memory.fits ? `${percentText(1 - memory.total / memory.hbm_bytes)} free` : null;
-  byId("memory").append(...breakdown(parts, memory.hbm_bytes, bytesText, free));
+  const has = memory.hbm_bytes || memory.total;  // no figure: shares are of what is taken
+  const free = memory.fits && memory.hbm_bytes ? `${percentText(1 - memory.total / has)} free` : null;
+  byId("memory").append(...breakdown(parts, has, bytesText, free));
   const host = Object.entries(memory.host).filter(([, value]) => value > 0);
   if (host.length) {
     const rows = host.map(([name, value]) => ({ name: words(name), color: name, value }));

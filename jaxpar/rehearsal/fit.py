@@ -1,0 +1,105 @@
+"""A step that does not fit its device: by how much, and what would help most."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from jaxpar.config import Config
+from jaxpar.metrics import bytes_text
+from jaxpar.sharding import Plan
+
+_STATE = ("parameters", "optimizer", "gradients")
+_MOVING = ("activations", "temporaries")
+_SIZE = r"([\d.]+)([KMGT]?)"
+# XLA:TPU speaks in one way when it sees before scheduling that nothing will help (its "temporaries" count the arguments
+# too), in another when it has tried.
+_MESSAGES = (
+    rf"required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)",
+    rf"Used {_SIZE} of {_SIZE} hbm",
+)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def needs_and_has(message: str) -> tuple[int, int] | None:
+    """Bytes that a step takes and bytes that a device has, from what a compiler says as it refuses; else None."""
+    for pattern in _MESSAGES:
+        if match := re.search(pattern, message):
+            return round(float(match[1]) * _UNITS[match[2]]), round(float(match[3]) * _UNITS[match[4]])
+    return None
+
+
+def refusal(message: str, target: str, config: Config, plan: Plan, parameters: int, optimizer: int) -> str:
+    """What to tell the user of a compiler's refusal, in a line.
+
+    Args:
+      message: the compiler's.
+      target: its name.
+      config: the experiment.
+      plan: mesh and rules.
+      parameters, optimizer: bytes a device.
+    """
+    found = needs_and_has(message)
+    if found is None:
+        return f"the compiler for {target} refuses this step: {message.strip().splitlines()[0][:300]}"
+    needs, has = found
+    rest = max(needs - 2 * parameters - optimizer, 0)
+    categories = {"parameters": parameters, "optimizer": optimizer, "gradients": parameters, "activations": rest}
+    lines = advice(categories, needs, has, config, plan)
+    return (
+        f"this {config.model.family} does not fit {target}: a step needs {bytes_text(needs)} a device, "
+        f"{bytes_text(needs - has)} more than its {bytes_text(has)}; {'; '.join(lines)}"
+    )
+
+
+def advice(categories: Mapping[str, int], needs: int, has: int, config: Config, plan: Plan) -> list[str]:
+    """What would help a step that does not fit, most first, each with what it saves at the least.
+
+    Args:
+      categories: bytes a device, as in the report.
+      needs: all of them.
+      has: bytes of a device.
+      config: the experiment.
+      plan: mesh and rules.
+    """
+    state, moving = (sum(categories.get(name, 0) for name in names) for names in (_STATE, _MOVING))
+    over = needs - has
+    here = [*_recomputing(categories, config), *_splitting(state, over, config, plan)]
+    here += _accumulating(moving, over, config, plan)
+    here.sort(key=lambda change: -change[0])
+    lines = [f"saves about {bytes_text(saved)}{', enough' if saved >= over else ''}: {text}" for saved, text in here]
+    if sum(saved for saved, _ in here) >= over:
+        return lines
+    left = moving - sum(saved for saved, text in here if "mesh.fsdp" not in text)
+    times = next((2**n for n in range(1, 13) if state // 2**n + left <= has), None)
+    if times is None:
+        return [*lines, f"{bytes_text(left)} of activations do not fit whatever the mesh: shorten the sequences"]
+    together = bytes_text(state * plan.mesh.size)
+    return [*lines, f"{times} times the chips, in mesh.fsdp: parameters, optimizer and gradients are {together} in all"]
+
+
+def _recomputing(categories: Mapping[str, int], config: Config) -> Iterator[tuple[int, str]]:
+    kept = categories.get("activations", 0)
+    if config.memory.policy == "none" and kept:
+        yield kept * 9 // 10, "--memory.policy full (keeps one array a layer)"
+
+
+def _splitting(state: int, over: int, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
+    """Devices that hold copies of the state made to hold parts of it: as few as are enough, else all there are."""
+    dcn = config.mesh.dcn
+    data, fsdp = plan.mesh.shape["data"] // dcn.data, plan.mesh.shape["fsdp"] // dcn.fsdp
+    pieces = plan.mesh.shape["fsdp"]
+    times = [n for n in range(2, data + 1) if data % n == 0 and config.model.embed % (pieces * n) == 0]
+    saved = {n: state - state // n for n in times}
+    if times and state:
+        n = next((n for n in times if saved[n] >= over), times[-1])
+        yield saved[n], f"--mesh.fsdp {fsdp * n} --mesh.data {data // n} (splits parameters, optimizer and gradients)"
+
+
+def _accumulating(moving: int, over: int, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
+    """Fewer sequences at a time."""
+    each = config.train.batch // config.train.accumulation // plan.size("batch")
+    times = [n for n in range(2, each + 1) if each % n == 0]
+    if times and moving:
+        n = next((n for n in times if moving - moving // n >= over), times[-1])
+        yield moving - moving // n, f"--train.accumulation {config.train.accumulation * n} ({n} times fewer at a time)"
