@@ -111,7 +111,7 @@ class _Reader:
     def _results(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
         if name in ("scan", "while", "cond"):
-            return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](params, arguments, scope)
+            return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eqn, arguments, scope)
         inner = next((value for value in params.values() if _is_jaxpr(value)), None)
         if inner is not None and _fits(inner, eqn):
             fresh = [_Value((argument,)) for argument in arguments] if _kept_apart(params) else arguments
@@ -148,15 +148,20 @@ class _Reader:
         self._known, self._trips = known, outside
         return results
 
-    def _scan(self, params: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+    def _scan(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
         """The body is read once: constants are the values outside, carries and slices are new ones."""
-        consts, carries = params["num_consts"], params["num_carry"]
+        params, body = eqn.params, _open(eqn.params["jaxpr"])
+        # How many are which is told by their ranks, alike in every jax: what is stacked has one more than its slice.
+        carries = sum(_rank(out) == _rank(inner) for out, inner in zip(eqn.outvars, body.outvars, strict=True))
+        whole = sum(_rank(given) == _rank(inner) for given, inner in zip(eqn.invars, body.invars, strict=True))
+        consts = whole - carries
         fresh = [_Value((argument,)) for argument in arguments[consts:]]
         results = self._inside(params["jaxpr"], [*arguments[:consts], *fresh], scope, params["length"])
         _carry(fresh[:carries], results)
         return [_Value((result,)) for result in results]
 
-    def _while(self, params: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+    def _while(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+        params = eqn.params
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         fresh, made = [_Value((argument,)) for argument in arguments[second:]], len(self._made)
         results = self._inside(params["body_jaxpr"], [*arguments[first:second], *fresh], scope)
@@ -166,19 +171,17 @@ class _Reader:
             self._say(f"{scope or 'the step'}: a loop whose trips are not known, its collectives are counted once")
         return [_Value((result, *again)) for result in results]  # the condition says how often it runs
 
-    def _cond(self, params: Any, arguments: list[_Value], scope: str) -> list[_Value]:
-        best, most = [], -1
+    def _cond(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+        best, most, branches = [], -1, eqn.params["branches"]
         made = len(self._made)
-        for branch in params["branches"]:
+        for branch in branches:
             before = len(self._made)
             results = self._inside(branch, arguments[1:], scope)
             moved = sum(sent.bytes * sent.count for sent in self._made[before:])
             if moved > most:
                 best, most = results, moved
         if len(self._made) > made:
-            self._say(
-                f"{scope or 'the step'}: of {len(params['branches'])} branches the one that sends most is counted"
-            )
+            self._say(f"{scope or 'the step'}: of {len(branches)} branches the one that sends most is counted")
         return [_Value((result, *arguments)) for result in best]
 
     def _axes(self, params: Any) -> frozenset[str]:
@@ -211,6 +214,10 @@ def _reached(outputs: Sequence[_Value]) -> Iterator[Planned]:
         left.extend(value.needs)
         if value.collective:
             yield value.collective
+
+
+def _rank(atom: Any) -> int:
+    return len(getattr(atom.aval, "shape", ()))
 
 
 def _is_jaxpr(value: Any) -> bool:
