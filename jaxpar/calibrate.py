@@ -197,8 +197,8 @@ def _random_batch(config: Config, plan: Plan) -> dict[str, jax.Array]:
 def _launch(lull: Lull) -> float:
     """Seconds between two tasks of one program."""
     arrays: Arrays = {}
-    long = prepare(Probe("chain", chain, ((256,),)), arrays)
-    short = prepare(Probe("link", lambda x: x + 1.0, ((256,),)), arrays)
+    long = prepare(Probe("chain", chain, ((32, 32), (32, 32))), arrays)
+    short = prepare(Probe("link", lambda x, w: x @ w, ((32, 32), (32, 32))), arrays)
     lull.wait()
     wall = [min(elapsed(item.run) for _ in range(30)) for item in (long, short)]
     tasks = [sum(fastest([item], 0.02, lull).values()) for item in (long, short)]

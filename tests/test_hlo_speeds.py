@@ -50,7 +50,7 @@ def test_what_was_timed_takes_what_it_took():
         assert found.seconds(task) == pytest.approx(seconds, rel=0.02)
 
 
-def test_between_two_sizes_the_rate_is_between_and_beyond_them_that_of_the_last():
+def test_between_two_sizes_the_rate_is_between_and_beyond_them_near_that_of_the_last():
     found = table((fusion(1 << 16), 2**16 / 8e10), (fusion(1 << 24), 2**24 / 1e10))
     seconds = found.seconds(fusion(1 << 20))
     assert seconds is not None

@@ -106,8 +106,8 @@ def _adam(p: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array) -> Any:
 CHAIN = 200
 
 
-def chain(x: jax.Array) -> jax.Array:
-    """`CHAIN` tasks of hardly any work, one after another: what lies between tasks."""
+def chain(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`CHAIN` small matmuls, which XLA does not fuse, one after another: what lies between tasks."""
     for _ in range(CHAIN):
-        x = jax.lax.optimization_barrier(x + 1.0)
+        x = x @ w
     return x

@@ -1,8 +1,8 @@
 """Measured speeds: the seconds of a task from those of tasks like it that were timed on the device.
 
 A matmul's rate (FLOP/s) depends on its sizes and on the library that XLA gave it to, that of all else (bytes/s) on how
-much it reads and writes. Between the sizes that were timed the rate is a mean of the nearest, weighted by distance;
-beyond them it is that of the nearest.
+much it reads and writes. A task takes, for each FLOP or byte, the mean of what those that were timed take, weighted by
+how near their sizes are. Times and not rates are averaged: what a table cannot tell apart then comes out right in sum.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxpar.hlo.tasks import Task
-
-NEAREST = 4
-"""Samples that a rate is the mean of."""
 
 
 class Sample(NamedTuple):
@@ -83,36 +81,36 @@ class SpeedTable:
     """Devices simulated on the same cores: each gets its part of them."""
 
     @cached_property
-    def _by_sort(self) -> dict[str, list[Sample]]:
+    def _by_sort(self) -> dict[str, tuple[Any, Any]]:
+        """Sizes [samples, dims] and rates [samples] of each sort."""
         found: dict[str, list[Sample]] = defaultdict(list)
         for item in self.samples:
             found[item.sort].append(item)
-        return found
+        return {
+            sort: (np.array([item.sizes for item in items]), np.array([item.rate for item in items]))
+            for sort, items in found.items()
+        }
 
     def rate(self, work: Work) -> float | None:
-        """FLOP/s or bytes/s; None where nothing of this sort was timed, in any dtype."""
+        """FLOP/s or bytes/s; None where nothing of this kind was timed, by any maker in any dtype."""
         found = self._by_sort.get(work.sort)
         if found is None:
             kind, made, _ = work.sort.split(" ")
-            alike = [items for sort, items in self._by_sort.items() if sort.split(" ")[:2] == [kind, made]]
-            alike = alike or [items for sort, items in self._by_sort.items() if sort.split(" ")[0] == kind]
+            alike = [rows for sort, rows in self._by_sort.items() if sort.split(" ")[:2] == [kind, made]]
+            alike = alike or [rows for sort, rows in self._by_sort.items() if sort.split(" ")[0] == kind]
             if not alike:
                 return None
-            found = max(alike, key=len)
-        return _mean_rate(found, work.sizes)
+            found = max(alike, key=lambda rows: len(rows[1]))
+        sizes, rates = found
+        # Sizes differ by powers of two: a third of one is as good as the same.
+        weights = (np.sum((sizes - np.array(work.sizes)) ** 2, axis=1) + 0.1) ** -2.0
+        return float(weights.sum() / (weights / rates).sum())
 
     def seconds(self, task: Task) -> float | None:
         """One execution of a task, once launched; None where nothing like it was timed."""
         work = work_of(task)
         rate = self.rate(work) if work else None
         return None if work is None or rate is None else work.amount / rate * self.sharing
-
-
-def _mean_rate(samples: Sequence[Sample], sizes: tuple[float, ...]) -> float:
-    """The geometric mean of the nearest samples' rates, weighted by the inverse square of their distance."""
-    near = sorted((math.dist(item.sizes, sizes), item.rate) for item in samples)[:NEAREST]
-    weights = [1 / (distance + 0.05) ** 2 for distance, _ in near]
-    return math.exp(sum(w * math.log(rate) for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights))
 
 
 def _logs(*values: float) -> tuple[float, ...]:
