@@ -30,7 +30,7 @@ from jaxpar.models import Model
 from jaxpar.network import CollectiveTime, collective_time
 from jaxpar.planned import Planned, planned
 from jaxpar.rehearsal import fit, lint, memory
-from jaxpar.rehearsal.collectives import Asked, axes_of, in_float32
+from jaxpar.rehearsal.collectives import collective_rows, in_float32
 from jaxpar.rehearsal.conditions import failures, parse_conditions
 from jaxpar.rehearsal.difference import difference
 from jaxpar.rehearsal.drawing import timeline_of
@@ -164,7 +164,9 @@ def _report(
     rows = placements(model.shapes(), model.axes, plan)
     tokens = config.train.batch * config.data.seq_len
     model_flops = model.flops_per_token(config.data.seq_len) * tokens
-    collectives = _collective_rows(timeline, compiled, on_links)
+    collectives = collective_rows(
+        timeline.tasks, compiled.planned, dict(plan.mesh.shape), lambda collective: on_links(collective).links
+    )
     device_memory = memory.account(
         compiled.stats, compiled.state, compiled.batch, module, config.model.layers, hardware.hbm_bytes
     )
@@ -254,32 +256,6 @@ def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
         line["bytes"] += task.bytes * row.count
         line["count"] += row.count
     return sorted(lines.values(), key=lambda line: -(line["compute"] + line["exposed"]))
-
-
-def _collective_rows(
-    timeline: Timeline, compiled: Compiled, on_links: Callable[[Collective], CollectiveTime]
-) -> list[CollectiveRow]:
-    """The program's collectives, those of one kind, size and line together, the most exposed first."""
-    mesh = dict(compiled.plan.mesh.shape)
-    asked = Asked(compiled.planned, mesh, timeline.tasks)
-    rows: dict[tuple[Any, ...], CollectiveRow] = {}
-    for found in timeline.tasks:
-        collective, place = found.task.collective, found.task.place
-        if collective is None:
-            continue
-        axes, answer = axes_of(collective, mesh), asked.answer(found)
-        key = (collective.kind, axes, collective.bytes, found.task.asynchronous, place, answer)
-        row = rows.setdefault(key, {
-            "kind": collective.kind, "axes": list(axes), "bytes": collective.bytes, "sent_bytes": 0.0, "count": 0,
-            "asynchronous": found.task.asynchronous, "seconds": 0.0, "exposed": 0.0, "scope": place.scope,
-            "source": place.source, "phase": place.phase, "planned": answer.planned, "reason": answer.reason,
-            "links": on_links(collective).links,
-        })  # fmt: skip
-        row["sent_bytes"] += collective.sent_bytes * found.count
-        row["count"] += found.count
-        row["seconds"] += found.seconds
-        row["exposed"] += found.exposed
-    return sorted(rows.values(), key=lambda row: (-row["exposed"], -row["seconds"]))
 
 
 def _findings(compiled: Compiled, timeline: Timeline, collectives: list[CollectiveRow], rows: Any) -> list[Finding]:

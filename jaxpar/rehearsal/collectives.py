@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from jaxpar.hlo.tasks import Collective
 from jaxpar.hlo.timeline import TaskTime
 from jaxpar.metrics import bytes_text
 from jaxpar.planned import Planned
+from jaxpar.rehearsal.schema import CollectiveRow
 
 SMALL = 2**20
 """Bytes below which a collective that no op wrote is let pass: scalars, norms and biases, which XLA moves by itself."""
@@ -125,6 +126,38 @@ class Asked:
             return None
         here = [planned for planned in whole if scope_of(planned) == scope and planned.axes == axes]
         return (here or whole)[0]
+
+
+def collective_rows(
+    tasks: Sequence[TaskTime], plan: Sequence[Planned], mesh: Mapping[str, int], links: Callable[[Collective], str]
+) -> list[CollectiveRow]:
+    """The program's collectives for the report, those of one kind, size and line together, the most exposed first.
+
+    Args:
+      tasks: of the replayed program.
+      plan: from `jaxpar.planned`.
+      mesh: size of every mesh axis, in order.
+      links: which links a collective runs over, in words.
+    """
+    asked = Asked(plan, mesh, tasks)
+    rows: dict[Hashable, CollectiveRow] = {}
+    for found in tasks:
+        collective, place = found.task.collective, found.task.place
+        if collective is None:
+            continue
+        axes, answer = axes_of(collective, mesh), asked.answer(found)
+        key = (collective.kind, axes, collective.bytes, found.task.asynchronous, place, answer)
+        row = rows.setdefault(key, {
+            "kind": collective.kind, "axes": list(axes), "bytes": collective.bytes, "sent_bytes": 0.0, "count": 0,
+            "asynchronous": found.task.asynchronous, "seconds": 0.0, "exposed": 0.0, "scope": place.scope,
+            "source": place.source, "phase": place.phase, "planned": answer.planned, "reason": answer.reason,
+            "links": links(collective),
+        })  # fmt: skip
+        row["sent_bytes"] += collective.sent_bytes * found.count
+        row["count"] += found.count
+        row["seconds"] += found.seconds
+        row["exposed"] += found.exposed
+    return sorted(rows.values(), key=lambda row: (-row["exposed"], -row["seconds"]))
 
 
 def scope_of(planned: Planned) -> str:

@@ -1,0 +1,55 @@
+"""Two forms of one MLP's training step: of this library's ops, and of plain matmuls whose moves are left to XLA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import walk
+from jaxpar.hlo.timeline import TaskTime
+from jaxpar.parallel import column_linear, row_linear
+from jaxpar.planned import Planned, planned
+from jaxpar.sharding import Plan
+
+BATCH, SEQ, WIDTH, MLP = 16, 8, 512, 1024
+BYTES = 4 * WIDTH * MLP
+"""Of one weight, and of its gradient."""
+
+
+def library(up: Any, down: Any, x: Any, plan: Plan) -> Any:
+    with jax.named_scope("block"), jax.named_scope("mlp"):
+        (h,) = column_linear(x, [up], [("mlp",)], plan)
+        return jnp.sum(jnp.square(row_linear(jnp.tanh(h), down, ("mlp",), plan)))
+
+
+def plain(up: Any, down: Any, x: Any, plan: Plan) -> Any:
+    with jax.named_scope("block"), jax.named_scope("mlp"):
+        return jnp.sum(jnp.square(jnp.tanh(x @ up) @ down))
+
+
+@functools.cache
+def tasks_of(form: Callable[..., Any], plan: Plan) -> tuple[list[TaskTime], list[Planned]]:
+    """The step's tasks as compiled for the devices here, a second for each GB, and the collectives it asks for."""
+    weights = [plan.sharding(("embed", "mlp")), plan.sharding(("mlp", "embed"))]
+    rows = plan.sharding(("batch", "residual_seq", None))
+    shapes = [(WIDTH, MLP), (MLP, WIDTH), (BATCH, SEQ, WIDTH)]
+
+    def step(up: Any, down: Any, x: Any) -> Any:
+        return jax.grad(lambda up, down: form(up, down, x, plan), argnums=(0, 1))(up, down)
+
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    jitted = jax.jit(step, in_shardings=(*weights, rows), out_shardings=tuple(weights))
+    traced = jitted.trace(*arguments)
+    text = traced.lower().compile().as_text()
+    assert text
+    found = [
+        TaskTime(task, (number,), count, 1e-9 * task.bytes * count, 0.0)
+        for number, (task, count) in enumerate(walk(read_program(text, [(str(Path(__file__).parent), "tests")]).nodes))
+    ]
+    return found, planned(traced.jaxpr, plan.mesh)
