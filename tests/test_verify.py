@@ -199,7 +199,9 @@ def verified(fault: str) -> verify.Verification:
         "scaled": scaled,
     }
     by_hand = fault in ("dropped psum", "doubled psum", "permutation")
-    config = config_of((2, 4, 1) if by_hand else (2, 2, 2), "llama", False, False, 3)
+    accumulation = 3 if fault == "microbatch twice" else 1
+    config = config_of((2, 4, 1) if by_hand else (2, 2, 2), "llama", False, False, accumulation)
+    config = override(config, {"model.scan_layers": False})  # two blocks compile faster than a loop
     own = FAMILIES["llama"].attention
     with pytest.MonkeyPatch.context() as patch:
         if fault == "mask":
@@ -424,15 +426,19 @@ def test_a_kernel_of_the_platform_gets_a_model_that_it_can_serve(monkeypatch: py
 # The command.
 
 
-def test_the_command_says_equal_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "verify tiny --mesh.data 1 --mesh.fsdp 1 --mesh.tensor 1 --json".split()  # noqa: SIM905
-    assert main(words) == 0
+@pytest.mark.quick
+def test_the_command_says_equal_and_exits_0(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = verify.Row("blocks.q", (2, 3), 0.0, 1e-5)
+    check = verify.Check("float32", 1.0, 1.0, 0.0, 1e-6, True, (row,))
+    monkeypatch.setattr(verify, "run", lambda setup, *_: verify.Verification(setup, (check,), 1.0))
+    assert main("verify llama3_8b --on v5p_64 --json".split()) == 0  # noqa: SIM905
     said = json.loads(capsys.readouterr().out)
     assert said["equal"]
-    assert said["first"] is None
-    assert [check["name"] for check in said["checks"]] == ["float32"]
-    assert said["mesh"]["data"] == said["devices"] == 1
-    assert all(row["ok"] for check in said["checks"] for row in check["parameters"])
+    assert (said["mesh"]["fsdp"], said["mesh_asked"]["fsdp"]) == (4, 16)
+    assert main("verify llama3_8b --on v5p_64".split()) == 0  # noqa: SIM905
+    assert capsys.readouterr().out.splitlines()[-1].startswith("EQUAL: loss and 1 gradients on fsdp=4 x tensor=2")
 
 
 def test_the_command_names_the_difference_and_exits_1(
