@@ -260,11 +260,10 @@ def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
 
 def _findings(compiled: Compiled, timeline: Timeline, collectives: list[CollectiveRow], rows: Any) -> list[Finding]:
     config, plan = compiled.config, compiled.plan
-    microbatch = config.train.batch // config.train.accumulation
     found = [
         *lint.unplanned_collectives(collectives, lint.logical_axes(plan)),
         *lint.replicated_parameters(rows, plan),
-        *lint.replicated_activations(timeline.tasks, plan, microbatch, config.data.seq_len),
+        *lint.replicated_activations(timeline.tasks, config, plan),
         *lint.large_copies(timeline.tasks, timeline.seconds, lint.local_sizes(config, plan)),
     ]
     order = {"error": 0, "warning": 1, "note": 2}

@@ -1,4 +1,4 @@
-"""Two forms of one MLP's training step: of this library's ops, and of plain matmuls whose moves are left to XLA."""
+"""One MLP's training step in several forms: of this library's ops, of plain matmuls left to XLA, and with mistakes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxpar.parallel import column_linear, row_linear
 from jaxpar.planned import Planned, planned
 from jaxpar.sharding import Plan
 
-BATCH, SEQ, WIDTH, MLP = 16, 8, 512, 1024
+BATCH, SEQ, WIDTH, MLP = 16, 24, 512, 1024
 BYTES = 4 * WIDTH * MLP
 """Of one weight, and of its gradient."""
 
@@ -31,6 +31,20 @@ def library(up: Any, down: Any, x: Any, plan: Plan) -> Any:
 def plain(up: Any, down: Any, x: Any, plan: Plan) -> Any:
     with jax.named_scope("block"), jax.named_scope("mlp"):
         return jnp.sum(jnp.square(jnp.tanh(x @ up) @ down))
+
+
+def gathered(up: Any, down: Any, x: Any, plan: Plan) -> Any:
+    """`plain`, but for the hidden activation, which every device must have whole."""
+    with jax.named_scope("block"), jax.named_scope("mlp"):
+        h = plan.constrain(jnp.tanh(x @ up), (None, None, None))
+        return jnp.sum(jnp.square(h @ down))
+
+
+def turned(up: Any, down: Any, x: Any, plan: Plan) -> Any:
+    """`plain`, but for a weight that is kept for the backward the other way around."""
+    with jax.named_scope("block"), jax.named_scope("mlp"):
+        h = jax.lax.optimization_barrier(jnp.swapaxes(jax.lax.optimization_barrier(jnp.tanh(x @ up)), 1, 2))
+        return jnp.sum(jnp.square(jnp.einsum("bfs,fd->bsd", h, down)))
 
 
 @functools.cache

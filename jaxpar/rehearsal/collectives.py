@@ -111,7 +111,7 @@ class Asked:
             )
         if same:
             return Answer(False, f"the plan has a smaller {collective.kind} over {_names(axes)} here, not this one")
-        return Answer(False, f"no op of the plan has a {collective.kind} over {_names(axes)} here")
+        return Answer(False, f"the plan has no {collective.kind} over {_names(axes)} here")
 
     def _no_more(self, key: _Key, asked: Sequence[Planned], scope: str | None = None) -> bool:
         """Whether the program, or one scope of it, sends no more of a kind than was asked for: then each is one of

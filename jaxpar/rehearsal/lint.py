@@ -68,15 +68,14 @@ def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[F
     return found
 
 
-def replicated_activations(tasks: Iterable[TaskTime], plan: Plan, microbatch: int, seq_len: int) -> list[Finding]:
+def replicated_activations(tasks: Iterable[TaskTime], config: Config, plan: Plan) -> list[Finding]:
     """Arrays of the program that hold all sequences of a microbatch though the plan splits the batch; and a residual
     stream that a mesh axis leaves whole.
 
     Args:
       tasks: of the replayed program: local shapes.
+      config: the experiment.
       plan: mesh and rules.
-      microbatch: sequences of a microbatch, all devices together.
-      seq_len: tokens of a sequence.
     """
     found: dict[tuple[str, str], Finding] = {}
     stored: Axes = ("batch", "residual_seq", None)
@@ -89,7 +88,10 @@ def replicated_activations(tasks: Iterable[TaskTime], plan: Plan, microbatch: in
         )
     if plan.size("batch") == 1:
         return list(found.values())
-    whole = re.compile(rf"\[(?:(?:\d+,)?{microbatch},(\d+)|{microbatch * seq_len}),[\d,]+\]")  # [B, S, ...] or [T, ...]
+    microbatch, seq_len = config.train.batch // config.train.accumulation, config.data.seq_len
+    forms = [rf"(?:\d+,)?{microbatch},(\d+)"]  # [B, S, ...]; or all tokens in one dim, if no other dim is as long
+    forms += [] if microbatch * seq_len in _local_sizes(config, plan) else [str(microbatch * seq_len)]
+    whole = re.compile(rf"\[(?:{'|'.join(forms)}),[\d,]+\]")
     lengths = {str(seq_len), str(seq_len // plan.size("residual_seq")), None}
     for row in tasks:
         match, place, task = whole.search(row.task.shape), row.task.place, row.task
@@ -110,6 +112,10 @@ def replicated_activations(tasks: Iterable[TaskTime], plan: Plan, microbatch: in
 
 def local_sizes(config: Config, plan: Plan) -> dict[int, str]:
     """Which logical axis a dim of a device's array is, by its size, where only one has it: `{128: "head_dim"}`."""
+    return {size: min(names) for size, names in _local_sizes(config, plan).items() if len(names) == 1 and size > 1}
+
+
+def _local_sizes(config: Config, plan: Plan) -> dict[int, set[str]]:
     model = config.model
     sizes: dict[LogicalAxis, int] = {
         "batch": config.train.batch // config.train.accumulation, "seq": config.data.seq_len, "embed": model.embed,
@@ -122,7 +128,7 @@ def local_sizes(config: Config, plan: Plan) -> dict[int, str]:
         pieces = (1, plan.size(axis), plan.size("residual_seq") if axis == "seq" else 1)
         for local in {size // n for n in pieces}:
             named.setdefault(local, set()).add(axis)
-    return {size: names.pop() for size, names in named.items() if len(names) == 1 and size > 1}
+    return named
 
 
 def large_copies(

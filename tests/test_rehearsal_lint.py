@@ -1,0 +1,233 @@
+"""Each rule of the linter beside a program that breaks it and one that does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rehearsed_mlp import BATCH, BYTES, MLP, SEQ, WIDTH, gathered, library, plain, tasks_of, turned
+
+from jaxpar.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxpar.hlo.tasks import Place, Task
+from jaxpar.hlo.timeline import TaskTime
+from jaxpar.models import Model
+from jaxpar.rehearsal import lint
+from jaxpar.rehearsal.collectives import collective_rows
+from jaxpar.rehearsal.schema import CollectiveRow, Finding, problems
+from jaxpar.sharding import Plan, ShardingRules, placements
+
+
+@pytest.fixture(scope="module")
+def plan(plan_of: Callable[..., Plan]) -> Plan:
+    return plan_of(data=2, fsdp=4)
+
+
+def assert_well_formed(found: list[Finding]) -> None:
+    for finding in found:
+        assert finding["rule"] in lint.RULES
+        assert list(problems(finding, Finding)) == []
+
+
+def is_in_the_mlp(finding: Finding) -> bool:
+    return (finding["scope"], finding["source"].partition(":")[0]) == ("block/mlp", "tests/rehearsed_mlp.py")
+
+
+# Collectives.
+
+
+def rows_of(form: Callable[..., Any], plan: Plan) -> list[CollectiveRow]:
+    """A form's collectives beside what the library's form asks for."""
+    _, asked = tasks_of(library, plan)
+    return collective_rows(tasks_of(form, plan)[0], asked, dict(plan.mesh.shape), lambda found: "")
+
+
+def test_a_weight_gradient_summed_whole(plan):
+    (found,) = lint.unplanned_collectives(rows_of(plain, plan), lint.logical_axes(plan))
+    assert_well_formed([found])
+    assert (found["rule"], found["severity"], found["axis"]) == ("whole-all-reduce", "error", "batch, embed")
+    assert is_in_the_mlp(found)
+    assert found["message"] == (
+        "all-reduce of 2.00 MiB over fsdp, 1 a step: "
+        "the plan has a reduce-scatter over fsdp here: summed whole, twice the bytes"
+    )
+    assert found["bytes"] == 2 * BYTES * 3 / 4, "what is sent: twice three quarters of it"
+
+
+def test_an_activation_gathered_by_xla_is_an_unplanned_collective(plan):
+    found = lint.unplanned_collectives(rows_of(gathered, plan), lint.logical_axes(plan))
+    assert_well_formed(found)
+    gathers = [finding for finding in found if finding["message"].startswith("all-gather")]
+    assert {finding["rule"] for finding in gathers} == {"unplanned-collective"}
+    assert all(map(is_in_the_mlp, gathers)) and gathers
+
+
+def test_the_librarys_own_collectives_are_no_finding(plan):
+    assert lint.unplanned_collectives(rows_of(library, plan), lint.logical_axes(plan)) == []
+
+
+def test_the_logical_axes_of_mesh_axes(plan_of):
+    axes = lint.logical_axes(plan_of(fsdp=4, tensor=2))
+    assert axes["fsdp"] == "batch, embed"
+    assert axes["tensor"] == "residual_seq, heads, kv_heads, mlp, vocab"
+    assert axes["data"] == axes["context"] == ""
+
+
+# Parameters.
+
+MODEL = ModelConfig("gpt2", vocab_size=4096, layers=1, embed=256, heads=4, mlp=1024, max_seq_len=2048)
+
+
+def replicated(plan: Plan, model: ModelConfig = MODEL) -> list[Finding]:
+    subject = Model(model)
+    found = lint.replicated_parameters(placements(subject.shapes(), subject.axes, plan), plan)
+    assert_well_formed(found)
+    return found
+
+
+def test_parameters_that_the_rules_split_are_no_finding(plan_of):
+    assert replicated(plan_of(fsdp=8)) == []
+    assert replicated(plan_of(data=8)) == [], "a plan of copies: nothing could be split"
+
+
+def test_a_parameter_that_no_rule_splits(plan_of):
+    (found,) = replicated(plan_of(tensor=4))
+    assert (found["rule"], found["severity"], found["axis"]) == ("replicated-parameter", "warning", "embed")
+    assert (found["scope"], found["bytes"]) == ("embed.positions", 4 * 2048 * 256)
+    assert found["message"] == (
+        "embed.positions [2048, 256] (-, embed) is whole on every device, 2.00 MiB: "
+        "no rule splits any of its dims over tensor"
+    )
+
+
+def test_a_rule_taken_away_shows(plan_of):
+    plan = plan_of(fsdp=2, tensor=2)
+    without = Plan(plan.mesh, ShardingRules(embed=(), mlp=()))
+    names = {finding["scope"]: finding["axis"] for finding in replicated(without)}
+    assert names == {"blocks.up": "embed", "blocks.down": "mlp", "embed.positions": "embed"}
+
+
+def test_vectors_and_small_matrices_may_be_whole(plan_of):
+    vectors = ModelConfig("gpt2", vocab_size=256, layers=2000, embed=256, heads=4, mlp=256, max_seq_len=16)
+    assert replicated(plan_of(tensor=4), vectors) == []
+
+
+# Activations.
+
+CONFIG = Config(
+    model=ModelConfig("gpt2", vocab_size=4096, layers=1, embed=WIDTH, heads=4, mlp=MLP), data=DataConfig(seq_len=SEQ),
+    train=TrainConfig(batch=BATCH),
+)  # fmt: skip
+
+
+def activations(form: Callable[..., Any], plan: Plan) -> list[Finding]:
+    found = lint.replicated_activations(tasks_of(form, plan)[0], CONFIG, plan)
+    assert_well_formed(found)
+    return found
+
+
+def test_an_activation_that_holds_every_sequence(plan):
+    found = activations(gathered, plan)
+    assert {(finding["rule"], finding["severity"], finding["axis"]) for finding in found} == {
+        ("replicated-activation", "error", "batch")
+    }
+    assert all(map(is_in_the_mlp, found))
+    assert any(
+        finding["message"] == f"f32[{BATCH},{SEQ},{MLP}] holds all 16 sequences, which the plan splits over 8"
+        or finding["message"] == f"f32[{BATCH * SEQ},{MLP}] holds all 16 sequences, which the plan splits over 8"
+        for finding in found
+    ), [finding["message"] for finding in found]
+
+
+def test_activations_split_as_the_plan_says_are_no_finding(plan):
+    assert activations(library, plan) == activations(plain, plan) == []
+
+
+def at(shape: str, size: int, seconds: float, line: int = 1) -> TaskTime:
+    place = Place("block/mlp", f"models/llama.py:{line}", "forward")
+    return TaskTime(Task("fusion.1", "fusion", "fusion", place, bytes=size, shape=shape), (0,), 1, seconds, 0.0)
+
+
+def test_a_line_is_one_finding_with_its_largest_array(plan):
+    rows = [at("f32[16,24,32]", 10, 1.0), at("f32[384,64]", 30, 2.0), at("f32[2,16,24,32]", 20, 4.0)]
+    rows.append(at("f32[16,24,4]", 5, 8.0, line=2))
+    first, second = lint.replicated_activations(rows, CONFIG, plan)
+    assert (first["message"].split()[0], first["bytes"], first["seconds"]) == ("f32[384,64]", 30, 7.0)
+    assert (second["source"], second["seconds"]) == ("models/llama.py:2", 8.0)
+
+
+@pytest.mark.parametrize("shape", ["f32[2,24,32]", "f32[16,32,24]", "f32[16,24]", "s32[384]", "f32[2,2,16,24,32]"])
+def test_other_shapes_are_no_finding(plan, shape):
+    assert lint.replicated_activations([at(shape, 10, 1.0)], CONFIG, plan) == []
+
+
+def test_as_many_rows_as_tokens_may_be_something_else(plan):
+    as_wide = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, mlp=BATCH * SEQ))
+    rows = [at("f32[384,512]", 10, 1.0)]
+    assert lint.replicated_activations(rows, as_wide, plan) == []
+    assert len(lint.replicated_activations(rows, CONFIG, plan)) == 1
+
+
+def test_nothing_is_split_on_a_plan_without_data_parallelism(plan_of):
+    assert lint.replicated_activations([at("f32[16,24,32]", 10, 1.0)], CONFIG, plan_of(tensor=2)) == []
+
+
+def test_a_mesh_axis_that_leaves_the_residual_stream_whole(plan_of):
+    mesh = plan_of(fsdp=2, tensor=4).mesh
+    (found,) = lint.replicated_activations([], CONFIG, Plan(mesh, ShardingRules(residual_seq=())))
+    assert_well_formed([found])
+    assert (found["axis"], found["severity"]) == ("residual_seq", "warning")
+    assert found["message"] == "the residual stream is whole over tensor=4: add it to --rules.residual-seq"
+    assert lint.replicated_activations([], CONFIG, Plan(mesh)) == []
+
+
+# Copies.
+
+
+def copies(form: Callable[..., Any], plan: Plan) -> list[Finding]:
+    tasks, _ = tasks_of(form, plan)
+    found = lint.large_copies(tasks, sum(row.seconds for row in tasks), {MLP: "mlp", SEQ: "seq"})
+    assert_well_formed(found)
+    return found
+
+
+def test_a_transposed_copy_is_named_with_its_axes(plan):
+    found = [finding for finding in copies(turned, plan) if finding["axis"] == "mlp, seq"]
+    assert found and all(map(is_in_the_mlp, found))
+    (forward,) = [finding for finding in found if "of the forward pass" in finding["message"]]
+    assert (forward["rule"], forward["severity"]) == ("large-copy", "warning")
+    assert f",{MLP},{SEQ}], 1 times" in forward["message"]
+    assert not [finding for finding in copies(plain, plan) if finding["axis"] == "mlp, seq"]
+
+
+def copied(seconds: float, asynchronous: bool = False) -> TaskTime:
+    place = Place("update", "jaxpar/step.py:1", "update")
+    task = Task("copy.7", "copy", "copy", place, bytes=100, shape="bf16[2,128]{1,0}", asynchronous=asynchronous)
+    return TaskTime(task, (0,), 3, seconds, 0.0)
+
+
+def test_copies_of_a_line_count_together_and_only_a_share_of_the_step():
+    (found,) = lint.large_copies([copied(0.003), copied(0.002)], 1.0)
+    assert (found["seconds"], found["bytes"], found["axis"]) == (0.005, 600, "")
+    assert found["message"] == (
+        "copies of the update pass take 0.5 % of the step, most of it copy.7, bf16[2,128]{1,0}, 3 times"
+    )
+    assert lint.large_copies([copied(0.003), copied(0.001)], 1.0) == []
+    assert lint.large_copies([copied(0.5, asynchronous=True)], 1.0) == [], "beside compute it costs nothing"
+
+
+def test_sizes_that_only_one_axis_has(plan_of):
+    config = Config(
+        model=ModelConfig("llama", vocab_size=1000, layers=3, embed=256, heads=8, kv_heads=2, mlp=704, max_seq_len=128),
+        data=DataConfig(seq_len=128), train=TrainConfig(batch=48, accumulation=2),
+    )  # fmt: skip
+    sizes = lint.local_sizes(config, plan_of(fsdp=4, tensor=2))
+    assert sizes[24] == "batch" and sizes[6] == "batch"
+    assert sizes[704] == sizes[352] == "mlp"
+    assert sizes[1024] == sizes[512] == "vocab", "rounded up"
+    assert sizes[256] == "embed" and sizes[3] == "layers"
+    assert sizes[128] == "seq"
+    assert 64 not in sizes, "embed on each fsdp rank, and the residual stream's sequence"
+    assert 1 not in sizes and 8 in sizes
+    assert sizes[32] == "head_dim"
