@@ -177,6 +177,8 @@ def test_dropout_of_chunked_draws_every_weight_on_its_own() -> None:
     assert_share(kept_HST[:, rows + 1 :, :rows] == kept_HST[:, rows:-1, :rows], alike)
     assert_share(kept_HST[:, rows:, 1:rows] == kept_HST[:, rows:, : rows - 1], alike)
     assert_share(kept_HST[:, rows : 2 * rows, :rows] == kept_HST[:, 2 * rows :, :rows], alike)
+    # The first bits of two chunks' draws, which one key for both would make the same.
+    assert np.any(kept_HST[0, rows, :rows] != kept_HST[0, 2 * rows, :rows])
 
 
 def test_dropout_of_chunked_keeps_the_mean() -> None:
