@@ -236,9 +236,19 @@ def meshes_command(words: list[str]) -> int:
 
 
 def bench_command(words: list[str]) -> int:
-    """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
+    """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...], or jaxpar bench rehearse"""
     from jaxpar.bench import bench_step, table
 
+    if words == ["rehearse"]:
+        from jaxpar.bench_rehearse import compare, configs, prediction_table
+        from jaxpar.calibrate import calibrate, load_calibration, save_calibration
+
+        calibration = load_calibration()
+        if calibration is None:
+            calibration = calibrate(say=console().print)
+            save_calibration(calibration)
+        console().print(prediction_table(compare(configs(), calibration, say=console().print)))
+        return 0
     if not words or words[0] not in ("step", "-h", "--help"):
         raise UserError("usage: " + str(bench_command.__doc__))
     _, args = _config_args("bench", BenchArgs, words[1:] if words[0] == "step" else words)
@@ -267,7 +277,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "meshes": (meshes_command, "list the mesh presets"),
     "show": (show_command, "parameter table and a picture of the sharding"),
     "rehearse": (rehearse_command, "compile the step for absent hardware: memory, time, exposed communication"),
-    "bench": (bench_command, "the training step against PyTorch, alternating"),
+    "bench": (bench_command, "the training step against PyTorch, or rehearsals against this machine"),
     "doctor": (doctor_command, "versions, devices, known-bad combinations"),
 }
 
