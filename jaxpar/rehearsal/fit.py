@@ -64,17 +64,19 @@ def advice(categories: Mapping[str, int], needs: int, has: int, config: Config, 
     """
     state, moving = (sum(categories.get(name, 0) for name in names) for names in (_STATE, _MOVING))
     over = needs - has
-    here = [*_recomputing(categories, config), *_splitting(state, over, config, plan)]
+    copies = _copies_to_split(config, plan)
+    here = [*_recomputing(categories, config), *_splitting(state, over, copies, config, plan)]
     here += _accumulating(moving, over, config, plan)
     here.sort(key=lambda change: -change[0])
     lines = [f"saves about {bytes_text(saved)}{', enough' if saved >= over else ''}: {text}" for saved, text in here]
     if sum(saved for saved, _ in here) >= over:
         return lines
+    least = state // max(copies, default=1)
     left = moving - sum(saved for saved, text in here if "mesh.fsdp" not in text)
-    times = next((2**n for n in range(1, 13) if state // 2**n + left <= has), None)
+    times = next((2**n for n in range(1, 13) if least // 2**n + left <= has), None)
     if times is None:
         return [*lines, f"{bytes_text(left)} of activations do not fit whatever the mesh: shorten the sequences"]
-    together = bytes_text(state * plan.mesh.size)
+    together = bytes_text(least * plan.mesh.size)
     return [*lines, f"{times} times the chips, in mesh.fsdp: parameters, optimizer and gradients are {together} in all"]
 
 
@@ -84,16 +86,19 @@ def _recomputing(categories: Mapping[str, int], config: Config) -> Iterator[tupl
         yield kept * 9 // 10, "--memory.policy full (keeps one array a layer)"
 
 
-def _splitting(state: int, over: int, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
+def _copies_to_split(config: Config, plan: Plan) -> list[int]:
+    """How many times larger mesh.fsdp could be at the expense of mesh.data."""
+    data, fsdp = plan.mesh.shape["data"] // config.mesh.dcn.data, plan.mesh.shape["fsdp"]
+    return [n for n in range(2, data + 1) if data % n == 0 and config.model.embed % (fsdp * n) == 0]
+
+
+def _splitting(state: int, over: int, copies: list[int], config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
     """Devices that hold copies of the state made to hold parts of it: as few as are enough, else all there are."""
-    dcn = config.mesh.dcn
-    data, fsdp = plan.mesh.shape["data"] // dcn.data, plan.mesh.shape["fsdp"] // dcn.fsdp
-    pieces = plan.mesh.shape["fsdp"]
-    times = [n for n in range(2, data + 1) if data % n == 0 and config.model.embed % (pieces * n) == 0]
-    saved = {n: state - state // n for n in times}
-    if times and state:
-        n = next((n for n in times if saved[n] >= over), times[-1])
-        yield saved[n], f"--mesh.fsdp {fsdp * n} --mesh.data {data // n} (splits parameters, optimizer and gradients)"
+    if copies and state:
+        n = next((n for n in copies if state - state // n >= over), copies[-1])
+        fsdp, data = (plan.mesh.shape[axis] // getattr(config.mesh.dcn, axis) for axis in ("fsdp", "data"))
+        flags = f"--mesh.fsdp {fsdp * n} --mesh.data {data // n}"
+        yield state - state // n, f"{flags} (splits parameters, optimizer and gradients)"
 
 
 def _accumulating(moving: int, over: int, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:

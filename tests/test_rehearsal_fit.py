@@ -1,0 +1,116 @@
+"""A step that does not fit: what compilers say, and what is advised."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+
+from jaxpar.config import Config, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from jaxpar.mesh import MeshSpec
+from jaxpar.rehearsal.fit import advice, needs_and_has, refusal
+from jaxpar.sharding import Plan
+
+pytestmark = pytest.mark.quick
+
+GIB = 2**30
+EARLY = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (23.50G) exceeds "
+    "available HBM (15.75G)."
+)
+LATE = (
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 16.25G of 15.75G "
+    "hbm. Exceeded hbm capacity by 512.00M.\n\nTotal hbm usage >= 16.50G"
+)
+
+
+def config_of(remat: str = "full", batch: int = 8, accumulation: int = 1) -> Config:
+    return Config(
+        model=ModelConfig("llama", embed=1024), data=DataConfig(seq_len=1024),
+        train=TrainConfig(batch=batch, accumulation=accumulation),
+        memory=MemoryConfig(policy=remat),  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+
+
+def categories(state: float, activations: float, temporaries: float = 0.0) -> Mapping[str, int]:
+    """GiB; a quarter of the state parameters, half optimizer, a quarter gradients."""
+    parts = {"parameters": state / 4, "optimizer": state / 2, "gradients": state / 4}
+    return {name: round(GIB * size) for name, size in (parts | {
+        "activations": activations, "temporaries": temporaries, "batch": 0.0,
+    }).items()}  # fmt: skip
+
+
+def advised(found: Mapping[str, int], has: float, config: Config, plan: Plan) -> list[str]:
+    return advice(found, sum(found.values()), round(has * GIB), config, plan)
+
+
+def first(has: float, config: Config, plan: Plan) -> str:
+    """Of the advice for 16 GiB of state and one of activations."""
+    return advised(categories(16, 1), has, config, plan)[0]
+
+
+def test_what_compilers_say():
+    assert needs_and_has(EARLY) == (round(23.5 * GIB), round(15.75 * GIB))
+    assert needs_and_has(LATE) == (round(16.25 * GIB), round(15.75 * GIB))
+    assert needs_and_has("Used 900.5M of 15.75G hbm") == (round(900.5 * 2**20), round(15.75 * GIB))
+    assert needs_and_has("INTERNAL: something else, 3G of it") is None
+
+
+def test_a_refusal_says_by_how_much_and_what_helps_most(plan_of):
+    message = refusal(EARLY, "v5e-8", config_of(), plan_of(data=8), 4 * GIB, 8 * GIB)
+    assert "\n" not in message
+    assert message == (
+        "this llama does not fit v5e-8: a step needs 23.50 GiB a device, 7.75 GiB more than its 15.75 GiB; "
+        "saves about 8.00 GiB, enough: --mesh.fsdp 2 --mesh.data 4 (splits parameters, optimizer and gradients)"
+    )
+
+
+def test_another_refusal_is_passed_on_in_a_line(plan_of):
+    message = refusal("\nINTERNAL: Mosaic failed to compile\n  more\n", "v5e-8", config_of(), plan_of(data=8), 0, 0)
+    assert message == "the compiler for v5e-8 refuses this step: INTERNAL: Mosaic failed to compile"
+    assert len(refusal("x" * 5000, "v5e-8", config_of(), plan_of(data=8), 0, 0)) < 400
+
+
+def test_as_few_devices_as_are_enough_share_the_state(plan_of):
+    plan = plan_of(data=8)
+    assert first(10, config_of(), plan).startswith("saves about 8.00 GiB, enough: --mesh.fsdp 2")
+    assert first(6, config_of(), plan).startswith("saves about 12.00 GiB, enough: --mesh.fsdp 4")
+    most, more = advised(categories(160, 1), 16, config_of(), plan)
+    assert most.startswith("saves about 140.00 GiB: --mesh.fsdp 8 --mesh.data 1")
+    assert more == "2 times the chips, in mesh.fsdp: parameters, optimizer and gradients are 160.00 GiB in all"
+
+
+def test_slices_keep_their_copies(plan_of):
+    config = dataclasses.replace(config_of(), mesh=MeshSpec(dcn=dataclasses.replace(MeshSpec().dcn, data=2)))
+    (found,) = advised(categories(16, 1), 10, config, plan_of(data=4, fsdp=2))
+    assert found.startswith("saves about 8.00 GiB, enough: --mesh.fsdp 4 --mesh.data 1")
+
+
+def test_embed_must_divide(plan_of):
+    narrow = dataclasses.replace(config_of(), model=ModelConfig("llama", embed=1026))
+    assert first(10, narrow, plan_of(data=8)).startswith("saves about 8.00 GiB, enough: --mesh.fsdp 2")
+    assert first(6, narrow, plan_of(data=8)).startswith("saves about 8.00 GiB: --mesh.fsdp 2")
+
+
+def test_recomputation_and_accumulation(plan_of):
+    plan = plan_of(fsdp=8)
+    first, second = advised(categories(4, 20, 4), 16, config_of("none", batch=32), plan)
+    assert first == "saves about 18.00 GiB, enough: --memory.policy full (keeps one array a layer)"
+    assert second == "saves about 12.00 GiB, enough: --train.accumulation 2 (2 times fewer at a time)"
+    (only,) = advised(categories(4, 40), 16, config_of(batch=64, accumulation=2), plan)
+    assert only == "saves about 30.00 GiB, enough: --train.accumulation 8 (4 times fewer at a time)"
+
+
+def test_the_most_helpful_comes_first(plan_of):
+    lines = advised(categories(40, 4, 4), 16, config_of("none", batch=16), plan_of(data=8))
+    assert [line.rpartition(": ")[2].split()[0] for line in lines] == [
+        "--mesh.fsdp", "--train.accumulation", "--memory.policy"
+    ]  # fmt: skip
+
+
+def test_more_chips_are_asked_for_only_where_nothing_else_is_enough(plan_of):
+    (chips,) = advised(categories(40, 8), 16, config_of(), plan_of(fsdp=8))
+    assert chips == "8 times the chips, in mesh.fsdp: parameters, optimizer and gradients are 320.00 GiB in all"
+    (never,) = advised(categories(1, 20), 16, config_of(), plan_of(fsdp=8))
+    assert never == "20.00 GiB of activations do not fit whatever the mesh: shorten the sequences"
