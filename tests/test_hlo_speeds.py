@@ -34,7 +34,12 @@ def test_a_matmul_is_its_sizes_and_the_library_that_runs_it():
 
 @pytest.mark.parametrize(
     ("name", "made"),
-    [("ynn_fusion.7", "ynn"), ("multiply_tanh_fusion", "costly"), ("exponential_fusion.1", "costly"), ("add_fusion", "plain")],
+    [
+        ("ynn_fusion.7", "ynn"),
+        ("multiply_tanh_fusion", "costly"),
+        ("exponential_fusion.1", "costly"),
+        ("add_fusion", "plain"),
+    ],
 )
 def test_other_tasks_are_their_traffic_and_what_they_compute(name, made):
     work = work_of(fusion(1 << 20, name))
