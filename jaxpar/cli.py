@@ -102,8 +102,8 @@ class RehearseArgs:
     """Conditions that exit with 1: unplanned-collective,does-not-fit,memory+5%,time+3% (growth against --against)."""
     tokens: float = 1e12
     """Length of a training, for its days."""
-    timeline: bool = True
-    """Keep the timeline in the JSON; `--no-timeline` leaves it out, it is most of the bytes."""
+    no_timeline: bool = False
+    """Leave the timeline out of the JSON: it is most of the bytes."""
 
 
 @dataclass(frozen=True)

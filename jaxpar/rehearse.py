@@ -25,7 +25,7 @@ from jaxpar.hlo.parse import Module, parse
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Program, walk
 from jaxpar.hlo.timeline import TaskTime, Timeline, replay
-from jaxpar.mesh import MESH_AXES, describe
+from jaxpar.mesh import MESH_AXES, MeshSpec, describe
 from jaxpar.models import Model
 from jaxpar.network import CollectiveTime, collective_time
 from jaxpar.planned import Planned, planned
@@ -85,10 +85,7 @@ def rehearse(
       UserError: a mesh that does not fit the target, a missing compiler, or a step that the compiler refuses because
         it does not fit the memory.
     """
-    across = describe({f"dcn.{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES})
-    inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
-    say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
-    compiled = compile_step(config, target)
+    compiled = compile_step(config, target, say)
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
     module = parse(compiled.text)
     slices = [place.slice for place in places(list(compiled.plan.mesh.devices.flat), target)]
@@ -107,19 +104,18 @@ def rehearse(
     return report
 
 
-def compile_step(config: Config, target: Target) -> Compiled:
-    """The training step of a config, compiled by the target's own compiler.
-
-    Raises:
-      UserError: see `rehearse`.
-    """
+def compile_step(config: Config, target: Target, say: Callable[[str], None] = lambda line: None) -> Compiled:
+    """The training step of a config, compiled by the target's own compiler: see `rehearse`."""
     config = check(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=False)))
     if target.name == "here":
-        devices = start(dataclasses.replace(config.mesh, platform="cpu" if target.platform == "cpu" else "auto"))
+        devices = start(_mesh_here(config.mesh))
     else:
         check_mesh(config.mesh, target)
         devices = target_devices(target)
     plan, model = make_plan(config, devices), Model(config.model)
+    across = describe({f"dcn.{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES})
+    inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
+    say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
     arguments = step_shapes(model, config, plan)
     began = time.perf_counter()
     traced = make_train_step(model, config, plan).trace(*arguments)
@@ -135,6 +131,11 @@ def compile_step(config: Config, target: Target) -> Compiled:
     stats = compiled.memory_analysis()
     asked = in_float32(asked) if target.platform == "cpu" else asked
     return Compiled(config, target, plan, model, asked, compiled.as_text(), stats, *arguments, seconds, tuple(notes))
+
+
+def _mesh_here(mesh: MeshSpec) -> MeshSpec:
+    """The mesh on this machine's devices, simulated ones if it asks for those."""
+    return dataclasses.replace(mesh, distributed=False, platform="cpu" if mesh.platform == "cpu" else "auto")
 
 
 def _machine(
@@ -161,6 +162,7 @@ def _report(
     """Everything but what `rehearse` adds."""
     config, target, plan, model = compiled.config, compiled.target, compiled.plan, compiled.model
     peak = getattr(hardware.peak_flops, config.precision.compute) or hardware.peak_flops.bfloat16 or None
+    chips = plan.mesh.size // hardware.devices_per_chip  # here, a mesh may take some of the devices
     rows = placements(model.shapes(), model.axes, plan)
     tokens = config.train.batch * config.data.seq_len
     model_flops = model.flops_per_token(config.data.seq_len) * tokens
@@ -179,7 +181,7 @@ def _report(
         "date": datetime.date.today().isoformat(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
         "target": {
-            "name": target.name, "chip": hardware.chip or target.chip, "chips": hardware.chips, "slices": target.slices,
+            "name": target.name, "chip": hardware.chip or target.chip, "chips": chips, "slices": target.slices,
             "topology": target.topology, "hbm_bytes": hardware.hbm_bytes, "peak_flops": peak,
             "dtype": config.precision.compute, "note": target.note,
         },
@@ -301,7 +303,7 @@ def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
     Args:
       name: of the config, a preset or a path.
       config: with the overrides.
-      args: `target`, `html`, `json`, `against`, `fail_on`, `tokens`, `timeline` of the command line.
+      args: `target`, `html`, `json`, `against`, `fail_on`, `tokens`, `no_timeline` of the command line.
       command: as typed.
 
     Raises:
@@ -309,17 +311,24 @@ def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
     """
     if not args.target:
         raise UserError("rehearse needs --target: v5p-64, v5e-8, h100x64, here, ...: docs/targets.md lists them")
+    if args.target == "here":
+        start(_mesh_here(config.mesh))  # the target counts the devices, and would start JAX without simulated ones
     target = load_target(args.target)
     conditions = parse_conditions(args.fail_on, lint.RULES, bool(args.against))
-    baseline = read_rehearsal(Path(args.against)) if args.against.endswith(".json") else None
+    baseline, other = None, None
+    if args.against.endswith(".json"):
+        baseline = read_rehearsal(Path(args.against))
+    elif args.against:
+        other = load_config(args.against)
+    _check_folders(args)
     quiet = args.json == "-"
     say = (lambda line: None) if quiet else console().print
     report = rehearse(config, target, Path(name).stem, command, args.tokens, say)
     before = flatten(load_config(name))
     report["overrides"] = {key: value for key, value in flatten(config).items() if before[key] != value}
-    if args.against and baseline is None:
+    if other:
         say(f"and {args.against}, to compare with")
-        baseline = rehearse(load_config(args.against), target, Path(args.against).stem, command, args.tokens, say)
+        baseline = rehearse(other, target, Path(args.against).stem, command, args.tokens, say)
     if not quiet:
         for part in report_parts(report):
             console().print(part)
@@ -333,14 +342,21 @@ def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
     return 1 if broken else 0
 
 
+def _check_folders(args: Any) -> None:
+    """Before minutes of compiling: the files can be written."""
+    for name in (args.html, args.json):
+        if name not in ("", "-") and not Path(name).parent.is_dir():
+            raise UserError(f"cannot write {name}: there is no folder {Path(name).parent}")
+
+
 def _write(report: Rehearsal, args: Any) -> None:
     """The page and the JSON that were asked for."""
     try:
         if args.html:
             write_page(report, Path(args.html))
         if args.json:
-            kept = {key: value for key, value in report.items() if key != "timeline" or args.timeline}
-            text = json.dumps(kept, indent=None if args.timeline else 1, allow_nan=False)
+            kept = {key: value for key, value in report.items() if key != "timeline" or not args.no_timeline}
+            text = json.dumps(kept, indent=1 if args.no_timeline else None, allow_nan=False)
             print(text) if args.json == "-" else Path(args.json).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
