@@ -78,7 +78,7 @@ def test_as_few_devices_as_are_enough_share_the_state(plan_of):
     assert first(6, config_of(), plan).startswith("saves about 12.00 GiB, enough: --mesh.fsdp 4")
     most, more = advised(categories(160, 1), 16, config_of(), plan)
     assert most.startswith("saves about 140.00 GiB: --mesh.fsdp 8 --mesh.data 1")
-    assert more == "2 times the chips, in mesh.fsdp: parameters, optimizer and gradients are 160.00 GiB in all"
+    assert more == "2 times the chips (mesh.fsdp 16): parameters, optimizer and gradients are 160.00 GiB in all"
 
 
 def test_slices_keep_their_copies(plan_of):

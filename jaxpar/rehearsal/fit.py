@@ -71,13 +71,30 @@ def advice(categories: Mapping[str, int], needs: int, has: int, config: Config, 
     lines = [f"saves about {bytes_text(saved)}{', enough' if saved >= over else ''}: {text}" for saved, text in here]
     if sum(saved for saved, _ in here) >= over:
         return lines
-    least = state // max(copies, default=1)
+    pieces = max(copies, default=1)
     left = moving - sum(saved for saved, text in here if "mesh.fsdp" not in text)
-    times = next((2**n for n in range(1, 13) if least // 2**n + left <= has), None)
-    if times is None:
-        return [*lines, f"{bytes_text(left)} of activations do not fit whatever the mesh: shorten the sequences"]
-    together = bytes_text(least * plan.mesh.size)
-    return [*lines, f"{times} times the chips, in mesh.fsdp: parameters, optimizer and gradients are {together} in all"]
+    return [*lines, _more_chips(state // pieces, left, has, pieces, config, plan)]
+
+
+def _more_chips(state: int, moving: int, has: int, copies: int, config: Config, plan: Plan) -> str:
+    """How many times the chips would do, as few as can be, and of those as few as can be along tensor.
+
+    Args:
+      state: bytes a device of parameters, optimizer and gradients once the plan's copies are split.
+      moving: bytes a device of what along tensor only is split further.
+      has: bytes of a device.
+      copies: how many the plan has.
+      config: the experiment.
+      plan: mesh and rules.
+    """
+    fsdp, tensor = plan.mesh.shape["fsdp"] * copies, plan.mesh.shape["tensor"]
+    for times in (2**n for n in range(1, 13)):
+        for wider in (2**n for n in range(times.bit_length())):
+            if config.model.heads % (tensor * wider) == 0 and state // times + moving // wider <= has:
+                sizes = f"mesh.fsdp {fsdp * times // wider}" + (f" x mesh.tensor {tensor * wider}" if wider > 1 else "")
+                together = bytes_text(state * plan.mesh.size)
+                return f"{times} times the chips ({sizes}): parameters, optimizer and gradients are {together} in all"
+    return f"{bytes_text(moving)} of activations do not fit whatever the mesh: shorten the sequences"
 
 
 def _recomputing(categories: Mapping[str, int], config: Config) -> Iterator[tuple[int, str]]:
