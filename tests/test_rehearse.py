@@ -1,4 +1,4 @@
-"""`rehearse` from config to report, for absent chips and for this machine; `test_rehearse_command.py` has the command."""
+"""`rehearse` from config to report, for absent chips and for this machine (the command: test_rehearse_command)."""
 
 from __future__ import annotations
 
