@@ -115,15 +115,16 @@ def keep_heap() -> bool:
     """Keep freed memory in the process (glibc only); True when it was done.
 
     XLA:CPU allocates a step's temporaries anew each step. glibc hands blocks above 32 MiB back to the kernel when they
-    are freed, and then every page of them is faulted in again: the Shakespeare recipe's step took 1.3x as long.
+    are freed, and then every page of them is faulted in again: the Shakespeare recipe's step took 1.3x as long. Threads
+    other than the first have heaps of 64 MiB at most, and what does not fit there is handed back too: one heap for all.
     """
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-    return bool(mallopt(mmap_threshold, 1 << 30) and mallopt(trim_threshold, 2**31 - 1))
+    trim_threshold, mmap_threshold, heaps = -1, -3, -8  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX of malloc.h
+    return all([mallopt(mmap_threshold, 1 << 30), mallopt(trim_threshold, 2**31 - 1), mallopt(heaps, 1)])
 
 
 def widen_cpu_pool(devices: int) -> None:
