@@ -241,13 +241,10 @@ def bench_command(words: list[str]) -> int:
 
     if words == ["rehearse"]:
         from jaxpar.bench_rehearse import compare, configs, prediction_table
-        from jaxpar.calibrate import calibrate, load_calibration, save_calibration
+        from jaxpar.calibrate import calibrated
 
-        calibration = load_calibration()
-        if calibration is None:
-            calibration = calibrate(say=console().print)
-            save_calibration(calibration)
-        console().print(prediction_table(compare(configs(), calibration, say=console().print)))
+        say = console().print
+        say(prediction_table(compare(configs(), calibrated(say), say=say)))
         return 0
     if not words or words[0] not in ("step", "-h", "--help"):
         raise UserError("usage: " + str(bench_command.__doc__))

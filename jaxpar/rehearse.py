@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpar.attention import kernel_cost
-from jaxpar.calibrate import calibrate, load_calibration, save_calibration
+from jaxpar.calibrate import calibrated
 from jaxpar.config import Config, check, flatten, load_config
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware
@@ -144,11 +144,7 @@ def _machine(
     """The figures that price the program: the target's, or for `here` those measured on this machine."""
     target, speeds = compiled.target, None
     if target.name == "here":
-        measured = load_calibration()
-        if measured is None:
-            say("no calibration of this machine yet: measuring it, about a minute")
-            measured = calibrate()
-            save_calibration(measured)
+        measured = calibrated(say)
         target = dataclasses.replace(target, hardware=measured.hardware(target.hardware))
         speeds = measured.speeds(compiled.plan.mesh.size)
     where = places(list(compiled.plan.mesh.devices.flat), target)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 
+from jaxpar import calibrate
 from jaxpar import rehearse as subject
 from jaxpar.calibrate import Calibration, calibration_file, machine, save_calibration
 from jaxpar.cli import main
@@ -180,12 +181,12 @@ def test_a_report_for_this_machine(calibrated, monkeypatch):
 def test_a_machine_is_measured_once(cache, monkeypatch):
     rounds: list[int] = []
 
-    def measure() -> Calibration:
+    def measure(**_: Any) -> Calibration:
         rounds.append(1)
         return dataclasses.replace(SPEEDS, machine=machine())
 
     found, said = compiled(CONFIG, "here"), list[str]()
-    monkeypatch.setattr(subject, "calibrate", measure)
+    monkeypatch.setattr(calibrate, "calibrate", measure)
     monkeypatch.setattr(subject, "compile_step", lambda *_: found)
     first = rehearse(CONFIG, found.target, say=said.append)
     assert calibration_file().exists()
