@@ -110,7 +110,12 @@ def test_the_most_helpful_comes_first(plan_of):
 
 
 def test_more_chips_are_asked_for_only_where_nothing_else_is_enough(plan_of):
-    (chips,) = advised(categories(40, 8), 16, config_of(), plan_of(fsdp=8))
-    assert chips == "8 times the chips, in mesh.fsdp: parameters, optimizer and gradients are 320.00 GiB in all"
-    (never,) = advised(categories(1, 20), 16, config_of(), plan_of(fsdp=8))
-    assert never == "20.00 GiB of activations do not fit whatever the mesh: shorten the sequences"
+    def asked(state: int, moving: int) -> str:
+        (line,) = advised(categories(state, moving), 16, config_of(), plan_of(fsdp=8))
+        return line.partition(":")[0]
+
+    assert asked(40, 1) == "4 times the chips (mesh.fsdp 32)"
+    assert asked(40, 8) == "4 times the chips (mesh.fsdp 16 x mesh.tensor 2)", "8 times, if fsdp alone had to do it"
+    assert asked(1, 20) == "2 times the chips (mesh.fsdp 8 x mesh.tensor 2)"
+    (never,) = advised(categories(1, 200), 16, config_of(), plan_of(fsdp=8))
+    assert never == "200.00 GiB of activations do not fit whatever the mesh: shorten the sequences"
