@@ -26,7 +26,7 @@ from jaxpar.config import Config, override
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware, Interconnect, PeakFlops, Protocol
 from jaxpar.hlo.probes import CHAIN, Probe, chain, suite
-from jaxpar.hlo.speeds import Sample, SpeedTable, sample
+from jaxpar.hlo.speeds import Sample, SpeedTable, sample, without_waits
 from jaxpar.hlo.stopwatch import Arrays, Instruction, Lull, Ready, elapsed, fastest, prepare, warm
 from jaxpar.models import Model
 from jaxpar.sharding import Plan
@@ -134,7 +134,7 @@ def calibrate(
         for name, task in item.tasks.items()
         if name in times and (i < len(probes) or not task.flops)
     ]
-    samples = tuple(item for item in (sample(task, seconds) for task, seconds in timed) if item)
+    samples = without_waits([item for item in (sample(task, seconds) for task, seconds in timed) if item])
     if not samples:
         raise UserError("JAX's profiler named no instruction that ran here: this platform cannot be calibrated")
     say("timing collectives" if len(jax.devices()) > 1 else "one device: no collectives to time")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpar.hlo.speeds import Sample, SpeedTable, sample, work_of
+from jaxpar.hlo.speeds import Sample, SpeedTable, sample, without_waits, work_of
 from jaxpar.hlo.tasks import Kind, Task
 
 pytestmark = pytest.mark.quick
@@ -82,3 +82,12 @@ def test_nothing_is_learned_from_a_task_without_work_or_time():
     assert sample(Task("call", "custom-call", "kernel"), 1.0) is None
     assert sample(dot(8, 8, 8), 0.0) is None
     assert sample(dot(8, 8, 8), 1.0) == Sample("matmul dot f32", (0.0, 3.0, 3.0, 3.0), 1024.0)
+
+
+def test_what_waited_for_something_else_is_left_out():
+    alike = [Sample("copy plain f32", (20.0 + i / 100, -1.0), 2e9 * 2**i) for i in range(6)]
+    waited = Sample("copy plain f32", (20.0, -1.0), 1e8)
+    assert without_waits([*alike, waited]) == tuple(alike)
+    alone = [Sample("copy plain f32", (2.0, -1.0), 1e8), Sample("fusion plain f32", (20.0, -1.0), 1e8)]
+    assert without_waits([*alike, *alone]) == (*alike, *alone), "of another size, of another sort"
+    assert without_waits([*alike[:4], waited]) == (*alike[:4], waited), "too few to say"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -70,6 +71,29 @@ def sample(task: Task, seconds: float) -> Sample | None:
     """A timed task as an entry of the table; None where nothing can be learned from it."""
     work = work_of(task)
     return Sample(work.sort, work.sizes, work.amount / seconds) if work and seconds > 0 else None
+
+
+WAITED = 20
+"""How many times slower than its like a task is taken to have waited for something, not worked."""
+
+
+def without_waits(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The samples, less those `WAITED` times slower than the median of five or more of about their size.
+
+    What XLA:CPU hands to other threads may stand behind a matmul in their queue, in every step alike; the time of one
+    such copy, 10 ms for a megabyte, would count for all that are like it.
+    """
+    groups: dict[str, list[Sample]] = defaultdict(list)
+    for item in samples:
+        groups[item.sort].append(item)
+    kept = set[Sample]()
+    for items in groups.values():
+        sizes, rates = np.array([item.sizes for item in items]), np.array([item.rate for item in items])
+        for item in items:
+            alike = rates[np.sum((sizes - np.array(item.sizes)) ** 2, axis=1) < 1]
+            if len(alike) <= 5 or item.rate * WAITED > np.median(alike):
+                kept.add(item)
+    return tuple(item for item in samples if item in kept)
 
 
 @dataclass(frozen=True)
