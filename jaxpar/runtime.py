@@ -32,8 +32,9 @@ def start(spec: MeshSpec) -> list[jax.Device]:
     """
     if spec.platform != "auto":
         jax.config.update("jax_platforms", _BACKENDS[spec.platform])
-    if spec.platform == "cpu":
+    if spec.platform in ("auto", "cpu"):
         keep_heap()
+    if spec.platform == "cpu":
         with contextlib.suppress(RuntimeError):  # JAX has started: the devices are counted below
             processes = int(os.environ.get("JAX_NUM_PROCESSES", "1")) if spec.distributed else 1
             jax.config.update("jax_num_cpu_devices", max(devices_needed(spec) // processes, 1))
@@ -112,19 +113,20 @@ def without_chips() -> Iterator[None]:
 
 
 def keep_heap() -> bool:
-    """Keep freed memory in the process (glibc only); True when it was done.
+    """Keep freed memory in the process (glibc only); True when it was done. Must come before JAX's threads start.
 
     XLA:CPU allocates a step's temporaries anew each step. glibc hands blocks above 32 MiB back to the kernel when they
-    are freed, and then every page of them is faulted in again: the Shakespeare recipe's step took 1.3x as long. Threads
-    other than the first have heaps of 64 MiB at most, and what does not fit there is handed back too: one heap for all.
+    are freed, and then every page of them is faulted in again: the Shakespeare recipe's step took 1.3x as long. It
+    still hands back those above 64 MiB, the most a thread's heap can hold; large pages (GLIBC_TUNABLES, which only the
+    shell can set) make that cheap, one heap for all threads (M_ARENA_MAX) makes small steps slower.
     """
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    trim_threshold, mmap_threshold, heaps = -1, -3, -8  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX of malloc.h
-    return all([mallopt(mmap_threshold, 1 << 30), mallopt(trim_threshold, 2**31 - 1), mallopt(heaps, 1)])
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    return bool(mallopt(mmap_threshold, 1 << 30) and mallopt(trim_threshold, 2**31 - 1))
 
 
 def widen_cpu_pool(devices: int) -> None:
