@@ -81,6 +81,8 @@ class BenchArgs:
     """Alternations; the ratio's quartiles are over these."""
     calls: int = 10
     """Steps of each in a round."""
+    picture: str = ""
+    """`bench rehearse`: where to draw predicted against measured (PNG)."""
 
 
 @dataclass(frozen=True)
@@ -236,15 +238,23 @@ def meshes_command(words: list[str]) -> int:
 
 
 def bench_command(words: list[str]) -> int:
-    """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...], or jaxpar bench rehearse"""
+    """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...] or bench rehearse [--picture FILE]"""
     from jaxpar.bench import bench_step, table
 
-    if words == ["rehearse"]:
-        from jaxpar.bench_rehearse import compare, configs, prediction_table
+    if words[:1] == ["rehearse"]:
+        from jaxpar.bench_rehearse import compare, configs, prediction_figure, prediction_table
         from jaxpar.calibrate import calibrated
+        from jaxpar.mesh import MeshSpec
+        from jaxpar.picture import save_figure
+        from jaxpar.runtime import start
 
+        args = _parse("bench", BenchArgs(Config()), words[1:])
+        start(MeshSpec())
         say = console().print
-        say(prediction_table(compare(configs(), calibrated(say), say=say)))
+        rows = compare(configs(), calibrated(say), say=say)
+        say(prediction_table(rows))
+        if args.picture:
+            save_figure(prediction_figure(rows, "predicted and measured steps, one device here"), Path(args.picture))
         return 0
     if not words or words[0] not in ("step", "-h", "--help"):
         raise UserError("usage: " + str(bench_command.__doc__))
