@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from jaxpar.errors import UserError, nearest
 from jaxpar.mesh import MeshSpec
-from jaxpar.sharding import ShardingRules
+from jaxpar.sharding import Overlap, ShardingRules
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     mesh: MeshSpec = field(default_factory=MeshSpec)
     rules: ShardingRules = field(default_factory=ShardingRules)
+    overlap: Overlap = field(default_factory=Overlap)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -161,7 +162,7 @@ class Config:
 
 # A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
 # reported and kept. Any other difference is another experiment.
-RESUMABLE = ("mesh", "rules", "memory", "checkpoint", "metrics", "train.stop_at", "train.eval_every",
+RESUMABLE = ("mesh", "rules", "overlap", "memory", "checkpoint", "metrics", "train.stop_at", "train.eval_every",
              "train.eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 A model states logical axes; the plan says where they live. Each op has the layout its arrays are *stored* in between
 ops (the residual stream split over `residual_seq`) and the one they are *used* in (the sequence gathered, heads or mlp
 split). Its forward and its backward are written out, with every collective where it stands: weights are gathered in
-the compute dtype, weight gradients are summed in float32. Overlapped forms replace the body of `_linear`, behind the
-same calls.
+the compute dtype, weight gradients are summed in float32. How a linear's gather and scatter of the sequence run
+beside its matmul is the plan's `overlap`: see `jaxpar.collective_matmul`.
 
 Shapes: B batch, S sequence, T tokens (B x S), D embed, H heads, K kv heads, h head_dim, V vocab, I and O the flattened
 input and output dims of a linear.
@@ -21,7 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
+from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxpar.collectives import gather, manual, reduce, split_over
+from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import LogicalAxis, Plan
 
 __all__ = ["attention", "column_linear", "dropout", "logits", "lookup", "row_linear"]
@@ -32,14 +34,15 @@ GATHERED: _Axes = ("batch", "seq", None)
 
 
 class _Site(NamedTuple):
-    """Layouts of one linear: x and y as they lie between ops and as they are multiplied, and the weights."""
+    """Layouts of one linear as its arrays lie between ops: input, weights and outputs."""
 
-    x_stored: _Axes
-    x_used: _Axes
+    x: _Axes
     weights: tuple[_Axes, ...]
-    y_stored: tuple[_Axes, ...]
-    y_used: tuple[_Axes, ...]
+    ys: tuple[_Axes, ...]
     out_dtype: str
+    sums: bool
+    """A row linear: its one output is summed over the devices that split its input, and scattered. Else a column
+    linear: its input is gathered."""
 
 
 def column_linear(
@@ -65,7 +68,7 @@ def column_linear(
       One array [B, S, *out] per weight, in the compute dtype.
     """
     outs: tuple[_Axes, ...] = tuple(("batch", "seq", *out) for out in axes)
-    site = _Site(STORED, GATHERED, tuple(("embed", *out) for out in axes), outs, outs, plan.compute)
+    site = _Site(STORED, tuple(("embed", *out) for out in axes), outs, plan.compute, sums=False)
     ys: Any = _linear(plan, site, x_BSD, tuple(weights), tuple(biases or (None,) * len(weights)))
     return ys
 
@@ -90,7 +93,7 @@ def row_linear(
       The residual stream's layout [B, S, D], in the compute dtype.
     """
     inside: _Axes = ("batch", "seq", *axes)
-    site = _Site(inside, inside, ((*axes, "embed"),), (STORED,), (GATHERED,), plan.compute)
+    site = _Site(inside, ((*axes, "embed"),), (STORED,), plan.compute, sums=True)
     ys: Any = _linear(plan, site, h_BSI, (weight,), (bias,))
     return ys[0]
 
@@ -100,15 +103,13 @@ def _linear(
     plan: Plan, site: _Site, x: Array, weights: tuple[Array, ...], biases: tuple[Array | None, ...]
 ) -> tuple[Array, ...]:
     def local(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-        x = gather(x.astype(plan.dtype), site.x_stored, site.x_used, plan)
-        ys = []
-        for i, weight in enumerate(weights):
-            y = _matmul(x, use(weight, site.weights[i], plan), site.out_dtype)
-            contracted = used_axes(site.weights[i])[: x.ndim - 2]
-            ys.append(reduce(y, split_over(contracted, plan), site.y_used[i], site.y_stored[i], plan))
-        return tuple(ys)
+        x, used = x.astype(plan.dtype), _used(weights, site, plan)
+        if site.sums:
+            products, over = [(x, used[0])], split_over(used_axes(site.weights[0])[:-1], plan)
+            return (matmul_reduce_scatter(products, over, GATHERED, STORED, site.out_dtype, plan),)
+        return tuple(all_gather_matmul(x, used, STORED, GATHERED, site.out_dtype, plan)[1])
 
-    ys = manual(local, plan, (site.x_stored, site.weights), site.y_stored)(x, weights)
+    ys = manual(local, plan, (site.x, site.weights), site.ys)(x, weights)
     return tuple(y if bias is None else y + bias.astype(y.dtype) for y, bias in zip(ys, biases, strict=True))
 
 
@@ -118,27 +119,33 @@ def _linear_forward(plan, site, x, weights, biases):
 
 def _linear_backward(plan, site, residuals, dys):
     def local(x: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-        x_used = gather(x.astype(plan.dtype), site.x_stored, site.x_used, plan)
-        tokens = split_over(site.x_used[:2], plan)
-        dweights, parts = [], {}
-        for i, (weight, dy) in enumerate(zip(weights, dys, strict=True)):
-            axes = site.weights[i]
-            dy = gather(dy.astype(plan.dtype), site.y_stored[i], site.y_used[i], plan)
-            used = use(weight, axes, plan)
-            dweight = _matmul_transposed(x_used, dy, used.shape)
-            dweights.append(reduce(dweight, tokens, used_axes(axes), axes, plan).astype(weight.dtype))
-            split = x.ndim - 2  # the weight's leading dims are x's trailing ones
-            swapped = jnp.transpose(used, (*range(split, used.ndim), *range(split)))
-            part = _matmul(dy, swapped, plan.compute)
+        dx_dtype, x, used = x.dtype, x.astype(plan.dtype), _used(weights, site, plan)
+        dys = tuple(dy.astype(plan.dtype) for dy in dys)
+        split = x.ndim - 2  # the weight's leading dims are x's trailing ones
+        swapped = [jnp.transpose(weight, (*range(split, weight.ndim), *range(split))) for weight in used]
+        if site.sums:
+            dy, (dx,) = all_gather_matmul(dys[0], swapped, STORED, GATHERED, plan.compute, plan)
+            dys = (dy,)
+        else:
             # What is partial over the same mesh axes is added up before it is sent.
-            over = split_over(site.y_used[i][2:], plan)
-            parts[over] = parts[over] + part if over in parts else part
-        dx = sum(reduce(part, over, site.x_used, site.x_stored, plan) for over, part in parts.items())
-        return jnp.asarray(dx, x.dtype), tuple(dweights)
+            groups: dict[tuple[MeshAxis, ...], list[tuple[Array, Array]]] = {}
+            for dy, weight, axes in zip(dys, swapped, site.ys, strict=True):
+                groups.setdefault(split_over(axes[2:], plan), []).append((dy, weight))
+            dx = sum(
+                matmul_reduce_scatter(products, over, GATHERED, STORED, plan.compute, plan)
+                for over, products in groups.items()
+            )
+            x, _ = all_gather_matmul(x, (), STORED, GATHERED, plan.compute, plan)
+        tokens = split_over(GATHERED[:2], plan)
+        dweights = tuple(
+            reduce(_matmul_transposed(x, dy, w.shape), tokens, used_axes(axes), axes, plan).astype(weight.dtype)
+            for dy, w, weight, axes in zip(dys, used, weights, site.weights, strict=True)
+        )
+        return jnp.asarray(dx, dx_dtype), dweights
 
     x, weights, biases = residuals
-    layouts = (site.x_stored, site.weights)
-    dx, dweights = manual(local, plan, (*layouts, site.y_stored), layouts)(x, weights, tuple(dys))
+    layouts = (site.x, site.weights)
+    dx, dweights = manual(local, plan, (*layouts, site.ys), layouts)(x, weights, tuple(dys))
     dbiases = tuple(
         None if bias is None else jnp.sum(dy, axis=(0, 1), dtype=jnp.float32).astype(bias.dtype)
         for bias, dy in zip(biases, dys, strict=True)
@@ -154,17 +161,13 @@ def used_axes(axes: _Axes) -> _Axes:
     return tuple(None if axis == "embed" else axis for axis in axes)
 
 
+def _used(weights: Sequence[Array], site: _Site, plan: Plan) -> list[Array]:
+    return [use(weight, axes, plan) for weight, axes in zip(weights, site.weights, strict=True)]
+
+
 def use(weight: Array, axes: _Axes, plan: Plan) -> Array:
     """Inside `manual`, a weight as it is multiplied: cast first and gathered after, so half the bytes travel."""
     return gather(weight.astype(plan.dtype), axes, used_axes(axes), plan)
-
-
-def _matmul(x: Array, weight: Array, dtype: str) -> Array:
-    """[B, S, *in] times [*in, *out], as a matmul of flattened dims."""
-    out = weight.shape[x.ndim - 2 :]
-    x_TI = x.reshape(x.shape[0] * x.shape[1], -1)
-    y_TO = jnp.matmul(x_TI, weight.reshape(x_TI.shape[1], -1), preferred_element_type=jnp.dtype(dtype))
-    return y_TO.reshape(*x.shape[:2], *out)
 
 
 def _matmul_transposed(x: Array, dy: Array, shape: tuple[int, ...]) -> Array:
@@ -281,7 +284,7 @@ def logits(
 ) -> Float[Array, "B S V"]:
     """Float32 scores of every vocabulary entry, split over `vocab`; those past `vocab_size` are masked out."""
     outs: tuple[_Axes, ...] = (("batch", "seq", "vocab"),)
-    site = _Site(STORED, GATHERED, (("embed", "vocab"),), outs, outs, "float32")
+    site = _Site(STORED, (("embed", "vocab"),), outs, "float32", sums=False)
     ys: Any = _linear(plan, site, x_BSD, (head_VD.T,), (None,))
     logits_BSV = ys[0]
     if vocab_size == head_VD.shape[0]:

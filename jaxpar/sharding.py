@@ -112,6 +112,21 @@ def _fitting_flags(size: int, sizes: dict[MeshAxis, int]) -> str:
     return " ".join(flags)
 
 
+Form = Literal["xla", "ring", "bidirectional"]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How the linears gather and scatter the sequence: `xla` = a collective before or after the matmul; `ring` and
+    `bidirectional` = hops from neighbour to neighbour between parts of the matmul, one way or half of it either way.
+    """
+
+    gather: Form = "xla"
+    """Of the input, before the matmul (in the backward: of the output's gradient)."""
+    scatter: Form = "xla"
+    """Of the output's sums, after the matmul (in the backward: of the input's gradient)."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a model runs on devices, and nothing about what it computes. Hashable, so it may be a static argument.
@@ -121,12 +136,14 @@ class Plan:
       rules: logical axis -> mesh axes.
       compute: dtype of matmuls and activations; parameters, norms, softmax, loss and gradients stay float32.
       remat: what a block saves for its backward: `none` = everything, `full` = its input only.
+      overlap: how the linears gather and scatter the sequence.
     """
 
     mesh: Mesh
     rules: ShardingRules = ShardingRules()
     compute: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "full"] = "none"
+    overlap: Overlap = Overlap()
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -39,7 +39,8 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     Raises:
       UserError: a mesh that does not fit the devices, a dim or a batch that its mesh axes do not divide.
     """
-    plan = Plan(make_mesh(config.mesh, devices), config.rules, config.precision.compute, config.memory.policy)
+    mesh = make_mesh(config.mesh, devices)
+    plan = Plan(mesh, config.rules, config.precision.compute, config.memory.policy, config.overlap)
     model = Model(config.model)
     tree_shardings(model.shapes(), model.axes, plan)
     train, shards = config.train, plan.size("batch")

@@ -31,7 +31,7 @@ from jaxpar.errors import UserError
 from jaxpar.loss import LossSums
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.models import FAMILIES, Model
-from jaxpar.sharding import Plan, path_name
+from jaxpar.sharding import Overlap, Plan, path_name
 from jaxpar.shrink import total_sizes
 from jaxpar.verdict import as_json, verdict
 
@@ -86,6 +86,23 @@ def test_a_layout_gives_the_gradients_of_one_device(mesh: tuple[int, int, int], 
     assert total_sizes(found.setup.config.mesh) == total_sizes(MeshSpec(data=mesh[0], fsdp=mesh[1], tensor=mesh[2]))
     errors = [row.error for row in found.checks[0].rows]
     assert 0 < max(errors) < verify.FLOAT32 / 5
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "gather", "scatter"),
+    [
+        ((2, 1, 4), ("gpt2", True, True, 1), "ring", "bidirectional"),
+        ((1, 2, 4), ("llama", False, False, 3), "bidirectional", "ring"),
+    ],
+)
+def test_rings_give_the_gradients_of_one_device(
+    mesh: tuple[int, int, int], kind: Any, gather: str, scatter: str
+) -> None:
+    found = verify.verify(
+        override(config_of(mesh, *kind), {"overlap.gather": gather, "overlap.scatter": scatter}), jax.devices()
+    )
+    assert found.equal, verdict(found)
+    assert found.setup.config.overlap == Overlap(gather, scatter)
 
 
 def test_bfloat16_is_as_far_from_float32_as_on_one_device() -> None:

@@ -1,0 +1,183 @@
+"""Column and row linears in every form: the answer, and exactly the hops that the ring needs.
+
+Tolerance: sums of at most a few hundred float32 terms of size one, in another order: 1e-5 of the largest entry, as in
+test_parallel. In bfloat16 a sum is rounded once a hop, at most eight times by half an ulp (2^-9): 2^-6 of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import walk
+from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.parallel import column_linear, logits, row_linear
+from jaxpar.planned import planned
+from jaxpar.sharding import Overlap, Plan, ShardingRules
+
+pytestmark = pytest.mark.quick
+
+FORMS = ("ring", "bidirectional")
+B, D, H, K, h = 4, 12, 8, 8, 3
+
+
+def plan_on(overlap: Overlap, rules: ShardingRules | None = None, **mesh: int) -> Plan:
+    spec = MeshSpec(**mesh)
+    return Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]), rules or ShardingRules(), overlap=overlap)
+
+
+def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def pair(plan: Plan, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+    """A column linear of three weights, and a row linear of what it gives."""
+    q, k, up, out = weights
+    ys = column_linear(x, (q, k, up), (("heads", "head_dim"), ("kv_heads", "head_dim"), ("mlp",)), plan)
+    return (*ys, row_linear(jnp.tanh(ys[0]) * ys[1], out, ("heads", "head_dim"), plan))
+
+
+def values_and_gradients(plan: Plan, args: list[jax.Array]) -> Any:
+    def projected(args: list[jax.Array]) -> tuple[jax.Array, Any]:
+        ys = pair(plan, *args)
+        return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in ys), ys
+
+    return jax.jit(jax.value_and_grad(projected, has_aux=True))(args)
+
+
+@functools.cache
+def expected(rows: int, compute: str = "float32") -> Any:
+    return values_and_gradients(Plan(make_mesh(MeshSpec(), jax.devices()[:1]), compute=compute), given(rows))  # pyright: ignore[reportArgumentType]
+
+
+def given(rows: int) -> list[jax.Array]:
+    return arrays((B, rows, D), (D, H, h), (D, K, h), (D, 40), (H, h, D))
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert a.shape == b.shape
+        assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(b))
+
+
+# Twelve rows a chunk, three (halves of one and two), or a single one, which goes one way.
+@pytest.mark.parametrize(
+    ("form", "rows", "mesh"),
+    [
+        ("ring", 24, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("ring", 24, {"tensor": 8}),
+        ("bidirectional", 24, {"fsdp": 2, "tensor": 4}),
+        ("bidirectional", 24, {"context": 2, "tensor": 4}),
+        ("bidirectional", 8, {"tensor": 8}),
+    ],
+    ids=str,
+)
+def test_rings_give_the_answer_of_one_device(form, rows, mesh):
+    found = values_and_gradients(plan_on(Overlap(form, form), **mesh), given(rows))
+    assert_close(found, expected(rows), 1e-5)
+
+
+@pytest.mark.parametrize("overlap", [Overlap("ring", "xla"), Overlap("xla", "bidirectional")], ids=str)
+def test_gathers_and_scatters_may_differ(overlap):
+    assert_close(values_and_gradients(plan_on(overlap, fsdp=2, tensor=4), given(24)), expected(24), 1e-5)
+
+
+def test_kv_heads_that_are_not_split_have_no_sum_to_scatter():
+    rules = ShardingRules(kv_heads=())
+    plan = plan_on(Overlap("bidirectional", "bidirectional"), rules, tensor=8)
+    args = given(24)
+    found = jax.jit(jax.grad(lambda args: jnp.sum(jnp.sin(_column(plan, *args)))))(args[:3])
+    one = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
+    assert_close(found, jax.grad(lambda args: jnp.sum(jnp.sin(_column(one, *args))))(args[:3]), 1e-5)
+
+
+def _column(plan: Plan, x: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
+    ys = column_linear(x, (q, k), (("heads", "head_dim"), ("kv_heads", "head_dim")), plan)
+    return jnp.concatenate(ys, axis=2)
+
+
+def test_a_residual_stream_that_is_whole_needs_no_ring():
+    plan = plan_on(Overlap("ring", "ring"), ShardingRules(residual_seq=()), tensor=4)
+    assert_close(values_and_gradients(plan, given(8)), expected(8), 1e-5)
+    assert hops_of(plan, given(8)) == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_is_rounded_once_a_hop(form):
+    plan = plan_on(Overlap(form, form), tensor=8)
+    plan = Plan(plan.mesh, compute="bfloat16", overlap=plan.overlap)
+    found, wanted = (values_and_gradients(p, given(24))[0][1] for p in (plan, Plan(plan.mesh, compute="bfloat16")))
+    assert_close(found, wanted, 2**-6)
+
+
+def test_logits_take_a_ring_too():
+    plan, one = plan_on(Overlap("ring", "ring"), tensor=4), Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
+    x, table = arrays((B, 12, D), (56, D))
+    assert_close(jax.jit(lambda x, w: logits(x, w, 50, plan))(x, table), logits(x, table, 50, one), 1e-5)
+
+
+# What is sent.
+
+
+def hops_of(plan: Plan, args: list[jax.Array]) -> int:
+    """The ppermutes that the traced function asks for."""
+    traced = jax.jit(lambda args: values_and_gradients(plan, args)).trace(args)
+    return sum(row.count for row in planned(traced.jaxpr, plan.mesh) if row.kind == "ppermute")
+
+
+def sent(plan: Plan, function: Any, *args: Any) -> tuple[Counter[str], int]:
+    """Collectives of the compiled program by kind, and the bytes of its ppermutes, of one device."""
+    program = read_program(jax.jit(function).lower(*args).compile().as_text())
+    kinds, size = Counter[str](), 0
+    for task, times in walk(program.nodes):
+        if task.collective:
+            kinds[task.collective.kind] += times
+            size += times * task.collective.bytes if task.collective.kind == "ppermute" else 0
+    return kinds, size
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+def test_the_compiled_program_has_the_hops_and_nothing_else(tensor, form):
+    """A chunk of the residual stream makes `tensor - 1` hops at each of the four moves of a pair of linears; in the
+    backward the input is gathered once more, for the weight gradients."""
+    rows = 3 * tensor
+    plan = plan_on(Overlap(form, form), tensor=tensor)
+    x, up, down = arrays((B, rows, D), (D, 40), (40, D))
+    lanes = 2 if form == "bidirectional" else 1
+    chunk = B * (rows // tensor) * D * 4
+
+    def gather(x, up):
+        return column_linear(x, (up,), (("mlp",),), plan)[0]
+
+    def scatter(y, down):
+        return row_linear(y, down, ("mlp",), plan)
+
+    y = gather(x, up)
+    hops, size = tensor - 1, (tensor - 1) * chunk
+    for function, args in ((gather, (x, up)), (scatter, (y, down))):
+        kinds, bytes_sent = sent(plan, function, *args)
+        assert kinds == {"ppermute": lanes * hops}
+        assert bytes_sent == size
+    # The backward alone: its residuals are the arguments.
+    for function, args, moves in ((gather, (x, up), 2), (scatter, (y, down), 1)):
+        out = function(*args)
+        kinds, bytes_sent = sent(plan, lambda dy, *args, f=function: jax.vjp(f, *args)[1](dy), out, *args)
+        assert kinds == {"ppermute": lanes * hops * moves}
+        assert bytes_sent == size * moves
+
+
+def test_the_plan_asks_for_what_is_sent():
+    plan, args = plan_on(Overlap("ring", "ring"), tensor=4), given(24)
+    text = jax.jit(lambda args: values_and_gradients(plan, args)).lower(args).compile().as_text()
+    assert hops_of(plan, args) == len(re.findall(r"= \S+ collective-permute\(", text)) == 12
