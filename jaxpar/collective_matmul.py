@@ -162,5 +162,5 @@ def _scattered(summand: Callable[[jax.Array, int], jax.Array], rows: int, dtype:
 def _put(whole: jax.Array | None, part: jax.Array, first: jax.Array, rows: int) -> jax.Array:
     """`whole` with `part` from row `first` of its dim 1; None = an array of `rows` in which nothing stands yet."""
     if whole is None:
-        whole = jax.lax.empty((part.shape[0], rows, *part.shape[2:]), part.dtype)
+        whole = jnp.asarray(jax.lax.empty((part.shape[0], rows, *part.shape[2:]), part.dtype))
     return jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=1)
