@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.attention import MASKED
 from jaxpar.collectives import gather, manual, reduce, split_over
 from jaxpar.parallel import GATHERED, STORED, use
-from jaxpar.sharding import LogicalAxis, Plan
+from jaxpar.sharding import LogicalAxis, Plan, state_axes
 
 _HEAD: tuple[LogicalAxis, ...] = ("vocab", "embed")
 _CHUNK = 1024  # tokens: enough rows to keep a matmul unit busy
@@ -100,11 +100,11 @@ def _sums_forward(plan, vocab_size, z_loss, x_BSD, head_VD, labels_BS):
         (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_BSD, labels_BS))
         dx_BSD = dx_NTD.reshape(-1, x_BSD.shape[-1])[: labels_BS.size].reshape(x_BSD.shape)
         dx_BSD = reduce(dx_BSD, plan.mesh_axes("vocab"), GATHERED, STORED, plan)
-        dhead_VD = reduce(dhead_VD, split_over(GATHERED[:2], plan), ("vocab", None), _HEAD, plan)
+        dhead_VD = reduce(dhead_VD, split_over(GATHERED[:2], plan), ("vocab", None), state_axes(_HEAD), plan)
         return _over_devices(total, plan), dx_BSD.astype(stored.dtype), dhead_VD.astype(head_VD.dtype)
 
     layouts = (STORED, _HEAD, GATHERED[:2])
-    outs = (LossSums(*_SCALARS), STORED, _HEAD)
+    outs = (LossSums(*_SCALARS), STORED, state_axes(_HEAD))
     sums, dx_BSD, dhead_VD = manual(local, plan, layouts, outs)(x_BSD, head_VD, labels_BS)
     return sums, (dx_BSD, dhead_VD)
 

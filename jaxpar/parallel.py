@@ -24,7 +24,7 @@ from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
 from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxpar.collectives import gather, manual, reduce, split_over
 from jaxpar.mesh import MeshAxis
-from jaxpar.sharding import LogicalAxis, Plan
+from jaxpar.sharding import LogicalAxis, Plan, state_axes
 
 __all__ = ["attention", "column_linear", "dropout", "logits", "lookup", "row_linear"]
 
@@ -138,14 +138,14 @@ def _linear_backward(plan, site, residuals, dys):
             x, _ = all_gather_matmul(x, (), STORED, GATHERED, plan.compute, plan)
         tokens = split_over(GATHERED[:2], plan)
         dweights = tuple(
-            reduce(_matmul_transposed(x, dy, w.shape), tokens, used_axes(axes), axes, plan).astype(weight.dtype)
-            for dy, w, weight, axes in zip(dys, used, weights, site.weights, strict=True)
+            reduce(_matmul_transposed(x, dy, w.shape), tokens, used_axes(axes), state_axes(axes), plan)
+            for dy, w, axes in zip(dys, used, site.weights, strict=True)
         )
-        return jnp.asarray(dx, dx_dtype), dweights
+        return jnp.asarray(dx, dx_dtype), tuple(d.astype(w.dtype) for d, w in zip(dweights, weights, strict=True))
 
     x, weights, biases = residuals
-    layouts = (site.x, site.weights)
-    dx, dweights = manual(local, plan, (*layouts, site.ys), layouts)(x, weights, tuple(dys))
+    dlayouts = (site.x, tuple(state_axes(axes) for axes in site.weights))
+    dx, dweights = manual(local, plan, (site.x, site.weights, site.ys), dlayouts)(x, weights, tuple(dys))
     dbiases = tuple(
         None if bias is None else jnp.sum(dy, axis=(0, 1), dtype=jnp.float32).astype(bias.dtype)
         for bias, dy in zip(biases, dys, strict=True)
@@ -227,12 +227,12 @@ def _lookup_backward(axis, plan, residuals, dx_BSD):
         ids_BS, here_BS = _local_ids(ids_BS, rows, axis, plan)
         dx_BSD = jnp.where(here_BS[..., None], dx_BSD.astype(jnp.float32), 0)
         dtable_VD = jnp.zeros((rows, dx_BSD.shape[-1]), jnp.float32).at[ids_BS].add(dx_BSD)
-        dtable_VD = reduce(dtable_VD, split_over(GATHERED[:2], plan), (axis, None), (axis, "embed"), plan)
+        dtable_VD = reduce(dtable_VD, split_over(GATHERED[:2], plan), (axis, None), state_axes(stored), plan)
         return dtable_VD.astype(table_VD.dtype)
 
     table_VD, ids_BS = residuals
     stored: _Axes = (axis, "embed")
-    return manual(local, plan, (stored, GATHERED[:2], STORED), stored)(table_VD, ids_BS, dx_BSD), None
+    return manual(local, plan, (stored, GATHERED[:2], STORED), state_axes(stored))(table_VD, ids_BS, dx_BSD), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)

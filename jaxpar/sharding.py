@@ -20,6 +20,7 @@ LogicalAxis = Literal[
     "seq",
     "residual_seq",
     "embed",
+    "state_embed",
     "heads",
     "kv_heads",
     "head_dim",
@@ -39,12 +40,16 @@ class ShardingRules:
     `embed` is the embed dim of *parameters* (fsdp shards it, ZeRO-3); activations leave that dim whole. `seq` is the
     sequence where heads or mlp are split, `residual_seq` the sequence of the residual stream between them, which may
     also be split over tensor: Megatron's sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
+    `state_embed` is the embed dim of the optimizer's state and of gradients, empty = as `embed`. It may be split over
+    more mesh axes than `embed`, after those: over `data`, with parameters whole there, it is ZeRO-1 (Rajbhandari et al.
+    2020, arXiv:1910.02054).
     """
 
     batch: tuple[MeshAxis, ...] = ("data", "fsdp")
     seq: tuple[MeshAxis, ...] = ("context",)
     residual_seq: tuple[MeshAxis, ...] = ("context", "tensor")
     embed: tuple[MeshAxis, ...] = ("fsdp",)
+    state_embed: tuple[MeshAxis, ...] = ()
     heads: tuple[MeshAxis, ...] = ("tensor",)
     kv_heads: tuple[MeshAxis, ...] = ("tensor",)
     head_dim: tuple[MeshAxis, ...] = ()
@@ -98,6 +103,8 @@ def spec_for(
 def split_axes(axis: LogicalAxis | None, rules: ShardingRules, mesh: Mesh) -> tuple[MeshAxis, ...]:
     """The mesh axes of more than one device that the rules split a logical axis over."""
     named: tuple[MeshAxis, ...] = () if axis is None else getattr(rules, axis)
+    if axis == "state_embed":
+        named = named or rules.embed
     return tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
 
 
@@ -175,6 +182,11 @@ class Plan:
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape, name))
+
+
+def state_axes(axes: Axes) -> tuple[LogicalAxis | None, ...]:
+    """The logical axes of a parameter's gradient and moments."""
+    return tuple("state_embed" if axis == "embed" else axis for axis in axes)
 
 
 def tree_shardings(shapes: Any, axes: Any, plan: Plan) -> Any:

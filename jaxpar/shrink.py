@@ -89,7 +89,8 @@ def _shrink_model(
     group, head_dim = model.heads // kv_heads, model.head_dim or model.embed // model.heads
     K = next(n for n in range(2, 10**6) if n % split("kv_heads") == 0 and n * group % split("heads") == 0)
     H, h = K * group, _multiple(least_head_dim, math.lcm(2, split("head_dim")))  # RoPE pairs the features of a head
-    D = odd_multiple(round(H * h * model.embed / (model.heads * head_dim)), split("embed"))
+    whole = math.lcm(split("embed"), split("state_embed"))
+    D = odd_multiple(round(H * h * model.embed / (model.heads * head_dim)), whole)
     vocab = math.lcm(4, split("vocab"))
     rows = odd_multiple(_ROWS, vocab)
     padded = model.vocab_size % model.vocab_multiple != 0

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpar.collectives import further_split, gather, manual
 from jaxpar.config import Config
 from jaxpar.errors import UserError
 from jaxpar.loss import LossSums
 from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
 from jaxpar.optim import learning_rate, make_optimizer
-from jaxpar.sharding import Plan, local_rows, replicated, tree_shardings
+from jaxpar.sharding import Plan, local_rows, replicated, state_axes, tree_shardings
 from jaxpar.xla import compiler_options
 
 BATCH_AXES = ("batch", None)
@@ -37,12 +38,15 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     """The plan of a config on these devices (all, when None), checked against the model and the batch.
 
     Raises:
-      UserError: a mesh that does not fit the devices, a dim or a batch that its mesh axes do not divide.
+      UserError: a mesh that does not fit the devices, a dim or a batch that its mesh axes do not divide, an optimizer
+        state that is split neither as its parameters nor further.
     """
     mesh = make_mesh(config.mesh, devices)
     plan = Plan(mesh, config.rules, config.precision.compute, config.memory.policy, config.overlap)
     model = Model(config.model)
     tree_shardings(model.shapes(), model.axes, plan)
+    tree_shardings(model.shapes(), _state_axes(model), plan)
+    further_split(("state_embed",), ("embed",), plan)
     train, shards = config.train, plan.size("batch")
     microbatch = train.batch // train.accumulation
     if microbatch % shards:
@@ -63,7 +67,7 @@ def state_shapes(model: Model, config: Config) -> TrainState:
 
 
 def state_shardings(model: Model, config: Config, plan: Plan) -> TrainState:
-    """Where the state lives: moments as their parameters; every scalar replicated by name.
+    """Where the state lives: moments as their parameters or split further; every scalar replicated by name.
 
     (A scalar made outside jit would sit on device 0 and clash with the mesh after a restore.)
     """
@@ -74,10 +78,15 @@ def state_shardings(model: Model, config: Config, plan: Plan) -> TrainState:
         make_optimizer(config.train, model.axes),
         lambda _, sharding: sharding,
         shapes.opt_state,
-        params,
+        tree_shardings(model.shapes(), _state_axes(model), plan),
         transform_non_params=lambda _: everywhere,
     )
     return TrainState(everywhere, params, opt_state)
+
+
+def _state_axes(model: Model) -> Any:
+    """The logical axes of every parameter's gradient and moments, in a dict of the parameters' form."""
+    return jax.tree.map(state_axes, model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def init_state(model: Model, config: Config, plan: Plan, params: Params | None = None) -> TrainState:
@@ -141,8 +150,9 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
         sums, grads = gradients(model, state.params, batch, plan, key, train.accumulation, train.z_loss)
         with jax.named_scope("update"):
             grads = jax.tree.map(lambda g: g / sums.tokens, grads)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params: Any = optax.apply_updates(state.params, updates)
+            params = _as_state(state.params, model, plan)
+            updates, opt_state = optimizer.update(grads, state.opt_state, params)
+            params = _as_params(optax.apply_updates(params, updates), model, plan)
         metrics = {
             "loss": sums.nll / sums.tokens,
             "grad_norm": optax.tree.norm(grads),
@@ -159,6 +169,25 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
         donate_argnums=0,
         compiler_options=compiler_options(plan.mesh),
     )
+
+
+def _as_state(params: Params, model: Model, plan: Plan) -> Params:
+    """Arrays of the parameters' form in the layout of the optimizer's state: each device takes its piece."""
+    if plan.mesh_axes("state_embed") == plan.mesh_axes("embed"):
+        return params
+    return jax.tree.map(jax.lax.with_sharding_constraint, params, tree_shardings(params, _state_axes(model), plan))
+
+
+def _as_params(updated: Any, model: Model, plan: Plan) -> Params:
+    """Updated parameters from the layout of the optimizer's state, gathered to their own."""
+    if plan.mesh_axes("state_embed") == plan.mesh_axes("embed"):
+        return updated
+    stored = _state_axes(model)
+
+    def local(updated: Params) -> Params:
+        return jax.tree.map(lambda x, *at: gather(x, *at, plan), updated, stored, model.axes)
+
+    return manual(local, plan, (stored,), model.axes)(updated)
 
 
 def gradients(
@@ -191,7 +220,7 @@ def gradients(
         with jax.named_scope("accumulate"):
             return jax.tree.map(jnp.add, total, part), None
 
-    zeros = (LossSums(*jnp.zeros(3)), jax.tree.map(jnp.zeros_like, params))
+    zeros = (LossSums(*jnp.zeros(3)), _as_state(jax.tree.map(jnp.zeros_like, params), model, plan))
     return jax.lax.scan(add, zeros, (jax.tree.map(split, dict(batch)), jnp.arange(accumulation)))[0]
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ModelConfig, PrecisionConfig, TrainConfig, override
+from jaxpar.config import Config, ModelConfig, PrecisionConfig, TrainConfig, override, parse
 from jaxpar.errors import UserError
 from jaxpar.mesh import MeshSpec, describe, devices_needed
 from jaxpar.models import Model
+from jaxpar.optim import decay_mask
+from jaxpar.planned import planned
 from jaxpar.step import (
     batch_rows,
     batch_shapes,
@@ -24,6 +29,7 @@ from jaxpar.step import (
     make_train_step,
     put_batch,
     state_shardings,
+    step_shapes,
 )  # fmt: skip
 
 STEPS = 20
@@ -94,6 +100,60 @@ def test_twenty_steps_give_the_same_losses_on_every_mesh(
     assert losses[-1] < losses[0] - 0.1
     # The same float32 sums in another order: 20 steps of AdamW spread ulps (6e-8) by a factor of ten or so.
     np.testing.assert_allclose(losses, one_device[model], rtol=1e-5)
+
+
+ZERO1 = {
+    "data": (MeshSpec(data=8), ("data",)),
+    "data and fsdp": (MeshSpec(data=2, fsdp=2, tensor=2), ("fsdp", "data")),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("case", ZERO1)
+def test_a_state_that_is_split_further_than_its_parameters_gives_the_same_losses(model, case, one_device):
+    mesh, axes = ZERO1[case]
+    accumulation = 1 if mesh.data == 8 else 2
+    losses, state = run(config_of(model, **{"rules.state_embed": axes, "train.accumulation": accumulation}), mesh)
+    np.testing.assert_allclose(losses, one_device[model], rtol=1e-5)
+    q = state.params["blocks"]["q"]
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == q.shape]
+    assert moments and all(leaf.addressable_shards[0].data.size == q.size // 8 for leaf in moments)
+    assert q.addressable_shards[0].data.size == q.size // (mesh.fsdp * mesh.tensor)
+
+
+def test_zero1_scatters_gradients_and_gathers_parameters_once() -> None:
+    config = config_of("llama", **{"rules.state_embed": ("data",), "mesh.data": 8})
+    plan, model = make_plan(config, jax.devices()), Model(config.model)
+    traced = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
+    sent = Counter[str]()
+    for found in planned(traced.jaxpr, plan.mesh):
+        assert found.axes == {"data"}
+        sent[found.kind] += found.bytes * found.count
+    # Whole arrays in float32: every parameter is gathered after its update; the norms' gradients are left to XLA.
+    sizes = jax.tree.map(lambda leaf: 4 * leaf.size, model.shapes())
+    matrices = jax.tree.map(lambda size, decays: size * decays, sizes, decay_mask(model.axes))
+    assert sent["all-gather"] == sum(jax.tree.leaves(sizes))
+    assert sent["reduce-scatter"] == sum(jax.tree.leaves(matrices))
+    assert sent["all-reduce"] < 100, "the sums of the loss"
+
+
+def test_the_modes_of_the_docs_are_plans() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "sharding.md").read_text(encoding="utf-8")
+    modes = re.findall(r"```toml\n(.+?)```", page.partition("## Modes")[2].partition("\n## ")[0], re.DOTALL)
+    layouts = []
+    for text in modes:
+        plan = make_plan(override(parse(text, "docs/sharding.md"), {"train.batch": 8}), jax.devices())
+        layouts.append((plan.size("embed"), plan.size("state_embed")))
+    assert layouts == [(1, 1), (1, 8), (8, 8), (4, 8)]
+
+
+def test_a_state_must_be_split_as_its_parameters_or_further() -> None:
+    config = config_of("gpt2", **{"rules.state_embed": ("data", "fsdp"), "mesh.data": 2, "mesh.fsdp": 2})
+    with pytest.raises(UserError, match=r"which does not begin with it: try --rules.state_embed fsdp data$"):
+        make_plan(config, jax.devices()[:4])
+    config = config_of("gpt2", **{"rules.state_embed": ("data",), "mesh.data": 3, "train.batch": 12, "model.embed": 64})
+    with pytest.raises(UserError, match=r"dim . \(state_embed\) has size .*, which data=3 does not divide"):
+        make_plan(config, jax.devices()[:3])
 
 
 @pytest.mark.parametrize("model", MODELS)

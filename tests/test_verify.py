@@ -105,6 +105,13 @@ def test_rings_give_the_gradients_of_one_device(
     assert found.setup.config.overlap == Overlap(gather, scatter)
 
 
+def test_a_state_that_is_split_further_leaves_the_gradients_alone() -> None:
+    config = override(config_of((2, 2, 2), "gpt2", True, True, 3), {"rules.state_embed": ("fsdp", "data")})
+    found = verify.verify(config, jax.devices())
+    assert found.equal, verdict(found)
+    assert found.setup.config.model.embed % 4 == 0, "else it could not be split"
+
+
 def test_bfloat16_is_as_far_from_float32_as_on_one_device() -> None:
     config = override(config_of((1, 2, 1), "llama", False, False, 1), {"precision.compute": "bfloat16"})
     found = verify.verify(config, jax.devices())

@@ -57,10 +57,10 @@ def account(stats: Any, state: Any, batch: Any, module: Module, layers: int, hbm
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     grown = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
     code = stats.generated_code_size_in_bytes
-    parameters, gradients = local_bytes(state.params), local_bytes(state.params)
+    parameters, optimizer, rows = local_bytes(state.params), local_bytes(state.opt_state), local_bytes(batch)
     saved = min(saved_bytes(module, layers), temporaries)
-    gradients = min(gradients, temporaries - saved)
-    optimizer, rows = local_bytes(state.opt_state), local_bytes(batch)
+    # Gradients lie as the moments do, two a parameter.
+    gradients = min(parameters, optimizer // 2, temporaries - saved)
     categories = {
         "parameters": parameters,
         "optimizer": optimizer,
