@@ -18,6 +18,9 @@ from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import Axes, LogicalAxis, Plan
 
 
+_LANES = 128  # of a TPU's registers
+
+
 def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
     """`local` on every device's own part of the arrays; on one device `local` itself.
 
@@ -82,12 +85,15 @@ def _reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pie
     """The sum over mesh axes, each device left with its piece of `dim`.
 
     The pieces are moved to the front first: XLA:TPU turns a reduce-scatter of any other dim but the last into an
-    all-reduce of the whole and a slice, twice the bytes.
+    all-reduce of the whole and a slice, twice the bytes; that of the last dim too, where a piece does not fill lanes.
     """
     front, back = x.shape[:dim], x.shape[dim + 1 :]
     piece = x.shape[dim] // pieces
     if dim == x.ndim - 1:
-        return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
+        if piece % _LANES == 0:
+            return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
+        x = jnp.moveaxis(x.reshape(-1, pieces, piece), 1, 0).reshape(-1, piece)
+        return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=0, tiled=True).reshape(*front, piece)
     x = jax.lax.optimization_barrier(x.reshape(*front, pieces * piece, -1))
     x = jnp.moveaxis(x.reshape(*front, pieces, piece, -1), dim, 0)
     x = jax.lax.psum_scatter(x.reshape(-1, piece, x.shape[-1]), mesh_axes, scatter_dimension=0, tiled=True)
