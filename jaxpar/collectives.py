@@ -17,7 +17,6 @@ from jaxpar.errors import UserError
 from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import Axes, LogicalAxis, Plan
 
-
 _LANES = 128  # of a TPU's registers
 
 

@@ -185,7 +185,7 @@ def _as_params(updated: Any, model: Model, plan: Plan) -> Params:
     stored = _state_axes(model)
 
     def local(updated: Params) -> Params:
-        return jax.tree.map(lambda x, *at: gather(x, *at, plan), updated, stored, model.axes)
+        return jax.tree.map(lambda x, state, own: gather(x, state, own, plan), updated, stored, model.axes)
 
     return manual(local, plan, (stored,), model.axes)(updated)
 
