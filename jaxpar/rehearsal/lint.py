@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpar.config import Config
 from jaxpar.hlo.timeline import TaskTime
@@ -165,7 +165,7 @@ def large_copies(
 
 def logical_axes(plan: Plan) -> dict[str, str]:
     """For each mesh axis the logical axes that it splits."""
-    names: Sequence[LogicalAxis] = [name for name in vars(plan.rules) if plan.mesh_axes(name)]  # pyright: ignore[reportAssignmentType, reportArgumentType]
+    names: list[Any] = [name for name, split in vars(plan.rules).items() if split]
     return {axis: ", ".join(n for n in names if axis in plan.mesh_axes(n)) for axis in plan.mesh.axis_names}
 
 
