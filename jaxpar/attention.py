@@ -20,9 +20,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jaxtyping import Array, Float, Int
 
+from jaxpar.hardware import LANES
+
 Implementation = Literal["whole", "chunked", "splash"]
 MASKED = -1e30  # a finite "minus infinity": exp gives exactly 0, and a row with nothing to see gives no NaN
-_ROWS, _CHUNKS, _LANES, _BLOCK = 512, 8, 128, 1024
+_ROWS, _CHUNKS, _BLOCK = 512, 8, 1024
 
 
 def choose(platform: str, seq_len: int, head_dim: int, dropping: bool, layout: str = "") -> tuple[Implementation, str]:
@@ -38,8 +40,8 @@ def choose(platform: str, seq_len: int, head_dim: int, dropping: bool, layout: s
     reasons = [
         (bool(layout), layout),
         (platform != "tpu", f"on {platform}"),
-        (head_dim % _LANES != 0, f"head_dim {head_dim} is no multiple of {_LANES}"),
-        (seq_len % _LANES != 0, f"sequence length {seq_len} is no multiple of {_LANES}"),
+        (head_dim % LANES != 0, f"head_dim {head_dim} is no multiple of {LANES}"),
+        (seq_len % LANES != 0, f"sequence length {seq_len} is no multiple of {LANES}"),
         (dropping, "dropout of attention weights"),
     ]
     why = next((text for applies, text in reasons if applies), "")
@@ -258,7 +260,7 @@ def kernel_cost(name: str, shapes: list[tuple[int, ...]]) -> float | None:
     """
     matmuls = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
     count = next((n for prefix, n in matmuls.items() if name.startswith(prefix)), None)
-    heads = [shape for shape in shapes if len(shape) >= 3 and shape[-1] % _LANES == 0 and shape[-2] > 8]
+    heads = [shape for shape in shapes if len(shape) >= 3 and shape[-1] % LANES == 0 and shape[-2] > 8]
     if count is None or not heads:
         return None
     *batch, S, h = heads[0]

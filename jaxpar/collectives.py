@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import UserError
+from jaxpar.hardware import LANES
 from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import Axes, LogicalAxis, Plan
-
-_LANES = 128  # of a TPU's registers
 
 
 def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
@@ -89,7 +88,7 @@ def _reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pie
     front, back = x.shape[:dim], x.shape[dim + 1 :]
     piece = x.shape[dim] // pieces
     if dim == x.ndim - 1:
-        if piece % _LANES == 0:
+        if piece % LANES == 0:
             return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
         x = jnp.moveaxis(x.reshape(-1, pieces, piece), 1, 0).reshape(-1, piece)
         return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=0, tiled=True).reshape(*front, piece)

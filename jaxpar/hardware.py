@@ -10,6 +10,9 @@ from jaxpar.config import find_toml, from_dict, presets
 from jaxpar.errors import UserError, nearest
 from jaxpar.mesh import MeshSpec
 
+LANES = 128
+"""Entries of the last dim that a TPU's registers and tiles take at once."""
+
 CHIPS = "jaxpar.meshes.chips"
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
 from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from jaxpar.collectives import gather, manual, reduce, split_over
+from jaxpar.collectives import further_split, gather, manual, reduce, split_over
 from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import LogicalAxis, Plan, state_axes
 
@@ -96,6 +96,32 @@ def row_linear(
     site = _Site(inside, ((*axes, "embed"),), (STORED,), plan.compute, sums=True)
     ys: Any = _linear(plan, site, h_BSI, (weight,), (bias,))
     return ys[0]
+
+
+def overlap_notes(plan: Plan, seq_len: int) -> list[str]:
+    """Where a ring that the plan asks for gives way to a collective, or to one way: for the log.
+
+    Args:
+      plan: mesh, rules and forms of overlap.
+      seq_len: of the training sequences.
+    """
+    asked = {name: form for name, form in vars(plan.overlap).items() if form != "xla"}
+    if not asked:
+        return []
+    flags, moves = " and ".join(f"overlap.{name}" for name in asked), further_split(STORED, GATHERED, plan)
+    if not moves:
+        return [
+            f"{flags}: no ring, since rules.residual_seq splits the sequence no further than rules.seq on this mesh"
+        ]
+    ((_, ring),), notes = moves, []
+    for axis in ("heads", "kv_heads", "mlp") if "scatter" in asked else ():
+        split = plan.mesh_axes(axis)
+        if split and set(split) != set(ring):
+            over, around = " x ".join(split), " x ".join(ring)
+            notes.append(f"overlap.scatter: sums over {over} (rules.{axis}) take a collective, the ring is {around}")
+    if "bidirectional" in asked.values() and seq_len // plan.size("residual_seq") < 2:
+        notes.append(f"{flags}: a device has a single row of the sequence, which goes one way")
+    return notes
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -28,6 +28,7 @@ from jaxpar.hlo.timeline import TaskTime, Timeline, replay
 from jaxpar.mesh import MESH_AXES, MeshSpec, describe
 from jaxpar.models import Model
 from jaxpar.network import CollectiveTime, collective_time
+from jaxpar.parallel import overlap_notes
 from jaxpar.planned import Planned, planned
 from jaxpar.rehearsal import fit, lint, memory
 from jaxpar.rehearsal.collectives import collective_rows, in_float32
@@ -119,7 +120,7 @@ def compile_step(config: Config, target: Target, say: Callable[[str], None] = la
     arguments = step_shapes(model, config, plan)
     began = time.perf_counter()
     traced = make_train_step(model, config, plan).trace(*arguments)
-    notes: list[str] = []
+    notes = overlap_notes(plan, config.data.seq_len)
     asked = planned(traced.jaxpr, plan.mesh, notes.append)
     try:
         compiled = traced.lower(lowering_platforms=(target.platform,)).compile()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,12 +38,6 @@ KNOWN = Calibration(
     ),
     launch=1e-6, devices=8, collective_start=1e-4, collective_bandwidth=1e9,
 )  # fmt: skip
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
 
 
 def test_a_small_calibration_measures_this_machine(monkeypatch):

@@ -19,7 +19,7 @@ import pytest
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.parallel import column_linear, logits, row_linear
+from jaxpar.parallel import column_linear, logits, overlap_notes, row_linear
 from jaxpar.planned import planned
 from jaxpar.sharding import Overlap, Plan, ShardingRules
 
@@ -124,6 +124,27 @@ def test_logits_take_a_ring_too():
     plan, one = plan_on(Overlap("ring", "ring"), tensor=4), Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
     x, table = arrays((B, 12, D), (56, D))
     assert_close(jax.jit(lambda x, w: logits(x, w, 50, plan))(x, table), logits(x, table, 50, one), 1e-5)
+
+
+# What gives way is said.
+
+
+@pytest.mark.parametrize(
+    ("overlap", "rules", "mesh", "seq_len", "notes"),
+    [
+        (Overlap("ring", "bidirectional"), {}, {"tensor": 4}, 24, []),
+        (Overlap(), {}, {"data": 2}, 24, []),
+        (Overlap("ring", "ring"), {}, {"fsdp": 2}, 24, ["overlap.gather and overlap.scatter: no ring"]),
+        (Overlap("xla", "ring"), {"mlp": ("context", "tensor")}, {"context": 2, "tensor": 2}, 24,
+         ["overlap.scatter: sums over context x tensor (rules.mlp) take a collective, the ring is tensor"]),
+        (Overlap("bidirectional", "xla"), {}, {"tensor": 8}, 8, ["overlap.gather: a device has a single row"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_ring_that_gives_way_says_so(overlap, rules, mesh, seq_len, notes):
+    found = overlap_notes(plan_on(overlap, ShardingRules(**rules), **mesh), seq_len)
+    assert len(found) == len(notes)
+    assert all(line.startswith(start) for line, start in zip(found, notes, strict=True))
 
 
 # What is sent.

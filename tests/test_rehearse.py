@@ -49,13 +49,6 @@ SPEEDS = Calibration(
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder of the user."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
 def calibrated(cache: Path) -> Calibration:
     """A calibration of this machine, made up."""
     measured = dataclasses.replace(SPEEDS, machine=machine())
