@@ -19,6 +19,7 @@ LogicalAxis = Literal[
     "batch",
     "seq",
     "residual_seq",
+    "attention_seq",
     "embed",
     "state_embed",
     "heads",
@@ -40,6 +41,7 @@ class ShardingRules:
     `embed` is the embed dim of *parameters* (fsdp shards it, ZeRO-3); activations leave that dim whole. `seq` is the
     sequence where heads or mlp are split, `residual_seq` the sequence of the residual stream between them, which may
     also be split over tensor: Megatron's sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
+    `attention_seq` is the sequence of q, k and v, empty = as `seq`; it is as `residual_seq` where heads are not split.
     `state_embed` is the embed dim of the optimizer's state and of gradients, empty = as `embed`. It may be split over
     more mesh axes than `embed`, after those: over `data`, with parameters whole there, it is ZeRO-1 (Rajbhandari et al.
     2020, arXiv:1910.02054).
@@ -48,6 +50,7 @@ class ShardingRules:
     batch: tuple[MeshAxis, ...] = ("data", "fsdp")
     seq: tuple[MeshAxis, ...] = ("context",)
     residual_seq: tuple[MeshAxis, ...] = ("context", "tensor")
+    attention_seq: tuple[MeshAxis, ...] = ()
     embed: tuple[MeshAxis, ...] = ("fsdp",)
     state_embed: tuple[MeshAxis, ...] = ()
     heads: tuple[MeshAxis, ...] = ("tensor",)
@@ -100,11 +103,14 @@ def spec_for(
     return P(*entries)
 
 
+_AS: dict[LogicalAxis, LogicalAxis] = {"state_embed": "embed", "attention_seq": "seq"}  # an empty rule means another's
+
+
 def split_axes(axis: LogicalAxis | None, rules: ShardingRules, mesh: Mesh) -> tuple[MeshAxis, ...]:
     """The mesh axes of more than one device that the rules split a logical axis over."""
     named: tuple[MeshAxis, ...] = () if axis is None else getattr(rules, axis)
-    if axis == "state_embed":
-        named = named or rules.embed
+    if axis in _AS:
+        named = named or getattr(rules, _AS[axis])
     return tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
 
 
