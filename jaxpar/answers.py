@@ -25,6 +25,7 @@ from jaxpar.loss import LossSums
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.models import FAMILIES, Model, Params
 from jaxpar.models import model as model_module
+from jaxpar.parallel import TOKENS
 from jaxpar.sharding import Plan, path_name, replicated, tree_shardings
 from jaxpar.xla import compiler_options
 
@@ -134,7 +135,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     def run(params: Params, batch: Any) -> tuple[LossSums, Params]:
         return case.gradients(case.model, params, batch, plan, None, train.accumulation, train.z_loss)
 
-    batch_sharding = plan.sharding(step.BATCH_AXES)
+    batch_sharding = plan.sharding(TOKENS)
     jitted = jax.jit(
         run,
         in_shardings=(shardings, batch_sharding),

@@ -24,7 +24,7 @@ from jaxpar.sharding import Axes, Form, Plan
 
 
 def all_gather_matmul(
-    x: jax.Array, weights: Sequence[jax.Array], stored: Axes, used: Axes, dtype: str, plan: Plan
+    x: jax.Array, weights: Sequence[jax.Array], stored: Axes, used: Axes, dtype: str, plan: Plan, form: Form
 ) -> tuple[jax.Array, list[jax.Array]]:
     """`x` gathered, and its products with weights that share the gather.
 
@@ -33,12 +33,13 @@ def all_gather_matmul(
       weights: arrays [*in, *out], as they are multiplied.
       stored, used: layouts of x, before and after.
       dtype: of the products.
-      plan: mesh, rules, and the form of gathers.
+      plan: mesh and rules.
+      form: of the gather.
 
     Returns:
       x in the layout `used`, and one array [B, S, *out] a weight.
     """
-    ring = _ring(stored, used, plan.overlap.gather, plan)
+    ring = _ring(stored, used, form, plan)
     if ring is None:
         x = gather(x, stored, used, plan)
         return x, [matmul(x, weight, dtype) for weight in weights]
@@ -52,7 +53,7 @@ def all_gather_matmul(
 
 def matmul_reduce_scatter(
     products: Sequence[tuple[jax.Array, jax.Array]], partial: Collection[MeshAxis], used: Axes, stored: Axes,
-    dtype: str, plan: Plan,
+    dtype: str, plan: Plan, form: Form,
 ) -> jax.Array:  # fmt: skip
     """The sum of some matmuls, which is partial over mesh axes, in the layout it is stored in.
 
@@ -61,12 +62,13 @@ def matmul_reduce_scatter(
       partial: mesh axes over which the sum is partial.
       used, stored: layouts of the sum, before and after.
       dtype: of the result, and of what travels; in a ring, sums are added in float32 and rounded at each hop.
-      plan: mesh, rules, and the form of scatters.
+      plan: mesh and rules.
+      form: of the scatter.
 
     Returns:
       An array [B, S, *out].
     """
-    ring = _ring(stored, used, plan.overlap.scatter, plan)
+    ring = _ring(stored, used, form, plan)
     if ring is None or set(partial) != set(ring.axes):
         return reduce(_sum(matmul(x, weight, dtype) for x, weight in products), partial, used, stored, plan)
 

@@ -24,13 +24,15 @@ from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
 from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxpar.collectives import further_split, gather, manual, reduce, split_over
 from jaxpar.mesh import MeshAxis
-from jaxpar.sharding import LogicalAxis, Plan, state_axes
+from jaxpar.sharding import Form, LogicalAxis, Move, Plan, state_axes
 
-__all__ = ["attention", "column_linear", "dropout", "logits", "lookup", "row_linear"]
+__all__ = ["attention", "column_linear", "dropout", "halves", "logits", "lookup", "row_linear", "whole_batch"]
 
 _Axes = tuple[LogicalAxis | None, ...]
 STORED: _Axes = ("batch", "residual_seq", None)
 GATHERED: _Axes = ("batch", "seq", None)
+TOKENS: _Axes = ("batch", None)
+"""Arrays of a batch, one entry a token."""
 
 
 class _Site(NamedTuple):
@@ -43,6 +45,11 @@ class _Site(NamedTuple):
     sums: bool
     """A row linear: its one output is summed over the devices that split its input, and scattered. Else a column
     linear: its input is gathered."""
+
+    def form(self, move: Move, plan: Plan) -> Form:
+        """How the plan makes a move here: by the hidden dim, which is a row linear's input and a column's output."""
+        hidden = self.x if self.sums else self.ys[0]
+        return plan.overlap.form(move, hidden[2])
 
 
 def column_linear(
@@ -105,7 +112,7 @@ def overlap_notes(plan: Plan, seq_len: int) -> list[str]:
       plan: mesh, rules and forms of overlap.
       seq_len: of the training sequences.
     """
-    asked = {name: form for name, form in vars(plan.overlap).items() if form != "xla"}
+    asked = {name: form for name, form in vars(plan.overlap).items() if form in ("ring", "bidirectional")}
     if not asked:
         return []
     flags, moves = " and ".join(f"overlap.{name}" for name in asked), further_split(STORED, GATHERED, plan)
@@ -114,7 +121,7 @@ def overlap_notes(plan: Plan, seq_len: int) -> list[str]:
             f"{flags}: no ring, since rules.residual_seq splits the sequence no further than rules.seq on this mesh"
         ]
     ((_, ring),), notes = moves, []
-    for axis in ("heads", "kv_heads", "mlp") if "scatter" in asked else ():
+    for axis in ("heads", "kv_heads", "mlp") if any("scatter" in name for name in asked) else ():
         split = plan.mesh_axes(axis)
         if split and set(split) != set(ring):
             over, around = " x ".join(split), " x ".join(ring)
@@ -132,8 +139,10 @@ def _linear(
         x, used = x.astype(plan.dtype), _used(weights, site, plan)
         if site.sums:
             products, over = [(x, used[0])], split_over(used_axes(site.weights[0])[:-1], plan)
-            return (matmul_reduce_scatter(products, over, GATHERED, STORED, site.out_dtype, plan),)
-        return tuple(all_gather_matmul(x, used, STORED, GATHERED, site.out_dtype, plan)[1])
+            form = site.form("scatter", plan)
+            return (matmul_reduce_scatter(products, over, GATHERED, STORED, site.out_dtype, plan, form),)
+        form = site.form("gather", plan)
+        return tuple(all_gather_matmul(x, used, STORED, GATHERED, site.out_dtype, plan, form)[1])
 
     ys = manual(local, plan, (site.x, site.weights), site.ys)(x, weights)
     return tuple(y if bias is None else y + bias.astype(y.dtype) for y, bias in zip(ys, biases, strict=True))
@@ -149,8 +158,9 @@ def _linear_backward(plan, site, residuals, dys):
         dys = tuple(dy.astype(plan.dtype) for dy in dys)
         split = x.ndim - 2  # the weight's leading dims are x's trailing ones
         swapped = [jnp.transpose(weight, (*range(split, weight.ndim), *range(split))) for weight in used]
+        gathers, scatters = site.form("gather", plan), site.form("scatter", plan)
         if site.sums:
-            dy, (dx,) = all_gather_matmul(dys[0], swapped, STORED, GATHERED, plan.compute, plan)
+            dy, (dx,) = all_gather_matmul(dys[0], swapped, STORED, GATHERED, plan.compute, plan, gathers)
             dys = (dy,)
         else:
             # What is partial over the same mesh axes is added up before it is sent.
@@ -158,10 +168,10 @@ def _linear_backward(plan, site, residuals, dys):
             for dy, weight, axes in zip(dys, swapped, site.ys, strict=True):
                 groups.setdefault(split_over(axes[2:], plan), []).append((dy, weight))
             dx = sum(
-                matmul_reduce_scatter(products, over, GATHERED, STORED, plan.compute, plan)
+                matmul_reduce_scatter(products, over, GATHERED, STORED, plan.compute, plan, scatters)
                 for over, products in groups.items()
             )
-            x, _ = all_gather_matmul(x, (), STORED, GATHERED, plan.compute, plan)
+            x, _ = all_gather_matmul(x, (), STORED, GATHERED, plan.compute, plan, gathers)
         tokens = split_over(GATHERED[:2], plan)
         dweights = tuple(
             reduce(_matmul_transposed(x, dy, w.shape), tokens, used_axes(axes), state_axes(axes), plan)
@@ -303,6 +313,26 @@ def attention_choice(plan: Plan, seq_len: int, head_dim: int, dropping: bool) ->
     if plan.size("head_dim") > 1:
         layout = "heads are split inside"
     return choose(plan.mesh.devices.flat[0].platform, seq_len, head_dim, dropping, layout)
+
+
+def halves(x: Array | None, axes: _Axes, plan: Plan) -> tuple[Any, ...]:
+    """What a block runs on, one after the other: the array, or under Domino two halves of each device's sequences.
+
+    Args:
+      x: array [B, ...], or None.
+      axes: its layout.
+      plan: mesh and rules, and whether Domino is on.
+    """
+    if x is None or not plan.overlap.domino:
+        return (x,) * (1 + plan.overlap.domino)
+    return manual(lambda x: tuple(jnp.split(x, 2)), plan, (axes,), (axes, axes))(x)
+
+
+def whole_batch(parts: tuple[Array, ...], axes: _Axes, plan: Plan) -> Array:
+    """The inverse of `halves`."""
+    if len(parts) == 1:
+        return parts[0]
+    return manual(lambda *parts: jnp.concatenate(parts), plan, (axes,) * len(parts), axes)(*parts)
 
 
 def logits(

@@ -126,18 +126,41 @@ def _fitting_flags(size: int, sizes: dict[MeshAxis, int]) -> str:
 
 
 Form = Literal["xla", "ring", "bidirectional"]
+Move = Literal["gather", "scatter"]
 
 
 @dataclass(frozen=True)
 class Overlap:
     """How the linears gather and scatter the sequence: `xla` = a collective before or after the matmul; `ring` and
-    `bidirectional` = hops from neighbour to neighbour between parts of the matmul, one way or half of it either way.
+    `bidirectional` = hops from neighbour to neighbour between parts of the matmul, one way or half of it either way;
+    `auto` = of the three the fastest of each site: see `jaxpar.auto`.
     """
 
-    gather: Form = "xla"
+    gather: Literal[Form, "auto"] = "xla"
     """Of the input, before the matmul (in the backward: of the output's gradient)."""
-    scatter: Form = "xla"
+    scatter: Literal[Form, "auto"] = "xla"
     """Of the output's sums, after the matmul (in the backward: of the input's gradient)."""
+    heads_gather: Literal[Form, "same"] = "same"
+    """`gather` for q, k, v and the attention's output alone; `same` = as `gather`."""
+    heads_scatter: Literal[Form, "same"] = "same"
+    mlp_gather: Literal[Form, "same"] = "same"
+    """`gather` for the MLP's linears alone."""
+    mlp_scatter: Literal[Form, "same"] = "same"
+    domino: bool = False
+    """Run each block on two halves of a device's sequences, so that one half's collectives may hide behind the other's
+    matmuls (Domino, Wang et al. 2024, arXiv:2409.15241)."""
+
+    def form(self, move: Move, site: LogicalAxis | None) -> Form:
+        """The form of a move at the linears whose hidden dim is `site`.
+
+        Raises:
+          UserError: a site that is still `auto`.
+        """
+        form = getattr(self, f"{site}_{move}", "same")
+        form = getattr(self, move) if form == "same" else form
+        if form == "auto":
+            raise UserError(f"overlap.{move} is auto, and nothing was chosen: see jaxpar.auto.chosen")
+        return form
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> Shrunk:
     accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
     if accumulation < config.train.accumulation:
         notes.append(f"train.accumulation {config.train.accumulation} -> {accumulation}")
-    # Two sequences a shard: a batch dim of one would hide a wrong order inside a shard.
-    batch = 2 * accumulation * pieces("batch", config.rules, sizes)
+    # Two sequences a shard (and a half): a batch dim of one would hide a wrong order inside a shard.
+    batch = 2 * (1 + config.overlap.domino) * accumulation * pieces("batch", config.rules, sizes)
     train = TrainConfig(batch=batch, accumulation=accumulation, z_loss=config.train.z_loss, seed=config.train.seed)
     small = dataclasses.replace(
         config, model=model, data=data, train=train, mesh=mesh, checkpoint=CheckpointConfig(), metrics=MetricsConfig()

@@ -20,10 +20,9 @@ from jaxpar.loss import LossSums
 from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
 from jaxpar.optim import learning_rate, make_optimizer
+from jaxpar.parallel import TOKENS
 from jaxpar.sharding import Plan, local_rows, replicated, state_axes, tree_shardings
 from jaxpar.xla import compiler_options
-
-BATCH_AXES = ("batch", None)
 
 
 class TrainState(NamedTuple):
@@ -54,6 +53,11 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
         raise UserError(
             f"train.batch={train.batch} / accumulation={train.accumulation} is a microbatch of {microbatch} sequences, "
             f"which {shards} data-parallel shards do not divide: try --train.batch {fitting}"
+        )
+    if plan.overlap.domino and microbatch // shards % 2:
+        raise UserError(
+            f"overlap.domino cuts a device's microbatch of {microbatch // shards} sequences in two halves: "
+            f"try --train.batch {2 * train.batch}, or leave domino out"
         )
     activation = (microbatch, config.data.seq_len, config.model.embed)
     plan.sharding(("batch", "seq", None), activation, "activations")
@@ -112,19 +116,19 @@ def _with_params(model: Model, config: Config, params: Params) -> TrainState:
 
 def put_batch(rows: Mapping[str, np.ndarray], plan: Plan) -> dict[str, jax.Array]:
     """This process's rows of a global batch as global arrays [B, S] on the mesh."""
-    sharding = plan.sharding(BATCH_AXES)
+    sharding = plan.sharding(TOKENS)
     return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in rows.items()}
 
 
 def batch_rows(batch: int, plan: Plan) -> list[int]:
     """The rows of a global batch that this process's data loader reads."""
-    return local_rows(plan.sharding(BATCH_AXES, (batch, 1), "batch"), batch)
+    return local_rows(plan.sharding(TOKENS, (batch, 1), "batch"), batch)
 
 
 def batch_shapes(config: Config, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
     """A training batch as ShapeDtypeStructs with shardings: what the step is compiled for."""
     shape = (config.train.batch, config.data.seq_len)
-    leaf = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=plan.sharding(BATCH_AXES, shape, "batch"))
+    leaf = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=plan.sharding(TOKENS, shape, "batch"))
     names = ("tokens", "labels", "positions", "segments") if config.data.pack else ("tokens", "labels")
     return dict.fromkeys(names, leaf)
 
@@ -161,7 +165,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
         }
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    batch_sharding = plan.sharding(BATCH_AXES)
+    batch_sharding = plan.sharding(TOKENS)
     return jax.jit(
         step,
         in_shardings=(shardings, batch_sharding),
@@ -212,7 +216,7 @@ def gradients(
     def split(rows_BS: jax.Array) -> jax.Array:
         # Row r goes to microbatch r % A: every device keeps its own rows.
         rows_BAS = rows_BS.reshape(-1, accumulation, rows_BS.shape[1])
-        return plan.constrain(rows_BAS.swapaxes(0, 1), (None, *BATCH_AXES))
+        return plan.constrain(rows_BAS.swapaxes(0, 1), (None, *TOKENS))
 
     def add(total: Any, item: tuple[Batch, Any]) -> tuple[Any, None]:
         rows, index = item

@@ -21,7 +21,7 @@ from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError, nearest
 from jaxpar.loss import LossSums, linear_cross_entropy
 from jaxpar.models import gpt2, llama
-from jaxpar.parallel import logits
+from jaxpar.parallel import STORED, TOKENS, halves, logits, whole_batch
 from jaxpar.remat import remat
 from jaxpar.sharding import Plan
 
@@ -104,18 +104,24 @@ class Model:
         embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
         layer_keys = None if blocks_key is None else jax.random.split(blocks_key, self.config.layers)
 
-        def body(x_BSD, layer):
+        places = list(zip(halves(positions_BS, TOKENS, plan), halves(segments_BS, TOKENS, plan), strict=True))
+
+        def body(xs, layer):
             layer_params, layer_key = layer
-            return self.block(layer_params, x_BSD, positions_BS, segments_BS, plan, layer_key), None
+            return tuple(
+                self.block(layer_params, x_BSD, *place, plan, layer_key)
+                for x_BSD, place in zip(xs, places, strict=True)
+            ), None
 
         body = remat(body, plan.remat, self.config.scan_layers)
-        x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key)
+        xs = halves(self.embed(params, tokens_BS, positions_BS, plan, embed_key), STORED, plan)
         layers = (params["blocks"], layer_keys)
         if self.config.scan_layers:
-            return jax.lax.scan(body, x_BSD, layers)[0]
-        for i in range(self.config.layers):
-            x_BSD, _ = body(x_BSD, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
-        return x_BSD
+            xs = jax.lax.scan(body, xs, layers)[0]
+        else:
+            for i in range(self.config.layers):
+                xs, _ = body(xs, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
+        return whole_batch(xs, STORED, plan)
 
     def loss(
         self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None, z_loss: float = 0.0

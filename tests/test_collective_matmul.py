@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.errors import UserError
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
@@ -90,6 +91,29 @@ def test_rings_give_the_answer_of_one_device(form, rows, mesh):
 @pytest.mark.parametrize("overlap", [Overlap("ring", "xla"), Overlap("xla", "bidirectional")], ids=str)
 def test_gathers_and_scatters_may_differ(overlap):
     assert_close(values_and_gradients(plan_on(overlap, fsdp=2, tensor=4), given(24)), expected(24), 1e-5)
+
+
+def test_each_site_may_have_a_form_of_its_own():
+    """Of the four linears only the one after the MLP scatters in a ring: so many hops forward, none back."""
+    plan = plan_on(Overlap("xla", "ring", heads_scatter="xla", mlp_gather="bidirectional"), tensor=4)
+    assert [plan.overlap.form(move, site) for site in ("heads", "mlp", "vocab") for move in ("gather", "scatter")] == [
+        "xla", "xla", "bidirectional", "ring", "xla", "ring"
+    ]  # fmt: skip
+    x, up, down, q = arrays((B, 24, D), (D, 40), (40, D), (D, H, h))
+    for out, args, hops in ((("mlp",), (up, down), 3 + 2 * 3), (("heads", "head_dim"), (q, jnp.moveaxis(q, 0, 2)), 0)):
+
+        def both(x, w, back, out=out):
+            return row_linear(column_linear(x, (w,), (out,), plan)[0], back, out, plan)
+
+        kinds, _ = sent(plan, both, x, *args)
+        assert kinds["ppermute"] == hops
+        assert kinds["all-gather"] == kinds["reduce-scatter"] == (hops == 0)
+
+
+def test_a_form_that_nobody_chose_is_refused():
+    x, up = arrays((B, 24, D), (D, 40))
+    with pytest.raises(UserError, match=r"overlap\.gather is auto, and nothing was chosen"):
+        column_linear(x, (up,), (("mlp",),), plan_on(Overlap("auto"), tensor=2))
 
 
 def test_kv_heads_that_are_not_split_have_no_sum_to_scatter():

@@ -97,9 +97,10 @@ def test_override_names_the_nearest_key():
 def changed(key: str, value: Any) -> Config:
     """The default config with another value at `key`."""
     kinds = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1, tuple: lambda v: (*v, "stage")}
-    others = {
+    others = dict.fromkeys((key for key in flatten(Config().overlap, "overlap.") if key != "overlap.domino"), "ring")
+    others |= {
         "data.source": "text", "train.schedule": "wsd", "mesh.platform": "cpu", "memory.policy": "full",
-        "precision.compute": "bfloat16", "overlap.gather": "ring", "overlap.scatter": "ring",
+        "precision.compute": "bfloat16",
     }  # fmt: skip
     return override(Config(), {key: others.get(key) or kinds.get(type(value), lambda v: v + "x")(value)})
 

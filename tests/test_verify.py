@@ -105,6 +105,13 @@ def test_rings_give_the_gradients_of_one_device(
     assert found.setup.config.overlap == Overlap(gather, scatter)
 
 
+def test_halves_of_the_batch_give_the_gradients_of_one_device() -> None:
+    config = override(config_of((2, 1, 4), "llama", True, True, 3), {"overlap.domino": True, "overlap.scatter": "ring"})
+    found = verify.verify(config, jax.devices())
+    assert found.equal, verdict(found)
+    assert found.setup.config.train.batch == 2 * 2 * 2 * 3, "two sequences a half and device"
+
+
 def test_a_state_that_is_split_further_leaves_the_gradients_alone() -> None:
     config = override(config_of((2, 2, 2), "gpt2", True, True, 3), {"rules.state_embed": ("fsdp", "data")})
     found = verify.verify(config, jax.devices())
