@@ -83,6 +83,10 @@ class BenchArgs:
     """Steps of each in a round."""
     picture: str = ""
     """`bench rehearse`: where to draw predicted against measured (PNG)."""
+    target: str = ""
+    """`bench overlap`: the hardware, as for rehearse."""
+    step: bool = False
+    """`bench overlap`: rehearse the whole step too, not a block alone."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,8 @@ def meshes_command(words: list[str]) -> int:
 
 
 def bench_command(words: list[str]) -> int:
-    """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...] or bench rehearse [--picture FILE]"""
+    """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...], bench rehearse [--picture FILE] or
+    bench overlap CONFIG --target T [--step] [--section.key value ...]"""
     from jaxpar.bench import bench_step, table
 
     if words[:1] == ["rehearse"]:
@@ -256,8 +261,18 @@ def bench_command(words: list[str]) -> int:
         if args.picture:
             save_figure(prediction_figure(rows, "predicted and measured steps, one device here"), Path(args.picture))
         return 0
+    if words[:1] == ["overlap"]:
+        from jaxpar.bench_overlap import compare_forms, overlap_table
+        from jaxpar.targets import load_target
+
+        _, args = _config_args("bench", BenchArgs, words[1:])
+        if not args.target:
+            raise UserError("bench overlap needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
+        say = console().print
+        say(overlap_table(compare_forms(check(args.config), load_target(args.target), args.step, say)))
+        return 0
     if not words or words[0] not in ("step", "-h", "--help"):
-        raise UserError("usage: " + str(bench_command.__doc__))
+        raise UserError("usage: " + " ".join(str(bench_command.__doc__).split()))
     _, args = _config_args("bench", BenchArgs, words[1:] if words[0] == "step" else words)
     console().print(table([bench_step(check(args.config), args.rounds, args.calls)]))
     return 0

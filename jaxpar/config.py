@@ -336,7 +336,7 @@ def check(config: Config) -> Config:
         (model.kv_heads > 0 and model.heads % model.kv_heads != 0,
          f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
         (not 0 <= model.dropout < 1, f"model.dropout={model.dropout} is not in [0, 1)"),
-        (config.overlap.domino and model.dropout > 0,
+        (config.overlap.domino == "on" and model.dropout > 0,
          f"overlap.domino with model.dropout={model.dropout}: halves of a batch would drop other entries than the "
          "whole, leave one of them out"),
         (data.seq_len < 1 or data.seq_len > model.max_seq_len,

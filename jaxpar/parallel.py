@@ -323,8 +323,8 @@ def halves(x: Array | None, axes: _Axes, plan: Plan) -> tuple[Any, ...]:
       axes: its layout.
       plan: mesh and rules, and whether Domino is on.
     """
-    if x is None or not plan.overlap.domino:
-        return (x,) * (1 + plan.overlap.domino)
+    if x is None or plan.overlap.parts == 1:
+        return (x,) * plan.overlap.parts
     return manual(lambda x: tuple(jnp.split(x, 2)), plan, (axes,), (axes, axes))(x)
 
 

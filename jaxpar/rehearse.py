@@ -8,28 +8,24 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar.attention import kernel_cost
-from jaxpar.calibrate import calibrated
+from jaxpar.auto import chosen
 from jaxpar.config import Config, check, flatten, load_config
 from jaxpar.errors import UserError
-from jaxpar.hardware import Hardware
-from jaxpar.hlo.cost import price, seconds_by_basis
+from jaxpar.hlo.cost import seconds_by_basis
 from jaxpar.hlo.parse import Module, parse
-from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Collective, Program, walk
-from jaxpar.hlo.timeline import TaskTime, Timeline, replay
+from jaxpar.hlo.tasks import Program, walk
+from jaxpar.hlo.timeline import TaskTime, Timeline
 from jaxpar.mesh import MESH_AXES, MeshSpec, describe
 from jaxpar.models import Model
-from jaxpar.network import CollectiveTime, collective_time
 from jaxpar.parallel import overlap_notes
 from jaxpar.planned import Planned, planned
+from jaxpar.play import Played, play
 from jaxpar.rehearsal import fit, lint, memory
 from jaxpar.rehearsal.collectives import collective_rows, in_float32
 from jaxpar.rehearsal.conditions import failures, parse_conditions
@@ -42,7 +38,7 @@ from jaxpar.report import console
 from jaxpar.runtime import start
 from jaxpar.sharding import Plan, placements
 from jaxpar.step import make_plan, make_train_step, step_shapes
-from jaxpar.targets import Target, check_mesh, load_target, places, target_devices
+from jaxpar.targets import Target, check_mesh, load_target, target_devices
 
 _PACKAGES = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _DRAWN_TRIPS, _MOST_EVENTS = 100, 60_000
@@ -89,13 +85,9 @@ def rehearse(
     compiled = compile_step(config, target, say)
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
     module = parse(compiled.text)
-    slices = [place.slice for place in places(list(compiled.plan.mesh.devices.flat), target)]
-    slice_of = slices if target.platform == "tpu" and target.slices > 1 else None
-    program = read_program(compiled.text, slice_of=slice_of, kernel_cost=kernel_cost)
-    hardware, on_links, speeds = _machine(compiled, say)
-    costs = price(program, hardware, on_links, speeds)
-    timeline = replay(program, costs, drawn_trips=_DRAWN_TRIPS, most_events=_MOST_EVENTS)
-    report = _report(compiled, program, module, timeline, hardware, on_links)
+    played = play(compiled.text, compiled.plan, target, say, _DRAWN_TRIPS, _MOST_EVENTS)
+    program, costs = played.program, played.costs
+    report = _report(compiled, played, module)
     basis = seconds_by_basis(program, costs)
     computed = sum(seconds for kind, seconds in basis.items() if kind not in ("link", "host link"))
     report["time"]["estimated_without_cycles"] = 1 - basis.get("cycles", 0.0) / computed if computed else 0.0
@@ -113,6 +105,7 @@ def compile_step(config: Config, target: Target, say: Callable[[str], None] = la
     else:
         check_mesh(config.mesh, target)
         devices = target_devices(target)
+    config = chosen(config, target, say)
     plan, model = make_plan(config, devices), Model(config.model)
     across = describe({f"dcn.{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES})
     inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
@@ -139,24 +132,9 @@ def _mesh_here(mesh: MeshSpec) -> MeshSpec:
     return dataclasses.replace(mesh, distributed=False, platform="cpu" if mesh.platform == "cpu" else "auto")
 
 
-def _machine(
-    compiled: Compiled, say: Callable[[str], None]
-) -> tuple[Hardware, Callable[[Collective], CollectiveTime], Any]:
-    """The figures that price the program: the target's, or for `here` those measured on this machine."""
-    target, speeds = compiled.target, None
-    if target.name == "here":
-        measured = calibrated(say)
-        target = dataclasses.replace(target, hardware=measured.hardware(target.hardware))
-        speeds = measured.speeds(compiled.plan.mesh.size)
-    where = places(list(compiled.plan.mesh.devices.flat), target)
-    return target.hardware, partial(collective_time, places=where, target=target), speeds
-
-
-def _report(
-    compiled: Compiled, program: Program, module: Module, timeline: Timeline, hardware: Hardware,
-    on_links: Callable[[Collective], CollectiveTime],
-) -> Rehearsal:  # fmt: skip
+def _report(compiled: Compiled, played: Played, module: Module) -> Rehearsal:
     """Everything but what `rehearse` adds."""
+    program, timeline, hardware = played.program, played.timeline, played.hardware
     config, target, plan, model = compiled.config, compiled.target, compiled.plan, compiled.model
     peak = getattr(hardware.peak_flops, config.precision.compute) or hardware.peak_flops.bfloat16 or None
     chips = plan.mesh.size // hardware.devices_per_chip  # here, a mesh may take some of the devices
@@ -164,7 +142,7 @@ def _report(
     tokens = config.train.batch * config.data.seq_len
     model_flops = model.flops_per_token(config.data.seq_len) * tokens
     collectives = collective_rows(
-        timeline.tasks, compiled.planned, dict(plan.mesh.shape), lambda collective: on_links(collective).links
+        timeline.tasks, compiled.planned, dict(plan.mesh.shape), lambda collective: played.on_links(collective).links
     )
     device_memory = memory.account(
         compiled.stats, compiled.state, compiled.batch, module, config.model.layers, hardware.hbm_bytes

@@ -146,7 +146,7 @@ class Overlap:
     mlp_gather: Literal[Form, "same"] = "same"
     """`gather` for the MLP's linears alone."""
     mlp_scatter: Literal[Form, "same"] = "same"
-    domino: bool = False
+    domino: Literal["off", "on", "auto"] = "off"
     """Run each block on two halves of a device's sequences, so that one half's collectives may hide behind the other's
     matmuls (Domino, Wang et al. 2024, arXiv:2409.15241)."""
 
@@ -154,13 +154,24 @@ class Overlap:
         """The form of a move at the linears whose hidden dim is `site`.
 
         Raises:
-          UserError: a site that is still `auto`.
+          UserError: it is still `auto`.
         """
-        form = getattr(self, f"{site}_{move}", "same")
+        form: Any = getattr(self, f"{site}_{move}", "same")
         form = getattr(self, move) if form == "same" else form
         if form == "auto":
             raise UserError(f"overlap.{move} is auto, and nothing was chosen: see jaxpar.auto.chosen")
         return form
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a block's batch is cut.
+
+        Raises:
+          UserError: it is still `auto`.
+        """
+        if self.domino == "auto":
+            raise UserError("overlap.domino is auto, and nothing was chosen: see jaxpar.auto.chosen")
+        return 2 if self.domino == "on" else 1
 
 
 @dataclass(frozen=True)

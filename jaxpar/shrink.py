@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.config import CheckpointConfig, Config, DataConfig, MetricsConfig, ModelConfig, TrainConfig
 from jaxpar.mesh import DcnSpec, MeshAxis, MeshSpec, axis_sizes, describe, devices_needed, resolve
-from jaxpar.sharding import LogicalAxis, ShardingRules
+from jaxpar.sharding import LogicalAxis, Overlap, ShardingRules
 
 SIMULATED = 8  # CPU devices where the mesh leaves the number open; a mesh that asks for up to twice as many gets them
 MOST_ACCUMULATION = 4  # more microbatches repeat what these do
@@ -58,12 +58,15 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> Shrunk:
     accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
     if accumulation < config.train.accumulation:
         notes.append(f"train.accumulation {config.train.accumulation} -> {accumulation}")
+    overlap, chosen = _explicit(config.overlap)
+    notes += chosen
     # Two sequences a shard (and a half): a batch dim of one would hide a wrong order inside a shard.
-    batch = 2 * (1 + config.overlap.domino) * accumulation * pieces("batch", config.rules, sizes)
+    batch = 2 * overlap.parts * accumulation * pieces("batch", config.rules, sizes)
     train = TrainConfig(batch=batch, accumulation=accumulation, z_loss=config.train.z_loss, seed=config.train.seed)
     small = dataclasses.replace(
-        config, model=model, data=data, train=train, mesh=mesh, checkpoint=CheckpointConfig(), metrics=MetricsConfig()
-    )
+        config, model=model, data=data, train=train, mesh=mesh, overlap=overlap, checkpoint=CheckpointConfig(),
+        metrics=MetricsConfig(),
+    )  # fmt: skip
     return Shrunk(small, tuple(notes))
 
 
@@ -114,6 +117,14 @@ def _shrink_model(
     if model.dropout:
         notes.append(f"model.dropout {model.dropout} -> 0: each microbatch draws its own, so there is no one answer")
     return small, notes
+
+
+def _explicit(overlap: Overlap) -> tuple[Overlap, list[str]]:
+    """What is left to choose is set to the form with the most that could go wrong: all give the same answer."""
+    most = {"gather": "bidirectional", "scatter": "bidirectional", "domino": "on"}
+    forced: Any = {name: form for name, form in most.items() if getattr(overlap, name) == "auto"}
+    notes = [f"overlap.{name} auto -> {form}: all forms must give the same answer" for name, form in forced.items()]
+    return dataclasses.replace(overlap, **forced), notes
 
 
 def _multiple(least: int, of: int) -> int:

@@ -54,7 +54,7 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
             f"train.batch={train.batch} / accumulation={train.accumulation} is a microbatch of {microbatch} sequences, "
             f"which {shards} data-parallel shards do not divide: try --train.batch {fitting}"
         )
-    if plan.overlap.domino and microbatch // shards % 2:
+    if plan.overlap.domino == "on" and microbatch // shards % 2:
         raise UserError(
             f"overlap.domino cuts a device's microbatch of {microbatch // shards} sequences in two halves: "
             f"try --train.batch {2 * train.batch}, or leave domino out"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxpar.auto import chosen
 from jaxpar.checkpoint import METRIC, Checkpoints
 from jaxpar.config import Config, check, incompatible, parse, to_toml
 from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entropy, val_batches
@@ -67,6 +68,7 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
     if verify:
         simulate_for(config.mesh)
     devices = start(config.mesh)
+    config = chosen(config, say=console().print if jax.process_index() == 0 else lambda line: None)
     plan = make_plan(config, devices)
     for note in overlap_notes(plan, config.data.seq_len) if jax.process_index() == 0 else ():
         console().print(note)

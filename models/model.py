@@ -102,8 +102,16 @@ class Model:
             positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
         segments_BS = batch.get("segments")
         embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
-        layer_keys = None if blocks_key is None else jax.random.split(blocks_key, self.config.layers)
+        x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key)
+        return self.blocks(params["blocks"], x_BSD, positions_BS, segments_BS, plan, blocks_key)
 
+    def blocks(
+        self, layers: Params, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"],
+        segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None,
+    ) -> Float[Array, "B S D"]:  # fmt: skip
+        """All blocks, one after the other; `layers` is `params["blocks"]`, or some slices of it."""
+        count = len(jax.tree.leaves(layers)[0])
+        layer_keys = None if key is None else jax.random.split(key, count)
         places = list(zip(halves(positions_BS, TOKENS, plan), halves(segments_BS, TOKENS, plan), strict=True))
 
         def body(xs, layer):
@@ -114,13 +122,12 @@ class Model:
             ), None
 
         body = remat(body, plan.remat, self.config.scan_layers)
-        xs = halves(self.embed(params, tokens_BS, positions_BS, plan, embed_key), STORED, plan)
-        layers = (params["blocks"], layer_keys)
+        xs = halves(x_BSD, STORED, plan)
         if self.config.scan_layers:
-            xs = jax.lax.scan(body, xs, layers)[0]
+            xs = jax.lax.scan(body, xs, (layers, layer_keys))[0]
         else:
-            for i in range(self.config.layers):
-                xs, _ = body(xs, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
+            for i in range(count):
+                xs, _ = body(xs, jax.tree.map(lambda leaf, i=i: leaf[i], (layers, layer_keys)))
         return whole_batch(xs, STORED, plan)
 
     def loss(

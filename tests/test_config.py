@@ -97,10 +97,9 @@ def test_override_names_the_nearest_key():
 def changed(key: str, value: Any) -> Config:
     """The default config with another value at `key`."""
     kinds = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1, tuple: lambda v: (*v, "stage")}
-    others = dict.fromkeys((key for key in flatten(Config().overlap, "overlap.") if key != "overlap.domino"), "ring")
-    others |= {
+    others = dict.fromkeys(flatten(Config().overlap, "overlap."), "ring") | {
         "data.source": "text", "train.schedule": "wsd", "mesh.platform": "cpu", "memory.policy": "full",
-        "precision.compute": "bfloat16",
+        "precision.compute": "bfloat16", "overlap.domino": "on",
     }  # fmt: skip
     return override(Config(), {key: others.get(key) or kinds.get(type(value), lambda v: v + "x")(value)})
 

@@ -232,7 +232,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"mesh.data": 8, "train.batch": 12}, "12 sequences, which 8 data-parallel .* do not divide: try --train.batch 16"),
     ({"mesh.tensor": 8, "model.heads": 4}, r"blocks.k: dim 2 \(heads\) has size 4, which tensor=8 does not divide"),
     ({"mesh.tensor": 8, "data.seq_len": 12}, r"residual stream: dim 1 \(residual_seq\) has size 12, which tensor=8"),
-    ({"mesh.data": 8, "overlap.domino": True}, "microbatch of 1 sequences in two halves: try --train.batch 16"),
+    ({"mesh.data": 8, "overlap.domino": "on"}, "microbatch of 1 sequences in two halves: try --train.batch 16"),
     ({"mesh.tensor": 8, "rules.embed": ("tensor",)}, "mesh axis tensor=8 is used twice"),
 ]  # fmt: skip
 

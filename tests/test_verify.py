@@ -106,7 +106,7 @@ def test_rings_give_the_gradients_of_one_device(
 
 
 def test_halves_of_the_batch_give_the_gradients_of_one_device() -> None:
-    config = override(config_of((2, 1, 4), "llama", True, True, 3), {"overlap.domino": True, "overlap.scatter": "ring"})
+    config = override(config_of((2, 1, 4), "llama", True, True, 3), {"overlap.domino": "on", "overlap.scatter": "ring"})
     found = verify.verify(config, jax.devices())
     assert found.equal, verdict(found)
     assert found.setup.config.train.batch == 2 * 2 * 2 * 3, "two sequences a half and device"
