@@ -99,7 +99,7 @@ def _shrink_model(
     padded = model.vocab_size % model.vocab_multiple != 0
     small = dataclasses.replace(
         model,
-        layers=_multiple(2, split("layers")),
+        layers=_multiple(2 + model.layers % 2, split("layers")),  # an odd number stays odd
         embed=D,
         heads=H,
         kv_heads=K if model.kv_heads else 0,
