@@ -3,8 +3,9 @@
 One row for each place where a step's arrays change their layout, derived from the parameters' shapes and logical axes
 and the plan's rules, as the ops of `jaxpar.parallel`, `jaxpar.loss` and `jaxpar.step` write them out. It is to the byte
 what `jaxpar.planned` finds in the traced step: a move that is written twice counts once where both stand in one loop
-body (unrolled blocks that are not recomputed keep what the forward gathered). Norms, biases and the gradient's norm,
-which XLA moves as it sees fit, stand in rows that are not `asked` for; their bytes are an estimate.
+body (unrolled blocks that are not recomputed keep what the forward gathered). What XLA moves as it sees fit (norms,
+biases, the gradient's norm, keys and values of a split sequence) stands in rows that are not `asked` for; their bytes
+are an estimate.
 
 Shapes: B batch, S sequence, D embed, V vocab, L layers; weights [D, *out] (column linears) and [*in, D] (row linears).
 """
@@ -20,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jaxpar.collectives import further_split, split_over
-from jaxpar.config import Config
+from jaxpar.config import Config, ModelConfig
 from jaxpar.hlo.tasks import CollectiveKind, sent_bytes
 from jaxpar.loss import chunk_count
 from jaxpar.mesh import MeshAxis
@@ -145,6 +146,7 @@ def sites(parameters: Mapping[str, Array], config: Config, plan: Plan) -> list[S
     return [
         *_lookups(embed, step),
         *_blocks(blocks, step),
+        *_attention(config.model, step),
         *_loss(tables[0], len(tables) == 1, step),
         *_left_to_xla("block", blocks, step),
         *_left_to_xla("head", head, step),
@@ -222,6 +224,20 @@ def _sublayer(
         yield from step.rows(scope, f"gradient of {into} input", "backward", scatter(over))
     yield from step.rows(scope, f"gradients of {into}", "backward", _gradients(columns.values(), step))
     yield from step.rows(scope, f"gradients of {out}", "backward", _gradients(rows.values(), step))
+
+
+def _attention(model: ModelConfig, step: _Step) -> Iterator[Site]:
+    """Where the sequence of q, k and v is split XLA gathers keys and values, and sums their gradients."""
+    heads = model.kv_heads or model.heads
+    shape = (*step.stream[:2], heads, model.head_dim or model.embed // model.heads)
+    keys = Array(shape, ("batch", "seq", "kv_heads" if model.kv_heads else "heads", "head_dim"))
+    used = ("batch", None, *keys.axes[2:])
+    gathered = 2 * list(_weights(keys, used, step.width, step.plan))
+    scattered = 2 * list(_sum(shape, step.plan.mesh_axes("seq"), used, keys.axes, step.width, step.plan))
+    yield from step.rows("block/attention/core", "k, v", "forward", gathered, asked=False)
+    if step.apart:
+        yield from step.rows("block/attention/core", "k, v", "backward", gathered, asked=False)
+    yield from step.rows("block/attention/core", "gradients of k, v", "backward", scattered, asked=False)
 
 
 def _loss(table: Array, tied: bool, step: _Step) -> Iterator[Site]:
