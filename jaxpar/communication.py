@@ -252,7 +252,7 @@ def _loss(table: Array, tied: bool, step: _Step) -> Iterator[Site]:
         scores = _Move("all-reduce", vocab, 3 * _FLOAT32 * -(-tokens // chunks), chunks)
         yield from step.rows("loss", "scores of the tokens", "forward", [scores])
     if step.tokens:
-        yield from step.rows("loss", "sums", "forward", [_Move("all-reduce", step.tokens, 2 * _FLOAT32)])
+        yield from step.rows("loss", "sums of the loss", "forward", [_Move("all-reduce", step.tokens, 2 * _FLOAT32)])
     scattered = _sum(stream, vocab, GATHERED, STORED, step.width, plan)
     yield from step.rows("loss", "gradient of head input", "backward", scattered)
     yield from step.rows("loss", "gradient of head", "backward", _gradients([table], step))
