@@ -29,7 +29,7 @@ from jaxpar.parallel import GATHERED, STORED, used_axes
 from jaxpar.sharding import Form, LogicalAxis, Plan, path_name, state_axes
 
 Phase = Literal["forward", "recomputed", "backward", "update"]
-Sent = dict[tuple[CollectiveKind, frozenset[MeshAxis]], float]
+Sent = dict[tuple[str, frozenset[str]], float]
 
 SUBLAYERS: dict[str, tuple[LogicalAxis, ...]] = {"attention": ("heads", "kv_heads"), "mlp": ("mlp",)}
 """The parts of a block in their order, by the logical axes of what lies between their two linears."""

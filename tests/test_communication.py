@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import jax
@@ -91,10 +91,10 @@ def sites_of(config: Config, target: str = "") -> list[Site]:
 def test_a_traced_step_asks_for_the_same(name):
     """To the byte, in every scope of the model."""
     found, mesh = asked_here(PLANS[name])
-    traced: Counter[Any] = Counter()
+    traced: dict[Any, float] = defaultdict(float)
     for one in found:
         traced[scope_of(one), one.kind, one.axes] += sent_bytes(one, mesh) * one.count
-    ours: Counter[Any] = Counter()
+    ours: dict[Any, float] = defaultdict(float)
     for site in sites_of(PLANS[name]):
         if site.asked:
             ours[site.scope, site.kind, site.axes] += site.sent

@@ -76,7 +76,7 @@ def test_no_text_runs_into_another_or_out_of_its_box(name):
     frames = [patch.get_window_extent(renderer) for patch in figure.axes[0].patches]
     for text, box in boxes.items():
         assert figure.bbox.x0 < box.x0 and box.x1 < figure.bbox.x1, text.get_text()
-        inside = [frame for frame in frames if frame.contains(*((box.p0 + box.p1) / 2))]
+        inside = [frame for frame in frames if frame.contains((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)]
         assert all(frame.x0 < box.x0 and box.x1 < frame.x1 for frame in inside), text.get_text()
 
 
