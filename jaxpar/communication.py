@@ -69,7 +69,7 @@ class Site(NamedTuple):
 
 
 def sent(sites: Iterable[Site]) -> Sent:
-    """Bytes one device sends in a step, by kind of collective and mesh axes."""
+    """Bytes one device sends in a step, by kind of collective and mesh axes; `site.asked` tells what to leave out."""
     total: Sent = defaultdict(float)
     for site in sites:
         total[site.kind, site.axes] += site.sent
@@ -133,16 +133,15 @@ def sites(parameters: Mapping[str, Array], config: Config, plan: Plan) -> list[S
     Args:
       parameters: of the model, from `arrays`.
       config: whose batch, accumulation, sequence length and `scan_layers` count.
-      plan: from `jaxpar.step.make_plan`.
+      plan: from `jaxpar.step.make_plan`; one on an `AbstractMesh` will do, no device is asked.
     """
     embed, head = part_of(parameters, "embed"), part_of(parameters, "head")
-    stacked = part_of(parameters, "blocks")
-    blocks = {name: Array(array.shape[1:], array.axes[1:]) for name, array in stacked.items()}
+    layers, blocks = one_block(parameters)
     tables = [array for array in (*head.values(), *embed.values()) if array.axes[0] == "vocab"]
     train = config.train
     stream = train.batch // train.accumulation, config.data.seq_len, tables[0].shape[-1]
     apart = plan.remat == "full" or config.model.scan_layers
-    step = _Step(plan, stream, train.accumulation, next(iter(stacked.values())).shape[0], apart)
+    step = _Step(plan, stream, train.accumulation, layers, apart)
     return [
         *_lookups(embed, step),
         *_blocks(blocks, step),
@@ -164,6 +163,13 @@ def arrays(shapes: Any, axes: Any) -> dict[str, Array]:
 def part_of(parameters: Mapping[str, Array], part: str) -> dict[str, Array]:
     """`{"q": ...}` of `{"blocks.q": ..., "embed.tokens": ...}`, for the part `blocks`."""
     return {name.removeprefix(part + "."): array for name, array in parameters.items() if name.startswith(part + ".")}
+
+
+def one_block(parameters: Mapping[str, Array]) -> tuple[int, dict[str, Array]]:
+    """How many layers there are, and the arrays of one."""
+    stacked = part_of(parameters, "blocks")
+    blocks = {name: Array(array.shape[1:], array.axes[1:]) for name, array in stacked.items()}
+    return next(iter(stacked.values())).shape[0], blocks
 
 
 def sublayers(blocks: Mapping[str, Array]) -> Iterator[tuple[str, dict[str, Array], dict[str, Array]]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from jaxpar.communication import Array, Site, part_of, sublayers
+from jaxpar.communication import Array, Site, one_block, part_of, sublayers
 from jaxpar.config import Config
 from jaxpar.mesh import MESH_AXES
 from jaxpar.metrics import bytes_text
@@ -94,9 +94,8 @@ def layer_figure(
 
 
 def _sections(parameters: Mapping[str, Array], sites: Sequence[Site], config: Config, plan: Plan) -> Iterator[_Section]:
-    embed, head, stacked = (part_of(parameters, part) for part in ("embed", "head", "blocks"))
-    blocks = {name: Array(array.shape[1:], array.axes[1:]) for name, array in stacked.items()}
-    layers = next(iter(stacked.values())).shape[0]
+    embed, head = part_of(parameters, "embed"), part_of(parameters, "head")
+    layers, blocks = one_block(parameters)
     tokens = config.train.batch // config.train.accumulation, config.data.seq_len
     sketch = _Sketch(plan, (*tokens, config.model.embed), config.train.accumulation, layers)
 
@@ -193,7 +192,7 @@ class _Sketch(NamedTuple):
         """A box: `each` where the name is of several arrays."""
         size = bytes_text(array.entries(self.plan) * width) + (" each" if ", " in name else "")
         split = " x ".join(self.dim(axis, place) for place, axis in enumerate(array.axes))
-        return _Drawn((f"{name}  {list(array.shape)}  {size}", split), color)
+        return _Drawn((f"{name} {list(array.shape)}, {size}", split), color)
 
     def dim(self, axis: LogicalAxis | None, place: int) -> str:
         """`seq / tensor=4`: a dim, and the mesh axes it is cut over. Without a logical axis are rows, or features."""
@@ -297,10 +296,9 @@ def _draw_section(axes: Any, section: _Section, top: float, before: float | None
             if before is not None:
                 _arrow(axes, (middle, before), (middle, first + below))
             before = first + below + _height(thing)
-    for row in section.rows:
+    for i, row in enumerate(section.rows):
         if row.weights:
-            down = first + _stack_height([other.thing for other in section.rows[: section.rows.index(row) + 1]])
-            down -= _height(row.thing) / 2
+            down = first + _stack_height([above.thing for above in section.rows[: i + 1]]) - _height(row.thing) / 2
             _arrow(axes, (sum(_WEIGHTS), down), (_FLOW[0] + _FLOW[1] / 6, down))
     last = section.rows[-1].thing if section.rows else None
     if before is not None and start is not None and isinstance(last, _Drawn):

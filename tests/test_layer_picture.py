@@ -84,12 +84,12 @@ def test_arrays_lie_where_the_plan_puts_them():
     """LLaMA over fsdp=4 x tensor=2 in bfloat16: B=16, S=64, D=64, 2 kv heads of 32, 256 mlp."""
     shown = texts(drawn(PLANS["llama, fsdp x tensor, remat"])[0])
     for name, split in {
-        "residual stream  [16, 64, 64]  16.00 KiB": "batch / fsdp=4 x seq / tensor=2 x embed",
-        "gathered  [16, 64, 64]  32.00 KiB": "batch / fsdp=4 x seq x embed",
-        "k, v  [64, 2, 32]  2.00 KiB each": "embed / fsdp=4 x kv_heads / tensor=2 x head_dim",
-        "k, v  [16, 64, 2, 32]  16.00 KiB each": "batch / fsdp=4 x seq x kv_heads / tensor=2 x head_dim",
-        "gate, up  [64, 256]  8.00 KiB each": "embed / fsdp=4 x mlp / tensor=2",
-        "down  [256, 64]  8.00 KiB": "mlp / tensor=2 x embed / fsdp=4",
+        "residual stream [16, 64, 64], 16.00 KiB": "batch / fsdp=4 x seq / tensor=2 x embed",
+        "gathered [16, 64, 64], 32.00 KiB": "batch / fsdp=4 x seq x embed",
+        "k, v [64, 2, 32], 2.00 KiB each": "embed / fsdp=4 x kv_heads / tensor=2 x head_dim",
+        "k, v [16, 64, 2, 32], 16.00 KiB each": "batch / fsdp=4 x seq x kv_heads / tensor=2 x head_dim",
+        "gate, up [64, 256], 8.00 KiB each": "embed / fsdp=4 x mlp / tensor=2",
+        "down [256, 64], 8.00 KiB": "mlp / tensor=2 x embed / fsdp=4",
     }.items():
         assert shown[shown.index(name) + 1] == split
 
