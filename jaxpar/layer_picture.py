@@ -322,7 +322,7 @@ def _draw_back(axes: Any, section: _Section, top: float) -> None:
         first = down + _LINE_HEIGHT / 2
         for line in _two_lines(move):
             down += _LINE_HEIGHT
-            size = _fitting([line], width - 0.2)
+            size = _fitting(line, width - 0.2)
             axes.text(left + 0.15, down, line, va="center", fontsize=size, color=_COLORS[move.kind])
         axes.plot([left + 0.03] * 2, [first, down + _LINE_HEIGHT / 2], color=_COLORS[move.kind], linewidth=3)
 
@@ -342,16 +342,17 @@ def _box(
 ) -> None:
     left, width = column
     axes.add_patch(_rounded(left, top, width, height, color, _LINE))
-    size, step = _fitting(lines, width - 0.15), height / (len(lines) + (0.4 if len(lines) > 1 else 0.0))
+    step = height / (len(lines) + (0.4 if len(lines) > 1 else 0.0))
     for i, line in enumerate(lines):
         weight = "bold" if i == 0 and len(lines) > 1 else "normal"
         down = top + height / 2 + (i - (len(lines) - 1) / 2) * step
+        size = _fitting(line, width - 0.15)
         axes.text(left + width / 2, down, line, ha="center", va="center", fontsize=size, color=ink, weight=weight)
 
 
-def _fitting(lines: Sequence[str], width: float) -> float:
-    """The font size, smaller where the longest line would not fit: a letter is about 0.62 of its size wide."""
-    return min(_FONT, width * 72 / (0.62 * max(map(len, lines))))
+def _fitting(line: str, width: float) -> float:
+    """The font size, smaller where the line would not fit: a letter is about 0.62 of its size wide, a bold one more."""
+    return min(_FONT, width * 72 / (0.62 * len(line)))
 
 
 def _rounded(left: float, top: float, width: float, height: float, color: str, edge: str) -> FancyBboxPatch:

@@ -159,6 +159,12 @@ OWN = 0.005
 
 COMPILED = {
     "llama, HSDP, state further split": (changed(config_of("llama", "full", data=2, fsdp=4), rules=HSDP), ""),
+    "llama, rings for TPUs": (
+        changed(config_of("llama", "full", compute="bfloat16", embed=512, fsdp=4, tensor=2), overlap=BOTH_RINGS),
+        "v5e-8",
+    ),
+}
+COMPILED_SLOWLY = {
     "llama, rings": (changed(config_of("llama", "full", fsdp=4, tensor=2), overlap=BOTH_RINGS), ""),
     "gpt2, ZeRO-1, ring": (
         changed(config_of("gpt2", data=4, tensor=2), rules=ZERO1, overlap=Overlap("ring", "bidirectional")), "",
@@ -166,24 +172,32 @@ COMPILED = {
     "llama, ZeRO-1 for TPUs": (
         changed(config_of("llama", "full", compute="bfloat16", embed=1024, data=8), rules=ZERO1), "v5e-8",
     ),
-    "llama, rings for TPUs": (
-        changed(config_of("llama", "full", compute="bfloat16", embed=512, fsdp=4, tensor=2), overlap=BOTH_RINGS),
-        "v5e-8",
-    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_libtpu if COMPILED[name][1] else ()) for name in COMPILED]
-)
-def test_a_compiled_step_sends_the_same(name):
-    config, target = COMPILED[name]
+def cases(programs: dict[str, tuple[Config, str]]) -> list[Any]:
+    marks = {True: needs_libtpu, False: ()}
+    return [pytest.param(*case, id=name, marks=marks[bool(case[1])]) for name, case in programs.items()]
+
+
+def assert_compiles_to_the_same(config: Config, target: str) -> None:
     ours, (_, made) = sent(sites_of(config, target)), compiled(config, target)
     whole = sum(made.values())
     assert whole > 0
     for key in {*ours, *made}:
         assert abs(ours.get(key, 0.0) - made.get(key, 0.0)) <= OWN * whole, (key, ours.get(key), made.get(key))
     assert sum(ours.values()) == pytest.approx(whole, rel=OWN)
+
+
+@pytest.mark.parametrize(("config", "target"), cases(COMPILED))
+def test_a_compiled_step_sends_the_same(config, target):
+    assert_compiles_to_the_same(config, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "target"), cases(COMPILED_SLOWLY))
+def test_more_compiled_steps_send_the_same(config, target):
+    assert_compiles_to_the_same(config, target)
 
 
 def test_keys_and_values_of_a_split_sequence_are_gathered():
