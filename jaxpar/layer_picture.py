@@ -351,7 +351,7 @@ def _box(
 
 
 def _fitting(line: str, width: float) -> float:
-    """The font size, smaller where the line would not fit: a letter is about 0.62 of its size wide, a bold one more."""
+    """The font size, smaller where the line would not fit: a letter is about 0.62 of its size wide."""
     return min(_FONT, width * 72 / (0.62 * len(line)))
 
 
