@@ -107,7 +107,7 @@ def compare(
             say(f"overlap auto: {words(overlap)}: {1e3 * found.seconds:.2f} ms a block")
         return found
 
-    fastest = take(_closed(config.overlap))
+    fastest = take(closed(config.overlap))
     for candidates in _steps(config, plan):
         for change in candidates:
             fastest = best([fastest, take(dataclasses.replace(fastest.overlap, **change))])
@@ -134,8 +134,8 @@ def _steps(config: Config, plan: Plan) -> Iterator[list[dict[str, Any]]]:
             yield [{site: "ring"}, {site: "bidirectional"}]
 
 
-def _closed(overlap: Overlap) -> Overlap:
-    """`auto` replaced by what the search starts from."""
+def closed(overlap: Overlap) -> Overlap:
+    """`auto` replaced by `xla` and no Domino, where the search starts from."""
     start = {"gather": "xla", "scatter": "xla", "domino": "off"}
     changes: Any = {name: form for name, form in start.items() if getattr(overlap, name) == "auto"}
     return dataclasses.replace(overlap, **changes)

@@ -61,15 +61,15 @@ class EvalArgs:
 
 @dataclass(frozen=True)
 class ShowArgs:
-    """The parameter table of a config, and a picture of its largest arrays on the mesh."""
+    """Where the parameters of a config live, what its devices send, and pictures of the mesh and of one layer."""
 
     config: Overrides
     on: str = ""
     """Take the [mesh] table from this mesh preset or file instead."""
     out: str = ""
-    """Where the picture goes; empty = NAME.png."""
+    """Where the picture of the mesh goes; empty = NAME.png. That of a layer goes beside it: NAME_layer.svg."""
     json: bool = False
-    """Print the table as JSON."""
+    """Print the parameter table as JSON."""
 
 
 @dataclass(frozen=True)

@@ -118,12 +118,17 @@ def _sums_backward(plan, vocab_size, z_loss, residuals, cotangents):
 _sums.defvjp(_sums_forward, _sums_backward)
 
 
+def chunk_count(tokens: int) -> int:
+    """Into how many chunks a device's tokens go."""
+    return -(-tokens // _CHUNK)
+
+
 def _chunks(x_BSD: Array, labels_BS: Array) -> tuple[Array, Array]:
     """A device's tokens in as few equal chunks [N, T, D] and [N, T] as keep T at most `_CHUNK`.
 
     The last chunk is filled up with tokens that do not count.
     """
-    N = -(-labels_BS.size // _CHUNK)
+    N = chunk_count(labels_BS.size)
     missing = -labels_BS.size % N
     x_TD = jnp.pad(x_BSD.reshape(labels_BS.size, -1), ((0, missing), (0, 0)))
     labels_T = jnp.pad(labels_BS.reshape(-1), (0, missing), constant_values=-1)

@@ -44,9 +44,13 @@ def loss_figure(rows: Sequence[dict[str, Any]], title: str, references: dict[str
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG whole or not at all."""
-    partial = path.with_suffix(".partial")
-    figure.savefig(partial, format="png")
+    """Write a PNG, or what else the path's suffix says, whole or not at all; an SVG is the same each time."""
+    partial, form = path.with_suffix(".partial"), path.suffix.removeprefix(".")
+    if form == "svg":
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):  # text stays text
+            figure.savefig(partial, format=form, metadata={"Date": None})
+    else:
+        figure.savefig(partial, format="png")
     partial.replace(path)
 
 

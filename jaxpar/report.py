@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
+from heapq import nlargest
 from importlib.metadata import version
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -12,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from jaxpar.mesh import describe
+from jaxpar.communication import Site
+from jaxpar.mesh import MESH_AXES, describe
 from jaxpar.metrics import bytes_text, count_text
 from jaxpar.sharding import Placement, Plan
 
@@ -109,6 +113,21 @@ def sharding_table(rows: Sequence[Placement]) -> Table:
         axes = ", ".join(axis or "-" for axis in row.axes)
         table.add_row(row.name, " x ".join(map(str, row.shape)), axes, str(row.spec), bytes_text(row.bytes_per_device))
     table.add_row("all", "", "", "", bytes_text(sum(row.bytes_per_device for row in rows)))
+    return table
+
+
+def communication_table(sites: Sequence[Site], most: int = 3) -> Table:
+    """What one device sends in a step, by collective and mesh axes, most first, and what the largest parts are for."""
+    groups: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for site in sites:
+        groups[site.kind, " x ".join(axis for axis in MESH_AXES if axis in site.axes)][site.what] += site.sent
+    table = Table("collective", "over", "sent a step", "for", box=None, pad_edge=False)
+    table.columns[2].justify = "right"
+    for (kind, over), parts in sorted(groups.items(), key=lambda item: -sum(item[1].values())):
+        whole = sum(parts.values())
+        shares = [f"{what} {100 * size / whole:.0f} %" for what, size in nlargest(most, parts.items(), itemgetter(1))]
+        table.add_row(kind, over, bytes_text(whole), "; ".join([*shares, *["..."] * (len(parts) > most)]))
+    table.add_row("all", "", bytes_text(sum(site.sent for site in sites)), "")
     return table
 
 

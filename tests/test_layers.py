@@ -18,9 +18,9 @@ LAYERS = {
     6: "cli",
     5: "train generate evaluate convert show bench step verify verdict verified answers evidence rehearse calibrate "
     "bench_rehearse play auto bench_overlap",
-    4: "data tokenizer checkpoint optim metrics report picture doctor rehearsal diagnose shrink",
+    4: "data tokenizer checkpoint optim metrics report picture layer_picture doctor rehearsal diagnose shrink",
     3: "models",
-    2: "parallel loss plain",
+    2: "parallel loss plain communication",
     1: "remat hlo network planned attention collectives collective_matmul",
     0: "errors config mesh sharding hardware runtime targets xla meshes configs",
 }

@@ -1,141 +1,28 @@
-"""The plan's collectives of whole training steps: by closed form, and beside what three compilers make of them.
+"""The plan's collectives of whole training steps, beside what three compilers make of them.
 
-In the closed forms: B batch, S sequence, D embed, L layers, V vocab. "Sent" is what one device sends in a step by a
-bandwidth-optimal algorithm, as `Collective.sent_bytes`.
+By closed form: tests/test_communication.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import pytest
+from traced_steps import Sent, asked_here, compiled, config_of, over, sent
 
-from jaxpar.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig, load_config
-from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import walk
-from jaxpar.mesh import MeshSpec, devices_needed
+from jaxpar.config import Config, MemoryConfig, load_config
+from jaxpar.mesh import MeshSpec
 from jaxpar.models import Model
-from jaxpar.planned import Planned, planned
-from jaxpar.rehearsal.collectives import axes_of, in_float32, scope_of, sent_bytes
+from jaxpar.planned import planned
 from jaxpar.step import make_plan, make_train_step, step_shapes
-from jaxpar.targets import compilers, load_target, target_devices
+from jaxpar.targets import compilers
 
 needs_libtpu = pytest.mark.skipif("pip" in compilers()["tpu"], reason=compilers()["tpu"])
 needs_cuda = pytest.mark.skipif("pip" in compilers()["cuda"], reason=compilers()["cuda"])
-
-Sent = dict[tuple[str, frozenset[str]], float]
-
-
-def config_of(
-    family: str, remat: str = "none", scan: bool = True, accumulation: int = 1, compute: str = "float32",
-    embed: int = 64, **mesh: int,
-) -> Config:  # fmt: skip
-    """Two layers, each size its own."""
-    kv = {"kv_heads": 2} if family == "llama" else {}
-    model = ModelConfig(
-        family, vocab_size=500, vocab_multiple=128, layers=2, embed=embed, heads=4, head_dim=32, mlp=256,
-        max_seq_len=64, scan_layers=scan, tied_head=family == "gpt2", **kv,
-    )  # fmt: skip
-    return Config(
-        model=model, data=DataConfig(seq_len=64), train=TrainConfig(batch=16, accumulation=accumulation),
-        mesh=MeshSpec(**mesh), memory=MemoryConfig(policy=remat),  # pyright: ignore[reportArgumentType]
-        precision=PrecisionConfig(compute=compute),  # pyright: ignore[reportArgumentType]
-    )  # fmt: skip
-
-
-def traced(config: Config, devices: list[jax.Device]) -> tuple[Any, list[Planned], dict[str, int]]:
-    """The traced step, what it asks for, and the mesh."""
-    plan, model = make_plan(config, devices), Model(config.model)
-    step = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
-    said: list[str] = []
-    found = planned(step.jaxpr, plan.mesh, said.append)
-    assert said == []
-    return step, found, dict(plan.mesh.shape)
-
-
-def asked_here(config: Config) -> tuple[list[Planned], dict[str, int]]:
-    _, found, mesh = traced(config, jax.devices()[: devices_needed(config.mesh)])
-    return found, mesh
-
-
-def sent(found: Iterable[Planned], mesh: Mapping[str, int]) -> Sent:
-    total: Sent = defaultdict(float)
-    for one in found:
-        total[one.kind, one.axes] += sent_bytes(one, mesh) * one.count
-    return total
-
-
-def over(kind: str, *axes: str) -> tuple[str, frozenset[str]]:
-    return kind, frozenset(axes)
-
-
-# Closed form.
-
-
-def matrices(config: Config, layers: int) -> float:
-    """Entries of the matrices of so many blocks."""
-    model = config.model
-    wide, narrow = model.heads * model.head_dim, (model.kv_heads or model.heads) * model.head_dim
-    gates = 2 if model.family == "llama" else 1
-    return layers * model.embed * (2 * wide + 2 * narrow + (gates + 1) * model.mlp)
-
-
-def expected_of_blocks(config: Config) -> Sent:
-    """What the blocks send.
-
-    Weights are gathered over fsdp for the forward and for the backward (once for both where the blocks are not
-    recomputed and stand one after another, and the compiler sees that the two are one), in the compute dtype; their
-    gradients are scattered over fsdp and summed over data in float32. Along tensor the residual stream is gathered
-    before attention and mlp and scattered after; backward likewise, and gathered once more for the weight gradient;
-    recomputed blocks scatter again after attention (what comes after mlp no gradient needs).
-    """
-    mesh, train, model = config.mesh, config.train, config.model
-    width = {"float32": 4, "bfloat16": 2}[config.precision.compute]
-    fsdp, data, tensor = mesh.fsdp, mesh.data, mesh.tensor
-    local = matrices(config, model.layers) / tensor
-    apart = config.memory.policy == "full" or model.scan_layers
-    residual = train.batch / (data * fsdp) * config.data.seq_len * model.embed * width * model.layers
-    along = residual * (tensor - 1) / tensor
-    again = config.memory.policy == "full"
-    return {
-        over("all-gather", "fsdp"): (2 if apart else 1) * train.accumulation * local * width * (fsdp - 1) / fsdp,
-        over("reduce-scatter", "fsdp"): train.accumulation * local * 4 * (fsdp - 1) / fsdp,
-        over("all-reduce", "data"): train.accumulation * local / fsdp * 4 * 2 * (data - 1) / data,
-        over("all-gather", "tensor"): (6 if apart else 4) * along,
-        over("reduce-scatter", "tensor"): (5 if again else 4) * along,
-    }
-
-
-BLOCKS = {
-    "llama, fsdp": config_of("llama", fsdp=8),
-    "llama, data": config_of("llama", data=8),
-    "llama, tensor": config_of("llama", "full", tensor=2),
-    "llama, fsdp x tensor": config_of("llama", fsdp=4, tensor=2),
-    "llama, fsdp x tensor, remat": config_of("llama", "full", fsdp=4, tensor=2),
-    "llama, fsdp x tensor, unrolled": config_of("llama", scan=False, fsdp=4, tensor=2),
-    "llama, fsdp x tensor, unrolled, remat": config_of("llama", "full", scan=False, fsdp=4, tensor=2),
-    "llama, data x fsdp x tensor, bfloat16": config_of("llama", "full", compute="bfloat16", data=2, fsdp=2, tensor=2),
-    "llama, data x fsdp, accumulation, remat": config_of("llama", "full", accumulation=4, data=2, fsdp=2),
-    "gpt2, data x fsdp": config_of("gpt2", data=2, fsdp=4),
-    "gpt2, fsdp x tensor, unrolled, remat": config_of("gpt2", "full", scan=False, fsdp=2, tensor=4),
-    "gpt2, data x tensor, accumulation": config_of("gpt2", accumulation=2, data=2, tensor=2),
-}
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_what_the_blocks_send(name):
-    config = BLOCKS[name]
-    found, mesh = asked_here(config)
-    of_blocks = sent([one for one in found if scope_of(one).split("/")[-2:-1] == ["block"]], mesh)
-    expected = {key: size for key, size in expected_of_blocks(config).items() if size}
-    assert set(of_blocks) == set(expected)
-    for key, size in expected.items():
-        assert of_blocks[key] == pytest.approx(size, rel=1e-9), key
 
 
 def test_scan_and_unrolled_send_the_same_when_blocks_are_recomputed():
@@ -164,26 +51,11 @@ def test_48_unrolled_layers_are_counted_in_seconds():
 
 # As compiled.
 
-FAST = {"cpu": {"xla_backend_optimization_level": "0"}}  # of machine code: the HLO is the same
 OWN = 0.02
 """Share of all that is sent which XLA adds by itself: norms and biases, which no op of the plan moves."""
 
 SCALARS = 100
 """Bytes sent for the sums of the loss; they too are sent after the last microbatch."""
-
-
-def compiled(config: Config, target: str = "") -> tuple[Sent, Sent]:
-    """What the plan asks for, and what the compiled program sends."""
-    platform = load_target(target).platform if target else "cpu"
-    devices = list(target_devices(load_target(target))) if target else jax.devices()[: devices_needed(config.mesh)]
-    step, found, mesh = traced(config, devices)
-    text = step.lower(lowering_platforms=(platform,)).compile(compiler_options=FAST.get(platform)).as_text()
-    made: Sent = defaultdict(float)
-    for task, count in walk(read_program(text).nodes):
-        if task.collective:
-            key = task.collective.kind, frozenset(axes_of(task.collective, mesh))
-            made[key] += task.collective.sent_bytes * count
-    return sent(in_float32(found) if platform == "cpu" else found, mesh), made
 
 
 def assert_sent_as_asked(asked: Sent, made: Sent, saved: Mapping[Any, float] | None = None) -> None:

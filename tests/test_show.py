@@ -8,6 +8,7 @@ import pytest
 from jaxpar.config import Config, load_config
 from jaxpar.errors import UserError
 from jaxpar.mesh import DcnSpec, MeshSpec
+from jaxpar.models import Model
 from jaxpar.show import show
 
 pytestmark = pytest.mark.quick
@@ -30,8 +31,24 @@ def test_the_table_and_the_picture(picture, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "gpt2, 446K parameters, on data=2 x fsdp=2 x tensor=2"
     assert any(line.startswith("blocks.up ") and "P(None, 'fsdp', 'tensor')" in line for line in lines)
-    assert lines[-1] == f"picture: {picture}"
+    layer = picture.with_name("tiny_layer.svg")
+    assert lines[-2:] == [f"one layer: {layer}", f"picture: {picture}"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "gradients of up" in layer.read_text()
+
+
+def test_what_each_device_sends(picture, capsys):
+    show(replace(TINY, mesh=MeshSpec(data=2)), picture)
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (row,) = [line for line in words if line[:2] == ["all-reduce", "data"]]
+    count = Model(TINY.model).parameter_count()  # of which the position table's and all others' gradients are summed
+    size = float(row[2]) * {"MiB": 2**20, "KiB": 2**10}[row[3]]
+    assert size == pytest.approx(4 * (count + TINY.model.vocab_size * TINY.model.embed), rel=0.01)
+
+
+def test_one_device_sends_nothing(picture, capsys):
+    show(replace(TINY, mesh=MeshSpec()), picture)
+    assert "no collectives: one device" in capsys.readouterr().out.splitlines()
 
 
 def test_the_rows_as_json(picture, capsys):

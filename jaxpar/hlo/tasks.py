@@ -26,6 +26,13 @@ class Place:
     phase: Phase = "other"
 
 
+def sent_bytes(kind: CollectiveKind, size: int, devices: int) -> float:
+    """Bytes one device of a group sends in a bandwidth-optimal algorithm (ring); `size` is as `Collective.bytes`."""
+    if kind == "ppermute":
+        return float(size)
+    return size * (devices - 1) / devices * (2 if kind == "all-reduce" else 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """What moves between which devices, in one execution."""
@@ -46,10 +53,7 @@ class Collective:
     @property
     def sent_bytes(self) -> float:
         """Bytes one device sends in a bandwidth-optimal algorithm (ring): what a plan's closed form predicts."""
-        k = self.group_size
-        if self.kind == "ppermute":
-            return float(self.bytes)
-        return self.bytes * (k - 1) / k * (2 if self.kind == "all-reduce" else 1)
+        return sent_bytes(self.kind, self.bytes, self.group_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxpar.hlo import tasks as hlo_tasks
 from jaxpar.hlo.origin import decode
 from jaxpar.hlo.tasks import Collective
 from jaxpar.hlo.timeline import TaskTime
@@ -51,8 +52,7 @@ def in_float32(plan: Iterable[Planned]) -> list[Planned]:
 
 def sent_bytes(planned: Planned, mesh: Mapping[str, int]) -> float:
     """Bytes one device sends for one execution, by a bandwidth-optimal algorithm."""
-    group = tuple(range(math.prod(mesh[axis] for axis in planned.axes)))
-    return Collective(planned.kind, (group,), planned.bytes, "").sent_bytes
+    return hlo_tasks.sent_bytes(planned.kind, planned.bytes, math.prod(mesh[axis] for axis in planned.axes))
 
 
 _Key = tuple[str, frozenset[str]]

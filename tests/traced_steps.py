@@ -1,0 +1,84 @@
+"""Small training steps, traced and compiled, and what their collectives send: shared by tests of whole programs.
+
+"Sent" is what one device sends in a step by a bandwidth-optimal algorithm, as `Collective.sent_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jaxpar.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import walk
+from jaxpar.mesh import MeshSpec, devices_needed
+from jaxpar.models import Model
+from jaxpar.planned import Planned, planned
+from jaxpar.rehearsal.collectives import axes_of, in_float32, sent_bytes
+from jaxpar.step import make_plan, make_train_step, step_shapes
+from jaxpar.targets import load_target, target_devices
+
+Sent = dict[tuple[str, frozenset[str]], float]
+
+
+def config_of(
+    family: str, remat: str = "none", scan: bool = True, accumulation: int = 1, compute: str = "float32",
+    embed: int = 64, **mesh: int,
+) -> Config:  # fmt: skip
+    """Two layers, each size its own."""
+    kv = {"kv_heads": 2} if family == "llama" else {}
+    model = ModelConfig(
+        family, vocab_size=500, vocab_multiple=128, layers=2, embed=embed, heads=4, head_dim=32, mlp=256,
+        max_seq_len=64, scan_layers=scan, tied_head=family == "gpt2", **kv,
+    )  # fmt: skip
+    return Config(
+        model=model, data=DataConfig(seq_len=64), train=TrainConfig(batch=16, accumulation=accumulation),
+        mesh=MeshSpec(**mesh), memory=MemoryConfig(policy=remat),  # pyright: ignore[reportArgumentType]
+        precision=PrecisionConfig(compute=compute),  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+
+
+def traced(config: Config, devices: list[jax.Device]) -> tuple[Any, list[Planned], dict[str, int]]:
+    """The traced step, what it asks for, and the mesh."""
+    plan, model = make_plan(config, devices), Model(config.model)
+    step = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
+    said: list[str] = []
+    found = planned(step.jaxpr, plan.mesh, said.append)
+    assert said == []
+    return step, found, dict(plan.mesh.shape)
+
+
+def asked_here(config: Config) -> tuple[list[Planned], dict[str, int]]:
+    _, found, mesh = traced(config, jax.devices()[: devices_needed(config.mesh)])
+    return found, mesh
+
+
+def sent(found: Iterable[Planned], mesh: Mapping[str, int]) -> Sent:
+    total: Sent = defaultdict(float)
+    for one in found:
+        total[one.kind, one.axes] += sent_bytes(one, mesh) * one.count
+    return total
+
+
+def over(kind: str, *axes: str) -> tuple[str, frozenset[str]]:
+    return kind, frozenset(axes)
+
+
+FAST = {"cpu": {"xla_backend_optimization_level": "0"}}  # of machine code: the HLO is the same
+
+
+def compiled(config: Config, target: str = "") -> tuple[Sent, Sent]:
+    """What the plan asks for, and what the compiled program sends."""
+    platform = load_target(target).platform if target else "cpu"
+    devices = list(target_devices(load_target(target))) if target else jax.devices()[: devices_needed(config.mesh)]
+    step, found, mesh = traced(config, devices)
+    text = step.lower(lowering_platforms=(platform,)).compile(compiler_options=FAST.get(platform)).as_text()
+    made: Sent = defaultdict(float)
+    for task, count in walk(read_program(text).nodes):
+        if task.collective:
+            key = task.collective.kind, frozenset(axes_of(task.collective, mesh))
+            made[key] += task.collective.sent_bytes * count
+    return sent(in_float32(found) if platform == "cpu" else found, mesh), made
