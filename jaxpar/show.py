@@ -14,7 +14,7 @@ from jaxpar.picture import mesh_figure, save_figure
 from jaxpar.report import console, sharding_table
 from jaxpar.runtime import start
 from jaxpar.sharding import placements
-from jaxpar.step import make_plan
+from jaxpar.step import make_plan, plan_notes
 
 
 def show(config: Config, picture: Path, as_json: bool = False) -> None:
@@ -40,6 +40,8 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
         out.print(json.dumps(table))
     else:
         out.print(title)
+        for note in plan_notes(config, plan):
+            out.print(note)
         out.print(sharding_table(rows))
     save_figure(mesh_figure(rows, plan, title), picture)
     if not as_json:
