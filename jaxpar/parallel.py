@@ -376,7 +376,7 @@ def logits(
 ) -> Float[Array, "B S V"]:
     """Float32 scores of every vocabulary entry, split over `vocab`; those past `vocab_size` are masked out."""
     outs: tuple[_Axes, ...] = (("batch", "seq", "vocab"),)
-    site = _Site(STORED, (("embed", "vocab"),), outs, "float32", sums=False)
+    site = _Site(STORED, (("embed", "vocab"),), outs, GATHERED, "float32", sums=False)
     ys: Any = _linear(plan, site, x_BSD, (head_VD.T,), (None,))
     logits_BSV = ys[0]
     if vocab_size == head_VD.shape[0]:

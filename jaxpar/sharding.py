@@ -158,16 +158,16 @@ def fit_heads(
         first for first in _firsts(wanted)
         if heads % pieces(first) == 0 and (first == wanted or not set(first) & set(residual))
     )  # fmt: skip
-    dropped = wanted[len(kept) :]
-    if dropped and not rules.attention_seq:
+    if dropped := wanted[len(kept) :]:
+        if rules.attention_seq:
+            return rules, []
         rules = replace(
             rules, attention_seq=rules.residual_seq, heads=_without(rules.heads, dropped),
             kv_heads=_without(rules.kv_heads, dropped),
         )  # fmt: skip
-        repeated = tuple(axis for axis in dropped if axis not in residual)
-        instead = "attention is split over the sequence"
-        if repeated:
-            instead = f"attention is repeated along {' x '.join(repeated)}, which rules.residual_seq does not name"
+        repeated = " x ".join(axis for axis in dropped if axis not in residual)
+        instead = f"attention is repeated along {repeated}, which rules.residual_seq does not name"
+        instead = instead if repeated else "attention is split over the sequence"
         notes.append(f"{words(wanted)} does not divide {heads} heads: {instead}")
     queries, wanted = split(rules.heads), split(rules.kv_heads)
     kept = next(first for first in _firsts(wanted) if kv_heads % pieces(first) == 0)

@@ -230,7 +230,13 @@ def test_the_choice_and_its_reason(case: tuple[Any, ...], name: str, why: str) -
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
     ({"tensor": 8}, {}, ("chunked", "on cpu")),
     ({"context": 2, "tensor": 4}, {}, ("whole", "the sequence is split over devices")),
-    ({"tensor": 8}, {"kv_heads": ()}, ("chunked", "kv heads are split otherwise than heads")),
+    ({"tensor": 8}, {"kv_heads": ()}, ("chunked", "on cpu")),  # column_linear copies them
+    ({"fsdp": 2, "tensor": 4}, {"kv_heads": ("fsdp",)}, ("chunked", "kv heads are split otherwise than heads")),
+    (
+        {"tensor": 8},
+        {"heads": (), "kv_heads": (), "attention_seq": ("tensor",)},
+        ("whole", "the sequence is split over devices"),
+    ),
     ({"fsdp": 8}, {"kv_heads": ()}, ("chunked", "on cpu")),
     ({"tensor": 8}, {"heads": (), "kv_heads": (), "head_dim": ("tensor",)}, ("chunked", "heads are split inside")),
 ]
