@@ -62,9 +62,9 @@ def column_linear(
     Megatron's column-parallel linear (Shoeybi et al. 2019, arXiv:1909.08053): x arrives split over the sequence, is
     gathered once, and the outputs stay split over their first dim.
 
-    Kv heads of which rules split fewer pieces than of heads are copied: each device makes those that its heads attend
-    with, from weights it has whole, and the output has as many more kv heads as make a multiple of the devices, each
-    several times in a row. Their gradients are summed over the copies.
+    Where rules split heads further than kv heads, the outputs of kv heads are copies, split as heads are: the least
+    common multiple of kv heads and devices, each kv head several times in a row. A device has the weights of all kv
+    heads, multiplies those that its query heads need, and the weight gradients are summed over the copies.
 
     Args:
       x_BSD: the residual stream, split over `residual_seq`.
@@ -78,8 +78,8 @@ def column_linear(
       One array [B, S, *out] per weight, in the compute dtype.
     """
     outs: tuple[_Axes, ...] = tuple(("batch", seq, *(_beside(axis, plan) for axis in out)) for out in axes)
-    weight_axes = tuple(("embed", *out) for out in axes)
-    site = _Site(STORED, weight_axes, outs, ("batch", seq, None), plan.compute, sums=False)
+    used: _Axes = ("batch", seq, None)
+    site = _Site(STORED, tuple(("embed", *out) for out in axes), outs, used, plan.compute, sums=False)
     ys: Any = _linear(plan, site, x_BSD, tuple(weights), tuple(biases or (None,) * len(weights)))
     return ys
 

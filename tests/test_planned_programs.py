@@ -77,12 +77,12 @@ def over(kind: str, *axes: str) -> tuple[str, frozenset[str]]:
 # Closed form.
 
 
-def matrices(config: Config, layers: int) -> float:
-    """Entries of the matrices of so many blocks."""
-    model = config.model
+def matrices(config: Config) -> dict[str, float]:
+    """Entries of the matrices of all blocks: of q and out, of k and v, and of the MLP."""
+    model, size = config.model, float(config.model.layers * config.model.embed)
     wide, narrow = model.heads * model.head_dim, (model.kv_heads or model.heads) * model.head_dim
     gates = 2 if model.family == "llama" else 1
-    return layers * model.embed * (2 * wide + 2 * narrow + (gates + 1) * model.mlp)
+    return {"heads": size * 2 * wide, "kv_heads": size * 2 * narrow, "mlp": size * (gates + 1) * model.mlp}
 
 
 def expected_of_blocks(config: Config) -> Sent:
@@ -93,11 +93,21 @@ def expected_of_blocks(config: Config) -> Sent:
     gradients are scattered over fsdp and summed over data in float32. Along tensor the residual stream is gathered
     before attention and mlp and scattered after; backward likewise, and gathered once more for the weight gradient;
     recomputed blocks scatter again after attention (what comes after mlp no gradient needs).
+
+    Matrices of heads or of kv heads that tensor does not divide are whole along it, and their gradients are summed over
+    it too. Where it does not divide the heads, attention's linears move no activations.
     """
     mesh, train, model = config.mesh, config.train, config.model
     width = {"float32": 4, "bfloat16": 2}[config.precision.compute]
     fsdp, data, tensor = mesh.fsdp, mesh.data, mesh.tensor
-    local = matrices(config, model.layers) / tensor
+    split = {
+        "heads": model.heads % tensor == 0, "kv_heads": (model.kv_heads or model.heads) % tensor == 0, "mlp": True,
+    }  # fmt: skip
+    sizes = matrices(config)
+    parts = sum(size / tensor for name, size in sizes.items() if split[name])
+    wholes = sum(size for name, size in sizes.items() if not split[name])
+    local, both = parts + wholes, data * tensor
+    moves = 2 if split["heads"] else 1
     apart = config.memory.policy == "full" or model.scan_layers
     residual = train.batch / (data * fsdp) * config.data.seq_len * model.embed * width * model.layers
     along = residual * (tensor - 1) / tensor
@@ -105,10 +115,12 @@ def expected_of_blocks(config: Config) -> Sent:
     return {
         over("all-gather", "fsdp"): (2 if apart else 1) * train.accumulation * local * width * (fsdp - 1) / fsdp,
         over("reduce-scatter", "fsdp"): train.accumulation * local * 4 * (fsdp - 1) / fsdp,
-        over("all-reduce", "data"): train.accumulation * local / fsdp * 4 * 2 * (data - 1) / data,
-        over("all-gather", "tensor"): (6 if apart else 4) * along,
-        over("reduce-scatter", "tensor"): (5 if again else 4) * along,
-    }
+        over("all-reduce", "data"): train.accumulation * parts / fsdp * 4 * 2 * (data - 1) / data,
+        over("all-reduce", *(("data",) if data > 1 else ()), "tensor"):
+            train.accumulation * wholes / fsdp * 4 * 2 * (both - 1) / both,
+        over("all-gather", "tensor"): (3 if apart else 2) * moves * along,
+        over("reduce-scatter", "tensor"): (2 * moves + (again and moves == 2)) * along,
+    }  # fmt: skip
 
 
 BLOCKS = {
@@ -124,6 +136,11 @@ BLOCKS = {
     "gpt2, data x fsdp": config_of("gpt2", data=2, fsdp=4),
     "gpt2, fsdp x tensor, unrolled, remat": config_of("gpt2", "full", scan=False, fsdp=2, tensor=4),
     "gpt2, data x tensor, accumulation": config_of("gpt2", accumulation=2, data=2, tensor=2),
+    "llama, kv heads copied": config_of("llama", tensor=4),
+    "llama, kv heads copied, data, unrolled, remat": config_of("llama", "full", scan=False, data=2, tensor=4),
+    "llama, kv heads copied, fsdp, bfloat16": config_of("llama", compute="bfloat16", fsdp=2, tensor=4),
+    "llama, attention over the sequence": config_of("llama", "full", tensor=8),
+    "gpt2, attention over the sequence, unrolled": config_of("gpt2", scan=False, accumulation=2, tensor=8),
 }
 
 
@@ -222,8 +239,9 @@ def summed_later(config: Config, asked: Sent) -> Sent:
         config_of("llama", "full", fsdp=4, tensor=2),
         config_of("gpt2", "full", compute="bfloat16", data=2, fsdp=2, tensor=2),
         config_of("gpt2", "full", data=8),
+        config_of("llama", "full", data=2, tensor=4),
     ],
-    ids=["llama, fsdp x tensor", "gpt2, data x fsdp x tensor, bfloat16 as float32", "gpt2, data"],
+    ids=["llama, fsdp x tensor", "gpt2, data x fsdp x tensor, bfloat16 as float32", "gpt2, data", "kv heads copied"],
 )
 def test_a_step_sends_what_it_asks_for(config):
     assert_sent_as_asked(*compiled(config))
