@@ -125,13 +125,16 @@ def overlap_notes(plan: Plan, seq_len: int) -> list[str]:
         return [
             f"{flags}: no ring, since rules.residual_seq splits the sequence no further than rules.seq on this mesh"
         ]
-    ((_, ring),), notes = moves, []
-    if further_split(STORED, ATTENDED, plan) != moves:
-        notes.append(f"{flags}: another ring or none at attention, whose sequence is split over rules.attention_seq")
-    for axis in ("heads", "kv_heads", "mlp") if "scatter" in asked else ():
-        split = plan.mesh_axes(axis)
-        if split and set(split) != set(ring):
-            over, around = " x ".join(split), " x ".join(ring)
+    attention, notes = further_split(STORED, ATTENDED, plan), []
+    if attention != moves:
+        ring = f"the ring is {' x '.join(attention[0][1])}" if attention else "no ring"
+        over = " x ".join(plan.mesh_axes("attention_seq"))
+        notes.append(f"{flags}: {ring} at attention, whose sequence is split over {over} (rules.attention_seq)")
+    sums = {_beside("kv_heads", plan): attention, "heads": attention, "mlp": moves}
+    for axis, moved in sums.items() if "scatter" in asked else ():
+        split, rings = plan.mesh_axes(axis), [ring for _, ring in moved]
+        if split and rings and set(split) != set(rings[0]):
+            over, around = " x ".join(split), " x ".join(rings[0])
             notes.append(f"overlap.scatter: sums over {over} (rules.{axis}) take a collective, the ring is {around}")
     if "bidirectional" in asked.values() and seq_len // plan.size("residual_seq") < 2:
         notes.append(f"{flags}: a device has a single row of the sequence, which goes one way")

@@ -286,11 +286,11 @@ def test_dropout_of_chunked_is_the_same_on_every_mesh(monkeypatch: pytest.Monkey
     assert_close((many,), (one,))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_splash_on_a_mesh_is_whole_on_one_device(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("packed", "rules"), [(False, {}), (True, {"kv_heads": ()})])  # copied kv heads lie likewise
+def test_splash_on_a_mesh_is_whole_on_one_device(packed: bool, rules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxpar.parallel, "choose", lambda *_: ("splash", ""))
     monkeypatch.setattr(jaxpar.parallel, "splash", partial(splash, interpret=True))
     args, segments = projections(2, 128, 4, 2, 128), documents(2, 128) if packed else None
-    plan = plan_on(MeshSpec(fsdp=2, tensor=2))
+    plan = plan_on(MeshSpec(fsdp=2, tensor=2), **rules)
     ours = values_and_gradients(lambda q, k, v: attention(q, k, v, plan, segments), args)
     assert_close(ours, values_and_gradients(lambda q, k, v: whole(q, k, v, segments), args))

@@ -154,6 +154,12 @@ def test_logits_take_a_ring_too():
         (Overlap("xla", "ring"), {"mlp": ("context", "tensor")}, {"context": 2, "tensor": 2}, 24,
          ["overlap.scatter: sums over context x tensor (rules.mlp) take a collective, the ring is tensor"]),
         (Overlap("bidirectional", "xla"), {}, {"tensor": 8}, 8, ["overlap.gather: a device has a single row"]),
+        (Overlap("ring", "ring"), {"kv_heads": ()}, {"tensor": 8}, 24, []),
+        (Overlap("xla", "ring"), {"heads": (), "kv_heads": (), "attention_seq": ("tensor",)}, {"tensor": 4}, 24,
+         ["overlap.scatter: no ring at attention, whose sequence is split over tensor (rules.attention_seq)"]),
+        (Overlap("ring", "xla"), {"residual_seq": ("expert", "tensor"), "attention_seq": ("expert",)},
+         {"expert": 2, "tensor": 4}, 24,
+         ["overlap.gather: the ring is tensor at attention, whose sequence is split over expert"]),
     ],
     ids=str,
 )  # fmt: skip

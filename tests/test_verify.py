@@ -123,6 +123,7 @@ FEW_HEADS = [
 def test_more_devices_than_heads(mesh: tuple[int, int, int], family: str, heads: int, kv_heads: int, says: str) -> None:
     config = config_of(mesh, family, False, True, 1)
     changes = {"model.heads": heads, "model.kv_heads": kv_heads, "model.embed": 16 * heads}
+    changes |= {"overlap.gather": "bidirectional", "overlap.scatter": "ring"} if mesh[2] == 8 else {}
     found = verify.verify(override(config, changes), jax.devices())
     assert found.equal, verdict(found)
     assert says in found.setup.notes[-1]
