@@ -66,15 +66,15 @@ def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, 
     for dim, moved in further_split(stored, used, plan):
         for summed, run in groupby(moved, left.__contains__):  # outermost first: each cuts the piece left by the last
             mesh_axes = tuple(run)
-            cut = _reduce_scatter if summed else _own_piece
+            cut = _reduce_scatter if summed else own_piece
             x = cut(x, mesh_axes, dim, plan.pieces(mesh_axes))
         left.difference_update(moved)
     rest = tuple(axis for axis in plan.mesh.axis_names if axis in left)
     return jax.lax.psum(x, rest) if rest else x
 
 
-def _own_piece(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
-    """Of an array that is the same along mesh axes, each device's piece of `dim`."""
+def own_piece(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
+    """Inside `manual`, of an array that is the same along mesh axes, each device's piece of `dim`."""
     size = x.shape[dim] // pieces
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(mesh_axes) * size, size, dim)
 

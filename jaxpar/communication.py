@@ -25,14 +25,18 @@ from jaxpar.config import Config, ModelConfig
 from jaxpar.hlo.tasks import CollectiveKind, sent_bytes
 from jaxpar.loss import chunk_count
 from jaxpar.mesh import MeshAxis
-from jaxpar.parallel import GATHERED, STORED, used_axes
+from jaxpar.parallel import ATTENDED, GATHERED, STORED, beside, copying, used_axes
 from jaxpar.sharding import Form, LogicalAxis, Plan, path_name, state_axes
 
 Phase = Literal["forward", "recomputed", "backward", "update"]
 Sent = dict[tuple[str, frozenset[str]], float]
 
-SUBLAYERS: dict[str, tuple[LogicalAxis, ...]] = {"attention": ("heads", "kv_heads"), "mlp": ("mlp",)}
-"""The parts of a block in their order, by the logical axes of what lies between their two linears."""
+SUBLAYERS: dict[str, tuple[tuple[LogicalAxis, ...], tuple[LogicalAxis | None, ...]]] = {
+    "attention": (("heads", "kv_heads"), ATTENDED),
+    "mlp": (("mlp",), GATHERED),
+}
+"""The parts of a block in their order: the logical axes of what lies between their two linears, and the layout of the
+residual stream as these use it."""
 
 _FLOAT32 = 4  # bytes
 
@@ -116,10 +120,9 @@ class _Step(NamedTuple):
         """Bytes of an entry in the compute dtype."""
         return self.plan.dtype.itemsize
 
-    @property
-    def tokens(self) -> tuple[MeshAxis, ...]:
-        """The mesh axes over which a sum over tokens is partial."""
-        return split_over(GATHERED[:2], self.plan)
+    def tokens(self, used: Sequence[LogicalAxis | None] = GATHERED) -> tuple[MeshAxis, ...]:
+        """The mesh axes over which a sum over tokens in this layout is partial."""
+        return split_over(used[:2], self.plan)
 
     @property
     def of_a_part(self) -> _Step:
@@ -180,7 +183,7 @@ def one_block(parameters: Mapping[str, Array]) -> tuple[int, dict[str, Array]]:
 
 def sublayers(blocks: Mapping[str, Array]) -> Iterator[tuple[str, dict[str, Array], dict[str, Array]]]:
     """Of each part of a block: its name, its column linears' weights (which share one input), its row linear's."""
-    for part, inner in SUBLAYERS.items():
+    for part, (inner, _) in SUBLAYERS.items():
         columns = {name: a for name, a in blocks.items() if a.axes[0] == "embed" and a.axes[-1] != "embed"}
         columns = {name: a for axis in inner for name, a in columns.items() if a.axes[1] == axis}
         rows = {name: a for name, a in blocks.items() if a.axes[0] in inner and a.axes[-1] == "embed"}
@@ -197,7 +200,7 @@ def _lookups(tables: dict[str, Array], step: _Step) -> Iterator[Site]:
         yield from step.rows("embed", f"rows of {name}", "forward", found)
     yield from step.rows("embed", "gradient of the stream", "backward", _gather(stream, STORED, GATHERED, step))
     for name, table in tables.items():
-        yield from step.rows("embed", f"gradient of {name}", "backward", _gradients([table], step))
+        yield from step.rows("embed", f"gradient of {name}", "backward", _gradients([table], step.tokens(), step))
 
 
 def _blocks(blocks: dict[str, Array], step: _Step) -> Iterator[Site]:
@@ -214,14 +217,15 @@ def _sublayer(
     once more in the backward."""
     into, out = ", ".join(columns), ", ".join(rows)
     plan, part = step.plan, step.of_a_part
-    hidden = next(iter(rows.values())).axes[:-1]
+    hidden, (_, used) = next(iter(rows.values())).axes[:-1], SUBLAYERS[scope.rpartition("/")[2]]
 
     def scatter(partial: Sequence[MeshAxis]) -> list[_Move]:
-        moves = list(_sum(part.stream, partial, GATHERED, STORED, step.width, plan))
-        ring = set(partial) == set(_ring_axes(plan))
-        return _ring(moves, plan.overlap.form("scatter", hidden[0]), part) if ring else moves
+        moves = list(_sum(part.stream, partial, used, STORED, step.width, plan))
+        ring = set(partial) == set(_ring_axes(used, plan))
+        return _ring(moves, used, plan.overlap.form("scatter", hidden[0]), part) if ring else moves
 
-    gathered = _ring(list(_gather(part.stream, STORED, GATHERED, step)), plan.overlap.form("gather", hidden[0]), part)
+    gathered = list(_gather(part.stream, STORED, used, step))
+    gathered = _ring(gathered, used, plan.overlap.form("gather", hidden[0]), part)
     summed = scatter(split_over(hidden, plan))
     yield from part.rows(scope, f"{into} input", "forward", gathered)
     yield from step.rows(scope, f"{into} weights", "forward", _used(columns.values(), step))
@@ -234,20 +238,24 @@ def _sublayer(
         yield from step.rows(scope, f"{out} weights", "backward", _used(rows.values(), step))
         yield from part.rows(scope, f"{into} input", "backward", gathered)
         yield from step.rows(scope, f"{into} weights", "backward", _used(columns.values(), step))
-    for over in {split_over(array.axes[1:], plan): None for array in columns.values()}:
+    for over in {split_over((beside(array.axes[1], plan), *array.axes[2:]), plan): None for array in columns.values()}:
         yield from part.rows(scope, f"gradient of {into} input", "backward", scatter(over))
-    yield from part.rows(scope, f"gradients of {into}", "backward", _gradients(columns.values(), step))
-    yield from part.rows(scope, f"gradients of {out}", "backward", _gradients(rows.values(), step))
+    tokens = step.tokens(used)
+    for copied in (False, True):  # the gradients of kv heads that devices have copies of are summed over these too
+        some = [a for a in columns.values() if copied == (beside(a.axes[1], plan) != a.axes[1])]
+        over = (*tokens, *copying(plan)) if copied else tokens
+        yield from part.rows(scope, f"gradients of {into}", "backward", _gradients(some, over, step))
+    yield from part.rows(scope, f"gradients of {out}", "backward", _gradients(rows.values(), tokens, step))
 
 
 def _attention(model: ModelConfig, step: _Step) -> Iterator[Site]:
     """Where the sequence of q, k and v is split XLA gathers keys and values, and sums their gradients."""
     heads = model.kv_heads or model.heads
     shape = (*step.stream[:2], heads, model.head_dim or model.embed // model.heads)
-    keys = Array(shape, ("batch", "seq", "kv_heads" if model.kv_heads else "heads", "head_dim"))
+    keys = Array(shape, (*ATTENDED[:2], "kv_heads" if model.kv_heads else "heads", "head_dim"))
     used = ("batch", None, *keys.axes[2:])
     gathered = 2 * list(_weights(keys, used, step.width, step.plan))
-    scattered = 2 * list(_sum(shape, step.plan.mesh_axes("seq"), used, keys.axes, step.width, step.plan))
+    scattered = 2 * list(_sum(shape, step.plan.mesh_axes("attention_seq"), used, keys.axes, step.width, step.plan))
     yield from step.rows("block/attention/core", "k, v", "forward", gathered, asked=False)
     if step.apart:
         yield from step.rows("block/attention/core", "k, v", "backward", gathered, asked=False)
@@ -265,11 +273,11 @@ def _loss(table: Array, tied: bool, step: _Step) -> Iterator[Site]:
     if vocab:  # largest score, sum of exponentials, label's score
         scores = _Move("all-reduce", vocab, 3 * _FLOAT32 * -(-tokens // chunks), chunks)
         yield from step.rows("loss", "scores of the tokens", "forward", [scores])
-    if step.tokens:
-        yield from step.rows("loss", "sums of the loss", "forward", [_Move("all-reduce", step.tokens, 2 * _FLOAT32)])
+    if step.tokens():
+        yield from step.rows("loss", "sums of the loss", "forward", [_Move("all-reduce", step.tokens(), 2 * _FLOAT32)])
     scattered = _sum(stream, vocab, GATHERED, STORED, step.width, plan)
     yield from step.rows("loss", "gradient of head input", "backward", scattered)
-    yield from step.rows("loss", "gradient of head", "backward", _gradients([table], step))
+    yield from step.rows("loss", "gradient of head", "backward", _gradients([table], step.tokens(), step))
 
 
 def _left_to_xla(scope: str, part: dict[str, Array], step: _Step) -> Iterator[Site]:
@@ -279,7 +287,7 @@ def _left_to_xla(scope: str, part: dict[str, Array], step: _Step) -> Iterator[Si
     gathers = [move for array in vectors for move in _weights(array, used_axes(array.axes), _FLOAT32, step.plan)]
     sums = []
     for array in vectors:
-        over = stream if array.axes == ("embed",) else step.tokens
+        over = stream if array.axes == ("embed",) else step.tokens()
         if over:
             size = Array(array.shape, used_axes(array.axes)).entries(step.plan) * _FLOAT32
             sums.append(_Move("all-reduce", over, size))
@@ -338,25 +346,24 @@ def _sum(
         yield _Move("all-reduce", tuple(axis for axis in plan.mesh.axis_names if axis in left), size)
 
 
-def _gradients(weights: Iterable[Array], step: _Step) -> list[_Move]:
-    """Float32 sums over the tokens, left where the optimizer's state lies."""
-    plan = step.plan
+def _gradients(weights: Iterable[Array], over: Sequence[MeshAxis], step: _Step) -> list[_Move]:
+    """Float32 sums over mesh axes, left where the optimizer's state lies."""
     return [
         move
         for w in weights
-        for move in _sum(w.shape, step.tokens, used_axes(w.axes), state_axes(w.axes), _FLOAT32, plan)
+        for move in _sum(w.shape, over, used_axes(w.axes), state_axes(w.axes), _FLOAT32, step.plan)
     ]
 
 
-def _ring_axes(plan: Plan) -> tuple[MeshAxis, ...]:
+def _ring_axes(used: Sequence[LogicalAxis | None], plan: Plan) -> tuple[MeshAxis, ...]:
     """The mesh axes around which the residual stream's sequence may go; none where another dim moves as well."""
-    moves = further_split(STORED, GATHERED, plan)
+    moves = further_split(STORED, used, plan)
     return moves[0][1] if [dim for dim, _ in moves] == [1] else ()
 
 
-def _ring(moves: list[_Move], form: Form, step: _Step) -> list[_Move]:
+def _ring(moves: list[_Move], used: Sequence[LogicalAxis | None], form: Form, step: _Step) -> list[_Move]:
     """A gather or scatter of the residual stream in the plan's form: a ring hands on a device's chunk each hop."""
-    axes = _ring_axes(step.plan)
+    axes = _ring_axes(used, step.plan)
     if form == "xla" or not axes:
         return moves
     hops = step.plan.pieces(axes) - 1

@@ -12,6 +12,7 @@ input and output dims of a linear.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
 from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from jaxpar.collectives import further_split, gather, manual, reduce, split_over
+from jaxpar.collectives import further_split, gather, manual, own_piece, reduce, split_over
 from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import Form, LogicalAxis, Move, Plan, state_axes
 
@@ -31,6 +32,7 @@ __all__ = ["attention", "column_linear", "dropout", "halves", "logits", "lookup"
 _Axes = tuple[LogicalAxis | None, ...]
 STORED: _Axes = ("batch", "residual_seq", None)
 GATHERED: _Axes = ("batch", "seq", None)
+ATTENDED: _Axes = ("batch", "attention_seq", None)
 TOKENS: _Axes = ("batch", None)
 """Arrays of a batch, one entry a token."""
 
@@ -41,6 +43,8 @@ class _Site(NamedTuple):
     x: _Axes
     weights: tuple[_Axes, ...]
     ys: tuple[_Axes, ...]
+    used: _Axes
+    """Of the residual stream where it is multiplied."""
     out_dtype: str
     sums: bool
     """A row linear: its one output is summed over the devices that split its input, and scattered. Else a column
@@ -58,11 +62,16 @@ def column_linear(
     axes: Sequence[Sequence[LogicalAxis | None]],
     plan: Plan,
     biases: Sequence[Float[Array, ...] | None] | None = None,
+    seq: LogicalAxis = "seq",
 ) -> tuple[Array, ...]:
     """`x @ w` for several weights that share one gather of x: q, k, v together; gate and up together.
 
     Megatron's column-parallel linear (Shoeybi et al. 2019, arXiv:1909.08053): x arrives split over the sequence, is
     gathered once, and the outputs stay split over their first dim.
+
+    Where rules split heads further than kv heads, the outputs of kv heads are copies, split as heads are: the least
+    common multiple of kv heads and devices, each kv head several times in a row. A device has the weights of all kv
+    heads, multiplies those that its query heads need, and the weight gradients are summed over the copies.
 
     Args:
       x_BSD: the residual stream, split over `residual_seq`.
@@ -70,12 +79,14 @@ def column_linear(
       axes: logical axes of each weight's output dims, such as ("heads", "head_dim").
       plan: mesh, rules and compute dtype.
       biases: arrays [*out], or None where there is none.
+      seq: logical axis of the outputs' sequence: "attention_seq" for q, k and v.
 
     Returns:
       One array [B, S, *out] per weight, in the compute dtype.
     """
-    outs: tuple[_Axes, ...] = tuple(("batch", "seq", *out) for out in axes)
-    site = _Site(STORED, tuple(("embed", *out) for out in axes), outs, plan.compute, sums=False)
+    outs: tuple[_Axes, ...] = tuple(("batch", seq, *(beside(axis, plan) for axis in out)) for out in axes)
+    used: _Axes = ("batch", seq, None)
+    site = _Site(STORED, tuple(("embed", *out) for out in axes), outs, used, plan.compute, sums=False)
     ys: Any = _linear(plan, site, x_BSD, tuple(weights), tuple(biases or (None,) * len(weights)))
     return ys
 
@@ -86,6 +97,7 @@ def row_linear(
     axes: Sequence[LogicalAxis | None],
     plan: Plan,
     bias: Float[Array, " D"] | None = None,
+    seq: LogicalAxis = "seq",
 ) -> Float[Array, "B S D"]:
     """`h @ w` where the contracted dims are split: Megatron's row-parallel linear, its sum scattered over the sequence.
 
@@ -95,12 +107,12 @@ def row_linear(
       axes: logical axes of the input dims, such as ("mlp",).
       plan: mesh, rules and compute dtype.
       bias: array [D], added once, after the sum.
+      seq: logical axis of the input's sequence: "attention_seq" for the output of attention.
 
     Returns:
       The residual stream's layout [B, S, D], in the compute dtype.
     """
-    inside: _Axes = ("batch", "seq", *axes)
-    site = _Site(inside, ((*axes, "embed"),), (STORED,), plan.compute, sums=True)
+    site = _Site(("batch", seq, *axes), ((*axes, "embed"),), (STORED,), ("batch", seq, None), plan.compute, sums=True)
     ys: Any = _linear(plan, site, h_BSI, (weight,), (bias,))
     return ys[0]
 
@@ -120,11 +132,16 @@ def overlap_notes(plan: Plan, seq_len: int) -> list[str]:
         return [
             f"{flags}: no ring, since rules.residual_seq splits the sequence no further than rules.seq on this mesh"
         ]
-    ((_, ring),), notes = moves, []
-    for axis in ("heads", "kv_heads", "mlp") if any("scatter" in name for name in asked) else ():
-        split = plan.mesh_axes(axis)
-        if split and set(split) != set(ring):
-            over, around = " x ".join(split), " x ".join(ring)
+    attention, notes = further_split(STORED, ATTENDED, plan), []
+    if attention != moves:
+        ring = f"the ring is {' x '.join(attention[0][1])}" if attention else "no ring"
+        over = " x ".join(plan.mesh_axes("attention_seq"))
+        notes.append(f"{flags}: {ring} at attention, whose sequence is split over {over} (rules.attention_seq)")
+    sums = {beside("kv_heads", plan): attention, "heads": attention, "mlp": moves}
+    for axis, moved in sums.items() if any("scatter" in name for name in asked) else ():
+        split, rings = plan.mesh_axes(axis), [ring for _, ring in moved]
+        if split and rings and set(split) != set(rings[0]):
+            over, around = " x ".join(split), " x ".join(rings[0])
             notes.append(f"overlap.scatter: sums over {over} (rules.{axis}) take a collective, the ring is {around}")
     if "bidirectional" in asked.values() and seq_len // plan.size("residual_seq") < 2:
         notes.append(f"{flags}: a device has a single row of the sequence, which goes one way")
@@ -140,12 +157,14 @@ def _linear(
         if site.sums:
             products, over = [(x, used[0])], split_over(used_axes(site.weights[0])[:-1], plan)
             form = site.form("scatter", plan)
-            return (matmul_reduce_scatter(products, over, GATHERED, STORED, site.out_dtype, plan, form),)
+            return (matmul_reduce_scatter(products, over, site.used, STORED, site.out_dtype, plan, form),)
         form = site.form("gather", plan)
-        return tuple(all_gather_matmul(x, used, STORED, GATHERED, site.out_dtype, plan, form)[1])
+        return tuple(all_gather_matmul(x, used, STORED, site.used, site.out_dtype, plan, form)[1])
 
     ys = manual(local, plan, (site.x, site.weights), site.ys)(x, weights)
-    return tuple(y if bias is None else y + bias.astype(y.dtype) for y, bias in zip(ys, biases, strict=True))
+    return tuple(
+        y if bias is None else y + _repeated(bias, y).astype(y.dtype) for y, bias in zip(ys, biases, strict=True)
+    )
 
 
 def _linear_forward(plan, site, x, weights, biases):
@@ -160,7 +179,7 @@ def _linear_backward(plan, site, residuals, dys):
         swapped = [jnp.transpose(weight, (*range(split, weight.ndim), *range(split))) for weight in used]
         gathers, scatters = site.form("gather", plan), site.form("scatter", plan)
         if site.sums:
-            dy, (dx,) = all_gather_matmul(dys[0], swapped, STORED, GATHERED, plan.compute, plan, gathers)
+            dy, (dx,) = all_gather_matmul(dys[0], swapped, STORED, site.used, plan.compute, plan, gathers)
             dys = (dy,)
         else:
             # What is partial over the same mesh axes is added up before it is sent.
@@ -168,24 +187,20 @@ def _linear_backward(plan, site, residuals, dys):
             for dy, weight, axes in zip(dys, swapped, site.ys, strict=True):
                 groups.setdefault(split_over(axes[2:], plan), []).append((dy, weight))
             dx = sum(
-                matmul_reduce_scatter(products, over, GATHERED, STORED, plan.compute, plan, scatters)
+                matmul_reduce_scatter(products, over, site.used, STORED, plan.compute, plan, scatters)
                 for over, products in groups.items()
             )
-            x, _ = all_gather_matmul(x, (), STORED, GATHERED, plan.compute, plan, gathers)
-        tokens = split_over(GATHERED[:2], plan)
+            x, _ = all_gather_matmul(x, (), STORED, site.used, plan.compute, plan, gathers)
         dweights = tuple(
-            reduce(_matmul_transposed(x, dy, w.shape), tokens, used_axes(axes), state_axes(axes), plan)
-            for dy, w, axes in zip(dys, used, site.weights, strict=True)
+            _summed(_matmul_transposed(x, dy, w.shape), weight, axes, dim, split_over(site.used[:2], plan), plan)
+            for dy, w, weight, axes, dim in zip(dys, used, weights, site.weights, _copied_dims(site, plan), strict=True)
         )
         return jnp.asarray(dx, dx_dtype), tuple(d.astype(w.dtype) for d, w in zip(dweights, weights, strict=True))
 
     x, weights, biases = residuals
     dlayouts = (site.x, tuple(state_axes(axes) for axes in site.weights))
     dx, dweights = manual(local, plan, (site.x, site.weights, site.ys), dlayouts)(x, weights, tuple(dys))
-    dbiases = tuple(
-        None if bias is None else jnp.sum(dy, axis=(0, 1), dtype=jnp.float32).astype(bias.dtype)
-        for bias, dy in zip(biases, dys, strict=True)
-    )
+    dbiases = tuple(None if bias is None else _bias_gradient(dy, bias) for bias, dy in zip(biases, dys, strict=True))
     return dx, dweights, dbiases
 
 
@@ -198,7 +213,61 @@ def used_axes(axes: _Axes) -> _Axes:
 
 
 def _used(weights: Sequence[Array], site: _Site, plan: Plan) -> list[Array]:
-    return [use(weight, axes, plan) for weight, axes in zip(weights, site.weights, strict=True)]
+    used = (use(weight, axes, plan) for weight, axes in zip(weights, site.weights, strict=True))
+    return [_copied(weight, dim, plan) for weight, dim in zip(used, _copied_dims(site, plan), strict=True)]
+
+
+def copying(plan: Plan) -> tuple[MeshAxis, ...]:
+    """The mesh axes that split heads further than kv heads; none where the two are split otherwise.
+
+    Along these k and v hold copies of kv heads, so that each device has those of its own query heads.
+    """
+    heads, kv_heads = plan.mesh_axes("heads"), plan.mesh_axes("kv_heads")
+    return heads[len(kv_heads) :] if heads[: len(kv_heads)] == kv_heads else ()
+
+
+def beside(axis: LogicalAxis | None, plan: Plan) -> LogicalAxis | None:
+    """The logical axis of a linear's output dim: kv heads that are copied lie as heads do."""
+    return "heads" if axis == "kv_heads" and copying(plan) else axis
+
+
+def _copied_dims(site: _Site, plan: Plan) -> list[int | None]:
+    """Of each weight the dim of which devices take copies of kv heads; None = none."""
+    copies = bool(copying(plan)) and not site.sums
+    return [axes.index("kv_heads") if copies and "kv_heads" in axes else None for axes in site.weights]
+
+
+def _copied(weight: Array, dim: int | None, plan: Plan) -> Array:
+    """Inside `manual`, of a weight of kv heads those that this device's query heads attend with."""
+    if dim is None:
+        return weight
+    axes = copying(plan)
+    devices = plan.pieces(axes)
+    times = devices // math.gcd(devices, weight.shape[dim])
+    return own_piece(jnp.repeat(weight, times, axis=dim), axes, dim, devices)
+
+
+def _summed(dweight: Array, weight: Array, axes: _Axes, dim: int | None, tokens: tuple[MeshAxis, ...], plan: Plan):
+    """Inside `manual`, a device's weight gradient summed over tokens and copies, as gradients are stored."""
+    if dim is not None:
+        whole = jax.ShapeDtypeStruct((*dweight.shape[:dim], weight.shape[dim], *dweight.shape[dim + 1 :]), jnp.float32)
+        (dweight,) = jax.linear_transpose(lambda w: _copied(w, dim, plan), whole)(dweight)
+        tokens += copying(plan)
+    return reduce(dweight, tokens, used_axes(axes), state_axes(axes), plan)
+
+
+def _repeated(bias: Array, y: Array) -> Array:
+    """A bias [*out] for an output [B, S, *out] in which kv heads are copied."""
+    for dim, (size, wanted) in enumerate(zip(bias.shape, y.shape[2:], strict=True)):
+        bias = bias if size == wanted else jnp.repeat(bias, wanted // size, axis=dim)
+    return bias
+
+
+def _bias_gradient(dy: Array, bias: Array) -> Array:
+    """The gradient of a bias [*out], summed over tokens and copies in float32."""
+    dbias = jnp.sum(dy, axis=(0, 1), dtype=jnp.float32)
+    (dbias,) = jax.linear_transpose(lambda b: _repeated(b, dy), jax.ShapeDtypeStruct(bias.shape, jnp.float32))(dbias)
+    return dbias.astype(bias.dtype)
 
 
 def use(weight: Array, axes: _Axes, plan: Plan) -> Array:
@@ -286,17 +355,17 @@ def attention(
     """Causal softmax attention by the fastest implementation that serves: see `jaxpar.attention`.
 
     Args:
-      q_BSHh, k_BSKh, v_BSKh: projections of one sequence, H a multiple of K, split over heads.
+      q_BSHh, k_BSKh, v_BSKh: projections of one sequence as `column_linear` gives them, H a multiple of K.
       plan: mesh, rules and compute dtype.
       segments_BS: document of each token; a token sees its own document only. None = one document.
       dropout_rate, key: dropout of the attention weights; none when key is None.
     """
-    heads: _Axes = ("batch", "seq", "heads", "head_dim")
-    kv_heads: _Axes = ("batch", "seq", "kv_heads", "head_dim")
+    heads: _Axes = (*ATTENDED[:2], "heads", "head_dim")
+    kv_heads: _Axes = (*ATTENDED[:2], beside("kv_heads", plan), "head_dim")
     name, _ = attention_choice(plan, q_BSHh.shape[1], q_BSHh.shape[3], key is not None and dropout_rate > 0)
     with jax.named_scope("core"):
         if name == "splash":
-            segment_axes: Any = None if segments_BS is None else GATHERED[:2]
+            segment_axes: Any = None if segments_BS is None else ATTENDED[:2]
             local = manual(splash, plan, (heads, kv_heads, kv_heads, segment_axes), heads)
             return local(q_BSHh, k_BSKh, v_BSKh, segments_BS)
         compute = chunked if name == "chunked" else whole
@@ -305,10 +374,10 @@ def attention(
 
 def attention_choice(plan: Plan, seq_len: int, head_dim: int, dropping: bool) -> tuple[str, str]:
     """Which implementation `attention` takes under this plan, and why not a faster one; see `attention.choose`."""
-    if plan.size("seq") > 1:
+    if plan.size("attention_seq") > 1:
         return "whole", "the sequence is split over devices"
     layout = ""
-    if plan.mesh_axes("heads") != plan.mesh_axes("kv_heads"):
+    if plan.mesh_axes("heads") != plan.mesh_axes("kv_heads") and not copying(plan):
         layout = "kv heads are split otherwise than heads"
     if plan.size("head_dim") > 1:
         layout = "heads are split inside"
@@ -340,7 +409,7 @@ def logits(
 ) -> Float[Array, "B S V"]:
     """Float32 scores of every vocabulary entry, split over `vocab`; those past `vocab_size` are masked out."""
     outs: tuple[_Axes, ...] = (("batch", "seq", "vocab"),)
-    site = _Site(STORED, (("embed", "vocab"),), outs, "float32", sums=False)
+    site = _Site(STORED, (("embed", "vocab"),), outs, GATHERED, "float32", sums=False)
     ys: Any = _linear(plan, site, x_BSD, (head_VD.T,), (None,))
     logits_BSV = ys[0]
     if vocab_size == head_VD.shape[0]:

@@ -21,14 +21,17 @@ from jaxpar.sharding import Plan
 
 
 def column_linear(
-    x_BSD: Array, weights: Sequence[Array], axes: Any, plan: Plan, biases: Sequence[Array | None] | None = None
-) -> tuple[Array, ...]:
+    x_BSD: Array, weights: Sequence[Array], axes: Any, plan: Plan, biases: Sequence[Array | None] | None = None,
+    seq: Any = "seq",
+) -> tuple[Array, ...]:  # fmt: skip
     """`x @ w` for each weight, plus its bias."""
     biases = biases or [None] * len(weights)
     return tuple(_linear(x_BSD, weight, 1, bias, plan) for weight, bias in zip(weights, biases, strict=True))
 
 
-def row_linear(h_BSI: Array, weight: Array, axes: Any, plan: Plan, bias: Array | None = None) -> Array:
+def row_linear(
+    h_BSI: Array, weight: Array, axes: Any, plan: Plan, bias: Array | None = None, seq: Any = "seq"
+) -> Array:
     """`h @ w` over all dims of h but the first two, plus the bias."""
     return _linear(h_BSI, weight, h_BSI.ndim - 2, bias, plan)
 

@@ -23,7 +23,6 @@ from jaxpar.hlo.tasks import Program, walk
 from jaxpar.hlo.timeline import TaskTime, Timeline
 from jaxpar.mesh import MESH_AXES, MeshSpec, describe
 from jaxpar.models import Model
-from jaxpar.parallel import overlap_notes
 from jaxpar.planned import Planned, planned
 from jaxpar.play import Played, play
 from jaxpar.rehearsal import fit, lint, memory
@@ -37,7 +36,7 @@ from jaxpar.rehearsal.tables import difference_parts, report_parts, seconds_text
 from jaxpar.report import console
 from jaxpar.runtime import start
 from jaxpar.sharding import Plan, placements
-from jaxpar.step import make_plan, make_train_step, step_shapes
+from jaxpar.step import make_plan, make_train_step, plan_notes, step_shapes
 from jaxpar.targets import Target, check_mesh, load_target, target_devices
 
 _PACKAGES = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -113,7 +112,7 @@ def compile_step(config: Config, target: Target, say: Callable[[str], None] = la
     arguments = step_shapes(model, config, plan)
     began = time.perf_counter()
     traced = make_train_step(model, config, plan).trace(*arguments)
-    notes = overlap_notes(plan, config.data.seq_len)
+    notes = plan_notes(config, plan)
     asked = planned(traced.jaxpr, plan.mesh, notes.append)
     try:
         compiled = traced.lower(lowering_platforms=(target.platform,)).compile()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -41,7 +41,8 @@ class ShardingRules:
     `embed` is the embed dim of *parameters* (fsdp shards it, ZeRO-3); activations leave that dim whole. `seq` is the
     sequence where heads or mlp are split, `residual_seq` the sequence of the residual stream between them, which may
     also be split over tensor: Megatron's sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
-    `attention_seq` is the sequence of q, k and v, empty = as `seq`; it is as `residual_seq` where heads are not split.
+    `attention_seq` is the sequence of q, k and v, empty = as `seq`; where heads cannot be split it becomes as
+    `residual_seq` (`fit_heads`).
     `state_embed` is the embed dim of the optimizer's state and of gradients, empty = as `embed`. It may be split over
     more mesh axes than `embed`, after those: over `data`, with parameters whole there, it is ZeRO-1 (Rajbhandari et al.
     2020, arXiv:1910.02054).
@@ -123,6 +124,70 @@ def _fitting_flags(size: int, sizes: dict[MeshAxis, int]) -> str:
         if fits < present:
             flags.append(f"--mesh.{axis} {fits}")
     return " ".join(flags)
+
+
+def fit_heads(
+    rules: ShardingRules, heads: int, kv_heads: int, sizes: Mapping[MeshAxis, int]
+) -> tuple[ShardingRules, list[str]]:
+    """Rules for more devices than heads, and a line for the log on each change; the same rules where all divides.
+
+    Heads that their mesh axes do not divide keep the first of the axes that do, and attention splits the sequence over
+    the others, as the residual stream does. Kv heads that theirs do not divide are copied: their weights are whole
+    over the axes that are left out, and each device makes those of its query heads (`jaxpar.parallel.column_linear`).
+    Where `attention_seq` is set, or kv heads are split otherwise than by the first axes of heads, nothing is changed:
+    what does not divide is refused as for any other dim.
+
+    Args:
+      rules: as the user gave them.
+      heads, kv_heads: of the model.
+      sizes: devices along each mesh axis.
+    """
+
+    def split(named: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...]:
+        return tuple(axis for axis in named if sizes[axis] > 1)
+
+    def pieces(axes: tuple[MeshAxis, ...]) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    def words(axes: tuple[MeshAxis, ...]) -> str:
+        return describe({axis: sizes[axis] for axis in axes})
+
+    notes, wanted, residual = [], split(rules.heads), split(rules.residual_seq)
+    # An axis splits heads or the sequence: where the residual stream's has it, the sequence gets all of them.
+    kept = next(
+        first for first in _firsts(wanted)
+        if heads % pieces(first) == 0 and (first == wanted or not set(first) & set(residual))
+    )  # fmt: skip
+    if dropped := wanted[len(kept) :]:
+        if rules.attention_seq:
+            return rules, []
+        rules = replace(
+            rules, attention_seq=rules.residual_seq, heads=_without(rules.heads, dropped),
+            kv_heads=_without(rules.kv_heads, dropped),
+        )  # fmt: skip
+        repeated = " x ".join(axis for axis in dropped if axis not in residual)
+        instead = f"attention is repeated along {repeated}, which rules.residual_seq does not name"
+        instead = instead if repeated else "attention is split over the sequence"
+        notes.append(f"{words(wanted)} does not divide {heads} heads: {instead}")
+    queries, wanted = split(rules.heads), split(rules.kv_heads)
+    kept = next(first for first in _firsts(wanted) if kv_heads % pieces(first) == 0)
+    if kept != wanted and wanted == queries[: len(wanted)]:
+        rules = replace(rules, kv_heads=_without(rules.kv_heads, wanted[len(kept) :]))
+        made = math.lcm(kv_heads, pieces(queries))
+        notes.append(
+            f"{words(wanted)} does not divide {kv_heads} kv heads: their weights are whole, "
+            f"and k and v have {made} heads, each of them {made // kv_heads} times"
+        )
+    return rules, notes
+
+
+def _firsts(axes: tuple[MeshAxis, ...]) -> list[tuple[MeshAxis, ...]]:
+    """The first so many of some mesh axes, all of them first and none last."""
+    return [axes[:count] for count in range(len(axes), -1, -1)]
+
+
+def _without(axes: tuple[MeshAxis, ...], dropped: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...]:
+    return tuple(axis for axis in axes if axis not in dropped)
 
 
 Form = Literal["xla", "ring", "bidirectional"]

@@ -17,7 +17,7 @@ from jaxpar.picture import mesh_figure, save_figure
 from jaxpar.report import communication_table, console, sharding_table
 from jaxpar.runtime import start
 from jaxpar.sharding import placements
-from jaxpar.step import make_plan
+from jaxpar.step import make_plan, plan_notes
 
 
 def show(config: Config, picture: Path, as_json: bool = False) -> None:
@@ -46,6 +46,8 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
         out.print(json.dumps(table))
     else:
         out.print(title)
+        for note in plan_notes(config, plan):
+            out.print(note)
         out.print(sharding_table(rows))
         out.print("")
         out.print(communication_table(moves) if moves else "no collectives: one device")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.config import CheckpointConfig, Config, DataConfig, MetricsConfig, ModelConfig, TrainConfig
 from jaxpar.mesh import DcnSpec, MeshAxis, MeshSpec, axis_sizes, describe, devices_needed, resolve
-from jaxpar.sharding import LogicalAxis, Overlap, ShardingRules
+from jaxpar.sharding import LogicalAxis, Overlap, ShardingRules, fit_heads
 
 SIMULATED = 8  # CPU devices where the mesh leaves the number open; a mesh that asks for up to twice as many gets them
 MOST_ACCUMULATION = 4  # more microbatches repeat what these do
@@ -54,7 +54,8 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> Shrunk:
     sizes = total_sizes(mesh)
     seq_split = math.lcm(pieces("seq", config.rules, sizes), pieces("residual_seq", config.rules, sizes))
     data = DataConfig(seq_len=odd_multiple(least.seq_len, math.lcm(seq_split, least.block)), pack=config.data.pack)
-    model, notes = _shrink_model(config, sizes, data.seq_len, least.head_dim)
+    heads, kv_heads = _few_heads(config, sizes, asked_sizes(config, mesh))
+    model, notes = _shrink_model(config, sizes, data.seq_len, least.head_dim, heads, kv_heads)
     accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
     if accumulation < config.train.accumulation:
         notes.append(f"train.accumulation {config.train.accumulation} -> {accumulation}")
@@ -75,23 +76,59 @@ def total_sizes(mesh: MeshSpec) -> dict[MeshAxis, int]:
     return {axis: max(size, 1) * getattr(mesh.dcn, axis) for axis, size in axis_sizes(mesh).items()}
 
 
+def asked_sizes(config: Config, mesh: MeshSpec) -> dict[MeshAxis, int]:
+    """Devices along each axis of the config's own mesh, where an axis of -1 has those of `mesh`."""
+    filled = {axis: getattr(mesh, axis) for axis, size in axis_sizes(config.mesh).items() if size == -1}
+    return total_sizes(dataclasses.replace(config.mesh, **filled))
+
+
+def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
+    """The rules of a config's plan on a mesh of these sizes, more devices than heads made to do."""
+    model = config.model
+    return fit_heads(config.rules, model.heads, model.kv_heads or model.heads, sizes)[0]
+
+
 def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: dict[MeshAxis, int]) -> int:
     """Into how many the rules split a logical axis on a mesh of these sizes."""
     return math.prod(sizes[mesh_axis] for mesh_axis in getattr(rules, axis))
 
 
+def _few_heads(config: Config, sizes: dict[MeshAxis, int], asked: dict[MeshAxis, int]) -> tuple[int, int]:
+    """The fewest heads and kv heads that lie on this mesh as the config's do on its own.
+
+    As many query heads per kv head, if that can be. Where kv heads are copied or heads not split there, they are here;
+    preferably fewer than devices if they are there, and with one kv head or several on a device.
+    """
+    model = config.model
+    kv_heads = model.kv_heads or model.heads
+    group, rules = model.heads // kv_heads, rules_of(config, asked)
+    unit = math.lcm(*(pieces(axis, config.rules, sizes) for axis in ("heads", "kv_heads")))
+
+    def fits(H: int, K: int) -> bool:
+        even = H % pieces("heads", rules, sizes) == 0 and K % pieces("kv_heads", rules, sizes) == 0
+        return even and fit_heads(config.rules, H, K, sizes)[0] == rules
+
+    def situation(H: int, K: int, sizes: dict[MeshAxis, int]) -> tuple[bool, bool]:
+        devices, copied = pieces("heads", rules, sizes), rules.heads != rules.kv_heads
+        return pieces("heads", config.rules, sizes) > H, copied and math.lcm(K, devices) > devices
+
+    groups = [group * times for times in range(1, unit + 1 if model.kv_heads else 2)]
+    pairs = [(K * group, K) for group in groups for K in range(min(2, kv_heads), 2 * unit + 3)]
+    wanted = situation(model.heads, kv_heads, asked)
+    # Of those alike the first: the smallest group, then the fewest heads.
+    return max((pair for pair in pairs if fits(*pair)), key=lambda pair: situation(*pair, sizes) == wanted)
+
+
 def _shrink_model(
-    config: Config, sizes: dict[MeshAxis, int], S: int, least_head_dim: int
+    config: Config, sizes: dict[MeshAxis, int], S: int, least_head_dim: int, H: int, K: int
 ) -> tuple[ModelConfig, list[str]]:
     model = config.model
 
     def split(axis: LogicalAxis) -> int:
         return pieces(axis, config.rules, sizes)
 
-    kv_heads = model.kv_heads or model.heads
-    group, head_dim = model.heads // kv_heads, model.head_dim or model.embed // model.heads
-    K = next(n for n in range(2, 10**6) if n % split("kv_heads") == 0 and n * group % split("heads") == 0)
-    H, h = K * group, _multiple(least_head_dim, math.lcm(2, split("head_dim")))  # RoPE pairs the features of a head
+    head_dim = model.head_dim or model.embed // model.heads
+    h = _multiple(least_head_dim, math.lcm(2, split("head_dim")))  # RoPE pairs the features of a head
     whole = math.lcm(split("embed"), split("state_embed"))
     D = odd_multiple(round(H * h * model.embed / (model.heads * head_dim)), whole)
     vocab = math.lcm(4, split("vocab"))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxpar.collectives import further_split, gather, manual
 from jaxpar.config import Config
@@ -20,8 +21,8 @@ from jaxpar.loss import LossSums
 from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
 from jaxpar.optim import learning_rate, make_optimizer
-from jaxpar.parallel import TOKENS
-from jaxpar.sharding import Plan, local_rows, replicated, state_axes, tree_shardings
+from jaxpar.parallel import ATTENDED, GATHERED, STORED, TOKENS, overlap_notes
+from jaxpar.sharding import Plan, ShardingRules, fit_heads, local_rows, replicated, state_axes, tree_shardings
 from jaxpar.xla import compiler_options
 
 
@@ -36,16 +37,22 @@ class TrainState(NamedTuple):
 def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     """The plan of a config on these devices (all, when None), checked against the model and the batch.
 
+    Its rules are the config's, but for more devices than heads: see `fit_heads`. What was changed, `plan_notes` says.
+
     Raises:
       UserError: a mesh that does not fit the devices, a dim or a batch that its mesh axes do not divide, an optimizer
         state that is split neither as its parameters nor further.
     """
     mesh = make_mesh(config.mesh, devices)
-    plan = Plan(mesh, config.rules, config.precision.compute, config.memory.policy, config.overlap)
+    rules, _ = _fitted(config, mesh)
+    plan = Plan(mesh, rules, config.precision.compute, config.memory.policy, config.overlap)
     model = Model(config.model)
     tree_shardings(model.shapes(), model.axes, plan)
     tree_shardings(model.shapes(), _state_axes(model), plan)
     further_split(("state_embed",), ("embed",), plan)
+    for stored, used in ((STORED, GATHERED), (STORED, ATTENDED), (ATTENDED, GATHERED)):
+        further_split(stored, used, plan)
+    plan.sharding((*ATTENDED[:2], "heads", "head_dim"), name="attention")
     train, shards = config.train, plan.size("batch")
     microbatch = train.batch // train.accumulation
     if microbatch % shards:
@@ -63,6 +70,16 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     plan.sharding(("batch", "seq", None), activation, "activations")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream")
     return plan
+
+
+def plan_notes(config: Config, plan: Plan) -> list[str]:
+    """What a plan does otherwise than its config asks for, a line each for the log."""
+    return [*_fitted(config, plan.mesh)[1], *overlap_notes(plan, config.data.seq_len)]
+
+
+def _fitted(config: Config, mesh: Mesh) -> tuple[ShardingRules, list[str]]:
+    model = config.model
+    return fit_heads(config.rules, model.heads, model.kv_heads or model.heads, mesh.shape)
 
 
 def state_shapes(model: Model, config: Config) -> TrainState:

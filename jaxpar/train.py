@@ -21,7 +21,6 @@ from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entr
 from jaxpar.errors import UserError
 from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
 from jaxpar.models import Model, Params
-from jaxpar.parallel import overlap_notes
 from jaxpar.picture import loss_figure, save_figure
 from jaxpar.report import ProgressLine, banner, console, duration_text
 from jaxpar.runtime import start
@@ -34,6 +33,7 @@ from jaxpar.step import (
     make_eval_step,
     make_plan,
     make_train_step,
+    plan_notes,
     put_batch,
     state_shapes,
     state_shardings,
@@ -70,7 +70,7 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
     devices = start(config.mesh)
     config = chosen(config, say=console().print if jax.process_index() == 0 else lambda line: None)
     plan = make_plan(config, devices)
-    for note in overlap_notes(plan, config.data.seq_len) if jax.process_index() == 0 else ():
+    for note in plan_notes(config, plan) if jax.process_index() == 0 else ():
         console().print(note)
     if verify:
         require(config, devices, console().print if jax.process_index() == 0 else lambda line: None)

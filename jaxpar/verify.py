@@ -30,8 +30,18 @@ from jaxpar.mesh import MESH_AXES, MeshSpec, describe, devices_needed, make_mesh
 from jaxpar.models import Model
 from jaxpar.parallel import attention_choice
 from jaxpar.runtime import start, widen_cpu_pool
-from jaxpar.sharding import Plan, tree_shardings
-from jaxpar.shrink import LEAST, Shrunk, fit_mesh, mesh_note, shrink, simulated_devices, total_sizes
+from jaxpar.sharding import Plan, fit_heads, tree_shardings
+from jaxpar.shrink import (
+    LEAST,
+    Shrunk,
+    asked_sizes,
+    fit_mesh,
+    mesh_note,
+    rules_of,
+    shrink,
+    simulated_devices,
+    total_sizes,
+)
 
 # Float32: a gradient is a float32 sum of at most some thousand products; in another order it is off by a few ulps
 # (6e-8), and a few dozen ops lie between it and the loss. Over all meshes of docs/verify.md the worst is 1.1e-6.
@@ -167,7 +177,8 @@ def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
 
 def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> Shrunk:
     """The smallest config whose attention has the implementation that the whole one has on these devices."""
-    plan, model, asked = Plan(make_mesh(mesh, devices), config.rules), config.model, config.mesh.platform
+    rules = rules_of(config, asked_sizes(config, mesh))
+    plan, model, asked = Plan(make_mesh(mesh, devices), rules), config.model, config.mesh.platform
     head_dim, seq_len = model.head_dim or model.embed // model.heads, config.data.seq_len
     wanted, _ = attention_choice(plan, seq_len, head_dim, False)
     found, small, notes = "", config, ()
@@ -176,10 +187,12 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
             small, notes = shrink(config, mesh, least)
             found, _ = attention_choice(plan, small.data.seq_len, small.model.head_dim, False)
     said = [] if found == wanted else [f"OTHER ATTENTION: {wanted} has no small form, so this verifies {found}"]
-    if asked not in ("auto", "cpu", devices[0].platform) and plan.size("seq") == 1:
+    if asked not in ("auto", "cpu", devices[0].platform) and plan.size("attention_seq") == 1:
         there, _ = choose(asked, seq_len, head_dim, False)
         said += [] if there == wanted else [f"OTHER ATTENTION: {there} on {asked}, {wanted} here"]
-    return Shrunk(small, (*said, *notes))
+    model = small.model
+    _, changed = fit_heads(config.rules, model.heads, model.kv_heads or model.heads, total_sizes(mesh))
+    return Shrunk(small, (*said, *notes, *changed))
 
 
 def run(
@@ -328,10 +341,9 @@ def _devices_here(spec: MeshSpec) -> list[jax.Device]:
 
 def _check_layout(config: Config, mesh: MeshSpec) -> None:
     """Refuse a config whose own sizes its mesh does not divide: the shrunk ones always fit."""
-    sizes = {axis: getattr(mesh, axis) if getattr(config.mesh, axis) == -1 else getattr(config.mesh, axis)
-             for axis in MESH_AXES}  # fmt: skip
-    whole = AbstractMesh(tuple(total_sizes(dataclasses.replace(config.mesh, **sizes)).values()), MESH_AXES)
-    plan: Plan = Plan(whole, config.rules)  # pyright: ignore[reportArgumentType]
+    sizes = asked_sizes(config, mesh)
+    whole = AbstractMesh(tuple(sizes.values()), MESH_AXES)
+    plan: Plan = Plan(whole, rules_of(config, sizes))  # pyright: ignore[reportArgumentType]
     model = Model(config.model)
     tree_shardings(model.shapes(), model.axes, plan)
     activation = (config.train.batch // config.train.accumulation, config.data.seq_len, config.model.embed)

@@ -77,10 +77,10 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             q, k, v = column_linear(
                 self.attention_norm(x_BSD), (self.q[...], self.k[...], self.v[...]), (_HEADS, _HEADS, _HEADS), plan,
-                (self.q_bias[...], self.k_bias[...], self.v_bias[...]),
+                (self.q_bias[...], self.k_bias[...], self.v_bias[...]), "attention_seq",
             )  # fmt: skip
             mixed_BSHh = attention(q, k, v, plan, segments_BS, self.dropout, weights_key)
-            out_BSD = row_linear(mixed_BSHh, self.out[...], _HEADS, plan, self.out_bias[...])
+            out_BSD = row_linear(mixed_BSHh, self.out[...], _HEADS, plan, self.out_bias[...], "attention_seq")
             x_BSD = x_BSD + dropout(out_BSD, self.dropout, attention_key)
         with jax.named_scope("mlp"):
             (up_BSF,) = column_linear(self.mlp_norm(x_BSD), (self.up[...],), (("mlp",),), plan, (self.up_bias[...],))

@@ -68,11 +68,13 @@ class Block(nnx.Module):
                 (self.q[...], self.k[...], self.v[...]),
                 (_HEADS, _KV_HEADS, _KV_HEADS),
                 plan,
+                seq="attention_seq",
             )
             frequencies = rotary_frequencies(self.config)
             q_BSHh, k_BSKh = rotate(q_BSHh, positions_BS, frequencies), rotate(k_BSKh, positions_BS, frequencies)
             mixed_BSHh = attention(q_BSHh, k_BSKh, v_BSKh, plan, segments_BS, rate, weights_key)
-            x_BSD = x_BSD + dropout(row_linear(mixed_BSHh, self.out[...], _HEADS, plan), rate, attention_key)
+            out_BSD = row_linear(mixed_BSHh, self.out[...], _HEADS, plan, seq="attention_seq")
+            x_BSD = x_BSD + dropout(out_BSD, rate, attention_key)
         with jax.named_scope("mlp"):
             gate_BSF, up_BSF = column_linear(
                 self.mlp_norm(x_BSD), (self.gate[...], self.up[...]), (("mlp",), ("mlp",)), plan

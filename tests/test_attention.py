@@ -230,7 +230,13 @@ def test_the_choice_and_its_reason(case: tuple[Any, ...], name: str, why: str) -
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
     ({"tensor": 8}, {}, ("chunked", "on cpu")),
     ({"context": 2, "tensor": 4}, {}, ("whole", "the sequence is split over devices")),
-    ({"tensor": 8}, {"kv_heads": ()}, ("chunked", "kv heads are split otherwise than heads")),
+    ({"tensor": 8}, {"kv_heads": ()}, ("chunked", "on cpu")),  # column_linear copies them
+    ({"fsdp": 2, "tensor": 4}, {"kv_heads": ("fsdp",)}, ("chunked", "kv heads are split otherwise than heads")),
+    (
+        {"tensor": 8},
+        {"heads": (), "kv_heads": (), "attention_seq": ("tensor",)},
+        ("whole", "the sequence is split over devices"),
+    ),
     ({"fsdp": 8}, {"kv_heads": ()}, ("chunked", "on cpu")),
     ({"tensor": 8}, {"heads": (), "kv_heads": (), "head_dim": ("tensor",)}, ("chunked", "heads are split inside")),
 ]
@@ -280,11 +286,11 @@ def test_dropout_of_chunked_is_the_same_on_every_mesh(monkeypatch: pytest.Monkey
     assert_close((many,), (one,))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_splash_on_a_mesh_is_whole_on_one_device(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("packed", "rules"), [(False, {}), (True, {"kv_heads": ()})])  # copied kv heads lie likewise
+def test_splash_on_a_mesh_is_whole_on_one_device(packed: bool, rules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxpar.parallel, "choose", lambda *_: ("splash", ""))
     monkeypatch.setattr(jaxpar.parallel, "splash", partial(splash, interpret=True))
     args, segments = projections(2, 128, 4, 2, 128), documents(2, 128) if packed else None
-    plan = plan_on(MeshSpec(fsdp=2, tensor=2))
+    plan = plan_on(MeshSpec(fsdp=2, tensor=2), **rules)
     ours = values_and_gradients(lambda q, k, v: attention(q, k, v, plan, segments), args)
     assert_close(ours, values_and_gradients(lambda q, k, v: whole(q, k, v, segments), args))

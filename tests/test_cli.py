@@ -165,7 +165,7 @@ def test_a_mistaken_config_file(content, message, refused, tmp_path):
         ("--mesh.data 0", "mesh.data is 0"),
         ("--mesh.dcn.data 0", "mesh.dcn.data is 0"),
         ("--mesh.data -1 --mesh.fsdp -1", "mesh has data and fsdp = -1"),
-        ("--model.heads 3 --model.head-dim 8", "dim 2 (heads) has size 3, which tensor=2 does not divide"),
+        ("--model.mlp 511", "dim 1 (mlp) has size 511, which tensor=2 does not divide"),
         ("--train.batch 6", "4 data-parallel shards do not divide: try --train.batch 8"),
         ("--data.seq-len 127", "residual stream: dim 1 (residual_seq) has size 127, which tensor=2 does not divide"),
         ("--rules.mlp tensor --rules.embed tensor", "mesh axis tensor=2 is used twice, by dim"),

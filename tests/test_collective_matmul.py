@@ -116,18 +116,34 @@ def test_a_form_that_nobody_chose_is_refused():
         column_linear(x, (up,), (("mlp",),), plan_on(Overlap("auto"), tensor=2))
 
 
-def test_kv_heads_that_are_not_split_have_no_sum_to_scatter():
-    rules = ShardingRules(kv_heads=())
-    plan = plan_on(Overlap("bidirectional", "bidirectional"), rules, tensor=8)
-    args = given(24)
-    found = jax.jit(jax.grad(lambda args: jnp.sum(jnp.sin(_column(plan, *args)))))(args[:3])
-    one = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
-    assert_close(found, jax.grad(lambda args: jnp.sum(jnp.sin(_column(one, *args))))(args[:3]), 1e-5)
+def through_column(plan: Plan, axis: Any) -> Any:
+    """Value and gradients of a product of two outputs of a column linear, the second's heads along `axis`."""
+
+    def loss(args: list[jax.Array]) -> jax.Array:
+        q, k = column_linear(args[0], args[1:], (("heads", "head_dim"), (axis, "head_dim")), plan)
+        return jnp.sum(jnp.sin(q) * jnp.repeat(k, q.shape[2] // k.shape[2], axis=2))
+
+    return jax.jit(jax.value_and_grad(loss))
 
 
-def _column(plan: Plan, x: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
-    ys = column_linear(x, (q, k), (("heads", "head_dim"), ("kv_heads", "head_dim")), plan)
-    return jnp.concatenate(ys, axis=2)
+ONE = Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
+
+
+def test_outputs_that_are_not_split_have_no_sum_to_scatter():
+    plan, args = plan_on(Overlap("bidirectional", "bidirectional"), tensor=8), given(24)[:3]
+    assert_close(through_column(plan, None)(args), through_column(ONE, None)(args), 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_kv_heads_that_are_copied_take_the_same_ring(form):
+    args = arrays((B, 24, D), (D, H, h), (D, 2, h))
+    plan = plan_on(Overlap(form, form), ShardingRules(kv_heads=()), tensor=8)
+    assert_close(through_column(plan, "kv_heads")(args), through_column(ONE, "kv_heads")(args), 1e-5)
+    kinds = Counter[str]()
+    for row in planned(through_column(plan, "kv_heads").trace(args).jaxpr, plan.mesh):
+        kinds[row.kind] += row.count
+    hops = 7 * (2 if form == "bidirectional" else 1)
+    assert kinds == {"ppermute": 2 * hops, "all-reduce": 1}  # of x, of dx; the gradient of k
 
 
 def test_a_residual_stream_that_is_whole_needs_no_ring():
@@ -162,6 +178,12 @@ def test_logits_take_a_ring_too():
         (Overlap("xla", "ring"), {"mlp": ("context", "tensor")}, {"context": 2, "tensor": 2}, 24,
          ["overlap.scatter: sums over context x tensor (rules.mlp) take a collective, the ring is tensor"]),
         (Overlap("bidirectional", "xla"), {}, {"tensor": 8}, 8, ["overlap.gather: a device has a single row"]),
+        (Overlap("ring", "ring"), {"kv_heads": ()}, {"tensor": 8}, 24, []),
+        (Overlap("xla", "ring"), {"heads": (), "kv_heads": (), "attention_seq": ("tensor",)}, {"tensor": 4}, 24,
+         ["overlap.scatter: no ring at attention, whose sequence is split over tensor (rules.attention_seq)"]),
+        (Overlap("ring", "xla"), {"residual_seq": ("expert", "tensor"), "attention_seq": ("expert",)},
+         {"expert": 2, "tensor": 4}, 24,
+         ["overlap.gather: the ring is tensor at attention, whose sequence is split over expert"]),
     ],
     ids=str,
 )  # fmt: skip

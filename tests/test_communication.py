@@ -86,6 +86,12 @@ PLANS = {
     "gpt2, Domino, unrolled, accumulation": changed(
         config_of("gpt2", scan=False, accumulation=2, fsdp=2, tensor=2), overlap=Overlap(domino="on")
     ),
+    "llama, kv heads copied": config_of("llama", tensor=4),
+    "llama, kv heads copied, data, unrolled, remat": config_of("llama", "full", scan=False, data=2, tensor=4),
+    "llama, kv heads copied, fsdp, bfloat16": config_of("llama", compute="bfloat16", fsdp=2, tensor=4),
+    "llama, attention over the sequence": config_of("llama", "full", tensor=8),
+    "llama, attention over the sequence, rings": changed(config_of("llama", tensor=8), overlap=BOTH_RINGS),
+    "gpt2, attention over the sequence, unrolled": config_of("gpt2", scan=False, accumulation=2, tensor=8),
     "gpt2, ring of the scatter": changed(config_of("gpt2", data=2, tensor=4), overlap=Overlap("xla", "ring")),
 }
 

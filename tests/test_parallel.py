@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.parallel import attention, column_linear, dropout, logits, lookup, row_linear
-from jaxpar.sharding import Plan, ShardingRules
+from jaxpar.sharding import Plan, ShardingRules, fit_heads
 
 pytestmark = pytest.mark.quick
 
@@ -111,6 +113,61 @@ def test_attention_is_causal_grouped_and_keeps_documents_apart(plan: Plan, packe
         lambda q, k, v: reference_attention(q, k, v, segments),
         arrays((B, S, H, h), (B, S, K, h), (B, S, K, h)),
     )
+
+
+# More devices than heads. Kv heads are copied: twelve heads over four devices need the six kv heads twice, and two axes
+# may split heads of which the first splits kv heads too.
+
+COPIED = {
+    "tensor8": (MeshSpec(tensor=8), ShardingRules(kv_heads=()), 8, 2),
+    "data2.tensor4": (MeshSpec(data=2, tensor=4), ShardingRules(kv_heads=()), 12, 6),
+    "fsdp2.context2.tensor2": (MeshSpec(fsdp=2, context=2, tensor=2), ShardingRules(kv_heads=()), 4, 1),
+    "expert2.tensor4": (
+        MeshSpec(expert=2, tensor=4), ShardingRules(heads=("expert", "tensor"), kv_heads=("expert",)), 8, 2
+    ),
+    "fsdp2.data2.tensor2, zero-1": (
+        MeshSpec(fsdp=2, data=2, tensor=2), ShardingRules(kv_heads=(), state_embed=("fsdp", "data")), 2, 1
+    ),
+}  # fmt: skip
+
+
+def attended(plan: Plan, x: Array, q: Array, k: Array, v: Array, q_bias: Array, v_bias: Array, out: Array) -> Array:
+    heads, kv_heads, seq = ("heads", "head_dim"), ("kv_heads", "head_dim"), "attention_seq"
+    segments = jnp.cumsum(jnp.arange(S)[None] % jnp.asarray([[5], [7], [9], [16]]) == 0, axis=1)
+    projections = column_linear(x, (q, k, v), (heads, kv_heads, kv_heads), plan, (q_bias, None, v_bias), seq)
+    return row_linear(attention(*projections, plan, segments), out, heads, plan, seq=seq)
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_kv_heads_are_copied_where_more_devices_split_heads(name: str) -> None:
+    mesh, rules, heads, kv_heads = COPIED[name]
+    kv = (D, kv_heads, h)
+    args = arrays((B, S, D), (D, heads, h), kv, kv, (heads, h), kv[1:], (heads, h, D))
+    plan = plan_on(mesh, rules=rules)
+    assert_same(partial(attended, plan), partial(attended, plan_on(MeshSpec())), args)
+    (v_BSKh,) = column_linear(args[0], (args[3],), (("kv_heads", "head_dim"),), plan, (args[5],))
+    want = jnp.einsum("bsd,dhk->bshk", args[0], args[3]) + args[5]
+    assert v_BSKh.shape[2] == math.lcm(kv_heads, plan.size("heads"))
+    assert v_BSKh.sharding.is_equivalent_to(plan.sharding(("batch", "seq", "heads")), 4)
+    np.testing.assert_allclose(v_BSKh, jnp.repeat(want, v_BSKh.shape[2] // kv_heads, axis=2), rtol=1e-5, atol=1e-5)
+
+
+SPLIT = {
+    "tensor8": (MeshSpec(tensor=8), 4, 2),
+    "data2.tensor4": (MeshSpec(data=2, tensor=4), 6, 6),
+    "fsdp2.context2.tensor2": (MeshSpec(fsdp=2, context=2, tensor=2), 5, 1),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_attention_is_split_over_the_sequence_where_heads_do_not_divide(name: str) -> None:
+    mesh, heads, kv_heads = SPLIT[name]
+    sizes = plan_on(mesh).mesh.shape
+    plan = plan_on(mesh, rules=fit_heads(ShardingRules(), heads, kv_heads, sizes)[0])
+    kv = (D, kv_heads, h)
+    args = arrays((B, S, D), (D, heads, h), kv, kv, (heads, h), kv[1:], (heads, h, D))
+    assert_same(partial(attended, plan), partial(attended, plan_on(MeshSpec())), args)
+    assert plan.size("attention_seq") == plan.size("residual_seq") == 8 // plan.size("batch")
 
 
 def test_weight_gradients_are_summed_in_float32_under_bfloat16_compute(plan: Plan) -> None:

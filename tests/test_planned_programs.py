@@ -94,8 +94,9 @@ def summed_later(config: Config, asked: Sent) -> Sent:
         config_of("llama", "full", fsdp=4, tensor=2),
         config_of("gpt2", "full", compute="bfloat16", data=2, fsdp=2, tensor=2),
         config_of("gpt2", "full", data=8),
+        config_of("llama", "full", data=2, tensor=4),
     ],
-    ids=["llama, fsdp x tensor", "gpt2, data x fsdp x tensor, bfloat16 as float32", "gpt2, data"],
+    ids=["llama, fsdp x tensor", "gpt2, data x fsdp x tensor, bfloat16 as float32", "gpt2, data", "kv heads copied"],
 )
 def test_a_step_sends_what_it_asks_for(config):
     assert_sent_as_asked(*compiled(config))

@@ -1,9 +1,10 @@
 """From logical axes to shards: the specs, what they refuse, and that the sizes promised are those of real arrays."""
 
+import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.errors import UserError
 from jaxpar.mesh import MESH_AXES
-from jaxpar.sharding import LogicalAxis, Plan, ShardingRules, local_rows, placements, spec_for, tree_shardings
+from jaxpar.sharding import (
+    LogicalAxis,
+    Plan,
+    ShardingRules,
+    fit_heads,
+    local_rows,
+    placements,
+    spec_for,
+    tree_shardings,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -112,6 +122,55 @@ def test_local_rows_are_those_of_this_process_s_devices(plan_of, here, rows):
     partly = SimpleNamespace(addressable_devices_indices_map=lambda shape: some)
     size = rows // 4
     assert local_rows(partly, rows) == [row for row in range(rows) if {2 * (row // size), 2 * (row // size) + 1} & here]
+
+
+FEW_HEADS: list[tuple[dict[str, Any], tuple[int, int], dict[str, int], dict[str, Any], list[str]]] = [
+    ({}, (8, 4), {"tensor": 4}, {}, []),
+    ({}, (1, 1), {}, {}, []),
+    ({"heads": (), "kv_heads": ()}, (3, 1), {"tensor": 2}, {}, []),
+    ({"attention_seq": ("context",)}, (4, 4), {"tensor": 8}, {}, []),  # said otherwise: it is refused
+    ({"kv_heads": ("fsdp",)}, (8, 1), {"fsdp": 2, "tensor": 4}, {}, []),
+    ({}, (8, 2), {"tensor": 8}, {"kv_heads": ()},
+     ["tensor=8 does not divide 2 kv heads: their weights are whole, and k and v have 8 heads, each of them 4 times"]),
+    ({}, (12, 6), {"tensor": 4}, {"kv_heads": ()},
+     ["tensor=4 does not divide 6 kv heads: their weights are whole, and k and v have 12 heads, each of them 2 times"]),
+    ({"heads": ("expert", "tensor"), "kv_heads": ("expert", "tensor")}, (8, 2), {"expert": 2, "tensor": 4},
+     {"kv_heads": ("expert",)}, ["expert=2 x tensor=4 does not divide 2 kv heads"]),
+    ({}, (4, 4), {"tensor": 8}, {"heads": (), "kv_heads": (), "attention_seq": ("context", "tensor")},
+     ["tensor=8 does not divide 4 heads: attention is split over the sequence"]),
+    ({"heads": ("expert", "tensor"), "kv_heads": ("expert", "tensor")}, (2, 1), {"expert": 2, "tensor": 4},
+     {"heads": ("expert",), "kv_heads": (), "attention_seq": ("context", "tensor")},
+     ["expert=2 x tensor=4 does not divide 2 heads: attention", "expert=2 does not divide 1 kv heads"]),
+    ({"heads": ("expert", "tensor"), "residual_seq": ("expert", "tensor")}, (2, 2), {"expert": 2, "tensor": 4},
+     {"heads": (), "kv_heads": (), "attention_seq": ("expert", "tensor")},
+     ["expert=2 x tensor=4 does not divide 2 heads: attention is split over the sequence"]),
+    ({"residual_seq": ("context",)}, (4, 4), {"tensor": 8},
+     {"heads": (), "kv_heads": (), "attention_seq": ("context",)},
+     ["tensor=8 does not divide 4 heads: attention is repeated along tensor, which rules.residual_seq does not name"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "heads", "mesh", "changes", "says"), FEW_HEADS)
+def test_rules_make_do_with_more_devices_than_heads(asked, heads, mesh, changes, says):
+    sizes = dict.fromkeys(MESH_AXES, 1) | mesh
+    rules = ShardingRules(**asked)
+    fitted, notes = fit_heads(rules, *heads, sizes)
+    assert fitted == replace(rules, **changes)
+    assert len(notes) == len(says)
+    assert all(note.startswith(start) for note, start in zip(notes, says, strict=True))
+    assert fit_heads(fitted, *heads, sizes) == (fitted, []), "what fits is left alone"
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 9), st.integers(1, 5), st.booleans())
+def test_fitted_rules_divide_any_heads(kv_heads, group, tensor, expert, two):
+    over = ("expert", "tensor") if two else ("tensor",)
+    heads, sizes = kv_heads * group, dict.fromkeys(MESH_AXES, 1) | {"tensor": tensor, "expert": expert}
+    rules, _ = fit_heads(ShardingRules(heads=over, kv_heads=over), heads, kv_heads, sizes)
+    mesh: Any = SimpleNamespace(shape=sizes)
+    spec_for((None, "attention_seq", "heads"), rules, mesh, (1, 2520, heads))
+    spec_for(("embed", "kv_heads"), rules, mesh, (1, kv_heads))
+    devices = math.prod(sizes[axis] for axis in rules.heads)
+    assert heads % math.lcm(kv_heads, devices) == 0
 
 
 def test_equal_plans_share_one_compiled_program(plan_of):

@@ -69,9 +69,15 @@ def test_what_is_left_is_one_device(picture, capsys):
 
 
 def test_a_mesh_that_the_model_does_not_fit_is_refused(picture):
-    with pytest.raises(UserError, match=r"blocks\.k: dim 2 \(heads\) has size 4, which tensor=8 does not divide"):
-        show(replace(TINY, mesh=MeshSpec(tensor=8)), picture)
+    with pytest.raises(UserError, match=r"blocks\.down: dim 1 \(mlp\) has size 512, which tensor=3 does not divide"):
+        show(replace(TINY, mesh=MeshSpec(tensor=3)), picture)
     assert not picture.exists()
+
+
+def test_more_devices_than_heads_are_said(picture, capsys):
+    show(replace(TINY, mesh=MeshSpec(tensor=8)), picture)
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "tensor=8 does not divide 4 heads: attention is split over the sequence"
 
 
 def test_slices_are_simulated_too(picture, capsys):

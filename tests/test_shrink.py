@@ -14,10 +14,12 @@ from jaxpar.mesh import DcnSpec, MeshSpec, devices_needed
 from jaxpar.shrink import (
     LEAST,
     Least,
+    asked_sizes,
     fit_mesh,
     mesh_note,
     odd_multiple,
     pieces,
+    rules_of,
     shrink,
     simulated_devices,
     total_sizes,
@@ -139,6 +141,41 @@ def test_every_preset_shrinks_to_what_its_mesh_divides(name: str, mesh: MeshSpec
     assert (model.layers, small.train.accumulation) == (2, min(config.train.accumulation, 4))
     assert (small.train.steps, small.data.source) == (Config().train.steps, Config().data.source)
     assert notes[0].startswith("model shrunk: ")
+
+
+# Heads and kv heads on tensor devices, then on those that are here.
+FEW_HEADS = [
+    ((8, 2), 8, 8, (8, 2)),
+    ((4, 4), 8, 8, (2, 2)),
+    ((4, 1), 8, 8, (4, 1)),
+    ((6, 3), 4, 4, (6, 3)),
+    ((12, 6), 4, 4, (12, 6)),
+    ((16, 1), 8, 8, (16, 1)),
+    ((64, 8), 16, 2, (24, 3)),  # two devices divide every even number of kv heads
+    ((12, 4), 12, 4, (12, 2)),  # and four any 3 K that they divide: six query heads a kv head, not three
+    ((32, 8), 64, 8, (12, 3)),
+    ((5, 0), 8, 2, (3, 3)),
+    ((32, 8), 8, 8, (32, 8)),
+    ((32, 8), 4, 2, (8, 2)),
+]
+
+
+@pytest.mark.parametrize(("whole", "tensor", "here", "want"), FEW_HEADS)
+def test_more_devices_than_heads_stay_so(whole: Any, tensor: int, here: int, want: tuple[int, int]) -> None:
+    changes = {"model.heads": whole[0], "model.kv_heads": whole[1], "model.head_dim": 8, "mesh.tensor": tensor}
+    config = override(Config(), changes | {"model.family": "llama"})
+    small, _ = shrink(config, MeshSpec(tensor=here))
+    heads, kv_heads = small.model.heads, small.model.kv_heads or small.model.heads
+    assert (heads, kv_heads) == want
+    assert small.rules == config.rules, "the plan fits them again"
+    fitted = rules_of(small, total_sizes(small.mesh))
+    assert fitted == rules_of(config, asked_sizes(config, small.mesh))
+    assert heads % pieces("heads", fitted, {"tensor": here, "context": 1}) == 0
+
+
+def test_a_mesh_axis_of_what_is_left_counts_as_it_is_here() -> None:
+    config = override(Config(), {"mesh.tensor": -1, "mesh.dcn.data": 2})
+    assert asked_sizes(config, MeshSpec(tensor=4)) == total_sizes(MeshSpec(data=2, tensor=4))
 
 
 def test_what_is_turned_off_is_said() -> None:

@@ -27,6 +27,7 @@ from jaxpar.step import (
     make_eval_step,
     make_plan,
     make_train_step,
+    plan_notes,
     put_batch,
     state_shardings,
     step_shapes,
@@ -230,11 +231,24 @@ def test_evaluation_sums_the_tokens_that_count() -> None:
 
 MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"mesh.data": 8, "train.batch": 12}, "12 sequences, which 8 data-parallel .* do not divide: try --train.batch 16"),
-    ({"mesh.tensor": 8, "model.heads": 4}, r"blocks.k: dim 2 \(heads\) has size 4, which tensor=8 does not divide"),
+    ({"mesh.tensor": 8, "model.heads": 4, "rules.attention_seq": ("context",)},
+     r"blocks.k: dim 2 \(heads\) has size 4, which tensor=8 does not divide"),
+    ({"mesh.tensor": 8, "rules.attention_seq": ("tensor",)}, "attention: mesh axis tensor=8 is used twice, by dim 1"),
+    ({"mesh.context": 2, "mesh.tensor": 4, "rules.attention_seq": ("tensor",)}, "which does not begin with it"),
     ({"mesh.tensor": 8, "data.seq_len": 12}, r"residual stream: dim 1 \(residual_seq\) has size 12, which tensor=8"),
     ({"mesh.data": 8, "overlap.domino": "on"}, "microbatch of 1 sequences in two halves: try --train.batch 16"),
     ({"mesh.tensor": 8, "rules.embed": ("tensor",)}, "mesh axis tensor=8 is used twice"),
 ]  # fmt: skip
+
+
+def test_what_the_plan_changes_is_said() -> None:
+    config = config_of("gpt2", **{"mesh.tensor": 8, "model.heads": 4, "overlap.scatter": "ring"})
+    plan = make_plan(config, jax.devices())
+    assert (plan.rules.heads, plan.rules.attention_seq) == ((), plan.rules.residual_seq)
+    assert [note.split(":")[0] for note in plan_notes(config, plan)] == [
+        "tensor=8 does not divide 4 heads",
+        "overlap.scatter",
+    ]
 
 
 @pytest.mark.parametrize(("changes", "message"), MISFITS)

@@ -112,6 +112,30 @@ def test_halves_of_the_batch_give_the_gradients_of_one_device() -> None:
     assert found.setup.config.train.batch == 2 * 2 * 2 * 3, "two sequences a half and device"
 
 
+COPIED, SPLIT = (
+    "does not divide {} kv heads: their weights",
+    "does not divide {} heads: attention is split over the seq",
+)
+FEW_HEADS = [
+    ((1, 1, 8), "llama", 8, 2, COPIED.format(2)),
+    ((1, 2, 4), "llama", 12, 6, COPIED.format(6)),
+    ((1, 1, 8), "llama", 4, 4, SPLIT.format(2)),
+    ((1, 1, 8), "llama", 4, 1, SPLIT.format(4)),
+    ((2, 1, 4), "llama", 6, 3, SPLIT.format(6)),
+    ((1, 1, 8), "gpt2", 4, 0, SPLIT.format(2)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "family", "heads", "kv_heads", "says"), FEW_HEADS)
+def test_more_devices_than_heads(mesh: tuple[int, int, int], family: str, heads: int, kv_heads: int, says: str) -> None:
+    config = config_of(mesh, family, False, True, 1)
+    changes = {"model.heads": heads, "model.kv_heads": kv_heads, "model.embed": 16 * heads}
+    changes |= {"overlap.gather": "bidirectional", "overlap.scatter": "ring"} if mesh[2] == 8 else {}
+    found = verify.verify(override(config, changes), jax.devices())
+    assert found.equal, verdict(found)
+    assert says in found.setup.notes[-1]
+
+
 def test_a_state_that_is_split_further_leaves_the_gradients_alone() -> None:
     config = override(config_of((2, 2, 2), "gpt2", True, True, 3), {"rules.state_embed": ("fsdp", "data")})
     found = verify.verify(config, jax.devices())
@@ -285,6 +309,28 @@ def test_a_ring_sent_the_wrong_way_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert [row.name for row in failed.rows if not row.ok] == parameter_order(Model(config.model))
 
 
+def test_copied_kv_heads_whose_gradients_are_not_summed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device keeps what its own query heads say of the kv heads that it has copies of."""
+    own = jax.lax.psum
+
+    def forgetful(x: Any, axes: Any, **rest: Any) -> Any:
+        of_weight = getattr(x, "ndim", 0) == 3
+        axes = tuple(axis for axis in axes if axis != "tensor") if of_weight else axes
+        return own(x, axes, **rest) if axes else x
+
+    monkeypatch.setattr(jax.lax, "psum", forgetful)
+    config = override(config_of((2, 1, 4), "llama", False, False, 1), {"model.kv_heads": 2})
+    failed = verify.verify(config, jax.devices()).failed
+    assert failed is not None
+    assert failed.loss_ok
+    wrong = [row for row in failed.rows if not row.ok]
+    assert [row.name for row in wrong] == ["blocks.k", "blocks.v"]
+    for row in wrong:
+        assert row.finding is not None
+        assert row.finding.kind == "sum missing"
+        assert "copies along tensor differ and add up to the reference" in row.finding.says
+
+
 def test_a_doubled_psum_in_one_use_of_a_tied_table_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table is embedding and head: its gradient has two parts, each summed over data by the library; one twice."""
     own, planted = jax.lax.psum, []
@@ -410,8 +456,11 @@ def test_parameters_and_batches_hide_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.tensor": 2, "model.heads": 3, "model.embed": 36}, r"blocks.k: dim 2 \(heads\) has size 3"),
-        ({"mesh.fsdp": 16, "mesh.tensor": 4}, r"blocks.k: dim 2 \(heads\) has size 2, which tensor=4"),
+        ({"mesh.tensor": 2, "model.mlp": 51}, r"blocks.down: dim 1 \(mlp\) has size 51"),
+        (
+            {"mesh.fsdp": 16, "mesh.tensor": 4, "model.mlp": 514},
+            r"blocks.down: dim 1 \(mlp\) has size 514, which tensor=4",
+        ),
         ({"mesh.fsdp": 16, "model.heads": 4, "model.embed": 24}, r"dim 1 \(embed\) has size 24, which fsdp=16"),
         ({"mesh.data": 16, "train.batch": 24}, r"activations of a microbatch: dim 0 \(batch\) has size 24"),
         ({"mesh.data": 0}, "mesh.data is 0"),
