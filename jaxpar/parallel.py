@@ -12,7 +12,7 @@ input and output dims of a linear.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,10 +23,14 @@ from jaxtyping import Array, Float, Int
 from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
 from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxpar.collectives import further_split, gather, manual, reduce, split_over
+from jaxpar.context import check_chunks, chunk_order, inverse, reordered, split_attention
+from jaxpar.errors import UserError
 from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import LogicalAxis, Plan, state_axes
 
-__all__ = ["attention", "column_linear", "dropout", "logits", "lookup", "row_linear"]
+__all__ = [
+    "attention", "column_linear", "dropout", "in_natural_order", "in_order", "logits", "lookup", "row_linear",
+]  # fmt: skip
 
 _Axes = tuple[LogicalAxis | None, ...]
 STORED: _Axes = ("batch", "residual_seq", None)
@@ -272,31 +276,77 @@ def attention(
     segments_BS: Int[Array, "B S"] | None = None,
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
+    window: int = 0,
 ) -> Float[Array, "B S H h"]:
     """Causal softmax attention by the fastest implementation that serves: see `jaxpar.attention`.
 
     Args:
-      q_BSHh, k_BSKh, v_BSKh: projections of one sequence, H a multiple of K, split over heads.
+      q_BSHh, k_BSKh, v_BSKh: projections of one sequence, H a multiple of K, split over heads; tokens `in_order`.
       plan: mesh, rules and compute dtype.
       segments_BS: document of each token; a token sees its own document only. None = one document.
       dropout_rate, key: dropout of the attention weights; none when key is None.
+      window: a token sees so many tokens up to itself (arXiv:2310.06825, section 2); 0 = all before it.
+
+    Raises:
+      UserError: dropout where the sequence is split, or what `context.check_split` refuses.
     """
+    if plan.size("attention_seq") > 1:
+        if key is not None and dropout_rate > 0:
+            refuse_dropout(plan, dropout_rate)
+        with jax.named_scope("core"):
+            return split_attention(plan, window, q_BSHh, k_BSKh, v_BSKh, segments_BS)
     heads: _Axes = ("batch", "seq", "heads", "head_dim")
     kv_heads: _Axes = ("batch", "seq", "kv_heads", "head_dim")
     name, _ = attention_choice(plan, q_BSHh.shape[1], q_BSHh.shape[3], key is not None and dropout_rate > 0)
     with jax.named_scope("core"):
         if name == "splash":
             segment_axes: Any = None if segments_BS is None else GATHERED[:2]
-            local = manual(splash, plan, (heads, kv_heads, kv_heads, segment_axes), heads)
+            local = manual(partial(splash, window=window), plan, (heads, kv_heads, kv_heads, segment_axes), heads)
             return local(q_BSHh, k_BSKh, v_BSKh, segments_BS)
         compute = chunked if name == "chunked" else whole
-        return plan.constrain(compute(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key), heads)
+        out_BSHh = compute(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, window)
+        return plan.constrain(out_BSHh, heads)
+
+
+def refuse_dropout(plan: Plan, rate: float) -> None:
+    """Dropout takes its bits from a token's place in the array, which a plan with a split sequence changes.
+
+    Raises:
+      UserError: always.
+    """
+    split = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.mesh_axes("attention_seq"))
+    raise UserError(
+        f"model.dropout={rate} with the sequence split over {split}: dropout would depend on the mesh: "
+        "try --model.dropout 0, or leave the sequence whole"
+    )
+
+
+def in_order(batch: Mapping[str, Int[Array, "B S"]], plan: Plan) -> dict[str, Int[Array, "B S"]]:
+    """A batch with its tokens in the order in which the plan splits the sequence; `positions` says where they stood.
+
+    Args:
+      batch: int arrays [B, S], each sequence whole on every device; `positions` are made where there are none.
+      plan: mesh, rules and strategy.
+    """
+    tokens_BS, order = batch["tokens"], chunk_order(plan)
+    positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
+    batch = {"positions": positions_BS, **batch}
+    if len(order) == 1:
+        return batch
+    check_chunks(plan, tokens_BS.shape[1])
+    return {name: plan.constrain(reordered(x, order, 1), ("batch", None)) for name, x in batch.items()}
+
+
+def in_natural_order(x_BSV: Float[Array, "B S V"], plan: Plan) -> Float[Array, "B S V"]:
+    """What a model made of a batch `in_order`, its tokens as they were."""
+    order = chunk_order(plan)
+    return x_BSV if len(order) == 1 else reordered(x_BSV, inverse(order), 1)
 
 
 def attention_choice(plan: Plan, seq_len: int, head_dim: int, dropping: bool) -> tuple[str, str]:
     """Which implementation `attention` takes under this plan, and why not a faster one; see `attention.choose`."""
-    if plan.size("seq") > 1:
-        return "whole", "the sequence is split over devices"
+    if plan.size("attention_seq") > 1:
+        return plan.context.strategy, "the sequence is split over devices"
     layout = ""
     if plan.mesh_axes("heads") != plan.mesh_axes("kv_heads"):
         layout = "kv heads are split otherwise than heads"

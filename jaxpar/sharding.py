@@ -108,10 +108,13 @@ _AS: dict[LogicalAxis, LogicalAxis] = {"state_embed": "embed", "attention_seq": 
 
 def split_axes(axis: LogicalAxis | None, rules: ShardingRules, mesh: Mesh) -> tuple[MeshAxis, ...]:
     """The mesh axes of more than one device that the rules split a logical axis over."""
-    named: tuple[MeshAxis, ...] = () if axis is None else getattr(rules, axis)
-    if axis in _AS:
-        named = named or getattr(rules, _AS[axis])
+    named = () if axis is None else named_axes(axis, rules)
     return tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
+
+
+def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
+    """The mesh axes that the rules give a logical axis, whatever their sizes."""
+    return getattr(rules, axis) or (getattr(rules, _AS[axis]) if axis in _AS else ())
 
 
 def _fitting_flags(size: int, sizes: dict[MeshAxis, int]) -> str:
@@ -141,6 +144,15 @@ class Overlap:
 
 
 @dataclass(frozen=True)
+class Context:
+    """How attention sees a sequence that is split over devices (`attention_seq`): `ring` sends keys and values round,
+    `all_gather` gathers them, `ulysses` splits the heads instead. See `jaxpar.context`.
+    """
+
+    strategy: Literal["ring", "all_gather", "ulysses"] = "ring"
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a model runs on devices, and nothing about what it computes. Hashable, so it may be a static argument.
 
@@ -150,6 +162,7 @@ class Plan:
       compute: dtype of matmuls and activations; parameters, norms, softmax, loss and gradients stay float32.
       remat: what a block saves for its backward: `none` = everything, `full` = its input only.
       overlap: how the linears gather and scatter the sequence.
+      context: how attention sees a sequence that is split.
     """
 
     mesh: Mesh
@@ -157,6 +170,7 @@ class Plan:
     compute: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "full"] = "none"
     overlap: Overlap = Overlap()
+    context: Context = Context()
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -42,7 +42,7 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
         state that is split neither as its parameters nor further.
     """
     mesh = make_mesh(config.mesh, devices)
-    plan = Plan(mesh, config.rules, config.precision.compute, config.memory.policy, config.overlap)
+    plan = Plan(mesh, config.rules, config.precision.compute, config.memory.policy, config.overlap, config.context)
     model = Model(config.model)
     tree_shardings(model.shapes(), model.axes, plan)
     tree_shardings(model.shapes(), _state_axes(model), plan)

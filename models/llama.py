@@ -71,7 +71,7 @@ class Block(nnx.Module):
             )
             frequencies = rotary_frequencies(self.config)
             q_BSHh, k_BSKh = rotate(q_BSHh, positions_BS, frequencies), rotate(k_BSKh, positions_BS, frequencies)
-            mixed_BSHh = attention(q_BSHh, k_BSKh, v_BSKh, plan, segments_BS, rate, weights_key)
+            mixed_BSHh = attention(q_BSHh, k_BSKh, v_BSKh, plan, segments_BS, rate, weights_key, self.config.window)
             x_BSD = x_BSD + dropout(row_linear(mixed_BSHh, self.out[...], _HEADS, plan), rate, attention_key)
         with jax.named_scope("mlp"):
             gate_BSF, up_BSF = column_linear(
