@@ -62,22 +62,30 @@ def check_chunks(plan: Plan, seq_len: int) -> None:
         )
 
 
-def check_split(plan: Plan, seq_len: int, heads: int, kv_heads: int) -> None:
+def check_split(plan: Plan, seq_len: int, heads: int, kv_heads: int, dropout: float = 0.0) -> None:
     """Refuse a sequence or heads that the plan's strategy cannot split.
+
+    Dropout is refused too: it draws its bits by the place of a token in the array, which depends on the plan here.
 
     Args:
       plan: mesh, rules and strategy.
       seq_len: of the training sequences.
       heads, kv_heads: of the model.
+      dropout: rate.
 
     Raises:
-      UserError: what `check_chunks` refuses, heads too few for Ulysses, kv heads that are split where heads are not, or
-        a mesh axis that splits both the sequence and the heads.
+      UserError: what `check_chunks` refuses; dropout; heads too few for Ulysses; kv heads that are split where heads
+        are not; a mesh axis that splits both the sequence and the heads.
     """
     n = plan.size("attention_seq")
     if n == 1:
         return
     check_chunks(plan, seq_len)
+    if dropout > 0:
+        raise UserError(
+            f"model.dropout={dropout} with the sequence split over {_sizes(plan)}: what is dropped would depend on the "
+            "mesh: try --model.dropout 0, or leave the sequence whole"
+        )
     plan.sharding((*_Q[1:3], None), (seq_len, heads, 1), "queries")
     plan.sharding((*_KV[1:3], None), (seq_len, kv_heads, 1), "keys and values")
     further_split(("heads",), ("kv_heads",), plan)
@@ -158,8 +166,6 @@ def split_attention(
 
 
 def _forward(plan, window, q_BSHh, k_BSKh, v_BSKh, segments_BS):
-    check_split(plan, q_BSHh.shape[1], q_BSHh.shape[2], k_BSKh.shape[2])
-
     def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None) -> tuple[Array, Array]:
         heads, work = _Heads.of(q_BSHh, k_BSKh, plan), _Work(plan, window, segments_BT)
         k_BKSh, v_BKSh = heads.pick(k_BSKh), heads.pick(v_BSKh)

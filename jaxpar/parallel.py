@@ -23,8 +23,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
 from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxpar.collectives import further_split, gather, manual, reduce, split_over
-from jaxpar.context import check_chunks, chunk_order, inverse, reordered, split_attention
-from jaxpar.errors import UserError
+from jaxpar.context import check_chunks, check_split, chunk_order, inverse, reordered, split_attention
 from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import LogicalAxis, Plan, state_axes
 
@@ -288,11 +287,10 @@ def attention(
       window: a token sees so many tokens up to itself (arXiv:2310.06825, section 2); 0 = all before it.
 
     Raises:
-      UserError: dropout where the sequence is split, or what `context.check_split` refuses.
+      UserError: what `context.check_split` refuses.
     """
     if plan.size("attention_seq") > 1:
-        if key is not None and dropout_rate > 0:
-            refuse_dropout(plan, dropout_rate)
+        check_split(plan, *q_BSHh.shape[1:3], k_BSKh.shape[2], 0.0 if key is None else dropout_rate)
         with jax.named_scope("core"):
             return split_attention(plan, window, q_BSHh, k_BSKh, v_BSKh, segments_BS)
     heads: _Axes = ("batch", "seq", "heads", "head_dim")
@@ -306,19 +304,6 @@ def attention(
         compute = chunked if name == "chunked" else whole
         out_BSHh = compute(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, window)
         return plan.constrain(out_BSHh, heads)
-
-
-def refuse_dropout(plan: Plan, rate: float) -> None:
-    """Dropout takes its bits from a token's place in the array, which a plan with a split sequence changes.
-
-    Raises:
-      UserError: always.
-    """
-    split = " x ".join(f"{axis}={plan.mesh.shape[axis]}" for axis in plan.mesh_axes("attention_seq"))
-    raise UserError(
-        f"model.dropout={rate} with the sequence split over {split}: dropout would depend on the mesh: "
-        "try --model.dropout 0, or leave the sequence whole"
-    )
 
 
 def in_order(batch: Mapping[str, Int[Array, "B S"]], plan: Plan) -> dict[str, Int[Array, "B S"]]:

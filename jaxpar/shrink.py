@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.config import CheckpointConfig, Config, DataConfig, MetricsConfig, ModelConfig, TrainConfig
 from jaxpar.mesh import DcnSpec, MeshAxis, MeshSpec, axis_sizes, describe, devices_needed, resolve
-from jaxpar.sharding import LogicalAxis, ShardingRules
+from jaxpar.sharding import LogicalAxis, ShardingRules, named_axes
 
 SIMULATED = 8  # CPU devices where the mesh leaves the number open; a mesh that asks for up to twice as many gets them
 MOST_ACCUMULATION = 4  # more microbatches repeat what these do
@@ -52,8 +52,11 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> Shrunk:
     Steps, learning rate, data source and whatever else has no part in a gradient are reset to their defaults.
     """
     sizes = total_sizes(mesh)
-    seq_split = math.lcm(pieces("seq", config.rules, sizes), pieces("residual_seq", config.rules, sizes))
-    data = DataConfig(seq_len=odd_multiple(least.seq_len, math.lcm(seq_split, least.block)), pack=config.data.pack)
+    chunks = _chunks(config, sizes)
+    seq_split = math.lcm(chunks, *(pieces(axis, config.rules, sizes) for axis in ("seq", "residual_seq")))
+    # Three tokens a chunk: a single one would hide a wrong order inside it.
+    least_seq = max(least.seq_len, 3 * chunks if chunks > 1 else 0)
+    data = DataConfig(seq_len=odd_multiple(least_seq, math.lcm(seq_split, least.block)), pack=config.data.pack)
     model, notes = _shrink_model(config, sizes, data.seq_len, least.head_dim)
     accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
     if accumulation < config.train.accumulation:
@@ -74,7 +77,13 @@ def total_sizes(mesh: MeshSpec) -> dict[MeshAxis, int]:
 
 def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: dict[MeshAxis, int]) -> int:
     """Into how many the rules split a logical axis on a mesh of these sizes."""
-    return math.prod(sizes[mesh_axis] for mesh_axis in getattr(rules, axis))
+    return math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, rules))
+
+
+def _chunks(config: Config, sizes: dict[MeshAxis, int]) -> int:
+    """Into how many the sequence of q, k and v is cut: two for each device where they are in zigzag order."""
+    devices = pieces("attention_seq", config.rules, sizes)
+    return devices if devices == 1 or config.context.strategy == "ulysses" else 2 * devices
 
 
 def _shrink_model(
@@ -87,7 +96,11 @@ def _shrink_model(
 
     kv_heads = model.kv_heads or model.heads
     group, head_dim = model.heads // kv_heads, model.head_dim or model.embed // model.heads
-    K = next(n for n in range(2, 10**6) if n % split("kv_heads") == 0 and n * group % split("heads") == 0)
+    # Ulysses deals out the heads of a device, and its kv heads whole where they are enough.
+    dealt = split("attention_seq") if config.context.strategy == "ulysses" else 1
+    whole_kv = dealt if kv_heads // split("kv_heads") % dealt == 0 else 1
+    splits = split("kv_heads") * whole_kv, split("heads") * dealt
+    K = next(n for n in range(2, 10**6) if n % splits[0] == 0 and n * group % splits[1] == 0)
     H, h = K * group, _multiple(least_head_dim, math.lcm(2, split("head_dim")))  # RoPE pairs the features of a head
     whole = math.lcm(split("embed"), split("state_embed"))
     D = odd_multiple(round(H * h * model.embed / (model.heads * head_dim)), whole)
@@ -104,16 +117,22 @@ def _shrink_model(
         mlp=odd_multiple(round(D * model.mlp / model.embed), split("mlp")),
         vocab_size=rows - vocab // 2 - 1 if padded else rows,
         vocab_multiple=vocab,
+        window=_shrink_window(model.window, config.data.seq_len, S),
         max_seq_len=S if config.data.seq_len == model.max_seq_len else S + 3,
         dropout=0.0,
     )
-    names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab_size")
+    names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab_size", "window")
     before, after = ([getattr(sizes, name) for name in names] for sizes in (model, small))
     changed = [f"{name} {a} -> {b}" for name, a, b in zip(names, before, after, strict=True) if a not in (0, b)]
     notes = [f"model shrunk: {', '.join(changed)}, sequence {config.data.seq_len} -> {S}"]
     if model.dropout:
         notes.append(f"model.dropout {model.dropout} -> 0: each microbatch draws its own, so there is no one answer")
     return small, notes
+
+
+def _shrink_window(window: int, before: int, after: int) -> int:
+    """As long a part of the sequence as it was, but at least a third; 0 = none."""
+    return 0 if window == 0 else max(-(-after // 3), round(window * after / before))
 
 
 def _multiple(least: int, of: int) -> int:

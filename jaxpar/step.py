@@ -15,6 +15,7 @@ import optax
 
 from jaxpar.collectives import further_split, gather, manual
 from jaxpar.config import Config
+from jaxpar.context import check_split
 from jaxpar.errors import UserError
 from jaxpar.loss import LossSums
 from jaxpar.mesh import make_mesh
@@ -39,7 +40,7 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
 
     Raises:
       UserError: a mesh that does not fit the devices, a dim or a batch that its mesh axes do not divide, an optimizer
-        state that is split neither as its parameters nor further.
+        state that is split neither as its parameters nor further, or what `context.check_split` refuses.
     """
     mesh = make_mesh(config.mesh, devices)
     plan = Plan(mesh, config.rules, config.precision.compute, config.memory.policy, config.overlap, config.context)
@@ -58,6 +59,8 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     activation = (microbatch, config.data.seq_len, config.model.embed)
     plan.sharding(("batch", "seq", None), activation, "activations")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream")
+    sizes = config.model
+    check_split(plan, config.data.seq_len, sizes.heads, sizes.kv_heads or sizes.heads, sizes.dropout)
     return plan
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from jaxpar import step
 from jaxpar.answers import Answer, Case, Gradients, one_device, parameter_order, random_batch, random_params, under_plan
 from jaxpar.attention import choose
 from jaxpar.config import Config, check
+from jaxpar.context import check_split
 from jaxpar.diagnose import Finding
 from jaxpar.errors import UserError
 from jaxpar.evidence import explain, nearest_to_loss
@@ -167,7 +168,7 @@ def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
 
 def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> Shrunk:
     """The smallest config whose attention has the implementation that the whole one has on these devices."""
-    plan, model, asked = Plan(make_mesh(mesh, devices), config.rules), config.model, config.mesh.platform
+    plan, model, asked = _layout(config, make_mesh(mesh, devices)), config.model, config.mesh.platform
     head_dim, seq_len = model.head_dim or model.embed // model.heads, config.data.seq_len
     wanted, _ = attention_choice(plan, seq_len, head_dim, False)
     found, small, notes = "", config, ()
@@ -176,7 +177,7 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
             small, notes = shrink(config, mesh, least)
             found, _ = attention_choice(plan, small.data.seq_len, small.model.head_dim, False)
     said = [] if found == wanted else [f"OTHER ATTENTION: {wanted} has no small form, so this verifies {found}"]
-    if asked not in ("auto", "cpu", devices[0].platform) and plan.size("seq") == 1:
+    if asked not in ("auto", "cpu", devices[0].platform) and plan.size("attention_seq") == 1:
         there, _ = choose(asked, seq_len, head_dim, False)
         said += [] if there == wanted else [f"OTHER ATTENTION: {there} on {asked}, {wanted} here"]
     return Shrunk(small, (*said, *notes))
@@ -331,9 +332,15 @@ def _check_layout(config: Config, mesh: MeshSpec) -> None:
     sizes = {axis: getattr(mesh, axis) if getattr(config.mesh, axis) == -1 else getattr(config.mesh, axis)
              for axis in MESH_AXES}  # fmt: skip
     whole = AbstractMesh(tuple(total_sizes(dataclasses.replace(config.mesh, **sizes)).values()), MESH_AXES)
-    plan: Plan = Plan(whole, config.rules)  # pyright: ignore[reportArgumentType]
+    plan = _layout(config, whole)
     model = Model(config.model)
     tree_shardings(model.shapes(), model.axes, plan)
     activation = (config.train.batch // config.train.accumulation, config.data.seq_len, config.model.embed)
     plan.sharding(("batch", "seq", None), activation, "activations of a microbatch")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream of a microbatch")
+    check_split(plan, config.data.seq_len, config.model.heads, config.model.kv_heads or config.model.heads)
+
+
+def _layout(config: Config, mesh: Any) -> Plan:
+    """The part of a plan that says where arrays lie."""
+    return Plan(mesh, config.rules, context=config.context)

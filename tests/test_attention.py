@@ -229,7 +229,7 @@ def test_the_choice_and_its_reason(case: tuple[Any, ...], name: str, why: str) -
 
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
     ({"tensor": 8}, {}, ("chunked", "on cpu")),
-    ({"context": 2, "tensor": 4}, {}, ("whole", "the sequence is split over devices")),
+    ({"context": 2, "tensor": 4}, {}, ("ring", "the sequence is split over devices")),
     ({"tensor": 8}, {"kv_heads": ()}, ("chunked", "kv heads are split otherwise than heads")),
     ({"fsdp": 8}, {"kv_heads": ()}, ("chunked", "on cpu")),
     ({"tensor": 8}, {"heads": (), "kv_heads": (), "head_dim": ("tensor",)}, ("chunked", "heads are split inside")),

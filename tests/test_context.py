@@ -105,3 +105,177 @@ def test_a_strategy_gives_the_answer_of_one_device(strategy, mesh, rules, H, K, 
     args, segments = projections(4, 48, H, K, 6), documents(4, 48) if packed else None
     found = values_and_gradients(split(plan_on(strategy, rules, **mesh), window, segments), args)
     assert_close(found, values_and_gradients(lambda *x: whole(*x, segments, window=window), args))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bfloat16_rounds_as_often_as_on_one_device(strategy):
+    args = projections(2, 48, 8, 4, 6, "bfloat16")
+    found = values_and_gradients(split(plan_on(strategy, context=4)), args)
+    assert all(x.dtype == jnp.bfloat16 for x in found)
+    assert_close(found, values_and_gradients(whole, [x.astype(jnp.float32) for x in args]), 2**-6)
+
+
+def test_scores_of_some_hundreds_merge():
+    """exp of them would be infinite: the largest is taken out of every sum."""
+    args = projections(2, 32, 2, 1, 6, size=12)
+    found = values_and_gradients(split(plan_on(context=4)), args)
+    assert_close(found, values_and_gradients(whole, args), 1e-4)  # an ulp of a score of 300 is 3e-5
+
+
+def test_a_long_ring_is_a_loop_with_the_same_answer(monkeypatch):
+    """Steps in the middle of a ring of many devices are one loop: fewer to compile, as many hops."""
+    args, segments = projections(2, 48, 3, 1, 6), documents(2, 48)
+    unrolled = values_and_gradients(split(plan_on(context=8), 0, segments), args)
+    monkeypatch.setattr(context, "UNROLLED", 3)
+    plan = plan_on(context=8)
+    assert_close(values_and_gradients(split(plan, 0, segments), args), unrolled, 1e-6)
+    traced = jax.jit(lambda *x: values_and_gradients(split(plan), list(x))).trace(*args)
+    assert sum(row.count for row in planned(traced.jaxpr, plan.mesh)) == 2 * (7 + 7 + 7)
+
+
+# The order of tokens.
+
+
+def test_every_device_has_the_same_work():
+    for n in (2, 4, 8):
+        order = chunk_order(plan_on(context=n))
+        assert sorted(order) == list(range(2 * n))
+        assert [sum(chunk + 1 for chunk in order[2 * i : 2 * i + 2]) for i in range(n)] == [2 * n + 1] * n
+    assert chunk_order(plan_on(context=2)) == [0, 3, 1, 2]
+    assert chunk_order(plan_on("ulysses", context=4)) == chunk_order(plan_on(tensor=4)) == [0]
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_a_ring_computes_the_pairs_that_see_something_and_no_other(n, monkeypatch):
+    """Of 4 n pairs of chunks a device computes 2 n + 1: all that are not empty, three of its own block, two a hop."""
+    seen: list[Block] = []
+    monkeypatch.setattr(
+        context, "attend", lambda q, k, v, block: seen.append(block) or local_attention.attend(q, k, v, block)
+    )
+    jax.eval_shape(split(plan_on(context=n)), *projections(1, 48, 2, 1, 6))
+    assert len(seen) == 2 * n + 1
+    assert sum(block.q_start == block.k_start for block in seen) == 2, "diagonals; the others are full"
+
+
+def test_an_order_is_undone():
+    x, order = jnp.arange(24).reshape(2, 12), chunk_order(plan_on(context=2))
+    moved = reordered(x, order, 1)
+    assert moved[0].tolist() == [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]
+    assert reordered(moved, inverse(order), 1).tolist() == x.tolist()
+
+
+def test_kv_heads_that_are_needed():
+    assert needed_kv_heads(4, 4, 2).tolist() == [2, 3]  # whole groups
+    assert needed_kv_heads(4, 2, 4).tolist() == [1]  # part of a group
+    assert needed_kv_heads(2, 2, 3).tolist() == [0, 1]  # a cut through a group: one a query head
+
+
+# What is sent.
+
+
+def sent(plan: Plan, args: list[jax.Array], backward: bool) -> tuple[Counter[str], Counter[str]]:
+    """How many collectives of each kind one device runs in the compiled program, and their bytes."""
+
+    def forward(*args: jax.Array) -> jax.Array:
+        return split_attention(plan, 0, *args)
+
+    def only_backward(*args: jax.Array) -> Any:
+        return jax.vjp(forward, *args[:3])[1](args[3])
+
+    given = [
+        jax.device_put(x, plan.sharding(("batch", "attention_seq", axis, None)))
+        for x, axis in zip((*args, args[0]), ("heads", "kv_heads", "kv_heads", "heads"), strict=True)
+    ]
+    compiled = jax.jit(only_backward if backward else forward).lower(*(given if backward else given[:3])).compile()
+    kinds, size = Counter[str](), Counter[str]()
+    for task, times in walk(read_program(compiled.as_text()).nodes):
+        if task.collective:
+            kinds[task.collective.kind] += times
+            size[task.collective.kind] += times * task.collective.bytes
+    return kinds, size
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_a_ring_sends_its_keys_and_values_round_once_and_their_gradients_too(n):
+    """The vjp runs the forward too. Keys and values make n - 1 hops each time; dk and dv, in float32, n - 1 of theirs."""
+    B, S, H, K, h = 2, 48, 4, 2, 6
+    args = projections(B, S, H, K, h, "bfloat16")
+    kv = 2 * B * (S // n) * K * h
+    kinds, size = sent(plan_on(context=n), args, backward=False)
+    assert kinds == {"ppermute": 2 * (n - 1)}
+    # XLA:CPU may widen what travels to float32: the plan's own bytes are read from the traced program below.
+    assert size["ppermute"] in (2 * (n - 1) * kv, 4 * (n - 1) * kv)
+    kinds, _ = sent(plan_on(context=n), args, backward=True)
+    assert kinds == {"ppermute": (2 + 2 + 2) * (n - 1)}
+    _, size = sent(plan_on(context=n), projections(B, S, H, K, h), backward=True)
+    assert size["ppermute"] == (4 + 4 + 4) * (n - 1) * kv
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_the_plan_asks_for_in_closed_form(strategy):
+    n, B, S, H, K, h = 4, 2, 48, 8, 4, 6
+    plan, args = plan_on(strategy, context=n), projections(B, S, H, K, h, "bfloat16")
+    q, kv, w = B * S // n * H * h, 2 * B * S // n * K * h, 2
+    rows = B * S // n * H * 4  # delta
+
+    def asked(function: Any, *args: jax.Array) -> Counter[str]:
+        total = Counter[str]()
+        for one in planned(jax.jit(function).trace(*args).jaxpr, plan.mesh):
+            total[one.kind] += one.bytes * one.count
+        return total
+
+    def forward(*args: jax.Array) -> jax.Array:
+        return split_attention(plan, 0, *args)
+
+    backward = asked(lambda *args: jax.vjp(forward, *args[:3])[1](args[3]), *args, args[0])
+    want, of_both = {
+        "ring": ({"ppermute": (n - 1) * kv * w}, {"ppermute": (n - 1) * kv * (w + w + 4)}),
+        "all_gather": ({"all-gather": n * kv * w}, {"all-gather": n * kv * w, "reduce-scatter": n * kv * 4}),
+        "ulysses": ({"all-to-all": (2 * q + kv) * w}, {"all-to-all": (4 * q + 2 * kv) * w + rows}),
+    }[strategy]
+    assert asked(forward, *args) == want
+    assert backward == of_both
+
+
+# What is held.
+
+
+def test_memory_of_a_device_falls_with_their_number(monkeypatch):
+    monkeypatch.setattr(local_attention, "ROWS", 32)
+    monkeypatch.setattr(local_attention, "COLUMNS", 32)
+    args = projections(1, 1024, 4, 2, 16)
+
+    def temporaries(n: int) -> int:
+        if n == 1:
+            function: Any = lambda *x: whole(*x)  # noqa: E731
+        else:
+            function = lambda *x: split_attention(plan_on(context=n), 0, *x)  # noqa: E731
+        return (
+            jax.jit(jax.grad(lambda *x: jnp.sum(function(*x)), (0, 1, 2)))
+            .lower(*args)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
+
+    print([temporaries(n) for n in (1, 2, 4, 8)])
+    assert 0
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "rules", "sizes", "says"),
+    [
+        ("ring", {"context": 4}, {}, (20, 4, 4), r"data\.seq_len=20 is not cut into 8 equal chunks, which ring over context=4 needs: try --data.seq-len 16 or --data.seq-len 24$"),
+        ("ulysses", {"context": 4}, {}, (6, 4, 4), r"=6 is not cut into 4 equal chunks"),
+        ("ulysses", {"context": 4, "tensor": 2}, {}, (16, 4, 4), r"^Ulysses with too few heads: context=4 cannot share out 2 heads \(model.heads=4 over 2 devices\): try --context.strategy ring, or --mesh.context 2$"),
+        ("ring", {"context": 2}, {"heads": ("context",)}, (8, 4, 4), r"queries: mesh axis context=2 is used twice"),
+        ("ring", {"context": 2, "tensor": 2}, {"heads": ()}, (8, 4, 4), r"dim 0 is used split over tensor \(rules.kv_heads\)"),
+        ("ring", {"context": 2}, {}, (8, 4, 4, 0.1), r"model.dropout=0.1 with the sequence split over context=2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split_is_refused(strategy, mesh, rules, sizes, says):
+    with pytest.raises(UserError, match=says):
+        check_split(plan_on(strategy, rules, **mesh), *sizes)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.context import chunk_order, inverse, reordered
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.parallel import attention, column_linear, dropout, logits, lookup, row_linear
 from jaxpar.sharding import Plan, ShardingRules
@@ -106,8 +107,15 @@ def test_attention_is_causal_grouped_and_keeps_documents_apart(plan: Plan, packe
     segments = (
         jnp.cumsum(jnp.asarray(np.random.default_rng(3).random((B, S)) < 0.2, jnp.int32), axis=1) if packed else None
     )
+    order = chunk_order(plan)
+
+    def ours(*args: jax.Array) -> jax.Array:
+        documents = None if segments is None else reordered(segments, order, 1)
+        out = attention(*(reordered(x, order, 1) for x in args[:3]), plan, documents)
+        return reordered(out, inverse(order), 1)
+
     assert_same(
-        lambda q, k, v: attention(q, k, v, plan, segments),
+        ours,
         lambda q, k, v: reference_attention(q, k, v, segments),
         arrays((B, S, H, h), (B, S, K, h), (B, S, K, h)),
     )
