@@ -186,6 +186,8 @@ def _backward(plan, window, residuals, dout_BSHh):
         q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None, out_BSHh: Array, lse: Array,
         dout_BSHh: Array,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
+        # They are sent again: what came by in the forward pass, the keys of all devices, is not to be kept.
+        q_BSHh, k_BSKh, v_BSKh = jax.lax.optimization_barrier((q_BSHh, k_BSKh, v_BSKh))
         heads, work = _Heads.of(q_BSHh, k_BSKh, plan), _Work(plan, window, segments_BT)
         k_BKSh, v_BKSh = heads.pick(k_BSKh), heads.pick(v_BSKh)
         delta_BSH1 = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1, keepdims=True)

@@ -1,6 +1,7 @@
 """Attention of one block against another: values, gradients and merging against the definition, block by block.
 
-Tolerance: sums of at most a few hundred float32 terms in another order: 1e-5 of the largest entry, as in test_attention.
+Tolerance: sums of at most a few hundred float32 terms of size one in another order: 1e-5 of the largest entry, as in
+test_attention, or of a tenth where it is smaller.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def assert_close(found: Any, wanted: Any) -> None:
     for a, b in zip(found, wanted, strict=True):
         assert a.shape == b.shape
         assert np.all(np.isfinite(a))
-        assert np.max(np.abs(a - b)) <= 1e-5 * max(1e-3, np.max(np.abs(b)))
+        assert np.max(np.abs(a - b)) <= 1e-5 * max(0.1, np.max(np.abs(b)))
 
 
 # Rows, columns, first row, first column, window, packed: on the diagonal, before and behind it, wholly hidden.
@@ -96,7 +97,7 @@ def test_blocks_of_keys_merge_also_where_one_has_nothing_to_see_and_scores_are_l
 
 
 def test_a_block_that_is_hidden_is_not_computed():
-    q, k, v, dout = arrays(5, 7)
+    q, k, v, _ = arrays(5, 7)
     hidden = jax.make_jaxpr(lambda: attend(q, k, v, Block(0, 30)))()
     assert "dot_general" not in str(hidden)
     full = str(jax.make_jaxpr(lambda: attend(q, k, v, Block(30, 0)))())
