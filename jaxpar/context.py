@@ -4,10 +4,8 @@ Three strategies. `ring` sends keys and values round the devices, and merges wha
 2023, arXiv:2310.01889); `all_gather` gathers them (as LLaMA 3 does, arXiv:2407.21783, section 3.3.2); `ulysses` trades
 the split of the sequence for a split of the heads (Jacobs et al. 2023, arXiv:2309.14509).
 
-The first two keep tokens in zigzag order: of 2n chunks, device i of n has chunks i and 2n - 1 - i, so that a causal
-mask leaves every device the same work (LLaMA 3, the same section). `parallel.in_order` puts a batch in `chunk_order`.
-
-Everything here but `chunk_order`, the checks and `split_attention` runs inside `manual`, on local arrays.
+The first two keep tokens in zigzag order, so that every device has the same work: see `jaxpar.zigzag`;
+`parallel.in_order` puts a batch in that order. A strategy runs inside `manual`, on local arrays.
 
 Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H heads, K kv heads, G query heads per kv
 head, h head_dim; a leading 2 counts a device's chunks, the early one first.
@@ -15,7 +13,7 @@ head, h head_dim; a leading 2 counts a device's chunks, the early one first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,27 +21,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxpar import ring_attention
 from jaxpar.collectives import further_split, gather, manual, reduce
 from jaxpar.errors import UserError
-from jaxpar.local_attention import Block, Pair, attend, attend_backward, merge
+from jaxpar.local_attention import Block, Pair, attend, attend_backward
 from jaxpar.mesh import MeshAxis, describe, largest_divisor
 from jaxpar.sharding import LogicalAxis, Plan
+from jaxpar.zigzag import Work, chunk_order, halves, inverse, own_chunks, reordered
 
-UNROLLED = 8  # devices up to which every step of the ring is written out; beyond, the steps in the middle are a loop
 _Axes = tuple[LogicalAxis | None, ...]
 _Q: _Axes = ("batch", "attention_seq", "heads", None)
 _KV: _Axes = ("batch", "attention_seq", "kv_heads", None)
+# Log-sum-exps are kept as a device made them, [B, 1, H, S]: Ulysses has other heads and tokens than q and the output.
+_LSE: _Axes = ("batch", "attention_seq", "heads", None)
 _SEGMENTS: _Axes = ("batch", None)
 _GROUPED: _Axes = (None, None, "attention_seq", None)  # k and v as [B, K, S, h]
 _WHOLE: _Axes = (None,) * 4
-
-
-def chunk_order(plan: Plan) -> list[int]:
-    """Which chunk of the sequence stands at each place: [0, 3, 1, 2] for a ring of two devices, [0] as it was."""
-    n = plan.size("attention_seq")
-    if n == 1 or plan.context.strategy == "ulysses":
-        return [0]
-    return [chunk for i in range(n) for chunk in (i, 2 * n - 1 - i)]
 
 
 def check_chunks(plan: Plan, seq_len: int) -> None:
@@ -102,49 +95,6 @@ def _sizes(plan: Plan) -> str:
     return describe({axis: plan.mesh.shape[axis] for axis in plan.mesh_axes("attention_seq")})
 
 
-class _Work(NamedTuple):
-    """What a strategy is to do.
-
-    Attributes:
-      plan: mesh and rules.
-      window: of the mask; 0 = none.
-      segments_BT: documents of all tokens, in `chunk_order`.
-    """
-
-    plan: Plan
-    window: int
-    segments_BT: Int[Array, "B T"] | None
-
-    @property
-    def axes(self) -> tuple[MeshAxis, ...]:
-        return self.plan.mesh_axes("attention_seq")
-
-    @property
-    def size(self) -> int:
-        return self.plan.size("attention_seq")
-
-    def hop(self, tree: Any) -> Any:
-        """What the device before this one has, of every array."""
-        there = [(i, (i + 1) % self.size) for i in range(self.size)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, there), tree)
-
-    def segments_of(self, chunk: Any, C: int) -> Array | None:
-        """The documents [B, C] of a chunk in zigzag order."""
-        if self.segments_BT is None:
-            return None
-        place = jnp.where(chunk < self.size, 2 * chunk, 2 * (2 * self.size - 1 - chunk) + 1)
-        return jax.lax.dynamic_slice_in_dim(self.segments_BT, place * C, C, axis=1)
-
-    def pair(self, q_chunk: Any, k_chunk: Any, C: int) -> Block:
-        """The mask of the queries of one chunk and the keys of an earlier one."""
-        q_start, k_start = (q_chunk * C, k_chunk * C) if self.window else (C, 0)  # how much earlier is all the same
-        return Block(q_start, k_start, self.window, self.segments_of(q_chunk, C), self.segments_of(k_chunk, C))
-
-    def diagonal(self, chunk: Any, C: int) -> Block:
-        """The mask of one chunk's queries and its own keys."""
-        return Block(0, 0, self.window, *[self.segments_of(chunk, C)] * 2)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def split_attention(
     plan: Plan,
@@ -167,7 +117,7 @@ def split_attention(
 
 def _forward(plan, window, q_BSHh, k_BSKh, v_BSKh, segments_BS):
     def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None) -> tuple[Array, Array]:
-        heads, work = _Heads.of(q_BSHh, k_BSKh, plan), _Work(plan, window, segments_BT)
+        heads, work = _Heads.of(q_BSHh, k_BSKh, plan), Work(plan, window, segments_BT)
         k_BKSh, v_BKSh = heads.pick(k_BSKh), heads.pick(v_BSKh)
         forward, _ = _STRATEGIES[plan.context.strategy]
         out_BKGSh, lse_BKGS = forward(heads.grouped(q_BSHh), k_BKSh, v_BKSh, work)
@@ -188,7 +138,7 @@ def _backward(plan, window, residuals, dout_BSHh):
     ) -> tuple[Array, Array, Array]:  # fmt: skip
         # They are sent again: what came by in the forward pass, the keys of all devices, is not to be kept.
         q_BSHh, k_BSKh, v_BSKh = jax.lax.optimization_barrier((q_BSHh, k_BSKh, v_BSKh))
-        heads, work = _Heads.of(q_BSHh, k_BSKh, plan), _Work(plan, window, segments_BT)
+        heads, work = _Heads.of(q_BSHh, k_BSKh, plan), Work(plan, window, segments_BT)
         k_BKSh, v_BKSh = heads.pick(k_BSKh), heads.pick(v_BSKh)
         delta_BSH1 = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1, keepdims=True)
         dout_BKGSh, delta_BKGS = heads.grouped(dout_BSHh.astype(v_BSKh.dtype)), heads.grouped(delta_BSH1)[..., 0]
@@ -205,9 +155,6 @@ def _backward(plan, window, residuals, dout_BSHh):
 
 
 split_attention.defvjp(_forward, _backward)
-
-# Log-sum-exps are kept as a device made them, [B, 1, H, S]: Ulysses has other heads and tokens than q and the output.
-_LSE: _Axes = ("batch", "attention_seq", "heads", None)
 
 
 def _segment_axes(segments_BS: Array | None) -> Any:
@@ -277,149 +224,23 @@ def needed_kv_heads(first: Any, heads: int, group: int) -> Array:
     return (first + jnp.arange(heads)) // group
 
 
-# Ring.
-
-
-def _ring_forward(q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, work: _Work) -> Pair:
-    q, kv, early, late = *_halved(work, q_BKGSh, k_BKSh, v_BKSh), *_own_chunks(work)
-    C = q.shape[4]
-
-    def tile(q_half: Any, kv: Any, kv_half: Any, block: Block) -> Pair:
-        return attend(q[q_half], kv[0][kv_half], kv[1][kv_half], block)
-
-    def own() -> tuple[Array, Array]:
-        of_late = merge(tile(1, kv, 1, work.diagonal(late, C)), tile(1, kv, 0, work.pair(late, early, C)))
-        return jax.tree.map(lambda *x: jnp.stack(x), tile(0, kv, 0, work.diagonal(early, C)), of_late)
-
-    def visit(pairs: tuple[Array, Array], kv: Any, hops: Any) -> tuple[Array, Array]:
-        first, second = _visible(work, hops)
-        for q_half, kv_half, q_chunk, kv_chunk in (first, second):
-            old = pairs[0][q_half], pairs[1][q_half]
-            new = merge(old, tile(q_half, kv, kv_half, work.pair(q_chunk, kv_chunk, C)))
-            pairs = pairs[0].at[q_half].set(new[0]), pairs[1].at[q_half].set(new[1])
-        return pairs
-
-    out, lse = _around(work, kv, own, visit)
-    return _joined(out, 3), _joined(lse, 3)
-
-
-def _ring_backward(
-    q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, dout_BKGSh: Array, lse_BHS: Array, delta_BKGS: Array, work: _Work
-) -> tuple[Array, Array, Array]:
-    """The sums of dk and dv follow their keys and values one step behind, so that they too travel beside the work.
-
-    A device's own pairs are split between the two ends of the loop: what two diagonals give is made while the first
-    keys are on their way, the full pair while the sums come home.
-    """
-    q, kv, early, late = *_halved(work, q_BKGSh, k_BKSh, v_BKSh), *_own_chunks(work)
-    dout, lse, delta = (_halves(x, 3) for x in (dout_BKGSh, lse_BHS.reshape(delta_BKGS.shape), delta_BKGS))
-    C = q.shape[4]
-
-    def tile(sums: Any, q_half: Any, kv: Any, kv_half: Any, block: Block) -> Any:
-        """The sums (dq, dk, dv), each [2, ...], with what one pair of chunks adds."""
-        mine = q[q_half], kv[0][kv_half], kv[1][kv_half], dout[q_half], lse[q_half], delta[q_half]
-        places = q_half, kv_half, kv_half
-        return tuple(s.at[i].add(x) for s, i, x in zip(sums, places, attend_backward(*mine, block), strict=True))
-
-    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, *kv))
-
-    def diagonals() -> tuple[Any, Any, Any]:
-        sums = tile(zeros, 0, kv, 0, work.diagonal(early, C))
-        dq, *own = tile(sums, 1, kv, 1, work.diagonal(late, C))
-        return dq, tuple(own), None
-
-    def visit(state: tuple[Any, Any, Any], kv: Any, hops: Any) -> tuple[Any, Any, Any]:
-        dq, own, passing = state
-        passing = zeros[1:] if passing is None else work.hop(passing)
-        sums = dq, *passing
-        for q_half, kv_half, q_chunk, kv_chunk in _visible(work, hops):
-            sums = tile(sums, q_half, kv, kv_half, work.pair(q_chunk, kv_chunk, C))
-        return sums[0], own, sums[1:]
-
-    dq, own, passing = _around(work, kv, diagonals, visit)
-    home = work.hop(passing)
-    dq, *own = tile((dq, *own), 1, kv, 0, work.pair(late, early, C))
-    dk, dv = (a + b for a, b in zip(own, home, strict=True))
-    return _joined(dq, 3), _joined(dk, 2), _joined(dv, 2)
-
-
-def _around(work: _Work, kv: Any, own: Callable[[], Any], visit: Callable[[Any, Any, Any], Any]) -> Any:
-    """The state after the keys and values of every device; the next are on their way while some are at work.
-
-    Args:
-      work: the ring.
-      kv: this device's keys and values.
-      own: makes the state, from them.
-      visit: state, keys and values, and how many hops they have made -> state; the first may change its form.
-    """
-
-    def turn(carry: tuple[Any, Any], hops: Any) -> tuple[tuple[Any, Any], None]:
-        kv, state = carry
-        coming = work.hop(kv)
-        return (coming, visit(state, kv, hops)), None
-
-    last = work.size - 1
-    carry = work.hop(kv), own()
-    unrolled = range(1, last if work.size <= UNROLLED else 2)
-    for hops in unrolled:
-        carry, _ = turn(carry, hops)
-    if last > unrolled.stop:
-        carry, _ = jax.lax.scan(turn, carry, jnp.arange(unrolled.stop, last))
-    kv, state = carry
-    return visit(state, kv, last)
-
-
-def _own_chunks(work: _Work) -> tuple[Array, Array]:
-    """The numbers of this device's early and late chunk."""
-    place = jax.lax.axis_index(work.axes)
-    return place, 2 * work.size - 1 - place
-
-
-def _visible(work: _Work, hops: Any) -> Sequence[tuple[Any, Any, Any, Any]]:
-    """The two pairs of chunks with something to see in the block of the device so many hops behind.
-
-    Returns:
-      Which half of one's queries, which half of its keys, and the chunks' numbers. The late queries see its early
-      keys; beyond that, either the early queries see its early keys too, or the late queries its late keys.
-    """
-    early, late = _own_chunks(work)
-    behind = (early - hops) % work.size
-    half = jnp.where(behind < early, 0, 1)
-    q_chunk, kv_chunk = jnp.where(half == 0, early, late), jnp.where(half == 0, behind, 2 * work.size - 1 - behind)
-    return (1, 0, late, behind), (half, half, q_chunk, kv_chunk)
-
-
-def _halved(work: _Work, q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _halves(q_BKGSh, 3), (_halves(k_BKSh, 2), _halves(v_BKSh, 2))
-
-
-def _halves(x: Array, dim: int) -> Array:
-    """The chunks of a device, stacked."""
-    return jnp.stack(jnp.split(x, 2, axis=dim))
-
-
-def _joined(x: Array, dim: int) -> Array:
-    """The inverse of `_halves`."""
-    return jnp.concatenate([x[0], x[1]], axis=dim)
-
-
 # All-gather.
 
 
-def _gather_forward(q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, work: _Work) -> Pair:
+def _gather_forward(q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, work: Work) -> Pair:
     k_BKTh, v_BKTh = (_natural(gather(x, _GROUPED, _WHOLE, work.plan), work, 2) for x in (k_BKSh, v_BKSh))
     pairs = [
         attend(q, k_BKTh[:, :, :T], v_BKTh[:, :, :T], block)
-        for q, (T, block) in zip(_halves(q_BKGSh, 3), _against_all(work, k_BKSh), strict=True)
+        for q, (T, block) in zip(halves(q_BKGSh, 3), _against_all(work, k_BKSh), strict=True)
     ]
     return jnp.concatenate([out for out, _ in pairs], axis=3), jnp.concatenate([lse for _, lse in pairs], axis=3)
 
 
 def _gather_backward(
-    q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, dout_BKGSh: Array, lse_BHS: Array, delta_BKGS: Array, work: _Work
+    q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, dout_BKGSh: Array, lse_BHS: Array, delta_BKGS: Array, work: Work
 ) -> tuple[Array, Array, Array]:
     k_BKTh, v_BKTh = (_natural(gather(x, _GROUPED, _WHOLE, work.plan), work, 2) for x in (k_BKSh, v_BKSh))
-    of_rows = [_halves(x, 3) for x in (q_BKGSh, dout_BKGSh, lse_BHS.reshape(delta_BKGS.shape), delta_BKGS)]
+    of_rows = [halves(x, 3) for x in (q_BKGSh, dout_BKGSh, lse_BHS.reshape(delta_BKGS.shape), delta_BKGS)]
     dqs, dk, dv = [], jnp.zeros(k_BKTh.shape, jnp.float32), jnp.zeros(v_BKTh.shape, jnp.float32)
     for half, (T, block) in enumerate(_against_all(work, k_BKSh)):
         q, dout, lse, delta = (x[half] for x in of_rows)
@@ -430,7 +251,7 @@ def _gather_backward(
     return jnp.concatenate(dqs, axis=3), dk, dv
 
 
-def _against_all(work: _Work, k_BKSh: Array) -> list[tuple[int, Block]]:
+def _against_all(work: Work, k_BKSh: Array) -> list[tuple[int, Block]]:
     """Of one's early and late chunk, how many keys from the first it may see, and the mask."""
     C, n = k_BKSh.shape[2] // 2, work.size
     segments_BT = None if work.segments_BT is None else _natural(work.segments_BT, work, 1)
@@ -440,33 +261,22 @@ def _against_all(work: _Work, k_BKSh: Array) -> list[tuple[int, Block]]:
 
     return [
         (T, Block(chunk * C, 0, work.window, work.segments_of(chunk, C), of_first(T)))
-        for chunk, T in zip(_own_chunks(work), (n * C, 2 * n * C), strict=True)
+        for chunk, T in zip(own_chunks(work), (n * C, 2 * n * C), strict=True)
     ]
 
 
-def _natural(x: Array, work: _Work, dim: int) -> Array:
+def _natural(x: Array, work: Work, dim: int) -> Array:
     return reordered(x, inverse(chunk_order(work.plan)), dim)
 
 
-def _zigzag(x: Array, work: _Work, dim: int) -> Array:
+def _zigzag(x: Array, work: Work, dim: int) -> Array:
     return reordered(x, chunk_order(work.plan), dim)
-
-
-def inverse(order: Sequence[int]) -> list[int]:
-    """The order that undoes an order of chunks."""
-    return sorted(range(len(order)), key=order.__getitem__)
-
-
-def reordered(x: Array, order: Sequence[int], dim: int) -> Array:
-    """`x` with the chunks of a dim in another order."""
-    front, back = x.shape[:dim], x.shape[dim + 1 :]
-    return jnp.take(x.reshape(*front, len(order), -1, *back), jnp.asarray(order), axis=dim).reshape(x.shape)
 
 
 # Ulysses.
 
 
-def _ulysses_forward(q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, work: _Work) -> Pair:
+def _ulysses_forward(q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, work: Work) -> Pair:
     shares = _Shares.of(q_BKGSh, work)
     k, v = shares.send_kv(k_BKSh), shares.send_kv(v_BKSh)
     out, lse = attend(shares.send_q(q_BKGSh), k, v, Block(0, 0, work.window, *[work.segments_BT] * 2))
@@ -474,7 +284,7 @@ def _ulysses_forward(q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, work: _Work) 
 
 
 def _ulysses_backward(
-    q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, dout_BKGSh: Array, lse_BHT: Array, delta_BKGS: Array, work: _Work
+    q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, dout_BKGSh: Array, lse_BHT: Array, delta_BKGS: Array, work: Work
 ) -> tuple[Array, Array, Array]:
     shares = _Shares.of(q_BKGSh, work)
     q, k, v = shares.send_q(q_BKGSh), shares.send_kv(k_BKSh), shares.send_kv(v_BKSh)
@@ -488,13 +298,13 @@ def _ulysses_backward(
 class _Shares(NamedTuple):
     """How Ulysses deals out a device's heads: `sent` are the kv heads that each device is sent, one after another."""
 
-    work: _Work
+    work: Work
     kv_heads: int
     group: int
     sent: Array
 
     @staticmethod
-    def of(q_BKGSh: Array, work: _Work) -> _Shares:
+    def of(q_BKGSh: Array, work: Work) -> _Shares:
         _, K, G, _, _ = q_BKGSh.shape
         heads = K * G // work.size
         sent = jnp.concatenate([needed_kv_heads(to * heads, heads, G) for to in range(work.size)])
@@ -528,7 +338,7 @@ class _Shares(NamedTuple):
 
 
 _STRATEGIES: dict[str, tuple[Callable[..., Pair], Callable[..., tuple[Array, Array, Array]]]] = {
-    "ring": (_ring_forward, _ring_backward),
+    "ring": (ring_attention.forward, ring_attention.backward),
     "all_gather": (_gather_forward, _gather_backward),
     "ulysses": (_ulysses_forward, _ulysses_backward),
 }

@@ -22,10 +22,10 @@ import numpy as np
 
 from jaxpar import plain
 from jaxpar.answers import PLAIN, Answer, Case, Rows, one_device, parameter_order
-from jaxpar.context import chunk_order, inverse, reordered
 from jaxpar.diagnose import Evidence, Finding, Part, diagnose
 from jaxpar.models import Params
 from jaxpar.sharding import Placement, Plan, placements
+from jaxpar.zigzag import chunk_order, inverse, reordered
 
 Reference = Callable[[Params, Rows], Answer]
 _TABLE, _HEAD = "embed.tokens", "head.table"

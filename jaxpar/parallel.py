@@ -23,9 +23,10 @@ from jaxtyping import Array, Float, Int
 from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
 from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxpar.collectives import further_split, gather, manual, reduce, split_over
-from jaxpar.context import check_chunks, check_split, chunk_order, inverse, reordered, split_attention
+from jaxpar.context import check_chunks, check_split, split_attention
 from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import LogicalAxis, Plan, state_axes
+from jaxpar.zigzag import chunk_order, inverse, reordered
 
 __all__ = [
     "attention", "column_linear", "dropout", "in_natural_order", "in_order", "logits", "lookup", "row_linear",
@@ -290,7 +291,8 @@ def attention(
       UserError: what `context.check_split` refuses.
     """
     if plan.size("attention_seq") > 1:
-        check_split(plan, *q_BSHh.shape[1:3], k_BSKh.shape[2], 0.0 if key is None else dropout_rate)
+        _, S, H, _ = q_BSHh.shape
+        check_split(plan, S, H, k_BSKh.shape[2], 0.0 if key is None else dropout_rate)
         with jax.named_scope("core"):
             return split_attention(plan, window, q_BSHh, k_BSKh, v_BSKh, segments_BS)
     heads: _Axes = ("batch", "seq", "heads", "head_dim")
@@ -302,7 +304,7 @@ def attention(
             local = manual(partial(splash, window=window), plan, (heads, kv_heads, kv_heads, segment_axes), heads)
             return local(q_BSHh, k_BSKh, v_BSKh, segments_BS)
         compute = chunked if name == "chunked" else whole
-        out_BSHh = compute(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, window)
+        out_BSHh: Any = compute(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, window)
         return plan.constrain(out_BSHh, heads)
 
 

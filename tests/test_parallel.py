@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.context import chunk_order, inverse, reordered
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.parallel import attention, column_linear, dropout, logits, lookup, row_linear
 from jaxpar.sharding import Plan, ShardingRules
+from jaxpar.zigzag import chunk_order, inverse, reordered
 
 pytestmark = pytest.mark.quick
 
