@@ -98,8 +98,8 @@ def chunked(
     segments_BS: Int[Array, "B S"] | None = None,
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
-    window: int = 0,
     rows: int | None = None,
+    window: int = 0,
 ) -> Float[Array, "B S H h"]:
     """`whole`, a chunk of query rows at a time against the keys that it can see, and no scores kept.
 
@@ -110,10 +110,10 @@ def chunked(
       rows: query rows of a chunk; None = an eighth of the sequence, but at least 512. The rest as for `whole`, but that
         the same key drops other weights: it has one draw a chunk.
     """
-    return _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, window, rows)[0]
+    return _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, rows, window)[0]
 
 
-def _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, key, window, rows):
+def _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, key, rows, window):
     q_BKGSh, k_BKSh, v_BKSh = _grouped(q_BSHh, k_BSKh), k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
     outs, lses = [], []
     for chunk, tiles in _tiles(q_BSHh.shape[1], rows, window):
@@ -134,7 +134,7 @@ def _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, key, window, row
     return out_BSHh, (q_BSHh, k_BSKh, v_BSKh, segments_BS, key, out_BSHh, jnp.concatenate(lses, axis=3))
 
 
-def _chunked_backward(rate, window, rows, residuals, dout_BSHh):
+def _chunked_backward(rate, rows, window, residuals, dout_BSHh):
     q_BSHh, k_BSKh, v_BSKh, segments_BS, key, out_BSHh, lse_BKGS1 = residuals
     q_BKGSh, k_BKSh, v_BKSh = _grouped(q_BSHh, k_BSKh), k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
     delta_BSH1 = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1, keepdims=True)

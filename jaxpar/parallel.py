@@ -304,7 +304,7 @@ def attention(
             local = manual(partial(splash, window=window), plan, (heads, kv_heads, kv_heads, segment_axes), heads)
             return local(q_BSHh, k_BSKh, v_BSKh, segments_BS)
         compute = chunked if name == "chunked" else whole
-        out_BSHh: Any = compute(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, window)
+        out_BSHh: Any = compute(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, window=window)
         return plan.constrain(out_BSHh, heads)
 
 

@@ -24,6 +24,7 @@ import pytest
 
 import jaxpar.attention
 import jaxpar.parallel
+from jaxpar import plain
 from jaxpar.attention import choose, chunked, kernel_cost, splash, whole
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.parallel import attention, attention_choice
@@ -288,3 +289,19 @@ def test_splash_on_a_mesh_is_whole_on_one_device(packed: bool, monkeypatch: pyte
     plan = plan_on(MeshSpec(fsdp=2, tensor=2))
     ours = values_and_gradients(lambda q, k, v: attention(q, k, v, plan, segments), args)
     assert_close(ours, values_and_gradients(lambda q, k, v: whole(q, k, v, segments), args))
+
+
+@pytest.mark.parametrize("window", [1, 5, 13, 40])
+def test_a_window_is_that_of_the_definition(window: int) -> None:
+    """`plain.attention` is the definition; chunks of 7 rows cut the window in every way."""
+    args, segments = projections(2, 33, 4, 2, 6), documents(2, 33)
+    on = plan_on(MeshSpec())
+    want = values_and_gradients(lambda *x: plain.attention(*x, on, segments, window=window), args)
+    assert_close(values_and_gradients(lambda *x: whole(*x, segments, window=window), args), want)
+    assert_close(values_and_gradients(lambda *x: chunked(*x, segments, rows=7, window=window), args), want)
+
+
+def test_splash_takes_a_window() -> None:
+    args = projections(1, 256, 2, 1, 128)
+    found = values_and_gradients(lambda *x: splash(*x, window=100, interpret=True), args)
+    assert_close(found, values_and_gradients(lambda *x: whole(*x, window=100), args))
