@@ -153,9 +153,12 @@ def test_every_device_has_the_same_work():
 def test_a_ring_computes_the_pairs_that_see_something_and_no_other(n, monkeypatch):
     """Of 4 n pairs of chunks a device computes 2 n + 1: all that are not empty, three of its own block, two a hop."""
     seen: list[Block] = []
-    monkeypatch.setattr(
-        context, "attend", lambda q, k, v, block: seen.append(block) or local_attention.attend(q, k, v, block)
-    )
+
+    def counted(q: jax.Array, k: jax.Array, v: jax.Array, block: Block) -> Any:
+        seen.append(block)
+        return local_attention.attend(q, k, v, block)
+
+    monkeypatch.setattr(ring_attention, "attend", counted)
     jax.eval_shape(split(plan_on(context=n)), *projections(1, 48, 2, 1, 6))
     assert len(seen) == 2 * n + 1
     assert sum(block.q_start == block.k_start for block in seen) == 2, "diagonals; the others are full"
@@ -250,7 +253,10 @@ def test_what_the_plan_asks_for_in_closed_form(strategy):
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_memory_of_a_device_falls_with_their_number(strategy, monkeypatch):
-    """All-gather holds the keys and values of all; the queries are split all the same."""
+    """Forward and backward hold some 20 arrays of the size of a device's queries, and a tile, whatever n is.
+
+    (All-gather holds the keys and values of all besides.)
+    """
     monkeypatch.setattr(ring_attention, "UNROLLED", 2)  # XLA:CPU runs ahead where it can: a loop holds it to one hop
     monkeypatch.setattr(local_attention, "ROWS", 16)
     monkeypatch.setattr(local_attention, "COLUMNS", 16)
@@ -269,9 +275,8 @@ def test_memory_of_a_device_falls_with_their_number(strategy, monkeypatch):
         compiled = jax.jit(function, compiler_options=options).lower(*laid_out(plan, args)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    found = [temporaries(n) for n in (1, 2, 4, 8)]
-    print(found)
-    assert all(n * size < 2 * found[0] for n, size in zip((1, 2, 4, 8), found, strict=True))
+    for n in (1, 2, 4, 8):
+        assert temporaries(n) < 24 * args[0].nbytes / n
 
 
 # What is refused.
