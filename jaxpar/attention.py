@@ -67,6 +67,7 @@ def whole(
     segments_BS: Int[Array, "B S"] | None = None,
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
+    window: int = 0,
 ) -> Float[Array, "B S H h"]:
     """The reference: all scores at once, every one of them kept for the backward.
 
@@ -74,12 +75,13 @@ def whole(
       q_BSHh, k_BSKh, v_BSKh: projections of one sequence, H a multiple of K.
       segments_BS: document of each token; a token sees its own document only. None = one document.
       dropout_rate, key: dropout of the attention weights; none when key is None.
+      window: a token sees so many tokens up to itself; 0 = all before it.
     """
     B, S, H, h = q_BSHh.shape
     K = k_BSKh.shape[2]
     q_BSKGh = q_BSHh.reshape(B, S, K, H // K, h)
     scores_BKGSS = jnp.einsum("BSKGh,BTKh->BKGST", q_BSKGh, k_BSKh, preferred_element_type=jnp.float32)
-    visible = jnp.tril(jnp.ones((S, S), bool))
+    visible = _visible(slice(0, S), slice(0, S), window)
     if segments_BS is not None:
         visible = visible & (segments_BS[:, None, None, :, None] == segments_BS[:, None, None, None, :])
     weights_BKGSS = jax.nn.softmax(jnp.where(visible, scores_BKGSS / math.sqrt(h), MASKED), axis=-1)
@@ -88,7 +90,7 @@ def whole(
     return jnp.einsum("BKGST,BTKh->BSKGh", weights_BKGSS, v_BSKh).reshape(B, S, H, h)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 6, 7))
 def chunked(
     q_BSHh: Float[Array, "B S H h"],
     k_BSKh: Float[Array, "B S K h"],
@@ -97,24 +99,25 @@ def chunked(
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
     rows: int | None = None,
+    window: int = 0,
 ) -> Float[Array, "B S H h"]:
     """`whole`, a chunk of query rows at a time against the keys that it can see, and no scores kept.
 
     The backward makes the weights again from the log-sum-exp (FlashAttention-2, arXiv:2307.08691, algorithm 2); blocks
-    above the diagonal are not computed, those below need no causal mask.
+    above the diagonal are not computed, those below need no causal mask, and keys before the window are left out.
 
     Args:
       rows: query rows of a chunk; None = an eighth of the sequence, but at least 512. The rest as for `whole`, but that
         the same key drops other weights: it has one draw a chunk.
     """
-    return _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, rows)[0]
+    return _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, rows, window)[0]
 
 
-def _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, key, rows):
+def _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, key, rows, window):
     q_BKGSh, k_BKSh, v_BKSh = _grouped(q_BSHh, k_BSKh), k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
     outs, lses = [], []
-    for chunk, tiles in _tiles(q_BSHh.shape[1], rows):
-        scores = [_scores(q_BKGSh, k_BKSh, segments_BS, chunk, tile) for tile in tiles]
+    for chunk, tiles in _tiles(q_BSHh.shape[1], rows, window):
+        scores = [_scores(q_BKGSh, k_BKSh, segments_BS, chunk, tile, window) for tile in tiles]
         most = [jnp.max(tile_scores, axis=-1, keepdims=True) for tile_scores in scores]
         most_BKGR1 = most[0] if len(most) == 1 else jnp.maximum(*most)
         kept = _kept(_tile_shape(q_BKGSh, chunk), rate, key, chunk.start)
@@ -131,18 +134,18 @@ def _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, key, rows):
     return out_BSHh, (q_BSHh, k_BSKh, v_BSKh, segments_BS, key, out_BSHh, jnp.concatenate(lses, axis=3))
 
 
-def _chunked_backward(rate, rows, residuals, dout_BSHh):
+def _chunked_backward(rate, rows, window, residuals, dout_BSHh):
     q_BSHh, k_BSKh, v_BSKh, segments_BS, key, out_BSHh, lse_BKGS1 = residuals
     q_BKGSh, k_BKSh, v_BKSh = _grouped(q_BSHh, k_BSKh), k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
     delta_BSH1 = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1, keepdims=True)
     delta_BKGS1, dout_BKGSh = _grouped(delta_BSH1, k_BSKh), _grouped(dout_BSHh, k_BSKh).astype(v_BSKh.dtype)
     dqs, dk_BKSh, dv_BKSh = [], jnp.zeros(k_BKSh.shape, jnp.float32), jnp.zeros(v_BKSh.shape, jnp.float32)
-    for chunk, tiles in _tiles(q_BSHh.shape[1], rows):
+    for chunk, tiles in _tiles(q_BSHh.shape[1], rows, window):
         dq: Any = 0.0
         q_BKGRh, dout_BKGRh = q_BKGSh[:, :, :, chunk], dout_BKGSh[:, :, :, chunk]
         kept = _kept(_tile_shape(q_BKGSh, chunk), rate, key, chunk.start)
         for tile in tiles:
-            weights = jnp.exp(_scores(q_BKGSh, k_BKSh, segments_BS, chunk, tile) - lse_BKGS1[:, :, :, chunk])
+            weights = jnp.exp(_scores(q_BKGSh, k_BKSh, segments_BS, chunk, tile, window) - lse_BKGS1[:, :, :, chunk])
             dweights = _dropped(_product("BKGRh,BKCh->BKGRC", dout_BKGRh, v_BKSh[:, :, tile]), rate, kept, tile)
             dscores = (weights * (dweights - delta_BKGS1[:, :, :, chunk])).astype(k_BSKh.dtype)
             weights = _dropped(weights, rate, kept, tile).astype(v_BSKh.dtype)
@@ -159,12 +162,13 @@ def _chunked_backward(rate, rows, residuals, dout_BSHh):
 chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
-def _tiles(seq_len: int, rows: int | None) -> Iterator[tuple[slice, list[slice]]]:
-    """Chunks of query rows, each with the key columns before it (all visible) and its own (on the diagonal)."""
+def _tiles(seq_len: int, rows: int | None, window: int = 0) -> Iterator[tuple[slice, list[slice]]]:
+    """Chunks of query rows, each with the key columns before it (from the window on) and its own (on the diagonal)."""
     rows = rows or max(_ROWS, -(-seq_len // _CHUNKS))
     for first in range(0, seq_len, rows):
         chunk = slice(first, min(first + rows, seq_len))
-        yield chunk, [slice(0, first), chunk] if first else [chunk]
+        before = slice(max(0, first - window + 1) if window else 0, first)
+        yield chunk, [before, chunk] if before.stop > before.start else [chunk]
 
 
 def _tile_shape(q_BKGSh: Array, chunk: slice) -> tuple[int, ...]:
@@ -186,12 +190,20 @@ def _dropped(x: Array, rate: float, kept: Array | None, tile: slice = slice(None
     return x if kept is None else jnp.where(kept[..., tile], x / (1 - rate), 0)
 
 
-def _scores(q_BKGSh: Array, k_BKSh: Array, segments_BS: Array | None, chunk: slice, tile: slice) -> Array:
+def _visible(chunk: slice, tile: slice, window: int) -> Array:
+    """Which keys of a tile the queries of a chunk may see [R, C]."""
+    ahead = jnp.arange(tile.start, tile.stop) - jnp.arange(chunk.start, chunk.stop)[:, None]
+    return (ahead <= 0) & (ahead > -window) if window else ahead <= 0
+
+
+def _scores(
+    q_BKGSh: Array, k_BKSh: Array, segments_BS: Array | None, chunk: slice, tile: slice, window: int = 0
+) -> Array:
     """Scaled float32 scores of one tile, what may not be seen masked out."""
     scores = _product("BKGRh,BKCh->BKGRC", q_BKGSh[:, :, :, chunk], k_BKSh[:, :, tile]) * _scale(q_BKGSh)
     visible = None
-    if chunk == tile:
-        visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    if chunk == tile or (window and chunk.stop - tile.start > window):
+        visible = _visible(chunk, tile, window)
     if segments_BS is not None:
         same = (segments_BS[:, chunk, None] == segments_BS[:, None, tile])[:, None, None]
         visible = same if visible is None else visible & same
@@ -224,6 +236,7 @@ def splash(
     k_BSKh: Float[Array, "B S K h"],
     v_BSKh: Float[Array, "B S K h"],
     segments_BS: Int[Array, "B S"] | None = None,
+    window: int = 0,
     interpret: bool = False,
 ) -> Float[Array, "B S H h"]:
     """`whole` by jax's own Pallas kernel for TPUs; local arrays only (it cannot be split by the compiler).
@@ -237,7 +250,8 @@ def splash(
         block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
         block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
     )  # fmt: skip
-    mask = splash_mask.MultiHeadMask([splash_mask.CausalMask((S, S))] * H)
+    one = splash_mask.LocalMask((S, S), (window - 1, 0), 0) if window else splash_mask.CausalMask((S, S))
+    mask = splash_mask.MultiHeadMask([one] * H)
     kernel = splash_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=interpret)
 
     def of_sequence(q_HSh: Array, k_KSh: Array, v_KSh: Array, segments_S: Array | None) -> Array:

@@ -4,7 +4,7 @@ One row for each place where a step's arrays change their layout, derived from t
 and the plan's rules, as the ops of `jaxpar.parallel`, `jaxpar.loss` and `jaxpar.step` write them out. It is to the byte
 what `jaxpar.planned` finds in the traced step: a move that is written twice counts once where both stand in one loop
 body (unrolled blocks that are not recomputed keep what the forward gathered). What XLA moves as it sees fit (norms,
-biases, the gradient's norm, keys and values of a split sequence) stands in rows that are not `asked` for; their bytes
+biases, the gradient's norm) stands in rows that are not `asked` for; their bytes
 are an estimate.
 
 Shapes: B batch, S sequence, D embed, V vocab, L layers; weights [D, *out] (column linears) and [*in, D] (row linears).
@@ -25,8 +25,8 @@ from jaxpar.config import Config, ModelConfig
 from jaxpar.hlo.tasks import CollectiveKind, sent_bytes
 from jaxpar.loss import chunk_count
 from jaxpar.mesh import MeshAxis
-from jaxpar.parallel import ATTENDED, GATHERED, STORED, beside, copying, used_axes
-from jaxpar.sharding import Form, LogicalAxis, Plan, path_name, state_axes
+from jaxpar.parallel import ATTENDED, GATHERED, STORED, used_axes
+from jaxpar.sharding import Form, LogicalAxis, Plan, beside, copying, path_name, state_axes
 
 Phase = Literal["forward", "recomputed", "backward", "update"]
 Sent = dict[tuple[str, frozenset[str]], float]
@@ -249,17 +249,47 @@ def _sublayer(
 
 
 def _attention(model: ModelConfig, step: _Step) -> Iterator[Site]:
-    """Where the sequence of q, k and v is split XLA gathers keys and values, and sums their gradients."""
-    heads = model.kv_heads or model.heads
-    shape = (*step.stream[:2], heads, model.head_dim or model.embed // model.heads)
-    keys = Array(shape, (*ATTENDED[:2], "kv_heads" if model.kv_heads else "heads", "head_dim"))
-    used = ("batch", None, *keys.axes[2:])
-    gathered = 2 * list(_weights(keys, used, step.width, step.plan))
-    scattered = 2 * list(_sum(shape, step.plan.mesh_axes("attention_seq"), used, keys.axes, step.width, step.plan))
-    yield from step.rows("block/attention/core", "k, v", "forward", gathered, asked=False)
-    if step.apart:
-        yield from step.rows("block/attention/core", "k, v", "backward", gathered, asked=False)
-    yield from step.rows("block/attention/core", "gradients of k, v", "backward", scattered, asked=False)
+    """What a split sequence sends between q, k, v and the output of attention: see `jaxpar.context`."""
+    plan, part, scope = step.plan, step.of_a_part, "block/attention/core"
+    axes = plan.mesh_axes("attention_seq")
+    if not axes:
+        return
+    rows, S, _ = part.stream
+    n, h = plan.pieces(axes), model.head_dim or model.embed // model.heads
+    kv_heads, copied = model.kv_heads or model.heads, plan.pieces(copying(plan))
+    kv_heads = math.lcm(kv_heads, copied * plan.size("kv_heads")) if copying(plan) else kv_heads
+    here = Array((rows, S), ("batch", "attention_seq")).entries(plan) * h  # entries of one head of one device
+    H, K = model.heads // plan.size("heads"), kv_heads // plan.size(beside("kv_heads", plan))
+
+    def moves(kind: CollectiveKind, entries: int, width: int) -> list[_Move]:
+        """Of arrays of which a device holds so many entries."""
+        if kind == "ppermute":
+            return [_Move(kind, axes, entries * width, n - 1)]
+        return [_Move(kind, axes, entries * width * (1 if kind == "all-to-all" else n))]
+
+    if plan.context.strategy == "ulysses":
+        # Each device is sent the kv heads of its share of the query heads.
+        share = H // n
+        K = n * (share * K // H if share % (H // K) == 0 else 1 if (H // K) % share == 0 else share)
+        there, back = moves("all-to-all", here * (H + 2 * K), step.width), moves("all-to-all", here * H, step.width)
+        again = moves("all-to-all", here * (2 * H + 2 * K), step.width) + moves("all-to-all", here * H // h, _FLOAT32)
+        returned = moves("all-to-all", here * (H + 2 * K), step.width)
+        yield from part.rows(scope, "q, k, v", "forward", there)
+        yield from part.rows(scope, "output", "forward", back)
+        if plan.remat == "full":
+            yield from part.rows(scope, "q, k, v", "recomputed", there)
+            yield from part.rows(scope, "output", "recomputed", back)
+        yield from part.rows(scope, "q, k, v, gradient of output", "backward", again)
+        yield from part.rows(scope, "gradients of q, k, v", "backward", returned)
+        return
+    ring = plan.context.strategy == "ring"
+    keys = moves("ppermute" if ring else "all-gather", here * 2 * K, step.width)
+    yield from part.rows(scope, "k, v", "forward", keys)
+    if plan.remat == "full":
+        yield from part.rows(scope, "k, v", "recomputed", keys)
+    yield from part.rows(scope, "k, v", "backward", keys)
+    summed = moves("ppermute" if ring else "reduce-scatter", here * 2 * K, _FLOAT32)
+    yield from part.rows(scope, "gradients of k, v", "backward", summed)
 
 
 def _loss(table: Array, tied: bool, step: _Step) -> Iterator[Site]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from jaxpar.errors import UserError, nearest
 from jaxpar.mesh import MeshSpec
-from jaxpar.sharding import Overlap, ShardingRules
+from jaxpar.sharding import Context, Overlap, ShardingRules
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class ModelConfig:
     mlp: int = 512
     max_seq_len: int = 1024
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
+    window: int = 0
+    """A token sees so many tokens up to itself (Mistral's sliding window, arXiv:2310.06825); 0 = all before it."""
     dropout: float = 0.0
     tied_head: bool = True
     """Use the embedding table as the output head."""
@@ -154,6 +156,7 @@ class Config:
     mesh: MeshSpec = field(default_factory=MeshSpec)
     rules: ShardingRules = field(default_factory=ShardingRules)
     overlap: Overlap = field(default_factory=Overlap)
+    context: Context = field(default_factory=Context)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -162,8 +165,8 @@ class Config:
 
 # A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
 # reported and kept. Any other difference is another experiment.
-RESUMABLE = ("mesh", "rules", "overlap", "memory", "checkpoint", "metrics", "train.stop_at", "train.eval_every",
-             "train.eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
+RESUMABLE = ("mesh", "rules", "overlap", "context", "memory", "checkpoint", "metrics", "train.stop_at",
+             "train.eval_every", "train.eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
 
 
 def load_config(name: str) -> Config:
@@ -335,6 +338,7 @@ def check(config: Config) -> Config:
          f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: set model.head_dim"),
         (model.kv_heads > 0 and model.heads % model.kv_heads != 0,
          f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
+        (model.window < 0, f"model.window={model.window} is below 0: 0 is no window"),
         (not 0 <= model.dropout < 1, f"model.dropout={model.dropout} is not in [0, 1)"),
         (config.overlap.domino == "on" and model.dropout > 0,
          f"overlap.domino with model.dropout={model.dropout}: halves of a batch would drop other entries than the "

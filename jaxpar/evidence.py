@@ -17,6 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar import plain
@@ -24,6 +25,7 @@ from jaxpar.answers import PLAIN, Answer, Case, Rows, one_device, parameter_orde
 from jaxpar.diagnose import Evidence, Finding, Part, diagnose
 from jaxpar.models import Params
 from jaxpar.sharding import Placement, Plan, placements
+from jaxpar.zigzag import chunk_order, inverse, reordered
 
 Reference = Callable[[Params, Rows], Answer]
 _TABLE, _HEAD = "embed.tokens", "head.table"
@@ -228,7 +230,7 @@ def _groups(case: Case, plan: Plan) -> Iterator[tuple[str, str, np.ndarray]]:
         mask = np.zeros(shape, bool)
         for device in devices.ravel():
             mask[held[device]] = True
-        return mask
+        return np.asarray(reordered(jnp.asarray(mask), inverse(chunk_order(plan)), 1))
 
     together = (*plan.mesh_axes("batch"), *plan.mesh_axes("seq"))
     for axis in together:

@@ -13,7 +13,7 @@ input and output dims of a linear.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,10 +24,15 @@ from jaxtyping import Array, Float, Int
 from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
 from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxpar.collectives import further_split, gather, manual, own_piece, reduce, split_over
+from jaxpar.context import check_chunks, check_split, split_attention
 from jaxpar.mesh import MeshAxis
-from jaxpar.sharding import Form, LogicalAxis, Move, Plan, state_axes
+from jaxpar.sharding import Form, LogicalAxis, Move, Plan, beside, copying, state_axes
+from jaxpar.zigzag import chunk_order, inverse, reordered
 
-__all__ = ["attention", "column_linear", "dropout", "halves", "logits", "lookup", "row_linear", "whole_batch"]
+__all__ = [
+    "attention", "column_linear", "dropout", "halves", "in_natural_order", "in_order", "logits", "lookup", "row_linear",
+    "whole_batch",
+]  # fmt: skip
 
 _Axes = tuple[LogicalAxis | None, ...]
 STORED: _Axes = ("batch", "residual_seq", None)
@@ -217,20 +222,6 @@ def _used(weights: Sequence[Array], site: _Site, plan: Plan) -> list[Array]:
     return [_copied(weight, dim, plan) for weight, dim in zip(used, _copied_dims(site, plan), strict=True)]
 
 
-def copying(plan: Plan) -> tuple[MeshAxis, ...]:
-    """The mesh axes that split heads further than kv heads; none where the two are split otherwise.
-
-    Along these k and v hold copies of kv heads, so that each device has those of its own query heads.
-    """
-    heads, kv_heads = plan.mesh_axes("heads"), plan.mesh_axes("kv_heads")
-    return heads[len(kv_heads) :] if heads[: len(kv_heads)] == kv_heads else ()
-
-
-def beside(axis: LogicalAxis | None, plan: Plan) -> LogicalAxis | None:
-    """The logical axis of a linear's output dim: kv heads that are copied lie as heads do."""
-    return "heads" if axis == "kv_heads" and copying(plan) else axis
-
-
 def _copied_dims(site: _Site, plan: Plan) -> list[int | None]:
     """Of each weight the dim of which devices take copies of kv heads; None = none."""
     copies = bool(copying(plan)) and not site.sums
@@ -351,31 +342,65 @@ def attention(
     segments_BS: Int[Array, "B S"] | None = None,
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
+    window: int = 0,
 ) -> Float[Array, "B S H h"]:
     """Causal softmax attention by the fastest implementation that serves: see `jaxpar.attention`.
 
     Args:
-      q_BSHh, k_BSKh, v_BSKh: projections of one sequence as `column_linear` gives them, H a multiple of K.
+      q_BSHh, k_BSKh, v_BSKh: projections of one sequence as `column_linear` gives them, H a multiple of K; tokens
+        `in_order`.
       plan: mesh, rules and compute dtype.
       segments_BS: document of each token; a token sees its own document only. None = one document.
       dropout_rate, key: dropout of the attention weights; none when key is None.
+      window: a token sees so many tokens up to itself (arXiv:2310.06825, section 2); 0 = all before it.
+
+    Raises:
+      UserError: what `context.check_split` refuses.
     """
+    if plan.size("attention_seq") > 1:
+        _, S, H, _ = q_BSHh.shape
+        check_split(plan, S, H, k_BSKh.shape[2], 0.0 if key is None else dropout_rate)
+        with jax.named_scope("core"):
+            return split_attention(plan, window, q_BSHh, k_BSKh, v_BSKh, segments_BS)
     heads: _Axes = (*ATTENDED[:2], "heads", "head_dim")
     kv_heads: _Axes = (*ATTENDED[:2], beside("kv_heads", plan), "head_dim")
     name, _ = attention_choice(plan, q_BSHh.shape[1], q_BSHh.shape[3], key is not None and dropout_rate > 0)
     with jax.named_scope("core"):
         if name == "splash":
             segment_axes: Any = None if segments_BS is None else ATTENDED[:2]
-            local = manual(splash, plan, (heads, kv_heads, kv_heads, segment_axes), heads)
+            local = manual(partial(splash, window=window), plan, (heads, kv_heads, kv_heads, segment_axes), heads)
             return local(q_BSHh, k_BSKh, v_BSKh, segments_BS)
         compute = chunked if name == "chunked" else whole
-        return plan.constrain(compute(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key), heads)
+        out_BSHh: Any = compute(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, window=window)
+        return plan.constrain(out_BSHh, heads)
+
+
+def in_order(batch: Mapping[str, Int[Array, "B S"]], plan: Plan) -> dict[str, Int[Array, "B S"]]:
+    """A batch with its tokens in the order in which the plan splits the sequence; `positions` says where they stood.
+
+    Args:
+      batch: int arrays [B, S], each sequence whole on every device; `positions` are made where there are none.
+      plan: mesh, rules and strategy.
+    """
+    tokens_BS, order = batch["tokens"], chunk_order(plan)
+    positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
+    batch = {"positions": positions_BS, **batch}
+    if len(order) == 1:
+        return batch
+    check_chunks(plan, tokens_BS.shape[1])
+    return {name: plan.constrain(reordered(x, order, 1), ("batch", None)) for name, x in batch.items()}
+
+
+def in_natural_order(x_BSV: Float[Array, "B S V"], plan: Plan) -> Float[Array, "B S V"]:
+    """What a model made of a batch `in_order`, its tokens as they were."""
+    order = chunk_order(plan)
+    return x_BSV if len(order) == 1 else reordered(x_BSV, inverse(order), 1)
 
 
 def attention_choice(plan: Plan, seq_len: int, head_dim: int, dropping: bool) -> tuple[str, str]:
     """Which implementation `attention` takes under this plan, and why not a faster one; see `attention.choose`."""
     if plan.size("attention_seq") > 1:
-        return "whole", "the sequence is split over devices"
+        return plan.context.strategy, "the sequence is split over devices"
     layout = ""
     if plan.mesh_axes("heads") != plan.mesh_axes("kv_heads") and not copying(plan):
         layout = "kv heads are split otherwise than heads"

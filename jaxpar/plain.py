@@ -52,7 +52,10 @@ def attention(
     v_BTKh: Float[Array, "B T K h"],
     plan: Plan,
     segments_BS: Int[Array, "B S"] | None = None,
-    *_: Any,
+    dropout_rate: float = 0.0,
+    key: jax.Array | None = None,
+    window: int = 0,
+    *,
     offset: int = 0,
     blind: str = "mean",
 ) -> Float[Array, "B S H h"]:
@@ -62,13 +65,18 @@ def attention(
       q_BSHh, k_BTKh, v_BTKh: projections of one sequence (S = T), H a multiple of K.
       plan: unused.
       segments_BS: document of each token; a token sees its own document only. None = one document.
+      dropout_rate, key: unused.
+      window: a token sees so many tokens up to itself; 0 = all before it.
       offset: the token at t sees up to t + offset: 0 but for the diagnosis of a mask that is off by one.
       blind: what a token that sees nothing takes, the `mean` of all values or `zero`; at offset 0 there is none.
     """
     S, H, h = q_BSHh.shape[1:]
     k_BTHh, v_BTHh = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BTKh, v_BTKh))
     scores_BHST = jnp.einsum("BSHh,BTHh->BHST", q_BSHh, k_BTHh, preferred_element_type=jnp.float32) / math.sqrt(h)
-    visible = jnp.arange(S) <= jnp.arange(S)[:, None] + offset
+    ahead = jnp.arange(S) - jnp.arange(S)[:, None]
+    visible = ahead <= offset
+    if window:
+        visible = visible & (ahead > -window)
     if segments_BS is not None:
         visible = visible & (segments_BS[:, None, :, None] == segments_BS[:, None, None, :])
     weights_BHST = jax.nn.softmax(jnp.where(visible, scores_BHST, -1e30), axis=-1)

@@ -109,10 +109,13 @@ _AS: dict[LogicalAxis, LogicalAxis] = {"state_embed": "embed", "attention_seq": 
 
 def split_axes(axis: LogicalAxis | None, rules: ShardingRules, mesh: Mesh) -> tuple[MeshAxis, ...]:
     """The mesh axes of more than one device that the rules split a logical axis over."""
-    named: tuple[MeshAxis, ...] = () if axis is None else getattr(rules, axis)
-    if axis in _AS:
-        named = named or getattr(rules, _AS[axis])
+    named = () if axis is None else named_axes(axis, rules)
     return tuple(mesh_axis for mesh_axis in named if mesh.shape[mesh_axis] > 1)
+
+
+def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
+    """The mesh axes that the rules give a logical axis, whatever their sizes."""
+    return getattr(rules, axis) or (getattr(rules, _AS[axis]) if axis in _AS else ())
 
 
 def _fitting_flags(size: int, sizes: dict[MeshAxis, int]) -> str:
@@ -240,6 +243,15 @@ class Overlap:
 
 
 @dataclass(frozen=True)
+class Context:
+    """How attention sees a sequence that is split over devices (`attention_seq`): `ring` sends keys and values round,
+    `all_gather` gathers them, `ulysses` splits the heads instead. See `jaxpar.context`.
+    """
+
+    strategy: Literal["ring", "all_gather", "ulysses"] = "ring"
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a model runs on devices, and nothing about what it computes. Hashable, so it may be a static argument.
 
@@ -249,6 +261,7 @@ class Plan:
       compute: dtype of matmuls and activations; parameters, norms, softmax, loss and gradients stay float32.
       remat: what a block saves for its backward: `none` = everything, `full` = its input only.
       overlap: how the linears gather and scatter the sequence.
+      context: how attention sees a sequence that is split.
     """
 
     mesh: Mesh
@@ -256,6 +269,7 @@ class Plan:
     compute: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "full"] = "none"
     overlap: Overlap = Overlap()
+    context: Context = Context()
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -292,6 +306,20 @@ class Plan:
 def state_axes(axes: Axes) -> tuple[LogicalAxis | None, ...]:
     """The logical axes of a parameter's gradient and moments."""
     return tuple("state_embed" if axis == "embed" else axis for axis in axes)
+
+
+def copying(plan: Plan) -> tuple[MeshAxis, ...]:
+    """The mesh axes that split heads further than kv heads; none where the two are split otherwise.
+
+    Along these k and v hold copies of kv heads, so that each device has those of its own query heads.
+    """
+    heads, kv_heads = plan.mesh_axes("heads"), plan.mesh_axes("kv_heads")
+    return heads[len(kv_heads) :] if heads[: len(kv_heads)] == kv_heads else ()
+
+
+def beside(axis: LogicalAxis | None, plan: Plan) -> LogicalAxis | None:
+    """The logical axis of a linear's output dim: kv heads that are copied lie as heads do."""
+    return "heads" if axis == "kv_heads" and copying(plan) else axis
 
 
 def tree_shardings(shapes: Any, axes: Any, plan: Plan) -> Any:

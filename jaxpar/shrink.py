@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.config import CheckpointConfig, Config, DataConfig, MetricsConfig, ModelConfig, TrainConfig
 from jaxpar.mesh import DcnSpec, MeshAxis, MeshSpec, axis_sizes, describe, devices_needed, resolve
-from jaxpar.sharding import LogicalAxis, Overlap, ShardingRules, fit_heads
+from jaxpar.sharding import LogicalAxis, Overlap, ShardingRules, fit_heads, named_axes
 
 SIMULATED = 8  # CPU devices where the mesh leaves the number open; a mesh that asks for up to twice as many gets them
 MOST_ACCUMULATION = 4  # more microbatches repeat what these do
@@ -52,9 +52,14 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> Shrunk:
     Steps, learning rate, data source and whatever else has no part in a gradient are reset to their defaults.
     """
     sizes = total_sizes(mesh)
-    seq_split = math.lcm(pieces("seq", config.rules, sizes), pieces("residual_seq", config.rules, sizes))
-    data = DataConfig(seq_len=odd_multiple(least.seq_len, math.lcm(seq_split, least.block)), pack=config.data.pack)
-    heads, kv_heads = _few_heads(config, sizes, asked_sizes(config, mesh))
+    asked = asked_sizes(config, mesh)
+    rules = rules_of(config, asked)
+    chunks = _chunks(config, rules, sizes)
+    seq_split = math.lcm(chunks, *(pieces(axis, rules, sizes) for axis in ("seq", "residual_seq")))
+    # Three tokens a chunk: a single one would hide a wrong order inside it.
+    least_seq = max(least.seq_len, 3 * chunks if chunks > 1 else 0)
+    data = DataConfig(seq_len=odd_multiple(least_seq, math.lcm(seq_split, least.block)), pack=config.data.pack)
+    heads, kv_heads = _few_heads(config, sizes, asked)
     model, notes = _shrink_model(config, sizes, data.seq_len, least.head_dim, heads, kv_heads)
     accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
     if accumulation < config.train.accumulation:
@@ -90,7 +95,13 @@ def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
 
 def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: dict[MeshAxis, int]) -> int:
     """Into how many the rules split a logical axis on a mesh of these sizes."""
-    return math.prod(sizes[mesh_axis] for mesh_axis in getattr(rules, axis))
+    return math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, rules))
+
+
+def _chunks(config: Config, rules: ShardingRules, sizes: dict[MeshAxis, int]) -> int:
+    """Into how many the sequence of q, k and v is cut: two for each device where they are in zigzag order."""
+    devices = pieces("attention_seq", rules, sizes)
+    return devices if devices == 1 or config.context.strategy == "ulysses" else 2 * devices
 
 
 def _few_heads(config: Config, sizes: dict[MeshAxis, int], asked: dict[MeshAxis, int]) -> tuple[int, int]:
@@ -102,10 +113,14 @@ def _few_heads(config: Config, sizes: dict[MeshAxis, int], asked: dict[MeshAxis,
     model = config.model
     kv_heads = model.kv_heads or model.heads
     group, rules = model.heads // kv_heads, rules_of(config, asked)
-    unit = math.lcm(*(pieces(axis, config.rules, sizes) for axis in ("heads", "kv_heads")))
+    # Ulysses deals out the heads of a device, and its kv heads whole where they are enough.
+    dealt = pieces("attention_seq", rules, sizes) if config.context.strategy == "ulysses" else 1
+    whole_kv = dealt if kv_heads // pieces("kv_heads", rules, asked) % pieces("attention_seq", rules, asked) == 0 else 1
+    splits = pieces("heads", rules, sizes) * dealt, pieces("kv_heads", rules, sizes) * whole_kv
+    unit = math.lcm(*(pieces(axis, config.rules, sizes) for axis in ("heads", "kv_heads")), *splits)
 
     def fits(H: int, K: int) -> bool:
-        even = H % pieces("heads", rules, sizes) == 0 and K % pieces("kv_heads", rules, sizes) == 0
+        even = H % splits[0] == 0 and K % splits[1] == 0
         return even and fit_heads(config.rules, H, K, sizes)[0] == rules
 
     def situation(H: int, K: int, sizes: dict[MeshAxis, int]) -> tuple[bool, bool]:
@@ -144,10 +159,11 @@ def _shrink_model(
         mlp=odd_multiple(round(D * model.mlp / model.embed), split("mlp")),
         vocab_size=rows - vocab // 2 - 1 if padded else rows,
         vocab_multiple=vocab,
+        window=_shrink_window(model.window, config.data.seq_len, S),
         max_seq_len=S if config.data.seq_len == model.max_seq_len else S + 3,
         dropout=0.0,
     )
-    names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab_size")
+    names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab_size", "window")
     before, after = ([getattr(sizes, name) for name in names] for sizes in (model, small))
     changed = [f"{name} {a} -> {b}" for name, a, b in zip(names, before, after, strict=True) if a not in (0, b)]
     notes = [f"model shrunk: {', '.join(changed)}, sequence {config.data.seq_len} -> {S}"]
@@ -162,6 +178,11 @@ def _explicit(overlap: Overlap) -> tuple[Overlap, list[str]]:
     forced: Any = {name: form for name, form in most.items() if getattr(overlap, name) == "auto"}
     notes = [f"overlap.{name} auto -> {form}: all forms must give the same answer" for name, form in forced.items()]
     return dataclasses.replace(overlap, **forced), notes
+
+
+def _shrink_window(window: int, before: int, after: int) -> int:
+    """As long a part of the sequence as it was, but at least a third; 0 = none."""
+    return 0 if window == 0 else max(-(-after // 3), round(window * after / before))
 
 
 def _multiple(least: int, of: int) -> int:

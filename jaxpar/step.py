@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxpar.collectives import further_split, gather, manual
 from jaxpar.config import Config
+from jaxpar.context import check_split
 from jaxpar.errors import UserError
 from jaxpar.loss import LossSums
 from jaxpar.mesh import make_mesh
@@ -41,11 +42,11 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
 
     Raises:
       UserError: a mesh that does not fit the devices, a dim or a batch that its mesh axes do not divide, an optimizer
-        state that is split neither as its parameters nor further.
+        state that is split neither as its parameters nor further, or what `context.check_split` refuses.
     """
     mesh = make_mesh(config.mesh, devices)
     rules, _ = _fitted(config, mesh)
-    plan = Plan(mesh, rules, config.precision.compute, config.memory.policy, config.overlap)
+    plan = Plan(mesh, rules, config.precision.compute, config.memory.policy, config.overlap, config.context)
     model = Model(config.model)
     tree_shardings(model.shapes(), model.axes, plan)
     tree_shardings(model.shapes(), _state_axes(model), plan)
@@ -69,6 +70,8 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     activation = (microbatch, config.data.seq_len, config.model.embed)
     plan.sharding(("batch", "seq", None), activation, "activations")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream")
+    sizes = config.model
+    check_split(plan, config.data.seq_len, sizes.heads, sizes.kv_heads or sizes.heads, sizes.dropout)
     return plan
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from jaxpar import step
 from jaxpar.answers import Answer, Case, Gradients, one_device, parameter_order, random_batch, random_params, under_plan
 from jaxpar.attention import choose
 from jaxpar.config import Config, check
+from jaxpar.context import check_split
 from jaxpar.diagnose import Finding
 from jaxpar.errors import UserError
 from jaxpar.evidence import explain, nearest_to_loss
@@ -30,7 +31,7 @@ from jaxpar.mesh import MESH_AXES, MeshSpec, describe, devices_needed, make_mesh
 from jaxpar.models import Model
 from jaxpar.parallel import attention_choice
 from jaxpar.runtime import start, widen_cpu_pool
-from jaxpar.sharding import Plan, fit_heads, tree_shardings
+from jaxpar.sharding import Plan, ShardingRules, fit_heads, tree_shardings
 from jaxpar.shrink import (
     LEAST,
     Shrunk,
@@ -178,7 +179,7 @@ def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
 def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> Shrunk:
     """The smallest config whose attention has the implementation that the whole one has on these devices."""
     rules = rules_of(config, asked_sizes(config, mesh))
-    plan, model, asked = Plan(make_mesh(mesh, devices), rules), config.model, config.mesh.platform
+    plan, model, asked = _layout(config, make_mesh(mesh, devices), rules), config.model, config.mesh.platform
     head_dim, seq_len = model.head_dim or model.embed // model.heads, config.data.seq_len
     wanted, _ = attention_choice(plan, seq_len, head_dim, False)
     found, small, notes = "", config, ()
@@ -343,9 +344,15 @@ def _check_layout(config: Config, mesh: MeshSpec) -> None:
     """Refuse a config whose own sizes its mesh does not divide: the shrunk ones always fit."""
     sizes = asked_sizes(config, mesh)
     whole = AbstractMesh(tuple(sizes.values()), MESH_AXES)
-    plan: Plan = Plan(whole, rules_of(config, sizes))  # pyright: ignore[reportArgumentType]
+    plan = _layout(config, whole, rules_of(config, sizes))
     model = Model(config.model)
     tree_shardings(model.shapes(), model.axes, plan)
     activation = (config.train.batch // config.train.accumulation, config.data.seq_len, config.model.embed)
     plan.sharding(("batch", "seq", None), activation, "activations of a microbatch")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream of a microbatch")
+    check_split(plan, config.data.seq_len, config.model.heads, config.model.kv_heads or config.model.heads)
+
+
+def _layout(config: Config, mesh: Any, rules: ShardingRules) -> Plan:
+    """The part of a plan that says where arrays lie."""
+    return Plan(mesh, rules, context=config.context)

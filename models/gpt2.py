@@ -49,7 +49,7 @@ class Block(nnx.Module):
         h = config.head_dim or D // H
         init = normal(config.init_std)
         init_residual = normal(config.init_std / math.sqrt(2 * config.layers))  # GPT-2 report, section 2.3
-        self.dropout = config.dropout
+        self.dropout, self.window = config.dropout, config.window
         self.attention_norm = LayerNorm(config, rngs)
         self.q = param(rngs, init, embed=D, heads=H, head_dim=h)
         self.k = param(rngs, init, embed=D, heads=H, head_dim=h)
@@ -79,7 +79,7 @@ class Block(nnx.Module):
                 self.attention_norm(x_BSD), (self.q[...], self.k[...], self.v[...]), (_HEADS, _HEADS, _HEADS), plan,
                 (self.q_bias[...], self.k_bias[...], self.v_bias[...]), "attention_seq",
             )  # fmt: skip
-            mixed_BSHh = attention(q, k, v, plan, segments_BS, self.dropout, weights_key)
+            mixed_BSHh = attention(q, k, v, plan, segments_BS, self.dropout, weights_key, self.window)
             out_BSD = row_linear(mixed_BSHh, self.out[...], _HEADS, plan, self.out_bias[...], "attention_seq")
             x_BSD = x_BSD + dropout(out_BSD, self.dropout, attention_key)
         with jax.named_scope("mlp"):

@@ -72,7 +72,7 @@ class Block(nnx.Module):
             )
             frequencies = rotary_frequencies(self.config)
             q_BSHh, k_BSKh = rotate(q_BSHh, positions_BS, frequencies), rotate(k_BSKh, positions_BS, frequencies)
-            mixed_BSHh = attention(q_BSHh, k_BSKh, v_BSKh, plan, segments_BS, rate, weights_key)
+            mixed_BSHh = attention(q_BSHh, k_BSKh, v_BSKh, plan, segments_BS, rate, weights_key, self.config.window)
             out_BSD = row_linear(mixed_BSHh, self.out[...], _HEADS, plan, seq="attention_seq")
             x_BSD = x_BSD + dropout(out_BSD, rate, attention_key)
         with jax.named_scope("mlp"):

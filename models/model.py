@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -21,7 +20,7 @@ from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError, nearest
 from jaxpar.loss import LossSums, linear_cross_entropy
 from jaxpar.models import gpt2, llama
-from jaxpar.parallel import STORED, TOKENS, halves, logits, whole_batch
+from jaxpar.parallel import STORED, TOKENS, halves, in_natural_order, in_order, logits, whole_batch
 from jaxpar.remat import remat
 from jaxpar.sharding import Plan
 
@@ -95,12 +94,8 @@ class Model:
             return nnx.merge(self._graphs["head"], params["head"])(x_BSD, params["embed"]["tokens"])
 
     def hidden(self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None) -> Float[Array, "B S D"]:
-        """The residual stream after the last block. See `loss` for the batch."""
-        tokens_BS = batch["tokens"]
-        positions_BS = batch.get("positions")
-        if positions_BS is None:
-            positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
-        segments_BS = batch.get("segments")
+        """The residual stream after the last block. See `loss` for the batch, which is `in_order` here."""
+        tokens_BS, positions_BS, segments_BS = batch["tokens"], batch["positions"], batch.get("segments")
         embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
         x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key)
         return self.blocks(params["blocks"], x_BSD, positions_BS, segments_BS, plan, blocks_key)
@@ -143,14 +138,16 @@ class Model:
           key: dropout key; None = no dropout.
           z_loss: see `linear_cross_entropy`.
         """
+        batch = in_order(batch, plan)
         x_BSD, head_VD = self.head(params, self.hidden(params, batch, plan, key))
         with jax.named_scope("loss"):
             return linear_cross_entropy(x_BSD, head_VD, batch["labels"], self.config.vocab_size, plan, z_loss)
 
     def logits(self, params: Params, batch: Batch, plan: Plan) -> Float[Array, "B S V"]:
         """Float32 next-token scores of the true vocabulary; `batch` as in `loss`, labels not needed."""
-        x_BSD, head_VD = self.head(params, self.hidden(params, batch, plan))
-        return logits(x_BSD, head_VD, self.config.vocab_size, plan)[..., : self.config.vocab_size]
+        x_BSD, head_VD = self.head(params, self.hidden(params, in_order(batch, plan), plan))
+        scores_BSV = logits(x_BSD, head_VD, self.config.vocab_size, plan)[..., : self.config.vocab_size]
+        return in_natural_order(scores_BSV, plan)
 
     def parameter_count(self) -> int:
         """Number of parameters, without the padding of the vocabulary."""

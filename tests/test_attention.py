@@ -24,6 +24,7 @@ import pytest
 
 import jaxpar.attention
 import jaxpar.parallel
+from jaxpar import plain
 from jaxpar.attention import choose, chunked, kernel_cost, splash, whole
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.parallel import attention, attention_choice
@@ -229,13 +230,13 @@ def test_the_choice_and_its_reason(case: tuple[Any, ...], name: str, why: str) -
 
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
     ({"tensor": 8}, {}, ("chunked", "on cpu")),
-    ({"context": 2, "tensor": 4}, {}, ("whole", "the sequence is split over devices")),
+    ({"context": 2, "tensor": 4}, {}, ("ring", "the sequence is split over devices")),
     ({"tensor": 8}, {"kv_heads": ()}, ("chunked", "on cpu")),  # column_linear copies them
     ({"fsdp": 2, "tensor": 4}, {"kv_heads": ("fsdp",)}, ("chunked", "kv heads are split otherwise than heads")),
     (
         {"tensor": 8},
         {"heads": (), "kv_heads": (), "attention_seq": ("tensor",)},
-        ("whole", "the sequence is split over devices"),
+        ("ring", "the sequence is split over devices"),
     ),
     ({"fsdp": 8}, {"kv_heads": ()}, ("chunked", "on cpu")),
     ({"tensor": 8}, {"heads": (), "kv_heads": (), "head_dim": ("tensor",)}, ("chunked", "heads are split inside")),
@@ -294,3 +295,19 @@ def test_splash_on_a_mesh_is_whole_on_one_device(packed: bool, rules: Any, monke
     plan = plan_on(MeshSpec(fsdp=2, tensor=2), **rules)
     ours = values_and_gradients(lambda q, k, v: attention(q, k, v, plan, segments), args)
     assert_close(ours, values_and_gradients(lambda q, k, v: whole(q, k, v, segments), args))
+
+
+@pytest.mark.parametrize("window", [2, 5, 13, 40])
+def test_a_window_is_that_of_the_definition(window: int) -> None:
+    """`plain.attention` is the definition; chunks of 7 rows cut the window in every way."""
+    args, segments = projections(2, 33, 4, 2, 6), documents(2, 33)
+    on = plan_on(MeshSpec())
+    want = values_and_gradients(lambda *x: plain.attention(*x, on, segments, window=window), args)
+    assert_close(values_and_gradients(lambda *x: whole(*x, segments, window=window), args), want)
+    assert_close(values_and_gradients(lambda *x: chunked(*x, segments, rows=7, window=window), args), want)
+
+
+def test_splash_takes_a_window() -> None:
+    args = projections(1, 256, 2, 1, 128)
+    found = values_and_gradients(lambda *x: splash(*x, window=100, interpret=True), args)
+    assert_close(found, values_and_gradients(lambda *x: whole(*x, window=100), args))

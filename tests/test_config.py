@@ -99,7 +99,7 @@ def changed(key: str, value: Any) -> Config:
     kinds = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1, tuple: lambda v: (*v, "stage")}
     others = dict.fromkeys(flatten(Config().overlap, "overlap."), "ring") | {
         "data.source": "text", "train.schedule": "wsd", "mesh.platform": "cpu", "memory.policy": "full",
-        "precision.compute": "bfloat16", "overlap.domino": "on",
+        "precision.compute": "bfloat16", "overlap.domino": "on", "context.strategy": "ulysses",
     }  # fmt: skip
     return override(Config(), {key: others.get(key) or kinds.get(type(value), lambda v: v + "x")(value)})
 
@@ -107,7 +107,7 @@ def changed(key: str, value: Any) -> Config:
 @pytest.mark.parametrize(("key", "value"), flatten(Config()).items())
 def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
     """The answer does not depend on them."""
-    free = key.split(".")[0] in ("mesh", "rules", "overlap", "memory", "checkpoint", "metrics") or key in (
+    free = key.split(".")[0] in ("mesh", "rules", "overlap", "context", "memory", "checkpoint", "metrics") or key in (
         "train.stop_at", "train.eval_every", "train.eval_batches", "data.prefetch", "model.scan_layers",
     )  # fmt: skip
     differences = incompatible(Config(), changed(key, value))

@@ -21,7 +21,8 @@ LAYERS = {
     4: "data tokenizer checkpoint optim metrics report picture layer_picture doctor rehearsal diagnose shrink",
     3: "models",
     2: "parallel loss plain communication",
-    1: "remat hlo network planned attention collectives collective_matmul",
+    1: "remat hlo network planned attention local_attention ring_attention zigzag collectives collective_matmul "
+    "context",
     0: "errors config mesh sharding hardware runtime targets xla meshes configs",
 }
 LAYER = {room: layer for layer, rooms in LAYERS.items() for room in rooms.split()}

@@ -20,6 +20,7 @@ from jax import Array
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.parallel import attention, column_linear, dropout, logits, lookup, row_linear
 from jaxpar.sharding import Plan, ShardingRules, fit_heads
+from jaxpar.zigzag import chunk_order, inverse, reordered
 
 pytestmark = pytest.mark.quick
 
@@ -108,8 +109,15 @@ def test_attention_is_causal_grouped_and_keeps_documents_apart(plan: Plan, packe
     segments = (
         jnp.cumsum(jnp.asarray(np.random.default_rng(3).random((B, S)) < 0.2, jnp.int32), axis=1) if packed else None
     )
+    order = chunk_order(plan)
+
+    def ours(*args: jax.Array) -> jax.Array:
+        documents = None if segments is None else reordered(segments, order, 1)
+        out = attention(*(reordered(x, order, 1) for x in args[:3]), plan, documents)
+        return reordered(out, inverse(order), 1)
+
     assert_same(
-        lambda q, k, v: attention(q, k, v, plan, segments),
+        ours,
         lambda q, k, v: reference_attention(q, k, v, segments),
         arrays((B, S, H, h), (B, S, K, h), (B, S, K, h)),
     )
@@ -134,8 +142,11 @@ COPIED = {
 def attended(plan: Plan, x: Array, q: Array, k: Array, v: Array, q_bias: Array, v_bias: Array, out: Array) -> Array:
     heads, kv_heads, seq = ("heads", "head_dim"), ("kv_heads", "head_dim"), "attention_seq"
     segments = jnp.cumsum(jnp.arange(S)[None] % jnp.asarray([[5], [7], [9], [16]]) == 0, axis=1)
+    order = chunk_order(plan)
+    x, segments = reordered(x, order, 1), reordered(segments, order, 1)
     projections = column_linear(x, (q, k, v), (heads, kv_heads, kv_heads), plan, (q_bias, None, v_bias), seq)
-    return row_linear(attention(*projections, plan, segments), out, heads, plan, seq=seq)
+    y = row_linear(attention(*projections, plan, segments), out, heads, plan, seq=seq)
+    return reordered(y, inverse(order), 1)
 
 
 @pytest.mark.parametrize("name", COPIED)

@@ -11,6 +11,7 @@ from jaxpar.config import Config, load_config, override, presets
 from jaxpar.errors import UserError
 from jaxpar.hardware import load_mesh_preset
 from jaxpar.mesh import DcnSpec, MeshSpec, devices_needed
+from jaxpar.sharding import Context
 from jaxpar.shrink import (
     LEAST,
     Least,
@@ -213,3 +214,18 @@ def test_odd_multiples() -> None:
     assert [odd_multiple(*pair) for pair in ((12, 1), (12, 2), (12, 4), (12, 8), (24, 8), (25, 8))] == [
         13, 14, 12, 24, 24, 40,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("context", [2, 4, 8])
+def test_a_split_sequence_stays_one(strategy: str, context: int) -> None:
+    """Three tokens a chunk; heads that Ulysses can deal out, kv heads too where it could; a window that matters."""
+    keys = {"context.strategy": strategy, "model.window": 40, "data.seq_len": 1024, "model.heads": 16}
+    small, _ = shrink(override(Config(), keys | {"model.kv_heads": 8}), MeshSpec(context=context))
+    model, chunks = small.model, context if strategy == "ulysses" else 2 * context
+    assert small.data.seq_len % chunks == 0
+    assert small.data.seq_len >= 3 * chunks
+    assert model.heads == 2 * model.kv_heads
+    assert strategy != "ulysses" or model.kv_heads % context == 0
+    assert small.data.seq_len / 4 < model.window < small.data.seq_len
+    assert small.context == Context(strategy)  # pyright: ignore[reportArgumentType]

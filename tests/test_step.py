@@ -148,6 +148,30 @@ def test_the_modes_of_the_docs_are_plans() -> None:
     assert layouts == [(1, 1), (1, 8), (8, 8), (4, 8)]
 
 
+def test_the_long_sequences_of_the_docs_are_plans() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "sharding.md").read_text(encoding="utf-8")
+    section = page.partition("## Long sequences")[2].partition("\n## ")[0]
+    layouts = []
+    for text in re.findall(r"```toml\n(.+?)```", section, re.DOTALL):
+        plan = make_plan(override(parse(text, "docs/sharding.md"), {"train.batch": 8}), jax.devices())
+        layouts.append((plan.context.strategy, plan.size("attention_seq"), plan.size("embed")))
+    assert layouts == [("ring", 8, 1), ("all_gather", 4, 1), ("ulysses", 4, 8), ("ring", 8, 1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"data.seq_len": 20}, "data.seq_len=20 is not cut into 8 equal chunks"),
+        ({"context.strategy": "ulysses", "model.heads": 2}, "Ulysses with too few heads: context=4"),
+        ({"model.dropout": 0.1}, "model.dropout=0.1 with the sequence split over context=4"),
+    ],
+)
+def test_a_sequence_that_cannot_be_split_is_refused_before_anything_is_compiled(changes: Any, says: str) -> None:
+    config = override(Config(), {"mesh.context": 4, "data.seq_len": 24} | changes)
+    with pytest.raises(UserError, match=says):
+        make_plan(config, jax.devices()[:4])
+
+
 def test_a_state_must_be_split_as_its_parameters_or_further() -> None:
     config = config_of("gpt2", **{"rules.state_embed": ("data", "fsdp"), "mesh.data": 2, "mesh.fsdp": 2})
     with pytest.raises(UserError, match=r"which does not begin with it: try --rules.state_embed fsdp data$"):
