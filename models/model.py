@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError, nearest
-from jaxpar.loss import LossSums, linear_cross_entropy
+from jaxpar.experts import RouterSums
+from jaxpar.loss import LossSums, LossWeights, linear_cross_entropy
 from jaxpar.models import gpt2, llama
 from jaxpar.parallel import logits
 from jaxpar.remat import remat
@@ -84,8 +85,8 @@ class Model:
     def block(
         self, layer: Params, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None,
-    ) -> Float[Array, "B S D"]:  # fmt: skip
-        """One block; `layer` is one slice of `params["blocks"]`."""
+    ) -> tuple[Float[Array, "B S D"], RouterSums | None]:  # fmt: skip
+        """One block; `layer` is one slice of `params["blocks"]`. The sums are those of its router, if it has one."""
         with jax.named_scope("block"):
             return nnx.merge(self._graphs["blocks"], layer)(x_BSD, positions_BS, segments_BS, plan, key)
 
@@ -94,8 +95,11 @@ class Model:
         with jax.named_scope("head"):
             return nnx.merge(self._graphs["head"], params["head"])(x_BSD, params["embed"]["tokens"])
 
-    def hidden(self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None) -> Float[Array, "B S D"]:
-        """The residual stream after the last block. See `loss` for the batch."""
+    def hidden(
+        self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None
+    ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
+        """The residual stream after the last block, and the routers' sums, means over the layers, of a model that has
+        any. See `loss` for the batch."""
         tokens_BS = batch["tokens"]
         positions_BS = batch.get("positions")
         if positions_BS is None:
@@ -106,20 +110,24 @@ class Model:
 
         def body(x_BSD, layer):
             layer_params, layer_key = layer
-            return self.block(layer_params, x_BSD, positions_BS, segments_BS, plan, layer_key), None
+            return self.block(layer_params, x_BSD, positions_BS, segments_BS, plan, layer_key)
 
         body = remat(body, plan.remat, self.config.scan_layers)
         x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key)
         layers = (params["blocks"], layer_keys)
         if self.config.scan_layers:
-            return jax.lax.scan(body, x_BSD, layers)[0]
+            x_BSD, routed = jax.lax.scan(body, x_BSD, layers)
+            return x_BSD, jax.tree.map(jnp.mean, routed)
+        found = []
         for i in range(self.config.layers):
-            x_BSD, _ = body(x_BSD, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
-        return x_BSD
+            x_BSD, routed = body(x_BSD, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
+            found.append(routed)
+        return x_BSD, jax.tree.map(lambda *sums: jnp.mean(jnp.stack(sums)), *found)
 
     def loss(
-        self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None, z_loss: float = 0.0
-    ) -> LossSums:
+        self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None,
+        weights: LossWeights = LossWeights(),
+    ) -> LossSums:  # fmt: skip
         """Summed next-token loss of a batch.
 
         Args:
@@ -128,15 +136,21 @@ class Model:
             `positions` and `segments`.
           plan: how it runs.
           key: dropout key; None = no dropout.
-          z_loss: see `linear_cross_entropy`.
+          weights: of what is added to the likelihood.
         """
-        x_BSD, head_VD = self.head(params, self.hidden(params, batch, plan, key))
+        x_BSD, routed = self.hidden(params, batch, plan, key)
+        x_BSD, head_VD = self.head(params, x_BSD)
         with jax.named_scope("loss"):
-            return linear_cross_entropy(x_BSD, head_VD, batch["labels"], self.config.vocab_size, plan, z_loss)
+            labels_BS, vocab_size = batch["labels"], self.config.vocab_size
+            sums = linear_cross_entropy(x_BSD, head_VD, labels_BS, vocab_size, plan, weights.z_loss)
+            if routed is None:
+                return sums
+            added = weights.balance_loss * routed.balance + weights.router_z_loss * routed.z
+            return sums._replace(loss=sums.loss + added, routed=jax.lax.stop_gradient(routed))
 
     def logits(self, params: Params, batch: Batch, plan: Plan) -> Float[Array, "B S V"]:
         """Float32 next-token scores of the true vocabulary; `batch` as in `loss`, labels not needed."""
-        x_BSD, head_VD = self.head(params, self.hidden(params, batch, plan))
+        x_BSD, head_VD = self.head(params, self.hidden(params, batch, plan)[0])
         return logits(x_BSD, head_VD, self.config.vocab_size, plan)[..., : self.config.vocab_size]
 
     def parameter_count(self) -> int:
@@ -146,14 +160,21 @@ class Model:
     def flops_per_token(self, seq_len: int) -> float:
         """Model FLOPs of one training token, forward and backward, no recompute: the numerator of MFU.
 
-        6 per parameter that multiplies (tables that are only looked up do not) plus 12 L H h S for attention, as in
+        6 per parameter that multiplies (tables that are only looked up do not, and of the experts only those that a
+        token is sent to) plus 12 L H h S for attention, as in
         PaLM (arXiv:2204.02311, appendix B): causal attention is counted whole, so that figures compare.
         """
         shapes, config = self.shapes(), self.config
-        multiplying = _count(shapes["blocks"]) + _count(shapes["head"])
+        multiplying = _count(shapes["blocks"]) + _count(shapes["head"]) - self._idle_experts()
         multiplying += config.vocab_size * config.embed if config.tied_head else -self._padding() // 2
         head_dim = config.head_dim or config.embed // config.heads
         return 6.0 * multiplying + 12.0 * config.layers * config.heads * head_dim * seq_len
+
+    def _idle_experts(self) -> int:
+        """Parameters of the experts that a token is not sent to."""
+        axes, blocks, config = self.axes["blocks"], self.shapes()["blocks"], self.config
+        of_experts = _count([blocks[name] for name in blocks if "experts" in axes[name]])
+        return of_experts * (config.experts - config.experts_per_token) // max(config.experts, 1)
 
     def _padding(self) -> int:
         rows = self.shapes()["embed"]["tokens"].shape[0] - self.config.vocab_size

@@ -20,7 +20,7 @@ LAYERS = {
     "bench_rehearse",
     4: "data tokenizer checkpoint optim metrics report picture doctor rehearsal diagnose shrink",
     3: "models",
-    2: "parallel loss plain",
+    2: "parallel experts loss plain",
     1: "remat hlo network planned attention collectives collective_matmul",
     0: "errors config mesh sharding hardware runtime targets xla meshes configs",
 }
