@@ -40,7 +40,7 @@ PLAIN: Mapping[str, Callable[..., Any]] = {
         plain.attention,
         plain.expert_mlp,
         plain.linear_cross_entropy,
-    )  # fmt: skip
+    )
 }
 _ROWS = 2  # sequences that the reference takes at a time
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxpar.collectives import gather, manual, reduce, split_over
 from jaxpar.errors import UserError

@@ -44,8 +44,8 @@ class ShardingRules:
     `attention_seq` is the sequence of q, k and v, empty = as `seq`; it is as `residual_seq` where heads are not split.
     `state_embed` is the embed dim of the optimizer's state and of gradients, empty = as `embed`. It may be split over
     more mesh axes than `embed`, after those: over `data`, with parameters whole there, it is ZeRO-1 (Rajbhandari et al.
-    2020, arXiv:1910.02054). Devices along `expert` split the batch as those along `fsdp` do: each sends its tokens to the
-    devices that have the experts they choose.
+    2020, arXiv:1910.02054).
+    Devices along `expert` split the batch too: each sends its tokens to those that have the experts they choose.
     """
 
     batch: tuple[MeshAxis, ...] = ("data", "fsdp", "expert")

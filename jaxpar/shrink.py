@@ -119,8 +119,8 @@ def _shrink_model(
         notes.append(f"model.dropout {model.dropout} -> 0: each microbatch draws its own, so there is no one answer")
     if model.capacity_factor:
         notes.append(
-            f"model.capacity_factor {model.capacity_factor} -> {small.capacity_factor}: which tokens are dropped depends "
-            "on the layout, so that none is"
+            f"model.capacity_factor {model.capacity_factor} -> {small.capacity_factor}: room for all, since which "
+            "tokens are dropped depends on the layout"
         )
     return small, notes
 

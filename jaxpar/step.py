@@ -205,14 +205,9 @@ def loss_weights(train: TrainConfig) -> LossWeights:
 
 
 def gradients(
-    model: Model,
-    params: Params,
-    batch: Batch,
-    plan: Plan,
-    key: jax.Array | None,
-    accumulation: int,
+    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, accumulation: int,
     weights: LossWeights,
-) -> tuple[LossSums, Params]:
+) -> tuple[LossSums, Params]:  # fmt: skip
     """Summed loss of a global batch and its float32 gradient, over `accumulation` microbatches one after another.
 
     Sums, not means: divided by the total token count they weigh every token alike, however it was split.

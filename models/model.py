@@ -28,6 +28,7 @@ from jaxpar.sharding import Plan
 
 FAMILIES: dict[str, ModuleType] = {"gpt2": gpt2, "llama": llama}
 
+LIKELIHOOD = LossWeights()  # nothing added to it
 Params = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 
@@ -126,7 +127,7 @@ class Model:
 
     def loss(
         self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None,
-        weights: LossWeights = LossWeights(),
+        weights: LossWeights = LIKELIHOOD,
     ) -> LossSums:  # fmt: skip
         """Summed next-token loss of a batch.
 

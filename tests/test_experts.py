@@ -7,7 +7,6 @@ largest entry.
 from __future__ import annotations
 
 import functools
-import re
 from collections import defaultdict
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import experts, plain
+from jaxpar import plain
 from jaxpar.errors import UserError
 from jaxpar.experts import RouterSums, expert_mlp
 from jaxpar.hlo.read import read_program
@@ -83,10 +82,122 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("factor", [0.0, E / K], ids=["dropless", "capacity"])  # E / K: room for all
-@pytest.mark.parametrize("layout", LAYOUTS)
+ROOMY = ("one device", "expert x fsdp x tensor", "expert x context", "experts over data x context")
+
+
+@pytest.mark.parametrize(
+    ("layout", "factor"),
+    [(layout, 0.0) for layout in LAYOUTS] + [(layout, E / K) for layout in ROOMY],  # E / K: room for all
+    ids=str,
+)
 def test_every_layout_gives_the_plain_answer(layout, factor):
     rules, mesh = LAYOUTS[layout]
     found = values_and_gradients(expert_mlp, plan_on(rules, **mesh), factor)
     assert_close(found, expected())
     assert found[0][1][1].dropped == 0
+
+
+def test_bfloat16_is_as_far_off_as_in_plain_form():
+    """The same rounded arrays are routed, in float32, so the choices are the same; the rest rounds a few times more."""
+    plan = plan_on(compute="bfloat16", expert=2, fsdp=2, tensor=2)
+    (_, (y, _)), _ = values_and_gradients(expert_mlp, plan)
+    (_, (wanted, _)), _ = values_and_gradients(plain.expert_mlp, plan_on(compute="bfloat16"))
+    assert y.dtype == jnp.bfloat16
+    assert_close(y, wanted, 2**-6)
+
+
+# What is dropped.
+
+
+def one_sided(plan: Plan, factor: float) -> tuple[jax.Array, RouterSums]:
+    """Tokens that all choose the first K experts, which lie on one device."""
+    x, _, *experts = given()
+    x = x.at[..., 0].set(1.0)
+    router = jnp.zeros((D, E)).at[0].set(-jnp.arange(E, dtype=jnp.float32))
+    answer, _ = jax.jit(lambda *args: expert_mlp(*args, K, factor, plan))(x, router, *experts), None
+    wanted = plain.expert_mlp(x, router, *experts, K, 0.0, plan_on())[0]
+    return answer[0] - wanted, answer[1]
+
+
+def test_no_buffer_overflows_where_all_tokens_choose_one_device():
+    off, sums = one_sided(plan_on(expert=2, tensor=2), 0.0)
+    assert np.max(np.abs(off)) < 1e-5
+    assert sums.dropped == 0
+    assert sums.balance > B * S * 1.5  # of at most E / K
+
+
+@pytest.mark.parametrize("mesh", [{}, {"expert": 4}, {"expert": 2, "tensor": 2}], ids=str)
+def test_what_finds_no_room_is_dropped_by_position(mesh):
+    plan = plan_on(**mesh)
+    off, sums = one_sided(plan, 1.0)
+    tokens = B * S // plan.mesh.size
+    room = -(-tokens * K // E)
+    assert sums.dropped == K * (tokens - room) * plan.mesh.size
+    # All choices of a token have the same place, so it keeps all of its experts or none.
+    kept = np.max(np.abs(off), axis=-1) < 1e-5
+    assert kept.sum() == room * plan.mesh.size
+    for rows in np.split(kept, plan.size("batch")):
+        for piece in np.split(rows, plan.size("residual_seq"), axis=1):
+            assert piece.reshape(-1)[:room].all()
+
+
+def test_rows_without_a_group_change_nothing():
+    """What a ragged matmul makes of rows past its groups is not ours to say: here they are poisoned."""
+    own = jax.lax.ragged_dot
+
+    def poisoned(x, weight, sizes, **rest):
+        return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), own(x, weight, sizes, **rest), jnp.nan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.lax, "ragged_dot", poisoned)
+        assert_close(values_and_gradients(expert_mlp, plan_on(expert=2, tensor=2)), expected())
+
+
+# What is refused.
+
+
+def test_experts_over_an_axis_that_splits_no_tokens_are_refused():
+    plan = plan_on(ShardingRules(batch=("data", "fsdp")), expert=2)
+    with pytest.raises(UserError, match=r"rules.experts splits .* over expert=2, which splits no tokens.*rules.batch"):
+        expert_mlp(*given(), K, 0.0, plan)
+
+
+# What is sent.
+
+
+def sent(plan: Plan, function: Any, *args: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Operand bytes of all-to-alls of one device, as asked for and as compiled, by element type."""
+    traced = jax.jit(function).trace(*args)
+    asked, made = defaultdict(int), defaultdict(int)
+    for one in planned(traced.jaxpr, plan.mesh):
+        if one.kind == "all-to-all":
+            asked[one.dtype] += one.bytes * one.count
+    for task, times in walk(read_program(traced.lower().compile().as_text()).nodes):
+        if task.collective and task.collective.kind == "all-to-all":
+            made["all"] += times * task.collective.bytes
+    return dict(asked), dict(made)
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 2}, {"expert": 8}, {"expert": 2, "tensor": 4}], ids=str)
+@pytest.mark.parametrize("factor", [0.0, 1.25])
+def test_two_all_to_alls_forward_and_two_backward(mesh, factor):
+    plan = plan_on(**mesh)
+    X, T = mesh["expert"], B * S // plan.mesh.size
+    rows = E * -(-int(T * K / E * factor * 1000) // 1000) if factor else X * T * min(K, E // X)
+    counts = {} if factor else {"int32": E * 4}
+
+    def forward(*args: Any) -> Any:
+        return expert_mlp(*args, K, factor, plan)[0]
+
+    def both(*args: Any) -> Any:
+        return jax.grad(lambda args: jnp.sum(jnp.sin(forward(*args))))(args)
+
+    for function, moves in ((forward, 2), (both, 4)):
+        asked, made = sent(plan, function, *given())
+        assert asked == {"float32": moves * rows * D * 4} | counts
+        assert made["all"] == sum(asked.values())
+
+
+def test_one_device_along_expert_sends_no_rows():
+    plan = plan_on(fsdp=4, tensor=2)
+    assert sent(plan, lambda *args: expert_mlp(*args, K, 0.0, plan), *given()) == ({}, {})
