@@ -95,9 +95,8 @@ def reference(tmp_path_factory):
         tokens, labels = np.random.default_rng(0).integers(0, VOCAB, (2, BATCH, case.seq_len), dtype=np.int32)
         logits = run_torch(module, tokens)
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(labels).long().flatten()).backward()
-        grads = {
-            name: grad for key, weight in module.named_parameters() for name, grad in apart(key, weight.grad.numpy())
-        }
+        found = [apart(key, weight.grad.numpy()) for key, weight in module.named_parameters()]
+        grads = {name: grad for named in found for name, grad in named}
         return Reference(folder, tokens, labels, logits.detach().numpy(), grads)
 
     return build

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import plain, step, verify
+from jaxpar import experts, plain, step, verify
 from jaxpar.answers import PLAIN, Answer, Case, parameter_order, random_batch, random_params
 from jaxpar.attention import choose
 from jaxpar.cli import main
@@ -103,6 +103,29 @@ def test_rings_give_the_gradients_of_one_device(
     )
     assert found.equal, verdict(found)
     assert found.setup.config.overlap == Overlap(gather, scatter)
+
+
+def with_experts(mesh: dict[str, int], **changes: Any) -> Config:
+    changes = {"model.experts": 8, "train.balance_loss": 0.1, "train.router_z_loss": 0.05, "train.batch": 24} | changes
+    sizes = {f"mesh.{axis}": size for axis, size in mesh.items()}
+    return override(config_of((1, 1, 1), "llama", False, False, 1), changes | sizes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ({"expert": 8}, {}),
+        ({"expert": 2, "fsdp": 2, "tensor": 2}, {"train.accumulation": 3, "data.pack": True}),
+        ({"expert": 2, "context": 2, "data": 2}, {"model.capacity_factor": 1.25}),
+        ({"expert": 4, "data": 2}, {"rules.state_embed": ("data",), "model.scan_layers": False}),
+    ],
+    ids=str,
+)
+def test_experts_give_the_gradients_of_one_device(mesh: dict[str, int], changes: dict[str, Any]) -> None:
+    found = verify.verify(with_experts(mesh, **changes), jax.devices())
+    assert found.equal, verdict(found)
+    assert "blocks.router" in [row.name for row in found.checks[0].rows]
+    assert max(row.error for row in found.checks[0].rows) < verify.FLOAT32 / 5
 
 
 def test_a_state_that_is_split_further_leaves_the_gradients_alone() -> None:
@@ -276,6 +299,56 @@ def test_a_ring_sent_the_wrong_way_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert not failed.loss_ok
     assert not failed.on_one_device
     assert [row.name for row in failed.rows if not row.ok] == parameter_order(Model(config.model))
+
+
+def test_a_router_without_a_gradient_is_caught_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of the chosen experts are taken as constant, where there is more than one device."""
+    own = FAMILIES["llama"].expert_mlp
+
+    def constant(x: jax.Array, router: jax.Array, *rest: Any) -> Any:
+        return own(x, jax.lax.stop_gradient(router) if rest[-1].mesh.size > 1 else router, *rest)
+
+    monkeypatch.setattr(FAMILIES["llama"], "expert_mlp", constant)
+    failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).failed
+    assert failed is not None
+    assert failed.loss_ok
+    assert [row.name for row in failed.rows if not row.ok] == ["blocks.router"]
+    assert not failed.on_one_device
+
+
+def test_weights_without_a_gradient_are_caught_at_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the combination: the layers before feel it too, and what lies nearest to the loss is the router."""
+    own = experts._route
+
+    def constant(plan: Plan, *rest: Any) -> Any:
+        weights, *others = own(plan, *rest)
+        return (jax.lax.stop_gradient(weights) if plan.mesh.size > 1 else weights, *others)
+
+    monkeypatch.setattr(experts, "_route", constant)
+    failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).failed
+    assert failed is not None
+    assert failed.loss_ok
+    assert failed.origin == "blocks.router of layer 1"
+    assert not failed.on_one_device
+
+
+def test_answers_of_experts_from_the_wrong_device_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = experts._weighted
+
+    def next_device(rows_and_weights: Any, slots: jax.Array) -> jax.Array:
+        rows, weights = rows_and_weights
+        try:
+            devices = jax.lax.axis_size("expert")
+        except NameError:  # one device
+            return own(rows_and_weights, slots)
+        return own((jnp.roll(rows, rows.shape[2] // devices, axis=2), weights), slots)
+
+    monkeypatch.setattr(experts, "_weighted", next_device)
+    failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).failed
+    assert failed is not None
+    assert not failed.loss_ok
+    assert not failed.on_one_device
+    assert "blocks.router" in [row.name for row in failed.rows if not row.ok]
 
 
 def test_a_doubled_psum_in_one_use_of_a_tied_table_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
