@@ -162,6 +162,16 @@ def test_experts_over_an_axis_that_splits_no_tokens_are_refused():
         expert_mlp(*given(), K, 0.0, plan)
 
 
+def test_experts_that_do_not_divide_are_refused_with_what_does():
+    plan = plan_on(expert=3)
+    with pytest.raises(UserError) as error:
+        plan.sharding(("layers", "experts", "embed", "mlp"), (2, 8, 12, 24), "blocks.gate")
+    assert str(error.value) == (
+        "blocks.gate: dim 1 (experts) has size 8, which expert=3 does not divide: "
+        "try --mesh.expert 2, or take expert out of --rules.experts"
+    )
+
+
 # What is sent.
 
 

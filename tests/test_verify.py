@@ -114,10 +114,9 @@ def with_experts(mesh: dict[str, int], **changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        ({"expert": 8}, {}),
+        ({"expert": 8}, {"model.scan_layers": False}),
         ({"expert": 2, "fsdp": 2, "tensor": 2}, {"train.accumulation": 3, "data.pack": True}),
-        ({"expert": 2, "context": 2, "data": 2}, {"model.capacity_factor": 1.25}),
-        ({"expert": 4, "data": 2}, {"rules.state_embed": ("data",), "model.scan_layers": False}),
+        ({"expert": 2, "context": 2, "data": 2}, {"model.capacity_factor": 1.25, "rules.state_embed": ("data",)}),
     ],
     ids=str,
 )
@@ -299,21 +298,6 @@ def test_a_ring_sent_the_wrong_way_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert not failed.loss_ok
     assert not failed.on_one_device
     assert [row.name for row in failed.rows if not row.ok] == parameter_order(Model(config.model))
-
-
-def test_a_router_without_a_gradient_is_caught_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights of the chosen experts are taken as constant, where there is more than one device."""
-    own = FAMILIES["llama"].expert_mlp
-
-    def constant(x: jax.Array, router: jax.Array, *rest: Any) -> Any:
-        return own(x, jax.lax.stop_gradient(router) if rest[-1].mesh.size > 1 else router, *rest)
-
-    monkeypatch.setattr(FAMILIES["llama"], "expert_mlp", constant)
-    failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).failed
-    assert failed is not None
-    assert failed.loss_ok
-    assert [row.name for row in failed.rows if not row.ok] == ["blocks.router"]
-    assert not failed.on_one_device
 
 
 def test_weights_without_a_gradient_are_caught_at_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
