@@ -218,7 +218,7 @@ def test_of_the_experts_those_that_a_token_is_sent_to_count() -> None:
 
 
 def test_refused_sizes_say_why() -> None:
-    with pytest.raises(UserError, match="gpt2 has no experts, found model.experts=4: set it to 0"):
+    with pytest.raises(UserError, match=r"gpt2 has no experts, found model.experts=4: set it to 0"):
         Model(ModelConfig(family="gpt2", experts=4))
     with pytest.raises(UserError, match="no model family 'lama' \\(did you mean 'llama'\\?\\)"):
         Model(ModelConfig(family="lama"))

@@ -152,8 +152,8 @@ def test_what_is_turned_off_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("experts", "chosen", "mesh", "want"),
-    [(8, 2, {}, 3), (8, 2, {"expert": 2}, 4), (8, 2, {"expert": 8}, 8), (64, 6, {"expert": 4}, 8), (3, 2, {"expert": 2}, 4),
-     (2, 2, {}, 2)],
+    [(8, 2, {}, 3), (8, 2, {"expert": 2}, 4), (8, 2, {"expert": 8}, 8), (64, 6, {"expert": 4}, 8),
+     (3, 2, {"expert": 2}, 4), (2, 2, {}, 2)],
 )  # fmt: skip
 def test_experts_are_two_a_device_where_that_is_fewer(
     experts: int, chosen: int, mesh: dict[str, int], want: int
