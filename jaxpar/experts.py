@@ -33,6 +33,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.collectives import gather, manual, reduce, split_over
 from jaxpar.errors import UserError
+from jaxpar.mesh import MeshAxis
 from jaxpar.parallel import GATHERED, STORED, use, used_axes
 from jaxpar.sharding import LogicalAxis, Plan, state_axes
 
@@ -116,17 +117,19 @@ def expert_mlp(
                 f"devices would all send the same: add {axis} to --rules.batch, or take it out of --rules.experts"
             )
     with jax.named_scope("router"):
-        weights_BSK, chosen_BSK, balance, z = _route(plan, chosen, x_BSD, router_DE)
+        found: Any = _route(plan, chosen, x_BSD, router_DE)
+        weights_BSK, chosen_BSK, balance, z = found
         places = _find_places(chosen_BSK, router_DE.shape[1], capacity_factor, plan)
     with jax.named_scope("dispatch"):
-        rows = _each(_copies, plan, (STORED, _SOURCES), _ROWS, x_BSD.astype(plan.dtype), places.sources)
+        rows: Any = _each(_copies, plan, (STORED, _SOURCES), _ROWS, x_BSD.astype(plan.dtype), places.sources)
         rows = _exchange(plan, rows)
     with jax.named_scope("experts"):
-        gates, ups = _grouped(plan, False, rows, places.counts, (gate_EDF, up_EDF))
-        (rows,) = _grouped(plan, True, jax.nn.silu(gates) * ups, places.counts, (down_EFD,))
+        hidden: Any = _grouped(plan, False, rows, places.counts, (gate_EDF, up_EDF))
+        rows = _grouped(plan, True, jax.nn.silu(hidden[0]) * hidden[1], places.counts, (down_EFD,))
     with jax.named_scope("combine"):
         layouts = ((_ROWS, STORED), STORED)
-        y_BSD = _each(_weighted, plan, layouts, STORED, (_exchange(plan, rows), weights_BSK), places.slots)
+        rows = _exchange(plan, rows[0])
+        y_BSD: Any = _each(_weighted, plan, layouts, STORED, (rows, weights_BSK), places.slots)
     return y_BSD, RouterSums(balance, z, places.dropped)
 
 
@@ -318,7 +321,9 @@ def _grouped_backward(plan, sums, residuals, dys):
             products = [groups.product(dy, weight) for dy, weight in zip(dys_RO, swapped, strict=True)]
             dx = _rows_from(groups, sum(products[1:], products[0]), plan)
         # An expert's tokens are all where it is, but for those of axes that do not split experts.
-        others = [axis for axis in split_over(GATHERED[:2], plan) if axis not in plan.mesh_axes("experts")]
+        others: list[MeshAxis] = [
+            axis for axis in split_over(GATHERED[:2], plan) if axis not in plan.mesh_axes("experts")
+        ]
         axes = _DOWN if sums else _UP
         dweights = tuple(
             reduce(groups.transposed(x_RI, dy), others, used_axes(axes), state_axes(axes), plan).astype(weight.dtype)

@@ -236,7 +236,7 @@ def gradients(
             return jax.tree.map(jnp.add, total, part), None
 
     routed = RouterSums(*jnp.zeros(3)) if model.config.experts else None
-    zeros = (LossSums(*jnp.zeros(3), routed), _as_state(jax.tree.map(jnp.zeros_like, params), model, plan))
+    zeros = (LossSums(*jnp.zeros(3), routed=routed), _as_state(jax.tree.map(jnp.zeros_like, params), model, plan))
     return jax.lax.scan(add, zeros, (jax.tree.map(split, dict(batch)), jnp.arange(accumulation)))[0]
 
 

@@ -209,9 +209,12 @@ def ring_that_starts_one_late(grad: jax.Array) -> jax.Array:
 
 
 def one_microbatch_twice(model: Model, params: Any, batch: Any, *rest: Any) -> Any:
-    plan, key, accumulation, z_loss = rest
+    plan, key, accumulation, weights = rest
     again = {name: rows[1::accumulation] for name, rows in batch.items()}
-    once, more = step.gradients(model, params, batch, *rest), step.gradients(model, params, again, plan, key, 1, z_loss)
+    once, more = (
+        step.gradients(model, params, batch, *rest),
+        step.gradients(model, params, again, plan, key, 1, weights),
+    )
     return jax.tree.map(jnp.add, once, more)
 
 
