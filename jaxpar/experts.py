@@ -33,6 +33,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.collectives import gather, manual, reduce, split_over
 from jaxpar.errors import UserError
+from jaxpar.grouped import Groups, inverse
 from jaxpar.mesh import MeshAxis
 from jaxpar.parallel import GATHERED, STORED, use, used_axes
 from jaxpar.sharding import LogicalAxis, Plan, state_axes
@@ -206,7 +207,7 @@ def _find_places(chosen_BSK: Array, experts: int, capacity_factor: float, plan: 
             buckets, width = experts, min(T, math.ceil(T * K / experts * capacity_factor))
         bucket_N = expert_N // (experts // buckets)
         order_N = jnp.argsort(expert_N, stable=True)
-        rank_N = _inverse(order_N)
+        rank_N = inverse(order_N)
         counts_E = jnp.sum(jax.nn.one_hot(expert_N, experts, dtype=jnp.int32), axis=0)
         filled = jnp.sum(counts_E.reshape(buckets, -1), axis=1)
         place_N = rank_N - (jnp.cumsum(filled) - filled)[bucket_N]
@@ -223,11 +224,6 @@ def _find_places(chosen_BSK: Array, experts: int, capacity_factor: float, plan: 
 
     outs = _Places(_SOURCES, STORED, None if capacity_factor else _ROWS, _SCALAR)  # pyright: ignore[reportArgumentType]
     return manual(local, plan, (STORED,), outs)(chosen_BSK)
-
-
-def _inverse(order: Array) -> Array:
-    """The permutation that undoes one."""
-    return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
 
 
 def _swap(x: Array, plan: Plan) -> Array:
@@ -355,57 +351,13 @@ def _used(weights: Sequence[Array], sums: bool, plan: Plan) -> list[Array]:
     return [use(weight, _DOWN if sums else _UP, plan) for weight in weights]
 
 
-class _Groups(NamedTuple):
-    """Rows of the experts of a device, in the order of the experts.
-
-    Attributes:
-      counts: rows of each buffer [buffers, E] for each expert; None = as many for each.
-      experts: how many are here.
-    """
-
-    counts: Array | None
-    experts: int
-
-    def product(self, x_RI: Array, weight_EIO: Array) -> Array:
-        """Each row times the matrix of its expert."""
-        if self.counts is not None:
-            sizes_E = jnp.sum(self.counts, axis=0)
-            return jax.lax.ragged_dot(x_RI, weight_EIO, sizes_E, preferred_element_type=weight_EIO.dtype)
-        x_ERI = x_RI.reshape(self.experts, -1, x_RI.shape[-1])
-        y_ERO = jnp.einsum("ERI,EIO->ERO", x_ERI, weight_EIO, preferred_element_type=weight_EIO.dtype)
-        return y_ERO.reshape(x_RI.shape[0], -1)
-
-    def transposed(self, x_RI: Array, dy_RO: Array) -> Array:
-        """The gradients of the experts' matrices [E, I, O], summed in float32."""
-        float32 = jnp.dtype(jnp.float32)
-        if self.counts is not None:
-            sizes_E = jnp.sum(self.counts, axis=0)
-            return jax.lax.ragged_dot_general(x_RI, dy_RO, sizes_E, _OVER_ROWS, preferred_element_type=float32)
-        x_ERI, dy_ERO = (x.reshape(self.experts, -1, x.shape[-1]) for x in (x_RI, dy_RO))
-        return jnp.einsum("ERI,ERO->EIO", x_ERI, dy_ERO, preferred_element_type=float32)
-
-    def order(self, rows: int) -> Array | None:
-        """Of rows that stand buffer by buffer, the one at each place in the order of the experts, empty ones last;
-        None = they stand so."""
-        if self.counts is None or len(self.counts) == 1:
-            return None
-        ends_ME = jnp.cumsum(self.counts, axis=1)
-        expert_MR = jnp.sum(jnp.arange(rows // len(self.counts))[:, None] >= ends_ME[:, None], axis=-1)
-        return jnp.argsort(expert_MR.reshape(-1), stable=True)
-
-
-_OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-)
-
-
-def _groups(counts: Array | None, weights: Sequence[Array], plan: Plan) -> _Groups:
+def _groups(counts: Array | None, weights: Sequence[Array], plan: Plan) -> Groups:
     """Inside `manual`: the groups of the rows as they are used, gathered over the axes that split the sequence."""
     experts = weights[0].shape[0]
-    return _Groups(None if counts is None else gather(counts, _ROWS, _USED, plan).reshape(-1, experts), experts)
+    return Groups(None if counts is None else gather(counts, _ROWS, _USED, plan).reshape(-1, experts), experts)
 
 
-def _rows_to(groups: _Groups, x: Array, plan: Plan) -> Array:
+def _rows_to(groups: Groups, x: Array, plan: Plan) -> Array:
     """Inside `manual`: a device's rows [1, 1, R, D], gathered, in the order of the experts."""
     x_RD = gather(x, _ROWS, _USED, plan).reshape(-1, x.shape[-1])
     if groups.counts is None:
@@ -414,12 +366,12 @@ def _rows_to(groups: _Groups, x: Array, plan: Plan) -> Array:
     return x_RD if order is None else x_RD[order]
 
 
-def _rows_from(groups: _Groups, y_RD: Array, plan: Plan) -> Array:
+def _rows_from(groups: Groups, y_RD: Array, plan: Plan) -> Array:
     """Inside `manual`: the inverse of `_rows_to` for partial sums over `mlp`, which are summed on the way."""
     if groups.counts is None:
         y_RD = _turned(y_RD, groups.experts, _buffers(plan))
     elif (order := groups.order(len(y_RD))) is not None:
-        y_RD = y_RD[_inverse(order)]
+        y_RD = y_RD[inverse(order)]
     parts = _buffers(plan) // plan.size("experts")
     return reduce(y_RD.reshape(1, parts, -1, y_RD.shape[-1]), plan.mesh_axes("mlp"), _USED, _ROWS, plan)
 

@@ -21,7 +21,7 @@ LAYERS = {
     4: "data tokenizer checkpoint optim metrics report picture doctor rehearsal diagnose shrink",
     3: "models",
     2: "parallel experts loss plain",
-    1: "remat hlo network planned attention collectives collective_matmul",
+    1: "remat hlo network planned attention collectives collective_matmul grouped",
     0: "errors config mesh sharding hardware runtime targets xla meshes configs",
 }
 LAYER = {room: layer for layer, rooms in LAYERS.items() for room in rooms.split()}
