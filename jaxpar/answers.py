@@ -34,7 +34,14 @@ Gradients = Callable[..., tuple[LossSums, Params]]
 Rows = dict[str, np.ndarray]
 PLAIN: Mapping[str, Callable[..., Any]] = {
     op.__name__: op
-    for op in (plain.column_linear, plain.row_linear, plain.lookup, plain.attention, plain.linear_cross_entropy)
+    for op in (
+        plain.column_linear,
+        plain.row_linear,
+        plain.lookup,
+        plain.attention,
+        plain.expert_mlp,
+        plain.linear_cross_entropy,
+    )
 }
 _ROWS = 2  # sequences that the reference takes at a time
 
@@ -82,11 +89,11 @@ def one_device(
     """
     plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
     unrolled = Model(dataclasses.replace(model or case.config.model, scan_layers=False))
-    z_loss = case.config.train.z_loss
+    weights = step.loss_weights(case.config.train)
 
     def loss_and_gradients(params: Params, batch: Rows) -> tuple[LossSums, Params]:
         def loss(params: Params) -> tuple[jax.Array, LossSums]:
-            sums = unrolled.loss(params, batch, plan, None, z_loss)  # pyright: ignore[reportArgumentType]
+            sums = unrolled.loss(params, batch, plan, None, weights)  # pyright: ignore[reportArgumentType]
             return sums.loss, sums
 
         (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
@@ -119,9 +126,9 @@ def _ops_replaced(family: str, ops: Mapping[str, Callable[..., Any]]) -> Iterato
     """
     with contextlib.ExitStack() as undo:
         for name, op in ops.items():
-            homes = [module for module in (FAMILIES[family], model_module) if hasattr(module, name)]
-            assert homes, f"no model calls {name} any more"
-            for home in homes:
+            modules = (*FAMILIES.values(), model_module)
+            assert any(hasattr(module, name) for module in modules), f"no model calls {name} any more"
+            for home in [module for module in (FAMILIES[family], model_module) if hasattr(module, name)]:
                 undo.callback(setattr, home, name, getattr(home, name))
                 setattr(home, name, op)
         yield
@@ -133,7 +140,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     shardings = tree_shardings(case.model.shapes(), case.model.axes, plan)
 
     def run(params: Params, batch: Any) -> tuple[LossSums, Params]:
-        return case.gradients(case.model, params, batch, plan, None, train.accumulation, train.z_loss)
+        return case.gradients(case.model, params, batch, plan, None, train.accumulation, step.loss_weights(train))
 
     batch_sharding = plan.sharding(TOKENS)
     jitted = jax.jit(
@@ -210,7 +217,7 @@ def random_params(model: Model, seed: int = 0) -> Params:
     rng = np.random.default_rng(seed)
 
     def draw(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> np.ndarray:
-        dims = leaf.shape[1:] if axes[0] == "layers" else leaf.shape
+        dims = [size for size, axis in zip(leaf.shape, axes, strict=True) if axis not in ("layers", "experts")]
         std = 1.0 if len(dims) == 1 else 1 / math.sqrt(dims[0])
         return (std * rng.standard_normal(leaf.shape)).astype(np.float32)
 

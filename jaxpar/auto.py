@@ -193,7 +193,7 @@ def _blocks(model: Model, config: Config, plan: Plan) -> tuple[Any, tuple[Any, .
     axes = jax.tree.map(state_axes, model.axes["blocks"], is_leaf=lambda leaf: isinstance(leaf, tuple))
 
     def gradient(params: Any, x_BSD: jax.Array, positions_BS: jax.Array, dx_BSD: jax.Array) -> Any:
-        _, pull = jax.vjp(lambda params, x: model.blocks(params, x, positions_BS, None, plan), params, x_BSD)
+        _, pull = jax.vjp(lambda params, x: model.blocks(params, x, positions_BS, None, plan)[0], params, x_BSD)
         return pull(dx_BSD)
 
     jitted = jax.jit(

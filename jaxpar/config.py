@@ -36,6 +36,13 @@ class ModelConfig:
     head_dim: int = 0
     """Size of a head; 0 = embed / heads."""
     mlp: int = 512
+    """Hidden size of the MLP, or of one expert."""
+    experts: int = 0
+    """Experts of a block, each an MLP (LLaMA: Mixtral, arXiv:2401.04088); 0 = one MLP for every token."""
+    experts_per_token: int = 2
+    """How many experts a token is sent to."""
+    capacity_factor: float = 0.0
+    """Room of an expert, as a multiple of its even share of a device's tokens; 0 = no token is dropped."""
     max_seq_len: int = 1024
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
     window: int = 0
@@ -88,7 +95,7 @@ class TrainConfig:
     stop_at: int = 0
     """Stop (and save) after this step without changing the schedule; 0 = run to `steps`."""
     batch: int = 32
-    """Global batch in sequences = microbatch x accumulation x data-parallel degree (data x fsdp)."""
+    """Global batch in sequences = microbatch x accumulation x data-parallel degree (data x fsdp x expert)."""
     accumulation: int = 1
     seed: int = 0
     learning_rate: float = 1e-3
@@ -106,6 +113,10 @@ class TrainConfig:
     """Largest global norm of the gradient; 0 = no clipping."""
     z_loss: float = 0.0
     """Weight of the squared log-normaliser (PaLM, arXiv:2204.02311, section 5)."""
+    balance_loss: float = 0.0
+    """Weight of the experts' load balance, sequence by sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+    router_z_loss: float = 0.0
+    """Weight of the router's squared log-normaliser (ST-MoE, arXiv:2202.08906, section 3.3)."""
     eval_every: int = 250
     eval_batches: int = 0
     """Validation batches an evaluation; 0 = the whole validation set."""
@@ -339,6 +350,9 @@ def check(config: Config) -> Config:
         (model.kv_heads > 0 and model.heads % model.kv_heads != 0,
          f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
         (model.window < 0, f"model.window={model.window} is below 0: 0 is no window"),
+        (model.experts != 0 and not 1 <= model.experts_per_token <= model.experts,
+         f"model.experts_per_token={model.experts_per_token} is not in 1..model.experts={model.experts}"),
+        (model.capacity_factor < 0, f"model.capacity_factor={model.capacity_factor} is below 0 (0 = drop no token)"),
         (not 0 <= model.dropout < 1, f"model.dropout={model.dropout} is not in [0, 1)"),
         (config.overlap.domino == "on" and model.dropout > 0,
          f"overlap.domino with model.dropout={model.dropout}: halves of a batch would drop other entries than the "

@@ -3,7 +3,7 @@
 Contributions of shards and microbatches are reference gradients with the labels of all other tokens left out: the loss
 is a sum over tokens, so they add up to the whole. (Where a mesh axis splits the sequence, the tokens of a shard are
 those whose *loss* lies there. Before the last attention that is not what the shard contributes, and the hypothesis does
-not fit; copies that differ still tell.)
+not fit; copies that differ still tell. Nor do a router's own losses stop at tokens that do not count.)
 
 Shapes: B batch, S sequence.
 """

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.attention import MASKED
 from jaxpar.collectives import gather, manual, reduce, split_over
+from jaxpar.experts import RouterSums
 from jaxpar.parallel import GATHERED, STORED, use
 from jaxpar.sharding import LogicalAxis, Plan, state_axes
 
@@ -31,11 +32,21 @@ class LossSums(NamedTuple):
       loss: negative log-likelihood in nats plus the z-loss: what is differentiated.
       nll: negative log-likelihood in nats; no gradient flows through it.
       tokens: how many labels count.
+      routed: the router's sums, means over the layers; None in a model without experts. The loss has them weighted.
     """
 
     loss: Float[Array, ""]
     nll: Float[Array, ""]
     tokens: Float[Array, ""]
+    routed: RouterSums | None = None
+
+
+class LossWeights(NamedTuple):
+    """What is added to the likelihood, each by its weight; see `jaxpar.config.TrainConfig`."""
+
+    z_loss: float = 0.0
+    balance_loss: float = 0.0
+    router_z_loss: float = 0.0
 
 
 _SCALARS: Any = ((),) * 3  # logical axes of the sums
@@ -74,7 +85,7 @@ def _sums(plan: Plan, vocab_size: int, z_loss: float, x_BSD: Array, head_VD: Arr
 
         def add(total: LossSums, chunk: tuple[Array, Array]) -> tuple[LossSums, None]:
             sums, _ = _chunk_sums(*chunk, head_VD, plan, vocab_size, z_loss)
-            return LossSums(*map(jnp.add, total, sums)), None
+            return jax.tree.map(jnp.add, total, sums), None
 
         total, _ = jax.lax.scan(add, LossSums(*jnp.zeros(3)), _chunks(x_BSD, labels_BS))
         return _over_devices(total, plan)
@@ -94,7 +105,7 @@ def _sums_forward(plan, vocab_size, z_loss, x_BSD, head_VD, labels_BS):
             dlogits_TV = dlogits_TV.astype(plan.dtype)
             dhead_VD += jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
             dx_TD = jnp.matmul(dlogits_TV, used_VD, preferred_element_type=plan.dtype)
-            return (LossSums(*map(jnp.add, total, sums)), dhead_VD), dx_TD
+            return (jax.tree.map(jnp.add, total, sums), dhead_VD), dx_TD
 
         zeros = LossSums(*jnp.zeros(3)), jnp.zeros(used_VD.shape, jnp.float32)
         (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_BSD, labels_BS))

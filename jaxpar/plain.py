@@ -3,7 +3,8 @@
 No mesh, no kernel, no tiling, and no derivative written by hand: JAX differentiates what stands here. Each function has
 the name and the arguments of the op it stands for.
 
-Shapes: B batch, S query length, T key length, D embed, H heads, K kv heads, h head_dim, V vocab.
+Shapes: B batch, S query length, T key length, D embed, H heads, K kv heads, h head_dim, V vocab,
+F mlp, E experts, K chosen experts of a token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxpar.experts import RouterSums
 from jaxpar.loss import LossSums
 from jaxpar.sharding import Plan
 
@@ -83,6 +85,34 @@ def attention(
     if blind == "zero":
         weights_BHST = jnp.where(jnp.any(visible, axis=-1, keepdims=True), weights_BHST, 0)
     return jnp.einsum("BHST,BTHh->BSHh", weights_BHST.astype(v_BTHh.dtype), v_BTHh)
+
+
+def expert_mlp(
+    x_BSD: Float[Array, "B S D"],
+    router_DE: Float[Array, "D E"],
+    gate_EDF: Float[Array, "E D F"],
+    up_EDF: Float[Array, "E D F"],
+    down_EFD: Float[Array, "E F D"],
+    chosen: int,
+    capacity_factor: float,
+    plan: Plan,
+) -> tuple[Float[Array, "B S D"], RouterSums]:
+    """Every expert on every token, weighted by zero where it is not chosen; nothing is dropped, whatever the factor."""
+    E = router_DE.shape[1]
+    logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+    probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
+    largest_BSK, chosen_BSK = jax.lax.top_k(probabilities_BSE, chosen)
+    choices_BSKE = jax.nn.one_hot(chosen_BSK, E)
+    weights_BSK = largest_BSK / jnp.sum(largest_BSK, axis=-1, keepdims=True)
+    weights_BSE = jnp.einsum("BSK,BSKE->BSE", weights_BSK, choices_BSKE)
+    x_BSD, gate_EDF, up_EDF, down_EFD = (a.astype(plan.dtype) for a in (x_BSD, gate_EDF, up_EDF, down_EFD))
+    gates_BSEF, ups_BSEF = (jnp.einsum("BSD,EDF->BSEF", x_BSD, weight) for weight in (gate_EDF, up_EDF))
+    answers_BSED = jnp.einsum("BSEF,EFD->BSED", jax.nn.silu(gates_BSEF) * ups_BSEF, down_EFD)
+    y_BSD = jnp.sum(weights_BSE[..., None] * answers_BSED.astype(jnp.float32), axis=2).astype(plan.dtype)
+    shares_BE = jnp.mean(choices_BSKE, axis=(1, 2))
+    balances_B = E * jnp.sum(shares_BE * jnp.mean(probabilities_BSE, axis=1), axis=-1)
+    z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)))
+    return y_BSD, RouterSums(x_BSD.shape[1] * jnp.sum(balances_B), z, jnp.zeros(()))
 
 
 def linear_cross_entropy(

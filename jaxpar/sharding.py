@@ -46,9 +46,10 @@ class ShardingRules:
     `state_embed` is the embed dim of the optimizer's state and of gradients, empty = as `embed`. It may be split over
     more mesh axes than `embed`, after those: over `data`, with parameters whole there, it is ZeRO-1 (Rajbhandari et al.
     2020, arXiv:1910.02054).
+    Devices along `expert` split the batch too: each sends its tokens to those that have the experts they choose.
     """
 
-    batch: tuple[MeshAxis, ...] = ("data", "fsdp")
+    batch: tuple[MeshAxis, ...] = ("data", "fsdp", "expert")
     seq: tuple[MeshAxis, ...] = ("context",)
     residual_seq: tuple[MeshAxis, ...] = ("context", "tensor")
     attention_seq: tuple[MeshAxis, ...] = ()

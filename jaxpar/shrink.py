@@ -68,7 +68,8 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> Shrunk:
     notes += chosen
     # Two sequences a shard (and a half): a batch dim of one would hide a wrong order inside a shard.
     batch = 2 * overlap.parts * accumulation * pieces("batch", config.rules, sizes)
-    train = TrainConfig(batch=batch, accumulation=accumulation, z_loss=config.train.z_loss, seed=config.train.seed)
+    train = TrainConfig(batch=batch, accumulation=accumulation, seed=config.train.seed, z_loss=config.train.z_loss,
+                        balance_loss=config.train.balance_loss, router_z_loss=config.train.router_z_loss)  # fmt: skip
     small = dataclasses.replace(
         config, model=model, data=data, train=train, mesh=mesh, overlap=overlap, checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(),
@@ -146,6 +147,7 @@ def _shrink_model(
     h = _multiple(least_head_dim, math.lcm(2, split("head_dim")))  # RoPE pairs the features of a head
     whole = math.lcm(split("embed"), split("state_embed"))
     D = odd_multiple(round(H * h * model.embed / (model.heads * head_dim)), whole)
+    E = _fewer_experts(model, split("experts"))
     vocab = math.lcm(4, split("vocab"))
     rows = odd_multiple(_ROWS, vocab)
     padded = model.vocab_size % model.vocab_multiple != 0
@@ -157,18 +159,25 @@ def _shrink_model(
         kv_heads=K if model.kv_heads else 0,
         head_dim=h,
         mlp=odd_multiple(round(D * model.mlp / model.embed), split("mlp")),
+        experts=E,
+        capacity_factor=E / model.experts_per_token if model.capacity_factor else 0.0,
         vocab_size=rows - vocab // 2 - 1 if padded else rows,
         vocab_multiple=vocab,
         window=_shrink_window(model.window, config.data.seq_len, S),
         max_seq_len=S if config.data.seq_len == model.max_seq_len else S + 3,
         dropout=0.0,
     )
-    names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab_size", "window")
+    names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab_size", "window")
     before, after = ([getattr(sizes, name) for name in names] for sizes in (model, small))
     changed = [f"{name} {a} -> {b}" for name, a, b in zip(names, before, after, strict=True) if a not in (0, b)]
     notes = [f"model shrunk: {', '.join(changed)}, sequence {config.data.seq_len} -> {S}"]
     if model.dropout:
         notes.append(f"model.dropout {model.dropout} -> 0: each microbatch draws its own, so there is no one answer")
+    if model.capacity_factor:
+        notes.append(
+            f"model.capacity_factor {model.capacity_factor} -> {small.capacity_factor}: room for all, since which "
+            "tokens are dropped depends on the layout"
+        )
     return small, notes
 
 
@@ -183,6 +192,12 @@ def _explicit(overlap: Overlap) -> tuple[Overlap, list[str]]:
 def _shrink_window(window: int, before: int, after: int) -> int:
     """As long a part of the sequence as it was, but at least a third; 0 = none."""
     return 0 if window == 0 else max(-(-after // 3), round(window * after / before))
+
+
+def _fewer_experts(model: ModelConfig, split: int) -> int:
+    """Two on a device, and more than a token chooses; as many as there are where those are too many."""
+    fewer = _multiple(max(2 * split, model.experts_per_token + 1), split)
+    return min(fewer, model.experts) if model.experts % split == 0 else fewer
 
 
 def _multiple(least: int, of: int) -> int:

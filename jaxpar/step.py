@@ -15,10 +15,11 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpar.collectives import further_split, gather, manual
-from jaxpar.config import Config
+from jaxpar.config import Config, TrainConfig
 from jaxpar.context import check_split
 from jaxpar.errors import UserError
-from jaxpar.loss import LossSums
+from jaxpar.experts import RouterSums
+from jaxpar.loss import LossSums, LossWeights
 from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
 from jaxpar.optim import learning_rate, make_optimizer
@@ -164,14 +165,15 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
     """`(state, batch) -> (state, metrics)`, jitted, the state donated.
 
     Metrics are float32 scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping), `learning_rate`,
-    `tokens` (labels that count).
+    `tokens` (labels that count); with experts also `router_balance` (1 = all alike), `router_z` (of a token) and
+    `dropped` (share of the choices without room), means over the layers.
     """
     optimizer, schedule, train = make_optimizer(config.train, model.axes), learning_rate(config.train), config.train
     shardings = state_shardings(model, config, plan)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(train.seed), state.step) if config.model.dropout else None
-        sums, grads = gradients(model, state.params, batch, plan, key, train.accumulation, train.z_loss)
+        sums, grads = gradients(model, state.params, batch, plan, key, train.accumulation, loss_weights(train))
         with jax.named_scope("update"):
             grads = jax.tree.map(lambda g: g / sums.tokens, grads)
             params = _as_state(state.params, model, plan)
@@ -183,6 +185,13 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "tokens": sums.tokens,
         }
+        if sums.routed is not None:
+            routed = batch["tokens"].size
+            metrics |= {
+                "router_balance": sums.routed.balance / routed,
+                "router_z": sums.routed.z / routed,
+                "dropped": sums.routed.dropped / (routed * model.config.experts_per_token),
+            }
         return TrainState(state.step + 1, params, opt_state), metrics
 
     batch_sharding = plan.sharding(TOKENS)
@@ -214,9 +223,15 @@ def _as_params(updated: Any, model: Model, plan: Plan) -> Params:
     return manual(local, plan, (stored,), model.axes)(updated)
 
 
+def loss_weights(train: TrainConfig) -> LossWeights:
+    """What a config adds to the likelihood."""
+    return LossWeights(train.z_loss, train.balance_loss, train.router_z_loss)
+
+
 def gradients(
-    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, accumulation: int, z_loss: float
-) -> tuple[LossSums, Params]:
+    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, accumulation: int,
+    weights: LossWeights,
+) -> tuple[LossSums, Params]:  # fmt: skip
     """Summed loss of a global batch and its float32 gradient, over `accumulation` microbatches one after another.
 
     Sums, not means: divided by the total token count they weigh every token alike, however it was split.
@@ -224,7 +239,7 @@ def gradients(
 
     def of_microbatch(rows: Batch, key: jax.Array | None) -> tuple[LossSums, Params]:
         def loss(params: Params) -> tuple[jax.Array, LossSums]:
-            sums = model.loss(params, rows, plan, key, z_loss)
+            sums = model.loss(params, rows, plan, key, weights)
             return sums.loss, sums
 
         (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
@@ -244,7 +259,8 @@ def gradients(
         with jax.named_scope("accumulate"):
             return jax.tree.map(jnp.add, total, part), None
 
-    zeros = (LossSums(*jnp.zeros(3)), _as_state(jax.tree.map(jnp.zeros_like, params), model, plan))
+    routed = RouterSums(*jnp.zeros(3)) if model.config.experts else None
+    zeros = (LossSums(*jnp.zeros(3), routed=routed), _as_state(jax.tree.map(jnp.zeros_like, params), model, plan))
     return jax.lax.scan(add, zeros, (jax.tree.map(split, dict(batch)), jnp.arange(accumulation)))[0]
 
 

@@ -28,6 +28,8 @@ class Embed(nnx.Module):
             raise UserError(
                 "gpt2 has neither grouped kv heads nor RoPE: leave model.kv_heads and model.rope_factor alone"
             )
+        if config.experts:
+            raise UserError(f"gpt2 has no experts, found model.experts={config.experts}: set it to 0")
         self.dropout = config.dropout
         self.tokens = vocab_table(config, rngs)
         self.positions = param(rngs, normal(config.init_std), _positions=config.max_seq_len, embed=config.embed)
@@ -72,7 +74,7 @@ class Block(nnx.Module):
         segments_BS: Int[Array, "B S"] | None,
         plan: Plan,
         key: jax.Array | None,
-    ) -> Float[Array, "B S D"]:
+    ) -> tuple[Float[Array, "B S D"], None]:
         weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
         with jax.named_scope("attention"):
             q, k, v = column_linear(
@@ -87,7 +89,7 @@ class Block(nnx.Module):
             down_BSD = row_linear(
                 jax.nn.gelu(up_BSF, approximate=True), self.down[...], ("mlp",), plan, self.down_bias[...]
             )
-            return x_BSD + dropout(down_BSD, self.dropout, mlp_key)
+            return x_BSD + dropout(down_BSD, self.dropout, mlp_key), None
 
 
 class Head(VocabHead):

@@ -1,6 +1,6 @@
 """Hugging Face safetensors checkpoints, in and out, tensor by tensor: no host ever holds the whole model.
 
-Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp.
+Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby, islice, product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 
 from jaxpar.errors import UserError, nearest
-from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf
+from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf, model_type
 from jaxpar.models.model import Model, Params
 from jaxpar.sharding import LogicalAxis, Plan, path_name, tree_shardings
 
@@ -33,30 +33,31 @@ __all__ = ["export_hf", "hf_config", "hf_tensors", "import_hf", "model_config_fr
 
 Dtype = Literal["float32", "bfloat16"]
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
-Read = Callable[[Bounds], np.ndarray]  # a block of a parameter, or of one layer of it
+Read = Callable[[Bounds], np.ndarray]  # a block of a parameter, or of what it is stacked of
 
 _READABLE = ("F32", "BF16", "F16")
 _WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 _FIT = "build the model from model_config_from_hf of the same checkpoint"
 _LETTERS: dict[LogicalAxis | None, str] = {
-    "vocab": "V", None: "P", "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "h", "mlp": "F"
+    "vocab": "V", "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "h", "mlp": "F"
 }  # fmt: skip
+_NEVER_SPLIT = {"embed.positions": "P", "blocks.router": "E"}  # the dim of a parameter that has no logical axis
 
 
 class _Tensor(NamedTuple):
-    """One tensor of a checkpoint: `params` (their slice at `layer`, if they are stacked) along its last dim."""
+    """One tensor of a checkpoint: `params` along its last dim; of stacked ones the slice at `index`: layer, expert."""
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     params: tuple[str, ...]
-    layer: int | None
+    index: tuple[int, ...]
 
 
 def _layout(model: Model) -> list[_Tensor]:
     """The tensors of a model's checkpoint in the file's order, those of a block together."""
     sizes, present = _sizes(model), _letters(model)
-    rows = [row for row in HF_FAMILIES[model.config.family].tensors.items() if row[1][1] in present]
+    rows = [row for row in HF_FAMILIES[model_type(model.config)].tensors.items() if row[1][1] in present]
     tensors = []
     for stacked, group in groupby(rows, key=lambda row: "{layer}" in row[0]):
         group = list(group)
@@ -64,7 +65,10 @@ def _layout(model: Model) -> list[_Tensor]:
             for name, (dims, *params) in group:
                 *outer, last = (math.prod(sizes[letter] for letter in merged) for merged in dims.split())
                 shape = (*outer, last * len(params))
-                tensors.append(_Tensor(name.format(layer=layer), shape, tuple(dims.split()), tuple(params), layer))
+                for expert in range(model.config.experts) if "{expert}" in name else (None,):
+                    index = tuple(number for number in (layer, expert) if number is not None)
+                    full = name.format(layer=layer, expert=expert)
+                    tensors.append(_Tensor(full, shape, tuple(dims.split()), tuple(params), index))
     return tensors
 
 
@@ -73,13 +77,14 @@ def _sizes(model: Model) -> dict[str, int]:
     config = model.config
     head_dim, kv_heads = config.head_dim or config.embed // config.heads, config.kv_heads or config.heads
     return {"V": config.vocab_size, "P": config.max_seq_len, "D": config.embed, "H": config.heads, "K": kv_heads,
-            "h": head_dim, "F": config.mlp}  # fmt: skip
+            "h": head_dim, "F": config.mlp, "E": config.experts}  # fmt: skip
 
 
 def _letters(model: Model) -> dict[str, str]:
-    """The dims of every parameter as letters, in our order, without the layers dim: `{"blocks.q": "DHh", ...}`."""
+    """The dims of every parameter as letters, in our order, without what it is stacked over: `{"blocks.q": "DHh"}`."""
     leaves = jax.tree_util.tree_leaves_with_path(model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    return {path_name(path): "".join(_LETTERS[axis] for axis in axes if axis != "layers") for path, axes in leaves}
+    named = {path_name(path): [axis for axis in axes if axis not in ("layers", "experts")] for path, axes in leaves}
+    return {name: "".join(_LETTERS.get(axis) or _NEVER_SPLIT[name] for axis in axes) for name, axes in named.items()}
 
 
 def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
@@ -100,15 +105,16 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
     shapes, letters, sizes = model.shapes(), _letters(model), _sizes(model)
     shardings = tree_shardings(shapes, model.axes, plan)
     with ExitStack() as files:
-        layers: dict[str, list[Read]] = {name: [] for name in letters}
+        reads: dict[str, dict[tuple[int, ...], Read]] = {name: {} for name in letters}
         for tensor, source in _match(_open(Path(path), files), model, str(path)):
             for part, name in enumerate(tensor.params):
-                layers[name].append(partial(_read, source, tensor.dims, part, letters[name], sizes))
+                reads[name][tensor.index] = partial(_read, source, tensor.dims, part, letters[name], sizes)
 
         def load(tree_path, leaf, sharding):
             name = path_name(tree_path)
-            stacked = len(leaf.shape) > len(letters[name])
-            return _place(leaf.shape, sharding, partial(_stack if stacked else _pad, layers[name], leaf.dtype))
+            stacked = len(leaf.shape) - len(letters[name])
+            read = partial(_stack, reads[name], stacked) if stacked else partial(_pad, reads[name][()])
+            return _place(leaf.shape, sharding, partial(read, leaf.dtype))
 
         return jax.tree_util.tree_map_with_path(load, shapes, shardings)
 
@@ -165,7 +171,7 @@ def _indexed(index: Path) -> list[Path]:
 
 def _match(sources: dict[str, Any], model: Model, origin: str) -> list[tuple[_Tensor, Any]]:
     """Each tensor that the model needs with its source, once names, shapes and dtypes all agree."""
-    family = HF_FAMILIES[model.config.family]
+    family = HF_FAMILIES[model_type(model.config)]
     wanted = {tensor.name.removeprefix(family.prefix): tensor for tensor in _layout(model)}
     found: dict[str, Any] = {}
     for name, source in sources.items():
@@ -236,18 +242,19 @@ def _read(
     return source[tuple(reads)].reshape(shape)[tuple(cuts)].transpose([order.index(c) for c in letters])
 
 
-def _stack(layers: Sequence[Read], dtype: np.dtype, bounds: Bounds) -> np.ndarray:
-    """A block of a stacked parameter, layer by layer."""
+def _stack(reads: dict[tuple[int, ...], Read], dims: int, dtype: np.dtype, bounds: Bounds) -> np.ndarray:
+    """A block of a parameter that is stacked over its first `dims`: layer by layer, expert by expert."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
-    for row, read in zip(out, layers[slice(*bounds[0])], strict=True):
-        row[...] = read(bounds[1:])
+    for index in product(*(range(*cut) for cut in bounds[:dims])):
+        place = tuple(number - start for number, (start, _) in zip(index, bounds, strict=False))
+        out[place] = reads[index](bounds[dims:])
     return out
 
 
-def _pad(layers: Sequence[Read], dtype: np.dtype, bounds: Bounds) -> np.ndarray:
+def _pad(read: Read, dtype: np.dtype, bounds: Bounds) -> np.ndarray:
     """A block of a parameter that is not stacked, zeros where it passes the vocabulary."""
     out = np.zeros([stop - start for start, stop in bounds], dtype)
-    block = layers[0](bounds)
+    block = read(bounds)
     out[tuple(slice(size) for size in block.shape)] = block
     return out
 
@@ -322,25 +329,25 @@ def hf_tensors(params: Params, model: Model, dtype: Dtype = "float32") -> Iterat
     for tensor in _layout(model):
         parts = []
         for name in tensor.params:
-            host = _fetch(leaves[name], tensor.layer, dtype)
+            host = _fetch(leaves[name], tensor.index, dtype)
             host = host[tuple(slice(sizes[c]) for c in letters[name])]  # without the vocabulary's padding
             host = host.transpose([letters[name].index(c) for c in "".join(tensor.dims)])
             parts.append(host.reshape([math.prod(sizes[c] for c in merged) for merged in tensor.dims]))
         yield tensor.name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
-def _fetch(leaf: jax.Array, layer: int | None, dtype: Dtype) -> np.ndarray:
-    piece = _piece(leaf, layer, dtype)
+def _fetch(leaf: jax.Array, index: tuple[int, ...], dtype: Dtype) -> np.ndarray:
+    piece = _piece(leaf, index, dtype)
     return np.asarray(piece if piece.is_fully_addressable else multihost_utils.process_allgather(piece, tiled=True))
 
 
 @partial(jax.jit, static_argnames="dtype")
-def _piece(leaf: jax.Array, layer: int | None, dtype: Dtype) -> jax.Array:
-    """One layer of a stacked parameter, or the whole of another; a new array, as jax keeps what numpy saw of one."""
-    if layer is not None:
-        # Indexing a dim that is split over devices would gather all layers on each. A sum moves one, and a sum of bits
+def _piece(leaf: jax.Array, index: tuple[int, ...], dtype: Dtype) -> jax.Array:
+    """A slice of a stacked parameter, or the whole of another; a new array, as jax keeps what numpy saw of one."""
+    for number in index:
+        # Indexing a dim that is split over devices would gather all slices on each. A sum moves one, and a sum of bits
         # changes nothing in it.
-        here = (jnp.arange(len(leaf)) == layer).reshape(-1, *[1] * (leaf.ndim - 1))
+        here = (jnp.arange(len(leaf)) == number).reshape(-1, *[1] * (leaf.ndim - 1))
         leaf = jnp.sum(leaf.view(jnp.int32), axis=0, where=here).view(leaf.dtype)
     return leaf.astype(dtype)
 

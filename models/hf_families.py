@@ -1,6 +1,6 @@
 """What a family looks like at Hugging Face: its config.json and the tensors of its checkpoint, as one table each.
 
-Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp.
+Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ class HfFamily(NamedTuple):
     """A family's config.json and checkpoint.
 
     Attributes:
+      family: ours.
       architecture: the transformers class that runs it.
       sizes: our field -> the key in config.json, and the value where that is absent or null.
       fixed: keys that our model has no field for -> the values it computes; the first is written, and is what an
         absent key means.
-      rotary: whether it has the RoPE keys.
+      rope_theta: what an absent key means; None for a family without RoPE.
       prefix: what some checkpoints put before every name but the head's, and others leave out.
       ignored: endings of names that are no parameters (constants that old releases saved).
       tensors: name -> (dims, parameters). Dims are a parameter's, as the file orders and merges them: "Hh D" is a
-        [heads * head_dim, embed] matrix. Several parameters lie side by side along the last dim.
+        [heads * head_dim, embed] matrix. Several parameters lie side by side along the last dim. A name with {layer}
+        or {expert} holds one of those of a stacked parameter.
     """
 
+    family: str
     architecture: str
     sizes: dict[str, tuple[str, Any]]
     fixed: dict[str, tuple[Any, ...]]
-    rotary: bool
+    rope_theta: float | None
     prefix: str
     ignored: tuple[str, ...]
     tensors: dict[str, tuple[str, ...]]
 
 
 _GPT2 = HfFamily(  # its matrices are [in, out]
+    family="gpt2",
     architecture="GPT2LMHeadModel",
     sizes={
         "vocab_size": ("vocab_size", REQUIRED),
@@ -58,7 +62,7 @@ _GPT2 = HfFamily(  # its matrices are [in, out]
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
-    rotary=False,
+    rope_theta=None,
     prefix="transformer.",
     ignored=(".attn.bias", ".attn.masked_bias"),
     tensors={
@@ -83,6 +87,7 @@ _GPT2 = HfFamily(  # its matrices are [in, out]
 )
 
 _LLAMA = HfFamily(  # its matrices are [out, in]
+    family="llama",
     architecture="LlamaForCausalLM",
     sizes={
         "vocab_size": ("vocab_size", REQUIRED),
@@ -97,7 +102,7 @@ _LLAMA = HfFamily(  # its matrices are [out, in]
         "tied_head": ("tie_word_embeddings", False),
     },
     fixed={"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
-    rotary=True,
+    rope_theta=10000.0,
     prefix="model.",
     ignored=(".rotary_emb.inv_freq",),
     tensors={
@@ -116,7 +121,28 @@ _LLAMA = HfFamily(  # its matrices are [out, in]
     },
 )
 
-HF_FAMILIES = {"gpt2": _GPT2, "llama": _LLAMA}
+_EXPERT = "model.layers.{layer}.block_sparse_moe.experts.{expert}."
+_MIXTRAL = _LLAMA._replace(
+    architecture="MixtralForCausalLM",
+    sizes=_LLAMA.sizes
+    | {
+        "kv_heads": ("num_key_value_heads", 8),
+        "norm_eps": ("rms_norm_eps", 1e-5),
+        "experts": ("num_local_experts", 8),
+        "experts_per_token": ("num_experts_per_tok", 2),
+    },
+    fixed={"hidden_act": ("silu", "swish"), "sliding_window": (None,), "router_jitter_noise": (0.0,)},
+    rope_theta=1e6,
+    tensors={name: row for name, row in _LLAMA.tensors.items() if ".mlp." not in name}
+    | {
+        "model.layers.{layer}.block_sparse_moe.gate.weight": ("E D", "blocks.router"),
+        _EXPERT + "w1.weight": ("F D", "blocks.gate"),
+        _EXPERT + "w2.weight": ("D F", "blocks.down"),
+        _EXPERT + "w3.weight": ("F D", "blocks.up"),
+    },
+)
+
+HF_FAMILIES = {"gpt2": _GPT2, "llama": _LLAMA, "mixtral": _MIXTRAL}
 
 # Our fields -> the keys of the llama3 context extension.
 _ROPE = {
@@ -127,8 +153,13 @@ _ROPE = {
 }
 
 
+def model_type(config: ModelConfig) -> str:
+    """What Hugging Face calls such a model: a LLaMA with experts is a Mixtral."""
+    return "mixtral" if config.experts else config.family
+
+
 def hf_family(name: str, origin: str) -> HfFamily:
-    """The table of a family; `origin` says in the message who asked."""
+    """The table of a model type; `origin` says in the message who asked."""
     if name in HF_FAMILIES:
         return HF_FAMILIES[name]
     known = ", ".join(HF_FAMILIES)
@@ -163,9 +194,9 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     for key, accepted in family.fixed.items():
         if hf.get(key, accepted[0]) not in accepted:
             raise UserError(f"{file}: {key}={hf[key]!r} is not supported: only {' or '.join(map(repr, accepted))}")
-    if family.rotary:
-        values |= _rope_fields(hf, file)
-    config = from_dict(ModelConfig, {"family": name, **values}, str(file))
+    if family.rope_theta:
+        values |= _rope_fields(hf, family.rope_theta, file)
+    config = from_dict(ModelConfig, {"family": family.family, **values}, str(file))
     return dataclasses.replace(
         config,
         mlp=config.mlp or 4 * config.embed,
@@ -183,7 +214,8 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
       UserError: sizes that the family's config.json cannot say.
     """
-    family = hf_family(config.family, "model.family")
+    name = model_type(config)
+    family = hf_family(name, "model.family")
     head_dim = config.head_dim or config.embed // config.heads
     if "head_dim" not in family.sizes and head_dim * config.heads != config.embed:
         raise UserError(
@@ -191,11 +223,11 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
             f"and model.embed={config.embed} it must be {config.embed // config.heads}"
         )
     values = dataclasses.asdict(config) | {"kv_heads": config.kv_heads or config.heads, "head_dim": head_dim}
-    hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": config.family}
+    hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": name}
     hf |= {key: values[field] for field, (key, _) in family.sizes.items()}
     hf |= {key: accepted[0] for key, accepted in family.fixed.items()}
     hf |= {"bos_token_id": None, "eos_token_id": None}
-    if family.rotary:
+    if family.rope_theta:
         scaling = {"rope_type": "llama3"} | {key: values[field] for field, key in _ROPE.items()}
         hf |= {"rope_theta": config.rope_theta, "rope_scaling": scaling if config.rope_factor != 1 else None}
     return hf
@@ -208,7 +240,7 @@ def _value(table: dict[str, Any], key: str, absent: Any, file: Path) -> Any:
     return absent if value is None else value
 
 
-def _rope_fields(hf: dict[str, Any], file: Path) -> dict[str, Any]:
+def _rope_fields(hf: dict[str, Any], theta: float, file: Path) -> dict[str, Any]:
     """Our rope fields. Transformers 5 writes all of them in `rope_parameters`, 4 the extension in `rope_scaling`."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -217,7 +249,7 @@ def _rope_fields(hf: dict[str, Any], file: Path) -> dict[str, Any]:
     rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1))
     if rotated != 1:
         raise UserError(f"{file}: partial_rotary_factor={rotated!r} is not supported: only 1, the whole head rotates")
-    fields = {"rope_theta": rope.get("rope_theta", hf.get("rope_theta", 10000.0))}
+    fields = {"rope_theta": rope.get("rope_theta", hf.get("rope_theta", theta))}
     if kind == "llama3":
         fields |= {field: _value(rope, key, REQUIRED, file) for field, key in _ROPE.items()}
     return fields

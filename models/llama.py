@@ -1,6 +1,7 @@
-"""LLaMA 2 and 3 (arXiv:2307.09288, arXiv:2407.21783): RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""LLaMA 2 and 3 (arXiv:2307.09288, arXiv:2407.21783): RMSNorm, RoPE, grouped-query attention, SwiGLU; with
+experts in place of the one MLP it is Mixtral (arXiv:2401.04088).
 
-Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp.
+Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpar.config import ModelConfig
+from jaxpar.experts import RouterSums, expert_mlp
 from jaxpar.models.layers import RMSNorm, VocabHead, normal, param, rotary_frequencies, rotate, vocab_table
 from jaxpar.parallel import attention, column_linear, dropout, lookup, row_linear
 from jaxpar.sharding import LogicalAxis, Plan
@@ -34,7 +36,7 @@ class Embed(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm grouped-query attention with rotary positions, and a SwiGLU MLP (arXiv:2002.05202)."""
+    """Pre-norm grouped-query attention with rotary positions, and a SwiGLU MLP (arXiv:2002.05202) or experts."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         D, H, F = config.embed, config.heads, config.mlp
@@ -48,9 +50,13 @@ class Block(nnx.Module):
         self.v = param(rngs, init, embed=D, kv_heads=K, head_dim=h)
         self.out = param(rngs, init_residual, heads=H, head_dim=h, embed=D)
         self.mlp_norm = RMSNorm(config, rngs)
-        self.gate = param(rngs, init, embed=D, mlp=F)
-        self.up = param(rngs, init, embed=D, mlp=F)
-        self.down = param(rngs, init_residual, mlp=F, embed=D)
+        expert: dict[str, int] = {}
+        if config.experts:
+            self.router = param(rngs, init, embed=D, _experts=config.experts)
+            expert = {"experts": config.experts}
+        self.gate = param(rngs, init, **expert, embed=D, mlp=F)
+        self.up = param(rngs, init, **expert, embed=D, mlp=F)
+        self.down = param(rngs, init_residual, **expert, mlp=F, embed=D)
 
     def __call__(
         self,
@@ -59,7 +65,7 @@ class Block(nnx.Module):
         segments_BS: Int[Array, "B S"] | None,
         plan: Plan,
         key: jax.Array | None,
-    ) -> Float[Array, "B S D"]:
+    ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         rate = self.config.dropout
         weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
         with jax.named_scope("attention"):
@@ -76,12 +82,16 @@ class Block(nnx.Module):
             out_BSD = row_linear(mixed_BSHh, self.out[...], _HEADS, plan, seq="attention_seq")
             x_BSD = x_BSD + dropout(out_BSD, rate, attention_key)
         with jax.named_scope("mlp"):
-            gate_BSF, up_BSF = column_linear(
-                self.mlp_norm(x_BSD), (self.gate[...], self.up[...]), (("mlp",), ("mlp",)), plan
-            )
-            return x_BSD + dropout(
-                row_linear(jax.nn.silu(gate_BSF) * up_BSF, self.down[...], ("mlp",), plan), rate, mlp_key
-            )
+            y_BSD, routed = self._mlp(self.mlp_norm(x_BSD), plan)
+            return x_BSD + dropout(y_BSD, rate, mlp_key), routed
+
+    def _mlp(self, x_BSD: Float[Array, "B S D"], plan: Plan) -> tuple[Float[Array, "B S D"], RouterSums | None]:
+        gate, up, down = self.gate[...], self.up[...], self.down[...]
+        if self.config.experts:
+            chosen, factor = self.config.experts_per_token, self.config.capacity_factor
+            return expert_mlp(x_BSD, self.router[...], gate, up, down, chosen, factor, plan)
+        gate_BSF, up_BSF = column_linear(x_BSD, (gate, up), (("mlp",), ("mlp",)), plan)
+        return row_linear(jax.nn.silu(gate_BSF) * up_BSF, down, ("mlp",), plan), None
 
 
 class Head(VocabHead):

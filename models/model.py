@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError, nearest
-from jaxpar.loss import LossSums, linear_cross_entropy
+from jaxpar.experts import RouterSums
+from jaxpar.loss import LossSums, LossWeights, linear_cross_entropy
 from jaxpar.models import gpt2, llama
 from jaxpar.parallel import STORED, TOKENS, halves, in_natural_order, in_order, logits, whole_batch
 from jaxpar.remat import remat
@@ -26,6 +27,7 @@ from jaxpar.sharding import Plan
 
 FAMILIES: dict[str, ModuleType] = {"gpt2": gpt2, "llama": llama}
 
+LIKELIHOOD = LossWeights()  # nothing added to it
 Params = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 
@@ -83,8 +85,8 @@ class Model:
     def block(
         self, layer: Params, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None,
-    ) -> Float[Array, "B S D"]:  # fmt: skip
-        """One block; `layer` is one slice of `params["blocks"]`."""
+    ) -> tuple[Float[Array, "B S D"], RouterSums | None]:  # fmt: skip
+        """One block; `layer` is one slice of `params["blocks"]`. The sums are those of its router, if it has one."""
         with jax.named_scope("block"):
             return nnx.merge(self._graphs["blocks"], layer)(x_BSD, positions_BS, segments_BS, plan, key)
 
@@ -93,8 +95,11 @@ class Model:
         with jax.named_scope("head"):
             return nnx.merge(self._graphs["head"], params["head"])(x_BSD, params["embed"]["tokens"])
 
-    def hidden(self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None) -> Float[Array, "B S D"]:
-        """The residual stream after the last block. See `loss` for the batch, which is `in_order` here."""
+    def hidden(
+        self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None
+    ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
+        """The residual stream after the last block, and the routers' sums, means over the layers, of a model that has
+        any. See `loss` for the batch, which is `in_order` here."""
         tokens_BS, positions_BS, segments_BS = batch["tokens"], batch["positions"], batch.get("segments")
         embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
         x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key)
@@ -103,31 +108,38 @@ class Model:
     def blocks(
         self, layers: Params, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None,
-    ) -> Float[Array, "B S D"]:  # fmt: skip
-        """All blocks, one after the other; `layers` is `params["blocks"]`, or some slices of it."""
+    ) -> tuple[Float[Array, "B S D"], RouterSums | None]:  # fmt: skip
+        """All blocks, one after the other, and their routers' sums; `layers` is `params["blocks"]`, or slices of it."""
         count = len(jax.tree.leaves(layers)[0])
         layer_keys = None if key is None else jax.random.split(key, count)
         places = list(zip(halves(positions_BS, TOKENS, plan), halves(segments_BS, TOKENS, plan), strict=True))
 
         def body(xs, layer):
             layer_params, layer_key = layer
-            return tuple(
+            parts = [
                 self.block(layer_params, x_BSD, *place, plan, layer_key)
                 for x_BSD, place in zip(xs, places, strict=True)
-            ), None
+            ]
+            return tuple(x_BSD for x_BSD, _ in parts), jax.tree.map(
+                lambda *sums: sum(sums), *(sums for _, sums in parts)
+            )
 
         body = remat(body, plan.remat, self.config.scan_layers)
         xs = halves(x_BSD, STORED, plan)
         if self.config.scan_layers:
-            xs = jax.lax.scan(body, xs, (layers, layer_keys))[0]
+            xs, routed = jax.lax.scan(body, xs, (layers, layer_keys))
         else:
+            found = []
             for i in range(count):
-                xs, _ = body(xs, jax.tree.map(lambda leaf, i=i: leaf[i], (layers, layer_keys)))
-        return whole_batch(xs, STORED, plan)
+                xs, sums = body(xs, jax.tree.map(lambda leaf, i=i: leaf[i], (layers, layer_keys)))
+                found.append(sums)
+            routed = jax.tree.map(lambda *sums: jnp.stack(sums), *found)
+        return whole_batch(xs, STORED, plan), jax.tree.map(jnp.mean, routed)
 
     def loss(
-        self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None, z_loss: float = 0.0
-    ) -> LossSums:
+        self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None,
+        weights: LossWeights = LIKELIHOOD,
+    ) -> LossSums:  # fmt: skip
         """Summed next-token loss of a batch.
 
         Args:
@@ -136,16 +148,23 @@ class Model:
             `positions` and `segments`.
           plan: how it runs.
           key: dropout key; None = no dropout.
-          z_loss: see `linear_cross_entropy`.
+          weights: of what is added to the likelihood.
         """
         batch = in_order(batch, plan)
-        x_BSD, head_VD = self.head(params, self.hidden(params, batch, plan, key))
+        x_BSD, routed = self.hidden(params, batch, plan, key)
+        x_BSD, head_VD = self.head(params, x_BSD)
         with jax.named_scope("loss"):
-            return linear_cross_entropy(x_BSD, head_VD, batch["labels"], self.config.vocab_size, plan, z_loss)
+            labels_BS, vocab_size = batch["labels"], self.config.vocab_size
+            sums = linear_cross_entropy(x_BSD, head_VD, labels_BS, vocab_size, plan, weights.z_loss)
+            if routed is None:
+                return sums
+            added = weights.balance_loss * routed.balance + weights.router_z_loss * routed.z
+            return sums._replace(loss=sums.loss + added, routed=jax.lax.stop_gradient(routed))
 
     def logits(self, params: Params, batch: Batch, plan: Plan) -> Float[Array, "B S V"]:
         """Float32 next-token scores of the true vocabulary; `batch` as in `loss`, labels not needed."""
-        x_BSD, head_VD = self.head(params, self.hidden(params, in_order(batch, plan), plan))
+        x_BSD, _ = self.hidden(params, in_order(batch, plan), plan)
+        x_BSD, head_VD = self.head(params, x_BSD)
         scores_BSV = logits(x_BSD, head_VD, self.config.vocab_size, plan)[..., : self.config.vocab_size]
         return in_natural_order(scores_BSV, plan)
 
@@ -156,14 +175,21 @@ class Model:
     def flops_per_token(self, seq_len: int) -> float:
         """Model FLOPs of one training token, forward and backward, no recompute: the numerator of MFU.
 
-        6 per parameter that multiplies (tables that are only looked up do not) plus 12 L H h S for attention, as in
+        6 per parameter that multiplies (tables that are only looked up do not, and of the experts only those that a
+        token is sent to) plus 12 L H h S for attention, as in
         PaLM (arXiv:2204.02311, appendix B): causal attention is counted whole, so that figures compare.
         """
         shapes, config = self.shapes(), self.config
-        multiplying = _count(shapes["blocks"]) + _count(shapes["head"])
+        multiplying = _count(shapes["blocks"]) + _count(shapes["head"]) - self._idle_experts()
         multiplying += config.vocab_size * config.embed if config.tied_head else -self._padding() // 2
         head_dim = config.head_dim or config.embed // config.heads
         return 6.0 * multiplying + 12.0 * config.layers * config.heads * head_dim * seq_len
+
+    def _idle_experts(self) -> int:
+        """Parameters of the experts that a token is not sent to."""
+        axes, blocks, config = self.axes["blocks"], self.shapes()["blocks"], self.config
+        of_experts = _count([blocks[name] for name in blocks if "experts" in axes[name]])
+        return of_experts * (config.experts - config.experts_per_token) // max(config.experts, 1)
 
     def _padding(self) -> int:
         rows = self.shapes()["embed"]["tokens"].shape[0] - self.config.vocab_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import re
 import tracemalloc
@@ -25,17 +26,20 @@ from jaxpar.sharding import Plan, ShardingRules
 
 GPT2 = ModelConfig(family="gpt2", vocab_size=101, layers=3, embed=16, heads=4, mlp=24, max_seq_len=12)
 LLAMA = dataclasses.replace(GPT2, family="llama", kv_heads=2, head_dim=6, tied_head=False)
+MIXTRAL = dataclasses.replace(LLAMA, layers=2, experts=4)
 CONFIGS = {
     "gpt2": GPT2,
     "gpt2-untied": dataclasses.replace(GPT2, tied_head=False),
     "llama": LLAMA,
     "llama-tied": dataclasses.replace(LLAMA, tied_head=True),
+    "mixtral": MIXTRAL,
     "mostly-padding": dataclasses.replace(LLAMA, vocab_size=5),
 }
 PLANS = {
     "one": MeshSpec(),
     "cube": MeshSpec(data=2, fsdp=2, tensor=2),
     "fsdp4-tensor2": MeshSpec(fsdp=4, tensor=2),
+    "expert4-tensor2": MeshSpec(expert=4, tensor=2),
 }
 
 
@@ -65,6 +69,11 @@ def tensors_of(config: ModelConfig) -> dict[str, np.ndarray]:
                  "self_attn.v_proj.weight": (KV, D), "self_attn.o_proj.weight": (D, Q), "mlp.gate_proj.weight": (F, D),
                  "mlp.up_proj.weight": (F, D), "mlp.down_proj.weight": (D, F), "input_layernorm.weight": (D,),
                  "post_attention_layernorm.weight": (D,)}  # fmt: skip
+        if config.experts:
+            dense = {name: block.pop(f"mlp.{name}_proj.weight") for name in ("gate", "down", "up")}
+            for e, w in itertools.product(range(config.experts), (("w1", "gate"), ("w2", "down"), ("w3", "up"))):
+                block[f"block_sparse_moe.experts.{e}.{w[0]}.weight"] = dense[w[1]]
+            block["block_sparse_moe.gate.weight"] = (config.experts, D)
         blocks = "model.layers"
     head = {} if config.tied_head else {"lm_head.weight": (V, D)}
     inner = {f"{blocks}.{i}.{name}": shape for i in range(config.layers) for name, shape in block.items()}
@@ -145,22 +154,31 @@ def test_every_parameter_has_its_sharding_and_its_values(tmp_path):
         np.testing.assert_array_equal(params["blocks"]["down"][layer], tensors[prefix + "mlp.down_proj.weight"].T)
 
 
-def test_layers_and_head_dim_may_be_split_too(tmp_path):
+def test_layers_experts_and_head_dim_may_be_split_too(tmp_path):
     config = dataclasses.replace(LLAMA, layers=4)
     rules = ShardingRules(layers=("stage",), head_dim=("context",))
     plan = plan_of(MeshSpec(stage=2, context=2, tensor=2), rules)
     params = import_hf(write(tmp_path / "source", config), Model(config), plan)
     assert params["blocks"]["q"].addressable_shards[0].data.shape == (2, 16, 2, 3)
     assert_same(dict(hf_tensors(params, Model(config))), tensors_of(config))
-    compiled = hf._piece.lower(params["blocks"]["q"], 1, "float32").compile()
+    compiled = hf._piece.lower(params["blocks"]["q"], (1,), "float32").compile()
     assert "all-gather" not in compiled.as_text()  # of the layers, onto every device
+    plan = plan_of(MeshSpec(fsdp=2, expert=4))
+    params = import_hf(write(tmp_path / "mixtral", MIXTRAL), Model(MIXTRAL), plan)
+    assert params["blocks"]["gate"].addressable_shards[0].data.shape == (2, 1, 8, 24)
+    compiled = hf._piece.lower(params["blocks"]["gate"], (1, 2), "float32").compile()
+    assert "all-gather" not in compiled.as_text()
 
 
-@pytest.mark.parametrize("family", [GPT2, LLAMA], ids=lambda config: config.family)
+@pytest.mark.parametrize("family", [GPT2, LLAMA, MIXTRAL], ids=hf_families.model_type)
 def test_tables_cover_every_parameter_once(family):
     for tied in (False, True):
         model = Model(dataclasses.replace(family, tied_head=tied))
-        named = [param for _, *params in hf_families.HF_FAMILIES[family.family].tensors.values() for param in params]
+        named = [
+            param
+            for _, *params in hf_families.HF_FAMILIES[hf_families.model_type(family)].tensors.values()
+            for param in params
+        ]
         assert len(named) == len(set(named))
         assert set(hf._letters(model)) == set(named) - ({"head.table"} if tied else set())
 

@@ -15,10 +15,13 @@ from jaxpar.models.hf import hf_config, model_config_from_hf
 GPT2 = ModelConfig(family="gpt2", vocab_size=101, layers=3, embed=16, heads=4, mlp=24, max_seq_len=12)
 LLAMA = dataclasses.replace(GPT2, family="llama", kv_heads=2, head_dim=6, tied_head=False)
 UNTIED = dataclasses.replace(GPT2, tied_head=False)
+MIXTRAL = dataclasses.replace(LLAMA, experts=4, experts_per_token=3, rope_theta=1e6)
 LONG = dataclasses.replace(LLAMA, rope_theta=500000.0, rope_factor=8.0, rope_original_seq_len=32, norm_eps=1e-6)
 
 
-@pytest.mark.parametrize("config", [GPT2, UNTIED, LLAMA, LONG], ids=["gpt2", "untied", "llama", "llama3"])
+@pytest.mark.parametrize(
+    "config", [GPT2, UNTIED, LLAMA, LONG, MIXTRAL], ids=["gpt2", "untied", "llama", "llama3", "mixtral"]
+)
 def test_config_round_trip(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config(config)))
     assert model_config_from_hf(tmp_path) == config
@@ -46,6 +49,8 @@ def test_absent_keys_mean_what_transformers_means(tmp_path):
     assert changed(GPT2, tmp_path, n_inner=None).mlp == 64
     assert changed(GPT2, tmp_path, tie_word_embeddings=..., activation_function=...) == GPT2
     older = changed(LLAMA, tmp_path, num_key_value_heads=..., head_dim=..., tie_word_embeddings=..., rms_norm_eps=...)
+    absent = dict.fromkeys(("num_local_experts", "num_experts_per_tok", "rope_theta", "rope_scaling"), ...)
+    assert changed(MIXTRAL, tmp_path, **absent) == dataclasses.replace(MIXTRAL, experts=8, experts_per_token=2)
     assert older == dataclasses.replace(LLAMA, kv_heads=0, head_dim=0, tied_head=False, norm_eps=1e-6)
 
 
@@ -62,6 +67,7 @@ def test_absent_keys_mean_what_transformers_means(tmp_path):
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear' is not supported: only default"),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "has no low_freq_factor"),
+        (MIXTRAL, {"sliding_window": 4096}, "sliding_window=4096 is not supported: only None"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1"),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_position_depends_on_itself_and_the_past_only(config: ModelConfig) -> 
     positions = jnp.broadcast_to(jnp.arange(16), ids.shape)
 
     def seen(x_BSD: jax.Array) -> jax.Array:
-        return jnp.sum(model.block(layer, x_BSD, positions, None, ONE)[0, 9])
+        return jnp.sum(model.block(layer, x_BSD, positions, None, ONE)[0][0, 9])
 
     influence_S = jnp.max(jnp.abs(jax.jit(jax.grad(seen))(x_BSD)[0]), axis=-1)
     assert np.all(np.asarray(influence_S[:10]) > 0)
@@ -209,7 +209,17 @@ def test_flops_follow_the_palm_formula() -> None:
     assert Model(config).flops_per_token(64) == want
 
 
+def test_of_the_experts_those_that_a_token_is_sent_to_count() -> None:
+    config = ModelConfig(family="llama", vocab_size=100, layers=2, embed=16, heads=2, mlp=32, tied_head=False)
+    config = dataclasses.replace(config, experts=5, experts_per_token=3)
+    per_layer = 4 * 16 * 16 + 3 * 3 * 16 * 32 + 5 * 16 + 2 * 16
+    assert Model(config).flops_per_token(0) == 6 * (2 * per_layer + 16 + 100 * 16)
+    assert Model(config).parameter_count() == 2 * (per_layer + 2 * 3 * 16 * 32) + 16 + 2 * 100 * 16
+
+
 def test_refused_sizes_say_why() -> None:
+    with pytest.raises(UserError, match=r"gpt2 has no experts, found model.experts=4: set it to 0"):
+        Model(ModelConfig(family="gpt2", experts=4))
     with pytest.raises(UserError, match="no model family 'lama' \\(did you mean 'llama'\\?\\)"):
         Model(ModelConfig(family="lama"))
     with pytest.raises(UserError, match="neither grouped kv heads nor RoPE"):

@@ -5,6 +5,7 @@ Runs where the parity extra is installed: `pip install "jaxpar[parity]"`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -48,6 +49,11 @@ def llama(seq_len: int = 32, mesh: MeshSpec = CUBE, **changes) -> Case:
     return Case("llama", seq_len, mesh, sizes | changes)
 
 
+def mixtral(mesh: MeshSpec, **changes) -> Case:
+    sizes = llama(num_key_value_heads=4, num_local_experts=4, **changes).config
+    return Case("mixtral", 32, mesh, sizes)
+
+
 # llama-gqa8: 8 query heads to one kv head, and heads wider than embed / heads. llama-tied-llama3rope: positions up to
 # three times the length that the context extension starts from.
 CASES = {
@@ -57,6 +63,8 @@ CASES = {
     "llama-tied-llama3rope": llama(
         96, num_attention_heads=16, num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=LLAMA3
     ),
+    "mixtral": mixtral(MeshSpec(fsdp=2, expert=2, tensor=2)),
+    "mixtral-top3": mixtral(MeshSpec(expert=4, tensor=2), num_experts_per_tok=3),
 }
 
 
@@ -87,10 +95,22 @@ def reference(tmp_path_factory):
         tokens, labels = np.random.default_rng(0).integers(0, VOCAB, (2, BATCH, case.seq_len), dtype=np.int32)
         logits = run_torch(module, tokens)
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(labels).long().flatten()).backward()
-        grads = {key: weight.grad.numpy() for key, weight in module.named_parameters()}
+        found = [apart(key, weight.grad.numpy()) for key, weight in module.named_parameters()]
+        grads = {name: grad for named in found for name, grad in named}
         return Reference(folder, tokens, labels, logits.detach().numpy(), grads)
 
     return build
+
+
+def apart(key: str, grad: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """A gradient by the names of a checkpoint: in memory transformers keeps a Mixtral's experts in one array."""
+    if ".experts." not in key:
+        yield key.replace(".mlp.gate.", ".block_sparse_moe.gate."), grad
+        return
+    names = ("w1", "w3") if key.endswith("gate_up_proj") else ("w2",)
+    for expert, matrix in enumerate(grad):
+        for name, half in zip(names, np.split(matrix, len(names)), strict=True):
+            yield f"{key.split('.mlp.')[0]}.block_sparse_moe.experts.{expert}.{name}.weight", half
 
 
 def run_torch(module, tokens: np.ndarray):

@@ -20,6 +20,7 @@ PUBLISHED = {
     "llama3_8b_1m": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama32_1b": 1_235_814_400,
+    "mixtral_8x7b": 46_702_792_704,
 }
 
 every_config = pytest.mark.parametrize("name", CONFIGS)
@@ -36,7 +37,8 @@ def parameters(model: ModelConfig) -> int:
         block = matrices + 2 * D * F + biases + 4 * D  # two LayerNorms, scale and bias
         outside = model.max_seq_len * D + 2 * D
     else:
-        block = matrices + 3 * D * F + 2 * D  # two RMSNorms, scale only
+        E = model.experts
+        block = matrices + 3 * D * F * max(E, 1) + D * E + 2 * D  # the router is [D, E]; two RMSNorms, scale only
         outside = D
     return V * D * (1 if model.tied_head else 2) + L * block + outside
 
@@ -45,11 +47,12 @@ def data_parallel(config: Config) -> int:
     """Ways the batch is split; an axis of -1 is resolved for one host of 8 devices."""
     free = -1 in axis_sizes(config.mesh).values()
     ici = resolve(config.mesh, 8 if free else devices_needed(config.mesh))
-    return ici["data"] * ici["fsdp"] * config.mesh.dcn.data * config.mesh.dcn.fsdp
+    dcn = config.mesh.dcn
+    return ici["data"] * ici["fsdp"] * ici["expert"] * dcn.data * dcn.fsdp * dcn.expert
 
 
 def test_the_published_sizes_are_all_there():
-    assert set(CONFIGS) == {*PUBLISHED, "tiny", "shakespeare_char_cpu"}
+    assert set(CONFIGS) == {*PUBLISHED, "tiny", "tiny_moe", "shakespeare_char_cpu"}
 
 
 @every_config
@@ -79,6 +82,13 @@ def test_parameter_count_is_the_published_one(name):
 def test_the_batch_divides(name):
     config = load_config(name)
     assert config.train.batch % (config.train.accumulation * data_parallel(config)) == 0
+
+
+@every_config
+def test_the_experts_divide_over_the_expert_axis(name):
+    config = load_config(name)
+    assert config.model.experts % config.mesh.expert == 0
+    assert config.model.experts > 0 or config.mesh.expert == 1
 
 
 @every_config

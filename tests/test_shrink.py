@@ -129,6 +129,7 @@ def test_every_preset_shrinks_to_what_its_mesh_divides(name: str, mesh: MeshSpec
     assert divides("heads", model.heads) and divides("kv_heads", kv_heads) and divides("mlp", model.mlp)
     assert divides("embed", model.embed) and divides("seq", small.data.seq_len)
     assert divides("residual_seq", small.data.seq_len) and divides("vocab", model.vocab_multiple)
+    assert divides("experts", model.experts) and model.experts <= whole.experts
     assert divides("batch", small.train.batch // small.train.accumulation)
     assert model.heads // kv_heads == whole.heads // (whole.kv_heads or whole.heads)
     assert abs(model.mlp / model.embed / (whole.mlp / whole.embed) - 1) < 0.3
@@ -185,6 +186,23 @@ def test_what_is_turned_off_is_said() -> None:
     assert (small.model.dropout, small.train.accumulation, small.train.batch) == (0.0, 4, 8)
     assert "model.dropout 0.1 -> 0" in notes[1]
     assert notes[2] == "train.accumulation 40 -> 4"
+
+
+@pytest.mark.parametrize(
+    ("experts", "chosen", "mesh", "want"),
+    [(8, 2, {}, 3), (8, 2, {"expert": 2}, 4), (8, 2, {"expert": 8}, 8), (64, 6, {"expert": 4}, 8),
+     (3, 2, {"expert": 2}, 4), (2, 2, {}, 2)],
+)  # fmt: skip
+def test_experts_are_two_a_device_where_that_is_fewer(
+    experts: int, chosen: int, mesh: dict[str, int], want: int
+) -> None:
+    changes = {"model.experts": experts, "model.experts_per_token": chosen, "model.family": "llama"}
+    changes |= {"model.capacity_factor": 1.5, "train.balance_loss": 0.1, "train.router_z_loss": 0.2}
+    small, notes = shrink(override(Config(), changes), MeshSpec(**mesh))
+    assert (small.model.experts, small.model.experts_per_token) == (want, chosen)
+    assert small.model.capacity_factor == want / chosen
+    assert (small.train.balance_loss, small.train.router_z_loss) == (0.1, 0.2)
+    assert notes[-1].startswith(f"model.capacity_factor 1.5 -> {want / chosen}: room for all")
 
 
 def test_packing_and_a_longer_position_table_are_kept() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import plain, step, verify
+from jaxpar import experts, plain, step, verify
 from jaxpar.answers import PLAIN, Answer, Case, parameter_order, random_batch, random_params
 from jaxpar.attention import choose
 from jaxpar.cli import main
@@ -136,6 +136,28 @@ def test_more_devices_than_heads(mesh: tuple[int, int, int], family: str, heads:
     assert says in found.setup.notes[-1]
 
 
+def with_experts(mesh: dict[str, int], **changes: Any) -> Config:
+    changes = {"model.experts": 8, "train.balance_loss": 0.1, "train.router_z_loss": 0.05, "train.batch": 24} | changes
+    sizes = {f"mesh.{axis}": size for axis, size in mesh.items()}
+    return override(config_of((1, 1, 1), "llama", False, False, 1), changes | sizes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ({"expert": 8}, {"model.scan_layers": False}),
+        ({"expert": 2, "fsdp": 2, "tensor": 2}, {"train.accumulation": 3, "data.pack": True}),
+        ({"expert": 2, "context": 2, "data": 2}, {"model.capacity_factor": 1.25, "rules.state_embed": ("data",)}),
+    ],
+    ids=str,
+)
+def test_experts_give_the_gradients_of_one_device(mesh: dict[str, int], changes: dict[str, Any]) -> None:
+    found = verify.verify(with_experts(mesh, **changes), jax.devices())
+    assert found.equal, verdict(found)
+    assert "blocks.router" in [row.name for row in found.checks[0].rows]
+    assert max(row.error for row in found.checks[0].rows) < verify.FLOAT32 / 5
+
+
 def test_a_state_that_is_split_further_leaves_the_gradients_alone() -> None:
     config = override(config_of((2, 2, 2), "gpt2", True, True, 3), {"rules.state_embed": ("fsdp", "data")})
     found = verify.verify(config, jax.devices())
@@ -218,9 +240,12 @@ def ring_that_starts_one_late(grad: jax.Array) -> jax.Array:
 
 
 def one_microbatch_twice(model: Model, params: Any, batch: Any, *rest: Any) -> Any:
-    plan, key, accumulation, z_loss = rest
+    plan, key, accumulation, weights = rest
     again = {name: rows[1::accumulation] for name, rows in batch.items()}
-    once, more = step.gradients(model, params, batch, *rest), step.gradients(model, params, again, plan, key, 1, z_loss)
+    once, more = (
+        step.gradients(model, params, batch, *rest),
+        step.gradients(model, params, again, plan, key, 1, weights),
+    )
     return jax.tree.map(jnp.add, once, more)
 
 
@@ -329,6 +354,41 @@ def test_copied_kv_heads_whose_gradients_are_not_summed_are_caught(monkeypatch: 
         assert row.finding is not None
         assert row.finding.kind == "sum missing"
         assert "copies along tensor differ and add up to the reference" in row.finding.says
+
+
+def test_weights_without_a_gradient_are_caught_at_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the combination: the layers before feel it too, and what lies nearest to the loss is the router."""
+    own = experts._route
+
+    def constant(plan: Plan, *rest: Any) -> Any:
+        weights, *others = own(plan, *rest)
+        return (jax.lax.stop_gradient(weights) if plan.mesh.size > 1 else weights, *others)
+
+    monkeypatch.setattr(experts, "_route", constant)
+    failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).failed
+    assert failed is not None
+    assert failed.loss_ok
+    assert failed.origin == "blocks.router of layer 1"
+    assert not failed.on_one_device
+
+
+def test_answers_of_experts_from_the_wrong_device_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = experts._weighted
+
+    def next_device(rows_and_weights: Any, slots: jax.Array) -> jax.Array:
+        rows, weights = rows_and_weights
+        try:
+            devices = jax.lax.axis_size("expert")
+        except NameError:  # one device
+            return own(rows_and_weights, slots)
+        return own((jnp.roll(rows, rows.shape[2] // devices, axis=2), weights), slots)
+
+    monkeypatch.setattr(experts, "_weighted", next_device)
+    failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).failed
+    assert failed is not None
+    assert not failed.loss_ok
+    assert not failed.on_one_device
+    assert "blocks.router" in [row.name for row in failed.rows if not row.ok]
 
 
 def test_a_doubled_psum_in_one_use_of_a_tied_table_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,60 @@
+"""Matmuls of rows that belong to different experts, on one device: each row times the matrix of its own.
+
+Shapes: E experts, R rows, I and O the dims of a matrix, M buffers that the rows came in.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+_OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+class Groups(NamedTuple):
+    """Rows of the experts of a device, in the order of the experts.
+
+    Attributes:
+      counts: rows of each buffer [buffers, E] for each expert; None = as many for each.
+      experts: how many are here.
+    """
+
+    counts: Array | None
+    experts: int
+
+    def product(self, x_RI: Array, weight_EIO: Array) -> Array:
+        """Each row times the matrix of its expert."""
+        if self.counts is not None:
+            sizes_E = jnp.sum(self.counts, axis=0)
+            return jax.lax.ragged_dot(x_RI, weight_EIO, sizes_E, preferred_element_type=weight_EIO.dtype)
+        x_ERI = x_RI.reshape(self.experts, -1, x_RI.shape[-1])
+        y_ERO = jnp.einsum("ERI,EIO->ERO", x_ERI, weight_EIO, preferred_element_type=weight_EIO.dtype)
+        return y_ERO.reshape(x_RI.shape[0], -1)
+
+    def transposed(self, x_RI: Array, dy_RO: Array) -> Array:
+        """The gradients of the experts' matrices [E, I, O], summed in float32."""
+        float32 = jnp.dtype(jnp.float32)
+        if self.counts is not None:
+            sizes_E = jnp.sum(self.counts, axis=0)
+            return jax.lax.ragged_dot_general(x_RI, dy_RO, sizes_E, _OVER_ROWS, preferred_element_type=float32)
+        x_ERI, dy_ERO = (x.reshape(self.experts, -1, x.shape[-1]) for x in (x_RI, dy_RO))
+        return jnp.einsum("ERI,ERO->EIO", x_ERI, dy_ERO, preferred_element_type=float32)
+
+    def order(self, rows: int) -> Array | None:
+        """Of rows that stand buffer by buffer, the one at each place in the order of the experts, empty ones last;
+        None = they stand so."""
+        if self.counts is None or len(self.counts) == 1:
+            return None
+        ends_ME = jnp.cumsum(self.counts, axis=1)
+        expert_MR = jnp.sum(jnp.arange(rows // len(self.counts))[:, None] >= ends_ME[:, None], axis=-1)
+        return jnp.argsort(expert_MR.reshape(-1), stable=True)
+
+
+def inverse(order: Array) -> Array:
+    """The permutation that undoes one."""
+    return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
