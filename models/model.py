@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 

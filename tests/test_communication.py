@@ -33,6 +33,12 @@ def changed(config: Config, section: str = "", /, rules: Any = None, overlap: An
     return dataclasses.replace(config, rules=rules or config.rules, overlap=overlap or config.overlap)
 
 
+def with_experts(remat: str = "none", capacity_factor: float = 0.0, **more: Any) -> Config:
+    sizes = {"experts": 4, "experts_per_token": 2, "capacity_factor": capacity_factor}
+    config = changed(config_of("llama", remat, **more), "model", **sizes)
+    return changed(config, "train", balance_loss=0.1, router_z_loss=0.1)
+
+
 PLANS = {
     "llama, fsdp": config_of("llama", fsdp=8),
     "llama, data": config_of("llama", data=8),
@@ -103,6 +109,13 @@ PLANS = {
     ),
     "llama, ring attention, kv heads copied, Domino": changed(
         config_of("llama", context=2, tensor=4), overlap=Overlap(domino="on")
+    ),
+    "experts, expert x fsdp x tensor": with_experts(expert=2, fsdp=2, tensor=2),
+    "experts, remat, bfloat16": with_experts("full", compute="bfloat16", expert=4, tensor=2),
+    "experts, unrolled, with a capacity": with_experts("none", 1.0, scan=False, expert=2, fsdp=2, tensor=2),
+    "experts, context, with a capacity, remat": with_experts("full", 1.25, expert=2, context=2, fsdp=2),
+    "experts, Domino, rings": changed(
+        with_experts(expert=2, fsdp=2, tensor=2), overlap=Overlap("ring", "ring", domino="on")
     ),
     "gpt2, ring of the scatter": changed(config_of("gpt2", data=2, tensor=4), overlap=Overlap("xla", "ring")),
 }

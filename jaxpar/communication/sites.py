@@ -1,0 +1,153 @@
+"""The bytes a plan sends in a training step, in closed form: arithmetic on shapes, no tracing and no compiler.
+
+One row for each place where a step's arrays change their layout, derived from the parameters' shapes and logical axes
+and the plan's rules, as the ops of `jaxpar.parallel`, `jaxpar.loss` and `jaxpar.step` write them out. It is to the byte
+what `jaxpar.planned` finds in the traced step: a move that is written twice counts once where both stand in one loop
+body (unrolled blocks that are not recomputed keep what the forward gathered). What XLA moves as it sees fit (norms,
+biases, the gradient's norm) stands in rows that are not `asked` for; their bytes
+are an estimate.
+
+Shapes: B batch, S sequence, D embed, V vocab, L layers; weights [D, *out] (column linears) and [*in, D] (row linears).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from jaxpar.collectives import split_over
+from jaxpar.communication.blocks import attention_rows, linear_rows
+from jaxpar.communication.experts import expert_rows
+from jaxpar.communication.moves import (
+    FLOAT32,
+    Array,
+    Move,
+    Site,
+    Step,
+    gather_moves,
+    gradient_sums,
+    rows_of,
+    stream_gather,
+    sum_moves,
+    weight_gathers,
+)  # fmt: skip
+from jaxpar.config import Config
+from jaxpar.loss import chunk_count
+from jaxpar.parallel import GATHERED, STORED, used_axes
+from jaxpar.sharding import Plan, path_name, state_axes
+
+Sent = dict[tuple[str, frozenset[str]], float]
+
+
+def sites(parameters: Mapping[str, Array], config: Config, plan: Plan) -> list[Site]:
+    """Every move of one training step.
+
+    Args:
+      parameters: of the model, from `arrays`.
+      config: whose batch, accumulation, sequence length and `scan_layers` count.
+      plan: from `jaxpar.step.make_plan`; one on an `AbstractMesh` will do, no device is asked.
+    """
+    embed, head = part_of(parameters, "embed"), part_of(parameters, "head")
+    layers, blocks = one_block(parameters)
+    tables = [array for array in (*head.values(), *embed.values()) if array.axes[0] == "vocab"]
+    train = config.train
+    stream = train.batch // train.accumulation, config.data.seq_len, tables[0].shape[-1]
+    apart = plan.remat == "full" or config.model.scan_layers
+    step = Step(plan, stream, train.accumulation, layers, apart)
+    return [
+        *_lookups(embed, step),
+        *linear_rows(blocks, step),
+        *attention_rows(config.model, step),
+        *expert_rows(blocks, config.model, step),
+        *_loss(tables[0], len(tables) == 1, step),
+        *_left_to_xla("block", blocks, step),
+        *_left_to_xla("head", head, step),
+        *_update(parameters, plan),
+    ]
+
+
+def sent(sites: Iterable[Site]) -> Sent:
+    """Bytes one device sends in a step, by kind of collective and mesh axes; `site.asked` tells what to leave out."""
+    total: Sent = defaultdict(float)
+    for site in sites:
+        total[site.kind, site.axes] += site.sent
+    return dict(total)
+
+
+def arrays(shapes: Any, axes: Any) -> dict[str, Array]:
+    """The arrays of a tree by name: `arrays(model.shapes(), model.axes)`."""
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    names = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return {path_name(path): Array(leaf.shape, axes) for (path, leaf), axes in zip(leaves, names, strict=True)}
+
+
+def part_of(parameters: Mapping[str, Array], part: str) -> dict[str, Array]:
+    """`{"q": ...}` of `{"blocks.q": ..., "embed.tokens": ...}`, for the part `blocks`."""
+    return {name.removeprefix(part + "."): array for name, array in parameters.items() if name.startswith(part + ".")}
+
+
+def one_block(parameters: Mapping[str, Array]) -> tuple[int, dict[str, Array]]:
+    """How many layers there are, and the arrays of one."""
+    stacked = part_of(parameters, "blocks")
+    blocks = {name: Array(array.shape[1:], array.axes[1:]) for name, array in stacked.items()}
+    return next(iter(stacked.values())).shape[0], blocks
+
+
+def _lookups(tables: dict[str, Array], step: Step) -> Iterator[Site]:
+    """A device looks up the rows of a table that it has, and the rest are zeros: sums where rows are split."""
+    plan, stream = step.plan, step.stream
+    for name, table in tables.items():
+        yield from step.rows("embed", f"{name} table", "forward", weight_gathers([table], step))
+        found = sum_moves(stream, plan.mesh_axes(table.axes[0]), GATHERED, STORED, step.width, plan)
+        yield from step.rows("embed", f"rows of {name}", "forward", found)
+    yield from step.rows("embed", "gradient of the stream", "backward", stream_gather(stream, STORED, GATHERED, step))
+    for name, table in tables.items():
+        yield from step.rows("embed", f"gradient of {name}", "backward", gradient_sums([table], step.tokens(), step))
+
+
+def _loss(table: Array, tied: bool, step: Step) -> Iterator[Site]:
+    """The fused head and loss: its backward's sums are made in the forward."""
+    plan, stream, vocab = step.plan, step.stream, step.plan.mesh_axes("vocab")
+    yield from step.rows("loss", "head input", "forward", stream_gather(stream, STORED, GATHERED, step))
+    if not tied:  # else the lookup has gathered it
+        yield from step.rows("loss", "head table", "forward", weight_gathers([table], step))
+    tokens = Array(stream[:2], GATHERED[:2]).entries(plan)
+    chunks = chunk_count(tokens)
+    if vocab:  # largest score, sum of exponentials, label's score
+        scores = Move("all-reduce", vocab, 3 * FLOAT32 * -(-tokens // chunks), chunks)
+        yield from step.rows("loss", "scores of the tokens", "forward", [scores])
+    if step.tokens():
+        yield from step.rows("loss", "sums of the loss", "forward", [Move("all-reduce", step.tokens(), 2 * FLOAT32)])
+    scattered = sum_moves(stream, vocab, GATHERED, STORED, step.width, plan)
+    yield from step.rows("loss", "gradient of head input", "backward", scattered)
+    yield from step.rows("loss", "gradient of head", "backward", gradient_sums([table], step.tokens(), step))
+
+
+def _left_to_xla(scope: str, part: dict[str, Array], step: Step) -> Iterator[Site]:
+    """Norms and biases, which no op moves: gathered where they are used, their gradients summed whole."""
+    vectors = [array for array in part.values() if array.axes == ("embed",) or "embed" not in array.axes]
+    stream = tuple(split_over(STORED, step.plan))
+    gathers = [move for array in vectors for move in gather_moves(array, used_axes(array.axes), FLOAT32, step.plan)]
+    sums = []
+    for array in vectors:
+        over = stream if array.axes == ("embed",) else step.tokens()
+        if over:
+            size = Array(array.shape, used_axes(array.axes)).entries(step.plan) * FLOAT32
+            sums.append(Move("all-reduce", over, size))
+    yield from step.rows(scope, "norms and biases", "forward", gathers, asked=False)
+    yield from step.rows(scope, "gradients of norms and biases", "backward", sums, asked=False)
+
+
+def _update(parameters: Mapping[str, Array], plan: Plan) -> Iterator[Site]:
+    """Where the state is split further than the parameters, these are gathered anew: ZeRO-1."""
+    states = {name: Array(array.shape, state_axes(array.axes)) for name, array in parameters.items()}
+    if plan.mesh_axes("state_embed") != plan.mesh_axes("embed"):
+        moves = [move for name, state in states.items() for move in gather_moves(state, parameters[name].axes, 4, plan)]
+        yield from rows_of(plan, "update", "updated parameters", "update", moves)
+    over = {axis for state in states.values() for axis in split_over(state.axes, plan)}
+    if over:  # at most: one scalar an array
+        norm = Move("all-reduce", tuple(axis for axis in plan.mesh.axis_names if axis in over), 4 * len(states))
+        yield from rows_of(plan, "update", "norm of the gradients", "update", [norm], asked=False)
