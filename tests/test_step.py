@@ -138,24 +138,42 @@ def test_zero1_scatters_gradients_and_gathers_parameters_once() -> None:
     assert sent["all-reduce"] < 100, "the sums of the loss"
 
 
+def plans_of_page(name: str, section: str = "") -> list[Plan]:
+    """The plans of the TOML snippets of a page of the docs, or of one of its sections."""
+    page = (Path(__file__).parent.parent / "docs" / name).read_text(encoding="utf-8")
+    text = page.partition(f"## {section}")[2].partition("\n## ")[0] if section else page
+    snippets = re.findall(r"```toml\n(.+?)```", text, re.DOTALL)
+    return [make_plan(override(parse(text, name), {"train.batch": 16}), jax.devices()) for text in snippets]
+
+
 def test_the_modes_of_the_docs_are_plans() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "sharding.md").read_text(encoding="utf-8")
-    modes = re.findall(r"```toml\n(.+?)```", page.partition("## Modes")[2].partition("\n## ")[0], re.DOTALL)
-    layouts = []
-    for text in modes:
-        plan = make_plan(override(parse(text, "docs/sharding.md"), {"train.batch": 8}), jax.devices())
-        layouts.append((plan.size("embed"), plan.size("state_embed")))
-    assert layouts == [(1, 1), (1, 8), (8, 8), (4, 8)]
+    modes = plans_of_page("sharding.md", "Modes")
+    assert [(plan.size("embed"), plan.size("state_embed")) for plan in modes] == [(1, 1), (1, 8), (8, 8), (4, 8)]
 
 
 def test_the_long_sequences_of_the_docs_are_plans() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "sharding.md").read_text(encoding="utf-8")
-    section = page.partition("## Long sequences")[2].partition("\n## ")[0]
-    layouts = []
-    for text in re.findall(r"```toml\n(.+?)```", section, re.DOTALL):
-        plan = make_plan(override(parse(text, "docs/sharding.md"), {"train.batch": 8}), jax.devices())
-        layouts.append((plan.context.strategy, plan.size("attention_seq"), plan.size("embed")))
+    plans = plans_of_page("sharding.md", "Long sequences")
+    layouts = [(plan.context.strategy, plan.size("attention_seq"), plan.size("embed")) for plan in plans]
     assert layouts == [("ring", 8, 1), ("all_gather", 4, 1), ("ulysses", 4, 8), ("ring", 8, 1)]
+
+
+def test_the_forms_of_overlap_of_the_docs_are_plans() -> None:
+    forms = [
+        (plan.overlap.gather, plan.overlap.scatter, plan.overlap.domino)
+        for plan in plans_of_page("sharding.md", "Overlap")
+    ]
+    assert forms == [("xla", "bidirectional", "off"), ("xla", "xla", "on"), ("auto", "auto", "auto")]
+
+
+def test_the_layouts_to_choose_from_are_plans() -> None:
+    meshes = [
+        {axis: size for axis, size in plan.mesh.shape.items() if size > 1} for plan in plans_of_page("layouts.md")
+    ]
+    assert meshes == [
+        {"data": 8}, {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4},
+        {"fsdp": 2, "tensor": 4}, {"fsdp": 2, "tensor": 4},
+        {"context": 4, "tensor": 2}, {"context": 8}, {"fsdp": 2, "expert": 4},
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
