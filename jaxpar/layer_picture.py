@@ -103,6 +103,9 @@ def _sections(parameters: Mapping[str, Array], sites: Sequence[Site], config: Co
     for part, columns, rows in sublayers(blocks):
         here = [site for site in sites if f"{site.scope}/".startswith(f"block/{part}/")]
         yield sketch.part(part, columns, rows, here)
+    if experts := {name: array for name, array in blocks.items() if array.axes[0] == "experts"}:
+        routers = {name: array for name, array in blocks.items() if array.axes == ("embed", None)}
+        yield sketch.experts(routers, experts, [site for site in sites if site.scope.startswith("block/mlp/")])
     table = next(item for item in (*head.items(), *embed.items()) if item[1].axes[0] == "vocab")
     yield sketch.head(dict([table]), [site for site in sites if site.scope in ("head", "loss")])
     vectors = [site for site in sites if site.scope == "block"]
@@ -153,6 +156,39 @@ class _Sketch(NamedTuple):
         ]
         return _Section(f"{part}, one of {self.layers} layers", rows, self.back(sites))
 
+    def experts(self, routers: dict[str, Array], experts: dict[str, Array], sites: list[Site]) -> _Section:
+        """A router, the way to the experts, their two linears, and the way back."""
+        forward = [site for site in sites if site.phase == "forward"]
+
+        def at(step: str, weights: bool = False) -> list[_Move]:
+            here = [site for site in forward if site.scope == f"block/mlp/{step}"]
+            return self.moves(
+                site for site in here if weights == (site.what.endswith("weights") or site.what == "router")
+            )
+
+        out = {name: array for name, array in experts.items() if array.axes[-1] == "embed"}
+        into = {name: array for name, array in experts.items() if name not in out}
+        sent = [site for site in forward if site.scope == "block/mlp/dispatch"]
+        buffers = [
+            _Drawn(
+                (f"rows for the experts, {bytes_text(site.bytes)}", "on each device, zeros where empty"), _ACTIVATION
+            )
+            for site in sent
+        ]
+        rows = [
+            _Row("norm"),
+            _Row("route", (*self.weights(routers), *at("router", weights=True))),
+            *(_Row(thing) for thing in (*at("router"), *buffers, *at("dispatch"))),
+            *(_Row(move) for move in at("experts") if move.kind == "all-gather"),
+            _Row("matmul, expert by expert", (*self.weights(into), *at("experts", weights=True))),
+            _Row("matmul, expert by expert", tuple(self.weights(out))),
+            *(_Row(move) for move in at("experts") if move.kind != "all-gather"),
+            *(_Row(move) for move in at("combine")),
+            _Row("weigh and add"),
+            _Row(self.residual()),
+        ]
+        return _Section(f"experts, one of {self.layers} layers", rows, self.back(sites))
+
     def head(self, table: dict[str, Array], sites: list[Site]) -> _Section:
         forward = [site for site in sites if site.phase == "forward" and site.asked]
         known = ["head input", "head table"]
@@ -195,9 +231,10 @@ class _Sketch(NamedTuple):
         return _Drawn((f"{name} {list(array.shape)}, {size}", split), color)
 
     def dim(self, axis: LogicalAxis | None, place: int) -> str:
-        """`seq / tensor=4`: a dim, and the mesh axes it is cut over. Without a logical axis are rows, or features."""
+        """`seq / tensor=4`: a dim, and the mesh axes it is cut over. Without a logical axis are a table's rows, a
+        router's experts, the stream's features."""
         over = " ".join(f"{mesh_axis}={self.plan.mesh.shape[mesh_axis]}" for mesh_axis in self.plan.mesh_axes(axis))
-        name = (axis or ("embed" if place else "rows")).removeprefix("residual_")
+        name = (axis or ("rows", "experts", "embed")[place]).removeprefix("residual_")
         return f"{name} / {over}" if over else name
 
     def moves(self, sites: Iterable[Site]) -> list[_Move]:

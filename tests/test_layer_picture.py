@@ -26,7 +26,9 @@ from jaxpar.step import make_plan
 pytestmark = pytest.mark.quick
 
 HSDP = ShardingRules(state_embed=("fsdp", "data"))
+EXPERTS = config_of("llama", "full", expert=2, fsdp=2, tensor=2)
 PLANS = {
+    "experts": dataclasses.replace(EXPERTS, model=dataclasses.replace(EXPERTS.model, experts=4)),
     "one device": config_of("gpt2"),
     "llama, fsdp x tensor, remat": config_of("llama", "full", compute="bfloat16", fsdp=4, tensor=2),
     "llama, rings, accumulation": dataclasses.replace(
