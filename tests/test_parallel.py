@@ -131,7 +131,8 @@ COPIED = {
     "data2.tensor4": (MeshSpec(data=2, tensor=4), ShardingRules(kv_heads=()), 12, 6),
     "fsdp2.context2.tensor2": (MeshSpec(fsdp=2, context=2, tensor=2), ShardingRules(kv_heads=()), 4, 1),
     "expert2.tensor4": (
-        MeshSpec(expert=2, tensor=4), ShardingRules(heads=("expert", "tensor"), kv_heads=("expert",)), 8, 2
+        MeshSpec(expert=2, tensor=4),
+        ShardingRules(batch=("data",), heads=("expert", "tensor"), kv_heads=("expert",)), 8, 2
     ),
     "fsdp2.data2.tensor2, zero-1": (
         MeshSpec(fsdp=2, data=2, tensor=2), ShardingRules(kv_heads=(), state_embed=("fsdp", "data")), 2, 1

@@ -143,12 +143,19 @@ def plans_of_page(name: str, section: str = "") -> list[Plan]:
     page = (Path(__file__).parent.parent / "docs" / name).read_text(encoding="utf-8")
     text = page.partition(f"## {section}")[2].partition("\n## ")[0] if section else page
     snippets = re.findall(r"```toml\n(.+?)```", text, re.DOTALL)
-    return [make_plan(override(parse(text, name), {"train.batch": 16}), jax.devices()) for text in snippets]
+    configs = [override(parse(text, name), {"train.batch": 16}) for text in snippets]
+    return [make_plan(config, jax.devices()[: devices_needed(config.mesh)]) for config in configs]
 
 
 def test_the_modes_of_the_docs_are_plans() -> None:
     modes = plans_of_page("sharding.md", "Modes")
-    assert [(plan.size("embed"), plan.size("state_embed")) for plan in modes] == [(1, 1), (1, 8), (8, 8), (4, 8)]
+    assert [(plan.size("embed"), plan.size("state_embed")) for plan in modes] == [
+        (1, 1),
+        (1, 8),
+        (8, 8),
+        (4, 8),
+        (4, 4),
+    ]
 
 
 def test_the_long_sequences_of_the_docs_are_plans() -> None:
