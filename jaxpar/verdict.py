@@ -95,6 +95,8 @@ def as_json(found: Verification) -> dict[str, Any]:
         "seq_len": found.setup.config.data.seq_len,
         "packed": found.setup.config.data.pack,
         "remat": found.setup.config.memory.policy,
+        "overlap": dataclasses.asdict(found.setup.config.overlap),
+        "context": found.setup.config.context.strategy,
         "jax": jax.__version__,
         "seconds": round(found.seconds, 2),
         "checks": [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -34,9 +33,6 @@ from jaxpar.models import FAMILIES, Model
 from jaxpar.sharding import Overlap, Plan, path_name
 from jaxpar.shrink import total_sizes
 from jaxpar.verdict import as_json, verdict
-
-MESHES = [(d, f, 8 // (d * f)) for d, f in itertools.product((1, 2, 4, 8), repeat=2) if d * f <= 8]
-KINDS = list(itertools.product(("gpt2", "llama"), (True, False), (False, True), (1, 3)))
 
 
 def config_of(
@@ -174,39 +170,6 @@ def test_bfloat16_is_as_far_from_float32_as_on_one_device() -> None:
     for exact, rounded in zip(float32.rows, bfloat16.rows, strict=True):
         assert 1e-3 < rounded.error < rounded.tolerance < 0.1
         assert exact.error < 1e-3 * rounded.error
-
-
-@pytest.mark.slow
-def test_the_table_of_every_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints the table of docs/verify.md: largest float32 error / largest share of the bfloat16 tolerance."""
-    lines = ["| data x fsdp x tensor | " + " | ".join(_short(*kind) for kind in KINDS) + " |"]
-    lines.append("|---" * (len(KINDS) + 1) + "|")
-    different = []
-    for mesh in MESHES:
-        cells = [" x ".join(map(str, mesh))]
-        for kind in KINDS:
-            config = override(config_of(mesh, *kind), {"precision.compute": "bfloat16"})
-            found = verify.verify(config, jax.devices())
-            cells.append(_cell(found))
-            if not found.equal:
-                different.append(f"{mesh} {kind}: {verdict(found)}")
-        lines.append("| " + " | ".join(cells) + " |")
-        with capsys.disabled():
-            print("\n".join(["", *lines] if mesh == MESHES[0] else lines[-1:]), flush=True)
-    assert not different, "\n".join(different)
-    assert len(lines) == 2 + 10
-
-
-def _short(family: str, tied: bool, packed: bool, accumulation: int) -> str:
-    return f"{family} {'tied' if tied else 'untied'}{' packed' if packed else ''} a{accumulation}"
-
-
-def _cell(found: verify.Verification) -> str:
-    if not found.equal:
-        return "DIFFERS"
-    float32, bfloat16 = found.checks
-    share = max(row.error / row.tolerance for row in bfloat16.rows)
-    return f"{max(row.error for row in float32.rows):.0e} / {share:.2f}"
 
 
 # Six planted faults.
