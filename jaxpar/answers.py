@@ -20,12 +20,12 @@ import numpy as np
 from flax import nnx
 
 from jaxpar import plain, step
+from jaxpar.batches import TOKENS
 from jaxpar.config import Config, ModelConfig, PrecisionConfig
 from jaxpar.loss import LossSums
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.models import FAMILIES, Model, Params
 from jaxpar.models import model as model_module
-from jaxpar.parallel import TOKENS
 from jaxpar.sharding import Plan, path_name, replicated, tree_shardings
 from jaxpar.xla import compiler_options
 

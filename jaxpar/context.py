@@ -5,7 +5,7 @@ Three strategies. `ring` sends keys and values round the devices, and merges wha
 the split of the sequence for a split of the heads (Jacobs et al. 2023, arXiv:2309.14509).
 
 The first two keep tokens in zigzag order, so that every device has the same work: see `jaxpar.zigzag`;
-`parallel.in_order` puts a batch in that order. A strategy runs inside `manual`, on local arrays.
+`batches.in_order` puts a batch in that order. A strategy runs inside `manual`, on local arrays.
 
 Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H heads, K kv heads, G query heads per kv
 head, h head_dim; a leading 2 counts a device's chunks, the early one first.

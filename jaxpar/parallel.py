@@ -13,7 +13,7 @@ input and output dims of a linear.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,22 +24,16 @@ from jaxtyping import Array, Float, Int
 from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
 from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxpar.collectives import further_split, gather, manual, own_piece, reduce, split_over
-from jaxpar.context import check_chunks, check_split, split_attention
+from jaxpar.context import check_split, split_attention
 from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import Form, LogicalAxis, Move, Plan, beside, copying, state_axes
-from jaxpar.zigzag import chunk_order, inverse, reordered
 
-__all__ = [
-    "attention", "column_linear", "dropout", "halves", "in_natural_order", "in_order", "logits", "lookup", "row_linear",
-    "whole_batch",
-]  # fmt: skip
+__all__ = ["attention", "column_linear", "dropout", "logits", "lookup", "row_linear"]
 
 _Axes = tuple[LogicalAxis | None, ...]
 STORED: _Axes = ("batch", "residual_seq", None)
 GATHERED: _Axes = ("batch", "seq", None)
 ATTENDED: _Axes = ("batch", "attention_seq", None)
-TOKENS: _Axes = ("batch", None)
-"""Arrays of a batch, one entry a token."""
 
 
 class _Site(NamedTuple):
@@ -375,28 +369,6 @@ def attention(
         return plan.constrain(out_BSHh, heads)
 
 
-def in_order(batch: Mapping[str, Int[Array, "B S"]], plan: Plan) -> dict[str, Int[Array, "B S"]]:
-    """A batch with its tokens in the order in which the plan splits the sequence; `positions` says where they stood.
-
-    Args:
-      batch: int arrays [B, S], each sequence whole on every device; `positions` are made where there are none.
-      plan: mesh, rules and strategy.
-    """
-    tokens_BS, order = batch["tokens"], chunk_order(plan)
-    positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
-    batch = {"positions": positions_BS, **batch}
-    if len(order) == 1:
-        return batch
-    check_chunks(plan, tokens_BS.shape[1])
-    return {name: plan.constrain(reordered(x, order, 1), ("batch", None)) for name, x in batch.items()}
-
-
-def in_natural_order(x_BSV: Float[Array, "B S V"], plan: Plan) -> Float[Array, "B S V"]:
-    """What a model made of a batch `in_order`, its tokens as they were."""
-    order = chunk_order(plan)
-    return x_BSV if len(order) == 1 else reordered(x_BSV, inverse(order), 1)
-
-
 def attention_choice(plan: Plan, seq_len: int, head_dim: int, dropping: bool) -> tuple[str, str]:
     """Which implementation `attention` takes under this plan, and why not a faster one; see `attention.choose`."""
     if plan.size("attention_seq") > 1:
@@ -407,26 +379,6 @@ def attention_choice(plan: Plan, seq_len: int, head_dim: int, dropping: bool) ->
     if plan.size("head_dim") > 1:
         layout = "heads are split inside"
     return choose(plan.mesh.devices.flat[0].platform, seq_len, head_dim, dropping, layout)
-
-
-def halves(x: Array | None, axes: _Axes, plan: Plan) -> tuple[Any, ...]:
-    """What a block runs on, one after the other: the array, or under Domino two halves of each device's sequences.
-
-    Args:
-      x: array [B, ...], or None.
-      axes: its layout.
-      plan: mesh and rules, and whether Domino is on.
-    """
-    if x is None or plan.overlap.parts == 1:
-        return (x,) * plan.overlap.parts
-    return manual(lambda x: tuple(jnp.split(x, 2)), plan, (axes,), (axes, axes))(x)
-
-
-def whole_batch(parts: tuple[Array, ...], axes: _Axes, plan: Plan) -> Array:
-    """The inverse of `halves`."""
-    if len(parts) == 1:
-        return parts[0]
-    return manual(lambda *parts: jnp.concatenate(parts), plan, (axes,) * len(parts), axes)(*parts)
 
 
 def logits(

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxpar.batches import TOKENS
 from jaxpar.collectives import further_split, gather, manual
 from jaxpar.config import Config, TrainConfig
 from jaxpar.context import check_split
@@ -23,7 +24,7 @@ from jaxpar.loss import LossSums, LossWeights
 from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
 from jaxpar.optim import learning_rate, make_optimizer
-from jaxpar.parallel import ATTENDED, GATHERED, STORED, TOKENS, overlap_notes
+from jaxpar.parallel import ATTENDED, GATHERED, STORED, overlap_notes
 from jaxpar.sharding import Plan, ShardingRules, fit_heads, local_rows, replicated, state_axes, tree_shardings
 from jaxpar.xla import compiler_options
 

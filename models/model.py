@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxpar.batches import TOKENS, halves, in_natural_order, in_order, whole_batch
 from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError, nearest
 from jaxpar.experts import RouterSums
 from jaxpar.loss import LossSums, LossWeights, linear_cross_entropy
 from jaxpar.models import gpt2, llama
-from jaxpar.parallel import STORED, TOKENS, halves, in_natural_order, in_order, logits, whole_batch
+from jaxpar.parallel import STORED, logits
 from jaxpar.remat import remat
 from jaxpar.sharding import Plan
 

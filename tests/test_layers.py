@@ -20,7 +20,7 @@ LAYERS = {
     "bench_rehearse play auto bench_overlap",
     4: "data tokenizer checkpoint optim metrics report picture layer_picture doctor rehearsal diagnose shrink",
     3: "models",
-    2: "parallel experts loss plain communication",
+    2: "parallel experts batches loss plain communication",
     1: "remat hlo network planned attention local_attention ring_attention zigzag collectives collective_matmul "
     "context grouped",
     0: "errors config mesh sharding hardware runtime targets xla meshes configs",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar import context, parallel, ring_attention, verify
+from jaxpar import batches, context, ring_attention, verify
 from jaxpar.answers import parameter_order
 from jaxpar.config import Config, override
 from jaxpar.local_attention import Block, Pair, attend
@@ -68,7 +68,7 @@ def failed_with(monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: An
 
 def test_positions_that_stay_behind_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are put in zigzag order, and are rotated as if each stood where it is put."""
-    own = parallel.in_order
+    own = batches.in_order
 
     def left_behind(batch: Any, plan: Any) -> Any:
         positions = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)
