@@ -39,7 +39,7 @@ test-all: lint
 
 # What `make test` leaves out.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n auto -m slow
 
 # Where pyenv manages the interpreters, it is told which one.
 on = PYENV_VERSION=$$(pyenv latest $(1) 2>/dev/null) $(MAKE) VENV=.venv-$(1) PYTHON=python$(1) test-quick
