@@ -19,7 +19,7 @@ from jaxpar.hlo.parse import Frame, Instruction, Module, words
 from jaxpar.hlo.tasks import Phase, Place
 
 PackageDirs = Sequence[tuple[str, str]]
-"""(directory, name shown) pairs, the most telling first: ("/work/models", "models")."""
+"""(directory, name shown) pairs, the most telling first: ("/home/me/jaxpar/models", "models")."""
 
 _WRAPPERS = words(
     "while body cond closed_call eval_jaxpr checkpoint rematted_computation remat custom_vjp_call custom_jvp_call"
