@@ -114,7 +114,8 @@ def chunked(
 
 
 def _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, key, rows, window):
-    q_BKGSh, k_BKSh, v_BKSh = _grouped(q_BSHh, k_BSKh), k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
+    K, k_BKSh, v_BKSh = k_BSKh.shape[2], k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
+    q_BKGSh = grouped(q_BSHh, K)
     outs, lses = [], []
     for chunk, tiles in _tiles(q_BSHh.shape[1], rows, window):
         scores = [_scores(q_BKGSh, k_BKSh, segments_BS, chunk, tile, window) for tile in tiles]
@@ -127,18 +128,19 @@ def _chunked_forward(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, key, rows, windo
             weights = jnp.exp(tile_scores - most_BKGR1)
             total += jnp.sum(weights, axis=-1, keepdims=True)
             weights = _dropped(weights, rate, kept, tile).astype(v_BSKh.dtype)
-            out += _product("BKGRC,BKCh->BKGRh", weights, v_BKSh[:, :, tile])
+            out += product("BKGRC,BKCh->BKGRh", weights, v_BKSh[:, :, tile])
         outs.append((out / total).astype(v_BSKh.dtype))
         lses.append(most_BKGR1 + jnp.log(total))
-    out_BSHh = _ungrouped(jnp.concatenate(outs, axis=3))
+    out_BSHh = ungrouped(jnp.concatenate(outs, axis=3))
     return out_BSHh, (q_BSHh, k_BSKh, v_BSKh, segments_BS, key, out_BSHh, jnp.concatenate(lses, axis=3))
 
 
 def _chunked_backward(rate, rows, window, residuals, dout_BSHh):
     q_BSHh, k_BSKh, v_BSKh, segments_BS, key, out_BSHh, lse_BKGS1 = residuals
-    q_BKGSh, k_BKSh, v_BKSh = _grouped(q_BSHh, k_BSKh), k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
+    K, k_BKSh, v_BKSh = k_BSKh.shape[2], k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
+    q_BKGSh = grouped(q_BSHh, K)
     delta_BSH1 = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1, keepdims=True)
-    delta_BKGS1, dout_BKGSh = _grouped(delta_BSH1, k_BSKh), _grouped(dout_BSHh, k_BSKh).astype(v_BSKh.dtype)
+    delta_BKGS1, dout_BKGSh = grouped(delta_BSH1, K), grouped(dout_BSHh, K).astype(v_BSKh.dtype)
     dqs, dk_BKSh, dv_BKSh = [], jnp.zeros(k_BKSh.shape, jnp.float32), jnp.zeros(v_BKSh.shape, jnp.float32)
     for chunk, tiles in _tiles(q_BSHh.shape[1], rows, window):
         dq: Any = 0.0
@@ -146,15 +148,15 @@ def _chunked_backward(rate, rows, window, residuals, dout_BSHh):
         kept = _kept(_tile_shape(q_BKGSh, chunk), rate, key, chunk.start)
         for tile in tiles:
             weights = jnp.exp(_scores(q_BKGSh, k_BKSh, segments_BS, chunk, tile, window) - lse_BKGS1[:, :, :, chunk])
-            dweights = _dropped(_product("BKGRh,BKCh->BKGRC", dout_BKGRh, v_BKSh[:, :, tile]), rate, kept, tile)
+            dweights = _dropped(product("BKGRh,BKCh->BKGRC", dout_BKGRh, v_BKSh[:, :, tile]), rate, kept, tile)
             dscores = (weights * (dweights - delta_BKGS1[:, :, :, chunk])).astype(k_BSKh.dtype)
             weights = _dropped(weights, rate, kept, tile).astype(v_BSKh.dtype)
-            dq += _product("BKGRC,BKCh->BKGRh", dscores, k_BKSh[:, :, tile])
-            dk_BKSh = dk_BKSh.at[:, :, tile].add(_product("BKGRC,BKGRh->BKCh", dscores, q_BKGRh))
-            dv_BKSh = dv_BKSh.at[:, :, tile].add(_product("BKGRC,BKGRh->BKCh", weights, dout_BKGRh))
-        dqs.append((dq * _scale(q_BSHh)).astype(q_BSHh.dtype))
-    dq_BSHh = _ungrouped(jnp.concatenate(dqs, axis=3))
-    dk_BSKh = (dk_BKSh * _scale(q_BSHh)).swapaxes(1, 2).astype(k_BSKh.dtype)
+            dq += product("BKGRC,BKCh->BKGRh", dscores, k_BKSh[:, :, tile])
+            dk_BKSh = dk_BKSh.at[:, :, tile].add(product("BKGRC,BKGRh->BKCh", dscores, q_BKGRh))
+            dv_BKSh = dv_BKSh.at[:, :, tile].add(product("BKGRC,BKGRh->BKCh", weights, dout_BKGRh))
+        dqs.append((dq * scale(q_BSHh)).astype(q_BSHh.dtype))
+    dq_BSHh = ungrouped(jnp.concatenate(dqs, axis=3))
+    dk_BSKh = (dk_BKSh * scale(q_BSHh)).swapaxes(1, 2).astype(k_BSKh.dtype)
     dv_BSKh = dv_BKSh.swapaxes(1, 2).astype(v_BSKh.dtype)
     return dq_BSHh, dk_BSKh, dv_BSKh, None, None
 
@@ -200,7 +202,7 @@ def _scores(
     q_BKGSh: Array, k_BKSh: Array, segments_BS: Array | None, chunk: slice, tile: slice, window: int = 0
 ) -> Array:
     """Scaled float32 scores of one tile, what may not be seen masked out."""
-    scores = _product("BKGRh,BKCh->BKGRC", q_BKGSh[:, :, :, chunk], k_BKSh[:, :, tile]) * _scale(q_BKGSh)
+    scores = product("BKGRh,BKCh->BKGRC", q_BKGSh[:, :, :, chunk], k_BKSh[:, :, tile]) * scale(q_BKGSh)
     visible = None
     if chunk == tile or (window and chunk.stop - tile.start > window):
         visible = _visible(chunk, tile, window)
@@ -210,23 +212,22 @@ def _scores(
     return scores if visible is None else jnp.where(visible, scores, MASKED)
 
 
-def _scale(x: Array) -> float:
+def scale(x: Array) -> float:
     return 1 / math.sqrt(x.shape[-1])
 
 
-def _product(subscripts: str, a: Array, b: Array) -> Array:
+def product(subscripts: str, a: Array, b: Array) -> Array:
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
-def _grouped(x_BSHh: Array, k_BSKh: Array) -> Array:
+def grouped(x_BSHh: Array, K: int) -> Array:
     """[B, S, H, h] as [B, K, G, S, h]."""
     B, S, H, h = x_BSHh.shape
-    K = k_BSKh.shape[2]
     return x_BSHh.reshape(B, S, K, H // K, h).transpose(0, 2, 3, 1, 4)
 
 
-def _ungrouped(x_BKGSh: Array) -> Array:
-    """The inverse of `_grouped`."""
+def ungrouped(x_BKGSh: Array) -> Array:
+    """The inverse of `grouped`."""
     B, K, G, S, h = x_BKGSh.shape
     return x_BKGSh.transpose(0, 3, 1, 2, 4).reshape(B, S, K * G, h)
 
@@ -260,7 +261,7 @@ def splash(
         return out_HSh
 
     # The kernel does not scale. In float32, because the scale itself may not fit the dtype.
-    q_BHSh = (q_BSHh.swapaxes(1, 2).astype(jnp.float32) * _scale(q_BSHh)).astype(q_BSHh.dtype)
+    q_BHSh = (q_BSHh.swapaxes(1, 2).astype(jnp.float32) * scale(q_BSHh)).astype(q_BSHh.dtype)
     out_BHSh = jax.vmap(of_sequence)(q_BHSh, k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2), segments_BS)
     return out_BHSh.swapaxes(1, 2)
 

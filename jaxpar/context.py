@@ -22,12 +22,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar import ring_attention
+from jaxpar.attention import grouped, ungrouped
 from jaxpar.collectives import further_split, gather, manual, reduce
 from jaxpar.errors import UserError
 from jaxpar.local_attention import Block, Pair, attend, attend_backward
 from jaxpar.mesh import describe, largest_divisor
 from jaxpar.sharding import LogicalAxis, Plan, beside
-from jaxpar.zigzag import Work, chunk_order, halves, inverse, own_chunks, reordered
+from jaxpar.zigzag import Work, chunk_order, inverse, own_chunks, reordered, stacked
 
 _Axes = tuple[LogicalAxis | None, ...]
 _Q: _Axes = ("batch", "attention_seq", "heads", None)
@@ -119,10 +120,10 @@ def split_attention(
 def _forward(plan, window, q_BSHh, k_BSKh, v_BSKh, segments_BS):
     def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None) -> tuple[Array, Array]:
         work, (forward, _) = Work(plan, window, segments_BT), _STRATEGIES[plan.context.strategy]
-        q_BKGSh, k_BKSh, v_BKSh = _grouped(q_BSHh, k_BSKh.shape[2]), k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
+        q_BKGSh, k_BKSh, v_BKSh = grouped(q_BSHh, k_BSKh.shape[2]), k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
         out_BKGSh, lse_BKGS = forward(q_BKGSh, k_BKSh, v_BKSh, work)
         B, S = lse_BKGS.shape[0], lse_BKGS.shape[3]
-        return _ungrouped(out_BKGSh).astype(v_BSKh.dtype), lse_BKGS.reshape(B, 1, -1, S)
+        return ungrouped(out_BKGSh).astype(v_BSKh.dtype), lse_BKGS.reshape(B, 1, -1, S)
 
     kv = _kv_axes(plan)
     layouts, outs = (_Q, kv, kv, _segment_axes(segments_BS)), (_Q, _LSE)
@@ -142,10 +143,10 @@ def _backward(plan, window, residuals, dout_BSHh):
         work, (_, backward) = Work(plan, window, segments_BT), _STRATEGIES[plan.context.strategy]
         K, k_BKSh, v_BKSh = k_BSKh.shape[2], k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
         delta_BSH1 = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1, keepdims=True)
-        dout_BKGSh, delta_BKGS = _grouped(dout_BSHh.astype(v_BSKh.dtype), K), _grouped(delta_BSH1, K)[..., 0]
-        dq, dk, dv = backward(_grouped(q_BSHh, K), k_BKSh, v_BKSh, dout_BKGSh, lse[:, 0], delta_BKGS, work)
+        dout_BKGSh, delta_BKGS = grouped(dout_BSHh.astype(v_BSKh.dtype), K), grouped(delta_BSH1, K)[..., 0]
+        dq, dk, dv = backward(grouped(q_BSHh, K), k_BKSh, v_BKSh, dout_BKGSh, lse[:, 0], delta_BKGS, work)
         dk_BSKh, dv_BSKh = dk.swapaxes(1, 2), dv.swapaxes(1, 2)
-        return _ungrouped(dq).astype(q_BSHh.dtype), dk_BSKh.astype(k_BSKh.dtype), dv_BSKh.astype(v_BSKh.dtype)
+        return ungrouped(dq).astype(q_BSHh.dtype), dk_BSKh.astype(k_BSKh.dtype), dv_BSKh.astype(v_BSKh.dtype)
 
     kv = _kv_axes(plan)
     layouts = (_Q, kv, kv, _segment_axes(segments_BS), _Q, _LSE, _Q)
@@ -164,18 +165,6 @@ def _segment_axes(segments_BS: Array | None) -> Any:
 
 def _kv_axes(plan: Plan) -> _Axes:
     return ("batch", "attention_seq", beside("kv_heads", plan), None)
-
-
-def _grouped(x_BSHh: Array, K: int) -> Array:
-    """[B, S, H, h] as [B, K, G, S, h]."""
-    B, S, H, h = x_BSHh.shape
-    return x_BSHh.reshape(B, S, K, H // K, h).transpose(0, 2, 3, 1, 4)
-
-
-def _ungrouped(x_BKGSh: Array) -> Array:
-    """The inverse of `_grouped`."""
-    B, K, G, S, h = x_BKGSh.shape
-    return x_BKGSh.transpose(0, 3, 1, 2, 4).reshape(B, S, K * G, h)
 
 
 def needed_kv_heads(first: Any, heads: int, group: int) -> Array:
@@ -198,7 +187,7 @@ def _gather_forward(q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, work: Work) ->
     k_BKTh, v_BKTh = (_natural(gather(x, _GROUPED, _WHOLE, work.plan), work, 2) for x in (k_BKSh, v_BKSh))
     pairs = [
         attend(q, k_BKTh[:, :, :T], v_BKTh[:, :, :T], block)
-        for q, (T, block) in zip(halves(q_BKGSh, 3), _against_all(work, k_BKSh), strict=True)
+        for q, (T, block) in zip(stacked(q_BKGSh, 3), _against_all(work, k_BKSh), strict=True)
     ]
     return jnp.concatenate([out for out, _ in pairs], axis=3), jnp.concatenate([lse for _, lse in pairs], axis=3)
 
@@ -207,7 +196,7 @@ def _gather_backward(
     q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, dout_BKGSh: Array, lse_BHS: Array, delta_BKGS: Array, work: Work
 ) -> tuple[Array, Array, Array]:
     k_BKTh, v_BKTh = (_natural(gather(x, _GROUPED, _WHOLE, work.plan), work, 2) for x in (k_BKSh, v_BKSh))
-    of_rows = [halves(x, 3) for x in (q_BKGSh, dout_BKGSh, lse_BHS.reshape(delta_BKGS.shape), delta_BKGS)]
+    of_rows = [stacked(x, 3) for x in (q_BKGSh, dout_BKGSh, lse_BHS.reshape(delta_BKGS.shape), delta_BKGS)]
     dqs, dk, dv = [], jnp.zeros(k_BKTh.shape, jnp.float32), jnp.zeros(v_BKTh.shape, jnp.float32)
     for half, (T, block) in enumerate(_against_all(work, k_BKSh)):
         q, dout, lse, delta = (x[half] for x in of_rows)

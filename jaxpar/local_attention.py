@@ -10,7 +10,6 @@ h head_dim.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxpar.attention import MASKED
+from jaxpar.attention import MASKED, product, scale
 
 ROWS, COLUMNS = 512, 1024  # of a tile, at most
 _FLOOR = MASKED / 2  # below any score and above what is masked: exp(MASKED - _FLOOR) is exactly 0
@@ -56,10 +55,10 @@ def attend(
     def visit(state: tuple[Array, ...], at: _Tile) -> tuple[Array, ...]:
         def seen() -> tuple[Array, ...]:
             k_BKch, v_BKch = at.columns_of(k_BKCh), at.columns_of(v_BKCh)
-            scores = at.mask(_product("BKGrh,BKch->BKGrc", at.rows_of(q_BKGRh), k_BKch) * _scale(q_BKGRh))
+            scores = at.mask(product("BKGrh,BKch->BKGrc", at.rows_of(q_BKGRh), k_BKch) * scale(q_BKGRh))
             highest = jnp.maximum(most, jnp.max(scores, axis=-1))
             weights, kept = jnp.exp(scores - highest[..., None]), jnp.exp(most - highest)
-            added = _product("BKGrc,BKch->BKGrh", weights.astype(v_BKch.dtype), v_BKch)
+            added = product("BKGrc,BKch->BKGrh", weights.astype(v_BKch.dtype), v_BKch)
             return out * kept[..., None] + added, highest, total * kept + jnp.sum(weights, axis=-1)
 
         out, most, total = old = tuple(at.rows_of(x) for x in state)
@@ -108,14 +107,14 @@ def attend_backward(
         def seen() -> tuple[Array, ...]:
             q_BKGrh, dout_BKGrh = at.rows_of(q_BKGRh), at.rows_of(dout_BKGRh)
             k_BKch, v_BKch = at.columns_of(k_BKCh), at.columns_of(v_BKCh)
-            scores = at.mask(_product("BKGrh,BKch->BKGrc", q_BKGrh, k_BKch) * _scale(q_BKGRh))
+            scores = at.mask(product("BKGrh,BKch->BKGrc", q_BKGrh, k_BKch) * scale(q_BKGRh))
             weights = jnp.exp(scores - at.rows_of(lse_BKGR)[..., None])
-            dweights = _product("BKGrh,BKch->BKGrc", dout_BKGrh, v_BKch)
+            dweights = product("BKGrh,BKch->BKGrc", dout_BKGrh, v_BKch)
             dscores = (weights * (dweights - at.rows_of(delta_BKGR)[..., None])).astype(k_BKch.dtype)
             return (
-                dq + _product("BKGrc,BKch->BKGrh", dscores, k_BKch),
-                dk + _product("BKGrc,BKGrh->BKch", dscores, q_BKGrh),
-                dv + _product("BKGrc,BKGrh->BKch", weights.astype(v_BKch.dtype), dout_BKGrh),
+                dq + product("BKGrc,BKch->BKGrh", dscores, k_BKch),
+                dk + product("BKGrc,BKGrh->BKch", dscores, q_BKGrh),
+                dv + product("BKGrc,BKGrh->BKch", weights.astype(v_BKch.dtype), dout_BKGrh),
             )
 
         dq, dk, dv = old = at.rows_of(state[0]), at.columns_of(state[1]), at.columns_of(state[2])
@@ -124,8 +123,8 @@ def attend_backward(
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_BKGRh, k_BKCh, v_BKCh))
     dq, dk, dv = tiles.visit_all(visit, zeros)
-    scale = _scale(q_BKGRh)
-    return tiles.rows_only(dq) * scale, tiles.columns_only(dk) * scale, tiles.columns_only(dv)
+    factor = scale(q_BKGRh)
+    return tiles.rows_only(dq) * factor, tiles.columns_only(dk) * factor, tiles.columns_only(dv)
 
 
 class _Tiles:
@@ -256,11 +255,3 @@ def _even(size: int, most: int) -> int:
 def _padded(x: Array, dim: int, multiple: int) -> Array:
     missing = -x.shape[dim] % multiple
     return jnp.pad(x, [(0, missing if i == dim else 0) for i in range(x.ndim)]) if missing else x
-
-
-def _scale(x: Array) -> float:
-    return 1 / math.sqrt(x.shape[-1])
-
-
-def _product(subscripts: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)

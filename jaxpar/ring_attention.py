@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxpar.local_attention import Block, Pair, attend, attend_backward, merge
-from jaxpar.zigzag import Work, halves, joined, own_chunks
+from jaxpar.zigzag import Work, joined, own_chunks, stacked
 
 UNROLLED = 8  # devices up to which every step of the ring is written out; beyond, the steps in the middle are a loop
 
@@ -55,7 +55,7 @@ def backward(
     keys are on their way, the full pair while the sums come home.
     """
     q, kv, early, late = *_halved(work, q_BKGSh, k_BKSh, v_BKSh), *own_chunks(work)
-    dout, lse, delta = (halves(x, 3) for x in (dout_BKGSh, lse_BHS.reshape(delta_BKGS.shape), delta_BKGS))
+    dout, lse, delta = (stacked(x, 3) for x in (dout_BKGSh, lse_BHS.reshape(delta_BKGS.shape), delta_BKGS))
     C = q.shape[4]
 
     def tile(sums: Any, q_half: Any, kv: Any, kv_half: Any, block: Block) -> Any:
@@ -127,4 +127,4 @@ def _visible(work: Work, hops: Any) -> Sequence[tuple[Any, Any, Any, Any]]:
 
 
 def _halved(work: Work, q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array) -> tuple[Array, tuple[Array, Array]]:
-    return halves(q_BKGSh, 3), (halves(k_BKSh, 2), halves(v_BKSh, 2))
+    return stacked(q_BKGSh, 3), (stacked(k_BKSh, 2), stacked(v_BKSh, 2))

@@ -228,7 +228,7 @@ class Overlap:
         form: Any = getattr(self, f"{site}_{move}", "same")
         form = getattr(self, move) if form == "same" else form
         if form == "auto":
-            raise UserError(f"overlap.{move} is auto, and nothing was chosen: see jaxpar.auto.chosen")
+            raise UserError(f"overlap.{move} is auto, which train and rehearse choose: here, try --overlap.{move} xla")
         return form
 
     @property
@@ -239,7 +239,7 @@ class Overlap:
           UserError: it is still `auto`.
         """
         if self.domino == "auto":
-            raise UserError("overlap.domino is auto, and nothing was chosen: see jaxpar.auto.chosen")
+            raise UserError("overlap.domino is auto, which train and rehearse choose: here, try --overlap.domino off")
         return 2 if self.domino == "on" else 1
 
 

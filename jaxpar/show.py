@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from jaxpar.auto import closed
+from jaxpar.auto import closed, is_open
 from jaxpar.communication import arrays, sites
 from jaxpar.config import Config
 from jaxpar.layer_picture import layer_figure
@@ -32,7 +32,8 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
       as_json: print a JSON list of rows in place of the table.
     """
     mesh = dataclasses.replace(config.mesh, platform="cpu", distributed=False)
-    config = dataclasses.replace(config, mesh=mesh, overlap=closed(config.overlap))  # `auto` is for a target to choose
+    unchosen = is_open(config.overlap)
+    config = dataclasses.replace(config, mesh=mesh, overlap=closed(config.overlap))
     plan, model = make_plan(config, start(mesh)), Model(config.model)
     rows = placements(model.shapes(), model.axes, plan)
     parameters = arrays(model.shapes(), model.axes)
@@ -48,6 +49,8 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
         out.print(title)
         for note in plan_notes(config, plan):
             out.print(note)
+        if unchosen:
+            out.print("overlap auto: shown as xla, without Domino; train and rehearse choose")
         out.print(sharding_table(rows))
         out.print("")
         out.print(communication_table(moves) if moves else "no collectives: one device")

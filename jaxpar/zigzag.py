@@ -88,11 +88,11 @@ def own_chunks(work: Work) -> tuple[Array, Array]:
     return place, 2 * work.size - 1 - place
 
 
-def halves(x: Array, dim: int) -> Array:
+def stacked(x: Array, dim: int) -> Array:
     """The chunks of a device, stacked."""
     return jnp.stack(jnp.split(x, 2, axis=dim))
 
 
 def joined(x: Array, dim: int) -> Array:
-    """The inverse of `_halves`."""
+    """The inverse of `stacked`."""
     return jnp.concatenate([x[0], x[1]], axis=dim)

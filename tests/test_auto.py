@@ -54,7 +54,7 @@ def test_each_site_takes_its_fastest_form_and_keeps_it(monkeypatch, cache):
     wider = override(config, {"model.embed": 64, "model.mlp": 64})
     assert chosen(wider).overlap == found
     assert len(tried) == 22, "for another shape it is made anew"
-    assert json.loads((cache / "jaxpar" / "overlap.json").read_text()).keys() != {}
+    assert len(json.loads((cache / "jaxpar" / "overlap.json").read_text())) == 2
 
 
 def test_what_is_not_open_is_left_alone(monkeypatch, cache):
@@ -88,7 +88,7 @@ def test_blocks_are_timed_on_the_devices_at_hand(monkeypatch):
     config = config_of(Overlap("xla", "ring"))
     found = trial(config, make_plan(config, jax.devices()), None)
     assert found.overlap == config.overlap
-    assert 0 < found.seconds < 60
+    assert found.seconds > 0
 
 
 @needs_libtpu

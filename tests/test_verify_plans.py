@@ -173,19 +173,20 @@ def plans(draw: st.DrawFn) -> tuple[str, dict[str, int], dict[str, Any]]:
     return model, {axis: size for axis, size in mesh.items() if size > 1}, changes
 
 
-def verified(plan: tuple[str, dict[str, int], dict[str, Any]]) -> None:
-    found = verify.verify(config_of(*plan), jax.devices()[: math.prod(plan[1].values())])
-    assert found.equal, verdict(found)
+def verified(plan: tuple[str, dict[str, int], dict[str, Any]]) -> verify.Verification:
+    return verify.verify(config_of(*plan), jax.devices()[: math.prod(plan[1].values())])
 
 
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_a_plan_at_random(plan: tuple[str, dict[str, int], dict[str, Any]]) -> None:
-    verified(plan)
+    found = verified(plan)
+    assert found.equal, verdict(found)
 
 
 @pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_more_plans_at_random(plan: tuple[str, dict[str, int], dict[str, Any]]) -> None:
-    verified(plan)
+    found = verified(plan)
+    assert found.equal, verdict(found)
