@@ -7,8 +7,8 @@ the split of the sequence for a split of the heads (Jacobs et al. 2023, arXiv:23
 The first two keep tokens in zigzag order, so that every device has the same work: see `jaxpar.zigzag`;
 `batches.in_order` puts a batch in that order. A strategy runs inside `manual`, on local arrays.
 
-Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H heads, K kv heads, G query heads per kv
-head, h head_dim; a leading 2 counts a device's chunks, the early one first.
+Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H heads, K kv heads, h head_dim; a leading 2
+counts a device's chunks, the early one first.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar import ring_attention
-from jaxpar.attention import grouped, ungrouped
 from jaxpar.collectives import further_split, gather, manual, reduce
 from jaxpar.errors import UserError
-from jaxpar.local_attention import Block, Pair, attend, attend_backward
+from jaxpar.kernels.call import Call
+from jaxpar.kernels.dispatch import pair, pair_for, say_once
+from jaxpar.masks import Mask
 from jaxpar.mesh import describe, largest_divisor
 from jaxpar.sharding import LogicalAxis, Plan, beside
-from jaxpar.zigzag import Work, chunk_order, inverse, own_chunks, reordered, stacked
+from jaxpar.zigzag import PARTS, Work, chunk_order, inverse, own_chunks, packed, reordered, stacked
 
 _Axes = tuple[LogicalAxis | None, ...]
 _Q: _Axes = ("batch", "attention_seq", "heads", None)
 # Log-sum-exps are kept as a device made them, [B, 1, H, S]: Ulysses has other heads and tokens than q and the output.
 _LSE: _Axes = ("batch", "attention_seq", "heads", None)
 _SEGMENTS: _Axes = ("batch", None)
-_GROUPED: _Axes = (None, None, "attention_seq", None)  # k and v as [B, K, S, h]
+_SPLIT: _Axes = (None, "attention_seq", None, None)  # k and v
 _WHOLE: _Axes = (None,) * 4
 
 
@@ -99,31 +100,29 @@ def _sizes(plan: Plan) -> str:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def split_attention(
     plan: Plan,
-    window: int,
+    mask: Mask,
     q_BSHh: Float[Array, "B S H h"],
     k_BSKh: Float[Array, "B S K h"],
     v_BSKh: Float[Array, "B S K h"],
     segments_BS: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S H h"]:
-    """Causal attention by the plan's strategy, as `jaxpar.attention.whole` but for the order of the tokens.
+    """Attention by the plan's strategy, as `jaxpar.kernels` but for the order of the tokens.
 
     Args:
-      plan: mesh, rules and strategy; `attention_seq` is split.
-      window: keys that a query sees up to its own; 0 = all before it.
+      plan: mesh, rules and strategy; `attention_seq` is split, or every device has whole sequences.
+      mask: what a query sees, documents aside: at most the keys at or before it.
       q_BSHh, k_BSKh, v_BSKh: projections of one sequence in `chunk_order`, H a multiple of K; kv heads as
         `parallel.column_linear` leaves them.
       segments_BS: document of each token, in the same order. None = one document.
     """
-    return _forward(plan, window, q_BSHh, k_BSKh, v_BSKh, segments_BS)[0]
+    return _forward(plan, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)[0]
 
 
-def _forward(plan, window, q_BSHh, k_BSKh, v_BSKh, segments_BS):
+def _forward(plan, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS):
     def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None) -> tuple[Array, Array]:
-        work, (forward, _) = Work(plan, window, segments_BT), _STRATEGIES[plan.context.strategy]
-        q_BKGSh, k_BKSh, v_BKSh = grouped(q_BSHh, k_BSKh.shape[2]), k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
-        out_BKGSh, lse_BKGS = forward(q_BKGSh, k_BKSh, v_BKSh, work)
-        B, S = lse_BKGS.shape[0], lse_BKGS.shape[3]
-        return ungrouped(out_BKGSh).astype(v_BSKh.dtype), lse_BKGS.reshape(B, 1, -1, S)
+        work, (forward, _) = _work(plan, mask, segments_BT, q_BSHh, k_BSKh), _strategy(plan)
+        out_BSHh, lse_BHS = forward(q_BSHh, k_BSKh, v_BSKh, work)
+        return out_BSHh.astype(v_BSKh.dtype), lse_BHS[:, None]
 
     kv = _kv_axes(plan)
     layouts, outs = (_Q, kv, kv, _segment_axes(segments_BS)), (_Q, _LSE)
@@ -131,22 +130,21 @@ def _forward(plan, window, q_BSHh, k_BSKh, v_BSKh, segments_BS):
     return out_BSHh, (q_BSHh, k_BSKh, v_BSKh, segments_BS, out_BSHh, lse)
 
 
-def _backward(plan, window, residuals, dout_BSHh):
+def _backward(plan, mask, residuals, dout_BSHh):
     q_BSHh, k_BSKh, v_BSKh, segments_BS, out_BSHh, lse = residuals
 
     def local(
         q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None, out_BSHh: Array, lse: Array,
         dout_BSHh: Array,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
-        # They are sent again: what came by in the forward pass, the keys of all devices, is not to be kept.
-        q_BSHh, k_BSKh, v_BSKh = jax.lax.optimization_barrier((q_BSHh, k_BSKh, v_BSKh))
-        work, (_, backward) = Work(plan, window, segments_BT), _STRATEGIES[plan.context.strategy]
-        K, k_BKSh, v_BKSh = k_BSKh.shape[2], k_BSKh.swapaxes(1, 2), v_BSKh.swapaxes(1, 2)
-        delta_BSH1 = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1, keepdims=True)
-        dout_BKGSh, delta_BKGS = grouped(dout_BSHh.astype(v_BSKh.dtype), K), grouped(delta_BSH1, K)[..., 0]
-        dq, dk, dv = backward(grouped(q_BSHh, K), k_BKSh, v_BKSh, dout_BKGSh, lse[:, 0], delta_BKGS, work)
-        dk_BSKh, dv_BSKh = dk.swapaxes(1, 2), dv.swapaxes(1, 2)
-        return ungrouped(dq).astype(q_BSHh.dtype), dk_BSKh.astype(k_BSKh.dtype), dv_BSKh.astype(v_BSKh.dtype)
+        if plan.size("attention_seq") > 1:
+            # They are sent again: what came by in the forward pass, the keys of all devices, is not to be kept.
+            q_BSHh, k_BSKh, v_BSKh = jax.lax.optimization_barrier((q_BSHh, k_BSKh, v_BSKh))
+        work, (_, backward) = _work(plan, mask, segments_BT, q_BSHh, k_BSKh), _strategy(plan)
+        delta_BSH = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1)
+        dout_BSHh = dout_BSHh.astype(v_BSKh.dtype)
+        dq, dk, dv = backward(q_BSHh, k_BSKh, v_BSKh, dout_BSHh, lse[:, 0], delta_BSH.swapaxes(1, 2), work)
+        return dq.astype(q_BSHh.dtype), dk.astype(k_BSKh.dtype), dv.astype(v_BSKh.dtype)
 
     kv = _kv_axes(plan)
     layouts = (_Q, kv, kv, _segment_axes(segments_BS), _Q, _LSE, _Q)
@@ -157,6 +155,17 @@ def _backward(plan, window, residuals, dout_BSHh):
 
 
 split_attention.defvjp(_forward, _backward)
+
+
+def _strategy(plan: Plan) -> Any:
+    return _STRATEGIES[plan.context.strategy if plan.size("attention_seq") > 1 else "whole"]
+
+
+def _work(plan: Plan, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array) -> Work:
+    name = pair_for(q_BSHh, k_BSKh, packed(mask, segments_BT, segments_BT), plan.mesh.devices.flat[0].platform)
+    if plan.size("attention_seq") > 1:
+        say_once(f"attention by {name}, {plan.context.strategy}")
+    return Work(plan, mask, segments_BT, pair(name))
 
 
 def _segment_axes(segments_BS: Array | None) -> Any:
@@ -180,75 +189,86 @@ def needed_kv_heads(first: Any, heads: int, group: int) -> Array:
     return (first + jnp.arange(heads)) // group
 
 
+# Whole sequences.
+
+
+def _whole_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
+    return work.kernel.forward(q_BSHh, k_BSKh, v_BSKh, packed(work.mask, *[work.segments_BT] * 2), Call())
+
+
+def _whole_backward(
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: Work
+) -> tuple[Array, Array, Array]:
+    arrays = q_BSHh, k_BSKh, v_BSKh, dout_BSHh, lse_BHS, delta_BHS
+    return work.kernel.backward(*arrays, packed(work.mask, *[work.segments_BT] * 2), Call())
+
+
 # All-gather.
 
 
-def _gather_forward(q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, work: Work) -> Pair:
-    k_BKTh, v_BKTh = (_natural(gather(x, _GROUPED, _WHOLE, work.plan), work, 2) for x in (k_BKSh, v_BKSh))
-    pairs = [
-        attend(q, k_BKTh[:, :, :T], v_BKTh[:, :, :T], block)
-        for q, (T, block) in zip(stacked(q_BKGSh, 3), _against_all(work, k_BKSh), strict=True)
+def _gather_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
+    k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.plan), work) for x in (k_BSKh, v_BSKh))
+    parts = [
+        work.kernel.forward(q, k_BTKh[:, :T], v_BTKh[:, :T], mask, call)
+        for q, (T, mask, call) in zip(stacked(q_BSHh, 1), _against_all(work, k_BSKh), strict=True)
     ]
-    return jnp.concatenate([out for out, _ in pairs], axis=3), jnp.concatenate([lse for _, lse in pairs], axis=3)
+    return jnp.concatenate([out for out, _ in parts], axis=1), jnp.concatenate([lse for _, lse in parts], axis=2)
 
 
 def _gather_backward(
-    q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, dout_BKGSh: Array, lse_BHS: Array, delta_BKGS: Array, work: Work
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: Work
 ) -> tuple[Array, Array, Array]:
-    k_BKTh, v_BKTh = (_natural(gather(x, _GROUPED, _WHOLE, work.plan), work, 2) for x in (k_BKSh, v_BKSh))
-    of_rows = [stacked(x, 3) for x in (q_BKGSh, dout_BKGSh, lse_BHS.reshape(delta_BKGS.shape), delta_BKGS)]
-    dqs, dk, dv = [], jnp.zeros(k_BKTh.shape, jnp.float32), jnp.zeros(v_BKTh.shape, jnp.float32)
-    for half, (T, block) in enumerate(_against_all(work, k_BKSh)):
+    k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.plan), work) for x in (k_BSKh, v_BSKh))
+    of_rows = stacked(q_BSHh, 1), stacked(dout_BSHh, 1), stacked(lse_BHS, 2), stacked(delta_BHS, 2)
+    dqs, dk, dv = [], jnp.zeros(k_BTKh.shape, jnp.float32), jnp.zeros(v_BTKh.shape, jnp.float32)
+    for half, (T, mask, call) in enumerate(_against_all(work, k_BSKh)):
         q, dout, lse, delta = (x[half] for x in of_rows)
-        dq, more_dk, more_dv = attend_backward(q, k_BKTh[:, :, :T], v_BKTh[:, :, :T], dout, lse, delta, block)
+        keys = k_BTKh[:, :T], v_BTKh[:, :T]
+        dq, more_dk, more_dv = work.kernel.backward(q, *keys, dout, lse, delta, mask, call)
         dqs.append(dq)
-        dk, dv = dk.at[:, :, :T].add(more_dk), dv.at[:, :, :T].add(more_dv)
-    dk, dv = (reduce(_zigzag(x, work, 2), work.axes, _WHOLE, _GROUPED, work.plan) for x in (dk, dv))
-    return jnp.concatenate(dqs, axis=3), dk, dv
+        dk, dv = dk.at[:, :T].add(more_dk), dv.at[:, :T].add(more_dv)
+    order = chunk_order(work.plan)
+    dk, dv = (reduce(reordered(x, order, 1), work.axes, _WHOLE, _SPLIT, work.plan) for x in (dk, dv))
+    return jnp.concatenate(dqs, axis=1), dk, dv
 
 
-def _against_all(work: Work, k_BKSh: Array) -> list[tuple[int, Block]]:
-    """Of one's early and late chunk, how many keys from the first it may see, and the mask."""
-    C, n = k_BKSh.shape[2] // 2, work.size
-    segments_BT = None if work.segments_BT is None else _natural(work.segments_BT, work, 1)
-
-    def of_first(T: int) -> Array | None:
-        return None if segments_BT is None else segments_BT[:, :T]
-
+def _against_all(work: Work, k_BSKh: Array) -> list[tuple[int, Mask, Any]]:
+    """Of one's early and late chunk, how many keys from the first it may see, and how."""
+    C, n = k_BSKh.shape[1] // 2, work.size
+    segments_BT = None if work.segments_BT is None else _natural(work.segments_BT, work)
     return [
-        (T, Block(chunk * C, 0, work.window, work.segments_of(chunk, C), of_first(T)))
+        (
+            T,
+            packed(work.mask, work.segments_of(chunk, C), None if segments_BT is None else segments_BT[:, :T]),
+            PARTS._replace(q_start=chunk * C, multiple=C),
+        )
         for chunk, T in zip(own_chunks(work), (n * C, 2 * n * C), strict=True)
     ]
 
 
-def _natural(x: Array, work: Work, dim: int) -> Array:
-    return reordered(x, inverse(chunk_order(work.plan)), dim)
-
-
-def _zigzag(x: Array, work: Work, dim: int) -> Array:
-    return reordered(x, chunk_order(work.plan), dim)
+def _natural(x: Array, work: Work) -> Array:
+    return reordered(x, inverse(chunk_order(work.plan)), 1)
 
 
 # Ulysses.
 
 
-def _ulysses_forward(q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, work: Work) -> Pair:
-    shares = _Shares.of(q_BKGSh, work)
-    k, v = shares.send_kv(k_BKSh), shares.send_kv(v_BKSh)
-    out, lse = attend(shares.send_q(q_BKGSh), k, v, Block(0, 0, work.window, *[work.segments_BT] * 2))
-    return shares.back_q(out.astype(v_BKSh.dtype)), lse
+def _ulysses_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
+    shares = _Shares.of(q_BSHh, k_BSKh, work)
+    k, v, mask = shares.send_kv(k_BSKh), shares.send_kv(v_BSKh), packed(work.mask, *[work.segments_BT] * 2)
+    out, lse = work.kernel.forward(shares.to_heads(q_BSHh), k, v, mask, Call(out_dtype=v_BSKh.dtype))
+    return shares.to_sequence(out), lse
 
 
 def _ulysses_backward(
-    q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, dout_BKGSh: Array, lse_BHT: Array, delta_BKGS: Array, work: Work
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHT: Array, delta_BHS: Array, work: Work
 ) -> tuple[Array, Array, Array]:
-    shares = _Shares.of(q_BKGSh, work)
-    q, k, v = shares.send_q(q_BKGSh), shares.send_kv(k_BKSh), shares.send_kv(v_BKSh)
-    dout, delta = shares.send_q(dout_BKGSh), shares.send_q(delta_BKGS[..., None])[..., 0]
-    block = Block(0, 0, work.window, *[work.segments_BT] * 2)
-    dq, dk, dv = attend_backward(q, k, v, dout, lse_BHT.reshape(delta.shape), delta, block)
-    dq, dk, dv = dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
-    return shares.back_q(dq), shares.back_kv(dk), shares.back_kv(dv)
+    shares = _Shares.of(q_BSHh, k_BSKh, work)
+    q, k, v = shares.to_heads(q_BSHh), shares.send_kv(k_BSKh), shares.send_kv(v_BSKh)
+    dout, delta_BTH1 = shares.to_heads(dout_BSHh), shares.to_heads(delta_BHS.swapaxes(1, 2)[..., None])
+    mask, delta_BHT = packed(work.mask, *[work.segments_BT] * 2), delta_BTH1[..., 0].swapaxes(1, 2)
+    dq, dk, dv = work.kernel.backward(q, k, v, dout, lse_BHT, delta_BHT, mask, Call())
+    return shares.to_sequence(dq), shares.back_kv(dk), shares.back_kv(dv)
 
 
 class _Shares(NamedTuple):
@@ -256,45 +276,35 @@ class _Shares(NamedTuple):
 
     work: Work
     kv_heads: int
-    group: int
     sent: Array
 
     @staticmethod
-    def of(q_BKGSh: Array, work: Work) -> _Shares:
-        _, K, G, _, _ = q_BKGSh.shape
-        heads = K * G // work.size
-        sent = jnp.concatenate([needed_kv_heads(to * heads, heads, G) for to in range(work.size)])
-        return _Shares(work, K, G, sent)
+    def of(q_BSHh: Array, k_BSKh: Array, work: Work) -> _Shares:
+        H, K = q_BSHh.shape[2], k_BSKh.shape[2]
+        heads = H // work.size
+        sent = jnp.concatenate([needed_kv_heads(to * heads, heads, H // K) for to in range(work.size)])
+        return _Shares(work, K, sent)
 
-    def send_q(self, x_BKGSh: Array) -> Array:
-        """[B, K, G, S, h] to a share of the heads over the whole sequence, grouped by the kv heads that are sent."""
-        B, K, G, S, h = x_BKGSh.shape
-        x_BHTh = self._to_heads(x_BKGSh.reshape(B, K * G, S, h))
-        return x_BHTh.reshape(B, len(self.sent) // self.work.size, -1, *x_BHTh.shape[2:])
+    def to_heads(self, x_BSHh: Array) -> Array:
+        """A share of the heads over the whole sequence."""
+        return jax.lax.all_to_all(x_BSHh, self.work.axes, split_axis=2, concat_axis=1, tiled=True)
 
-    def back_q(self, x_BKGTh: Array) -> Array:
-        B, _, _, T, h = x_BKGTh.shape
-        x_BHSh = self._to_sequence(x_BKGTh.reshape(B, -1, T, h))
-        return x_BHSh.reshape(B, self.kv_heads, self.group, -1, h)
+    def to_sequence(self, x_BTHh: Array) -> Array:
+        return jax.lax.all_to_all(x_BTHh, self.work.axes, split_axis=1, concat_axis=2, tiled=True)
 
-    def send_kv(self, x_BKSh: Array) -> Array:
-        return self._to_heads(jnp.take(x_BKSh, self.sent, axis=1))
+    def send_kv(self, x_BSKh: Array) -> Array:
+        return self.to_heads(jnp.take(x_BSKh, self.sent, axis=2))
 
-    def back_kv(self, dx_BKTh: Array) -> Array:
+    def back_kv(self, dx_BTKh: Array) -> Array:
         """The transpose of `send_kv`, summed in float32."""
-        dx_BKSh = self._to_sequence(dx_BKTh).astype(jnp.float32)
-        B, _, S, h = dx_BKSh.shape
-        return jnp.zeros((B, self.kv_heads, S, h), jnp.float32).at[:, self.sent].add(dx_BKSh)
-
-    def _to_heads(self, x: Array) -> Array:
-        return jax.lax.all_to_all(x, self.work.axes, split_axis=1, concat_axis=2, tiled=True)
-
-    def _to_sequence(self, x: Array) -> Array:
-        return jax.lax.all_to_all(x, self.work.axes, split_axis=2, concat_axis=1, tiled=True)
+        dx_BSKh = self.to_sequence(dx_BTKh).astype(jnp.float32)
+        B, S, _, h = dx_BSKh.shape
+        return jnp.zeros((B, S, self.kv_heads, h), jnp.float32).at[:, :, self.sent].add(dx_BSKh)
 
 
-_STRATEGIES: dict[str, tuple[Callable[..., Pair], Callable[..., tuple[Array, Array, Array]]]] = {
+_STRATEGIES: dict[str, tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, Array, Array]]]] = {
     "ring": (ring_attention.forward, ring_attention.backward),
     "all_gather": (_gather_forward, _gather_backward),
     "ulysses": (_ulysses_forward, _ulysses_backward),
+    "whole": (_whole_forward, _whole_backward),
 }

@@ -21,10 +21,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.attention import MASKED, choose, chunked, dropout, splash, whole
 from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxpar.collectives import further_split, gather, manual, own_piece, reduce, split_over
 from jaxpar.context import check_split, split_attention
+from jaxpar.kernels import dispatch
+from jaxpar.kernels.call import MASKED, Call, capped
+from jaxpar.masks import Causal, Mask, Segments, Window
 from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import Form, LogicalAxis, Move, Plan, beside, copying, state_axes
 
@@ -338,7 +340,7 @@ def attention(
     key: jax.Array | None = None,
     window: int = 0,
 ) -> Float[Array, "B S H h"]:
-    """Causal softmax attention by the fastest implementation that serves: see `jaxpar.attention`.
+    """Causal softmax attention by the fastest implementation that serves: see `jaxpar.kernels`.
 
     Args:
       q_BSHh, k_BSKh, v_BSKh: projections of one sequence as `column_linear` gives them, H a multiple of K; tokens
@@ -351,44 +353,87 @@ def attention(
     Raises:
       UserError: what `context.check_split` refuses.
     """
+    mask, dropping = _mask(window), key is not None and dropout_rate > 0
+    _, S, H, h = q_BSHh.shape
+    name, _ = attention_choice(plan, S, h, dropping, window)
     if plan.size("attention_seq") > 1:
-        _, S, H, _ = q_BSHh.shape
-        check_split(plan, S, H, k_BSKh.shape[2], 0.0 if key is None else dropout_rate)
-        with jax.named_scope("core"):
-            return split_attention(plan, window, q_BSHh, k_BSKh, v_BSKh, segments_BS)
+        check_split(plan, S, H, k_BSKh.shape[2], dropout_rate if dropping else 0.0)
+
+    def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BS: Array | None) -> Array:
+        seen = mask if segments_BS is None else mask & Segments(segments_BS, segments_BS)
+        drop = dropout_rate if dropping else 0.0
+        return dispatch.attention(
+            q_BSHh, k_BSKh, v_BSKh, seen, implementation=name, platform=_platform(plan), dropout_rate=drop, key=key,
+            with_lse=False,
+        )[0]  # fmt: skip
+
     heads: _Axes = (*ATTENDED[:2], "heads", "head_dim")
-    kv_heads: _Axes = (*ATTENDED[:2], beside("kv_heads", plan), "head_dim")
-    name, _ = attention_choice(plan, q_BSHh.shape[1], q_BSHh.shape[3], key is not None and dropout_rate > 0)
     with jax.named_scope("core"):
-        if name == "splash":
-            segment_axes: Any = None if segments_BS is None else ATTENDED[:2]
-            local = manual(partial(splash, window=window), plan, (heads, kv_heads, kv_heads, segment_axes), heads)
-            return local(q_BSHh, k_BSKh, v_BSKh, segments_BS)
-        compute = chunked if name == "chunked" else whole
-        out_BSHh: Any = compute(q_BSHh, k_BSKh, v_BSKh, segments_BS, dropout_rate, key, window=window)
-        return plan.constrain(out_BSHh, heads)
+        if plan.size("attention_seq") == 1 and (_cut_heads(plan) or dropping):
+            # What is dropped depends on the place in the whole array.
+            return plan.constrain(local(q_BSHh, k_BSKh, v_BSKh, segments_BS), heads)
+        if name not in dispatch.LIBRARIES:
+            return split_attention(plan, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)
+        kv_heads: _Axes = (*ATTENDED[:2], beside("kv_heads", plan), "head_dim")
+        segment_axes: Any = None if segments_BS is None else ATTENDED[:2]
+        layouts = heads, kv_heads, kv_heads, segment_axes
+        return manual(local, plan, layouts, heads)(q_BSHh, k_BSKh, v_BSKh, segments_BS)
 
 
-def attention_choice(plan: Plan, seq_len: int, head_dim: int, dropping: bool) -> tuple[str, str]:
-    """Which implementation `attention` takes under this plan, and why not a faster one; see `attention.choose`."""
+def attention_choice(
+    plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int = 0, platform: str = ""
+) -> tuple[str, str]:
+    """Which implementation `attention` takes under this plan, and why not a faster one.
+
+    Args:
+      plan: mesh and rules.
+      seq_len, head_dim: of the arrays.
+      dropping: weights are dropped out.
+      window: as for `attention`.
+      platform: what it is compiled for; empty = that of the plan's devices.
+    """
     if plan.size("attention_seq") > 1:
         return plan.context.strategy, "the sequence is split over devices"
-    layout = ""
-    if plan.mesh_axes("heads") != plan.mesh_axes("kv_heads") and not copying(plan):
-        layout = "kv heads are split otherwise than heads"
+    one = jax.ShapeDtypeStruct((1, seq_len, 1, head_dim), plan.dtype)
+    asked = dispatch.Asked(one, one, _mask(window), Call(), with_lse=False, dropping=dropping, cut=_cut_heads(plan))
+    return dispatch.choose(asked, platform or _platform(plan))
+
+
+def _mask(window: int) -> Mask:
+    return Causal() & Window(window - 1) if window else Causal()
+
+
+def _cut_heads(plan: Plan) -> str:
+    """Why a device's heads are not whole ones with their kv heads; empty = they are."""
     if plan.size("head_dim") > 1:
-        layout = "heads are split inside"
-    return choose(plan.mesh.devices.flat[0].platform, seq_len, head_dim, dropping, layout)
+        return "heads are split inside"
+    if plan.mesh_axes("heads") != plan.mesh_axes("kv_heads") and not copying(plan):
+        return "kv heads are split otherwise than heads"
+    return ""
+
+
+def _platform(plan: Plan) -> str:
+    return plan.mesh.devices.flat[0].platform
+
+
+def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
+    """`x` with a share `rate` of its entries zeroed and the rest scaled up; `x` itself when key is None.
+
+    The bits depend on the key and the position in the global array only, so they are the same on every mesh.
+    """
+    if key is None or rate == 0:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
 
 
 def logits(
-    x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], vocab_size: int, plan: Plan
+    x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], vocab_size: int, plan: Plan, softcap: float = 0.0
 ) -> Float[Array, "B S V"]:
     """Float32 scores of every vocabulary entry, split over `vocab`; those past `vocab_size` are masked out."""
     outs: tuple[_Axes, ...] = (("batch", "seq", "vocab"),)
     site = _Site(STORED, (("embed", "vocab"),), outs, GATHERED, "float32", sums=False)
     ys: Any = _linear(plan, site, x_BSD, (head_VD.T,), (None,))
-    logits_BSV = ys[0]
+    logits_BSV = capped(ys[0], softcap)
     if vocab_size == head_VD.shape[0]:
         return logits_BSV
     return jnp.where(jnp.arange(head_VD.shape[0]) < vocab_size, logits_BSV, MASKED)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from jaxpar.attention import kernel_cost
 from jaxpar.calibrate import calibrated
 from jaxpar.hardware import Hardware
 from jaxpar.hlo.cost import Costs, price
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Program
 from jaxpar.hlo.timeline import Timeline, replay
+from jaxpar.kernels.libraries import kernel_cost
 from jaxpar.network import CollectiveTime, collective_time
 from jaxpar.sharding import Plan
 from jaxpar.targets import Target, places

@@ -4,8 +4,8 @@ Liu et al. 2023, arXiv:2310.01889, with tokens in zigzag order: of a causal mask
 chunks, whichever device it is. A hop is written before the work that it should hide behind. All of it runs inside
 `manual`, on local arrays.
 
-Shapes: B batch, S sequence of one device, C chunk of it, H heads, K kv heads, G query heads per kv head, h head_dim; a
-leading 2 counts a device's chunks, the early one first.
+Shapes: B batch, S sequence of one device, C chunk of it, H heads, K kv heads, h head_dim; a leading 2 counts a device's
+chunks, the early one first.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxpar.local_attention import Block, Pair, attend, attend_backward, merge
+from jaxpar.kernels.call import merge
 from jaxpar.zigzag import Work, joined, own_chunks, stacked
 
 UNROLLED = 8  # devices up to which every step of the ring is written out; beyond, the steps in the middle are a loop
 
 
-def forward(q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, work: Work) -> Pair:
-    q, kv, early, late = *_halved(work, q_BKGSh, k_BKSh, v_BKSh), *own_chunks(work)
-    C = q.shape[4]
+def forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
+    """Float32 output and log-sum-exp."""
+    q, kv, early, late = *_halved(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
+    C = q.shape[2]
 
-    def tile(q_half: Any, kv: Any, kv_half: Any, block: Block) -> Pair:
-        return attend(q[q_half], kv[0][kv_half], kv[1][kv_half], block)
+    def tile(q_half: Any, kv: Any, kv_half: Any, how: Any) -> tuple[Array, Array]:
+        return work.kernel.forward(q[q_half], kv[0][kv_half], kv[1][kv_half], *how)
 
     def own() -> tuple[Array, Array]:
         of_late = merge(tile(1, kv, 1, work.diagonal(late, C)), tile(1, kv, 0, work.pair(late, early, C)))
@@ -43,26 +44,26 @@ def forward(q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, work: Work) -> Pair:
         return pairs
 
     out, lse = _around(work, kv, own, visit)
-    return joined(out, 3), joined(lse, 3)
+    return joined(out, 1), joined(lse, 2)
 
 
 def backward(
-    q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array, dout_BKGSh: Array, lse_BHS: Array, delta_BKGS: Array, work: Work
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: Work
 ) -> tuple[Array, Array, Array]:
     """The sums of dk and dv follow their keys and values one step behind, so that they too travel beside the work.
 
     A device's own pairs are split between the two ends of the loop: what two diagonals give is made while the first
     keys are on their way, the full pair while the sums come home.
     """
-    q, kv, early, late = *_halved(work, q_BKGSh, k_BKSh, v_BKSh), *own_chunks(work)
-    dout, lse, delta = (stacked(x, 3) for x in (dout_BKGSh, lse_BHS.reshape(delta_BKGS.shape), delta_BKGS))
-    C = q.shape[4]
+    q, kv, early, late = *_halved(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
+    dout, lse, delta = stacked(dout_BSHh, 1), stacked(lse_BHS, 2), stacked(delta_BHS, 2)
+    C = q.shape[2]
 
-    def tile(sums: Any, q_half: Any, kv: Any, kv_half: Any, block: Block) -> Any:
+    def tile(sums: Any, q_half: Any, kv: Any, kv_half: Any, how: Any) -> Any:
         """The sums (dq, dk, dv), each [2, ...], with what one pair of chunks adds."""
         mine = q[q_half], kv[0][kv_half], kv[1][kv_half], dout[q_half], lse[q_half], delta[q_half]
         places = q_half, kv_half, kv_half
-        return tuple(s.at[i].add(x) for s, i, x in zip(sums, places, attend_backward(*mine, block), strict=True))
+        return tuple(s.at[i].add(x) for s, i, x in zip(sums, places, work.kernel.backward(*mine, *how), strict=True))
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, *kv))
 
@@ -83,7 +84,7 @@ def backward(
     home = work.hop(passing)
     dq, *own = tile((dq, *own), 1, kv, 0, work.pair(late, early, C))
     dk, dv = (a + b for a, b in zip(own, home, strict=True))
-    return joined(dq, 3), joined(dk, 2), joined(dv, 2)
+    return joined(dq, 1), joined(dk, 1), joined(dv, 1)
 
 
 def _around(work: Work, kv: Any, own: Callable[[], Any], visit: Callable[[Any, Any, Any], Any]) -> Any:
@@ -126,5 +127,5 @@ def _visible(work: Work, hops: Any) -> Sequence[tuple[Any, Any, Any, Any]]:
     return (1, 0, late, behind), (half, half, q_chunk, kv_chunk)
 
 
-def _halved(work: Work, q_BKGSh: Array, k_BKSh: Array, v_BKSh: Array) -> tuple[Array, tuple[Array, Array]]:
-    return stacked(q_BKGSh, 3), (stacked(k_BKSh, 2), stacked(v_BKSh, 2))
+def _halved(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array) -> tuple[Array, tuple[Array, Array]]:
+    return stacked(q_BSHh, 1), (stacked(k_BSKh, 1), stacked(v_BSKh, 1))

@@ -21,12 +21,12 @@ from jax.sharding import AbstractMesh
 
 from jaxpar import step
 from jaxpar.answers import Answer, Case, Gradients, one_device, parameter_order, random_batch, random_params, under_plan
-from jaxpar.attention import choose
 from jaxpar.config import Config, check
 from jaxpar.context import check_split
 from jaxpar.diagnose import Finding
 from jaxpar.errors import UserError
 from jaxpar.evidence import explain, nearest_to_loss
+from jaxpar.kernels.chunked import ROWS
 from jaxpar.mesh import MESH_AXES, MeshSpec, describe, devices_needed, make_mesh
 from jaxpar.models import Model
 from jaxpar.parallel import attention_choice
@@ -181,19 +181,24 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
     rules = rules_of(config, asked_sizes(config, mesh))
     plan, model, asked = _layout(config, make_mesh(mesh, devices), rules), config.model, config.mesh.platform
     head_dim, seq_len = model.head_dim or model.embed // model.heads, config.data.seq_len
-    wanted, _ = attention_choice(plan, seq_len, head_dim, False)
-    found, small, notes = "", config, ()
+    wanted, found, small, notes = _attention(plan, seq_len, head_dim), "", config, ()
     for least in LEAST:
         if found != wanted:
             small, notes = shrink(config, mesh, least)
-            found, _ = attention_choice(plan, small.data.seq_len, small.model.head_dim, False)
+            found = _attention(plan, small.data.seq_len, small.model.head_dim)
     said = [] if found == wanted else [f"OTHER ATTENTION: {wanted} has no small form, so this verifies {found}"]
     if asked not in ("auto", "cpu", devices[0].platform) and plan.size("attention_seq") == 1:
-        there, _ = choose(asked, seq_len, head_dim, False)
+        there = _attention(plan, seq_len, head_dim, asked)
         said += [] if there == wanted else [f"OTHER ATTENTION: {there} on {asked}, {wanted} here"]
     model = small.model
     _, changed = fit_heads(config.rules, model.heads, model.kv_heads or model.heads, total_sizes(mesh))
     return Shrunk(small, (*said, *notes, *changed))
+
+
+def _attention(plan: Plan, seq_len: int, head_dim: int, platform: str = "") -> str:
+    """The implementation, and whether plain XLA takes several tiles."""
+    name, _ = attention_choice(plan, seq_len, head_dim, False, platform=platform)
+    return f"{name} in tiles" if name == "chunked" and seq_len > ROWS else name
 
 
 def run(

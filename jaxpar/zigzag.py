@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxpar.local_attention import Block
+from jaxpar.kernels.call import Call
+from jaxpar.masks import Causal, Full, Mask, Segments, of_distance
 from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import Plan
 
@@ -44,13 +45,15 @@ class Work(NamedTuple):
 
     Attributes:
       plan: mesh and rules.
-      window: of the mask; 0 = none.
+      mask: what a query sees, documents aside: at most the keys at or before it.
       segments_BT: documents of all tokens, in `chunk_order`.
+      kernel: the implementation of attention, with a forward and a backward: see `jaxpar.kernels.call`.
     """
 
     plan: Plan
-    window: int
+    mask: Mask
     segments_BT: Int[Array, "B T"] | None
+    kernel: Any
 
     @property
     def axes(self) -> tuple[MeshAxis, ...]:
@@ -72,14 +75,27 @@ class Work(NamedTuple):
         place = jnp.where(chunk < self.size, 2 * chunk, 2 * (2 * self.size - 1 - chunk) + 1)
         return jax.lax.dynamic_slice_in_dim(self.segments_BT, place * C, C, axis=1)
 
-    def pair(self, q_chunk: Any, k_chunk: Any, C: int) -> Block:
-        """The mask of the queries of one chunk and the keys of an earlier one."""
-        q_start, k_start = (q_chunk * C, k_chunk * C) if self.window else (C, 0)  # how much earlier is all the same
-        return Block(q_start, k_start, self.window, self.segments_of(q_chunk, C), self.segments_of(k_chunk, C))
+    def pair(self, q_chunk: Any, k_chunk: Any, C: int) -> tuple[Mask, Call]:
+        """What the queries of one chunk see of the keys of an earlier one."""
+        ids = self.segments_of(q_chunk, C), self.segments_of(k_chunk, C)
+        if self.mask == Causal():
+            return packed(Full(), *ids), PARTS
+        return packed(self.mask, *ids), PARTS._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
 
-    def diagonal(self, chunk: Any, C: int) -> Block:
-        """The mask of one chunk's queries and its own keys."""
-        return Block(0, 0, self.window, *[self.segments_of(chunk, C)] * 2)
+    def diagonal(self, chunk: Any, C: int) -> tuple[Mask, Call]:
+        """What one chunk's queries see of its own keys."""
+        ids = [self.segments_of(chunk, C)] * 2
+        start = 0 if of_distance(self.mask) else chunk * C
+        return packed(self.mask, *ids), PARTS._replace(q_start=start, k_start=start, multiple=C)
+
+
+PARTS = Call(out_dtype=jnp.float32)
+"""Answers that are merged or added up."""
+
+
+def packed(mask: Mask, q_ids: Array | None, kv_ids: Array | None) -> Mask:
+    """The mask, of one's own document only where there are ids."""
+    return mask if q_ids is None or kv_ids is None else mask & Segments(q_ids, kv_ids)
 
 
 def own_chunks(work: Work) -> tuple[Array, Array]:

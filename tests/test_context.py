@@ -16,13 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import context, local_attention, ring_attention
-from jaxpar.attention import whole
+from jaxpar import context, ring_attention
 from jaxpar.context import check_split, needed_kv_heads, split_attention
 from jaxpar.errors import UserError
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
-from jaxpar.local_attention import Block
+from jaxpar.kernels import chunked
+from jaxpar.kernels.call import Call
+from jaxpar.kernels.reference import reference
+from jaxpar.masks import Causal, Full, Mask, Segments, Window
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.planned import planned
 from jaxpar.sharding import Context, Plan, ShardingRules, copying
@@ -60,13 +62,24 @@ def values_and_gradients(attention: Any, args: list[jax.Array]) -> Any:
     return out, *gradients
 
 
+def mask_of(window: int, segments: jax.Array | None = None) -> Mask:
+    mask = Causal() & Window(window - 1) if window else Causal()
+    return mask if segments is None else mask & Segments(segments, segments)
+
+
+def whole(*args: jax.Array, window: int = 0, segments: jax.Array | None = None) -> jax.Array:
+    """On one device, by the definition."""
+    q, k, v = args
+    return reference(q, k, v, mask_of(window, segments))[0]
+
+
 def split(plan: Plan, window: int = 0, segments: jax.Array | None = None) -> Any:
     """The attention under a plan of arrays in natural order."""
     order = chunk_order(plan)
 
     def attention(*args: jax.Array) -> jax.Array:
         documents = None if segments is None else reordered(segments, order, 1)
-        out = split_attention(plan, window, *(reordered(x, order, 1) for x in args), documents)
+        out = split_attention(plan, mask_of(window), *(reordered(x, order, 1) for x in args), documents)
         return reordered(out, inverse(order), 1)
 
     return attention
@@ -105,8 +118,8 @@ CASES = [
 
 @pytest.mark.parametrize(("strategy", "mesh", "rules", "H", "K", "window", "packed"), CASES, ids=str)
 def test_a_strategy_gives_the_answer_of_one_device(strategy, mesh, rules, H, K, window, packed, monkeypatch):
-    monkeypatch.setattr(local_attention, "ROWS", 5)  # several tiles, the last of them ragged
-    monkeypatch.setattr(local_attention, "COLUMNS", 7)
+    monkeypatch.setattr(chunked, "ROWS", 5)  # several tiles, the last of them ragged
+    monkeypatch.setattr(chunked, "COLUMNS", 7)
     args, segments = projections(4, 48, H, K, 6), documents(4, 48) if packed else None
     plan = plan_on(strategy, rules, **mesh)
     copies = math.lcm(K, plan.pieces(copying(plan))) // K  # as column_linear leaves them
@@ -115,7 +128,7 @@ def test_a_strategy_gives_the_answer_of_one_device(strategy, mesh, rules, H, K, 
         return split(plan, window, segments)(q, *(jnp.repeat(x, copies, axis=2) for x in kv))
 
     found = values_and_gradients(ours, args)
-    assert_close(found, values_and_gradients(lambda *x: whole(*x, segments, window=window), args))
+    assert_close(found, values_and_gradients(lambda *x: whole(*x, segments=segments, window=window), args))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -159,16 +172,18 @@ def test_every_device_has_the_same_work():
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_a_ring_computes_the_pairs_that_see_something_and_no_other(n, monkeypatch):
     """Of 4 n pairs of chunks a device computes 2 n + 1: all that are not empty, three of its own block, two a hop."""
-    seen: list[Block] = []
+    seen: list[Mask] = []
+    forward = chunked.forward
 
-    def counted(q: jax.Array, k: jax.Array, v: jax.Array, block: Block) -> Any:
-        seen.append(block)
-        return local_attention.attend(q, k, v, block)
+    def counted(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, call: Call) -> Any:
+        seen.append(mask)
+        return forward(q, k, v, mask, call)
 
-    monkeypatch.setattr(ring_attention, "attend", counted)
+    monkeypatch.setattr(chunked, "forward", counted)
     jax.eval_shape(split(plan_on(context=n)), *projections(1, 48, 2, 1, 6))
     assert len(seen) == 2 * n + 1
-    assert sum(block.q_start == block.k_start for block in seen) == 2, "diagonals; the others are full"
+    assert seen.count(Causal()) == 2, "diagonals"
+    assert seen.count(Full()) == 2 * n - 1
 
 
 def test_an_order_is_undone():
@@ -198,7 +213,7 @@ def laid_out(plan: Plan, args: list[jax.Array]) -> list[jax.Array]:
 
 def forward_and_backward(plan: Plan) -> Any:
     def gradients(*args: jax.Array) -> Any:
-        return jax.vjp(lambda *x: split_attention(plan, 0, *x), *args[:3])[1](args[3])
+        return jax.vjp(lambda *x: split_attention(plan, Causal(), *x), *args[:3])[1](args[3])
 
     return gradients
 
@@ -220,12 +235,12 @@ def test_a_ring_sends_keys_and_values_round_and_in_the_backward_their_gradients_
     plan = plan_on(context=n)
     args = laid_out(plan, projections(B, S, H, K, h))
     hop = B * (S // n) * K * h * 4
-    kinds, size = sent(plan, lambda *x: split_attention(plan, 0, *x), args[:3])
+    kinds, size = sent(plan, lambda *x: split_attention(plan, Causal(), *x), args[:3])
     assert (kinds, size) == ({"ppermute": 2 * (n - 1)}, {"ppermute": 2 * (n - 1) * hop})
     # The backward alone: its residuals are the arguments.
     *qkv, dout = args
-    _, residuals = jax.jit(lambda *x: context._forward(plan, 0, *x, None))(*qkv)
-    kinds, size = sent(plan, lambda *x: context._backward(plan, 0, x[:-1], x[-1])[:3], [*residuals, dout])
+    _, residuals = jax.jit(lambda *x: context._forward(plan, Causal(), *x, None))(*qkv)
+    kinds, size = sent(plan, lambda *x: context._backward(plan, Causal(), x[:-1], x[-1])[:3], [*residuals, dout])
     assert (kinds, size) == ({"ppermute": 4 * (n - 1)}, {"ppermute": 4 * (n - 1) * hop})
 
 
@@ -243,7 +258,7 @@ def test_what_the_plan_asks_for_in_closed_form(strategy):
         return total
 
     def forward(*args: jax.Array) -> jax.Array:
-        return split_attention(plan, 0, *args)
+        return split_attention(plan, Causal(), *args)
 
     backward = asked(forward_and_backward(plan), *args, args[0])
     want, of_both = {
@@ -265,15 +280,14 @@ def test_memory_of_a_device_falls_with_their_number(strategy, monkeypatch):
     (All-gather holds the keys and values of all besides.)
     """
     monkeypatch.setattr(ring_attention, "UNROLLED", 2)  # XLA:CPU runs ahead where it can: a loop holds it to one hop
-    monkeypatch.setattr(local_attention, "ROWS", 16)
-    monkeypatch.setattr(local_attention, "COLUMNS", 16)
+    monkeypatch.setattr(chunked, "ROWS", 16)
+    monkeypatch.setattr(chunked, "COLUMNS", 16)
     args = projections(1, 1024, 8, 2, 8)
 
     def alone(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
-        q, dout = (x.reshape(1, 1024, 2, 4, 8).transpose(0, 2, 3, 1, 4) for x in (q, dout))
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        out, lse = local_attention.attend(q, k, v, Block(0, 0))
-        return local_attention.attend_backward(q, k, v, dout, lse, jnp.sum(out * dout, axis=-1), Block(0, 0))
+        out, lse = chunked.forward(q, k, v, Causal(), Call())
+        delta = jnp.sum(out * dout, axis=-1).swapaxes(1, 2)
+        return chunked.backward(q, k, v, dout, lse, delta, Causal(), Call())
 
     def temporaries(n: int) -> int:
         plan = plan_on(strategy, context=n)

@@ -17,12 +17,12 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     6: "cli",
     5: "train generate evaluate convert show bench step verify verdict verified answers evidence rehearse calibrate "
-    "bench_rehearse play auto bench_overlap",
-    4: "data tokenizer checkpoint optim metrics report picture layer_picture doctor rehearsal diagnose shrink",
+    "bench_rehearse play auto bench_overlap bench_attention",
+    4: "data tokenizer checkpoint optim metrics report picture mask_picture layer_picture doctor "
+    "rehearsal diagnose shrink",
     3: "models",
     2: "parallel experts batches loss plain communication",
-    1: "remat hlo network planned attention local_attention ring_attention zigzag collectives collective_matmul "
-    "context grouped",
+    1: "remat hlo network planned masks kernels ring_attention zigzag collectives collective_matmul context grouped",
     0: "errors config mesh sharding hardware runtime targets xla meshes configs",
 }
 LAYER = {room: layer for layer, rooms in LAYERS.items() for room in rooms.split()}

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar import batches, context, ring_attention, verify
+from jaxpar import batches, context, verify
 from jaxpar.answers import parameter_order
 from jaxpar.config import Config, override
-from jaxpar.local_attention import Block, Pair, attend
+from jaxpar.kernels import chunked
+from jaxpar.masks import Causal, Tiles, dense
 from jaxpar.models import Model
 from jaxpar.models import model as model_module
 from jaxpar.verdict import verdict
@@ -82,8 +83,9 @@ def test_positions_that_stay_behind_are_caught(monkeypatch: pytest.MonkeyPatch) 
 def test_a_mask_that_is_off_by_one_at_a_border_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first query of a chunk does not see the last key of the chunk before it."""
 
-    def late(self: Any, q_chunk: Any, k_chunk: Any, C: int) -> Block:
-        return own(self, q_chunk, k_chunk, C)._replace(q_start=C - 2)
+    def late(self: Any, q_chunk: Any, k_chunk: Any, C: int) -> Any:
+        mask, call = own(self, q_chunk, k_chunk, C)
+        return mask & Causal(), call._replace(q_start=C - 2)
 
     own = Work.pair
     failed, wrong, names = failed_with(monkeypatch, Work, "pair", late)
@@ -94,14 +96,16 @@ def test_a_mask_that_is_off_by_one_at_a_border_is_caught(monkeypatch: pytest.Mon
 def test_merging_without_the_maximum_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is weighed by its sum of exponentials as it has them, less its own largest score."""
 
-    def without(q: jax.Array, k: jax.Array, v: jax.Array, block: Block) -> Pair:
-        scores = jnp.einsum("bkgrh,bkch->bkgrc", q, k) / math.sqrt(q.shape[-1])
-        if block.q_start == block.k_start:
-            scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
-        out, lse = attend(q, k, v, block)
+    def without(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, call: Any) -> Any:
+        scores = jnp.einsum("bshd,bthd->bhst", q, jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)) / math.sqrt(
+            q.shape[-1]
+        )
+        scores = jnp.where(dense(mask, Tiles(*scores.shape[2:], 1, 1)), scores, -jnp.inf)
+        out, lse = forward(q, k, v, mask, call)
         return out, lse - jnp.max(scores, axis=-1)
 
-    failed, wrong, names = failed_with(monkeypatch, ring_attention, "attend", without)
+    forward = chunked.forward
+    failed, wrong, names = failed_with(monkeypatch, chunked, "forward", without)
     assert not failed.loss_ok
     assert wrong == names
 
@@ -126,7 +130,9 @@ def test_gradients_of_keys_that_are_sent_the_wrong_way_are_caught(monkeypatch: p
         assert len(sent) == 2 * 3
         return sums
 
-    failed, wrong, names = failed_with(monkeypatch, context, "_STRATEGIES", {"ring": (forward, wrong_way)})
+    failed, wrong, names = failed_with(
+        monkeypatch, context, "_STRATEGIES", context._STRATEGIES | {"ring": (forward, wrong_way)}
+    )
     assert failed.loss_ok
     assert wrong == [name for name in names if not name.startswith("head.")]
     assert failed.origin in ("blocks.k of layer 1", "blocks.v of layer 1")
