@@ -20,12 +20,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.batches import TOKENS
-from jaxpar.calibrate import cache_folder
 from jaxpar.collectives import further_split
 from jaxpar.config import Config
 from jaxpar.models import Model
 from jaxpar.parallel import GATHERED, STORED
 from jaxpar.play import play
+from jaxpar.runtime import cache_folder
 from jaxpar.sharding import Overlap, Plan, state_axes, tree_shardings
 from jaxpar.step import make_plan
 from jaxpar.targets import Target, target_devices

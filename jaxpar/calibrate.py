@@ -29,6 +29,7 @@ from jaxpar.hlo.probes import CHAIN, Probe, chain, suite
 from jaxpar.hlo.speeds import Sample, SpeedTable, sample, without_waits
 from jaxpar.hlo.stopwatch import Arrays, Instruction, Lull, Ready, elapsed, fastest, prepare, warm
 from jaxpar.models import Model
+from jaxpar.runtime import cache_folder
 from jaxpar.sharding import Plan
 from jaxpar.step import TrainState, init_state, make_plan, make_train_step, put_batch
 
@@ -265,11 +266,6 @@ def calibrated(say: Callable[[str], None] = lambda line: None) -> Calibration:
         kept = replace(kept, devices=devices, collective_start=start, collective_bandwidth=bandwidth)
     save_calibration(kept)
     return kept
-
-
-def cache_folder() -> Path:
-    """The user's cache folder of this library."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar"
 
 
 def calibration_file() -> Path:

@@ -1,4 +1,4 @@
-"""Starting JAX on the platform that was asked for, before the first device is touched."""
+"""What surrounds the library: the platform that JAX starts on, before the first device is touched; the cache folder."""
 
 from __future__ import annotations
 
@@ -139,3 +139,8 @@ def widen_cpu_pool(devices: int) -> None:
     """
     if devices > 1:
         os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, min(4 * devices, devices + 64))))
+
+
+def cache_folder() -> Path:
+    """The user's cache folder of this library."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar"
