@@ -47,6 +47,8 @@ class ModelConfig:
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
     window: int = 0
     """A token sees so many tokens up to itself (Mistral's sliding window, arXiv:2310.06825); 0 = all before it."""
+    logit_softcap: float = 0.0
+    """Scores of the vocabulary become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2); 0 = no cap."""
     dropout: float = 0.0
     tied_head: bool = True
     """Use the embedding table as the output head."""
@@ -127,6 +129,8 @@ class MemoryConfig:
     """What the backward pass keeps and what it computes again."""
 
     policy: Literal["none", "full"] = "none"
+    loss_mib: int = 128
+    """At most so many MiB of a device's scores at a time in the loss, float32: it takes its tokens in chunks."""
 
 
 @dataclass(frozen=True)
@@ -350,6 +354,8 @@ def check(config: Config) -> Config:
         (model.kv_heads > 0 and model.heads % model.kv_heads != 0,
          f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
         (model.window < 0, f"model.window={model.window} is below 0: 0 is no window"),
+        (model.logit_softcap < 0, f"model.logit_softcap={model.logit_softcap} is below 0: 0 is no cap"),
+        (config.memory.loss_mib < 1, f"memory.loss_mib={config.memory.loss_mib} is below 1: 128 is the default"),
         (model.experts != 0 and not 1 <= model.experts_per_token <= model.experts,
          f"model.experts_per_token={model.experts_per_token} is not in 1..model.experts={model.experts}"),
         (model.capacity_factor < 0, f"model.capacity_factor={model.capacity_factor} is below 0 (0 = drop no token)"),

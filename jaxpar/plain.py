@@ -122,10 +122,12 @@ def linear_cross_entropy(
     vocab_size: int,
     plan: Plan,
     z_loss: float = 0.0,
+    softcap: float = 0.0,
 ) -> LossSums:
     """Summed cross-entropy of all scores at once; a label below zero does not count."""
     x_BSD, head_VD = x_BSD.astype(plan.dtype), head_VD[:vocab_size].astype(plan.dtype)
     logits_BSV = jnp.einsum("BSD,VD->BSV", x_BSD, head_VD, preferred_element_type=jnp.float32)
+    logits_BSV = softcap * jnp.tanh(logits_BSV / softcap) if softcap else logits_BSV
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
     counts_BS = labels_BS >= 0
     labels_BS1 = jnp.where(counts_BS, labels_BS, 0)[..., None]

@@ -263,6 +263,7 @@ class Plan:
       remat: what a block saves for its backward: `none` = everything, `full` = its input only.
       overlap: how the linears gather and scatter the sequence.
       context: how attention sees a sequence that is split.
+      loss_mib: MiB of a device's scores that the loss has at a time.
     """
 
     mesh: Mesh
@@ -271,6 +272,7 @@ class Plan:
     remat: Literal["none", "full"] = "none"
     overlap: Overlap = Overlap()
     context: Context = Context()
+    loss_mib: int = 128
 
     @property
     def dtype(self) -> jnp.dtype:

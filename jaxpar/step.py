@@ -48,7 +48,8 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     """
     mesh = make_mesh(config.mesh, devices)
     rules, _ = _fitted(config, mesh)
-    plan = Plan(mesh, rules, config.precision.compute, config.memory.policy, config.overlap, config.context)
+    memory = config.memory
+    plan = Plan(mesh, rules, config.precision.compute, memory.policy, config.overlap, config.context, memory.loss_mib)
     model = Model(config.model)
     tree_shardings(model.shapes(), model.axes, plan)
     tree_shardings(model.shapes(), _state_axes(model), plan)

@@ -222,6 +222,12 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
             f"a {config.family} checkpoint cannot say model.head_dim={head_dim}: with model.heads={config.heads} "
             f"and model.embed={config.embed} it must be {config.embed // config.heads}"
         )
+    for field in ("window", "logit_softcap"):
+        if getattr(config, field):
+            raise UserError(
+                f"a {config.family} checkpoint cannot say model.{field}={getattr(config, field)}: it would be read as "
+                f"that of a model without"
+            )
     values = dataclasses.asdict(config) | {"kv_heads": config.kv_heads or config.heads, "head_dim": head_dim}
     hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": name}
     hf |= {key: values[field] for field, (key, _) in family.sizes.items()}

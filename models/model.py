@@ -156,8 +156,8 @@ class Model:
         x_BSD, routed = self.hidden(params, batch, plan, key)
         x_BSD, head_VD = self.head(params, x_BSD)
         with jax.named_scope("loss"):
-            labels_BS, vocab_size = batch["labels"], self.config.vocab_size
-            sums = linear_cross_entropy(x_BSD, head_VD, labels_BS, vocab_size, plan, weights.z_loss)
+            labels_BS, vocab_size, cap = batch["labels"], self.config.vocab_size, self.config.logit_softcap
+            sums = linear_cross_entropy(x_BSD, head_VD, labels_BS, vocab_size, plan, weights.z_loss, cap)
             if routed is None:
                 return sums
             added = weights.balance_loss * routed.balance + weights.router_z_loss * routed.z
@@ -167,7 +167,8 @@ class Model:
         """Float32 next-token scores of the true vocabulary; `batch` as in `loss`, labels not needed."""
         x_BSD, _ = self.hidden(params, in_order(batch, plan), plan)
         x_BSD, head_VD = self.head(params, x_BSD)
-        scores_BSV = logits(x_BSD, head_VD, self.config.vocab_size, plan)[..., : self.config.vocab_size]
+        sizes = self.config
+        scores_BSV = logits(x_BSD, head_VD, sizes.vocab_size, plan, sizes.logit_softcap)[..., : sizes.vocab_size]
         return in_natural_order(scores_BSV, plan)
 
     def parameter_count(self) -> int:

@@ -50,7 +50,9 @@ PLANS = {
     "llama, data x fsdp x tensor, bfloat16": config_of("llama", "full", compute="bfloat16", data=2, fsdp=2, tensor=2),
     "llama, data x fsdp, accumulation, remat": config_of("llama", "full", accumulation=4, data=2, fsdp=2),
     "llama, tied": changed(config_of("llama", "full", fsdp=4, tensor=2), "model", tied_head=True),
-    "llama, several chunks of the loss": changed(config_of("llama", fsdp=2, tensor=2), "train", batch=70),
+    "llama, several chunks of the loss": changed(
+        changed(config_of("llama", fsdp=2, tensor=2), "train", batch=70), "memory", loss_mib=1
+    ),
     "llama, data x context x tensor": config_of("llama", data=2, context=2, tensor=2),
     "llama, residual stream whole": changed(config_of("llama", fsdp=2, tensor=2), rules=ShardingRules(residual_seq=())),
     "llama, kv heads whole, rings": changed(

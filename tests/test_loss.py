@@ -6,6 +6,7 @@ sum: 1e-5 relative to the largest entry leaves a factor of ten.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 import jaxpar.loss
 from jaxpar.errors import UserError
-from jaxpar.loss import LossSums, linear_cross_entropy
+from jaxpar.loss import LossSums, chunk_count, linear_cross_entropy
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.sharding import Plan, ShardingRules
 
@@ -49,8 +50,9 @@ def inputs(rows: int = B, length: int = S, dtype: str = "float32") -> tuple[jax.
     return x, table, jnp.asarray(rng.integers(-3, SIZE, (rows, length)), jnp.int32)
 
 
-def reference(x: jax.Array, table: jax.Array, labels: jax.Array, z_loss: float) -> LossSums:
+def reference(x: jax.Array, table: jax.Array, labels: jax.Array, z_loss: float, softcap: float = 0.0) -> LossSums:
     scores = (x @ table.T)[..., :SIZE]
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
     lse = jax.scipy.special.logsumexp(scores, axis=-1)
     nll = lse - jnp.take_along_axis(scores, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     counts = labels >= 0
@@ -74,16 +76,18 @@ def assert_close(ours: Any, want: Any, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(("z_loss", "chunk"), [(0.0, 1024), (1e-2, 7)])  # 7: each device fills its last chunk up
+@pytest.mark.parametrize(
+    ("z_loss", "chunk", "softcap"), [(0.0, 1024, 0.0), (1e-2, 7, 0.0), (1e-2, 7, 2.0)]
+)  # 7: each device fills its last chunk up
 def test_the_loss_and_its_gradients_are_those_of_all_scores_at_once(
-    plan: str, z_loss: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+    plan: str, z_loss: float, chunk: int, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jaxpar.loss, "_CHUNK", chunk)
+    monkeypatch.setattr(jaxpar.loss, "chunk_count", lambda tokens, rows, plan: -(-tokens // chunk))
     x, table, labels = inputs()
     ours = sums_and_gradients(
-        lambda x, table: linear_cross_entropy(x, table, labels, SIZE, plan_of(plan), z_loss), x, table
+        lambda x, table: linear_cross_entropy(x, table, labels, SIZE, plan_of(plan), z_loss, softcap), x, table
     )
-    assert_close(ours, sums_and_gradients(lambda x, table: reference(x, table, labels, z_loss), x, table))
+    assert_close(ours, sums_and_gradients(lambda x, table: reference(x, table, labels, z_loss, softcap), x, table))
     assert not np.any(np.asarray(ours[1][1])[SIZE:])
 
 
@@ -91,9 +95,9 @@ def test_the_loss_and_its_gradients_are_those_of_all_scores_at_once(
 def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(
     length: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jaxpar.loss, "_CHUNK", chunk)
+    monkeypatch.setattr(jaxpar.loss, "chunk_count", lambda tokens, rows, plan: -(-tokens // chunk))
     x, _, labels = inputs(1, length)
-    x_NTD, labels_NT = jaxpar.loss._chunks(x, labels)
+    x_NTD, labels_NT = jaxpar.loss._chunks(x, labels, jnp.zeros((8, 3)), plan_of("one"))
     assert labels_NT.shape[0] == -(-length // chunk)
     assert labels_NT.shape[1] <= chunk
     np.testing.assert_array_equal(x_NTD.reshape(-1, D)[:length], x[0])
@@ -101,18 +105,26 @@ def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(
     assert np.all(labels_NT.reshape(-1)[length:] < 0)
 
 
-def test_no_more_than_a_chunk_of_scores_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_as_large_as_the_memory_allows() -> None:
+    on = dataclasses.replace(plan_of("one"), loss_mib=64)
+    assert chunk_count(2048, 32064, on) == 4  # 64 MiB are 523 tokens' scores, so 512
+    assert chunk_count(2048, 1 << 20, on) == 16  # 128 at least
+    assert chunk_count(100, 1 << 20, on) == chunk_count(2048, 256, on) == 1
+
+
+def test_no_more_scores_than_asked_exist_at_a_time() -> None:
     tokens, vocab, chunk = 2048, 4096, 128
-    monkeypatch.setattr(jaxpar.loss, "_CHUNK", chunk)
+    on = dataclasses.replace(plan_of("one"), loss_mib=2)
+    assert chunk_count(tokens, vocab, on) == tokens // chunk
     shapes = jax.ShapeDtypeStruct((2, tokens // 2, 8), jnp.float32), jax.ShapeDtypeStruct((vocab, 8), jnp.float32)
     labels = jnp.zeros((2, tokens // 2), jnp.int32)
-    loss = jax.grad(lambda x, table: linear_cross_entropy(x, table, labels, vocab, plan_of("one")).loss, (0, 1))
+    loss = jax.grad(lambda x, table: linear_cross_entropy(x, table, labels, vocab, on).loss, (0, 1))
     memory = jax.jit(loss).lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 6 * chunk * vocab * 4 < tokens * vocab * 4 / 2
 
 
 def test_the_sums_without_a_gradient_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxpar.loss, "_CHUNK", 7)
+    monkeypatch.setattr(jaxpar.loss, "chunk_count", lambda tokens, rows, plan: -(-tokens // 7))
     x, table, labels = inputs()
     for plan in ("one", "data2.fsdp2.tensor2"):
         on = plan_of(plan)
@@ -146,7 +158,7 @@ def test_labels_none_of_which_count_give_zeros() -> None:
 
 @pytest.mark.parametrize("plan", ["one", "data2.fsdp2.tensor2"])
 def test_bfloat16_rounds_gradients_and_not_sums(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxpar.loss, "_CHUNK", 7)
+    monkeypatch.setattr(jaxpar.loss, "chunk_count", lambda tokens, rows, plan: -(-tokens // 7))
     x, table, labels = inputs(dtype="bfloat16")
     table = table.astype(jnp.float32)  # a parameter, but one that bfloat16 can hold
     on = plan_of(plan, "bfloat16")

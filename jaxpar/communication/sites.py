@@ -115,7 +115,7 @@ def _loss(table: Array, tied: bool, step: Step) -> Iterator[Site]:
     if not tied:  # else the lookup has gathered it
         yield from step.rows("loss", "head table", "forward", weight_gathers([table], step))
     tokens = Array(stream[:2], GATHERED[:2]).entries(plan)
-    chunks = chunk_count(tokens)
+    chunks = chunk_count(tokens, table.shape[0] // plan.size("vocab"), plan)
     if vocab:  # largest score, sum of exponentials, label's score
         scores = Move("all-reduce", vocab, 3 * FLOAT32 * -(-tokens // chunks), chunks)
         yield from step.rows("loss", "scores of the tokens", "forward", [scores])
