@@ -242,8 +242,8 @@ def meshes_command(words: list[str]) -> int:
 
 
 def bench_command(words: list[str]) -> int:
-    """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...], bench rehearse [--picture FILE] or
-    bench overlap CONFIG --target T [--step] [--section.key value ...]"""
+    """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...], bench rehearse [--picture FILE],
+    bench overlap CONFIG --target T [--step] [--section.key value ...] or bench attention (bench attention --help)"""
     from jaxpar.bench import bench_step, table
 
     if words[:1] == ["rehearse"]:
@@ -271,10 +271,30 @@ def bench_command(words: list[str]) -> int:
         say = console().print
         say(overlap_table(compare_forms(check(args.config), load_target(args.target), args.step, say)))
         return 0
+    if words[:1] == ["attention"]:
+        return _bench_attention(words[1:])
     if not words or words[0] not in ("step", "-h", "--help"):
         raise UserError("usage: " + " ".join(str(bench_command.__doc__).split()))
     _, args = _config_args("bench", BenchArgs, words[1:] if words[0] == "step" else words)
     console().print(table([bench_step(check(args.config), args.rounds, args.calls)]))
+    return 0
+
+
+def _bench_attention(words: list[str]) -> int:
+    from jaxpar import bench_attention as bench
+    from jaxpar.mesh import MeshSpec
+    from jaxpar.picture import save_figure
+    from jaxpar.runtime import start
+
+    args = _parse("bench", bench.AttentionBenchArgs(), words)
+    start(MeshSpec())
+    rows = bench.bench_attention(args, say=console().print)
+    found = bench.attention_json(args, rows)
+    console().print(bench.attention_table(rows))
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if args.picture:
+        save_figure(bench.attention_figure(rows, f"attention on {found['device']}"), Path(args.picture))
     return 0
 
 
