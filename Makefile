@@ -32,7 +32,7 @@ lint: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: lint
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow and not long"
 
 test-all: lint
 	$(BIN)/python -m pytest -n auto
@@ -40,6 +40,11 @@ test-all: lint
 # What `make test` leaves out.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m slow
+
+# The kernels on every mask and shape, and compiled for every chip: an hour.
+.PHONY: test-kernels
+test-kernels: $(STAMP)
+	$(BIN)/python -m pytest -n auto -m long
 
 # Where pyenv manages the interpreters, it is told which one.
 on = PYENV_VERSION=$$(pyenv latest $(1) 2>/dev/null) $(MAKE) VENV=.venv-$(1) PYTHON=python$(1) test-quick
@@ -51,7 +56,7 @@ test-matrix:
 
 .PHONY: test-quick
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m "quick and not slow"
+	$(BIN)/python -m pytest -n auto -m "quick and not slow and not long"
 
 clean:
 	rm -rf $(VENV) .venv-* build dist *.egg-info runs

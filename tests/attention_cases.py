@@ -228,5 +228,5 @@ SIZES = [
 
 
 def some(cases: Sequence[Case], every: int = 3) -> list[Any]:
-    """For parametrize: the first of so many as they are, the others marked slow."""
-    return [case if i % every == 0 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]
+    """For parametrize: the first of so many as they are, the others marked long."""
+    return [case if i % every == 0 else pytest.param(case, marks=pytest.mark.long) for i, case in enumerate(cases)]

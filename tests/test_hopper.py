@@ -76,7 +76,7 @@ def test_masks(mask: str) -> None:
     assert_served(of_mask(mask))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mask", [mask for mask in MASKS if mask not in QUICK])
 def test_other_masks(mask: str) -> None:
     assert_served(of_mask(mask))
@@ -95,7 +95,7 @@ def test_sizes(case: Case) -> None:
     assert_served(case)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
@@ -248,7 +248,7 @@ def test_compiles() -> None:
     assert_compiles(4096, 128, Causal())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_cuda
 @needs_ptxas
 @pytest.mark.parametrize("S", [4096, 131072])
@@ -258,7 +258,7 @@ def test_compiles_all(mask: str, h: int, S: int) -> None:
     assert_compiles(S, h, COMPILED[mask](S))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_cuda
 @needs_ptxas
 @pytest.mark.parametrize("h", [192, 256])
@@ -266,14 +266,14 @@ def test_compiles_with_dk_and_dv_apart(h: int) -> None:
     assert_compiles(4096, h, documents(4096))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_cuda
 @needs_ptxas
 def test_compiles_with_float32_out() -> None:
     assert_compiles(4096, 128, documents(4096), jnp.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_cuda
 @needs_ptxas
 def test_compiles_with_one_strip_to_a_block() -> None:

@@ -196,7 +196,7 @@ def test_it_compiles_for_an_absent_chip() -> None:
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mask", LONG_MASKS)
 @pytest.mark.parametrize("h", [64, 128])
 @pytest.mark.parametrize("chip", CHIPS)
@@ -208,7 +208,7 @@ def test_it_compiles_for_every_chip(chip: str, h: int, mask: str, capsys: pytest
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mask", LONG_MASKS)
 def test_memory_grows_as_the_sequence(mask: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Up to 131,072, where a matrix of scores alone would take 64 GiB a head."""

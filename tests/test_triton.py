@@ -312,7 +312,7 @@ def test_everything_has_a_form_in_triton(case: Case) -> None:
 @needs_cuda
 @lowers_without_gpu
 @deprecated
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*EVERY_MASK, *SIZES], ids=str)
 def test_everything_compiles(case: Case) -> None:
     """In bfloat16: products of float32, outside the tensor cores, take XLA a minute."""
@@ -351,7 +351,7 @@ def compiled_for(chip: str, mask: str, S: int, h: int, dump: str = "", dtype: st
 @needs_cuda
 @lowers_without_gpu
 @deprecated
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mask", GPU_MASKS)
 @pytest.mark.parametrize("h", [64, 128])
 @pytest.mark.parametrize("chip", ["a100", "h100"])
@@ -390,7 +390,7 @@ def _registers(chip: str, folder: Path) -> dict[str, str]:
 @needs_cuda
 @lowers_without_gpu
 @deprecated
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mask", GPU_MASKS)
 def test_memory_grows_with_the_sequence_not_its_square(mask: str) -> None:
     """Temporaries are the log-sum-exp and, where ids make them, the lists of visits: four bytes a tile."""
