@@ -41,7 +41,7 @@ test-all: lint
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m slow
 
-# The kernels on every mask and shape, and compiled for every chip: an hour.
+# The kernels on every mask and shape, and compiled for every chip; it takes long.
 .PHONY: test-kernels
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m long

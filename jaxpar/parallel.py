@@ -355,7 +355,7 @@ def attention(
     """
     mask, dropping = _mask(window), key is not None and dropout_rate > 0
     _, S, H, h = q_BSHh.shape
-    name, _ = attention_choice(plan, S, h, dropping, window)
+    name, _ = attention_choice(plan, S, h, dropping, window, segments_BS is not None)
     if plan.size("attention_seq") > 1:
         check_split(plan, S, H, k_BSKh.shape[2], dropout_rate if dropping else 0.0)
 
@@ -381,7 +381,7 @@ def attention(
 
 
 def attention_choice(
-    plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int = 0, platform: str = ""
+    plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int = 0, packed: bool = False, platform: str = ""
 ) -> tuple[str, str]:
     """Which implementation `attention` takes under this plan, and why not a faster one.
 
@@ -390,12 +390,15 @@ def attention_choice(
       seq_len, head_dim: of the arrays.
       dropping: weights are dropped out.
       window: as for `attention`.
+      packed: with documents.
       platform: what it is compiled for; empty = that of the plan's devices.
     """
     if plan.size("attention_seq") > 1:
         return plan.context.strategy, "the sequence is split over devices"
     one = jax.ShapeDtypeStruct((1, seq_len, 1, head_dim), plan.dtype)
-    asked = dispatch.Asked(one, one, _mask(window), Call(), with_lse=False, dropping=dropping, cut=_cut_heads(plan))
+    ids = jax.ShapeDtypeStruct((1, seq_len), jnp.int32)
+    mask = _mask(window) & Segments(ids, ids) if packed else _mask(window)  # pyright: ignore[reportArgumentType]
+    asked = dispatch.Asked(one, one, mask, Call(), with_lse=False, dropping=dropping, cut=_cut_heads(plan))
     return dispatch.choose(asked, platform or _platform(plan))
 
 

@@ -6,6 +6,7 @@ tolerances are those of tests/attention_cases.py.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from attention_cases import EVERY_MASK, Answer, Case, answer, assert_right, inputs
 
+import jaxpar.parallel
 from jaxpar import plain
 from jaxpar.errors import UserError
 from jaxpar.kernels import chunked, dispatch, libraries
@@ -189,6 +191,7 @@ def bad(**changes: Any) -> Any:
         ({"sinks": jnp.ones(3)}, r"a sink a head, \(4,\), and was given \(3,\)"),
         ({"mask": Segments(None, None)}, r"Segments needs q_ids \(2, 16\), an id for each token, and was given None"),
         ({"mask": Causal() & Segments(jnp.ones((2, 16)), jnp.ones((2, 9)))}, r"kv_ids \(2, 16\).* was given \(2, 9\)"),
+        ({"scale": -1.0}, r"a scale above 0 and a soft cap of 0 or more: scale=-1.0"),
         ({"implementation": "flash"}, r"no implementation of attention is called 'flash': try one of "),
         ({"implementation": "splash", "with_lse": False}, r"by splash was asked for, but: on cpu; what serves: chun"),
         ({"implementation": "cudnn"}, r"by cudnn was asked for, but: no log-sum-exp that has a gradient; what serv"),
@@ -260,6 +263,22 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
 @pytest.mark.parametrize(("mesh", "rules", "want"), LAYOUTS)
 def test_the_choice_minds_how_the_plan_splits(mesh: dict[str, int], rules: Any, want: tuple[str, str]) -> None:
     assert attention_choice(plan_on(MeshSpec(**mesh), **rules), 1024, 128, False, platform="tpu") == want
+
+
+@pytest.mark.parametrize(("packed", "name"), [(False, "cudnn"), (True, "chunked")])
+def test_packed_documents_are_not_given_to_a_library_that_takes_none(
+    packed: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choosing and computing see the same mask: what is chosen serves."""
+    monkeypatch.setattr(libraries, "has_cudnn", lambda: True)
+    monkeypatch.setattr(jaxpar.parallel, "_platform", lambda plan: "gpu")
+    monkeypatch.setitem(dispatch.LIBRARIES, "cudnn", lambda q, k, v, mask, call: reference(q, k, v, mask, call)[0])
+    args, segments = projections(2, 32, 4, 2, 16, "bfloat16"), documents(2, 32) if packed else None
+    plan = dataclasses.replace(plan_on(MeshSpec(fsdp=2)), compute="bfloat16")
+    assert attention_choice(plan, 32, 16, False, packed=packed)[0] == name
+    mask = Causal() if segments is None else Causal() & Segments(segments, segments)
+    out = attention(*args, plan, segments)
+    assert_close((out,), (reference(*args, mask)[0],), 2**-6)
 
 
 PLANS = {

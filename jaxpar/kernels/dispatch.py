@@ -33,7 +33,7 @@ PAIRS = {"pallas_hopper": "hopper", "pallas_gpu": "triton", "pallas_tpu": "tpu",
 """Modules with a forward and a backward each: what a ring can use; see `pair`."""
 LIBRARIES: dict[str, Callable[..., Any]] = {"cudnn": libraries.cudnn, "splash": libraries.splash}
 _KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("splash",), "gpu": ("cudnn",)}
-"""Of a platform, in order of speed; then plain XLA by tiles, which is faster than all scores at once everywhere.
+"""Of a platform, in order of speed; then plain XLA by tiles.
 
 Our own kernels were compiled for absent chips and interpreted, but have not run on one: they serve when asked for.
 """
@@ -97,6 +97,8 @@ def attention(
         serve, with the reason and with those that can.
     """
     _check(q_BSHh, k_BTKh, v_BTKh, mask, sinks)
+    if (scale is not None and scale <= 0) or softcap < 0:
+        raise UserError(f"attention needs a scale above 0 and a soft cap of 0 or more: {scale=}, {softcap=}")
     call = Call(scale=scale or 0.0, softcap=softcap)
     dropping = key is not None and dropout_rate > 0
     asked = Asked(q_BSHh, k_BTKh, mask, call, with_lse or sinks is not None, dropping)
@@ -149,7 +151,7 @@ def choose(asked: Asked, platform: str, implementation: str | None = None) -> tu
 
 
 def pair(name: str) -> ModuleType:
-    """A module of `PAIRS`, imported when it is asked for: Mosaic GPU takes as long to import as most of JAX."""
+    """A module of `PAIRS`, imported when it is asked for: Mosaic GPU takes long."""
     return importlib.import_module(f"jaxpar.kernels.{PAIRS[name]}")
 
 
