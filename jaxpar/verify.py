@@ -180,24 +180,25 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
     """The smallest config whose attention has the implementation that the whole one has on these devices."""
     rules = rules_of(config, asked_sizes(config, mesh))
     plan, model, asked = _layout(config, make_mesh(mesh, devices), rules), config.model, config.mesh.platform
-    head_dim, seq_len = model.head_dim or model.embed // model.heads, config.data.seq_len
-    wanted, found, small, notes = _attention(plan, seq_len, head_dim), "", config, ()
+    wanted, found, small, notes = _attention(plan, config), "", config, ()
     for least in LEAST:
         if found != wanted:
             small, notes = shrink(config, mesh, least)
-            found = _attention(plan, small.data.seq_len, small.model.head_dim)
+            found = _attention(plan, small)
     said = [] if found == wanted else [f"OTHER ATTENTION: {wanted} has no small form, so this verifies {found}"]
     if asked not in ("auto", "cpu", devices[0].platform) and plan.size("attention_seq") == 1:
-        there = _attention(plan, seq_len, head_dim, asked)
+        there = _attention(plan, config, asked)
         said += [] if there == wanted else [f"OTHER ATTENTION: {there} on {asked}, {wanted} here"]
     model = small.model
     _, changed = fit_heads(config.rules, model.heads, model.kv_heads or model.heads, total_sizes(mesh))
     return Shrunk(small, (*said, *notes, *changed))
 
 
-def _attention(plan: Plan, seq_len: int, head_dim: int, platform: str = "") -> str:
+def _attention(plan: Plan, config: Config, platform: str = "") -> str:
     """The implementation, and whether plain XLA takes several tiles."""
-    name, _ = attention_choice(plan, seq_len, head_dim, False, platform=platform)
+    model, seq_len, packed = config.model, config.data.seq_len, config.data.pack
+    head_dim = model.head_dim or model.embed // model.heads
+    name, _ = attention_choice(plan, seq_len, head_dim, False, model.window, packed, platform)
     return f"{name} in tiles" if name == "chunked" and seq_len > ROWS else name
 
 
