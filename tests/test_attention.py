@@ -21,7 +21,7 @@ import jaxpar.parallel
 from jaxpar import plain
 from jaxpar.errors import UserError
 from jaxpar.kernels import chunked, dispatch, libraries
-from jaxpar.kernels.call import Call
+from jaxpar.kernels.call import Call, Unserved
 from jaxpar.kernels.libraries import kernel_cost
 from jaxpar.kernels.reference import reference
 from jaxpar.masks import BigBird, Causal, Full, Mask, PrefixLM, Segments, Window
@@ -200,6 +200,17 @@ def bad(**changes: Any) -> Any:
 def test_bad_input_is_refused_in_a_line(changes: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         bad(**changes)
+
+
+def test_what_only_the_tiles_show_is_refused_in_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unserved(*_: Any) -> Any:
+        raise Unserved("9 tiles to visit are more than SMEM holds")
+
+    monkeypatch.setattr(chunked, "forward", unserved)
+    with pytest.raises(
+        UserError, match="attention by chunked cannot serve: 9 tiles to visit are more than SMEM holds; "
+    ):
+        bad()
 
 
 # Libraries.

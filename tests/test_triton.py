@@ -317,7 +317,8 @@ def test_everything_has_a_form_in_triton(case: Case) -> None:
 def test_everything_compiles(case: Case) -> None:
     """In bfloat16: products of float32, outside the tensor cores, take XLA a minute."""
     (device,) = target_devices(load_target("h100x1"))
-    _traced(case._replace(dtype="bfloat16"), device).lower(lowering_platforms=("cuda",)).compile()
+    compiled = _traced(case._replace(dtype="bfloat16"), device).lower(lowering_platforms=("cuda",)).compile()
+    assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3
 
 
 GPU_MASKS: dict[str, Callable[[Any], Mask]] = {

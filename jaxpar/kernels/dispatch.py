@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.errors import UserError
 from jaxpar.kernels import chunked, libraries
-from jaxpar.kernels.call import Call
+from jaxpar.kernels.call import Call, Unserved
 from jaxpar.kernels.reference import reference
 from jaxpar.masks import Mask
 
@@ -108,7 +108,11 @@ def attention(
     if name == "reference":
         out_BSHh, lse_BHS = reference(q_BSHh, k_BTKh, v_BTKh, mask, call, dropout_rate, key)
     elif name in PAIRS:
-        out_BSHh, lse_BHS = _of_pair(name, call, dropout_rate if dropping else 0.0, q_BSHh, k_BTKh, v_BTKh, mask, key)
+        rate = dropout_rate if dropping else 0.0
+        try:
+            out_BSHh, lse_BHS = _of_pair(name, call, rate, q_BSHh, k_BTKh, v_BTKh, mask, key)
+        except Unserved as unserved:  # what only laying out its tiles shows
+            raise UserError(f"attention by {name} cannot serve: {unserved}; chunked and reference do") from unserved
     else:
         out_BSHh, lse_BHS = LIBRARIES[name](q_BSHh, k_BTKh, v_BTKh, mask, call), None
     return (out_BSHh, lse_BHS) if sinks is None else with_sinks(out_BSHh, lse_BHS, sinks)
