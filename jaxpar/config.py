@@ -141,6 +141,16 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
+class KernelsConfig:
+    """What computes, where there is a choice; `auto` takes the first that serves on the devices."""
+
+    attention: Literal[
+        "auto", "pallas_hopper", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
+    ] = "auto"  # fmt: skip
+    """See docs/attention.md."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save, and what to keep."""
 
@@ -174,13 +184,14 @@ class Config:
     context: Context = field(default_factory=Context)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
 
 # A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
 # reported and kept. Any other difference is another experiment.
-RESUMABLE = ("mesh", "rules", "overlap", "context", "memory", "checkpoint", "metrics", "train.stop_at",
+RESUMABLE = ("mesh", "rules", "overlap", "context", "memory", "kernels", "checkpoint", "metrics", "train.stop_at",
              "train.eval_every", "train.eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
 
 

@@ -162,7 +162,8 @@ def _strategy(plan: Plan) -> Any:
 
 
 def _work(plan: Plan, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array) -> Work:
-    name = pair_for(q_BSHh, k_BSKh, packed(mask, segments_BT, segments_BT), plan.mesh.devices.flat[0].platform)
+    seen, platform = packed(mask, segments_BT, segments_BT), plan.mesh.devices.flat[0].platform
+    name = pair_for(q_BSHh, k_BSKh, seen, platform, plan.attention)
     if plan.size("attention_seq") > 1:
         say_once(f"attention by {name}, {plan.context.strategy}")
     return Work(plan, mask, segments_BT, pair(name))

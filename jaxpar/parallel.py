@@ -354,8 +354,9 @@ def attention(
       UserError: what `context.check_split` refuses.
     """
     mask, dropping = _mask(window), key is not None and dropout_rate > 0
-    _, S, H, h = q_BSHh.shape
-    name, _ = attention_choice(plan, S, h, dropping, window, segments_BS is not None)
+    B, S, H, h = q_BSHh.shape
+    batch = max(B // plan.size("batch"), 1)
+    name, _ = attention_choice(plan, S, h, dropping, window, segments_BS is not None, batch=batch)
     if plan.size("attention_seq") > 1:
         check_split(plan, S, H, k_BSKh.shape[2], dropout_rate if dropping else 0.0)
 
@@ -372,7 +373,7 @@ def attention(
         if plan.size("attention_seq") == 1 and (_cut_heads(plan) or dropping):
             # What is dropped depends on the place in the whole array.
             return plan.constrain(local(q_BSHh, k_BSKh, v_BSKh, segments_BS), heads)
-        if name not in dispatch.LIBRARIES:
+        if name in dispatch.PAIRS or plan.size("attention_seq") > 1:
             return split_attention(plan, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)
         kv_heads: _Axes = (*ATTENDED[:2], beside("kv_heads", plan), "head_dim")
         segment_axes: Any = None if segments_BS is None else ATTENDED[:2]
@@ -381,9 +382,16 @@ def attention(
 
 
 def attention_choice(
-    plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int = 0, packed: bool = False, platform: str = ""
+    plan: Plan,
+    seq_len: int,
+    head_dim: int,
+    dropping: bool,
+    window: int = 0,
+    packed: bool = False,
+    platform: str = "",
+    batch: int = 1,
 ) -> tuple[str, str]:
-    """Which implementation `attention` takes under this plan, and why not a faster one.
+    """Which implementation `attention` takes under this plan, and why not one before it.
 
     Args:
       plan: mesh and rules.
@@ -392,14 +400,23 @@ def attention_choice(
       window: as for `attention`.
       packed: with documents.
       platform: what it is compiled for; empty = that of the plan's devices.
+      batch: sequences of a device.
+
+    Raises:
+      UserError: the plan asks for one that cannot serve.
     """
-    if plan.size("attention_seq") > 1:
-        return plan.context.strategy, "the sequence is split over devices"
-    one = jax.ShapeDtypeStruct((1, seq_len, 1, head_dim), plan.dtype)
-    ids = jax.ShapeDtypeStruct((1, seq_len), jnp.int32)
+    one = jax.ShapeDtypeStruct((batch, seq_len, 1, head_dim), plan.dtype)
+    ids = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)
     mask = _mask(window) & Segments(ids, ids) if packed else _mask(window)  # pyright: ignore[reportArgumentType]
+    platform = platform or _platform(plan)
+    if plan.size("attention_seq") > 1:
+        dispatch.pair_for(one, one, mask, platform, plan.attention)
+        return plan.context.strategy, "the sequence is split over devices"
     asked = dispatch.Asked(one, one, mask, Call(), with_lse=False, dropping=dropping, cut=_cut_heads(plan))
-    return dispatch.choose(asked, platform or _platform(plan))
+    name, why = dispatch.choose(asked, platform, plan.attention)
+    if plan.attention != "auto":
+        dispatch.say_once(f"attention by {name}, which kernels.attention asks for")
+    return name, why
 
 
 def _mask(window: int) -> Mask:

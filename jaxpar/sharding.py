@@ -264,6 +264,7 @@ class Plan:
       overlap: how the linears gather and scatter the sequence.
       context: how attention sees a sequence that is split.
       loss_mib: MiB of a device's scores that the loss has at a time.
+      attention: one of `kernels.Implementation`, or `auto`.
     """
 
     mesh: Mesh
@@ -273,6 +274,7 @@ class Plan:
     overlap: Overlap = Overlap()
     context: Context = Context()
     loss_mib: int = 128
+    attention: str = "auto"
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -49,7 +49,10 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     mesh = make_mesh(config.mesh, devices)
     rules, _ = _fitted(config, mesh)
     memory = config.memory
-    plan = Plan(mesh, rules, config.precision.compute, memory.policy, config.overlap, config.context, memory.loss_mib)
+    plan = Plan(
+        mesh, rules, config.precision.compute, memory.policy, config.overlap, config.context, memory.loss_mib,
+        config.kernels.attention,
+    )  # fmt: skip
     model = Model(config.model)
     tree_shardings(model.shapes(), model.axes, plan)
     tree_shardings(model.shapes(), _state_axes(model), plan)

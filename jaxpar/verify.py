@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpar import step
 from jaxpar.answers import Answer, Case, Gradients, one_device, parameter_order, random_batch, random_params, under_plan
-from jaxpar.config import Config, check
+from jaxpar.config import Config, KernelsConfig, check
 from jaxpar.context import check_split
 from jaxpar.diagnose import Finding
 from jaxpar.errors import UserError
@@ -180,13 +180,23 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
     """The smallest config whose attention has the implementation that the whole one has on these devices."""
     rules = rules_of(config, asked_sizes(config, mesh))
     plan, model, asked = _layout(config, make_mesh(mesh, devices), rules), config.model, config.mesh.platform
-    wanted, found, small, notes = _attention(plan, config), "", config, ()
+    other: list[str] = []
+    try:
+        wanted = _attention(plan, config)
+    except UserError as refused:  # a kernel of other hardware
+        other = [f"OTHER ATTENTION: {refused}"]
+        config = dataclasses.replace(config, kernels=KernelsConfig())
+        plan = dataclasses.replace(plan, attention="auto")
+        wanted = _attention(plan, config)
+    found, small, notes = "", config, ()
     for least in LEAST:
         if found != wanted:
             small, notes = shrink(config, mesh, least)
-            found = _attention(plan, small)
+            with contextlib.suppress(UserError):  # what was asked for may not serve small sizes
+                found = _attention(plan, small)
     said = [] if found == wanted else [f"OTHER ATTENTION: {wanted} has no small form, so this verifies {found}"]
-    if asked not in ("auto", "cpu", devices[0].platform) and plan.size("attention_seq") == 1:
+    said = [*other, *said]
+    if not other and asked not in ("auto", "cpu", devices[0].platform) and plan.size("attention_seq") == 1:
         there = _attention(plan, config, asked)
         said += [] if there == wanted else [f"OTHER ATTENTION: {there} on {asked}, {wanted} here"]
     model = small.model
@@ -361,4 +371,4 @@ def _check_layout(config: Config, mesh: MeshSpec) -> None:
 
 def _layout(config: Config, mesh: Any, rules: ShardingRules) -> Plan:
     """The part of a plan that says where arrays lie."""
-    return Plan(mesh, rules, context=config.context)
+    return Plan(mesh, rules, context=config.context, attention=config.kernels.attention)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from attention_cases import EVERY_MASK, Answer, Case, answer, assert_right, inpu
 
 import jaxpar.parallel
 from jaxpar import plain
+from jaxpar.config import KernelsConfig
 from jaxpar.errors import UserError
 from jaxpar.kernels import chunked, dispatch, libraries
 from jaxpar.kernels.call import Call, Unserved
@@ -135,23 +136,37 @@ def asked(seq_len: int, head_dim: int, mask: Mask, dtype: str = "bfloat16", **op
 
 
 IDS = Segments(jnp.zeros((1, 1024), jnp.int32), jnp.zeros((1, 1024), jnp.int32))
+DROPS = "dropout of attention weights"
 CHOICES: list[tuple[str, dispatch.Asked, str, str]] = [
     ("tpu", asked(8192, 128, Causal()), "splash", ""),
     ("tpu", asked(1024, 256, Causal() & Window(100) & IDS), "splash", ""),
-    ("tpu", asked(1024, 64, Causal()), "chunked", "splash: head_dim 64 is no multiple of 128"),
-    ("tpu", asked(1000, 128, Causal()), "chunked", "splash: sequence length 1000 is no multiple of 128"),
-    ("tpu", asked(100, 128, Causal()), "chunked", "splash: sequence length 100 is no multiple of 128"),
-    ("tpu", asked(1024, 128, PrefixLM(9)), "chunked", "splash: no mask like PrefixLM(n=9)"),
-    ("tpu", asked(1024, 128, Causal(), dropping=True), "chunked", "splash: dropout of attention weights"),
-    ("tpu", asked(1024, 128, Causal(), with_lse=True), "chunked", "splash: no log-sum-exp that has a gradient"),
-    ("tpu", asked(1024, 128, Causal(), cut="split oddly"), "chunked", "splash: split oddly"),
+    ("tpu", asked(1024, 64, Causal()), "pallas_tpu", "splash: head_dim 64 is no multiple of 128"),
+    ("tpu", asked(1000, 128, Causal()), "pallas_tpu", "splash: sequence length 1000 is no multiple of 128"),
+    ("tpu", asked(1024, 128, PrefixLM(9)), "pallas_tpu", "splash: no mask like PrefixLM(n=9)"),
+    ("tpu", asked(1024, 128, Causal(), with_lse=True), "pallas_tpu", "splash: no log-sum-exp that has a gradient"),
+    ("tpu", asked(1024, 128, Causal(), dropping=True), "chunked", f"splash: {DROPS}; pallas_tpu: {DROPS}"),
+    ("tpu", asked(1024, 128, Causal(), cut="split oddly"), "chunked", "splash: split oddly; pallas_tpu: split oddly"),
+    (
+        "tpu",
+        asked(1024, 320, Causal()),
+        "chunked",
+        "splash: head_dim 320 is no multiple of 128; pallas_tpu: head_dim 320 is more than 256",
+    ),
+    (
+        "tpu",
+        asked(1 << 20, 64, Causal()),
+        "chunked",
+        "splash: head_dim 64 is no multiple of 128; pallas_tpu: 524800 tiles to visit are more than SMEM holds",
+    ),
+    ("tpu", asked(1 << 20, 64, Causal() & Window(4095)), "pallas_tpu", "splash: head_dim 64 is no multiple of 128"),
     ("gpu", asked(8192, 128, Causal()), "cudnn", ""),
     ("gpu", asked(8192, 64, Causal() & Window(1023)), "cudnn", ""),
     ("gpu", asked(8192, 64, Full()), "cudnn", ""),
-    ("gpu", asked(1024, 64, Causal() & IDS), "chunked", "cudnn: documents"),
-    ("gpu", asked(1024, 64, Window(3, 3)), "chunked", "cudnn: no mask like Window(left=3, right=3)"),
-    ("gpu", asked(1024, 256, Causal()), "chunked", "cudnn: head_dim 256 is no multiple of 8 up to 128"),
-    ("gpu", asked(1024, 64, Causal(), "float32"), "chunked", "cudnn: float32"),
+    ("gpu", asked(1024, 64, Causal() & IDS), "pallas_gpu", "cudnn: documents"),
+    ("gpu", asked(1024, 64, Window(3, 3)), "pallas_gpu", "cudnn: no mask like Window(left=3, right=3)"),
+    ("gpu", asked(1024, 256, Causal()), "pallas_gpu", "cudnn: head_dim 256 is no multiple of 8 up to 128"),
+    ("gpu", asked(1024, 64, Causal(), "float32"), "pallas_gpu", "cudnn: float32"),
+    ("gpu", asked(1024, 64, Causal(), dropping=True), "chunked", f"cudnn: {DROPS}; pallas_gpu: {DROPS}"),
     ("cpu", asked(512, 64, Causal()), "chunked", ""),
     ("cpu", asked(513, 64, BigBird(513)), "chunked", ""),
 ]
@@ -170,7 +185,7 @@ def test_the_log_says_what_runs_once(caplog: pytest.LogCaptureFixture) -> None:
     dispatch.say_once.cache_clear()
     for _ in range(2):
         dispatch.choose(asked(1000, 128, Causal()), "tpu")
-    assert caplog.messages == ["attention by chunked (splash: sequence length 1000 is no multiple of 128)"]
+    assert caplog.messages == ["attention by pallas_tpu (splash: sequence length 1000 is no multiple of 128)"]
 
 
 def bad(**changes: Any) -> Any:
@@ -252,11 +267,12 @@ def test_the_flops_of_a_kernel_are_those_of_the_causal_half(name: str, matmuls: 
 
 # Plans.
 
+OTHERWISE = "kv heads are split otherwise than heads"
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
     ({"tensor": 8}, {}, ("splash", "")),
     ({"context": 2, "tensor": 4}, {}, ("ring", "the sequence is split over devices")),
     ({"tensor": 8}, {"kv_heads": ()}, ("splash", "")),  # column_linear copies them
-    ({"fsdp": 2, "tensor": 4}, {"kv_heads": ("fsdp",)}, ("chunked", "splash: kv heads are split otherwise than heads")),
+    ({"fsdp": 2, "tensor": 4}, {"kv_heads": ("fsdp",)}, ("chunked", f"splash: {OTHERWISE}; pallas_tpu: {OTHERWISE}")),
     (
         {"tensor": 8},
         {"heads": (), "kv_heads": (), "attention_seq": ("tensor",)},
@@ -266,7 +282,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
     (
         {"tensor": 8},
         {"heads": (), "kv_heads": (), "head_dim": ("tensor",)},
-        ("chunked", "splash: heads are split inside"),
+        ("chunked", "splash: heads are split inside; pallas_tpu: heads are split inside"),
     ),
 ]
 
@@ -276,7 +292,32 @@ def test_the_choice_minds_how_the_plan_splits(mesh: dict[str, int], rules: Any, 
     assert attention_choice(plan_on(MeshSpec(**mesh), **rules), 1024, 128, False, platform="tpu") == want
 
 
-@pytest.mark.parametrize(("packed", "name"), [(False, "cudnn"), (True, "chunked")])
+def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    assert get_args(get_type_hints(KernelsConfig)["attention"]) == ("auto", *get_args(dispatch.Implementation))
+    caplog.set_level(logging.INFO)
+    dispatch.say_once.cache_clear()
+    args, segments = projections(4, 20, 8, 4, 6), documents(4, 20)
+    plan = dataclasses.replace(plan_on(MeshSpec(fsdp=2, tensor=4)), attention="reference")
+    want = values_and_gradients(by_reference(Causal() & Segments(segments, segments)), args)
+    assert_close(values_and_gradients(lambda q, k, v: attention(q, k, v, plan, segments), args), want)
+    assert caplog.messages == ["attention by reference, which kernels.attention asks for"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name", "says"),
+    [
+        ({"fsdp": 2}, "pallas_tpu", "by pallas_tpu was asked for, but: on cpu; what serves: chunked, reference"),
+        ({"context": 2}, "pallas_tpu", "by pallas_tpu was asked for, but: on cpu; what serves: chunked, reference"),
+        ({"context": 2}, "splash", "but: the sequence is split over devices, and it cannot merge parts; try one of pa"),
+    ],
+)
+def test_an_implementation_that_a_plan_cannot_have_is_refused(mesh: dict[str, int], name: str, says: str) -> None:
+    plan = dataclasses.replace(plan_on(MeshSpec(**mesh)), attention=name)
+    with pytest.raises(UserError, match=says):
+        attention(*projections(2, 16, 4, 2, 8), plan)
+
+
+@pytest.mark.parametrize(("packed", "name"), [(False, "cudnn"), (True, "pallas_gpu")])
 def test_packed_documents_are_not_given_to_a_library_that_takes_none(
     packed: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -517,8 +517,10 @@ def test_cpu_devices_stand_in_for_too_few_accelerators() -> None:
         "1 H100 cannot keep every mesh axis above 1",
         "8 simulated CPU devices",
         "mesh.distributed is left out",
+        "OTHER ATTENTION",
         "model shrunk",
     ]
+    assert "OTHER ATTENTION: pallas_gpu on gpu, chunked here" in setup.notes
     assert setup.config.mesh == MeshSpec(fsdp=8)
 
 
@@ -532,6 +534,9 @@ def test_cpu_devices_stand_in_for_too_few_accelerators() -> None:
         ({"data.seq_len": 1024, "model.embed": 512, "mesh.platform": "tpu"}, 513,
          ["OTHER ATTENTION: splash on tpu, chunked in tiles here"]),
         ({"data.seq_len": 1024, "mesh.context": 2}, 12, []),
+        ({"kernels.attention": "reference"}, 13, []),
+        ({"data.seq_len": 1024, "kernels.attention": "pallas_tpu", "mesh.platform": "tpu"}, 513,
+         ["OTHER ATTENTION: attention by pallas_tpu was asked for, but: on cpu; what serves: chunked, reference"]),
     ],
 )  # fmt: skip
 def test_the_small_model_has_the_attention_of_the_whole(changes: dict[str, Any], seq_len: int, said: list[str]) -> None:

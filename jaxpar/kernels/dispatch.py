@@ -32,10 +32,11 @@ Implementation = Literal[
 PAIRS = {"pallas_hopper": "hopper", "pallas_gpu": "triton", "pallas_tpu": "tpu", "chunked": "chunked"}
 """Modules with a forward and a backward each: what a ring can use; see `pair`."""
 LIBRARIES: dict[str, Callable[..., Any]] = {"cudnn": libraries.cudnn, "splash": libraries.splash}
-_KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("splash",), "gpu": ("cudnn",)}
+_KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("splash", "pallas_tpu"), "gpu": ("cudnn", "pallas_gpu")}
 """Of a platform, in order of speed; then plain XLA by tiles.
 
-Our own kernels were compiled for absent chips and interpreted, but have not run on one: they serve when asked for.
+The libraries' come first, as our own were interpreted and compiled for absent chips but have not run on one. For the
+same reason `pallas_hopper` serves by name only.
 """
 log = logging.getLogger(__name__)
 
@@ -128,12 +129,15 @@ def with_sinks(
 
 
 def choose(asked: Asked, platform: str, implementation: str | None = None) -> tuple[str, str]:
-    """The implementation that serves, and why not those that would be faster; said in the log, once.
+    """The implementation that serves, and why not those before it; said in the log, once.
+
+    Args:
+      implementation: None or "auto" = the first that serves.
 
     Raises:
       UserError: the one asked for is unknown or cannot serve.
     """
-    if implementation is not None:
+    if implementation not in (None, "auto"):
         if implementation not in get_args(Implementation):
             known = ", ".join(get_args(Implementation))
             raise UserError(f"no implementation of attention is called {implementation!r}: try one of {known}")
@@ -159,9 +163,20 @@ def pair(name: str) -> ModuleType:
     return importlib.import_module(f"jaxpar.kernels.{PAIRS[name]}")
 
 
-def pair_for(q_BSHh: Any, k_BTKh: Any, mask: Mask, platform: str) -> str:
-    """The fastest implementation with a forward and a backward of its own, a key of `PAIRS`."""
+def pair_for(q_BSHh: Any, k_BTKh: Any, mask: Mask, platform: str, implementation: str = "auto") -> str:
+    """The first that serves of those with a forward and a backward of their own, a key of `PAIRS`.
+
+    Raises:
+      UserError: the one asked for has none, or cannot serve.
+    """
     asked, kernels = Asked(q_BSHh, k_BTKh, mask, Call()), _KERNELS.get(platform, ())
+    if implementation != "auto":
+        if implementation not in PAIRS:
+            raise UserError(
+                f"attention by {implementation} was asked for, but: the sequence is split over devices, and it cannot "
+                f"merge parts; try one of {', '.join(PAIRS)}"
+            )
+        return choose(asked, platform, implementation)[0]
     return next((name for name in kernels if name in PAIRS and not refusal(name, asked, platform)), "chunked")
 
 

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.hardware import LANES
 from jaxpar.kernels.call import BLIND, DEFAULT, MASKED, Call, Unserved, capped, through_cap
-from jaxpar.kernels.visits import in_tile, visits
+from jaxpar.kernels.visits import in_tile, most_steps, visits
 from jaxpar.masks import EMPTY, FULL, PARTIAL, Blocks, Mask, Segments, Tiles
 
 TILE, LONG_TILE = 512, 1024
@@ -54,7 +54,9 @@ def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: Any, mask: Ma
     if q_shape[-1] > _HEAD_DIM:
         return f"head_dim {q_shape[-1]} is more than {_HEAD_DIM}"
     try:
-        _tiles(q_shape[1], k_shape[1], mask, call, TILE)
+        tiles = _tiles(q_shape, k_shape[1], dtype, mask, call)
+        batch = q_shape[0] if any(isinstance(leaf, Segments) for leaf in mask.leaves()) else 1
+        _check_list(batch * max(most_steps(mask, tiles, by_keys) for by_keys in (False, True)))
     except Unserved as unserved:
         return str(unserved)
     return ""
@@ -244,18 +246,14 @@ class _Walk(NamedTuple):
 
 
 def _walk(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, tile: int, of_keys: bool = False) -> _Walk:
-    S, T, h = q_BSHh.shape[1], k_BTKh.shape[1], q_BSHh.shape[3]
-    # A long tile of more bytes does not fit in the 16 MiB of VMEM that all chips have.
-    long = max(S, T) > 16 * TILE and h * q_BSHh.dtype.itemsize <= 2 * LANES
-    tiles = _tiles(S, T, mask, call, tile or (LONG_TILE if long else TILE))
+    tiles = _tiles(q_BSHh.shape, k_BTKh.shape[1], q_BSHh.dtype, mask, call, tile)
     entries_BRW, full_BR, some_BR, bits = visits(mask, tiles, of_keys)
     (B, R, W), traced = entries_BRW.shape, isinstance(entries_BRW, jax.Array)
     xp: Any = jnp if traced else np
     ends_BR = xp.cumsum(xp.maximum(some_BR, 1), axis=1)  # a row of none has a step too, which writes its zeros
     count = xp.max(ends_BR[:, -1])
     L = R * W if traced else int(count)
-    if 8 * B * L > _LIST_BYTES:
-        raise Unserved(f"{B * L} tiles to visit are more than SMEM holds")
+    _check_list(B * L)
     # A sequence of fewer steps than another stays at its last, and visits nothing.
     n_BL = xp.minimum(np.arange(L), ends_BR[:, -1:] - 1)
     rows_BL = xp.sum(ends_BR[:, None] <= n_BL[:, :, None], axis=2)
@@ -269,7 +267,16 @@ def _walk(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, tile: int, of_ke
     return _Walk(mask, call, call.scale_of(q_BSHh), tiles, of_keys, rows, codes, count if traced else L, stride, bits)
 
 
-def _tiles(S: int, T: int, mask: Mask, call: Call, tile: int) -> Tiles:
+def _check_list(steps: int) -> None:
+    if 8 * steps > _LIST_BYTES:
+        raise Unserved(f"{steps} tiles to visit are more than SMEM holds")
+
+
+def _tiles(q_shape: Sequence[int], T: int, dtype: Any, mask: Mask, call: Call, tile: int = 0) -> Tiles:
+    _, S, _, h = q_shape
+    # A long tile of more bytes does not fit in the 16 MiB of VMEM that all chips have.
+    long = max(S, T) > 16 * TILE and h * jnp.dtype(dtype).itemsize <= 2 * LANES
+    tile = tile or (LONG_TILE if long else TILE)
     blocks = [leaf for leaf in mask.leaves() if isinstance(leaf, Blocks)]
     q_start, k_start = (call.multiple if isinstance(x, jax.Array) else x for x in (call.q_start, call.k_start))
     block_q = _block(S, tile, [leaf.block_q for leaf in blocks], q_start)

@@ -64,7 +64,7 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     some, full = xp.sum(states != EMPTY, axis=2), xp.sum(states == FULL, axis=2)
     # FULL > PARTIAL > EMPTY, and a stable sort: each kind stays in its order.
     order = xp.argsort(-states, axis=2, stable=True)
-    W = max(1, int(some.max()) if xp is np else _at_most(mask, tiles, of_keys))
+    W = max(1, int(some.max()) if xp is np else int(np.max(_at_most(mask, tiles, of_keys))))
     entries = (order << len(named)) | xp.take_along_axis(values, order, axis=2)
     place = xp.minimum(np.arange(W), xp.maximum(some - 1, 0)[..., None])
     entries = xp.where(some[..., None] > 0, xp.take_along_axis(entries, place, axis=2), 0)
@@ -72,13 +72,21 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     return Visits(entries, full, some, len(named))
 
 
-def _at_most(mask: Mask, tiles: Tiles, of_keys: bool) -> int:
-    """How long a row can be, whatever the ids."""
+def _at_most(mask: Mask, tiles: Tiles, of_keys: bool) -> Any:
+    """How many tiles each row visits at most, whatever the ids."""
     if isinstance(tiles.q_start, jax.Array) or isinstance(tiles.k_start, jax.Array):
-        return tiles.shape[0 if of_keys else 1]
+        rows, columns = tiles.shape[::-1] if of_keys else tiles.shape
+        return np.full(rows, columns)
     # With everything of the ids' seen, and with nothing: a mask only ever grows with its parts.
     states = tile_states(mask.replaced(lambda leaf: Full() if isinstance(leaf, Segments) else leaf), tiles)
-    return int(np.max(np.sum(np.asarray(states) != EMPTY, axis=0 if of_keys else 1)))
+    return np.sum(np.asarray(states) != EMPTY, axis=0 if of_keys else 1)
+
+
+def most_steps(mask: Mask, tiles: Tiles, of_keys: bool = False) -> int:
+    """Of a list of all rows one after another, how many entries: at least one a row, and the longest where ids are."""
+    most = np.maximum(_at_most(mask, tiles, of_keys), 1)
+    known = not any(isinstance(leaf, Segments) for leaf in mask.leaves())
+    return int(np.sum(most) if known else len(most) * np.max(most))
 
 
 def check_blocks(mask: Mask, tiles: Tiles) -> None:
