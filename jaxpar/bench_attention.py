@@ -53,6 +53,8 @@ class AttentionBenchArgs:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     rounds: int = 5
     """Turns; the median counts."""
+    tune: bool = False
+    """First try tiles for `pallas_gpu`, of the longest sequences here, and keep the fastest: several minutes."""
     json: str = ""
     """Where to write everything as JSON."""
     picture: str = ""
@@ -74,6 +76,21 @@ class Row(NamedTuple):
     def rates(self) -> tuple[float, float]:
         """TFLOP/s of the forward, and of forward and backward."""
         return self.flops / self.forward / 1e12, 3.5 * self.flops / self.both / 1e12
+
+
+def tune_first(bench: AttentionBenchArgs, say: Callable[[str], None] = lambda line: None) -> None:
+    """Find the fastest tiles of the Triton kernels for each head_dim, which this machine then always takes.
+
+    Raises:
+      UserError: no GPU is here.
+    """
+    from jaxpar.kernels.tuning import tune  # imports Triton's lowering, which is for GPUs only
+
+    S = max(bench.seq_lens)
+    for h in bench.head_dims:
+        say(f"tuning pallas_gpu, head_dim {h}, {bench.dtype}")
+        sizes = tune(h, jnp.dtype(bench.dtype), (max(bench.tokens // S, 1), S, bench.heads, bench.kv_heads), say=say)
+        say("kept: " + "; ".join(f"{kernel} {'x'.join(map(str, tile))}" for kernel, tile in sizes._asdict().items()))
 
 
 def bench_attention(bench: AttentionBenchArgs, say: Callable[[str], None] = lambda line: None) -> list[Row]:

@@ -243,7 +243,8 @@ def meshes_command(words: list[str]) -> int:
 
 def bench_command(words: list[str]) -> int:
     """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...], bench rehearse [--picture FILE],
-    bench overlap CONFIG --target T [--step] [--section.key value ...] or bench attention (bench attention --help)"""
+    bench overlap CONFIG --target T [--step] [--section.key value ...], bench attention or bench fusions (each has
+    --help)"""
     from jaxpar.bench import bench_step, table
 
     if words[:1] == ["rehearse"]:
@@ -273,6 +274,12 @@ def bench_command(words: list[str]) -> int:
         return 0
     if words[:1] == ["attention"]:
         return _bench_attention(words[1:])
+    if words[:1] == ["fusions"]:
+        from jaxpar.bench_fusions import FusionBenchArgs, bench_fusions, fusion_table
+
+        say = console().print
+        say(fusion_table(bench_fusions(_parse("bench", FusionBenchArgs(), words[1:]), say)))
+        return 0
     if not words or words[0] not in ("step", "-h", "--help"):
         raise UserError("usage: " + " ".join(str(bench_command.__doc__).split()))
     _, args = _config_args("bench", BenchArgs, words[1:] if words[0] == "step" else words)
@@ -288,6 +295,8 @@ def _bench_attention(words: list[str]) -> int:
 
     args = _parse("bench", bench.AttentionBenchArgs(), words)
     start(MeshSpec())
+    if args.tune:
+        bench.tune_first(args, say=console().print)
     rows = bench.bench_attention(args, say=console().print)
     found = bench.attention_json(args, rows)
     console().print(bench.attention_table(rows))

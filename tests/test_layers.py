@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     6: "cli",
     5: "train generate evaluate convert show bench step verify verdict verified answers evidence rehearse calibrate "
-    "bench_rehearse play auto bench_overlap bench_attention",
+    "bench_rehearse play auto bench_overlap bench_attention bench_fusions",
     4: "data tokenizer checkpoint optim metrics report picture mask_picture layer_picture doctor "
     "rehearsal diagnose shrink",
     3: "models",
