@@ -129,8 +129,9 @@ class MemoryConfig:
     """What the backward pass keeps and what it computes again."""
 
     policy: Literal["none", "full"] = "none"
-    loss_mib: int = 128
-    """At most so many MiB of a device's scores at a time in the loss, float32: it takes its tokens in chunks."""
+    loss_mib: int = 4096
+    """MiB of a device that the loss may hold: scores (128 at most, tokens go in chunks), and the gathered vocabulary
+    matrix with its gradient. Where these are more it goes by slices of the vocabulary, and makes scores twice."""
 
 
 @dataclass(frozen=True)
@@ -366,7 +367,7 @@ def check(config: Config) -> Config:
          f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
         (model.window < 0, f"model.window={model.window} is below 0: 0 is no window"),
         (model.logit_softcap < 0, f"model.logit_softcap={model.logit_softcap} is below 0: 0 is no cap"),
-        (config.memory.loss_mib < 1, f"memory.loss_mib={config.memory.loss_mib} is below 1: 128 is the default"),
+        (config.memory.loss_mib < 1, f"memory.loss_mib={config.memory.loss_mib} is below 1: 4096 is the default"),
         (model.experts != 0 and not 1 <= model.experts_per_token <= model.experts,
          f"model.experts_per_token={model.experts_per_token} is not in 1..model.experts={model.experts}"),
         (model.capacity_factor < 0, f"model.capacity_factor={model.capacity_factor} is below 0 (0 = drop no token)"),

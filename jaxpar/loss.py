@@ -1,9 +1,12 @@
-"""Cross-entropy of the output layer without its logits: some tokens' scores exist at a time.
+"""Cross-entropy of the output layer without its logits: some of the scores exist at a time.
 
-The gradient is made in the forward pass, chunk by chunk, while the scores are there (the idea of Hsu et al. 2024,
-arXiv:2410.10989, section 3.2): what is kept is the gradient of x and of the matrix, and no score is computed twice.
+The gradient is made in the forward pass, while the scores are there (the idea of Hsu et al. 2024, arXiv:2410.10989,
+section 3.2): what is kept is the gradient of x and of the matrix. Where the matrix and its float32 gradient may be
+whole, scores are made for some tokens at a time, each once. Else they are made for some of the vocabulary at a time:
+that slice of the matrix is gathered, and its gradient summed and scattered, before the next. A token's softmax is then
+known after the last slice only, so scores are made twice: four matmuls where three would do.
 
-Shapes: B batch, S sequence, T tokens of a chunk, N chunks, D embed, V vocab.
+Shapes: B batch, S sequence, T tokens of a chunk, N chunks or slices, D embed, V vocab.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.collectives import gather, manual, reduce, split_over
+from jaxpar.collectives import further_split, gather, manual, reduce, split_over
 from jaxpar.experts import RouterSums
 from jaxpar.kernels.call import MASKED, capped, through_cap
 from jaxpar.parallel import GATHERED, STORED, use
@@ -23,6 +26,7 @@ from jaxpar.sharding import LogicalAxis, Plan, state_axes
 
 _HEAD: tuple[LogicalAxis, ...] = ("vocab", "embed")
 _ROWS = 128  # chunks are multiples of so many tokens, where there are more: a matmul unit's rows
+_SCORES = 2**27  # bytes of scores at a time: more makes no matmul faster
 
 
 class LossSums(NamedTuple):
@@ -91,7 +95,13 @@ class _Scores(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sums(plan: Plan, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
     def local(x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
-        x_BSD, head_VD = gather(x_BSD.astype(plan.dtype), STORED, GATHERED, plan), use(head_VD, _HEAD, plan)
+        x_BSD = gather(x_BSD.astype(plan.dtype), STORED, GATHERED, plan)
+        slices = tiling(labels_BS.size, head_VD.shape[0], x_BSD.shape[-1], plan).slices
+        if slices > 1:
+            x_TD, labels_T = x_BSD.reshape(labels_BS.size, -1), labels_BS.reshape(-1)
+            seen = _over_slices(x_TD, labels_T, _sliced(head_VD, slices), plan, how)
+            return _over_devices(_sums_of(seen, labels_T, plan, how)[0], plan)
+        head_VD = use(head_VD, _HEAD, plan)
 
         def add(total: LossSums, chunk: tuple[Array, Array]) -> tuple[LossSums, None]:
             sums, _ = _chunk_sums(*chunk, head_VD, plan, how)
@@ -107,6 +117,11 @@ def _sums(plan: Plan, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Arr
 def _sums_forward(plan, how, x_BSD, head_VD, labels_BS):
     def local(x_BSD: Array, head_VD: Array, labels_BS: Array) -> tuple[LossSums, Array, Array]:
         stored, x_BSD = x_BSD, gather(x_BSD.astype(plan.dtype), STORED, GATHERED, plan)
+        slices = tiling(labels_BS.size, head_VD.shape[0], x_BSD.shape[-1], plan).slices
+        if slices > 1:
+            total, dx_BSD, dhead_VD = _by_slices(x_BSD, _sliced(head_VD, slices), labels_BS, plan, how)
+            dx_BSD = reduce(dx_BSD, plan.mesh_axes("vocab"), GATHERED, STORED, plan)
+            return _over_devices(total, plan), dx_BSD.astype(stored.dtype), dhead_VD.astype(head_VD.dtype)
         used_VD = use(head_VD, _HEAD, plan)
 
         def add(carry: tuple[LossSums, Array], chunk: tuple[Array, Array]) -> tuple[tuple[LossSums, Array], Array]:
@@ -139,16 +154,32 @@ def _sums_backward(plan, how, residuals, cotangents):
 _sums.defvjp(_sums_forward, _sums_backward)
 
 
-def chunk_count(tokens: int, rows: int, plan: Plan) -> int:
-    """Into how many chunks a device's tokens go.
+class Tiling(NamedTuple):
+    """Into how many chunks a device's tokens go, and its rows of the vocabulary matrix into how many slices."""
+
+    chunks: int
+    slices: int
+
+
+def tiling(tokens: int, rows: int, embed: int, plan: Plan) -> Tiling:
+    """How the loss stays below the plan's `loss_mib`, as far as it can: chunks of 128 tokens, slices of 128 rows.
 
     Args:
       tokens: of a device.
       rows: of the vocabulary matrix that it has.
-      plan: says how many scores there may be at a time.
+      embed: of a row.
+      plan: says what may be held: scores, and where the matrix is split over `embed` too what of it is gathered, with
+        its float32 gradient.
     """
-    most = plan.loss_mib * 2**20 // (4 * rows)
-    return -(-tokens // max(most // _ROWS * _ROWS, _ROWS))
+    most, moved = plan.loss_mib * 2**20, further_split(state_axes(_HEAD), (_HEAD[0], None), plan)
+    of_row = embed * (plan.dtype.itemsize + 4) if moved else 0
+    left = min(most - rows * of_row, _SCORES)
+    if left >= 4 * rows * min(tokens, _ROWS) or not moved:
+        fitting = max(left, 0) // (4 * rows)
+        return Tiling(-(-tokens // max(fitting // _ROWS * _ROWS, _ROWS)), 1)
+    fits = [n for n in range(2, rows + 1) if rows % n == 0 and rows // n >= min(rows // 2, _ROWS)]
+    fitting = (n for n in fits if rows // n * (of_row + 4 * tokens) <= most and 4 * tokens * rows // n <= _SCORES)
+    return Tiling(1, next(fitting, max(fits, default=1)))
 
 
 def _chunks(x_BSD: Array, labels_BS: Array, head_VD: Array, plan: Plan) -> tuple[Array, Array]:
@@ -156,7 +187,7 @@ def _chunks(x_BSD: Array, labels_BS: Array, head_VD: Array, plan: Plan) -> tuple
 
     The last chunk is filled up with tokens that do not count.
     """
-    N = chunk_count(labels_BS.size, head_VD.shape[0], plan)
+    N = tiling(labels_BS.size, head_VD.shape[0], head_VD.shape[1], plan).chunks
     missing = -labels_BS.size % N
     x_TD = jnp.pad(x_BSD.reshape(labels_BS.size, -1), ((0, missing), (0, 0)))
     labels_T = jnp.pad(labels_BS.reshape(-1), (0, missing), constant_values=-1)
@@ -165,27 +196,101 @@ def _chunks(x_BSD: Array, labels_BS: Array, head_VD: Array, plan: Plan) -> tuple
 
 def _chunk_sums(x_TD: Array, labels_T: Array, head_VD: Array, plan: Plan, how: _Scores) -> tuple[LossSums, Array]:
     """Inside `manual`: the sums of these tokens, and the loss's gradient by their float32 scores [T, V of a device]."""
+    logits_TV, is_label_TV = _scores(x_TD, labels_T, head_VD, _first_row(head_VD.shape[0], plan), how)
+    sums, dlse_T, lse_T = _sums_of(_seen(logits_TV, is_label_TV), labels_T, plan, how)
+    return sums, _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how)
+
+
+class _Seen(NamedTuple):
+    """Of a token over some of the vocabulary: the largest score, the sum of exp(score - largest), its label's score."""
+
+    most_T: Array
+    total_T: Array
+    label_T: Array
+
+
+def _first_row(rows: int, plan: Plan) -> Any:
     vocab = plan.mesh_axes("vocab")
-    rows = head_VD.shape[0]
-    first = jax.lax.axis_index(vocab) * rows if vocab else 0
-    entries_V = first + jnp.arange(rows)
+    return jax.lax.axis_index(vocab) * rows if vocab else 0
+
+
+def _scores(x_TD: Array, labels_T: Array, head_VD: Array, first: Any, how: _Scores) -> tuple[Array, Array]:
+    """Float32 scores of rows from `first` on [T, V], and which of them are the labels'."""
+    entries_V = first + jnp.arange(head_VD.shape[0])
     logits_TV = capped(jnp.matmul(x_TD, head_VD.T, preferred_element_type=jnp.float32), how.softcap)
-    logits_TV = jnp.where(entries_V < how.vocab_size, logits_TV, MASKED)
-    # A masked sum, not a gather: it stays local to each vocabulary shard.
-    is_label_TV = entries_V == labels_T[:, None]
+    # A masked sum, not a gather, of the label's score: it stays local to each vocabulary shard.
+    return jnp.where(entries_V < how.vocab_size, logits_TV, MASKED), entries_V == labels_T[:, None]
+
+
+def _seen(logits_TV: Array, is_label_TV: Array) -> _Seen:
     most_T = jnp.max(logits_TV, axis=-1)
-    most_T = jax.lax.pmax(most_T, vocab) if vocab else most_T
     total_T = jnp.sum(jnp.exp(logits_TV - most_T[:, None]), axis=-1)
-    label_T = jnp.sum(jnp.where(is_label_TV, logits_TV, 0), axis=-1)
-    total_T, label_T = jax.lax.psum((total_T, label_T), vocab) if vocab else (total_T, label_T)
+    return _Seen(most_T, total_T, jnp.sum(jnp.where(is_label_TV, logits_TV, 0), axis=-1))
+
+
+def _sums_of(seen: _Seen, labels_T: Array, plan: Plan, how: _Scores) -> tuple[LossSums, Array, Array]:
+    """Over all devices: the sums, the loss's gradient by each token's log-sum-exp, and the log-sum-exps."""
+    vocab, (most_T, total_T, label_T) = plan.mesh_axes("vocab"), seen
+    if vocab:
+        most_T = jax.lax.pmax(most_T, vocab)
+        total_T, label_T = jax.lax.psum((total_T * jnp.exp(seen.most_T - most_T), label_T), vocab)
     lse_T = most_T + jnp.log(total_T)
     counts_T = (labels_T >= 0).astype(jnp.float32)
     nll = jnp.sum(counts_T * (lse_T - label_T))
     loss = nll + how.z_loss * jnp.sum(counts_T * jnp.square(lse_T))
-    dlse_T = counts_T * (1 + 2 * how.z_loss * lse_T)
+    return LossSums(loss, nll, jnp.sum(counts_T)), counts_T * (1 + 2 * how.z_loss * lse_T), lse_T
+
+
+def _dlogits(logits_TV: Array, is_label_TV: Array, labels_T: Array, dlse_T: Array, lse_T: Array, how: _Scores) -> Array:
     softmax_TV = jnp.exp(logits_TV - lse_T[:, None])
+    counts_T = (labels_T >= 0).astype(jnp.float32)
     dlogits_TV = dlse_T[:, None] * softmax_TV - jnp.where(is_label_TV, counts_T[:, None], 0)
-    return LossSums(loss, nll, jnp.sum(counts_T)), through_cap(dlogits_TV, logits_TV, how.softcap)
+    return through_cap(dlogits_TV, logits_TV, how.softcap)
+
+
+# By slices of the vocabulary. Inside `manual`: x and labels of all of a device's tokens, its part of the matrix in N.
+
+
+def _sliced(head_VD: Array, slices: int) -> Array:
+    return head_VD.reshape(slices, -1, head_VD.shape[1])
+
+
+def _rows_of(head_NVD: Array, plan: Plan) -> tuple[Array, Array]:
+    """The slices, and each one's first row in the whole matrix."""
+    N, rows, _ = head_NVD.shape
+    return head_NVD, _first_row(N * rows, plan) + rows * jnp.arange(N)
+
+
+def _over_slices(x_TD: Array, labels_T: Array, head_NVD: Array, plan: Plan, how: _Scores) -> _Seen:
+    def add(seen: _Seen, part: tuple[Array, Array]) -> tuple[_Seen, None]:
+        new = _seen(*_scores(x_TD, labels_T, use(part[0], _HEAD, plan), part[1], how))
+        most_T = jnp.maximum(seen.most_T, new.most_T)
+        total_T = seen.total_T * jnp.exp(seen.most_T - most_T) + new.total_T * jnp.exp(new.most_T - most_T)
+        return _Seen(most_T, total_T, seen.label_T + new.label_T), None
+
+    nothing = jnp.zeros(labels_T.shape)
+    return jax.lax.scan(add, _Seen(nothing + MASKED, nothing, nothing), _rows_of(head_NVD, plan))[0]
+
+
+def _by_slices(
+    x_BSD: Array, head_NVD: Array, labels_BS: Array, plan: Plan, how: _Scores
+) -> tuple[LossSums, Array, Array]:
+    """The sums, and the gradients of x and of the matrix: x's still to be summed over the vocabulary's devices."""
+    x_TD, labels_T = x_BSD.reshape(labels_BS.size, -1), labels_BS.reshape(-1)
+    sums, dlse_T, lse_T = _sums_of(_over_slices(x_TD, labels_T, head_NVD, plan, how), labels_T, plan, how)
+    tokens = split_over(GATHERED[:2], plan)
+
+    def pull(dx_TD: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
+        used_VD = use(part[0], _HEAD, plan)
+        logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, part[1], how)
+        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(plan.dtype)
+        dhead_VD = jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
+        dx_TD += jnp.matmul(dlogits_TV, used_VD, preferred_element_type=jnp.float32)
+        return dx_TD, reduce(dhead_VD, tokens, (_HEAD[0], None), state_axes(_HEAD), plan)
+
+    dx_TD, dhead_NVD = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), _rows_of(head_NVD, plan))
+    dhead_VD = dhead_NVD.reshape(-1, dhead_NVD.shape[2])
+    return sums, dx_TD.astype(plan.dtype).reshape(x_BSD.shape), dhead_VD
 
 
 def _over_devices(sums: LossSums, plan: Plan) -> LossSums:

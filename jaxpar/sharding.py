@@ -263,7 +263,7 @@ class Plan:
       remat: what a block saves for its backward: `none` = everything, `full` = its input only.
       overlap: how the linears gather and scatter the sequence.
       context: how attention sees a sequence that is split.
-      loss_mib: MiB of a device's scores that the loss has at a time.
+      loss_mib: MiB of a device that the loss may hold: see `jaxpar.loss`.
       attention: one of `kernels.Implementation`, or `auto`.
     """
 
@@ -273,7 +273,7 @@ class Plan:
     remat: Literal["none", "full"] = "none"
     overlap: Overlap = Overlap()
     context: Context = Context()
-    loss_mib: int = 128
+    loss_mib: int = 4096
     attention: str = "auto"
 
     @property

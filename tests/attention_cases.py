@@ -213,7 +213,10 @@ EVERY_MASK = [Case(mask) for mask in MASKS]
 """Each mask in float32, heads as many as kv heads."""
 SIZES = [
     Case(mask, B, S, T, H, K, h, dtype, cap)
-    for mask, cap in (("causal_end", 0.0), ("window_documents", 0.0), ("causal_bigbird", 5.0), ("causal_late", 0.0))
+    for mask, cap in (
+        ("causal_end", 0.0), ("window_documents", 0.0), ("causal_bigbird", 5.0), ("causal_late", 0.0),
+        ("dilated_or_prefix", 0.0),
+    )
     for B, S, T, H, K, h, dtype in (
         (1, 96, 96, 4, 1, 64, "bfloat16"),
         (2, 50, 75, 8, 1, 32, "float32"),  # odd sizes
@@ -222,11 +225,14 @@ SIZES = [
         (1, 1, 64, 4, 4, 64, "float32"),  # one query, as in generation
         (1, 64, 64, 1, 1, 256, "bfloat16"),
         (3, 160, 128, 4, 2, 128, "float32"),
+        (1, 100, 60, 8, 1, 64, "bfloat16"),
+        (2, 64, 96, 8, 2, 96, "bfloat16"),
+        (1, 17, 81, 2, 2, 128, "bfloat16"),
     )
-]
+]  # fmt: skip
 """Shapes, grouped queries, dtypes, head_dims and the soft cap, each under a few masks."""
 
 
-def some(cases: Sequence[Case], every: int = 3) -> list[Any]:
+def some(cases: Sequence[Case], every: int = 4) -> list[Any]:
     """For parametrize: the first of so many as they are, the others marked long."""
     return [case if i % every == 0 else pytest.param(case, marks=pytest.mark.long) for i, case in enumerate(cases)]

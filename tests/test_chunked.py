@@ -25,7 +25,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "COLUMNS", 24)
 
 
-@pytest.mark.parametrize("case", some([*EVERY_MASK, *SIZES], 2), ids=str)
+@pytest.mark.parametrize("case", some([*EVERY_MASK, *SIZES], 3), ids=str)
 def test_tiles_are_the_definition(case: Case) -> None:
     given = inputs(case)
     assert_right(of_pair(chunked.forward, chunked.backward, case, given), answer(case, given), case.dtype)

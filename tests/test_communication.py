@@ -51,7 +51,13 @@ PLANS = {
     "llama, data x fsdp, accumulation, remat": config_of("llama", "full", accumulation=4, data=2, fsdp=2),
     "llama, tied": changed(config_of("llama", "full", fsdp=4, tensor=2), "model", tied_head=True),
     "llama, several chunks of the loss": changed(
-        changed(config_of("llama", fsdp=2, tensor=2), "train", batch=70), "memory", loss_mib=1
+        changed(config_of("llama", data=2, tensor=2), "train", batch=70), "memory", loss_mib=1
+    ),
+    "llama, slices of the vocabulary": changed(
+        changed(config_of("llama", fsdp=2, tensor=2), "model", vocab_size=4096), "memory", loss_mib=1
+    ),
+    "gpt2, slices of the vocabulary": changed(
+        changed(config_of("gpt2", "full", fsdp=4, tensor=2), "model", vocab_size=8192), "memory", loss_mib=1
     ),
     "llama, data x context x tensor": config_of("llama", data=2, context=2, tensor=2),
     "llama, residual stream whole": changed(config_of("llama", fsdp=2, tensor=2), rules=ShardingRules(residual_seq=())),

@@ -17,7 +17,7 @@ import pytest
 
 import jaxpar.loss
 from jaxpar.errors import UserError
-from jaxpar.loss import LossSums, chunk_count, linear_cross_entropy
+from jaxpar.loss import LossSums, Tiling, linear_cross_entropy, tiling
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.sharding import Plan, ShardingRules
 
@@ -75,14 +75,21 @@ def assert_close(ours: Any, want: Any, tolerance: float = 1e-5) -> None:
         assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(b))
 
 
+def cut_into(chunk: int, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        jaxpar.loss, "tiling", lambda tokens, *_: Tiling(1, slices) if slices > 1 else Tiling(-(-tokens // chunk), 1)
+    )
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
-    ("z_loss", "chunk", "softcap"), [(0.0, 1024, 0.0), (1e-2, 7, 0.0), (1e-2, 7, 2.0)]
-)  # 7: each device fills its last chunk up
+    ("z_loss", "chunk", "slices", "softcap"),
+    [(0.0, 1024, 1, 0.0), (1e-2, 7, 1, 0.0), (1e-2, 7, 1, 2.0), (1e-2, 64, 7, 0.0), (1e-2, 64, 7, 2.0)],
+)  # 7: each device fills its last chunk up; the last of 7 slices is padding alone
 def test_the_loss_and_its_gradients_are_those_of_all_scores_at_once(
-    plan: str, z_loss: float, chunk: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+    plan: str, z_loss: float, chunk: int, slices: int, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jaxpar.loss, "chunk_count", lambda tokens, rows, plan: -(-tokens // chunk))
+    cut_into(chunk, slices, monkeypatch)
     x, table, labels = inputs()
     ours = sums_and_gradients(
         lambda x, table: linear_cross_entropy(x, table, labels, SIZE, plan_of(plan), z_loss, softcap), x, table
@@ -95,7 +102,7 @@ def test_the_loss_and_its_gradients_are_those_of_all_scores_at_once(
 def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(
     length: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jaxpar.loss, "chunk_count", lambda tokens, rows, plan: -(-tokens // chunk))
+    cut_into(chunk, 1, monkeypatch)
     x, _, labels = inputs(1, length)
     x_NTD, labels_NT = jaxpar.loss._chunks(x, labels, jnp.zeros((8, 3)), plan_of("one"))
     assert labels_NT.shape[0] == -(-length // chunk)
@@ -107,15 +114,24 @@ def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(
 
 def test_chunks_are_as_large_as_the_memory_allows() -> None:
     on = dataclasses.replace(plan_of("one"), loss_mib=64)
-    assert chunk_count(2048, 32064, on) == 4  # 64 MiB are 523 tokens' scores, so 512
-    assert chunk_count(2048, 1 << 20, on) == 16  # 128 at least
-    assert chunk_count(100, 1 << 20, on) == chunk_count(2048, 256, on) == 1
+    assert tiling(2048, 32064, 4096, on) == (4, 1)  # 64 MiB are 523 tokens' scores, so 512
+    assert tiling(2048, 1 << 20, 4096, on) == (16, 1)  # 128 at least
+    assert tiling(100, 1 << 20, 4096, on) == tiling(2048, 256, 4096, on) == (1, 1)
+
+
+def test_the_vocabulary_goes_by_slices_where_the_gathered_matrix_is_too_large() -> None:
+    """LLaMA-3 8B over fsdp and tensor=4: 8,192 tokens, 32,064 rows of 4,096; gathered, with its gradient, 751 MiB."""
+    on = plan_of("data2.fsdp2.tensor2", "bfloat16")
+    sizes = {mib: tiling(8192, 32064, 4096, dataclasses.replace(on, loss_mib=mib)) for mib in (4096, 800, 256, 128, 1)}
+    # 49 MiB are left for scores of 384 tokens; a slice's row takes 56 KiB with its scores; 167 rows are the fewest.
+    assert sizes == {4096: (8, 1), 800: (22, 1), 256: (1, 8), 128: (1, 16), 1: (1, 192)}
+    assert tiling(8192, 97, 4096, dataclasses.replace(on, loss_mib=1)) == (1, 1)  # a prime has no slices
 
 
 def test_no_more_scores_than_asked_exist_at_a_time() -> None:
     tokens, vocab, chunk = 2048, 4096, 128
     on = dataclasses.replace(plan_of("one"), loss_mib=2)
-    assert chunk_count(tokens, vocab, on) == tokens // chunk
+    assert tiling(tokens, vocab, 8, on) == (tokens // chunk, 1)
     shapes = jax.ShapeDtypeStruct((2, tokens // 2, 8), jnp.float32), jax.ShapeDtypeStruct((vocab, 8), jnp.float32)
     labels = jnp.zeros((2, tokens // 2), jnp.int32)
     loss = jax.grad(lambda x, table: linear_cross_entropy(x, table, labels, vocab, on).loss, (0, 1))
@@ -124,9 +140,9 @@ def test_no_more_scores_than_asked_exist_at_a_time() -> None:
 
 
 def test_the_sums_without_a_gradient_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxpar.loss, "chunk_count", lambda tokens, rows, plan: -(-tokens // 7))
     x, table, labels = inputs()
-    for plan in ("one", "data2.fsdp2.tensor2"):
+    for plan, chunk, slices in (("one", 7, 1), ("data2.fsdp2.tensor2", 7, 1), ("data2.fsdp2.tensor2", 64, 4)):
+        cut_into(chunk, slices, monkeypatch)
         on = plan_of(plan)
         sums = jax.jit(lambda x, table, on=on: linear_cross_entropy(x, table, labels, SIZE, on, 1e-2))(x, table)
         assert_close(sums, reference(x, table, labels, 1e-2))
@@ -158,7 +174,7 @@ def test_labels_none_of_which_count_give_zeros() -> None:
 
 @pytest.mark.parametrize("plan", ["one", "data2.fsdp2.tensor2"])
 def test_bfloat16_rounds_gradients_and_not_sums(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxpar.loss, "chunk_count", lambda tokens, rows, plan: -(-tokens // 7))
+    cut_into(7, 1, monkeypatch)
     x, table, labels = inputs(dtype="bfloat16")
     table = table.astype(jnp.float32)  # a parameter, but one that bfloat16 can hold
     on = plan_of(plan, "bfloat16")

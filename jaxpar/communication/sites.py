@@ -35,7 +35,7 @@ from jaxpar.communication.moves import (
     weight_gathers,
 )  # fmt: skip
 from jaxpar.config import Config
-from jaxpar.loss import chunk_count
+from jaxpar.loss import tiling
 from jaxpar.parallel import GATHERED, STORED, used_axes
 from jaxpar.sharding import Plan, path_name, state_axes
 
@@ -112,10 +112,12 @@ def _loss(table: Array, tied: bool, step: Step) -> Iterator[Site]:
     """The fused head and loss: its backward's sums are made in the forward."""
     plan, stream, vocab = step.plan, step.stream, step.plan.mesh_axes("vocab")
     yield from step.rows("loss", "head input", "forward", stream_gather(stream, STORED, GATHERED, step))
-    if not tied:  # else the lookup has gathered it
-        yield from step.rows("loss", "head table", "forward", weight_gathers([table], step))
     tokens = Array(stream[:2], GATHERED[:2]).entries(plan)
-    chunks = chunk_count(tokens, table.shape[0] // plan.size("vocab"), plan)
+    chunks, slices = tiling(tokens, table.shape[0] // plan.size("vocab"), table.shape[1], plan)
+    part = table._replace(shape=(table.shape[0] // slices, table.shape[1]))
+    if not tied or slices > 1:  # else the lookup has gathered it
+        gathers = [move._replace(times=1 if slices == 1 else 2 * slices) for move in weight_gathers([part], step)]
+        yield from step.rows("loss", "head table", "forward", gathers)
     if vocab:  # largest score, sum of exponentials, label's score
         scores = Move("all-reduce", vocab, 3 * FLOAT32 * -(-tokens // chunks), chunks)
         yield from step.rows("loss", "scores of the tokens", "forward", [scores])
@@ -123,7 +125,8 @@ def _loss(table: Array, tied: bool, step: Step) -> Iterator[Site]:
         yield from step.rows("loss", "sums of the loss", "forward", [Move("all-reduce", step.tokens(), 2 * FLOAT32)])
     scattered = sum_moves(stream, vocab, GATHERED, STORED, step.width, plan)
     yield from step.rows("loss", "gradient of head input", "backward", scattered)
-    yield from step.rows("loss", "gradient of head", "backward", gradient_sums([table], step.tokens(), step))
+    sums = [move._replace(times=slices) for move in gradient_sums([part], step.tokens(), step)]
+    yield from step.rows("loss", "gradient of head", "backward", sums)
 
 
 def _left_to_xla(scope: str, part: dict[str, Array], step: Step) -> Iterator[Site]:
