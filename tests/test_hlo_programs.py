@@ -23,6 +23,7 @@ from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Program, Task, walk
 from jaxpar.kernels import chunked
 from jaxpar.kernels.libraries import kernel_cost
+from jaxpar.kernels.tuned import sizes_for
 from jaxpar.masks import FULL, PARTIAL, Causal, Tiles, tile_states
 from jaxpar.mesh import MeshSpec, devices_needed
 from jaxpar.models import Model
@@ -89,6 +90,14 @@ def attention_flops(config: Config, platform: str) -> tuple[float, float]:
     matmul = 2.0 * config.train.batch * model.heads * model.head_dim  # for one query and key
     if platform == "tpu":  # splash: half the square, the scores again in each of two backward kernels
         return 2 * matmul * S * S / 2, 7 * matmul * S * S / 2
+    if platform == "cuda":  # Triton's tiles that are not empty
+        sizes = sizes_for(model.head_dim, config.precision.compute, "H100")
+        forward, dq, dkv = (
+            products * matmul * tile.block_q * tile.block_k
+            * np.count_nonzero(tile_states(Causal(), Tiles(S, S, tile.block_q, tile.block_k)))
+            for products, tile in zip((2, 3, 4), sizes, strict=True)
+        )  # fmt: skip
+        return forward, dq + dkv
     # Tiles that are not empty. The backward makes the scores again; those of a tile that is alone in its list, and so
     # in no loop, XLA takes from the forward or from the recomputation, where it sees both.
     tiles = Tiles(S, S, -(-S // -(-S // chunked.ROWS)), -(-S // -(-S // chunked.COLUMNS)))

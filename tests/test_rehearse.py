@@ -27,7 +27,7 @@ from jaxpar.targets import compilers, load_target
 needs_libtpu = pytest.mark.skipif("pip" in compilers()["tpu"], reason=compilers()["tpu"])
 needs_cuda = pytest.mark.skipif("pip" in compilers()["cuda"], reason=compilers()["cuda"])
 
-BATCH, SEQ, EMBED, LAYERS = 16, 64, 128, 2
+BATCH, SEQ, EMBED, LAYERS = 16, 128, 128, 2
 
 
 def config_of(family: str = "llama", **mesh: int) -> Config:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 from jaxpar.hlo import opcodes
@@ -112,6 +114,9 @@ def _stated_cost(call: Instruction, dtype: str, bytes_: int) -> tuple[Work, int]
     estimate: Any = backend_config(call)
     for key in ("custom_call_config", "cost_estimate"):
         estimate = estimate.get(key, {}) if isinstance(estimate, dict) else {}
+    # Triton's lowering has no place for a cost: `metadata` of the call carries it.
+    if noted := re.search(r'serialized_metadata = "([^"]*)"', call.attributes.get("backend_config", "")):
+        estimate = json.loads(noted[1].replace("\\22", '"'))
     if not estimate:
         return Work(), bytes_
     return Work(float(estimate.get("flops", 0)), dtype), int(estimate.get("bytes_accessed", bytes_))

@@ -79,7 +79,7 @@ def forward(
         jax.ShapeDtypeStruct(q_BSHh.shape, call.out_dtype or q_BSHh.dtype),
         jax.ShapeDtypeStruct((B, H, S), jnp.float32),
     ]
-    out_BSHh, lse_BHS = _run(attention_forward, tile, [q_BSHh, k_BTKh, v_BTKh], outs, mask, call)
+    out_BSHh, lse_BHS = _run(attention_forward, 2, tile, [q_BSHh, k_BTKh, v_BTKh], outs, mask, call)
     return out_BSHh, lse_BHS
 
 
@@ -98,8 +98,8 @@ def backward(
     _, dq_tile, dkv_tile = sizes or sizes_here(q_BSHh.shape[-1], q_BSHh.dtype)
     arrays = [q_BSHh, k_BTKh, v_BTKh, dout_BSHh.astype(v_BTKh.dtype), lse_BHS, delta_BHS]
     dq, dk, dv = (jax.ShapeDtypeStruct(x.shape, call.out_dtype or x.dtype) for x in arrays[:3])
-    (dq_BSHh,) = _run(attention_dq, dq_tile, arrays, [dq], mask, call)
-    dk_BTKh, dv_BTKh = _run(attention_dkv, dkv_tile, arrays, [dk, dv], mask, call, of_keys=True)
+    (dq_BSHh,) = _run(attention_dq, 3, dq_tile, arrays, [dq], mask, call)
+    dk_BTKh, dv_BTKh = _run(attention_dkv, 4, dkv_tile, arrays, [dk, dv], mask, call, of_keys=True)
     return dq_BSHh, dk_BTKh, dv_BTKh
 
 
@@ -129,6 +129,7 @@ class _Plan(NamedTuple):
 
 def _run(
     kernel: Callable[..., None],
+    products: int,
     tile: Tile,
     arrays: Sequence[Array],
     outs: Sequence[jax.ShapeDtypeStruct],
@@ -136,7 +137,10 @@ def _run(
     call: Call,
     of_keys: bool = False,
 ) -> list[Array]:
-    """A program for each tile of queries of each head; with `of_keys`, of keys of each kv head."""
+    """A program for each tile of queries of each head; with `of_keys`, of keys of each kv head.
+
+    `products` it makes of a visited tile: its FLOPs stand in the program for who reads it, at most where ids say which.
+    """
     (B, S, H, h), (T, K) = arrays[0].shape, arrays[1].shape[1:3]
     tile = _fitted(tile, S, T, mask, call)
     tiles = Tiles(S, T, tile.block_q, tile.block_k, call.q_start, call.k_start, call.multiple)
@@ -147,6 +151,10 @@ def _run(
     heads = K if of_keys else H
     given = [jnp.asarray(x) for x in lists], starts, ids, list(arrays)
     plan = _Plan(mask, tiles, bits, h, call.scale_of(arrays[0]), call.softcap)
+    entries, _, some = lists
+    visited = (entries.size if isinstance(some, jax.Array) else int(some.sum())) * B // len(some)
+    flops = 2 * products * H * h * visited * tile.block_q * tile.block_k
+    moved = sum(x.size * x.dtype.itemsize for x in (*arrays, *outs))
     return pl.pallas_call(
         partial(kernel, plan),
         grid=(lists[0].shape[1], heads, B),
@@ -159,6 +167,7 @@ def _run(
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=call.interpret,
         name=kernel.__name__,
+        metadata={"flops": str(flops), "bytes_accessed": str(moved)},
     )(*given)  # fmt: skip
 
 
