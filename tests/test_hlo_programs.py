@@ -121,6 +121,11 @@ def expected_flops(config: Config, platform: str = "cpu") -> dict[str, float]:
     """By phase. The backward of a matmul is two; those of the head are made in the forward, with the loss. Recomputed
     is each block but for its last matmul, whose result no gradient needs."""
     layer, (attention, attention_backward) = linear_flops(config), attention_flops(config, platform)
+    if platform == "tpu" and config.model.family == "llama":  # RoPE turns q and k by a matmul, and their gradients back
+        model = config.model
+        heads = model.heads + (model.kv_heads or model.heads)
+        turns = 2.0 * config.train.batch * config.data.seq_len * heads * model.head_dim**2
+        attention, attention_backward = attention + turns, attention_backward + turns
     linears, L = sum(layer.values()), config.model.layers
     rows = -(-config.model.vocab_size // config.model.vocab_multiple) * config.model.vocab_multiple
     head = 2.0 * config.train.batch * config.data.seq_len * rows * config.model.embed

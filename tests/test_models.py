@@ -16,6 +16,7 @@ from jaxpar.errors import UserError
 from jaxpar.loss import LossSums
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.models import Model
+from jaxpar.models.layers import _turned, _turned_by_matmul
 from jaxpar.sharding import Plan, ShardingRules, tree_shardings
 
 pytestmark = pytest.mark.quick
@@ -224,3 +225,14 @@ def test_refused_sizes_say_why() -> None:
         Model(ModelConfig(family="lama"))
     with pytest.raises(UserError, match="neither grouped kv heads nor RoPE"):
         Model(ModelConfig(family="gpt2", heads=4, kv_heads=2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pairs_are_turned_by_a_matmul_to_the_bit(dtype: str) -> None:
+    """What TPUs run; `rotate` takes the other here."""
+    rng = np.random.default_rng(0)
+    x, towards = (jnp.asarray(rng.standard_normal((2, 5, 3, 10)), dtype) for _ in range(2))
+    for ours, want in zip(jax.vjp(_turned_by_matmul, x), jax.vjp(_turned, x), strict=True):
+        ours, want = (found(towards)[0] if callable(found) else found for found in (ours, want))
+        assert ours.dtype == want.dtype
+        np.testing.assert_array_equal(ours, want)

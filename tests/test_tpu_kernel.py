@@ -209,14 +209,16 @@ def test_it_compiles_for_every_chip(chip: str, h: int, mask: str, capsys: pytest
 
 @needs_libtpu
 @pytest.mark.long
-@pytest.mark.parametrize(("chip", "mask"), [*(("v5e", mask) for mask in LONG_MASKS), *((c, "causal") for c in CHIPS if c != "v5e")]
+@pytest.mark.parametrize(
+    ("chip", "mask"), [*(("v5e", mask) for mask in LONG_MASKS), *((chip, "causal") for chip in CHIPS if chip != "v5e")]
 )
 def test_memory_grows_as_the_sequence(chip: str, mask: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Up to 131,072, where scores alone would take 64 GiB a head: at most the arrays, heads first and 128 lanes wide."""
+    """Up to 131,072, where scores alone would take 64 GiB a head: at most the arrays, heads first, 128 lanes wide."""
     for S in (32768, 131072):
         sizes = [program.memory_analysis().temp_size_in_bytes for program in compiled(chip, S, 64, mask)]
         with capsys.disabled():
             print(f"\n{chip} {mask} {S}: MiB of temporaries,", *(f"{size / 2**20:.1f}" for size in sizes))
         of_head, lists = S * LANES * 2, 2**22
-        for size, heads in zip(sizes, (4 + 4 + 2 * 2, 3 * 4 + 4 * 2), strict=True):  # q, out, k, v; q, dout, dq, k, v...
+        # q, out, k and v; q, dout, dq, k, v, dk and dv.
+        for size, heads in zip(sizes, (4 + 4 + 2 * 2, 3 * 4 + 4 * 2), strict=True):
             assert size <= heads * of_head + lists
