@@ -116,7 +116,7 @@ def test_a_step_for_each_tile_that_is_seen_and_each_row_of_none(name: str, of_ke
 
 def test_tiles_are_the_fewest_equal_ones_or_cut_no_block() -> None:
     def of(S: int, mask: Mask, **options: Any) -> tuple[int, int]:
-        return tpu._tiles(S, S, mask, Call(**options), 512)[2:4]
+        return tpu._tiles((1, S, 1, 64), S, "bfloat16", mask, Call(**options), 512)[2:4]
 
     assert [of(S, Causal())[0] for S in (1, 128, 512, 513, 1100, 4096)] == [128, 128, 512, 384, 384, 512]
     assert of(4096, BigBird(4096)) == (64, 64)
