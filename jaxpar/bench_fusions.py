@@ -153,7 +153,7 @@ def size(tree: Any) -> int:
 
 
 def fusion_table(rows: Sequence[Row]) -> str:
-    """Markdown, milliseconds and MB."""
+    """Markdown, microseconds and MB."""
     names = "target", "part", "", "least, MB", "XLA, MB", "alone, MB", "least, us", "XLA, us", "alone, us"
     lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
     for row in rows:

@@ -161,9 +161,33 @@ def _strategy(plan: Plan) -> Any:
     return _STRATEGIES[plan.context.strategy if plan.size("attention_seq") > 1 else "whole"]
 
 
+def kernel_for(plan: Plan, mask: Mask, q_BSHh: Any, k_BSKh: Any, platform: str) -> str:
+    """The implementation that serves what the plan's strategy hands to it.
+
+    Args:
+      plan: mesh, strategy, and the implementation that it asks for.
+      mask: what a query sees, documents too.
+      q_BSHh, k_BSKh: arrays of one device, or their shapes and dtypes.
+      platform: what it is compiled for.
+
+    Raises:
+      UserError: the one asked for cannot serve.
+    """
+    n, S = plan.size("attention_seq"), q_BSHh.shape[1]
+    C = S // 2
+    anywhere = PARTS._replace(q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=C)  # known at run time only
+    pieces = {"ring": (C, C, anywhere), "all_gather": (C, n * S, anywhere), "ulysses": (n * S, n * S, Call())}
+    of_q, of_k, call = pieces[plan.context.strategy] if n > 1 else (S, S, Call())
+    q, k = (
+        jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype)
+        for x, length in ((q_BSHh, of_q), (k_BSKh, of_k))
+    )
+    return pair_for(q, k, mask, platform, plan.attention, call)
+
+
 def _work(plan: Plan, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array) -> Work:
     seen, platform = packed(mask, segments_BT, segments_BT), plan.mesh.devices.flat[0].platform
-    name = pair_for(q_BSHh, k_BSKh, seen, platform, plan.attention)
+    name = kernel_for(plan, seen, q_BSHh, k_BSKh, platform)
     if plan.size("attention_seq") > 1:
         say_once(f"attention by {name}, {plan.context.strategy}")
     return Work(plan, mask, segments_BT, pair(name))

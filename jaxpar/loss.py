@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.collectives import further_split, gather, manual, reduce, split_over
 from jaxpar.experts import RouterSums
 from jaxpar.kernels.call import MASKED, capped, through_cap
+from jaxpar.kernels.dispatch import say_once
 from jaxpar.parallel import GATHERED, STORED, use
 from jaxpar.sharding import LogicalAxis, Plan, state_axes
 
@@ -179,7 +180,9 @@ def tiling(tokens: int, rows: int, embed: int, plan: Plan) -> Tiling:
         return Tiling(-(-tokens // max(fitting // _ROWS * _ROWS, _ROWS)), 1)
     fits = [n for n in range(2, rows + 1) if rows % n == 0 and rows // n >= min(rows // 2, _ROWS)]
     fitting = (n for n in fits if rows // n * (of_row + 4 * tokens) <= most and 4 * tokens * rows // n <= _SCORES)
-    return Tiling(1, next(fitting, max(fits, default=1)))
+    slices = next(fitting, max(fits, default=1))
+    say_once(f"loss by {slices} slices of the vocabulary, scores made twice: memory.loss_mib is {plan.loss_mib}")
+    return Tiling(1, slices)
 
 
 def _chunks(x_BSD: Array, labels_BS: Array, head_VD: Array, plan: Plan) -> tuple[Array, Array]:

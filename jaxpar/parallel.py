@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from jaxpar.collectives import further_split, gather, manual, own_piece, reduce, split_over
-from jaxpar.context import check_split, split_attention
+from jaxpar.context import check_split, kernel_for, split_attention
 from jaxpar.kernels import dispatch
 from jaxpar.kernels.call import MASKED, Call, capped
 from jaxpar.masks import Causal, Mask, Segments, Window
@@ -405,12 +405,12 @@ def attention_choice(
     Raises:
       UserError: the plan asks for one that cannot serve.
     """
-    one = jax.ShapeDtypeStruct((batch, seq_len, 1, head_dim), plan.dtype)
+    one = jax.ShapeDtypeStruct((batch, seq_len // plan.size("attention_seq"), 1, head_dim), plan.dtype)
     ids = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)
     mask = _mask(window) & Segments(ids, ids) if packed else _mask(window)  # pyright: ignore[reportArgumentType]
     platform = platform or _platform(plan)
     if plan.size("attention_seq") > 1:
-        dispatch.pair_for(one, one, mask, platform, plan.attention)
+        kernel_for(plan, mask, one, one, platform)
         return plan.context.strategy, "the sequence is split over devices"
     asked = dispatch.Asked(one, one, mask, Call(), with_lse=False, dropping=dropping, cut=_cut_heads(plan))
     name, why = dispatch.choose(asked, platform, plan.attention)

@@ -20,6 +20,7 @@ from attention_cases import EVERY_MASK, Answer, Case, answer, assert_right, inpu
 import jaxpar.parallel
 from jaxpar import plain
 from jaxpar.config import KernelsConfig
+from jaxpar.context import kernel_for
 from jaxpar.errors import UserError
 from jaxpar.kernels import chunked, dispatch, libraries
 from jaxpar.kernels.call import Call, Unserved
@@ -28,7 +29,7 @@ from jaxpar.kernels.reference import reference
 from jaxpar.masks import BigBird, Causal, Full, Mask, PrefixLM, Segments, Window
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.parallel import attention, attention_choice
-from jaxpar.sharding import Plan, ShardingRules
+from jaxpar.sharding import Context, Plan, ShardingRules
 
 pytestmark = pytest.mark.quick
 
@@ -290,6 +291,22 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
 @pytest.mark.parametrize(("mesh", "rules", "want"), LAYOUTS)
 def test_the_choice_minds_how_the_plan_splits(mesh: dict[str, int], rules: Any, want: tuple[str, str]) -> None:
     assert attention_choice(plan_on(MeshSpec(**mesh), **rules), 1024, 128, False, platform="tpu") == want
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"), [("ring", "pallas_tpu"), ("all_gather", "pallas_tpu"), ("ulysses", "chunked")]
+)
+def test_a_strategy_takes_what_serves_its_pieces(strategy: Any, name: str) -> None:
+    """Of a million tokens over eight devices: a device of Ulysses has them all, more tiles than a list holds."""
+    plan = dataclasses.replace(plan_on(MeshSpec(context=8)), context=Context(strategy))
+    one = jax.ShapeDtypeStruct((1, 1 << 17, 8, 64), jnp.bfloat16)
+    assert kernel_for(plan, Causal(), one, one, "tpu") == name
+    named = dataclasses.replace(plan, attention="pallas_tpu")
+    if name == "pallas_tpu":
+        assert attention_choice(named, 1 << 20, 64, False, platform="tpu")[0] == strategy
+    else:
+        with pytest.raises(UserError, match="by pallas_tpu was asked for, but: 524800 tiles to visit are more than"):
+            attention_choice(named, 1 << 20, 64, False, platform="tpu")
 
 
 def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.errors import UserError
 from jaxpar.kernels import chunked, libraries
-from jaxpar.kernels.call import Call, Unserved
+from jaxpar.kernels.call import DEFAULT, Call, Unserved
 from jaxpar.kernels.reference import reference
 from jaxpar.masks import Mask
 
@@ -163,13 +163,15 @@ def pair(name: str) -> ModuleType:
     return importlib.import_module(f"jaxpar.kernels.{PAIRS[name]}")
 
 
-def pair_for(q_BSHh: Any, k_BTKh: Any, mask: Mask, platform: str, implementation: str = "auto") -> str:
+def pair_for(
+    q_BSHh: Any, k_BTKh: Any, mask: Mask, platform: str, implementation: str = "auto", call: Call = DEFAULT
+) -> str:
     """The first that serves of those with a forward and a backward of their own, a key of `PAIRS`.
 
     Raises:
       UserError: the one asked for has none, or cannot serve.
     """
-    asked, kernels = Asked(q_BSHh, k_BTKh, mask, Call()), _KERNELS.get(platform, ())
+    asked, kernels = Asked(q_BSHh, k_BTKh, mask, call), _KERNELS.get(platform, ())
     if implementation != "auto":
         if implementation not in PAIRS:
             raise UserError(
