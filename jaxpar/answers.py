@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ from jaxpar.loss import LossSums
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.models import FAMILIES, Model, Params
 from jaxpar.models import model as model_module
+from jaxpar.pipeline import reordered, stored_order
 from jaxpar.sharding import Plan, path_name, replicated, tree_shardings
 from jaxpar.xla import compiler_options
 
@@ -137,7 +139,7 @@ def _ops_replaced(family: str, ops: Mapping[str, Callable[..., Any]]) -> Iterato
 def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     """Loss and gradients under the plan, by the function under test, laid out as in training."""
     plan, train = case.plan(precision), case.config.train
-    shardings = tree_shardings(case.model.shapes(), case.model.axes, plan)
+    shardings = tree_shardings(step.param_shapes(case.model, plan), case.model.axes, plan)
 
     def run(params: Params, batch: Any) -> tuple[LossSums, Params]:
         return case.gradients(case.model, params, batch, plan, None, train.accumulation, step.loss_weights(train))
@@ -149,8 +151,19 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         out_shardings=(replicated(plan), shardings),
         compiler_options=compiler_options(plan.mesh) | _untuned(case.devices),  # those of `train`
     )
+    layers = case.model.config.layers
+    order = stored_order(plan, layers)
+    params = case.params | {"blocks": jax.tree.map(lambda x: reordered(x, None, order, layers), case.params["blocks"])}
     with _matmuls(exact):
-        return _answer(*jitted(jax.device_put(case.params, shardings), jax.device_put(case.batch, batch_sharding)))
+        sums, grads = jitted(jax.device_put(params, shardings), jax.device_put(case.batch, batch_sharding))
+    return _answer(sums, grads, partial(in_model_order, plan=plan, layers=layers))
+
+
+def in_model_order(name: str, copies: np.ndarray, plan: Plan, layers: int) -> np.ndarray:
+    """Copies [n, *shape] of a parameter, its layers in the model's order and not as the plan stores them."""
+    if not name.startswith("blocks."):
+        return copies
+    return reordered(copies.swapaxes(0, 1), stored_order(plan, layers), None, layers).swapaxes(0, 1)
 
 
 def _untuned(devices: list[jax.Device]) -> dict[str, Any]:
@@ -163,10 +176,10 @@ def _matmuls(exact: bool) -> contextlib.AbstractContextManager[Any]:
     return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
 
 
-def _answer(sums: LossSums, grads: Params) -> Answer:
+def _answer(sums: LossSums, grads: Params, ordered: Callable[[str, np.ndarray], np.ndarray]) -> Answer:
     arrays = _named(grads)
     sums = jax.tree.map(_worst_scalar, sums)
-    return Answer(sums, {name: copies(array) for name, array in arrays.items()}, arrays)
+    return Answer(sums, {name: ordered(name, copies(array)) for name, array in arrays.items()}, arrays)
 
 
 def _named(tree: Params) -> dict[str, Any]:

@@ -182,13 +182,18 @@ def trial(config: Config, plan: Plan, target: Target | None, say: Say = lambda l
 
 def _blocks(model: Model, config: Config, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
     """The traced gradient of a stack of blocks, and its arguments' ShapeDtypeStructs: parameters, x, positions, dx."""
-    shapes = model.shapes()
+    shapes, rows = model.shapes(), config.train.batch // config.train.accumulation
+    if plan.size("stage") > 1:  # each stage runs them on the same microbatch
+        plan, rows = (
+            dataclasses.replace(plan, rules=dataclasses.replace(plan.rules, layers=())),
+            rows // plan.pipeline.microbatches,
+        )
     params = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         shapes["blocks"],
         tree_shardings(shapes, model.axes, plan)["blocks"],
     )
-    rows, S, D = config.train.batch // config.train.accumulation, config.data.seq_len, config.model.embed
+    S, D = config.data.seq_len, config.model.embed
     x_BSD = jax.ShapeDtypeStruct((rows, S, D), plan.dtype, sharding=plan.sharding(STORED))
     positions_BS = jax.ShapeDtypeStruct((rows, S), jnp.int32, sharding=plan.sharding(TOKENS))
     axes = jax.tree.map(state_axes, model.axes["blocks"], is_leaf=lambda leaf: isinstance(leaf, tuple))

@@ -71,6 +71,18 @@ class Checkpoints:
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_state))
         self._manager.save(step, args=items, metrics={METRIC: math.inf if val_loss is None else val_loss})
 
+    def data(self, step: int) -> dict[str, Any]:
+        """What `save` was given beside the state.
+
+        Raises:
+          UserError: it cannot be read.
+        """
+        try:
+            found: Any = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
+        except (ValueError, KeyError, OSError) as error:
+            raise self._unreadable(step, error) from error
+        return found.data
+
     def restore(self, step: int, shapes: Any, shardings: Any) -> tuple[Any, dict[str, Any]]:
         """The state of a step, on the given shardings, and the data iterator's state.
 
@@ -90,12 +102,15 @@ class Checkpoints:
             self._check(step, shapes)
             restored: Any = self._manager.restore(step, args=items)
         except (ValueError, KeyError, OSError) as error:
-            reason = str(error).strip().splitlines()[0][:200]
-            raise UserError(
-                f"checkpoint {self.folder / str(step)} cannot be read ({reason}): "
-                "delete that folder to fall back to an older one"
-            ) from error
+            raise self._unreadable(step, error) from error
         return restored.state, restored.data
+
+    def _unreadable(self, step: int, error: Exception) -> UserError:
+        reason = str(error).strip().splitlines()[0][:200]
+        return UserError(
+            f"checkpoint {self.folder / str(step)} cannot be read ({reason}): "
+            "delete that folder to fall back to an older one"
+        )
 
     def _check(self, step: int, shapes: Any) -> None:
         """Compare names, shapes and dtypes with what was saved, before anything is read: Orbax casts without a word."""

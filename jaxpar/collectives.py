@@ -6,6 +6,7 @@ written where it stands, so that a plan's communication is known in closed form.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
@@ -22,19 +23,26 @@ from jaxpar.sharding import Axes, LogicalAxis, Plan
 def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
     """`local` on every device's own part of the arrays; on one device `local` itself.
 
+    Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the other axes.
+
     Args:
       local: a function of local arrays, which names its collectives.
       plan: mesh and rules.
       in_axes: logical axes of each argument, in trees of the arguments' forms (an argument's axes are a tuple).
       out_axes: the same of what it returns.
     """
-    if plan.mesh.size == 1:
+    around = jax.sharding.get_abstract_mesh().manual_axes
+    axes = frozenset(plan.mesh.axis_names).difference(around)
+    if math.prod(plan.mesh.shape[axis] for axis in axes) == 1:
         return local
 
     def specs(axes: Any) -> Any:
         return jax.tree.map(plan.spec, axes, is_leaf=_is_axes)  # None, for an argument that is None, stays
 
-    return jax.shard_map(local, mesh=plan.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes), check_vma=False)
+    return jax.shard_map(
+        local, mesh=None if around else plan.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes), axis_names=axes,
+        check_vma=False,
+    )  # fmt: skip
 
 
 def _is_axes(tree: Any) -> bool:
@@ -66,7 +74,7 @@ def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, 
     for dim, moved in further_split(stored, used, plan):
         for summed, run in groupby(moved, left.__contains__):  # outermost first: each cuts the piece left by the last
             mesh_axes = tuple(run)
-            cut = _reduce_scatter if summed else own_piece
+            cut = reduce_scatter if summed else own_piece
             x = cut(x, mesh_axes, dim, plan.pieces(mesh_axes))
         left.difference_update(moved)
     rest = tuple(axis for axis in plan.mesh.axis_names if axis in left)
@@ -79,8 +87,8 @@ def own_piece(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: i
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(mesh_axes) * size, size, dim)
 
 
-def _reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
-    """The sum over mesh axes, each device left with its piece of `dim`.
+def reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
+    """Inside `manual`, the sum over mesh axes, each device left with its piece of `dim`.
 
     The pieces are moved to the front first: XLA:TPU turns a reduce-scatter of any other dim but the last into an
     all-reduce of the whole and a slice, twice the bytes; that of the last dim too, where a piece does not fill lanes.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from jaxpar.errors import UserError, nearest
 from jaxpar.mesh import MeshSpec
-from jaxpar.sharding import Context, Overlap, ShardingRules
+from jaxpar.sharding import Context, Overlap, Pipeline, ShardingRules
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,7 @@ class Config:
     rules: ShardingRules = field(default_factory=ShardingRules)
     overlap: Overlap = field(default_factory=Overlap)
     context: Context = field(default_factory=Context)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
@@ -192,7 +193,7 @@ class Config:
 
 # A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
 # reported and kept. Any other difference is another experiment.
-RESUMABLE = ("mesh", "rules", "overlap", "context", "memory", "kernels", "checkpoint", "metrics", "train.stop_at",
+RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "checkpoint", "metrics", "train.stop_at",
              "train.eval_every", "train.eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
 
 

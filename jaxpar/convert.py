@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,8 +14,9 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.models import Model
 from jaxpar.models.hf import export_hf, import_hf, model_config_from_hf
 from jaxpar.runtime import start
+from jaxpar.sharding import Plan
 from jaxpar.step import init_state, make_plan
-from jaxpar.train import open_run, restore_state
+from jaxpar.train import beside_state, open_run, restore_state
 
 # What a config may set freely over an imported model: how it runs and trains, not what its numbers mean.
 _FREE = ("vocab_multiple", "dropout", "init_std", "scan_layers", "max_seq_len")
@@ -44,20 +46,25 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     if differing:
         raise UserError(f"{source} is not the model of this config: {'; '.join(differing)}")
     plan, model = make_plan(check(config), start(config.mesh)), Model(config.model)
-    params = import_hf(source, model, plan)
+    params = import_hf(source, model, _unstaged(plan))
     open_run(target, config)
     checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
     if checkpoints.latest() is not None:
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
-    checkpoints.save(0, init_state(model, config, plan, params), {"iterator": None, "training_tokens": None}, None)
+    checkpoints.save(0, init_state(model, config, plan, params), beside_state(plan, config, None, None), None)
     checkpoints.close()
 
 
 def export_run(config: Config, source: Path, target: Path, step: int, dtype: Literal["float32", "bfloat16"]) -> int:
     """Write a run's checkpoint as a Hugging Face folder; returns the step that was exported."""
-    plan, model = make_plan(check(config), start(config.mesh)), Model(config.model)
+    plan, model = _unstaged(make_plan(check(config), start(config.mesh))), Model(config.model)
     checkpoints = Checkpoints(source / "checkpoints", config.checkpoint)
     step = pick_step(checkpoints, step)
     state, _ = restore_state(checkpoints, step, model, config, plan)
     export_hf(state.params, model, target, dtype=dtype)
     return step
+
+
+def _unstaged(plan: Plan) -> Plan:
+    """The plan with layers as the model has them, each of them whole on all stages: what a file holds."""
+    return replace(plan, rules=replace(plan.rules, layers=(), stage=()))

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar import plain
-from jaxpar.answers import PLAIN, Answer, Case, Rows, one_device, parameter_order
+from jaxpar.answers import PLAIN, Answer, Case, Rows, in_model_order, one_device, parameter_order
 from jaxpar.diagnose import Evidence, Finding, Part, diagnose
 from jaxpar.models import Params
 from jaxpar.sharding import Placement, Plan, placements
+from jaxpar.step import param_shapes
 from jaxpar.zigzag import chunk_order, inverse, reordered
 
 Reference = Callable[[Params, Rows], Answer]
@@ -89,17 +90,18 @@ def _evidence(
     case: Case, plan: Plan, name: str, got: Answer, want: Answer, parts: Sequence[tuple[str, str, Answer]]
 ) -> Evidence:
     """What is known of one parameter before any other model is run."""
-    wanted = want.grads[name][0]
+    wanted, layers = want.grads[name][0], case.model.config.layers
+    by_axis = copies_by_axis(got.arrays[name], plan)
     axes = next(placement.axes for placement in _placements(case, plan) if placement.name == name)
     sizes = {axis: size for axis, size in plan.mesh.shape.items() if size > 1}
     return Evidence(
         got=max(got.grads[name], key=lambda copy: _off(copy, wanted)),
         want=wanted,
-        sizes=sizes | _other_sizes(case),
+        sizes=sizes | _other_sizes(case, plan),
         split=[plan.mesh_axes(axis) for axis in axes],
         axis_sizes=sizes,
         parts=[Part(label, kind, answer.grads[name][0]) for label, kind, answer in parts],
-        copies=copies_by_axis(got.arrays[name], plan),
+        copies={axis: in_model_order(name, found, plan, layers) for axis, found in by_axis.items()},
     )
 
 
@@ -183,7 +185,7 @@ def _of_layers(evidence: Evidence, layers: tuple[int, ...]) -> Evidence:
 
 
 def _placements(case: Case, plan: Plan) -> list[Placement]:
-    return placements(case.model.shapes(), case.model.axes, plan)
+    return placements(param_shapes(case.model, plan), case.model.axes, plan)
 
 
 def _off(got: np.ndarray, want: np.ndarray) -> float:
@@ -192,11 +194,12 @@ def _off(got: np.ndarray, want: np.ndarray) -> float:
     return rms if math.isfinite(rms) else math.inf
 
 
-def _other_sizes(case: Case) -> dict[str, int]:
+def _other_sizes(case: Case, plan: Plan) -> dict[str, int]:
     """Numbers besides the mesh axes that a gradient may be wrong by."""
     model, train = case.config.model, case.config.train
     sizes = {
         "accumulation": train.accumulation,
+        "microbatches": plan.pipeline.microbatches if plan.size("stage") > 1 else 1,
         "query heads per kv head": model.heads // (model.kv_heads or model.heads),
         "tokens that count": int(np.sum(case.batch["labels"] >= 0)),
     }
@@ -246,8 +249,12 @@ def _groups(case: Case, plan: Plan) -> Iterator[tuple[str, str, np.ndarray]]:
         for at, mask in enumerate(different.values()):
             yield f"shard {at} of {' x '.join(together)}", "sum", mask
     rows = np.broadcast_to(np.arange(shape[0])[:, None], shape)
+    # As `step.gradients` deals them out, and of what is left a pipeline.
+    piped = plan.pipeline.microbatches if plan.size("stage") > 1 else 1
+    for at in range(piped if piped > 1 else 0):
+        yield f"microbatch {at} of the pipeline", "microbatch", rows // accumulation % piped == at
     for at in range(accumulation if accumulation > 1 else 0):
-        yield f"microbatch {at}", "microbatch", rows % accumulation == at  # as `step.gradients` deals them out
+        yield f"microbatch {at}", "microbatch", rows % accumulation == at
         yield f"microbatch {at} (of consecutive rows)", "microbatch", rows // (shape[0] // accumulation) == at
 
 

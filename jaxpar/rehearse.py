@@ -36,7 +36,7 @@ from jaxpar.rehearsal.tables import difference_parts, report_parts, seconds_text
 from jaxpar.report import console
 from jaxpar.runtime import start
 from jaxpar.sharding import Plan, placements
-from jaxpar.step import make_plan, make_train_step, plan_notes, step_shapes
+from jaxpar.step import make_plan, make_train_step, param_shapes, plan_notes, step_shapes
 from jaxpar.targets import Target, check_mesh, load_target, target_devices
 
 _PACKAGES = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -137,7 +137,7 @@ def _report(compiled: Compiled, played: Played, module: Module) -> Rehearsal:
     config, target, plan, model = compiled.config, compiled.target, compiled.plan, compiled.model
     peak = getattr(hardware.peak_flops, config.precision.compute) or hardware.peak_flops.bfloat16 or None
     chips = plan.mesh.size // hardware.devices_per_chip  # here, a mesh may take some of the devices
-    rows = placements(model.shapes(), model.axes, plan)
+    rows = placements(param_shapes(model, plan), model.axes, plan)
     tokens = config.train.batch * config.data.seq_len
     model_flops = model.flops_per_token(config.data.seq_len) * tokens
     collectives = collective_rows(

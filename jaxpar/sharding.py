@@ -252,6 +252,27 @@ class Context:
     strategy: Literal["ring", "all_gather", "ulysses"] = "ring"
 
 
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zb_h1"]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How microbatches go through the stages of a mesh with `stage` above 1: see `jaxpar.pipeline`."""
+
+    schedule: Schedule = "1f1b"
+    """gpipe, 1f1b, interleaved and looped (these two take `virtual`), zb_h1: see `jaxpar.pipeline.schedules`."""
+    microbatches: int = 0
+    """In the pipeline together, of each of `train.accumulation` parts of the batch; 0 = as many as the batch allows, at
+    most four a stage."""
+    virtual: int = 1
+    """Chunks of layers a stage has, each behind all stages' chunks before: a bubble so many times smaller."""
+    layers: tuple[int, ...] = ()
+    """Layers of each virtual stage, first to last; empty = as even as can be, the first and the last with fewest."""
+    stash: Literal["stage", "blocks"] = "stage"
+    """Where memory.policy recomputes, what is kept meanwhile: the input of a stage, which computes a stage's forward
+    once more, or the input of each of its blocks."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a model runs on devices, and nothing about what it computes. Hashable, so it may be a static argument.
@@ -265,6 +286,7 @@ class Plan:
       context: how attention sees a sequence that is split.
       loss_mib: MiB of a device that the loss may hold: see `jaxpar.loss`.
       attention: one of `kernels.Implementation`, or `auto`.
+      pipeline: how microbatches go through stages.
     """
 
     mesh: Mesh
@@ -275,6 +297,7 @@ class Plan:
     context: Context = Context()
     loss_mib: int = 4096
     attention: str = "auto"
+    pipeline: Pipeline = Pipeline()
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -305,7 +328,10 @@ class Plan:
         """`x` with its sharding fixed at this point of a jitted function."""
         if self.mesh.size == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape, name))
+        place = self.sharding(axes, x.shape, name)
+        if jax.sharding.get_abstract_mesh().manual_axes:  # of a pipeline's stage: the mesh is that of its other axes
+            return jax.lax.with_sharding_constraint(x, place.spec)
+        return jax.lax.with_sharding_constraint(x, place)
 
 
 def state_axes(axes: Axes) -> tuple[LogicalAxis | None, ...]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from jaxpar.config import CheckpointConfig, Config, DataConfig, MetricsConfig, ModelConfig, TrainConfig
 from jaxpar.mesh import DcnSpec, MeshAxis, MeshSpec, axis_sizes, describe, devices_needed, resolve
-from jaxpar.sharding import LogicalAxis, Overlap, ShardingRules, fit_heads, named_axes
+from jaxpar.pipeline import layers_of, microbatches
+from jaxpar.sharding import LogicalAxis, Overlap, Pipeline, ShardingRules, fit_heads, named_axes
 
 SIMULATED = 8  # CPU devices where the mesh leaves the number open; a mesh that asks for up to twice as many gets them
 MOST_ACCUMULATION = 4  # more microbatches repeat what these do
+_FEW = 4  # virtual stages have two layers each, more than so many have one
 _ROWS = 40  # of the vocabulary tables, at least
 
 
@@ -60,19 +62,23 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> Shrunk:
     least_seq = max(least.seq_len, 3 * chunks if chunks > 1 else 0)
     data = DataConfig(seq_len=odd_multiple(least_seq, math.lcm(seq_split, least.block)), pack=config.data.pack)
     heads, kv_heads = _few_heads(config, sizes, asked)
-    model, notes = _shrink_model(config, sizes, data.seq_len, least.head_dim, heads, kv_heads)
+    layers, pipeline, piped = _shrink_pipeline(config, sizes, asked)
+    model, notes = _shrink_model(config, sizes, data.seq_len, least.head_dim, heads, kv_heads, layers)
     accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
     if accumulation < config.train.accumulation:
         notes.append(f"train.accumulation {config.train.accumulation} -> {accumulation}")
     overlap, chosen = _explicit(config.overlap)
     notes += chosen
+    notes += piped
     # Two sequences a shard (and a half): a batch dim of one would hide a wrong order inside a shard.
-    batch = 2 * overlap.parts * accumulation * pieces("batch", config.rules, sizes)
+    rows = 2 * overlap.parts * pieces("batch", config.rules, sizes)
+    staged = pieces("stage", config.rules, sizes) > 1
+    batch = rows * accumulation * (pipeline.microbatches if staged else 1)
     train = TrainConfig(batch=batch, accumulation=accumulation, seed=config.train.seed, z_loss=config.train.z_loss,
                         balance_loss=config.train.balance_loss, router_z_loss=config.train.router_z_loss)  # fmt: skip
     small = dataclasses.replace(
-        config, model=model, data=data, train=train, mesh=mesh, overlap=overlap, checkpoint=CheckpointConfig(),
-        metrics=MetricsConfig(),
+        config, model=model, data=data, train=train, mesh=mesh, overlap=overlap, pipeline=pipeline,
+        checkpoint=CheckpointConfig(), metrics=MetricsConfig(),
     )  # fmt: skip
     return Shrunk(small, tuple(notes))
 
@@ -136,7 +142,7 @@ def _few_heads(config: Config, sizes: dict[MeshAxis, int], asked: dict[MeshAxis,
 
 
 def _shrink_model(
-    config: Config, sizes: dict[MeshAxis, int], S: int, least_head_dim: int, H: int, K: int
+    config: Config, sizes: dict[MeshAxis, int], S: int, least_head_dim: int, H: int, K: int, layers: int
 ) -> tuple[ModelConfig, list[str]]:
     model = config.model
 
@@ -153,7 +159,7 @@ def _shrink_model(
     padded = model.vocab_size % model.vocab_multiple != 0
     small = dataclasses.replace(
         model,
-        layers=_multiple(2 + model.layers % 2, split("layers")),  # an odd number stays odd
+        layers=layers,
         embed=D,
         heads=H,
         kv_heads=K if model.kv_heads else 0,
@@ -179,6 +185,30 @@ def _shrink_model(
             "tokens are dropped depends on the layout"
         )
     return small, notes
+
+
+def _shrink_pipeline(
+    config: Config, sizes: dict[MeshAxis, int], asked: dict[MeshAxis, int]
+) -> tuple[int, Pipeline, list[str]]:
+    """The fewest layers and microbatches that keep what a pipeline does: an odd number of layers stays odd, stages of
+    unequal layers stay so, and every slot of a buffer is used twice if it is at all."""
+    before, stages = (pieces("stage", config.rules, these) for these in (asked, sizes))
+    pipeline, layers = config.pipeline, config.model.layers
+    if before == 1:
+        return _multiple(2 + layers % 2, pieces("layers", config.rules, sizes)), pipeline, []
+    counts, v = layers_of(layers, before, pipeline).counts, pipeline.virtual
+    parts, few = stages * v, 2 if stages * v <= _FEW else 1
+    if len(set(counts)) == 1:
+        small = (few,) * parts
+    elif len(counts) == parts:
+        small = tuple(1 + (count > min(counts)) for count in counts)
+    else:
+        small = (1, 2, *[1] * (parts - 2))
+    M = microbatches(config, pieces("batch", config.rules, asked))
+    least = 2 * stages + (M % before if stages == before else M % before != 0) if M >= before else max(stages - 1, 1)
+    least = min(M, least)
+    notes = [f"pipeline.microbatches {M} -> {least}"] if least < M else []
+    return sum(small), replace(pipeline, microbatches=least, layers=small), notes
 
 
 def _explicit(overlap: Overlap) -> tuple[Overlap, list[str]]:

@@ -5,7 +5,8 @@ Shapes: A accumulation, B batch, S sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxpar import pipeline
 from jaxpar.batches import TOKENS
 from jaxpar.collectives import further_split, gather, manual
 from jaxpar.config import Config, TrainConfig
@@ -25,6 +27,7 @@ from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
 from jaxpar.optim import learning_rate, make_optimizer
 from jaxpar.parallel import ATTENDED, GATHERED, STORED, overlap_notes
+from jaxpar.pipeline import microbatches, reordered, schedule, stored_order
 from jaxpar.sharding import Plan, ShardingRules, fit_heads, local_rows, replicated, state_axes, tree_shardings
 from jaxpar.xla import compiler_options
 
@@ -51,17 +54,21 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     memory = config.memory
     plan = Plan(
         mesh, rules, config.precision.compute, memory.policy, config.overlap, config.context, memory.loss_mib,
-        config.kernels.attention,
+        config.kernels.attention, config.pipeline,
     )  # fmt: skip
-    model = Model(config.model)
-    tree_shardings(model.shapes(), model.axes, plan)
-    tree_shardings(model.shapes(), _state_axes(model), plan)
+    model, train, shards = Model(config.model), config.train, plan.size("batch")
+    microbatch = train.batch // train.accumulation
+    if plan.size("stage") > 1:
+        count = microbatches(config, shards)
+        schedule(config.pipeline.schedule, plan.size("stage"), count, config.pipeline.virtual)
+        plan, microbatch = replace(plan, pipeline=replace(config.pipeline, microbatches=count)), microbatch // count
+    shapes = param_shapes(model, plan)
+    tree_shardings(shapes, model.axes, plan)
+    tree_shardings(shapes, _state_axes(model), plan)
     further_split(("state_embed",), ("embed",), plan)
     for stored, used in ((STORED, GATHERED), (STORED, ATTENDED), (ATTENDED, GATHERED)):
         further_split(stored, used, plan)
     plan.sharding((*ATTENDED[:2], "heads", "head_dim"), name="attention")
-    train, shards = config.train, plan.size("batch")
-    microbatch = train.batch // train.accumulation
     if microbatch % shards:
         fitting = -(-microbatch // shards) * shards * train.accumulation
         raise UserError(
@@ -88,27 +95,38 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
 
 def _fitted(config: Config, mesh: Mesh) -> tuple[ShardingRules, list[str]]:
     model = config.model
-    return fit_heads(config.rules, model.heads, model.kv_heads or model.heads, mesh.shape)
+    rules, notes = fit_heads(config.rules, model.heads, model.kv_heads or model.heads, mesh.shape)
+    return replace(rules, layers=rules.layers or rules.stage), notes
 
 
-def state_shapes(model: Model, config: Config) -> TrainState:
-    """The state as ShapeDtypeStructs, without shardings."""
-    return jax.eval_shape(lambda: _fresh(model, config, jax.random.key(0)))
+Order = Sequence[int] | None  # of stored layers: see `jaxpar.pipeline.stored_order`
+_PLANS: Any = ()  # the plan's own
 
 
-def state_shardings(model: Model, config: Config, plan: Plan) -> TrainState:
+def state_shapes(model: Model, config: Config, plan: Plan, order: Order = _PLANS) -> TrainState:
+    """The state as ShapeDtypeStructs, without shardings; its layers stored in another order than the plan's if given."""
+    order = stored_order(plan, config.model.layers) if order is _PLANS else order
+    return jax.eval_shape(lambda: _fresh(model, config, order, jax.random.key(0)))
+
+
+def param_shapes(model: Model, plan: Plan) -> Params:
+    """The parameters as ShapeDtypeStructs, as the plan stores them."""
+    return model.shapes(stored_order(plan, model.config.layers))
+
+
+def state_shardings(model: Model, config: Config, plan: Plan, order: Order = _PLANS) -> TrainState:
     """Where the state lives: moments as their parameters or split further; every scalar replicated by name.
 
-    (A scalar made outside jit would sit on device 0 and clash with the mesh after a restore.)
+    (A scalar made outside jit would sit on device 0 and clash with the mesh after a restore.) `order` as above.
     """
-    params = tree_shardings(model.shapes(), model.axes, plan)
-    shapes = state_shapes(model, config)
+    shapes = state_shapes(model, config, plan, order)
+    params = tree_shardings(shapes.params, model.axes, plan)
     everywhere = replicated(plan)
     opt_state = optax.tree_map_params(
         make_optimizer(config.train, model.axes),
         lambda _, sharding: sharding,
         shapes.opt_state,
-        tree_shardings(model.shapes(), _state_axes(model), plan),
+        tree_shardings(shapes.params, _state_axes(model), plan),
         transform_non_params=lambda _: everywhere,
     )
     return TrainState(everywhere, params, opt_state)
@@ -124,20 +142,37 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
 
     The same on every mesh: each random number depends on its place in the global array only.
     """
-    shardings = state_shardings(model, config, plan)
+    shardings, order = state_shardings(model, config, plan), stored_order(plan, model.config.layers)
     if params is None:
-        fresh = jax.jit(lambda: _fresh(model, config, jax.random.key(config.train.seed)), out_shardings=shardings)
-        return fresh()
-    start = jax.jit(lambda params: _with_params(model, config, params), out_shardings=shardings, donate_argnums=0)
-    return start(params)
+        key = jax.random.key(config.train.seed)
+        return jax.jit(lambda: _fresh(model, config, order, key), out_shardings=shardings)()
+
+    def start(params: Params) -> TrainState:
+        return in_order(_with_params(model, config, params), None, order, config)
+
+    return jax.jit(start, out_shardings=shardings, donate_argnums=0)(params)
 
 
-def _fresh(model: Model, config: Config, key: jax.Array) -> TrainState:
-    return _with_params(model, config, model.init(key))
+def _fresh(model: Model, config: Config, order: Order, key: jax.Array) -> TrainState:
+    return _with_params(model, config, model.init(key, order))
 
 
 def _with_params(model: Model, config: Config, params: Params) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.train, model.axes).init(params))
+
+
+def in_order(state: TrainState, before: Order, after: Order, config: Config) -> TrainState:
+    """A state with its stacked layers in another stored order: see `jaxpar.pipeline.stored_order`."""
+    if before == after:
+        return state
+    model, layers = Model(config.model), config.model.layers
+
+    def moved(x: Any, axes: Any) -> Any:
+        return reordered(x, before, after, layers) if axes[:1] == ("layers",) else x
+
+    params = jax.tree.map(moved, state.params, model.axes)
+    opt_state = optax.tree_map_params(make_optimizer(config.train, model.axes), moved, state.opt_state, model.axes)
+    return TrainState(state.step, params, opt_state)
 
 
 def put_batch(rows: Mapping[str, np.ndarray], plan: Plan) -> dict[str, jax.Array]:
@@ -161,7 +196,7 @@ def batch_shapes(config: Config, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
 
 def step_shapes(model: Model, config: Config, plan: Plan) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
     """The arguments of a training step as ShapeDtypeStructs with shardings: what it is traced and compiled for."""
-    shapes, shardings = state_shapes(model, config), state_shardings(model, config, plan)
+    shapes, shardings = state_shapes(model, config, plan), state_shardings(model, config, plan)
     state = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, shardings)
     return state, batch_shapes(config, plan)
 
@@ -243,6 +278,9 @@ def gradients(
     """
 
     def of_microbatch(rows: Batch, key: jax.Array | None) -> tuple[LossSums, Params]:
+        if plan.size("stage") > 1:
+            return pipeline.gradients(model, params, rows, plan, key, weights)
+
         def loss(params: Params) -> tuple[jax.Array, LossSums]:
             sums = model.loss(params, rows, plan, key, weights)
             return sums.loss, sums
@@ -273,7 +311,8 @@ def make_eval_step(model: Model, plan: Plan) -> Any:
     """`(params, batch) -> (nll in nats, tokens)`, sums over the batch, jitted."""
 
     def step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        sums = model.loss(params, batch, plan)
+        stages = plan.size("stage") > 1
+        sums = pipeline.loss(model, params, batch, plan) if stages else model.loss(params, batch, plan)
         return sums.nll, sums.tokens
 
     return jax.jit(step)

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entr
 from jaxpar.errors import UserError
 from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
 from jaxpar.models import Model, Params
+from jaxpar.pipeline import stored_order
 from jaxpar.picture import loss_figure, save_figure
 from jaxpar.report import ProgressLine, banner, console, duration_text
 from jaxpar.runtime import start
@@ -28,7 +30,7 @@ from jaxpar.sharding import Plan
 from jaxpar.step import (
     TrainState,
     batch_rows,
-    batch_shapes,
+    in_order,
     init_state,
     make_eval_step,
     make_plan,
@@ -37,10 +39,14 @@ from jaxpar.step import (
     put_batch,
     state_shapes,
     state_shardings,
+    step_shapes,
 )  # fmt: skip
 from jaxpar.tokenizer import save_tokenizer
 from jaxpar.verified import require
 from jaxpar.verify import simulate_for
+
+
+ORDER = "layer_order"
 
 
 class Result(NamedTuple):
@@ -115,7 +121,25 @@ def restore_state(
     checkpoints: Checkpoints, step: int, model: Model, config: Config, plan: Plan
 ) -> tuple[TrainState, dict[str, Any]]:
     """The training state of a checkpoint on this plan's mesh (any mesh), and the data iterator's state."""
-    return checkpoints.restore(step, state_shapes(model, config), state_shardings(model, config, plan))
+    wanted, saved = stored_order(plan, config.model.layers), checkpoints.data(step).get(ORDER)
+    saved = None if saved is None else tuple(saved)
+    if saved == wanted:
+        return checkpoints.restore(step, state_shapes(model, config, plan), state_shardings(model, config, plan))
+    # Layers are read as they lie there, over the stages if that can be, and then each stage is sent its own.
+    places = len(saved or range(config.model.layers))
+    rules = plan.rules if places % plan.size("layers") == 0 else replace(plan.rules, layers=())
+    found, data = checkpoints.restore(
+        step,
+        state_shapes(model, config, plan, saved),
+        state_shardings(model, config, replace(plan, rules=rules), saved),
+    )
+    move = partial(in_order, before=saved, after=wanted, config=config)
+    return jax.jit(move, out_shardings=state_shardings(model, config, plan), donate_argnums=0)(found), data
+
+
+def beside_state(plan: Plan, config: Config, iterator: Any, tokens: int | None) -> dict[str, Any]:
+    """What is saved beside a state: the data iterator's, the tokens it goes over, and the order of stored layers."""
+    return {"iterator": iterator, "training_tokens": tokens, ORDER: stored_order(plan, config.model.layers)}
 
 
 def evaluate(eval_step: Any, params: Params, stream: Tokens, config: Config, plan: Plan) -> float:
@@ -199,10 +223,8 @@ class _Run:
     def _compile(self) -> Any:
         """The training step, compiled ahead, so that the first step is timed like the others."""
         began = time.perf_counter()
-        shapes, shardings = state_shapes(self.model, self.config), state_shardings(self.model, self.config, self.plan)
-        state = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), shapes, shardings)
         step_fn = make_train_step(self.model, self.config, self.plan)
-        compiled = step_fn.lower(state, batch_shapes(self.config, self.plan)).compile()
+        compiled = step_fn.lower(*step_shapes(self.model, self.config, self.plan)).compile()
         memory = compiled.memory_analysis()
         used = f": {bytes_text(memory.temp_size_in_bytes)} of temporaries per device" if memory else ""
         self.show.say(f"compiled the training step in {time.perf_counter() - began:.1f} s{used}")
@@ -238,8 +260,8 @@ class _Run:
             if evaluating:
                 self._evaluate(step, state)
             if saving:
-                data_state = {"iterator": data.get_state(), "training_tokens": len(self.corpus.train.tokens)}
-                self.checkpoints.save(step, state, data_state, self.val_loss if evaluating else None)
+                beside = beside_state(self.plan, self.config, data.get_state(), len(self.corpus.train.tokens))
+                self.checkpoints.save(step, state, beside, self.val_loss if evaluating else None)
             self._aside += time.perf_counter() - began
             if stop:
                 break

@@ -30,6 +30,7 @@ from jaxpar.kernels.chunked import ROWS
 from jaxpar.mesh import MESH_AXES, MeshSpec, describe, devices_needed, make_mesh
 from jaxpar.models import Model
 from jaxpar.parallel import attention_choice
+from jaxpar.pipeline import layers_of, microbatches, schedule
 from jaxpar.runtime import start, widen_cpu_pool
 from jaxpar.sharding import Plan, ShardingRules, fit_heads, tree_shardings
 from jaxpar.shrink import (
@@ -363,7 +364,14 @@ def _check_layout(config: Config, mesh: MeshSpec) -> None:
     plan = _layout(config, whole, rules_of(config, sizes))
     model = Model(config.model)
     tree_shardings(model.shapes(), model.axes, plan)
-    activation = (config.train.batch // config.train.accumulation, config.data.seq_len, config.model.embed)
+    rows = config.train.batch // config.train.accumulation
+    if plan.size("stage") > 1:
+        pipeline = config.pipeline
+        count = microbatches(config, plan.size("batch"))
+        schedule(pipeline.schedule, plan.size("stage"), count, pipeline.virtual)
+        layers_of(config.model.layers, plan.size("stage"), pipeline)
+        rows //= count
+    activation = (rows, config.data.seq_len, config.model.embed)
     plan.sharding(("batch", "seq", None), activation, "activations of a microbatch")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream of a microbatch")
     check_split(plan, config.data.seq_len, config.model.heads, config.model.kv_heads or config.model.heads)

@@ -8,7 +8,7 @@ Shapes: B batch, S sequence, D embed, V vocab, L layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -59,22 +59,34 @@ class Model:
                 is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
             )
 
-    def init(self, key: jax.Array) -> Params:
-        """Fresh float32 parameters, the blocks stacked on a leading layers dim; the same on any mesh (to an ulp)."""
+    def init(self, key: jax.Array, order: Sequence[int] | None = None) -> Params:
+        """Fresh float32 parameters, the blocks stacked on a leading layers dim; the same on any mesh (to an ulp).
+
+        Args:
+          key: of all random numbers.
+          order: of each place of that dim the layer it has, -1 = zeros; None = as they follow each other.
+        """
         embed_key, blocks_key, head_key = jax.random.split(key, 3)
         layer_keys = jax.random.split(blocks_key, self.config.layers)
+        blocks = jax.vmap(lambda layer_key: self._init_part("blocks", layer_key))
+        if order is None:
+            stacked = blocks(layer_keys)
+        else:
+            stacked, there = blocks(layer_keys[jnp.maximum(jnp.asarray(order), 0)]), jnp.asarray(order) >= 0
+            if min(order) < 0:
+                stacked = jax.tree.map(lambda x: x * there.reshape(-1, *[1] * (x.ndim - 1)), stacked)
         return {
             "embed": self._init_part("embed", embed_key),
-            "blocks": jax.vmap(lambda layer_key: self._init_part("blocks", layer_key))(layer_keys),
+            "blocks": stacked,
             "head": self._init_part("head", head_key),
         }
 
     def _init_part(self, name: str, key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(self._parts[name](self.config, nnx.Rngs(key))))
 
-    def shapes(self) -> Params:
-        """The parameters as ShapeDtypeStructs."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+    def shapes(self, order: Sequence[int] | None = None) -> Params:
+        """The parameters as ShapeDtypeStructs; `order` as for `init`."""
+        return jax.eval_shape(lambda key: self.init(key, order), jax.random.key(0))
 
     def embed(
         self, params: Params, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], plan: Plan,
@@ -118,13 +130,7 @@ class Model:
 
         def body(xs, layer):
             layer_params, layer_key = layer
-            parts = [
-                self.block(layer_params, x_BSD, *place, plan, layer_key)
-                for x_BSD, place in zip(xs, places, strict=True)
-            ]
-            return tuple(x_BSD for x_BSD, _ in parts), jax.tree.map(
-                lambda *sums: sum(sums), *(sums for _, sums in parts)
-            )
+            return self.layer(layer_params, xs, places, plan, layer_key)
 
         body = remat(body, plan.remat, self.config.scan_layers)
         xs = halves(x_BSD, STORED, plan)
@@ -137,6 +143,15 @@ class Model:
                 found.append(sums)
             routed = jax.tree.map(lambda *sums: jnp.stack(sums), *found)
         return whole_batch(xs, STORED, plan), jax.tree.map(jnp.mean, routed)
+
+    def layer(
+        self, layer: Params, xs: tuple[Array, ...], places: Sequence[tuple[Array, Array | None]], plan: Plan,
+        key: jax.Array | None,
+    ) -> tuple[tuple[Array, ...], RouterSums | None]:  # fmt: skip
+        """One block on the `halves` of a batch, and its router's sums over them; `places` are the halves' positions
+        and segments."""
+        parts = [self.block(layer, x_BSD, *place, plan, key) for x_BSD, place in zip(xs, places, strict=True)]
+        return tuple(x_BSD for x_BSD, _ in parts), jax.tree.map(lambda *sums: sum(sums), *(sums for _, sums in parts))
 
     def loss(
         self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None,
@@ -154,14 +169,23 @@ class Model:
         """
         batch = in_order(batch, plan)
         x_BSD, routed = self.hidden(params, batch, plan, key)
+        sums = self.score(params, x_BSD, batch["labels"], plan, weights)
+        if routed is None:
+            return sums
+        added = weights.balance_loss * routed.balance + weights.router_z_loss * routed.z
+        return sums._replace(loss=sums.loss + added, routed=jax.lax.stop_gradient(routed))
+
+    def score(
+        self, params: Params, x_BSD: Float[Array, "B S D"], labels_BS: Int[Array, "B S"], plan: Plan,
+        weights: LossWeights,
+    ) -> LossSums:  # fmt: skip
+        """Summed loss of the residual stream after the last block, without the routers'; `params` without blocks."""
         x_BSD, head_VD = self.head(params, x_BSD)
         with jax.named_scope("loss"):
-            labels_BS, vocab_size, cap = batch["labels"], self.config.vocab_size, self.config.logit_softcap
-            sums = linear_cross_entropy(x_BSD, head_VD, labels_BS, vocab_size, plan, weights.z_loss, cap)
-            if routed is None:
-                return sums
-            added = weights.balance_loss * routed.balance + weights.router_z_loss * routed.z
-            return sums._replace(loss=sums.loss + added, routed=jax.lax.stop_gradient(routed))
+            sizes = self.config
+            return linear_cross_entropy(
+                x_BSD, head_VD, labels_BS, sizes.vocab_size, plan, weights.z_loss, sizes.logit_softcap
+            )
 
     def logits(self, params: Params, batch: Batch, plan: Plan) -> Float[Array, "B S V"]:
         """Float32 next-token scores of the true vocabulary; `batch` as in `loss`, labels not needed."""

@@ -31,7 +31,7 @@ def test_the_whole_training_step_compiles_for_64_absent_v5p_chips(
 ) -> None:
     config: Config = dataclasses.replace(load_config(name), mesh=mesh)
     plan, model = make_plan(config, v5p_64), Model(config.model)
-    shapes, shardings = state_shapes(model, config), state_shardings(model, config, plan)
+    shapes, shardings = state_shapes(model, config, plan), state_shardings(model, config, plan)
     state = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), shapes, shardings)
     lowered = (
         make_train_step(model, config, plan).trace(state, batch_shapes(config, plan)).lower(lowering_platforms=("tpu",))

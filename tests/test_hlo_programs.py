@@ -68,7 +68,7 @@ def program_of(config: Config, target: str = "") -> Program:
     else:
         platform, devices = "cpu", jax.devices()[: devices_needed(config.mesh)]
     plan, model = make_plan(config, devices), Model(config.model)
-    shapes, shardings = state_shapes(model, config), state_shardings(model, config, plan)
+    shapes, shardings = state_shapes(model, config, plan), state_shardings(model, config, plan)
     state = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
     traced = make_train_step(model, config, plan).trace(state, batch_shapes(config, plan))
     lowered = traced.lower(lowering_platforms=(platform,))

@@ -18,9 +18,9 @@ LAYERS = {
     6: "cli",
     5: "train generate evaluate convert show bench step verify verdict verified answers evidence rehearse calibrate "
     "bench_rehearse play auto bench_overlap bench_attention bench_fusions",
-    4: "data tokenizer checkpoint optim metrics report picture mask_picture layer_picture doctor "
+    4: "data tokenizer checkpoint optim metrics report picture mask_picture layer_picture schedule_picture doctor "
     "rehearsal diagnose shrink",
-    3: "models",
+    3: "models pipeline",
     2: "parallel experts batches loss plain communication",
     1: "remat hlo network planned masks kernels ring_attention zigzag collectives collective_matmul context grouped",
     0: "errors config mesh sharding hardware runtime targets xla meshes configs",

@@ -1,0 +1,383 @@
+"""A schedule's table run inside one jit: `shard_map` over the stages, everything else of the plan inside a stage.
+
+All stages run the same ticks, and what a stage does while it is idle is thrown away. A tick ends with one `ppermute` to
+the neighbour; a cotangent travels beside the forward tick that follows it, an activation beside the backward tick.
+Buffers are as deep as the schedule asks for, whatever the number of microbatches (`jaxpar.pipeline.program`).
+
+No stage has the ends of the model for itself, which all others would wait for. The output of the last stage is shared
+out, a part of its tokens to each stage, for the final norm, the loss and their gradients (Yeung et al. 2024,
+arXiv:2411.05288, share out the vocabulary instead, and wait for its sums); these are summed over the stages once, at
+the end, with those of the embedding, so that a tied table has both. The embedding is a lookup: every stage looks up.
+
+Shapes: M microbatches, B batch, S sequence, D embed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from jaxpar.batches import TOKENS, halves, in_order
+from jaxpar.collectives import manual, reduce_scatter
+from jaxpar.experts import RouterSums
+from jaxpar.loss import LossSums, LossWeights
+from jaxpar.parallel import GATHERED, STORED
+from jaxpar.pipeline.layers import layers_in
+from jaxpar.pipeline.program import Program, Rows, Segment, program
+from jaxpar.pipeline.schedules import Kind, schedule
+from jaxpar.pipeline.stage import Layers, Model, Place
+from jaxpar.sharding import Plan, state_axes
+
+Batch = Any
+Params = Any
+
+
+def gradients(
+    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, weights: LossWeights
+) -> tuple[LossSums, Params]:
+    """Summed loss of a batch and its float32 gradient, its microbatches in the plan's pipeline.
+
+    Row r of the batch is in microbatch r % M, as it is where microbatches are accumulated one after another.
+
+    Args:
+      model: its three functions.
+      params: blocks stacked in the plan's `stored_order`.
+      batch: arrays [M B, S], as for `Model.loss`.
+      plan: with more than one stage, and a number of microbatches.
+      key: dropout key; microbatch i has `fold_in(key, i)`. None = no dropout.
+      weights: of what is added to the likelihood.
+    """
+    pipeline = plan.pipeline
+    table = schedule(pipeline.schedule, plan.size("stage"), pipeline.microbatches, pipeline.virtual)
+    return _run(model, params, batch, plan, key, weights, program(table), backward=True)
+
+
+def loss(model: Model, params: Params, batch: Batch, plan: Plan, weights: LossWeights = LossWeights()) -> LossSums:
+    """The loss alone: forward ticks, and nothing kept. Arguments as for `gradients`."""
+    pipeline = plan.pipeline
+    table = schedule("looped", plan.size("stage"), pipeline.microbatches, pipeline.virtual)
+    return _run(model, params, batch, plan, None, weights, program(table, backward=False), backward=False)[0]
+
+
+def _run(
+    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, weights: LossWeights,
+    steps: Program, backward: bool,
+) -> tuple[LossSums, Params]:  # fmt: skip
+    M, axes = plan.pipeline.microbatches, plan.mesh_axes("stage")
+    layers = layers_in(plan, model.config.layers)
+    assert layers is not None, "a pipeline has stages"
+
+    def parts(x_BS: Array) -> Array:
+        x_BMS = x_BS.reshape(-1, M, x_BS.shape[1])
+        return plan.constrain(x_BMS.swapaxes(0, 1), (None, *TOKENS))
+
+    rows = jax.tree.map(parts, in_order(batch, plan))
+    ends = {name: params[name] for name in params if name != "blocks"}
+    order = jnp.asarray(layers.order)
+    ticks = [segment.ticks for segment in steps.segments]
+
+    def local(blocks: Params, ends: Params, rows: Batch, key: Any, order: Array, ticks: Any) -> Any:
+        stage = _Stage(
+            model, plan, blocks, ends, rows, key, order, weights, layers.places, -1 in layers.order, backward
+        )
+        carry = stage.start(steps)
+        for segment, mine in zip(steps.segments, ticks, strict=True):
+            body = partial(stage.round, ends=_Ends.of(segment))
+            carry, _ = jax.lax.scan(lambda carry, row, body=body: (body(carry, row), None), carry, mine)
+        return stage.finish(carry)
+
+    by_stage = P(axes)
+    of_ticks = [jax.tree.map(lambda x: P(None, axes) if x.ndim == 2 else P(), tick) for tick in ticks]
+    run = jax.shard_map(
+        local, mesh=plan.mesh, in_specs=(by_stage, P(), P(), P(), by_stage, of_ticks),
+        out_specs=(P(), {"blocks": by_stage, "ends": P()} if backward else P()), axis_names=set(axes), check_vma=False,
+    )  # fmt: skip
+    sums, grads = run(params["blocks"], ends, rows, key, order, ticks)
+    return sums, {**grads["ends"], "blocks": grads["blocks"]} if backward else None
+
+
+class _Ends(NamedTuple):
+    """In which share of some rounds a stage is at the first virtual stage, and at the last."""
+
+    first: float
+    last: float
+
+    @staticmethod
+    def of(segment: Segment) -> dict[Kind, _Ends]:
+        return {
+            kind: _Ends(float(np.mean(rows.some_end)), float(np.mean(rows.some_score)))
+            for kind, rows in segment.ticks.items()
+        }
+
+
+class _Carry(NamedTuple):
+    """What goes from tick to tick on one stage; None where there is no backward.
+
+    Attributes:
+      inbox: activations that have arrived [slots, B, S, D].
+      sums: of the loss, of this stage's part.
+      stash: what the forward keeps for the backward, arrays [slots, ...].
+      cotangents: those that have arrived [slots, B, S, D].
+      leaving: the cotangent that is sent next [B, S, D].
+      waiting: what gradients of weights wait for, arrays [slots, places, ...].
+      blocks: gradients of this stage's layers [virtual x places, ...], float32.
+      ends: gradients of embedding and head, of this stage's part.
+    """
+
+    inbox: Array
+    sums: LossSums
+    stash: Any = None
+    cotangents: Any = None
+    leaving: Any = None
+    waiting: Any = None
+    blocks: Any = None
+    ends: Any = None
+
+
+class _Stage:
+    """One stage inside the `shard_map`: its arrays, and what it does in each kind of tick."""
+
+    def __init__(
+        self, model: Model, plan: Plan, blocks: Params, ends: Params, rows: Batch, key: Any, order: Array,
+        weights: LossWeights, places: int, gaps: bool, backward: bool,
+    ):  # fmt: skip
+        self.model, self.plan, self.ends, self.rows, self.key = model, plan, ends, rows, key
+        self.weights, self.with_backward = weights, backward
+        self.axes, self.stages = plan.mesh_axes("stage"), plan.size("stage")
+        self.order, self.gaps, self.places = order, gaps, places
+        L, added = model.config.layers, None
+        if model.config.experts:
+            shares = weights.balance_loss / L, weights.router_z_loss / L, 0.0
+            added = RouterSums(*(jnp.float32(share) for share in shares))
+        self.layers = Layers(model, plan, blocks, self._place, places, added)
+
+    def _keys(self, i: Any) -> tuple[Any, Any]:
+        """Of a microbatch's embedding, and of its layers, as `Model.hidden` has them."""
+        if self.key is None:
+            return None, None
+        embed, blocks = jax.random.split(jax.random.fold_in(self.key, i))
+        return embed, jax.random.split(blocks, self.model.config.layers)
+
+    def _place(self, i: Any, chunk: Any, j: Any) -> Place:
+        row, plan = self._row(i), self.plan
+        places = zip(halves(row["positions"], TOKENS, plan), halves(row.get("segments"), TOKENS, plan), strict=True)
+        layer, keys = self.order[chunk * self.places + j], self._keys(i)[1]
+        key = None if keys is None else keys[jnp.maximum(layer, 0)]
+        return Place(list(places), key, layer >= 0 if self.gaps else None)
+
+    def _row(self, i: Any) -> Any:
+        return {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in self.rows.items()}
+
+    def _embed(self, ends: Params, i: Any) -> Array:
+        row = self._row(i)
+        x_BSD = self.model.embed(ends, row["tokens"], row["positions"], self.plan, self._keys(i)[0])
+        return self.plan.constrain(x_BSD, STORED)
+
+    # Buffers.
+
+    def start(self, steps: Program) -> _Carry:
+        """Empty buffers and zero gradients."""
+        plan, routed = self.plan, RouterSums(*jnp.zeros(3)) if self.model.config.experts else None
+        self.x = jax.eval_shape(lambda: self._embed(self.ends, 0))
+
+        def messages(slots: int) -> Array:
+            return plan.constrain(jnp.zeros((slots, *self.x.shape), self.x.dtype), (None, *STORED))
+
+        def kept(shapes: Sequence[Any], slots: int) -> list[Array]:
+            return [jnp.zeros((slots, self.places, *shape.shape), shape.dtype) for shape in shapes]
+
+        carry = _Carry(messages(steps.inbox), LossSums(*jnp.zeros(3), routed=routed))
+        if not self.with_backward:
+            return carry
+        self.by_stage = plan.remat != "none" and plan.pipeline.stash == "stage"
+        self.layers.prepare(self.x, steps.waiting > 0, not self.by_stage)
+        recipe, axes = self.layers.recipe, self.model.axes
+        self._kept = partial(kept, recipe.kept)
+        blocks = jax.tree.map(lambda x, axes: self._zeros(x, (None, *axes[1:])), self.layers.weights, axes["blocks"])
+        return carry._replace(
+            stash=messages(steps.stash) if self.by_stage else self._kept(steps.stash),
+            cotangents=messages(steps.cotangents),
+            leaving=messages(1)[0],
+            waiting=kept(recipe.parts.needed, steps.waiting) if recipe.parts else None,
+            blocks=blocks,
+            ends={name: jax.tree.map(self._zeros, self.ends[name], axes[name]) for name in self.ends},
+        )
+
+    def _zeros(self, weight: Array, axes: Any) -> Array:
+        """A gradient to add to, laid out as gradients are."""
+        return self.plan.constrain(jnp.zeros(weight.shape, weight.dtype), state_axes(axes))
+
+    def finish(self, carry: _Carry) -> Any:
+        """The sums, and the gradients: this stage's layers, and the ends summed over the stages."""
+        sums = jax.tree.map(lambda x: jax.lax.psum(x, self.axes), carry.sums)
+        if not self.with_backward:
+            return sums, None
+        axes = {name: self.model.axes[name] for name in self.ends}
+        stored = jax.tree.map(state_axes, axes, is_leaf=lambda x: isinstance(x, tuple))
+        ends = manual(lambda grads: jax.lax.psum(grads, self.axes), self.plan, (stored,), stored)(carry.ends)
+        return sums, {"blocks": carry.blocks, "ends": ends}
+
+    # Ticks.
+
+    def round(self, carry: _Carry, ticks: dict[Kind, Rows], ends: dict[Kind, _Ends]) -> _Carry:
+        """The ticks of a round, one after another."""
+        ticks = {kind: jax.tree.map(lambda x: x[0] if x.ndim else x, row) for kind, row in ticks.items()}
+        back = ticks.get("backward") or ticks.get("input")
+        if back:  # sent before the forward tick, so that it travels beside it
+            arrived = self._sent(carry.leaving, -1)
+            carry = carry._replace(cotangents=_put(carry.cotangents, arrived, back.arrives))
+        run = {"forward": self._forward, "backward": self._backward, "input": self._input, "weight": self._weight}
+        for kind in ends:  # in the round's order, which a pytree does not keep
+            with jax.named_scope(kind):
+                carry = run[kind](carry, ticks[kind], ends[kind])
+        return carry
+
+    def _sent(self, x_BSD: Array, by: int) -> Array:
+        """What a neighbour had: of the stage before (by 1) or after (by -1), round the ends."""
+        around = [(s, (s + by) % self.stages) for s in range(self.stages)]
+        with jax.named_scope("send"):
+            return manual(lambda x: jax.lax.ppermute(x, self.axes, around), self.plan, (STORED,), STORED)(x_BSD)
+
+    def _forward(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
+        i, chunk = row.microbatch, row.chunk
+        x_BSD = _taken(carry.inbox, row.taken)
+        x_BSD = _some(ends.first, row.some_end, lambda x: jnp.where(row.ends > 0, self._embed(self.ends, i), x), x_BSD)
+        if not self.with_backward:
+            y_BSD, _, routed = self.layers.forward(x_BSD, i, chunk)
+        elif self.by_stage:
+            y_BSD, _, routed = self.layers.forward(x_BSD, i, chunk)
+            carry = carry._replace(stash=_put(carry.stash, x_BSD, row.kept))
+        else:
+            y_BSD, stash, routed = self.layers.forward(x_BSD, i, chunk, carry.stash, row.kept)
+            carry = carry._replace(stash=stash)
+        if routed is not None:
+            carry = carry._replace(sums=self._with_routed(carry.sums, routed, row.on))
+        carry = _some(ends.last, row.some_score, lambda carry: self._scored(carry, y_BSD, row), carry)
+        return carry._replace(inbox=_put(carry.inbox, self._sent(y_BSD, 1), row.arrives))
+
+    def _with_routed(self, sums: LossSums, routed: RouterSums, on: Array) -> LossSums:
+        """The routers' part of the loss, means over all layers, of this stage's layers."""
+        share = jax.tree.map(lambda x: jnp.where(on > 0, x, 0) / self.model.config.layers, routed)
+        added = self.weights.balance_loss * share.balance + self.weights.router_z_loss * share.z
+        total = jax.tree.map(jnp.add, sums.routed, share)
+        return sums._replace(loss=sums.loss + added, routed=total)
+
+    def _scored(self, carry: _Carry, y_BSD: Array, row: Rows) -> _Carry:
+        """The loss of the last stage's output, and its gradients, each stage with a part of the tokens."""
+        part_BSD = self._shared(jnp.where(row.scores > 0, y_BSD, 0))
+        labels_BS = jnp.where(row.some_score, self._own_labels(self._row(row.scored)["labels"]), -1)
+
+        def score(ends: Params, x_BSD: Array) -> tuple[Array, LossSums]:
+            sums = self.model.score(ends, x_BSD, labels_BS, self.plan, self.weights)
+            return sums.loss, sums
+
+        if not self.with_backward:
+            return carry._replace(sums=_plus(carry.sums, score(self.ends, part_BSD)[1]))
+        (_, sums), (dends, dpart_BSD) = jax.value_and_grad(score, (0, 1), has_aux=True)(self.ends, part_BSD)
+        return carry._replace(
+            sums=_plus(carry.sums, sums),
+            ends=jax.tree.map(jnp.add, carry.ends, dends),
+            cotangents=_put(carry.cotangents, self._whole(dpart_BSD, y_BSD.shape[1]), row.cotangent),
+        )
+
+    def _shared(self, y_BSD: Array) -> Array:
+        """The sum over the stages [B, S, D], all but one of which are zero: to each a part of every device's tokens."""
+
+        def local(y_BSD: Array) -> Array:
+            y_BSD = jnp.pad(y_BSD, ((0, 0), (0, -y_BSD.shape[1] % self.stages), (0, 0)))
+            return reduce_scatter(y_BSD, self.axes, 1, self.stages)
+
+        with jax.named_scope("share"):
+            return manual(local, self.plan, (STORED,), STORED)(y_BSD)
+
+    def _whole(self, part_BSD: Array, S: int) -> Array:
+        """The inverse: all parts, on every stage."""
+        here = S // self.plan.size("residual_seq")
+
+        def local(part_BSD: Array) -> Array:
+            return jax.lax.all_gather(part_BSD, self.axes, axis=1, tiled=True)[:, :here]
+
+        with jax.named_scope("share"):
+            return manual(local, self.plan, (STORED,), STORED)(part_BSD)
+
+    def _own_labels(self, labels_BS: Array) -> Array:
+        """The labels of this stage's part; those of tokens that are filled in do not count."""
+        pieces = self.plan.size("residual_seq") // self.plan.size("seq")
+
+        def local(labels_BS: Array) -> Array:
+            labels_BTS = labels_BS.reshape(len(labels_BS), pieces, -1)
+            missing = -labels_BTS.shape[2] % self.stages
+            labels_BTS = jnp.pad(labels_BTS, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
+            labels_BTPS = labels_BTS.reshape(*labels_BTS.shape[:2], self.stages, -1)
+            own = jax.lax.dynamic_index_in_dim(labels_BTPS, jax.lax.axis_index(self.axes), 2, keepdims=False)
+            return own.reshape(len(labels_BS), -1)
+
+        return manual(local, self.plan, (GATHERED[:2],), GATHERED[:2])(labels_BS)
+
+    def _stashed(self, carry: _Carry, row: Rows) -> tuple[Any, Any]:
+        """What the layers of a chunk have kept, and the slot it is in: where only its input was, it is run again."""
+        if not self.by_stage:
+            return carry.stash, row.kept
+        x_BSD = _taken(carry.stash, row.kept)
+        return self.layers.forward(x_BSD, row.microbatch, row.chunk, self._kept(1), 0)[1], 0
+
+    def _backward(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
+        dy_BSD, (stash, slot) = _taken(carry.cotangents, row.taken), self._stashed(carry, row)
+        i, chunk = row.microbatch, row.chunk
+        dx_BSD, blocks = self.layers.backward(dy_BSD, i, chunk, stash, slot, carry.blocks, row.on > 0)
+        return self._passed_back(carry._replace(blocks=blocks), dx_BSD, row, ends)
+
+    def _input(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
+        dy_BSD, (stash, slot) = _taken(carry.cotangents, row.taken), self._stashed(carry, row)
+        i, chunk = row.microbatch, row.chunk
+        dx_BSD, blocks, waiting = self.layers.input_gradient(
+            dy_BSD, i, chunk, stash, slot, carry.blocks, row.on > 0, carry.waiting, row.waits
+        )
+        return self._passed_back(carry._replace(blocks=blocks, waiting=waiting), dx_BSD, row, ends)
+
+    def _weight(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
+        stash = None if self.by_stage else carry.stash
+        i, chunk = row.microbatch, row.chunk
+        blocks = self.layers.weight_gradient(
+            i, chunk, stash, row.kept, carry.waiting, row.waits, carry.blocks, row.on > 0
+        )
+        return carry._replace(blocks=blocks)
+
+    def _passed_back(self, carry: _Carry, dx_BSD: Array, row: Rows, ends: _Ends) -> _Carry:
+        """The cotangent ready to leave, or at the first virtual stage in the embedding's gradient."""
+
+        def embedded(ends: Params) -> Params:
+            _, pull = jax.vjp(lambda ends: self._embed(ends, row.microbatch), self.ends)
+            (more,) = pull(jnp.where(row.ends > 0, dx_BSD, 0))
+            return jax.tree.map(jnp.add, ends, more)
+
+        return carry._replace(leaving=dx_BSD, ends=_some(ends.first, row.some_end, embedded, carry.ends))
+
+
+def _some(share: float, some: Array, do: Callable[[Any], Any], x: Any) -> Any:
+    """`do(x)` in the rounds in which some stage asks for it, and in others too where these are fewer than half.
+
+    All stages agree on these rounds, so `do` may communicate.
+    """
+    if share in (0.0, 1.0) or share > 0.5:
+        return do(x) if share else x
+    return jax.lax.cond(some, do, lambda x: x, x)
+
+
+def _plus(total: LossSums, more: LossSums) -> LossSums:
+    return total._replace(loss=total.loss + more.loss, nll=total.nll + more.nll, tokens=total.tokens + more.tokens)
+
+
+def _taken(x: Array, at: Any) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
+
+
+def _put(buffer: Array, x: Array, slot: Any) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(buffer, x, slot, 0)

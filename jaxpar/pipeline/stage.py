@@ -1,0 +1,241 @@
+"""The layers of a virtual stage, forward and backward, with what lies between written out.
+
+The forward of a microbatch and its backward are in different ticks: what the one leaves for the other is an array in a
+buffer, not a tracer of autodiff. A layer's forward gives what its `jax.vjp` would keep under the plan's remat policy,
+less what the stage has anyway: its weights, the places of the tokens, the keys. The backward puts them together again.
+
+Shapes: B batch, S sequence, D embed; places, slots and layers lead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxpar.batches import halves, whole_batch
+from jaxpar.loss import LossSums, LossWeights
+from jaxpar.parallel import STORED
+from jaxpar.pipeline.waiting import Parts, split
+from jaxpar.remat import remat
+from jaxpar.sharding import Plan
+
+
+class Model(Protocol):
+    """What a pipeline needs of a model: see `jaxpar.models.Model`."""
+
+    axes: Any
+    config: Any
+
+    def embed(self, params: Any, tokens_BS: Any, positions_BS: Any, plan: Plan, key: Any = None) -> Array: ...
+    def layer(self, layer: Any, xs: Any, places: Any, plan: Plan, key: Any) -> tuple[tuple[Array, ...], Any]: ...
+    def score(self, params: Any, x_BSD: Any, labels_BS: Any, plan: Plan, weights: LossWeights) -> LossSums: ...
+    def shapes(self, order: Sequence[int] | None = None) -> Any: ...
+
+
+class Place(NamedTuple):
+    """What a layer is told besides its weights and its input.
+
+    Attributes:
+      places: positions and segments of the tokens, of each of the batch's `halves`.
+      key: of its dropout, or None.
+      there: whether there is a layer at this place; None = at all places.
+    """
+
+    places: Any
+    key: Array | None
+    there: Array | None
+
+
+class Recipe(NamedTuple):
+    """How a layer's backward is put together.
+
+    Attributes:
+      tree: of `jax.vjp`'s function.
+      known: of each of its arrays which one of the layer's weights and places it is; None = it is kept.
+      kept: shapes of those that are kept.
+      parts: input and weights apart, where weights' gradients wait.
+    """
+
+    tree: Any
+    known: tuple[int | None, ...]
+    kept: tuple[jax.ShapeDtypeStruct, ...]
+    parts: Parts | None = None
+
+
+class Layers:
+    """The layers of one stage, inside the `shard_map` over stages.
+
+    Args:
+      model, plan: as anywhere.
+      weights: stacked weights [virtual x places, ...] of this stage.
+      place: of (microbatch, chunk, place in it) what the layer is told.
+      count: places of a virtual stage.
+      added: cotangents of a layer's router sums, or None.
+    """
+
+    def __init__(
+        self, model: Model, plan: Plan, weights: Any, place: Callable[..., Place], count: int, added: Any
+    ):  # fmt: skip
+        self.model, self.plan, self.weights, self.place, self.count = model, plan, weights, place, count
+        self.added = added
+        self._recipe: Recipe | None = None
+
+    def _run(self, weights: Any, place: Place, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
+        def layer(weights: Any, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
+            ys, routed = self.model.layer(weights, xs, place.places, self.plan, place.key)
+            if place.there is None:
+                return ys, routed
+            ys = tuple(jnp.where(place.there, y, x) for y, x in zip(ys, xs, strict=True))
+            return ys, jax.tree.map(lambda x: jnp.where(place.there, x, 0), routed)
+
+        return remat(layer, self.plan.remat, self.model.config.scan_layers)(weights, xs)
+
+    def _at(self, chunk: Any, j: Any) -> Any:
+        """The weights of a place of a chunk."""
+        return jax.tree.map(lambda x: _taken(x, chunk * self.count + j), self.weights)
+
+    def _differentiated(self, weights: Any, place: Place, xs: Any) -> tuple[Any, list[Array], Any, list[int | None]]:
+        """A layer's outputs, and its backward's arrays: kept ones, the tree of all, and which are known."""
+        out, pull = jax.vjp(lambda weights, xs: self._run(weights, place, xs), weights, xs)
+        leaves, tree = jax.tree.flatten(pull)
+        given = jax.tree.leaves((weights, place))
+        known = [next((n for n, x in enumerate(given) if x is leaf), None) for leaf in leaves]
+        return out, [leaf for leaf, n in zip(leaves, known, strict=True) if n is None], tree, known
+
+    def _pulled(self, kept: Sequence[Array], weights: Any, place: Place, dout: Any) -> Any:
+        """Gradients of a layer's weights and inputs."""
+        recipe, given, rest = self.recipe, jax.tree.leaves((weights, place)), iter(kept)
+        leaves = [next(rest) if n is None else given[n] for n in recipe.known]
+        return jax.tree.unflatten(recipe.tree, leaves)(dout)
+
+    @property
+    def recipe(self) -> Recipe:
+        assert self._recipe is not None, "prepare() comes first"
+        return self._recipe
+
+    def prepare(self, x: jax.ShapeDtypeStruct, waits: bool, stashed: bool) -> None:
+        """Learn what a layer keeps.
+
+        Args:
+          x: shape [B, S, D] of its input.
+          waits: weights' gradients do.
+          stashed: what a layer keeps is there still when they are made.
+        """
+        found: dict[str, Any] = {}
+
+        def trace(x: Array) -> list[Array]:
+            weights, place, xs = self._at(0, 0), self.place(0, 0, 0), self._halves(x)
+            out, kept, found["tree"], found["known"] = self._differentiated(weights, place, xs)
+            found["out"] = jax.eval_shape(lambda: out)
+            return kept
+
+        kept = tuple(jax.eval_shape(trace, x))
+        self._recipe = Recipe(found["tree"], tuple(found["known"]), kept)
+        if waits:
+            weights, place = jax.eval_shape(lambda: (self._at(0, 0), self.place(0, 0, 0)))
+            again = (0, 1, 2) if stashed else (1, 2)
+            backward = split(self._pulled, (list(kept), weights, place, found["out"]), self._now(), again)
+            self._recipe = self._recipe._replace(parts=backward)
+        self._stashed = stashed
+
+    def _now(self) -> Any:
+        """Of a layer's backward, whether a result belongs to the input's part: vectors' gradients are no work."""
+        weights = jax.eval_shape(lambda: self._at(0, 0))
+        return jax.tree.map(lambda x: x.ndim < 2, weights), (True,) * self.plan.overlap.parts
+
+    def _halves(self, x: Array) -> tuple[Array, ...]:
+        return halves(x, STORED, self.plan)
+
+    def _scan(self, body: Callable[..., Any], carry: Any, reverse: bool = False) -> Any:
+        unroll = not self.model.config.scan_layers
+        return jax.lax.scan(
+            lambda c, j: (body(c, j), None), carry, jnp.arange(self.count), self.count, reverse, unroll
+        )[0]
+
+    def forward(self, x: Array, i: Any, chunk: Any, stash: Any = None, slot: Any = 0) -> tuple[Array, Any, Any]:
+        """The output of a chunk for a microbatch, the stash with what its layers keep in `slot`, and the router's sums
+        over the layers (of arrays [slots, places, ...]; None = nothing is kept)."""
+
+        def body(carry: Any, j: Any) -> Any:
+            xs, stash, total = carry
+            weights, place = self._at(chunk, j), self.place(i, chunk, j)
+            if stash is None:
+                xs, routed = self._run(weights, place, xs)
+            else:
+                (xs, routed), kept, *_ = self._differentiated(weights, place, xs)
+                stash = [_put(buffer, x, slot, j) for buffer, x in zip(stash, kept, strict=True)]
+            return xs, stash, jax.tree.map(jnp.add, total, routed)
+
+        zeros = None if self.added is None else jax.tree.map(jnp.zeros_like, self.added)
+        xs, stash, routed = self._scan(body, (self._halves(x), stash, zeros))
+        return whole_batch(xs, STORED, self.plan), stash, routed
+
+    def backward(self, dy: Array, i: Any, chunk: Any, stash: Any, slot: Any, grads: Any, on: Any) -> tuple[Array, Any]:
+        """The gradient of a chunk's input; `grads` with those of its weights added where the stage is `on`."""
+
+        def body(carry: Any, j: Any) -> Any:
+            dxs, grads = carry
+            kept = [_taken(_taken(buffer, slot), j) for buffer in stash]
+            dweights, dxs = self._pulled(kept, self._at(chunk, j), self.place(i, chunk, j), (dxs, self.added))
+            return dxs, self._added(grads, dweights, chunk, j, on)
+
+        dxs, grads = self._scan(body, (self._halves(dy), grads), reverse=True)
+        return whole_batch(dxs, STORED, self.plan), grads
+
+    def _added(self, grads: Any, dweights: Any, chunk: Any, j: Any, on: Any) -> Any:
+        at = chunk * self.count + j
+
+        def add(total: Array, x: Array | None) -> Array:
+            if x is None:
+                return total
+            more = jnp.where(on, x.astype(total.dtype), 0)
+            return jax.lax.dynamic_update_index_in_dim(total, _taken(total, at) + more, at, 0)
+
+        return jax.tree.map(add, grads, dweights, is_leaf=lambda x: x is None)
+
+    # Where the gradients of weights wait: the two halves of `backward`.
+
+    def input_gradient(
+        self, dy: Array, i: Any, chunk: Any, stash: Any, slot: Any, grads: Any, on: Any, waiting: Any, wait: Any
+    ) -> tuple[Array, Any, Any]:  # fmt: skip
+        """As `backward`, but what the gradients of matrices are made of goes into slot `wait` of `waiting`."""
+        parts = self.recipe.parts
+        assert parts is not None
+
+        def body(carry: Any, j: Any) -> Any:
+            dxs, grads, waiting = carry
+            kept = [_taken(_taken(buffer, slot), j) for buffer in stash]
+            (dweights, dxs), needed = parts.first(kept, self._at(chunk, j), self.place(i, chunk, j), (dxs, self.added))
+            waiting = [_put(buffer, x, wait, j) for buffer, x in zip(waiting, needed, strict=True)]
+            return dxs, self._added(grads, dweights, chunk, j, on), waiting
+
+        dxs, grads, waiting = self._scan(body, (self._halves(dy), grads, waiting), reverse=True)
+        return whole_batch(dxs, STORED, self.plan), grads, waiting
+
+    def weight_gradient(
+        self, i: Any, chunk: Any, stash: Any, slot: Any, waiting: Any, wait: Any, grads: Any, on: Any
+    ) -> Any:
+        """`grads` with those of a chunk's matrices added."""
+        parts = self.recipe.parts
+        assert parts is not None
+
+        def body(grads: Any, j: Any) -> Any:
+            needed = [_taken(_taken(buffer, wait), j) for buffer in waiting]
+            kept = ([_taken(_taken(buffer, slot), j) for buffer in stash],) if self._stashed else ()
+            dweights, _ = parts.second(needed, *kept, self._at(chunk, j), self.place(i, chunk, j))
+            return self._added(grads, dweights, chunk, j, on)
+
+        return self._scan(body, grads)
+
+
+def _taken(x: Array, at: Any) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
+
+
+def _put(buffer: Array, x: Array, slot: Any, j: Any) -> Array:
+    """`x` at [slot, j]."""
+    return jax.lax.dynamic_update_slice(buffer, x[None, None], (slot, j, *[0] * x.ndim))
