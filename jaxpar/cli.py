@@ -68,8 +68,10 @@ class ShowArgs:
     """Take the [mesh] table from this mesh preset or file instead."""
     out: str = ""
     """Where the picture of the mesh goes; empty = NAME.png. That of a layer goes beside it: NAME_layer.svg."""
+    schedule: bool = False
+    """Show how microbatches go through the pipeline's stages instead, and draw that: NAME_schedule.png."""
     json: bool = False
-    """Print the parameter table as JSON."""
+    """Print the parameter table, or the schedule, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +175,13 @@ def eval_command(words: list[str]) -> int:
 
 
 def show_command(words: list[str]) -> int:
-    """jaxpar show CONFIG [--on MESH] [--out PNG] [--section.key value ...]"""
-    from jaxpar.show import show
+    """jaxpar show CONFIG [--on MESH] [--out PNG] [--schedule] [--section.key value ...]"""
+    from jaxpar.show import show, show_schedule
 
     name, args = _config_args("show", ShowArgs, words)
     config = _on(args.config, args.on, words) if args.on else args.config
-    show(check(config), Path(args.out or Path(name).stem + ".png"), args.json)
+    draw = show_schedule if args.schedule else show
+    draw(check(config), Path(args.out or Path(name).stem + ".png"), args.json)
     return 0
 
 
@@ -326,7 +329,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "tokenize": (tokenize_command, "text to a .bin file of token ids"),
     "configs": (configs_command, "list the config presets"),
     "meshes": (meshes_command, "list the mesh presets"),
-    "show": (show_command, "parameter table and a picture of the sharding"),
+    "show": (show_command, "parameter table and a picture of the sharding, or of the pipeline's schedule"),
     "rehearse": (rehearse_command, "compile the step for absent hardware: memory, time, exposed communication"),
     "bench": (bench_command, "the training step against PyTorch, or rehearsals against this machine"),
     "doctor": (doctor_command, "versions, devices, known-bad combinations"),

@@ -193,8 +193,9 @@ class Config:
 
 # A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
 # reported and kept. Any other difference is another experiment.
-RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "checkpoint", "metrics", "train.stop_at",
-             "train.eval_every", "train.eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
+RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "checkpoint", "metrics",
+             "train.stop_at", "train.eval_every", "train.eval_batches", "data.prefetch",
+             "model.scan_layers")  # fmt: skip
 
 
 def load_config(name: str) -> Config:

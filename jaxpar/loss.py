@@ -54,6 +54,7 @@ class LossWeights(NamedTuple):
     router_z_loss: float = 0.0
 
 
+LIKELIHOOD = LossWeights()  # nothing added to it
 _SCALARS: Any = ((),) * 3  # logical axes of the sums
 
 

@@ -1,4 +1,6 @@
-"""Where a config's parameters live and what its devices send: tables and pictures, for any mesh, without hardware."""
+"""Where a config's parameters live, what its devices send, how its pipeline goes: tables and pictures, for any mesh,
+without hardware.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,18 @@ from pathlib import Path
 from jaxpar.auto import closed, is_open
 from jaxpar.communication import arrays, sites
 from jaxpar.config import Config
+from jaxpar.errors import UserError
 from jaxpar.layer_picture import layer_figure
 from jaxpar.mesh import describe
 from jaxpar.metrics import count_text
 from jaxpar.models import Model
 from jaxpar.picture import mesh_figure, save_figure
+from jaxpar.pipeline.layers import layers_of, microbatches
+from jaxpar.pipeline.schedules import Table, schedule
+from jaxpar.pipeline.simulator import UNIT, Compared, compare, simulate
 from jaxpar.report import communication_table, console, sharding_table
 from jaxpar.runtime import start
+from jaxpar.schedule_picture import comparison_table, schedule_figure, schedule_text
 from jaxpar.sharding import placements
 from jaxpar.step import make_plan, plan_notes
 
@@ -60,3 +67,53 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
     if not as_json:
         out.print(f"one layer: {layer}")
         out.print(f"picture: {picture}")
+
+
+def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
+    """Print which microbatch each stage of a config's pipeline works on in each tick, and what other schedules would
+    cost; draw it beside the picture of the mesh (`tiny_schedule.png` of `tiny.png`).
+
+    It needs no devices, not even simulated ones. A stage's forward takes a time of 1, its backward 2, half of it for
+    the weights' gradients; a transfer takes none.
+
+    Args:
+      config: what to show.
+      picture: where the picture of the mesh would go.
+      as_json: print one JSON object in place of the text.
+
+    Raises:
+      UserError: a mesh of one stage, or a pipeline that there cannot be.
+    """
+    name, v, mesh = config.pipeline.schedule, config.pipeline.virtual, config.mesh
+    stages = mesh.stage * mesh.dcn.stage
+    if stages < 2:
+        raise UserError(f"mesh.stage={mesh.stage}: a pipeline has two stages or more to schedule, try --mesh.stage 4")
+    table = schedule(name, stages, microbatches(config), v)
+    layers = layers_of(config.model.layers, stages, config.pipeline)
+    chunks = v if v > 1 else 2 if config.model.layers % (2 * stages) == 0 else 1
+    compared = compare(stages, table.microbatches, chunks)
+    title = f"{name}, {stages} stages" + (f" x {v} chunks" if v > 1 else "") + f", {table.microbatches} microbatches"
+    out = console()
+    if as_json:
+        out.print(json.dumps(_schedule_json(name, table, compared)))
+    else:
+        counts = " or ".join(map(str, sorted(set(layers.counts))))
+        out.print(f"{title}, {counts} layer{'' if counts == '1' else 's'} in each {'chunk' if v > 1 else 'stage'}\n")
+        out.print(schedule_text(table, out.width if out.is_terminal else 160, UNIT.chunk(v)))
+        out.print("\nforward 1, backward 2 (of which the weights' gradients 1), transfers 0:")
+        out.print(comparison_table(compared))
+    path = picture.with_name(f"{picture.stem}_schedule.png")
+    save_figure(schedule_figure(table, UNIT.chunk(v), title), path)
+    if not as_json:
+        out.print(f"picture: {path}")
+
+
+def _schedule_json(name: str, table: Table, compared: list[Compared]) -> dict[str, object]:
+    """A table with its figures; a cell is null or `[kind, microbatch, chunk]`."""
+    found = simulate(table, UNIT.chunk(table.virtual))
+    return {
+        "schedule": name, "stages": table.stages, "microbatches": table.microbatches, "virtual": table.virtual,
+        "bubble": found.bubble, "stash": found.stash, "waiting": found.waiting, "arrived": found.arrived,
+        "forwards": found.forwards, "backwards": found.backwards, "ticks": table.ticks,
+        "compared": [row._asdict() for row in compared],
+    }  # fmt: skip

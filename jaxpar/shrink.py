@@ -198,15 +198,16 @@ def _shrink_pipeline(
         return _multiple(2 + layers % 2, pieces("layers", config.rules, sizes)), pipeline, []
     counts, v = layers_of(layers, before, pipeline).counts, pipeline.virtual
     parts, few = stages * v, 2 if stages * v <= _FEW else 1
-    if len(set(counts)) == 1:
+    if max(counts) == min(counts):
         small = (few,) * parts
     elif len(counts) == parts:
         small = tuple(1 + (count > min(counts)) for count in counts)
     else:
         small = (1, 2, *[1] * (parts - 2))
     M = microbatches(config, pieces("batch", config.rules, asked))
-    least = 2 * stages + (M % before if stages == before else M % before != 0) if M >= before else max(stages - 1, 1)
-    least = min(M, least)
+    over = M % before  # as many more than a multiple of the stages, or some more
+    least = 3 * stages + (over if stages == before else min(over, 1))
+    least = min(M, least if before <= M else max(stages - 1, 1))
     notes = [f"pipeline.microbatches {M} -> {least}"] if least < M else []
     return sum(small), replace(pipeline, microbatches=least, layers=small), notes
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,12 +100,11 @@ def _fitted(config: Config, mesh: Mesh) -> tuple[ShardingRules, list[str]]:
 
 
 Order = Sequence[int] | None  # of stored layers: see `jaxpar.pipeline.stored_order`
-_PLANS: Any = ()  # the plan's own
 
 
-def state_shapes(model: Model, config: Config, plan: Plan, order: Order = _PLANS) -> TrainState:
-    """The state as ShapeDtypeStructs, without shardings; its layers stored in another order than the plan's if given."""
-    order = stored_order(plan, config.model.layers) if order is _PLANS else order
+def state_shapes(model: Model, config: Config, plan: Plan, order: Order | Literal["plan's"] = "plan's") -> TrainState:
+    """The state as ShapeDtypeStructs, without shardings, its layers stored in this order."""
+    order = stored_order(plan, config.model.layers) if order == "plan's" else order
     return jax.eval_shape(lambda: _fresh(model, config, order, jax.random.key(0)))
 
 
@@ -114,7 +113,9 @@ def param_shapes(model: Model, plan: Plan) -> Params:
     return model.shapes(stored_order(plan, model.config.layers))
 
 
-def state_shardings(model: Model, config: Config, plan: Plan, order: Order = _PLANS) -> TrainState:
+def state_shardings(
+    model: Model, config: Config, plan: Plan, order: Order | Literal["plan's"] = "plan's"
+) -> TrainState:
     """Where the state lives: moments as their parameters or split further; every scalar replicated by name.
 
     (A scalar made outside jit would sit on device 0 and clash with the mesh after a restore.) `order` as above.

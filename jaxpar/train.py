@@ -22,8 +22,8 @@ from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entr
 from jaxpar.errors import UserError
 from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
 from jaxpar.models import Model, Params
-from jaxpar.pipeline import stored_order
 from jaxpar.picture import loss_figure, save_figure
+from jaxpar.pipeline import stored_order
 from jaxpar.report import ProgressLine, banner, console, duration_text
 from jaxpar.runtime import start
 from jaxpar.sharding import Plan
@@ -44,7 +44,6 @@ from jaxpar.step import (
 from jaxpar.tokenizer import save_tokenizer
 from jaxpar.verified import require
 from jaxpar.verify import simulate_for
-
 
 ORDER = "layer_order"
 

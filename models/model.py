@@ -21,7 +21,7 @@ from jaxpar.batches import TOKENS, halves, in_natural_order, in_order, whole_bat
 from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError, nearest
 from jaxpar.experts import RouterSums
-from jaxpar.loss import LossSums, LossWeights, linear_cross_entropy
+from jaxpar.loss import LIKELIHOOD, LossSums, LossWeights, linear_cross_entropy
 from jaxpar.models import gpt2, llama
 from jaxpar.parallel import STORED, logits
 from jaxpar.remat import remat
@@ -29,7 +29,6 @@ from jaxpar.sharding import Plan
 
 FAMILIES: dict[str, ModuleType] = {"gpt2": gpt2, "llama": llama}
 
-LIKELIHOOD = LossWeights()  # nothing added to it
 Params = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 

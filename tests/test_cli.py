@@ -272,6 +272,15 @@ def test_show_simulates_64_devices(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_show_a_schedule(run, refused, tmp_path):
+    words = "show", "tiny", "--schedule", "--mesh.stage", 2, "--pipeline.microbatches", 4, "--out", tmp_path / "a.png"
+    assert run(*words).startswith("1f1b, 2 stages, 4 microbatches, 1 layer in each stage\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a_schedule.png"]
+    assert json.loads(run(*words, "--json", "--pipeline.schedule", "gpipe"))["schedule"] == "gpipe"
+    assert "try --mesh.stage 4" in refused("show", "tiny", "--schedule")
+    assert "invalid choice 'zb_h2'" in refused(*words, "--pipeline.schedule", "zb_h2")
+
+
 # Machines.
 
 TPU_HERE = any(Path("/dev").glob("accel*")) or Path("/dev/vfio").is_dir()

@@ -1,15 +1,18 @@
-"""`show`: the parameter table of a config and its picture, on simulated devices."""
+"""`show`: the parameter table of a config and its picture, on simulated devices; and the schedule of its pipeline."""
 
 import json
 from dataclasses import replace
 
+import jax
 import pytest
 
 from jaxpar.config import Config, load_config
 from jaxpar.errors import UserError
 from jaxpar.mesh import DcnSpec, MeshSpec
 from jaxpar.models import Model
-from jaxpar.show import show
+from jaxpar.pipeline.schedules import Action, schedule
+from jaxpar.sharding import Pipeline
+from jaxpar.show import show, show_schedule
 
 pytestmark = pytest.mark.quick
 
@@ -83,3 +86,77 @@ def test_more_devices_than_heads_are_said(picture, capsys):
 def test_slices_are_simulated_too(picture, capsys):
     two_slices = replace(TINY, mesh=MeshSpec(fsdp=2, tensor=2, dcn=DcnSpec(data=2)))
     assert table(two_slices, picture, capsys)["blocks.up"]["bytes_per_device"] == 2 * 64 * 256 * 4
+
+
+# The schedule of a pipeline.
+
+
+def staged(mesh: MeshSpec, layers: int = 8, **pipeline) -> Config:
+    return replace(TINY, mesh=mesh, model=replace(TINY.model, layers=layers), pipeline=Pipeline(**pipeline))
+
+
+@pytest.fixture
+def no_devices(monkeypatch):
+    def touched(*_):
+        raise AssertionError("a schedule needs no devices")
+
+    monkeypatch.setattr("jaxpar.show.start", touched)
+    monkeypatch.setattr(jax, "devices", touched)
+
+
+def test_the_schedule_and_its_picture(picture, capsys, no_devices):
+    show_schedule(staged(MeshSpec(stage=4), microbatches=8), picture)
+    title, _, *rest = capsys.readouterr().out.splitlines()
+    rows, (said, _, times, _, gpipe, one, own, interleaved, *_, last) = rest[:4], rest[4:]
+    assert title == "1f1b, 4 stages, 8 microbatches, 2 layers in each stage"
+    assert rows[3].split() == [
+        "stage", "3", *[".", ".", ".", "F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"],
+        *["F4", "B4", "F5", "B5", "F6", "B6", "F7", "B7", ".", ".", "."], "keeps", "1",
+    ]  # fmt: skip
+    assert said.startswith("22 ticks, bubble 27.3 %; ")
+    assert times == "forward 1, backward 2 (of which the weights' gradients 1), transfers 0:"
+    assert gpipe.split() == ["gpipe", "one", "program", "22", "33", "27.3", "%", "8", "48"]
+    assert (one.split()[-2], own.split()[-2]) == ("7", "4")
+    assert interleaved.startswith("interleaved, 2 chunks ")
+    drawn = picture.with_name("tiny_schedule.png")
+    assert last == f"picture: {drawn}"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert not picture.exists()
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("interleaved", 2), ("looped", 2), ("zb_h1", 1)])
+def test_the_schedule_as_json(name, virtual, picture, capsys, no_devices):
+    """Stages inside slices times slices; the cells are the table's."""
+    mesh = MeshSpec(stage=2, dcn=DcnSpec(stage=2))
+    show_schedule(staged(mesh, schedule=name, microbatches=4, virtual=virtual), picture, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    table = schedule(name, 4, 4, virtual)
+    cells = [tuple(cell and Action(*cell) for cell in tick) for tick in found["ticks"]]
+    assert tuple(cells) == table.ticks
+    assert (found["schedule"], found["stages"], found["microbatches"], found["virtual"]) == (name, 4, 4, virtual)
+    assert found["forwards"] == found["backwards"] == 4 * (4 * virtual - 1)
+    assert found["bubble"] == pytest.approx(0.3333 if name == "zb_h1" else 3 / (4 * virtual + 3), abs=1e-4)
+    assert {row["schedule"] for row in found["compared"]} == {"gpipe", "1f1b", "interleaved", "looped", "zb_h1"}
+
+
+def test_microbatches_are_as_many_as_the_batch_allows(picture, capsys, no_devices):
+    """Four a stage, where the batch and its shards divide."""
+    config = staged(MeshSpec(stage=2, data=2))
+    show_schedule(replace(config, train=replace(config.train, batch=32)), picture, as_json=True)
+    assert json.loads(capsys.readouterr().out)["microbatches"] == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TINY, "mesh.stage=1: a pipeline has two stages or more to schedule, try --mesh.stage 4"),
+        (staged(MeshSpec(stage=-1)), "mesh.stage=-1: a pipeline has two stages or more"),
+        (staged(MeshSpec(stage=2), virtual=2), "1f1b has one virtual stage a stage"),
+        (staged(MeshSpec(stage=2), schedule="looped", virtual=0), "found 2, .*, 0"),
+        (staged(MeshSpec(stage=16)), "model.layers=8 are fewer than 16 stages"),
+    ],
+)
+def test_a_pipeline_that_there_cannot_be(config, message, picture):
+    with pytest.raises(UserError, match=message):
+        show_schedule(config, picture)
+    assert not list(picture.parent.iterdir())

@@ -27,7 +27,7 @@ from jaxtyping import Array
 from jaxpar.batches import TOKENS, halves, in_order
 from jaxpar.collectives import manual, reduce_scatter
 from jaxpar.experts import RouterSums
-from jaxpar.loss import LossSums, LossWeights
+from jaxpar.loss import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel import GATHERED, STORED
 from jaxpar.pipeline.layers import layers_in
 from jaxpar.pipeline.program import Program, Rows, Segment, program
@@ -59,7 +59,7 @@ def gradients(
     return _run(model, params, batch, plan, key, weights, program(table), backward=True)
 
 
-def loss(model: Model, params: Params, batch: Batch, plan: Plan, weights: LossWeights = LossWeights()) -> LossSums:
+def loss(model: Model, params: Params, batch: Batch, plan: Plan, weights: LossWeights = LIKELIHOOD) -> LossSums:
     """The loss alone: forward ticks, and nothing kept. Arguments as for `gradients`."""
     pipeline = plan.pipeline
     table = schedule("looped", plan.size("stage"), pipeline.microbatches, pipeline.virtual)
@@ -199,7 +199,7 @@ class _Stage:
         self.by_stage = plan.remat != "none" and plan.pipeline.stash == "stage"
         self.layers.prepare(self.x, steps.waiting > 0, not self.by_stage)
         recipe, axes = self.layers.recipe, self.model.axes
-        self._kept = partial(kept, recipe.kept)
+        self._kept = partial(kept, recipe.kept.shapes)
         blocks = jax.tree.map(lambda x, axes: self._zeros(x, (None, *axes[1:])), self.layers.weights, axes["blocks"])
         return carry._replace(
             stash=messages(steps.stash) if self.by_stage else self._kept(steps.stash),

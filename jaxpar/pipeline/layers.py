@@ -66,7 +66,7 @@ def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
                 f"a model of {layers} layers need {stages * v} numbers of at least 1 that add up to {layers}"
             )
     elif not whole:
-        fits = f"--mesh.stage {max(layers // v, 1)}" if layers >= v else "--pipeline.virtual 1"
+        fits = "--pipeline.virtual 1" if layers >= stages else f"--mesh.stage {layers}"
         raise UserError(f"model.layers={layers} are fewer than {of_stages}: try {fits}")
     elif rest and v > 1:
         fits = next(n for n in range(v, 0, -1) if layers % (stages * n) == 0 or n == 1)

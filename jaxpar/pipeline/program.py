@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ _READ, _WRITTEN = 0.3, 0.6  # of a tick: what it needs is read, what it made is 
 
 
 class Rows(NamedTuple):
-    """One kind of tick: arrays [rounds, stages] of int32, but for `some_end`.
+    """One kind of tick: int32 arrays [rounds, stages], of numpy here, of jax where they are run.
 
     Attributes:
       on: whether the stage does anything.
@@ -34,19 +34,19 @@ class Rows(NamedTuple):
       some_end, some_score: [rounds], whether there is any such stage; `scored`, [rounds], with which microbatch.
     """
 
-    on: np.ndarray
-    microbatch: np.ndarray
-    chunk: np.ndarray
-    kept: np.ndarray
-    taken: np.ndarray
-    arrives: np.ndarray
-    ends: np.ndarray
-    scores: np.ndarray
-    cotangent: np.ndarray
-    waits: np.ndarray
-    some_end: np.ndarray
-    some_score: np.ndarray
-    scored: np.ndarray
+    on: Any
+    microbatch: Any
+    chunk: Any
+    kept: Any
+    taken: Any
+    arrives: Any
+    ends: Any
+    scores: Any
+    cotangent: Any
+    waits: Any
+    some_end: Any
+    some_score: Any
+    scored: Any
 
 
 class Segment(NamedTuple):
@@ -78,17 +78,16 @@ def program(table: Table, backward: bool = True) -> Program:
     rounds = [part for part in rounds if part]
     slots = _Slots(table, rounds)
     segments, at = [], 0
-    for kinds, equal in groupby(rounds, key=lambda part: tuple(map(_kind, part))):
-        count = len(list(equal))
+    for _, equal in groupby(rounds, key=lambda part: tuple(map(_kind, part))):
+        count = len(same := list(equal))
         numbers = range(at, at + count)
-        segments.append(Segment(count, {kind: slots.rows(kind, numbers) for kind in kinds}))
+        segments.append(Segment(count, {kind: slots.rows(kind, numbers) for kind in map(_kind, same[0])}))
         at += count
     return Program(tuple(segments), **slots.depths)
 
 
 def _kind(tick: Tick) -> Kind:
-    (kind,) = {action.kind for action in tick if action}
-    return kind
+    return next(action.kind for action in tick if action)
 
 
 class _Use(NamedTuple):
@@ -218,7 +217,8 @@ class _Slots:
                     self._find(s, ("loss", t)),
                     self._find(s, ("waits", t if action is None else Action("input", *unit))),
                 )  # fmt: skip
-        return Rows(*found, found[6].any(axis=1), found[7].any(axis=1), np.sum(found[1] * found[7], axis=1))
+        of_round = found[6].any(axis=1), found[7].any(axis=1), np.sum(found[1] * found[7], axis=1)
+        return Rows(*[*found, *of_round])
 
 
 def _color(uses: list[_Use], slot: dict) -> int:

@@ -4,7 +4,7 @@ One jitted program is the same on all stages, and there is no collective in a br
 the tables made here have ticks of one kind: in a tick every stage runs a forward, or every stage a backward, or is
 idle. That costs nothing where a forward meets a forward anyway: GPipe, 1F1B, interleaved and looped take as long as
 when every stage runs a program of its own. 1F1B then keeps up to 2P-1 inputs and not P (as in "eager" 1F1B, Zhuang et
-al. 2022, arXiv:2211.05322, section 4), and of ZB-H1's saving (P-1)W of 2(P-1)W is left.
+al. 2022, arXiv:2211.05322), and of ZB-H1's saving (P-1)W of 2(P-1)W is left.
 
 `own_programs` gives 1F1B and ZB-H1 as they are in the literature, to compare with.
 

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from jaxpar.batches import halves, whole_batch
 from jaxpar.loss import LossSums, LossWeights
 from jaxpar.parallel import STORED
-from jaxpar.pipeline.waiting import Parts, split
+from jaxpar.pipeline.traced import Kept, Parts, kept, split
 from jaxpar.remat import remat
 from jaxpar.sharding import Plan
 
@@ -55,14 +55,12 @@ class Recipe(NamedTuple):
 
     Attributes:
       tree: of `jax.vjp`'s function.
-      known: of each of its arrays which one of the layer's weights and places it is; None = it is kept.
-      kept: shapes of those that are kept.
-      parts: input and weights apart, where weights' gradients wait.
+      kept: which of its arrays are kept, and how to have the others again.
+      parts: the backward in two, where weights' gradients wait.
     """
 
     tree: Any
-    known: tuple[int | None, ...]
-    kept: tuple[jax.ShapeDtypeStruct, ...]
+    kept: Kept
     parts: Parts | None = None
 
 
@@ -87,10 +85,10 @@ class Layers:
     def _run(self, weights: Any, place: Place, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
         def layer(weights: Any, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
             ys, routed = self.model.layer(weights, xs, place.places, self.plan, place.key)
-            if place.there is None:
+            if (there := place.there) is None:
                 return ys, routed
-            ys = tuple(jnp.where(place.there, y, x) for y, x in zip(ys, xs, strict=True))
-            return ys, jax.tree.map(lambda x: jnp.where(place.there, x, 0), routed)
+            ys = tuple(jnp.where(there, y, x) for y, x in zip(ys, xs, strict=True))
+            return ys, jax.tree.map(lambda x: jnp.where(there, x, 0), routed)
 
         return remat(layer, self.plan.remat, self.model.config.scan_layers)(weights, xs)
 
@@ -98,19 +96,15 @@ class Layers:
         """The weights of a place of a chunk."""
         return jax.tree.map(lambda x: _taken(x, chunk * self.count + j), self.weights)
 
-    def _differentiated(self, weights: Any, place: Place, xs: Any) -> tuple[Any, list[Array], Any, list[int | None]]:
-        """A layer's outputs, and its backward's arrays: kept ones, the tree of all, and which are known."""
+    def _differentiated(self, weights: Any, place: Place, xs: Any) -> tuple[Any, list[Array], Any]:
+        """A layer's outputs, and its backward's arrays and the tree they are in."""
         out, pull = jax.vjp(lambda weights, xs: self._run(weights, place, xs), weights, xs)
-        leaves, tree = jax.tree.flatten(pull)
-        given = jax.tree.leaves((weights, place))
-        known = [next((n for n, x in enumerate(given) if x is leaf), None) for leaf in leaves]
-        return out, [leaf for leaf, n in zip(leaves, known, strict=True) if n is None], tree, known
+        return out, *jax.tree.flatten(pull)
 
     def _pulled(self, kept: Sequence[Array], weights: Any, place: Place, dout: Any) -> Any:
         """Gradients of a layer's weights and inputs."""
-        recipe, given, rest = self.recipe, jax.tree.leaves((weights, place)), iter(kept)
-        leaves = [next(rest) if n is None else given[n] for n in recipe.known]
-        return jax.tree.unflatten(recipe.tree, leaves)(dout)
+        leaves = self.recipe.kept.restore(kept, weights, place)
+        return jax.tree.unflatten(self.recipe.tree, leaves)(dout)
 
     @property
     def recipe(self) -> Recipe:
@@ -127,20 +121,18 @@ class Layers:
         """
         found: dict[str, Any] = {}
 
-        def trace(x: Array) -> list[Array]:
-            weights, place, xs = self._at(0, 0), self.place(0, 0, 0), self._halves(x)
-            out, kept, found["tree"], found["known"] = self._differentiated(weights, place, xs)
+        def leaves(weights: Any, place: Place, xs: Any) -> list[Array]:
+            out, arrays, found["tree"] = self._differentiated(weights, place, xs)
             found["out"] = jax.eval_shape(lambda: out)
-            return kept
+            return arrays
 
-        kept = tuple(jax.eval_shape(trace, x))
-        self._recipe = Recipe(found["tree"], tuple(found["known"]), kept)
+        weights, place = jax.eval_shape(lambda: (self._at(0, 0), self.place(0, 0, 0)))
+        given = kept(leaves, weights, place, jax.eval_shape(self._halves, x))
+        self._stashed, self._recipe = stashed, Recipe(found["tree"], given)
         if waits:
-            weights, place = jax.eval_shape(lambda: (self._at(0, 0), self.place(0, 0, 0)))
+            shapes = list(given.shapes), weights, place, found["out"]
             again = (0, 1, 2) if stashed else (1, 2)
-            backward = split(self._pulled, (list(kept), weights, place, found["out"]), self._now(), again)
-            self._recipe = self._recipe._replace(parts=backward)
-        self._stashed = stashed
+            self._recipe = self._recipe._replace(parts=split(self._pulled, shapes, self._now(), again))
 
     def _now(self) -> Any:
         """Of a layer's backward, whether a result belongs to the input's part: vectors' gradients are no work."""
@@ -166,7 +158,8 @@ class Layers:
             if stash is None:
                 xs, routed = self._run(weights, place, xs)
             else:
-                (xs, routed), kept, *_ = self._differentiated(weights, place, xs)
+                (xs, routed), arrays, _ = self._differentiated(weights, place, xs)
+                kept = (arrays[at] for at in self.recipe.kept.places)
                 stash = [_put(buffer, x, slot, j) for buffer, x in zip(stash, kept, strict=True)]
             return xs, stash, jax.tree.map(jnp.add, total, routed)
 
