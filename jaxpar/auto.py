@@ -185,7 +185,7 @@ def _blocks(model: Model, config: Config, plan: Plan) -> tuple[Any, tuple[Any, .
     shapes, rows = model.shapes(), config.train.batch // config.train.accumulation
     if plan.size("stage") > 1:  # each stage runs them on the same microbatch
         plan, rows = (
-            dataclasses.replace(plan, rules=dataclasses.replace(plan.rules, layers=())),
+            dataclasses.replace(plan, rules=dataclasses.replace(plan.rules, layers=(), stage=())),
             rows // plan.pipeline.microbatches,
         )
     params = jax.tree.map(

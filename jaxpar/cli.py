@@ -86,7 +86,7 @@ class BenchArgs:
     picture: str = ""
     """`bench rehearse`: where to draw predicted against measured (PNG)."""
     target: str = ""
-    """`bench overlap`: the hardware, as for rehearse."""
+    """`bench overlap` and `bench pipeline`: the hardware, as for rehearse."""
     step: bool = False
     """`bench overlap`: rehearse the whole step too, not a block alone."""
 
@@ -246,7 +246,8 @@ def meshes_command(words: list[str]) -> int:
 
 def bench_command(words: list[str]) -> int:
     """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...], bench rehearse [--picture FILE],
-    bench overlap CONFIG --target T [--step] [--section.key value ...], bench attention or bench fusions (each has
+    bench overlap CONFIG --target T [--step] [--section.key value ...],
+    bench pipeline CONFIG --target T [--section.key value ...], bench attention or bench fusions (each has
     --help)"""
     from jaxpar.bench import bench_step, table
 
@@ -274,6 +275,16 @@ def bench_command(words: list[str]) -> int:
             raise UserError("bench overlap needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
         say = console().print
         say(overlap_table(compare_forms(check(args.config), load_target(args.target), args.step, say)))
+        return 0
+    if words[:1] == ["pipeline"]:
+        from jaxpar.bench_pipeline import compare_schedules, schedules_table
+        from jaxpar.targets import load_target
+
+        _, args = _config_args("bench", BenchArgs, words[1:])
+        if not args.target:
+            raise UserError("bench pipeline needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
+        say = console().print
+        say(schedules_table(compare_schedules(check(args.config), load_target(args.target), say)))
         return 0
     if words[:1] == ["attention"]:
         return _bench_attention(words[1:])

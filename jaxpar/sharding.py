@@ -46,6 +46,7 @@ class ShardingRules:
     `state_embed` is the embed dim of the optimizer's state and of gradients, empty = as `embed`. It may be split over
     more mesh axes than `embed`, after those: over `data`, with parameters whole there, it is ZeRO-1 (Rajbhandari et al.
     2020, arXiv:1910.02054).
+    `layers` are those that parameters are stacked over, empty = as `stage`: a pipeline has them on its stages.
     Devices along `expert` split the batch too: each sends its tokens to those that have the experts they choose.
     """
 
@@ -105,7 +106,8 @@ def spec_for(
     return P(*entries)
 
 
-_AS: dict[LogicalAxis, LogicalAxis] = {"state_embed": "embed", "attention_seq": "seq"}  # an empty rule means another's
+# An empty rule means another's.
+_AS: dict[LogicalAxis, LogicalAxis] = {"state_embed": "embed", "attention_seq": "seq", "layers": "stage"}
 
 
 def split_axes(axis: LogicalAxis | None, rules: ShardingRules, mesh: Mesh) -> tuple[MeshAxis, ...]:

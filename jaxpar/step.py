@@ -27,7 +27,7 @@ from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
 from jaxpar.optim import learning_rate, make_optimizer
 from jaxpar.parallel import ATTENDED, GATHERED, STORED, overlap_notes
-from jaxpar.pipeline import microbatches, reordered, schedule, stored_order
+from jaxpar.pipeline import check_stages, microbatches, pipeline_notes, reordered, stored_order
 from jaxpar.sharding import Plan, ShardingRules, fit_heads, local_rows, replicated, state_axes, tree_shardings
 from jaxpar.xla import compiler_options
 
@@ -60,7 +60,7 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     microbatch = train.batch // train.accumulation
     if plan.size("stage") > 1:
         count = microbatches(config, shards)
-        schedule(config.pipeline.schedule, plan.size("stage"), count, config.pipeline.virtual)
+        check_stages(plan, model.config.layers, count)
         plan, microbatch = replace(plan, pipeline=replace(config.pipeline, microbatches=count)), microbatch // count
     shapes = param_shapes(model, plan)
     tree_shardings(shapes, model.axes, plan)
@@ -90,13 +90,13 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
 
 def plan_notes(config: Config, plan: Plan) -> list[str]:
     """What a plan does otherwise than its config asks for, a line each for the log."""
-    return [*_fitted(config, plan.mesh)[1], *overlap_notes(plan, config.data.seq_len)]
+    pipelines = pipeline_notes(config, plan, Model(config.model).parameter_count())
+    return [*_fitted(config, plan.mesh)[1], *overlap_notes(plan, config.data.seq_len), *pipelines]
 
 
 def _fitted(config: Config, mesh: Mesh) -> tuple[ShardingRules, list[str]]:
     model = config.model
-    rules, notes = fit_heads(config.rules, model.heads, model.kv_heads or model.heads, mesh.shape)
-    return replace(rules, layers=rules.layers or rules.stage), notes
+    return fit_heads(config.rules, model.heads, model.kv_heads or model.heads, mesh.shape)
 
 
 Order = Sequence[int] | None  # of stored layers: see `jaxpar.pipeline.stored_order`

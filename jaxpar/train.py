@@ -126,14 +126,14 @@ def restore_state(
         return checkpoints.restore(step, state_shapes(model, config, plan), state_shardings(model, config, plan))
     # Layers are read as they lie there, over the stages if that can be, and then each stage is sent its own.
     places = len(saved or range(config.model.layers))
-    rules = plan.rules if places % plan.size("layers") == 0 else replace(plan.rules, layers=())
+    rules = plan.rules if places % plan.size("layers") == 0 else replace(plan.rules, layers=(), stage=())
     found, data = checkpoints.restore(
         step,
         state_shapes(model, config, plan, saved),
         state_shardings(model, config, replace(plan, rules=rules), saved),
     )
     move = partial(in_order, before=saved, after=wanted, config=config)
-    return jax.jit(move, out_shardings=state_shardings(model, config, plan), donate_argnums=0)(found), data
+    return jax.jit(move, out_shardings=state_shardings(model, config, plan))(found), data
 
 
 def beside_state(plan: Plan, config: Config, iterator: Any, tokens: int | None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from jaxpar.kernels.chunked import ROWS
 from jaxpar.mesh import MESH_AXES, MeshSpec, describe, devices_needed, make_mesh
 from jaxpar.models import Model
 from jaxpar.parallel import attention_choice
-from jaxpar.pipeline import layers_of, microbatches, schedule
+from jaxpar.pipeline import check_stages, microbatches
 from jaxpar.runtime import start, widen_cpu_pool
 from jaxpar.sharding import Plan, ShardingRules, fit_heads, tree_shardings
 from jaxpar.shrink import (
@@ -366,10 +366,8 @@ def _check_layout(config: Config, mesh: MeshSpec) -> None:
     tree_shardings(model.shapes(), model.axes, plan)
     rows = config.train.batch // config.train.accumulation
     if plan.size("stage") > 1:
-        pipeline = config.pipeline
         count = microbatches(config, plan.size("batch"))
-        schedule(pipeline.schedule, plan.size("stage"), count, pipeline.virtual)
-        layers_of(config.model.layers, plan.size("stage"), pipeline)
+        check_stages(plan, config.model.layers, count)
         rows //= count
     activation = (rows, config.data.seq_len, config.model.embed)
     plan.sharding(("batch", "seq", None), activation, "activations of a microbatch")

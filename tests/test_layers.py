@@ -17,11 +17,11 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     6: "cli",
     5: "train generate evaluate convert show bench step verify verdict verified answers evidence rehearse calibrate "
-    "bench_rehearse play auto bench_overlap bench_attention bench_fusions",
+    "bench_rehearse play auto bench_overlap bench_attention bench_fusions bench_pipeline",
     4: "data tokenizer checkpoint optim metrics report picture mask_picture layer_picture schedule_picture doctor "
-    "rehearsal diagnose shrink",
+    "communication rehearsal diagnose shrink",
     3: "models pipeline",
-    2: "parallel experts batches loss plain communication",
+    2: "parallel experts batches loss plain",
     1: "remat hlo network planned masks kernels ring_attention zigzag collectives collective_matmul context grouped",
     0: "errors config mesh sharding hardware runtime targets xla meshes configs",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from jaxpar.config import Config
 from jaxpar.errors import UserError
 from jaxpar.mesh import axis_sizes
+from jaxpar.pipeline.schedules import check_sizes
 from jaxpar.sharding import Pipeline, Plan, named_axes
 
 _MOST_A_STAGE = 4  # microbatches by default: the bubble of 1F1B is then below a fifth
@@ -119,6 +121,34 @@ def reordered(x: Any, before: Sequence[int] | None, after: Sequence[int] | None,
     taken = library.take(x, np.maximum(wanted, 0), axis=0)
     empty = (wanted < 0).reshape(-1, *[1] * (x.ndim - 1))
     return library.where(empty, library.zeros((), x.dtype), taken) if empty.any() else taken
+
+
+def check_stages(plan: Plan, layers: int, count: int) -> None:
+    """Refuse a pipeline that cannot run: see `layers_of` and `schedules.schedule` too.
+
+    Args:
+      plan: with more than one stage.
+      layers: of the model.
+      count: microbatches.
+
+    Raises:
+      UserError: rules that split anything else over the stages' mesh axes, or stacked layers over other ones.
+    """
+    stages, rules = set(plan.mesh_axes("stage")), plan.rules
+    for field in fields(rules):
+        axis: Any = field.name
+        if axis not in ("layers", "stage") and (shared := stages.intersection(plan.mesh_axes(axis))):
+            raise UserError(
+                f"rules.{axis} splits over {' x '.join(shared)}, whose devices are stages of a pipeline: take it out "
+                f"of --rules.{axis}, or let rules.stage be another axis"
+            )
+    if set(plan.mesh_axes("layers")) != stages:
+        raise UserError(
+            f"rules.layers splits over {' x '.join(rules.layers)}, but a pipeline has its layers on its stages "
+            f"({' x '.join(rules.stage)}): leave --rules.layers empty"
+        )
+    check_sizes(plan.pipeline.schedule, plan.size("stage"), count, plan.pipeline.virtual)
+    layers_of(layers, plan.size("stage"), plan.pipeline)
 
 
 def microbatches(config: Config, shards: int | None = None) -> int:

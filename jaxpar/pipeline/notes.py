@@ -1,0 +1,101 @@
+"""What a user should know of the pipeline they asked for: lines for the log."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from jaxpar.config import Config
+from jaxpar.hardware import hardware_of
+from jaxpar.pipeline.layers import layers_in
+from jaxpar.pipeline.schedules import schedule
+from jaxpar.pipeline.simulator import Times, simulate
+from jaxpar.sharding import Plan
+
+_STATE_BYTES = 4 * 4  # of a parameter: itself, its gradient and two moments, in float32
+_ROOM = 0.8  # of a device's memory, for state and block inputs; the rest is for what one layer and the loss need
+_LONG = 0.25  # an idle share worth a word
+
+
+def pipeline_notes(config: Config, plan: Plan, parameters: int) -> list[str]:
+    """The schedule in figures, and what speaks against it: idle stages, layers that do not divide, an fsdp that would
+    do. A backward is taken as twice a forward, or three times where it recomputes.
+
+    Args:
+      config: the experiment.
+      plan: from `jaxpar.step.make_plan`, with or without stages.
+      parameters: of the model.
+    """
+    pipeline, P = plan.pipeline, plan.size("stage")
+    layers = layers_in(plan, config.model.layers)
+    if layers is None:
+        return _without_stages(config)
+    M, v = pipeline.microbatches, pipeline.virtual
+    table = schedule(pipeline.schedule, P, M, v)
+    found = simulate(table, Times(1.0, 2.0 if plan.remat == "none" else 3.0, 1.0))
+    idle = 100 * found.bubble
+    kept = f"keeps {max(found.stash)} input{'s' if max(found.stash) > 1 else ''} at most"
+    sizes = f"{pipeline.schedule}, {P} stages, {M} microbatches"
+    notes = [f"pipeline: {sizes}: {len(table.ticks)} ticks, idle {idle:.0f} %, a stage {kept}"]
+    if min(layers.counts) < layers.places:
+        notes.append(
+            f"virtual stages have {', '.join(map(str, layers.counts))} layers: each tick lasts as long as the largest, "
+            f"{layers.places}, on all of them"
+        )
+    if pipeline.schedule == "interleaved" and v == 1:
+        notes.append("interleaved with one virtual stage is 1f1b: try --pipeline.virtual 2")
+    if config.train.accumulation > 1:
+        notes.append(
+            f"the pipeline fills and drains {config.train.accumulation} times a step: train.accumulation 1 and "
+            f"--pipeline.microbatches {M * config.train.accumulation} would once"
+        )
+    if found.bubble >= _LONG:
+        notes.append(_if_idle(config, plan, parameters, idle))
+    return notes
+
+
+def _without_stages(config: Config) -> list[str]:
+    """Settings of a pipeline in a plan that has none."""
+    asked = [name for name in ("microbatches", "layers") if getattr(config.pipeline, name)]
+    asked += ["virtual"] if config.pipeline.virtual > 1 else []
+    words = " and ".join(f"pipeline.{name}" for name in asked)
+    return [f"{words} {'do' if len(asked) > 1 else 'does'} nothing: mesh.stage is 1"] if asked else []
+
+
+def _if_idle(config: Config, plan: Plan, parameters: int, idle: float) -> str:
+    """What to do about a long bubble: no pipeline, if the plan fits without; else more microbatches."""
+    P, M, fsdp = plan.size("stage"), plan.pipeline.microbatches, plan.mesh.shape["fsdp"]
+    said = f"a pipeline of {P} with {M} microbatches idles {idle:.0f} %"
+    needed, there = _bytes_by_fsdp(config, plan, parameters), _memory(plan)
+    rows = config.train.batch // config.train.accumulation
+    if there and needed < _ROOM * there and rows % (plan.size("batch") * P) == 0 and config.mesh.dcn.stage == 1:
+        return (
+            f"fsdp alone fits: {needed / 2**30:.1f} of {there / 2**30:.0f} GiB a device with --mesh.stage 1 "
+            f"--mesh.fsdp {fsdp * P} and memory.policy full; {said}"
+        )
+    more = simulate(schedule(plan.pipeline.schedule, P, 4 * P, plan.pipeline.virtual)).bubble
+    if M >= 4 * P:
+        return f"{said}: more virtual stages idle less (--pipeline.schedule interleaved --pipeline.virtual 2)"
+    return f"{said}; with {4 * P} it would {100 * more:.0f} %: try --pipeline.microbatches {4 * P} and a batch for it"
+
+
+def _bytes_by_fsdp(config: Config, plan: Plan, parameters: int) -> float:
+    """State and block inputs of a device where the stages' devices split parameters and batch instead."""
+    devices = math.prod(plan.mesh.shape[axis] for axis in ("stage", "fsdp", "tensor"))
+    rows = config.train.batch // config.train.accumulation / (plan.size("batch") * plan.size("stage"))
+    tokens = rows * config.data.seq_len / plan.size("residual_seq")
+    inputs = tokens * config.model.embed * plan.dtype.itemsize * config.model.layers
+    return _STATE_BYTES * parameters / devices + inputs
+
+
+def _memory(plan: Plan) -> int:
+    """Of a device, 0 where nothing says."""
+    device: Any = plan.mesh.devices.flat[0]
+    known = hardware_of(device.device_kind)
+    if known is not None and known.hbm_bytes:
+        return known.hbm_bytes
+    if device.platform == "cpu" or device not in jax.local_devices():
+        return 0
+    return (device.memory_stats() or {}).get("bytes_limit", 0)
