@@ -180,6 +180,7 @@ def test_the_layouts_to_choose_from_are_plans() -> None:
         {"data": 8}, {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4},
         {"fsdp": 2, "tensor": 4}, {"fsdp": 2, "tensor": 4},
         {"context": 4, "tensor": 2}, {"context": 8}, {"fsdp": 2, "expert": 4},
+        {"stage": 4, "data": 2}, {"stage": 2, "fsdp": 2, "tensor": 2},
     ]  # fmt: skip
 
 
