@@ -16,7 +16,7 @@ from jaxpar.sharding import Schedule
 from jaxpar.step import make_plan
 from jaxpar.targets import Target, check_mesh, target_devices
 
-_TIMES = (2, 4, 8, 16)  # microbatches a stage
+_TIMES = (2, 4, 16)  # microbatches a stage
 
 
 class Row(NamedTuple):
@@ -64,10 +64,10 @@ def compare_schedules(config: Config, target: Target, say: Callable[[str], None]
     for name in get_args(Schedule):
         virtual = max(given.virtual, 2) if name in ("interleaved", "looped") else 1
         for M in (times * stages for times in _TIMES):
-            say(f"{name}, {M} microbatches")
             pipeline = dataclasses.replace(given, schedule=name, microbatches=M, virtual=virtual, layers=())
             train = dataclasses.replace(config.train, batch=rows_each * M, accumulation=1)
             found.append(_row(dataclasses.replace(config, pipeline=pipeline, train=train), target, stages))
+            say(_line(found[-1]))
     return found
 
 
@@ -96,10 +96,12 @@ def schedules_table(rows: Sequence[Row]) -> str:
         "tokens/s",
     )
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for row in rows:
-        name = row.schedule + (f", {row.virtual} chunks" if row.virtual > 1 else "")
-        peak = f"{row.peak / 2**30:.2f}" if row.peak else ""
-        cells = [name, str(row.microbatches), str(row.ticks), f"{100 * row.bubble:.1f} %"]
-        cells += [f"{row.temporaries / 2**30:.2f}", peak, f"{row.seconds:.3f}", f"{row.tokens_per_second:,.0f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(_line, rows)])
+
+
+def _line(row: Row) -> str:
+    name = row.schedule + (f", {row.virtual} chunks" if row.virtual > 1 else "")
+    peak = f"{row.peak / 2**30:.2f}" if row.peak else ""
+    cells = [name, str(row.microbatches), str(row.ticks), f"{100 * row.bubble:.1f} %"]
+    cells += [f"{row.temporaries / 2**30:.2f}", peak, f"{row.seconds:.3f}", f"{row.tokens_per_second:,.0f}"]
+    return "| " + " | ".join(cells) + " |"

@@ -362,13 +362,12 @@ def _check_layout(config: Config, mesh: MeshSpec) -> None:
     sizes = asked_sizes(config, mesh)
     whole = AbstractMesh(tuple(sizes.values()), MESH_AXES)
     plan = _layout(config, whole, rules_of(config, sizes))
-    model = Model(config.model)
-    tree_shardings(model.shapes(), model.axes, plan)
-    rows = config.train.batch // config.train.accumulation
+    model, rows = Model(config.model), config.train.batch // config.train.accumulation
     if plan.size("stage") > 1:
         count = microbatches(config, plan.size("batch"))
         check_stages(plan, config.model.layers, count)
         rows //= count
+    tree_shardings(step.param_shapes(model, plan), model.axes, plan)
     activation = (rows, config.data.seq_len, config.model.embed)
     plan.sharding(("batch", "seq", None), activation, "activations of a microbatch")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream of a microbatch")
@@ -377,4 +376,4 @@ def _check_layout(config: Config, mesh: MeshSpec) -> None:
 
 def _layout(config: Config, mesh: Any, rules: ShardingRules) -> Plan:
     """The part of a plan that says where arrays lie."""
-    return Plan(mesh, rules, context=config.context, attention=config.kernels.attention)
+    return Plan(mesh, rules, context=config.context, attention=config.kernels.attention, pipeline=config.pipeline)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from jaxpar.hlo.tasks import Loop
 from jaxpar.mesh import devices_needed
 from jaxpar.models import Model
 from jaxpar.pipeline import layers_of, microbatches, reordered, schedule, stored_order
+from jaxpar.pipeline.notes import _memory
 from jaxpar.pipeline.program import program
 from jaxpar.pipeline.traced import kept, split
 from jaxpar.sharding import Pipeline, Plan, replicated, tree_shardings
@@ -144,12 +147,11 @@ def test_slots_hold_what_is_read_from_them(name: Any, v: int, P: int, M: int) ->
     done: set[Any] = set()
     for segment in steps.segments:
         for r in range(segment.rounds):
-            back = segment.ticks.get("backward") or segment.ticks.get("input")
-            if back:
-                for s in range(P):
-                    buffers[s]["cotangents"][back.arrives[r, s]] = leaving[(s + 1) % P]
+            before, entering = list(leaving), []
             for kind, rows in segment.ticks.items():
                 sent = [None] * P
+                for s in range(P if kind in ("backward", "input") else 0):
+                    buffers[s]["cotangents"][rows.arrives[r, s]] = before[(s + 1) % P]
                 for s in range(P):
                     row = {field: getattr(rows, field)[r, s] for field in rows._fields[:-3]}
                     unit = (int(row["microbatch"]), int(row["chunk"]) * P + s) if row["on"] else None
@@ -178,8 +180,9 @@ def test_slots_hold_what_is_read_from_them(name: Any, v: int, P: int, M: int) ->
                         if kind == "input":
                             mine["waiting"][row["waits"]] = unit
                         done.add((kind, unit))
-                for s in range(P if kind == "forward" else 0):
-                    buffers[s]["inbox"][rows.arrives[r, s]] = sent[s - 1]
+                entering = sent if kind == "forward" else entering
+            for s in range(P if "forward" in segment.ticks else 0):
+                buffers[s]["inbox"][segment.ticks["forward"].arrives[r, s]] = entering[s - 1]
     kinds = ("input", "weight") if name == "zb_h1" else ("backward",)
     assert done == {(kind, (i, k)) for kind in kinds for i in range(M) for k in range(P * v)}
 
@@ -226,11 +229,12 @@ def test_gradients_of_weights_wait_with_nothing_but_their_matmul_left(policy: st
     (dw, dx), needed = parts.first(x, w, dy)
     later, _ = parts.second(needed, w)
     want_dw, want_dx = backward(x, w, dy)
-    np.testing.assert_array_equal(dx, want_dx)
-    np.testing.assert_array_equal(dw["scale"], want_dw["scale"])
+    close = partial(np.testing.assert_allclose, rtol=3e-6)  # compiled one operation at a time
+    close(dx, want_dx)
+    close(dw["scale"], want_dw["scale"])
     assert dw["up"] is None
     for name in ("up", "down"):
-        np.testing.assert_array_equal(later[name], want_dw[name])
+        close(later[name], want_dw[name])
     text = str(jax.make_jaxpr(parts.second)(needed, w))
     assert text.count("dot_general") == 2
     assert "tanh" not in text
@@ -258,8 +262,15 @@ def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
     return sums, grads
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1"])
-@pytest.mark.parametrize("policy", ["none", "full"])
+def mostly_slow(*cases: Any) -> list[Any]:
+    """The first in the fast suite, all of them in the slow one."""
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "policy"),
+    mostly_slow(*((name, policy) for name in ("interleaved", "1f1b", "zb_h1") for policy in ("full", "none"))),
+)
 def test_dropout_is_that_of_accumulated_microbatches(schedule: str, policy: str) -> None:
     """The same keys, so the same bits: whatever the schedule, a pipeline drops what accumulation drops."""
     dropping = config_of(model__dropout=0.3, memory__policy=policy)
@@ -292,7 +303,9 @@ def loops(nodes: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped", 2), ("zb_h1", 1)])
+@pytest.mark.parametrize(
+    ("name", "v"), mostly_slow(("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("looped", 2), ("zb_h1", 1))
+)
 def test_the_compiled_program_runs_the_ticks_of_the_schedule(name: Any, v: int) -> None:
     config = config_of(
         mesh__stage=4, pipeline__microbatches=16, pipeline__schedule=name, pipeline__virtual=v, model__layers=16
@@ -304,8 +317,13 @@ def test_the_compiled_program_runs_the_ticks_of_the_schedule(name: Any, v: int) 
     assert sorted(loops(read_program(text).nodes)) == sorted(want)
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)])
+@pytest.mark.parametrize(
+    ("name", "v", "policy"),
+    mostly_slow(
+        ("1f1b", 1, "full"), ("1f1b", 1, "none"),
+        *((*form, policy) for form in (("gpipe", 1), ("interleaved", 2), ("zb_h1", 1)) for policy in ("none", "full")),
+    ),
+)  # fmt: skip
 def test_memory_does_not_grow_with_microbatches_but_for_gpipe(name: Any, v: int, policy: str) -> None:
     def temporaries(M: int) -> int:
         config = config_of(
@@ -398,12 +416,9 @@ def test_a_pipeline_that_fsdp_could_spare_is_told_so(monkeypatch: pytest.MonkeyP
 
 
 def test_the_memory_of_a_chip_is_known_by_its_name() -> None:
-    from jaxpar.pipeline.notes import _memory
-    from jaxpar.targets import load_target, target_devices
+    def plan_on(device_kind: str, platform: str) -> Any:
+        device = SimpleNamespace(device_kind=device_kind, platform=platform)
+        return SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device])))
 
-    config = override(config_of(), {"mesh.stage": 4, "mesh.data": 2, "train.batch": 16})
-    assert _memory(plan_of(config)) == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-        devices = target_devices(load_target("v5e-8"))
-    assert _memory(step.make_plan(config, devices)) == 16 * 2**30
+    assert _memory(plan_on("cpu", "cpu")) == 0
+    assert _memory(plan_on("TPU v5 lite", "tpu")) == 16 * 2**30

@@ -138,11 +138,9 @@ def verified(plan: Plan) -> verify.Verification:
 
 
 FAST = [
-    ("gpt2", {"stage": 4}, piped("1f1b", 13) | FULL),
     ("llama", {"stage": 2, "tensor": 2, "fsdp": 2}, piped("zb_h1", 5) | RING | uneven(2)),
     ("llama tied", {"stage": 2, "context": 2}, piped("interleaved", 5, 2) | BLOCKS | PACKED),
     ("moe", {"stage": 2, "expert": 2}, piped("looped", 4, 2)),
-    ("gpt2 untied", {"stage": 2, "fsdp": 2}, piped("gpipe", 4) | TWICE),
 ]
 
 
@@ -166,7 +164,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return draw(st.sampled_from([*MODELS])), {"stage": P, axis: 2}, changes
 
 
-@settings(max_examples=2, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_a_pipeline_at_random(plan: Plan) -> None:
     found = verified(plan)

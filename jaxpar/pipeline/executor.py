@@ -126,6 +126,7 @@ class _Carry(NamedTuple):
       stash: what the forward keeps for the backward, arrays [slots, ...].
       cotangents: those that have arrived [slots, B, S, D].
       leaving: the cotangent that is sent next [B, S, D].
+      entering: inside a round, the activation that is on its way to the inbox [B, S, D].
       waiting: what gradients of weights wait for, arrays [slots, places, ...].
       blocks: gradients of this stage's layers [virtual x places, ...], float32.
       ends: gradients of embedding and head, of this stage's part.
@@ -136,6 +137,7 @@ class _Carry(NamedTuple):
     stash: Any = None
     cotangents: Any = None
     leaving: Any = None
+    entering: Any = None
     waiting: Any = None
     blocks: Any = None
     ends: Any = None
@@ -229,14 +231,19 @@ class _Stage:
     def round(self, carry: _Carry, ticks: dict[Kind, Rows], ends: dict[Kind, _Ends]) -> _Carry:
         """The ticks of a round, one after another."""
         ticks = {kind: jax.tree.map(lambda x: x[0] if x.ndim else x, row) for kind, row in ticks.items()}
-        back = ticks.get("backward") or ticks.get("input")
-        if back:  # sent before the forward tick, so that it travels beside it
-            arrived = self._sent(carry.leaving, -1)
-            carry = carry._replace(cotangents=_put(carry.cotangents, arrived, back.arrives))
+        # Sent before the forward tick and taken after it, so that it travels beside it.
+        arriving = self._sent(carry.leaving, -1) if {"backward", "input"}.intersection(ends) else None
         run = {"forward": self._forward, "backward": self._backward, "input": self._input, "weight": self._weight}
         for kind in ends:  # in the round's order, which a pytree does not keep
+            if kind in ("backward", "input"):
+                arrived, cotangents = jax.lax.optimization_barrier((arriving, carry.cotangents))
+                carry = carry._replace(cotangents=_put(cotangents, arrived, ticks[kind].arrives))
             with jax.named_scope(kind):
                 carry = run[kind](carry, ticks[kind], ends[kind])
+        if "forward" in ends:  # taken after the other ticks
+            arrived, leaving = jax.lax.optimization_barrier((carry.entering, carry.leaving))
+            inbox = _put(carry.inbox, arrived, ticks["forward"].arrives)
+            carry = carry._replace(inbox=inbox, entering=None, leaving=leaving)
         return carry
 
     def _sent(self, x_BSD: Array, by: int) -> Array:
@@ -260,7 +267,7 @@ class _Stage:
         if routed is not None:
             carry = carry._replace(sums=self._with_routed(carry.sums, routed, row.on))
         carry = _some(ends.last, row.some_score, lambda carry: self._scored(carry, y_BSD, row), carry)
-        return carry._replace(inbox=_put(carry.inbox, self._sent(y_BSD, 1), row.arrives))
+        return carry._replace(entering=self._sent(y_BSD, 1))
 
     def _with_routed(self, sums: LossSums, routed: RouterSums, on: Array) -> LossSums:
         """The routers' part of the loss, means over all layers, of this stage's layers."""

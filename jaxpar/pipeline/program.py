@@ -7,7 +7,7 @@ a stage writes while it is idle goes to a slot that nothing is in.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
       microbatch, chunk: of the action, 0 where there is none.
       kept: slot of the stash: written by a forward, read by the others.
       taken: slot of what arrived: of the activation for a forward, of the cotangent for a backward.
-      arrives: slot that a neighbour's message goes to: after a forward the activation; before a round with a backward
+      arrives: slot that a neighbour's message goes to: after the round of a forward the activation; before a backward
         the cotangent of the round before.
       ends: whether the action is the first virtual stage's: a forward begins with the embedding, a backward ends there.
       scores: whether the action is the last virtual stage's forward, which the loss follows; `cotangent` is the slot
@@ -106,7 +106,7 @@ class _Slots:
         self.starts = np.cumsum([0, *map(len, rounds)]).tolist()
         self.ticks = [tick for part in rounds for tick in part]
         self.at = {(s, action): t for t, tick in enumerate(self.ticks) for s, action in enumerate(tick) if action}
-        self.round_of = {t: r for r, start in enumerate(self.starts[:-1]) for t in range(start, self.starts[r + 1])}
+        self.ends = {t: end for t0, end in pairwise(self.starts) for t in range(t0, end)}
         self.depths, self.slot = {}, [{} for _ in range(table.stages)]
         uses = {"stash": self._stash, "inbox": self._inbox, "cotangents": self._cotangents, "waiting": self._waiting}
         for buffer, of_stage in uses.items():
@@ -130,7 +130,7 @@ class _Slots:
                 yield _Use(t + _READ, last + _READ, ("kept", action))
 
     def _inbox(self, s: int) -> Iterator[_Use]:
-        """What arrives after each forward tick: for some forward of this stage, or for none."""
+        """What arrives after each round with a forward tick: for some forward of this stage, or for none."""
         P, v = self.table.stages, self.table.virtual
         for t, tick in enumerate(self.ticks):
             if _kind(tick) != "forward":
@@ -139,13 +139,13 @@ class _Slots:
             if sent is not None:
                 place = sent.chunk * P + (s - 1) % P + 1
                 read = Action("forward", sent.microbatch, place // P) if place < P * v else None
-            at = t + _WRITTEN
+            at = self.ends[t] - 0.1
             yield _Use(at, at if read is None else self.at[s, read] + _READ, ("arrives", t))
             if read is not None:
                 self.slot[s]["activation of", read] = ("arrives", t)
 
     def _cotangents(self, s: int) -> Iterator[_Use]:
-        """What arrives at the start of a round with a backward, sent by the one before; and what the loss gives."""
+        """What arrives before a backward, sent by the one of the round before; and what the loss gives."""
         P = self.table.stages
         sent: Action | None = None
         for t, tick in enumerate(self.ticks):
@@ -155,7 +155,7 @@ class _Slots:
                 if sent is not None:
                     place = sent.chunk * P + (s + 1) % P - 1
                     read = Action(kind, sent.microbatch, place // P) if place >= 0 else None
-                at = self.starts[self.round_of[t]] - 0.2
+                at = t - 0.2
                 yield _Use(at, at if read is None else self.at[s, read] + _READ, ("arrives", t))
                 if read is not None:
                     self.slot[s]["cotangent of", read] = ("arrives", t)
