@@ -270,9 +270,9 @@ class Pipeline:
     """Chunks of layers a stage has, each behind all stages' chunks before: a bubble so many times smaller."""
     layers: tuple[int, ...] = ()
     """Layers of each virtual stage, first to last; empty = as even as can be, the first and the last with fewest."""
-    stash: Literal["stage", "blocks"] = "stage"
-    """Where memory.policy recomputes, what is kept meanwhile: the input of a stage, which computes a stage's forward
-    once more, or the input of each of its blocks."""
+    stash: Literal["blocks", "stage"] = "blocks"
+    """Where memory.policy recomputes, what is kept meanwhile: what it keeps of each block (`full`: the block's input), or
+    the input of the stage alone, whose forward then runs once more."""
 
 
 @dataclass(frozen=True)
