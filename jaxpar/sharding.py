@@ -271,8 +271,8 @@ class Pipeline:
     layers: tuple[int, ...] = ()
     """Layers of each virtual stage, first to last; empty = as even as can be, the first and the last with fewest."""
     stash: Literal["blocks", "stage"] = "blocks"
-    """Where memory.policy recomputes, what is kept meanwhile: what it keeps of each block (`full`: the block's input), or
-    the input of the stage alone, whose forward then runs once more."""
+    """Where memory.policy recomputes, what is kept meanwhile: what it keeps of each block (`full`: the block's input),
+    or the input of the stage alone, whose forward then runs once more."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,8 @@ def changed(key: str, value: Any) -> Config:
     others = dict.fromkeys(flatten(Config().overlap, "overlap."), "ring") | {
         "data.source": "text", "train.schedule": "wsd", "mesh.platform": "cpu", "memory.policy": "full",
         "precision.compute": "bfloat16", "overlap.domino": "on", "context.strategy": "ulysses",
-        "kernels.attention": "chunked",
+        "kernels.attention": "chunked", "pipeline.schedule": "zb_h1", "pipeline.stash": "stage",
+        "pipeline.layers": [1, 2],
     }  # fmt: skip
     return override(Config(), {key: others.get(key) or kinds.get(type(value), lambda v: v + "x")(value)})
 
@@ -108,7 +109,7 @@ def changed(key: str, value: Any) -> Config:
 @pytest.mark.parametrize(("key", "value"), flatten(Config()).items())
 def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
     """The answer does not depend on them."""
-    tables = "mesh", "rules", "overlap", "context", "memory", "kernels", "checkpoint", "metrics"
+    tables = "mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "checkpoint", "metrics"
     free = key.split(".")[0] in tables or key in (
         "train.stop_at", "train.eval_every", "train.eval_batches", "data.prefetch", "model.scan_layers",
     )  # fmt: skip
