@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from jaxpar.communication import Array, Site, one_block, part_of, sublayers
+from jaxpar.communication import Array, Site, one_block, part_of, sublayers, turns, with_a_stage
 from jaxpar.config import Config
 from jaxpar.mesh import MESH_AXES
 from jaxpar.metrics import bytes_text
@@ -95,9 +95,9 @@ def layer_figure(
 
 def _sections(parameters: Mapping[str, Array], sites: Sequence[Site], config: Config, plan: Plan) -> Iterator[_Section]:
     embed, head = part_of(parameters, "embed"), part_of(parameters, "head")
-    layers, blocks = one_block(parameters)
-    tokens = config.train.batch // config.train.accumulation, config.data.seq_len
-    sketch = _Sketch(plan, (*tokens, config.model.embed), config.train.accumulation, layers)
+    blocks, layers = one_block(parameters), config.model.layers
+    batch = config.train.batch // config.train.accumulation // turns(config, plan).microbatches
+    sketch = _Sketch(plan, (batch, config.data.seq_len, config.model.embed), layers)
 
     yield sketch.embedding(embed, [site for site in sites if site.scope == "embed"])
     for part, columns, rows in sublayers(blocks):
@@ -107,10 +107,16 @@ def _sections(parameters: Mapping[str, Array], sites: Sequence[Site], config: Co
         routers = {name: array for name, array in blocks.items() if array.axes == ("embed", None)}
         yield sketch.experts(routers, experts, [site for site in sites if site.scope.startswith("block/mlp/")])
     table = next(item for item in (*head.items(), *embed.items()) if item[1].axes[0] == "vocab")
-    yield sketch.head(dict([table]), [site for site in sites if site.scope in ("head", "loss")])
+    last = sketch._replace(stream=with_a_stage(sketch.stream, plan))
+    yield last.head(dict([table]), [site for site in sites if site.scope in ("share", "head", "loss")])
     vectors = [site for site in sites if site.scope == "block"]
     if vectors:
         yield _Section(f"norms and biases, one of {layers} layers", [], sketch.labels(vectors))
+    between = [site for site in sites if site.scope == "send"]
+    if between:
+        yield _Section(f"between the {plan.size('stage')} stages, each tick", [], sketch.labels(between))
+        ends = sketch.labels(site for site in sites if not site.scope)
+        yield _Section("sums of all stages, after the last tick", [], ends)
     update = [site for site in sites if site.scope == "update"]
     if update:
         yield _Section("update, once a step", [], sketch.labels(update))
@@ -121,7 +127,6 @@ class _Sketch(NamedTuple):
 
     plan: Plan
     stream: tuple[int, int, int]
-    microbatches: int
     layers: int
 
     def embedding(self, tables: dict[str, Array], sites: list[Site]) -> _Section:
@@ -193,8 +198,10 @@ class _Sketch(NamedTuple):
         forward = [site for site in sites if site.phase == "forward" and site.asked]
         known = ["head input", "head table"]
         into, weights = (self.moves(site for site in forward if site.what == what) for what in known)
-        after = self.moves(site for site in forward if site.what not in known)
+        shared = self.moves(site for site in forward if site.scope == "share")
+        after = self.moves(site for site in forward if site.what not in known and site.scope != "share")
         rows = [
+            *(_Row(move) for move in shared),
             _Row("norm"),
             *self.gathered(into),
             _Row("matmul and loss", (*self.weights(table), *weights)),
@@ -250,10 +257,8 @@ class _Sketch(NamedTuple):
         return [_Move(site.kind, f"{site.what}{again.get(site.phase, '')}: {self.collective(site)}") for site in sites]
 
     def collective(self, site: Site) -> str:
-        times = 1 if site.scope == "update" else self.microbatches
-        times *= self.layers if site.scope.startswith("block") else 1
         over = " x ".join(axis for axis in MESH_AXES if axis in site.axes)
-        return f"{_NAMES.get(site.kind, site.kind)} over {over}, {bytes_text(site.sent / times)}"
+        return f"{_NAMES.get(site.kind, site.kind)} over {over}, {bytes_text(site.sent_once)}"
 
 
 def _alike(arrays: Mapping[str, Array]) -> list[tuple[str, Array]]:

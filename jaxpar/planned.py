@@ -60,8 +60,8 @@ def planned(jaxpr: core.ClosedJaxpr, mesh: Mesh, say: Callable[[str], None] = la
     Args:
       jaxpr: of the whole function.
       mesh: whose axes the collectives name.
-      say: called with a line for whatever could not be counted exactly: a loop whose trips are not known, branches, a
-        primitive that is not known.
+      say: called with a line, once, for whatever could not be counted exactly: a loop whose trips are not known,
+        branches, a primitive that is not known.
     """
     reader = _Reader(mesh, say)
     inputs = [_Value() for _ in jaxpr.in_avals]
@@ -76,10 +76,15 @@ class _Reader:
 
     def __init__(self, mesh: Mesh, say: Callable[[str], None]):
         self._sizes = dict(mesh.shape)
-        self._say = say
+        self._print, self._said = say, set[str]()
         self._known: dict[Any, list[_Value]] = {}  # in the body that is being read
         self._made: list[Planned] = []
         self._trips = 1  # of the loops around what is being read
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._print(line)
 
     def closed(self, jaxpr: Any, inputs: Sequence[_Value], scope: str) -> list[_Value]:
         """The values of a jaxpr's results, whose constants are its own."""
@@ -172,17 +177,21 @@ class _Reader:
         return [_Value((result, *again)) for result in results]  # the condition says how often it runs
 
     def _cond(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
-        best, most, branches = [], -1, eqn.params["branches"]
-        made = len(self._made)
-        for branch in branches:
+        """Whether it is taken is not known: of a branch that may be passed by, the bytes are an upper bound."""
+        made, read = len(self._made), []
+        for branch in eqn.params["branches"]:
             before = len(self._made)
             results = self._inside(branch, arguments[1:], scope)
             moved = sum(sent.bytes * sent.count for sent in self._made[before:])
-            if moved > most:
-                best, most = results, moved
+            read.append((moved, results))
+        best, *others = (results for _, results in sorted(read, key=lambda branch: -branch[0]))
         if len(self._made) > made:
-            self._say(f"{scope or 'the step'}: of {len(branches)} branches the one that sends most is counted")
-        return [_Value((result, *arguments)) for result in best]
+            self._say(f"{scope or 'the step'}: of {len(read)} branches the one that sends most is counted")
+        # Of the others counts what they need, and not what they send.
+        return [
+            _Value((result, arguments[0], *(x for results in others for x in _given(results[at], arguments[1:]))))
+            for at, result in enumerate(best)
+        ]
 
     def _axes(self, params: Any) -> frozenset[str]:
         names = params.get("axes") or params.get("axis_name") or ()
@@ -214,6 +223,21 @@ def _reached(outputs: Sequence[_Value]) -> Iterator[Planned]:
         left.extend(value.needs)
         if value.collective:
             yield value.collective
+
+
+def _given(result: _Value, arguments: Sequence[_Value]) -> list[_Value]:
+    """Those of the arguments that a result needs."""
+    left, seen, wanted, found = [result], set[int](), set(map(id, arguments)), []
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if id(value) in wanted:
+            found.append(value)
+        else:
+            left.extend(value.needs)
+    return found
 
 
 def _rank(atom: Any) -> int:

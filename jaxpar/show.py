@@ -24,7 +24,7 @@ from jaxpar.report import communication_table, console, sharding_table
 from jaxpar.runtime import start
 from jaxpar.schedule_picture import comparison_table, schedule_figure, schedule_text
 from jaxpar.sharding import placements
-from jaxpar.step import make_plan, plan_notes
+from jaxpar.step import make_plan, param_shapes, plan_notes
 
 
 def show(config: Config, picture: Path, as_json: bool = False) -> None:
@@ -42,8 +42,8 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
     unchosen = is_open(config.overlap)
     config = dataclasses.replace(config, mesh=mesh, overlap=closed(config.overlap))
     plan, model = make_plan(config, start(mesh)), Model(config.model)
-    rows = placements(model.shapes(), model.axes, plan)
-    parameters = arrays(model.shapes(), model.axes)
+    shapes = param_shapes(model, plan)
+    rows, parameters = placements(shapes, model.axes, plan), arrays(shapes, model.axes)
     moves = sites(parameters, config, plan)
     title = (
         f"{config.model.family}, {count_text(model.parameter_count())} parameters, on {describe(dict(plan.mesh.shape))}"

@@ -8,18 +8,21 @@ from typing import Any
 
 import jax
 import pytest
-from traced_steps import asked_here, compiled, config_of, over
+from traced_steps import asked_here, compiled, config_of, over, staged
 
 from jaxpar.communication import Site, arrays, sent, sites
+from jaxpar.communication.stages import ticks_of
 from jaxpar.config import Config, MemoryConfig, load_config
 from jaxpar.mesh import MeshSpec, devices_needed
 from jaxpar.models import Model
+from jaxpar.pipeline.program import program
+from jaxpar.pipeline.schedules import schedule
 from jaxpar.rehearsal.collectives import scope_of, sent_bytes
 from jaxpar.sharding import Overlap, ShardingRules
-from jaxpar.step import make_plan
+from jaxpar.step import make_plan, param_shapes
 from jaxpar.targets import compilers, load_target, target_devices
 
-needs_libtpu = pytest.mark.skipif("pip" in compilers()["tpu"], reason=compilers()["tpu"])
+needs = {name: pytest.mark.skipif("pip" in compilers()[name], reason=compilers()[name]) for name in ("tpu", "cuda")}
 
 ZERO1 = ShardingRules(embed=(), state_embed=("data",))
 HSDP = ShardingRules(state_embed=("fsdp", "data"))
@@ -129,24 +132,88 @@ PLANS = {
 }
 
 
+UNEVEN = {"model_layers": 5, "pipeline_layers": (1, 2, 1, 1)}
+STAGED = {
+    "1F1B, fsdp x tensor, a stage's input": staged(config_of("llama", "full", stage=2, fsdp=2, tensor=2), "1f1b", 4),
+    "1F1B, fsdp x tensor, everything": staged(config_of("llama", stage=2, fsdp=2, tensor=2), "1f1b", 4),
+    "1F1B, inputs of blocks, 4 stages, uneven, bfloat16": staged(
+        config_of("gpt2", "full", compute="bfloat16", stage=4, fsdp=2), "1f1b", 8, pipeline_stash="blocks", **UNEVEN
+    ),
+    "1F1B, fewer microbatches than stages": staged(config_of("gpt2", "full", stage=4, fsdp=2), "1f1b", 3),
+    "1F1B, a layer a stage, accumulation, ZeRO-1": changed(
+        staged(config_of("llama", accumulation=2, stage=2, data=4), "1f1b", 3, model_layers=2, train_batch=48),
+        rules=ZERO1,
+    ),
+    "GPipe, context, tokens that do not divide": staged(
+        config_of("gpt2", stage=4, context=2), "gpipe", 5, data_seq_len=20
+    ),
+    "GPipe, unrolled, Domino, accumulation": changed(
+        staged(config_of("gpt2", "full", False, 2, stage=2, fsdp=2, tensor=2), "gpipe", 2, train_batch=16),
+        overlap=Overlap("ring", domino="on"),
+    ),
+    "interleaved, tied, slices of the vocabulary": staged(
+        config_of("gpt2", "full", stage=2, fsdp=2, tensor=2), "interleaved", 4, pipeline_virtual=2, memory_loss_mib=1,
+        model_vocab_size=8192,
+    ),
+    "interleaved, untied, 4 stages, uneven": staged(
+        config_of("gpt2", stage=4, data=2), "interleaved", 6, pipeline_virtual=2, model_tied_head=False, model_layers=9,
+        pipeline_layers=(1, 1, 1, 1, 2, 1, 1, 1),
+    ),
+    "looped, Ulysses, fsdp": staged(
+        config_of("llama", "full", stage=2, context=2, fsdp=2), "looped", 4, pipeline_virtual=2,
+        context_strategy="ulysses", pipeline_stash="blocks",
+    ),
+    "looped, 4 stages, rings, tied, accumulation": changed(
+        staged(config_of("llama", accumulation=2, stage=4, tensor=2), "looped", 4, pipeline_virtual=2, model_layers=8,
+               model_tied_head=True, train_batch=16),
+        overlap=BOTH_RINGS,
+    ),
+    "ZB-H1, fsdp x tensor, everything": staged(config_of("llama", stage=2, fsdp=2, tensor=2), "zb_h1", 4),
+    "ZB-H1, fsdp x tensor, a stage's input": staged(
+        config_of("gpt2", "full", stage=2, fsdp=2, tensor=2), "zb_h1", 5
+    ),
+    "ZB-H1, ring attention, inputs of blocks, kv heads copied": staged(
+        config_of("llama", "full", stage=2, tensor=4), "zb_h1", 3, pipeline_stash="blocks"
+    ),
+    "ZB-H1, gathered attention, 4 stages": staged(
+        config_of("llama", "full", stage=4, context=2), "zb_h1", 6, context_strategy="all_gather"
+    ),
+    "1F1B, experts": staged(with_experts("full", stage=2, expert=2, fsdp=2), "1f1b", 4),
+    "ZB-H1, experts, tensor": staged(with_experts(stage=2, expert=2, tensor=2), "zb_h1", 4),
+    "ZB-H1, experts with a capacity, a stage's input": staged(
+        with_experts("full", 1.25, stage=2, expert=2, tensor=2), "zb_h1", 4
+    ),
+}  # fmt: skip
+
+
 def sites_of(config: Config, target: str = "") -> list[Site]:
     model = Model(config.model)
     devices = list(target_devices(load_target(target))) if target else jax.devices()[: devices_needed(config.mesh)]
-    return sites(arrays(model.shapes(), model.axes), config, make_plan(config, devices))
+    plan = make_plan(config, devices)
+    return sites(arrays(param_shapes(model, plan), model.axes), config, plan)
+
+
+def assert_asks_for_the_same(config: Config) -> None:
+    found, mesh = asked_here(config)
+    traced: dict[Any, float] = defaultdict(float)
+    for one in found:
+        traced[scope_of(one), one.kind, one.axes] += sent_bytes(one, mesh) * one.count
+    ours: dict[Any, float] = defaultdict(float)
+    for site in sites_of(config):
+        if site.asked:
+            ours[site.scope, site.kind, site.axes] += site.sent
+    assert ours == pytest.approx(dict(traced), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_traced_step_asks_for_the_same(name):
     """To the byte, in every scope of the model."""
-    found, mesh = asked_here(PLANS[name])
-    traced: dict[Any, float] = defaultdict(float)
-    for one in found:
-        traced[scope_of(one), one.kind, one.axes] += sent_bytes(one, mesh) * one.count
-    ours: dict[Any, float] = defaultdict(float)
-    for site in sites_of(PLANS[name]):
-        if site.asked:
-            ours[site.scope, site.kind, site.axes] += site.sent
-    assert ours == pytest.approx(dict(traced), rel=1e-12)
+    assert_asks_for_the_same(PLANS[name])
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_traced_pipeline_asks_for_the_same(name):
+    assert_asks_for_the_same(STAGED[name])
 
 
 def test_by_hand_fsdp_and_tensor():
@@ -179,6 +246,45 @@ def test_by_hand_zero1():
     }
 
 
+def test_by_hand_stages():
+    """LLaMA in 2 stages of 2 layers, 1F1B of 4 microbatches: 5 ticks forward and 5 backward, 10 runs of a layer. A
+    stage keeps its input; a microbatch is B=4, S=64, D=64; 4 heads and 2 kv heads of 32, 256 mlp, V=512."""
+    block = 64 * (2 * 128 + 2 * 64 + 3 * 256) // 2  # entries of a block's matrices, along tensor=2
+    table = 512 * 64 // 2
+    stream = 4 // 2 * 64 * 64 * 4  # bytes of the residual stream of one of fsdp=2, gathered
+    assert sent(site for site in sites_of(STAGED["1F1B, fsdp x tensor, a stage's input"]) if site.asked) == {
+        # Blocks forward, again before the backward, and in it; the lookup in 5 ticks, the loss in 4.
+        over("all-gather", "fsdp"): (10 * 3 * block + (5 + 4) * table) * 4 / 2,
+        over("reduce-scatter", "fsdp"): (10 * block + (5 + 4) * table) * 4 / 2,
+        # A layer: two inputs forward, two again, twice two in the backward. A stage has half of the tokens of a loss.
+        over("all-gather", "tensor"): (10 * (2 + 2 + 4) + 5 + 4 / 2) * stream / 2,
+        # Two outputs, two again, one of them once more, two gradients.
+        over("reduce-scatter", "tensor"): (10 * (2 + 2 + 3) + 5 + 4 / 2) * stream / 2,
+        over("all-reduce", "tensor"): 4 * 3 * 4 * (2 * 64 / 2) * 2 / 2,
+        over("all-reduce", "fsdp"): 4 * 2 * 4 * 2 / 2,
+        over("ppermute", "stage"): (5 + 5) * stream / 2,
+        over("reduce-scatter", "stage"): 4 * stream / 2 / 2,
+        over("all-gather", "stage"): 4 * stream / 2 / 2,
+        over("all-reduce", "stage"): 2 * 4 + (2 * table / 2 + 64 / 2) * 4,  # two sums; two tables, the last norm
+    }
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped", "zb_h1"])
+def test_ends_are_counted_at_least_as_often_as_they_run(name):
+    v = 3 if name in ("interleaved", "looped") else 1
+    for P, M in [(2, 2), (4, 5), (4, 16), (8, 24)]:
+        ticks, segments = ticks_of(name, P, M, v), program(schedule(name, P, M, v)).segments
+        rows = [(kind, row) for segment in segments for kind, row in segment.ticks.items()]
+        lookups = sum(row.some_end.sum() for kind, row in rows if kind == "forward")
+        losses = sum(row.some_score.sum() for _, row in rows)
+        assert lookups == losses == M
+        assert M <= ticks.scores <= ticks.forward and M <= ticks.embeds <= ticks.forward
+        assert M <= ticks.embedded <= ticks.backward
+        assert ticks.both <= min(ticks.embeds, ticks.scores)
+        if v == 1:
+            assert (ticks.forward, ticks.backward, ticks.weight) == (M + P - 1, M + P - 1, M * (name == "zb_h1"))
+
+
 def test_one_device_sends_nothing():
     assert sites_of(config_of("llama")) == sites_of(config_of("gpt2", "full", accumulation=2)) == []
 
@@ -192,9 +298,11 @@ def test_rings_send_what_collectives_send():
 
 
 def test_a_large_model_has_as_many_rows_as_a_small_one():
-    """No loop over layers, devices or microbatches: a planner asks for thousands of plans."""
+    """No loop over layers or devices, and a schedule is read once: a planner asks for thousands of plans."""
     large = dataclasses.replace(load_config("gpt2_1558m"), mesh=MeshSpec(fsdp=8), memory=MemoryConfig("full"))
     assert len(sites_of(large)) == len(sites_of(config_of("gpt2", "full", fsdp=8)))
+    stages = staged(dataclasses.replace(large, mesh=MeshSpec(stage=4, fsdp=2)), "1f1b", 8, train_batch=256)
+    assert len(sites_of(stages)) == len(sites_of(staged(config_of("gpt2", "full", stage=4, fsdp=2), "1f1b", 8)))
 
 
 # As compiled. Every kind over the same axes; what differs is XLA's:
@@ -211,11 +319,17 @@ COMPILED = {
         changed(config_of("llama", "full", compute="bfloat16", embed=512, fsdp=4, tensor=2), overlap=BOTH_RINGS),
         "v5e-8",
     ),
-}
+    "gpt2, interleaved, data": (
+        staged(config_of("gpt2", stage=2, data=4), "interleaved", 4, pipeline_virtual=2, train_batch=16), "",
+    ),
+}  # fmt: skip
 COMPILED_SLOWLY = {
     "llama, rings": (changed(config_of("llama", "full", fsdp=4, tensor=2), overlap=BOTH_RINGS), ""),
     "gpt2, ZeRO-1, ring": (
         changed(config_of("gpt2", data=4, tensor=2), rules=ZERO1, overlap=Overlap("ring", "bidirectional")), "",
+    ),
+    "llama, 1F1B for GPUs": (
+        staged(config_of("llama", "full", compute="bfloat16", embed=512, stage=2, fsdp=4), "1f1b", 4), "h100x8",
     ),
     "llama, ZeRO-1 for TPUs": (
         changed(config_of("llama", "full", compute="bfloat16", embed=1024, data=8), rules=ZERO1), "v5e-8",
@@ -224,8 +338,10 @@ COMPILED_SLOWLY = {
 
 
 def cases(programs: dict[str, tuple[Config, str]]) -> list[Any]:
-    marks = {True: needs_libtpu, False: ()}
-    return [pytest.param(*case, id=name, marks=marks[bool(case[1])]) for name, case in programs.items()]
+    def marks(target: str) -> Any:
+        return needs[load_target(target).platform] if target else ()
+
+    return [pytest.param(*case, id=name, marks=marks(case[1])) for name, case in programs.items()]
 
 
 def assert_compiles_to_the_same(config: Config, target: str) -> None:

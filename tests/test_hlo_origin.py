@@ -12,6 +12,7 @@ pytestmark = pytest.mark.quick
 
 DIRS = (("/repo/models", "models"), ("/repo/jaxpar", "jaxpar"))
 CALL = "jit(step)/transpose(jvp())/while/body/closed_call"
+TICK = "jit(step)/shard_map/while/body/closed_call"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,31 @@ CALL = "jit(step)/transpose(jvp())/while/body/closed_call"
 )
 def test_paths(path: str, scope: str, phase: str) -> None:
     assert decode(path) == (scope, phase)
+
+
+@pytest.mark.parametrize(
+    ("path", "scope", "phase"),
+    [
+        ("forward/embed/shard_map/all_gather", "embed", "forward"),
+        ("forward/while/body/closed_call/block/mlp/dot_general", "block/mlp", "forward"),
+        ("forward/while/body/closed_call/jvp(block)/mlp/dot_general", "block/mlp", "forward"),
+        ("forward/jvp(loss)/dot_general", "loss", "forward"),
+        ("forward/transpose(jvp(head))/mul", "head", "backward"),
+        ("forward/cond/branch_1_fun/jvp(loss)/dot_general", "loss", "forward"),
+        ("forward/send/shard_map/ppermute", "send", "forward"),
+        ("forward/add", "", "forward"),
+        ("backward/while/body/closed_call/jvp(block)/mlp/dot_general", "block/mlp", "recomputed"),
+        ("backward/while/body/transpose(jvp(jvp()))/rematted_computation/block/mlp/mul", "block/mlp", "recomputed"),
+        ("backward/while/body/transpose(jvp(jvp()))/block/mlp/dot_general", "block/mlp", "backward"),
+        ("backward/transpose(backward)/jvp(embed)/scatter-add", "embed", "backward"),
+        ("input/while/body/closed_call/block/attention/dot_general", "block/attention", "backward"),
+        ("input/rematted_computation/block/attention/mul", "block/attention", "recomputed"),
+        ("weight/while/body/closed_call/block/mlp/dot_general", "block/mlp", "backward"),
+        ("weight/add", "", "backward"),
+    ],
+)
+def test_in_a_pipelines_ticks_the_scopes_are_the_models(path: str, scope: str, phase: str) -> None:
+    assert decode(f"{TICK}/{path}") == (scope, phase)
 
 
 def test_operations_made_one_have_the_scope_that_they_share() -> None:

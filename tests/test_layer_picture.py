@@ -14,14 +14,14 @@ from matplotlib.transforms import Bbox
 from traced_steps import config_of
 
 from jaxpar.communication import Site, arrays, sites
-from jaxpar.config import Config
+from jaxpar.config import Config, override
 from jaxpar.layer_picture import layer_figure
 from jaxpar.mesh import MESH_AXES, describe, devices_needed
 from jaxpar.metrics import bytes_text
 from jaxpar.models import Model
 from jaxpar.picture import save_figure
 from jaxpar.sharding import Overlap, ShardingRules
-from jaxpar.step import make_plan
+from jaxpar.step import make_plan, param_shapes
 
 pytestmark = pytest.mark.quick
 
@@ -38,12 +38,16 @@ PLANS = {
         config_of("gpt2", data=8), rules=ShardingRules(embed=(), state_embed=("data",))
     ),
     "gpt2, data x context x tensor": config_of("gpt2", data=2, context=2, tensor=2),
+    "llama, stage x fsdp x tensor, remat": override(
+        config_of("llama", "full", accumulation=2, stage=2, fsdp=2, tensor=2),
+        {"model.layers": 3, "pipeline.microbatches": 2, "train.batch": 16},
+    ),
 }  # fmt: skip
 
 
 def drawn(config: Config) -> tuple[Figure, list[Site]]:
     model, plan = Model(config.model), make_plan(config, jax.devices()[: devices_needed(config.mesh)])
-    parameters = arrays(model.shapes(), model.axes)
+    parameters = arrays(param_shapes(model, plan), model.axes)
     found = sites(parameters, config, plan)
     return layer_figure(parameters, found, config, plan, describe(dict(plan.mesh.shape))), found
 
@@ -56,6 +60,8 @@ def label(site: Site, config: Config) -> str:
     """One execution's: the rows have a step's."""
     times = {"block": config.train.accumulation * config.model.layers, "update": 1}
     size = site.sent / times.get(site.scope.split("/")[0], config.train.accumulation)
+    if config.mesh.stage > 1:
+        size = site.sent_once
     name = "ring (ppermute)" if site.kind == "ppermute" else site.kind
     return f"{name} over {' x '.join(axis for axis in MESH_AXES if axis in site.axes)}, {bytes_text(size)}"
 
@@ -94,6 +100,17 @@ def test_arrays_lie_where_the_plan_puts_them():
         "down [256, 64], 8.00 KiB": "mlp / tensor=2 x embed / fsdp=4",
     }.items():
         assert shown[shown.index(name) + 1] == split
+
+
+def test_the_head_of_a_pipeline_has_a_stages_part_of_the_tokens():
+    """2 parts of 2 microbatches of B=4, S=64, D=64, of which a stage of 2 scores half."""
+    shown = texts(drawn(PLANS["llama, stage x fsdp x tensor, remat"])[0])
+    assert "residual stream [4, 64, 64], 16.00 KiB" in shown
+    assert shown[shown.index("gathered [4, 32, 64], 16.00 KiB") + 1] == "batch / fsdp=2 x seq x embed"
+    assert "attention, one of 3 layers" in shown
+    section = shown.index("between the 2 stages, each tick")
+    assert shown[section + 1 : section + 3] == ["activations", "ring (ppermute) over stage, 16.00 KiB"]
+    assert "sums of all stages, after the last tick" in shown
 
 
 def test_it_is_drawn_from_the_model():

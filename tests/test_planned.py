@@ -265,6 +265,41 @@ def test_branches_without_collectives_need_no_word(plan):
     assert (counts(found), said) == ({("all-gather", 32 * ROW): 1}, [])
 
 
+def test_a_result_of_branches_needs_what_any_of_them_gives_it(plan):
+    """And no more: of a loop's state, what nothing reads is not carried along by a branch either."""
+
+    def both(x: Any) -> Any:
+        def body(carry: Any, number: Any) -> Any:
+            kept, dropped = carry
+            dropped = dropped + jax.lax.psum(kept, "tensor")
+            turned = jax.lax.cond(
+                number > 2,
+                lambda kept, dropped: (kept + jnp.sum(gather(kept)), jax.lax.psum(dropped, ("fsdp", "tensor"))),
+                lambda kept, dropped: (kept, dropped),
+                kept, dropped,
+            )  # fmt: skip
+            return turned, None
+
+        return jax.lax.scan(body, (x, x), jnp.arange(4))[0][0]
+
+    assert counts(asked(plan, both, 8)) == {("all-gather", 32 * ROW): 4}
+
+    def passed(x: Any) -> Any:
+        least, most = lambda y, z: jnp.sum(gather(y)) + y, lambda y, z: z
+        return jax.lax.cond(jnp.sum(x) > 0, least, most, 2 * x, jax.lax.psum(x, "tensor"))
+
+    assert counts(asked(plan, passed, 8)) == {("all-gather", 32 * ROW): 1, ("all-reduce", 8 * ROW): 1}
+
+
+def test_what_is_said_is_said_once(plan):
+    def choose(x: Any) -> Any:
+        return jax.lax.cond(jnp.sum(x) > 0, lambda y: jnp.sum(gather(y)) + y, lambda y: y, x)
+
+    said: list[str] = []
+    assert counts(asked(plan, lambda x: choose(choose(x)), 8, said=said)) == {("all-gather", 32 * ROW): 2}
+    assert said == ["the step: of 2 branches the one that sends most is counted"]
+
+
 def test_a_collective_that_is_not_known_is_said(plan):
     said: list[str] = []
 
@@ -285,6 +320,31 @@ def test_groups_inside_an_axis_are_said(plan):
     found = asked(plan, lambda x: jax.lax.all_gather(x, "fsdp", axis_index_groups=pairs, tiled=True), 8, said=said)
     assert counts(found) == {("all-gather", 16 * ROW): 1}
     assert said == ["the step: all_gather among parts of an axis is counted as over all of it"]
+
+
+# Inside a `shard_map` over another axis, as a pipeline's stages are.
+
+
+def test_arrays_are_those_of_a_device_in_a_map_inside_a_map(plan):
+    """Over `tensor` only they are whole over `fsdp`, which a second map splits."""
+
+    def stage(x: Any) -> Any:
+        rows = PartitionSpec("fsdp")
+        inner = jax.shard_map(
+            lambda x: (jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)]), gather(x)), in_specs=rows,
+            out_specs=(rows, PartitionSpec()), axis_names={"data", "fsdp"}, check_vma=False,
+        )  # fmt: skip
+        sent, whole = inner(x)
+        return jax.lax.psum(sent, "tensor"), whole
+
+    def mapped(x: Any) -> Any:
+        return jax.shard_map(
+            stage, mesh=plan.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names={"tensor"},
+            check_vma=False,
+        )(x)  # fmt: skip
+
+    found = planned(jax.jit(mapped).trace(jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)).jaxpr, plan.mesh)
+    assert counts(found) == {("ppermute", 8 * ROW): 1, ("all-gather", 32 * ROW): 1, ("all-reduce", 32 * ROW): 1}
 
 
 # Recomputation.

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import jax
 import numpy as np
 import pytest
 from rehearsed_mlp import BYTES, library, plain, tasks_of
+from traced_steps import FAST, config_of, staged, traced
 
-from jaxpar.hlo.tasks import Collective, CollectiveKind, Place, Task
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import Collective, CollectiveKind, Place, Task, walk
 from jaxpar.hlo.timeline import TaskTime
 from jaxpar.planned import Planned
+from jaxpar.rehearsal import collectives as subject
 from jaxpar.rehearsal.collectives import (
     SMALL,
     Answer,
@@ -101,6 +105,9 @@ def test_scopes_are_those_of_the_reader():
         "transpose(jvp())/block/mlp": "block/mlp",
         "transpose(jvp())/rematted_computation/block/attention/core": "block/attention/core",
         "checkpointed/jvp(loss)": "checkpointed/loss",
+        "backward/transpose(jvp(jvp()))/rematted_computation/block/mlp": "block/mlp",
+        "backward/transpose(backward)/jvp(embed)": "embed",
+        "forward/send": "send",
         "": "",
     }
     assert {path: scope_of(asks("all-gather", "fsdp", 4, scope=path)) for path in paths} == paths
@@ -238,3 +245,25 @@ def test_an_mlp_left_to_xla_sums_a_weight_gradient_whole(plan):
         "block/mlp", "backward", "tests/rehearsed_mlp.py"
     )  # fmt: skip
     assert found["reason"] == "the plan has a reduce-scatter over fsdp here: summed whole, twice the bytes"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_pipeline_sends_what_it_asks_for(schedule, monkeypatch):
+    """In every scope, small ones too but for norms and biases; as often as there are ticks."""
+    monkeypatch.setattr(subject, "SMALL", 7 * 2**10)
+    config = staged(config_of("llama", "full", stage=2, fsdp=2, tensor=2), schedule, 4)
+    step, asked, mesh = traced(config, jax.devices())
+    program = read_program(step.lower().compile(compiler_options=FAST["cpu"]).as_text())
+    tasks = [TaskTime(task, (0,), count, 0.0, 0.0) for task, count in walk(program.nodes)]
+    rows = collective_rows(tasks, asked, mesh, lambda found: "")
+    assert [row for row in rows if not row["planned"]] == []
+    stages = Counter[tuple[str, str]]()
+    for row in rows:
+        if row["axes"] == ["stage"] and row["bytes"] > 100:
+            stages[row["scope"], row["kind"]] += row["count"]
+    ticks = 4 + 2 - 1
+    assert stages.pop(("send", "ppermute")) == 2 * ticks
+    assert stages.pop(("share", "reduce-scatter")) == stages.pop(("share", "all-gather")) == 4
+    assert {kind for _, kind in stages} == {"all-reduce"}, "of the ends' gradients, in one or in several"
+    phases = {row["phase"] for row in rows if row["scope"].startswith("block/")}
+    assert phases == {"forward", "recomputed", "backward"}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import pytest
 
 from jaxpar.config import Config, DataConfig, MemoryConfig, ModelConfig, TrainConfig
-from jaxpar.mesh import MeshSpec
+from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.rehearsal.fit import advice, needs_and_has, refusal
-from jaxpar.sharding import Plan
+from jaxpar.sharding import Pipeline, Plan
 
 pytestmark = pytest.mark.quick
 
@@ -119,3 +122,66 @@ def test_more_chips_are_asked_for_only_where_nothing_else_is_enough(plan_of):
     assert asked(1, 20) == "2 times the chips (mesh.fsdp 8 x mesh.tensor 2)"
     (never,) = advised(categories(1, 200), 16, config_of(), plan_of(fsdp=8))
     assert never == "200.00 GiB of activations do not fit whatever the mesh: shorten the sequences"
+
+
+# Pipelines. LLaMA of 8 layers in 2 stages, over fsdp=2: a microbatch of 2 sequences of 1024 x 1024 in float32 is 4 MiB
+# on a device.
+
+
+def piped(schedule: str, microbatches: int, remat: str = "full", stash: str = "stage", virtual: int = 1) -> Any:
+    """A config and its plan, 2 sequences a microbatch."""
+    pipeline: Any = Pipeline(schedule, microbatches, virtual, stash=stash)  # pyright: ignore[reportArgumentType]
+    config = config_of(remat, 2 * microbatches)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, layers=8), pipeline=pipeline)
+    mesh = make_mesh(MeshSpec(stage=2, fsdp=2), jax.devices()[:4])
+    return config, Plan(mesh, remat=remat, pipeline=pipeline)  # pyright: ignore[reportArgumentType]
+
+
+def flags(lines: list[str]) -> dict[str, str]:
+    """What each line's flags save."""
+    words = [line.partition(": ") for line in lines]
+    return {text.partition(" (")[0]: saved.removeprefix("saves about ") for saved, _, text in words}
+
+
+def test_a_pipeline_keeps_less(plan_of):
+    """1F1B keeps 3 microbatches: of each the input of 4 layers, or of the stage."""
+    (line,) = advised(categories(1, 1), 16, *piped("1f1b", 4, stash="blocks"))
+    assert line == (
+        "saves about 36.00 MiB, enough: --pipeline.stash stage (keeps the input of a stage, and runs its forward once "
+        "more)"
+    )
+    assert advised(categories(1, 1), 16, *piped("1f1b", 4)) == []
+    (none,) = advised(categories(1, 4), 4.5, *piped("1f1b", 4, "none"))
+    assert re.match(r"saves about 7\d\d\.\d+ MiB, enough: --memory.policy full \(keeps what goes in", none)
+
+
+def test_another_schedule_keeps_fewer_microbatches(plan_of):
+    """GPipe keeps all 16 and a slot for idle stages, of cotangents too, 1F1B 3 and 2; of chunks, interleaved fewest."""
+    found = flags(advised(categories(1, 2), 16, *piped("gpipe", 16)))
+    assert found == {"--pipeline.schedule 1f1b": f"{(17 - 3 + 17 - 2) * 4}.00 MiB, enough"}
+    (looped,) = flags(advised(categories(1, 2), 16, *piped("looped", 16, virtual=2)))
+    assert looped == "--pipeline.schedule interleaved"
+    (line,) = advised(categories(1, 2), 16, *piped("zb_h1", 4))
+    assert line.endswith(": --pipeline.schedule 1f1b (no gradients of weights wait)")
+
+
+def test_more_microbatches_of_fewer_sequences_and_not_more_accumulation(plan_of):
+    """They make the bubble smaller too. What GPipe keeps is as much as before, and the rest is halved."""
+    config, plan = piped("1f1b", 4)
+    config = dataclasses.replace(config, train=TrainConfig(batch=32))  # 4 sequences a device and microbatch: 16 MiB
+    found = advised(categories(1, 8), 6, config, plan)
+    assert found == ["saves about 4.00 GiB, enough: --pipeline.microbatches 8 (2 times fewer sequences in each)"]
+    assert flags(advised(categories(1, 8), 4, config, plan)) == {"--pipeline.microbatches 16": "6.00 GiB, enough"}
+
+
+def test_what_a_pipeline_saves_adds_up(plan_of):
+    """Each is beside those before it: never more than there is."""
+    config, plan = piped("gpipe", 8, "none", "blocks")
+    config = dataclasses.replace(config, train=TrainConfig(batch=64))
+    *found, more = advised(categories(1, 16), 0.5, config, plan)
+    asked = ["--memory.policy", "--pipeline.stash", "--pipeline.schedule", "--pipeline.microbatches"]
+    assert {line.rpartition(": ")[2].split()[0] for line in found} == set(asked)
+    sizes = {"MiB": 2**20, "GiB": 2**30}
+    saved = [float(line.split()[2]) * sizes[line.split()[3].rstrip(":,")] for line in found]
+    assert 8 * GIB < sum(saved) < 16 * GIB
+    assert "times the chips" in more

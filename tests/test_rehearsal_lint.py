@@ -16,7 +16,7 @@ from jaxpar.models import Model
 from jaxpar.rehearsal import lint
 from jaxpar.rehearsal.collectives import collective_rows
 from jaxpar.rehearsal.schema import CollectiveRow, Finding, problems
-from jaxpar.sharding import Plan, ShardingRules, placements
+from jaxpar.sharding import Pipeline, Plan, ShardingRules, placements
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,21 @@ def test_vectors_and_small_matrices_may_be_whole(plan_of):
     assert replicated(plan_of(tensor=4), vectors) == []
 
 
+def test_on_a_stage_a_parameter_may_be_whole_too(plan_of):
+    """The stages have layers of their own, and nothing else is split over them."""
+    model = dataclasses.replace(MODEL, layers=4)
+    assert replicated(plan_of(stage=4, fsdp=2), model) == []
+    assert replicated(plan_of(stage=8), dataclasses.replace(model, layers=8)) == [], "a plan of copies"
+    plan = plan_of(stage=4, tensor=2)
+    without = {finding["scope"]: finding for finding in replicated(Plan(plan.mesh, ShardingRules(mlp=())), model)}
+    assert without.keys() == {"blocks.up", "blocks.down", "embed.positions"}
+    assert without["blocks.up"]["message"] == (
+        "blocks.up [4, 256, 1024] (layers, embed, mlp) is whole on every device of a stage, 1.00 MiB: "
+        "no rule splits any of its dims over tensor"
+    )
+    assert " of a stage" not in without["embed.positions"]["message"]
+
+
 # Activations.
 
 CONFIG = Config(
@@ -182,6 +197,20 @@ def test_a_mesh_axis_that_leaves_the_residual_stream_whole(plan_of):
     assert lint.replicated_activations([], CONFIG, Plan(mesh)) == []
 
 
+def test_stages_split_no_activation(plan_of):
+    """A microbatch is on one of them at a time: its sequences are what must be split."""
+    mesh, four = plan_of(stage=2, fsdp=4).mesh, Pipeline(microbatches=4)
+    plan, config = Plan(mesh, pipeline=four), dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, layers=4))
+    assert lint.replicated_activations([], config, plan) == []
+    one = BATCH // 4
+    (found,) = lint.replicated_activations([at(f"f32[3,{one},{SEQ},32]", 10, 1.0)], config, plan)
+    assert found["message"] == f"f32[3,{one},{SEQ},32] holds all {one} sequences, which the plan splits over 4"
+    assert lint.replicated_activations([at(f"f32[{one // 4},{SEQ},32]", 10, 1.0)], config, plan) == []
+    elsewhere = Plan(mesh, ShardingRules(stage=("fsdp",), batch=("data",)), pipeline=four)
+    (found,) = lint.replicated_activations([], config, elsewhere)
+    assert found["message"].startswith("the residual stream is whole over stage=2"), "no stage here, but by its name"
+
+
 # Copies.
 
 
@@ -237,3 +266,7 @@ def test_sizes_that_only_one_axis_has(plan_of):
     assert 64 not in sizes, "embed on each fsdp rank, and the residual stream's sequence"
     assert 1 not in sizes and 8 in sizes
     assert sizes[32] == "head_dim"
+    stages = Plan(plan_of(stage=2, fsdp=4).mesh, pipeline=Pipeline(microbatches=2))
+    sizes = lint.local_sizes(config, stages)
+    assert sizes[12] == sizes[3] == "batch", "of a microbatch of the pipeline"
+    assert sizes[4] == "layers", "three, in four places"

@@ -88,6 +88,21 @@ def test_slices_are_simulated_too(picture, capsys):
     assert table(two_slices, picture, capsys)["blocks.up"]["bytes_per_device"] == 2 * 64 * 256 * 4
 
 
+def test_a_pipeline_has_its_layers_as_they_are_stored(picture, capsys):
+    """Of three layers two on a stage, and one with an empty place."""
+    config = staged(MeshSpec(stage=2, fsdp=2), layers=3, microbatches=4)
+    row = table(config, picture, capsys)["blocks.up"]
+    assert (row["shape"], row["spec"]) == ([4, 128, 512], ["stage", "fsdp"])
+    assert row["bytes_per_device"] == 2 * 64 * 512 * 4
+    show(config, picture)
+    words = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("ppermute stage ") and "activations 50 %; gradients of activations 50 %" in line
+               for line in words)  # fmt: skip
+    assert any(line.startswith("reduce-scatter stage ") and "last stage's output" in line for line in words)
+    assert any(line.startswith("all-reduce stage ") and "gradients of embedding and head" in line for line in words)
+    assert "between the 2 stages" in picture.with_name("tiny_layer.svg").read_text()
+
+
 # The schedule of a pipeline.
 
 

@@ -9,6 +9,7 @@ from jaxpar.collectives import split_over
 from jaxpar.communication.moves import (
     FLOAT32,
     Array,
+    Gradients,
     Move,
     Site,
     Step,
@@ -66,30 +67,32 @@ def _sublayer(scope: str, columns: dict[str, Array], rows: dict[str, Array], ste
     gathered = list(stream_gather(part.stream, STORED, used, step))
     gathered = in_form(gathered, used, plan.overlap.form("gather", hidden[0]), part)
     summed = scatter(split_over(hidden, plan))
-    yield from part.rows(scope, f"{into} input", "forward", gathered)
-    yield from step.rows(scope, f"{into} weights", "forward", weight_gathers(columns.values(), step))
-    yield from step.rows(scope, f"{out} weights", "forward", weight_gathers(rows.values(), step))
-    yield from part.rows(scope, f"{out} output", "forward", summed)
-    if again:
-        yield from part.rows(scope, f"{out} output", "recomputed", summed)
-    yield from part.rows(scope, f"gradient of {out} output", "backward", gathered)
+    # Both linears' backward give gradients of input and weights: of the row's both need the gathered gradient, of the
+    # column's the weights' need the gathered input, which a block that is recomputed has gathered for its own ends too.
+    whole: Gradients = "both" if plan.remat == "full" else "weight"
+    yield from part.forward(scope, f"{into} input", gathered)
+    yield from step.forward(scope, f"{into} weights", weight_gathers(columns.values(), step))
+    yield from step.forward(scope, f"{out} weights", weight_gathers(rows.values(), step))
+    yield from part.forward(scope, f"{out} output", summed, recomputed=again)
+    yield from part.backward(scope, f"gradient of {out} output", "both", gathered)
     if step.apart:
-        yield from step.rows(scope, f"{out} weights", "backward", weight_gathers(rows.values(), step))
-        yield from part.rows(scope, f"{into} input", "backward", gathered)
-        yield from step.rows(scope, f"{into} weights", "backward", weight_gathers(columns.values(), step))
+        yield from step.backward(scope, f"{out} weights", "input", weight_gathers(rows.values(), step))
+        yield from part.backward(scope, f"{into} input", whole, gathered)
+        yield from step.backward(scope, f"{into} weights", "input", weight_gathers(columns.values(), step))
     for over in {split_over((beside(array.axes[1], plan), *array.axes[2:]), plan): None for array in columns.values()}:
-        yield from part.rows(scope, f"gradient of {into} input", "backward", scatter(over))
+        yield from part.backward(scope, f"gradient of {into} input", "input", scatter(over))
     tokens = step.tokens(used)
     for copied in (False, True):  # the gradients of kv heads that devices have copies of are summed over these too
         some = [a for a in columns.values() if copied == (beside(a.axes[1], plan) != a.axes[1])]
         over = (*tokens, *copying(plan)) if copied else tokens
-        yield from part.rows(scope, f"gradients of {into}", "backward", gradient_sums(some, over, step))
-    yield from part.rows(scope, f"gradients of {out}", "backward", gradient_sums(rows.values(), tokens, step))
+        yield from part.backward(scope, f"gradients of {into}", "weight", gradient_sums(some, over, step))
+    yield from part.backward(scope, f"gradients of {out}", "weight", gradient_sums(rows.values(), tokens, step))
 
 
 def attention_rows(model: ModelConfig, step: Step) -> Iterator[Site]:
     """What a split sequence sends between q, k, v and the output of attention: see `jaxpar.context`."""
     plan, part, scope = step.plan, step.of_a_part, "block/attention/core"
+    again = plan.remat == "full"
     axes = plan.mesh_axes("attention_seq")
     if not axes:
         return
@@ -111,21 +114,16 @@ def attention_rows(model: ModelConfig, step: Step) -> Iterator[Site]:
         share = H // n
         K = n * (share * K // H if share % (H // K) == 0 else 1 if (H // K) % share == 0 else share)
         there, back = moves("all-to-all", here * (H + 2 * K), step.width), moves("all-to-all", here * H, step.width)
-        again = moves("all-to-all", here * (2 * H + 2 * K), step.width) + moves("all-to-all", here * H // h, FLOAT32)
+        sent = moves("all-to-all", here * (2 * H + 2 * K), step.width) + moves("all-to-all", here * H // h, FLOAT32)
         returned = moves("all-to-all", here * (H + 2 * K), step.width)
-        yield from part.rows(scope, "q, k, v", "forward", there)
-        yield from part.rows(scope, "output", "forward", back)
-        if plan.remat == "full":
-            yield from part.rows(scope, "q, k, v", "recomputed", there)
-            yield from part.rows(scope, "output", "recomputed", back)
-        yield from part.rows(scope, "q, k, v, gradient of output", "backward", again)
-        yield from part.rows(scope, "gradients of q, k, v", "backward", returned)
+        yield from part.forward(scope, "q, k, v", there, recomputed=again)
+        yield from part.forward(scope, "output", back, recomputed=again)
+        yield from part.backward(scope, "q, k, v, gradient of output", "input", sent)
+        yield from part.backward(scope, "gradients of q, k, v", "input", returned)
         return
     ring = plan.context.strategy == "ring"
     keys = moves("ppermute" if ring else "all-gather", here * 2 * K, step.width)
-    yield from part.rows(scope, "k, v", "forward", keys)
-    if plan.remat == "full":
-        yield from part.rows(scope, "k, v", "recomputed", keys)
-    yield from part.rows(scope, "k, v", "backward", keys)
+    yield from part.forward(scope, "k, v", keys, recomputed=again)
+    yield from part.backward(scope, "k, v", "input", keys)
     summed = moves("ppermute" if ring else "reduce-scatter", here * 2 * K, FLOAT32)
-    yield from part.rows(scope, "gradients of k, v", "backward", summed)
+    yield from part.backward(scope, "gradients of k, v", "input", summed)

@@ -23,7 +23,7 @@ def expert_rows(blocks: Mapping[str, Array], model: ModelConfig, step: Step) -> 
     weights = {name: array for name, array in blocks.items() if array.axes[0] == "experts"}
     if not weights:
         return
-    plan, part, again = step.plan, step.of_a_part, step.plan.remat == "full"
+    plan, part, full = step.plan, step.of_a_part, step.plan.remat == "full"
     router = next(array for array in blocks.values() if array.axes == ("embed", None))
     E, k, D, X = router.shape[1], model.experts_per_token, router.shape[0], plan.size("experts")
     rows_B, S, _ = part.stream
@@ -47,32 +47,34 @@ def expert_rows(blocks: Mapping[str, Array], model: ModelConfig, step: Step) -> 
     counts = [] if model.capacity_factor else over(plan.mesh_axes("experts"), "all-to-all", E * FLOAT32)
     exchange = over(plan.mesh_axes("experts"), "all-to-all", R * D * step.width)
     buffers = over(gathered, "all-gather", R * D * step.width * pieces)
-    used = buffers if model.capacity_factor else buffers + over(gathered, "all-gather", E * FLOAT32 * pieces)
+    used = [] if model.capacity_factor else over(gathered, "all-gather", E * FLOAT32 * pieces)
     summed = over(hidden, "reduce-scatter", R * D * step.width * pieces)
     table = weight_gathers(weights.values(), step)
 
-    for phase in ("forward", "recomputed") if again else ("forward",):
-        yield from part.rows("block/mlp/router", "choices of the router", phase, choices)
-        yield from part.rows("block/mlp/router", "rows an expert", phase, counts)
-        yield from part.rows("block/mlp/dispatch", "rows for the experts", phase, exchange)
-        yield from part.rows("block/mlp/experts", "rows", phase, used)
-        yield from part.rows("block/mlp/experts", "sums of the experts", phase, summed)
-        yield from part.rows("block/mlp/combine", "answers", phase, exchange)
-        if phase == "forward":  # nothing in the backward needs these sums
-            lost = over(ordered, "all-reduce", FLOAT32) if model.capacity_factor else []
-            yield from part.rows("block/mlp/router", "sums of the router", phase, over(ordered, "all-reduce", 8))
-            yield from part.rows("block/mlp/router", "dropped", phase, lost)
-        yield from step.rows("block/mlp/router", "router", phase, scores)
-        yield from step.rows("block/mlp/experts", f"{', '.join(weights)} weights", phase, table)
-    if step.apart and not again:
-        yield from step.rows("block/mlp/router", "router", "backward", scores)
-        yield from step.rows("block/mlp/experts", f"{', '.join(weights)} weights", "backward", table)
-        yield from part.rows("block/mlp/experts", "rows", "backward", used)
-    yield from part.rows("block/mlp/combine", "gradient of answers", "backward", exchange)
-    yield from part.rows("block/mlp/experts", "gradient of the sums", "backward", buffers)
-    yield from part.rows("block/mlp/experts", "gradient of rows", "backward", summed)
-    yield from part.rows("block/mlp/dispatch", "gradient of rows", "backward", exchange)
-    sums = gradient_sums(weights.values(), others, step)
-    yield from part.rows("block/mlp/experts", f"gradients of {', '.join(weights)}", "backward", sums)
-    routed = gradient_sums([router], tokens, step)
-    yield from part.rows("block/mlp/router", "gradient of the router", "backward", routed)
+    # Nothing in the backward needs the sums of the router; a stage that runs its forward once more wants no balance.
+    yield from part.forward("block/mlp/router", "choices of the router", choices, again=False, recomputed=full)
+    yield from part.forward("block/mlp/router", "rows an expert", counts, recomputed=full)
+    yield from part.forward("block/mlp/dispatch", "rows for the experts", exchange, recomputed=full)
+    yield from part.forward("block/mlp/experts", "rows", buffers + used)
+    yield from part.forward("block/mlp/experts", "sums of the experts", summed, recomputed=full)
+    yield from part.forward("block/mlp/combine", "answers", exchange, recomputed=full)
+    sums = over(ordered, "all-reduce", 8)
+    lost = over(ordered, "all-reduce", FLOAT32) if model.capacity_factor else []
+    yield from part.forward("block/mlp/router", "sums of the router", sums, again=False)
+    yield from part.forward("block/mlp/router", "dropped", lost, again=False)
+    yield from step.forward("block/mlp/router", "router", scores)
+    yield from step.forward("block/mlp/experts", f"{', '.join(weights)} weights", table)
+    if step.apart:  # a block that is recomputed has made these for its own ends
+        yield from step.backward("block/mlp/router", "router", "both", scores)
+        yield from step.backward("block/mlp/experts", f"{', '.join(weights)} weights", "input", table)
+        yield from part.backward("block/mlp/experts", "rows", "both" if full else "weight", buffers)
+        yield from part.backward("block/mlp/experts", "rows", "both", used)
+    yield from part.backward("block/mlp/combine", "gradient of answers", "input", exchange)
+    yield from part.backward("block/mlp/experts", "gradient of the sums", "both", buffers)
+    yield from part.backward("block/mlp/experts", "gradient of rows", "input", summed)
+    yield from part.backward("block/mlp/dispatch", "gradient of rows", "input", exchange)
+    of_experts = gradient_sums(weights.values(), others, step)
+    yield from part.backward("block/mlp/experts", f"gradients of {', '.join(weights)}", "weight", of_experts)
+    yield from part.backward(
+        "block/mlp/router", "gradient of the router", "weight", gradient_sums([router], tokens, step)
+    )

@@ -18,6 +18,8 @@ from jaxpar.parallel import GATHERED, STORED, used_axes
 from jaxpar.sharding import Form, LogicalAxis, Plan, state_axes
 
 Phase = Literal["forward", "recomputed", "backward", "update"]
+Gradients = Literal["input", "weight", "both"]
+"""Of a part of the model: its input's, its weights'."""
 
 FLOAT32 = 4  # bytes
 
@@ -35,6 +37,7 @@ class Site(NamedTuple):
       bytes: of one group's whole array, as `hlo.tasks.Collective.bytes`; of a ppermute, one message.
       times: how often in a step.
       asked: written by an op of this library, rather than left to XLA, whose bytes are then an estimate.
+      each: how many of them make one such move: the hops of a ring, the chunks of the loss.
     """
 
     scope: str
@@ -46,11 +49,17 @@ class Site(NamedTuple):
     bytes: int
     times: int
     asked: bool = True
+    each: int = 1
 
     @property
     def sent(self) -> float:
         """Bytes one device sends in a step, by a bandwidth-optimal algorithm."""
         return self.times * sent_bytes(self.kind, self.bytes, self.devices)
+
+    @property
+    def sent_once(self) -> float:
+        """The same for one such move: of one layer, of one microbatch."""
+        return self.each * sent_bytes(self.kind, self.bytes, self.devices)
 
 
 class Array(NamedTuple):
@@ -71,21 +80,45 @@ class Move(NamedTuple):
     times: int = 1
 
 
+class Runs(NamedTuple):
+    """How often a step runs a part of the model on one device.
+
+    Attributes:
+      forward: the part itself.
+      backward: the gradients of its input, and of its weights where these do not wait.
+      again: its forward once more before the backward, by a stage that kept its input only.
+      weight: the gradients of its weights, where they wait for ticks of their own; None = they do not.
+    """
+
+    forward: int
+    backward: int
+    again: int = 0
+    weight: int | None = None
+
+    def times(self, number: int) -> Runs:
+        """So many times as often."""
+        return Runs(*(None if count is None else count * number for count in self))
+
+    def gradients(self, of: Gradients) -> int:
+        """How often the backward does what these gradients need."""
+        if self.weight is None:
+            return self.backward
+        return {"input": self.backward, "weight": self.weight, "both": self.backward + self.weight}[of]
+
+
 class Step(NamedTuple):
-    """What the rows are made from.
+    """What the rows of a part of the model are made from.
 
     Attributes:
       plan: mesh, rules and the rest.
-      stream: shape [B, S, D] of a microbatch's residual stream.
-      microbatches: in a step.
-      layers: of the model.
+      stream: shape [B, S, D] of the residual stream that it is run on.
+      runs: how often.
       apart: forward and backward of a block share no gathers: they stand in two loops, or the forward is recomputed.
     """
 
     plan: Plan
     stream: tuple[int, int, int]
-    microbatches: int
-    layers: int
+    runs: Runs
     apart: bool
 
     @property
@@ -101,23 +134,42 @@ class Step(NamedTuple):
     def of_a_part(self) -> Step:
         """The step of what a block does for each part of its batch, of which Domino makes two."""
         parts, (rows, *rest) = self.plan.overlap.parts, self.stream
-        return self._replace(stream=(rows // parts, *rest), microbatches=self.microbatches * parts)
+        return self._replace(stream=(rows // parts, *rest), runs=self.runs.times(parts))
 
-    def rows(self, scope: str, what: str, phase: Phase, moves: Iterable[Move], asked: bool = True) -> Iterator[Site]:
-        """Rows of a scope, which runs once a microbatch and, in a block, once a layer."""
-        times = self.microbatches * (self.layers if scope.startswith("block") else 1)
-        return rows_of(self.plan, scope, what, phase, moves, times, asked)
+    def forward(
+        self, scope: str, what: str, moves: Iterable[Move], again: bool = True, recomputed: bool = False,
+        asked: bool = True,
+    ) -> Iterator[Site]:  # fmt: skip
+        """Rows of the forward.
+
+        Args:
+          scope, what: as in `Site`.
+          moves: of one run.
+          again: a stage that runs its forward once more needs them.
+          recomputed: a block that is recomputed needs them.
+          asked: as in `Site`.
+        """
+        moves = list(moves)
+        yield from rows_of(self.plan, scope, what, "forward", moves, self.runs.forward, asked)
+        times = again * self.runs.again + recomputed * self.runs.backward
+        yield from rows_of(self.plan, scope, what, "recomputed", moves, times, asked)
+
+    def backward(
+        self, scope: str, what: str, of: Gradients, moves: Iterable[Move], asked: bool = True
+    ) -> Iterator[Site]:
+        """Rows of the backward, by which gradients need them; an op that makes both stands in the ticks of either."""
+        return rows_of(self.plan, scope, what, "backward", moves, self.runs.gradients(of), asked)
 
 
 def rows_of(
     plan: Plan, scope: str, what: str, phase: Phase, moves: Iterable[Move], times: int = 1, asked: bool = True
 ) -> Iterator[Site]:
-    """Rows of moves, those of one kind over the same mesh axes together."""
+    """Rows of moves, those of one kind over the same mesh axes together; none of what is never run."""
     together: dict[tuple[CollectiveKind, tuple[MeshAxis, ...], int], int] = defaultdict(int)
     for move in moves:
         together[move.kind, move.axes, move.times] += move.bytes
-    for (kind, axes, count), size in together.items():
-        yield Site(scope, what, phase, kind, frozenset(axes), plan.pieces(axes), size, times * count, asked)
+    for (kind, axes, count), size in together.items() if times else ():
+        yield Site(scope, what, phase, kind, frozenset(axes), plan.pieces(axes), size, times * count, asked, count)
 
 
 def gather_moves(array: Array, used: Sequence[LogicalAxis | None], width: int, plan: Plan) -> Iterator[Move]:

@@ -34,6 +34,7 @@ from jaxpar.communication.moves import (
     sum_moves,
     weight_gathers,
 )  # fmt: skip
+from jaxpar.communication.stages import stage_rows, turns, with_a_stage
 from jaxpar.config import Config
 from jaxpar.loss import tiling
 from jaxpar.parallel import GATHERED, STORED, used_axes
@@ -46,25 +47,28 @@ def sites(parameters: Mapping[str, Array], config: Config, plan: Plan) -> list[S
     """Every move of one training step.
 
     Args:
-      parameters: of the model, from `arrays`.
+      parameters: of the model as the plan stores them, from `arrays`.
       config: whose batch, accumulation, sequence length and `scan_layers` count.
       plan: from `jaxpar.step.make_plan`; one on an `AbstractMesh` will do, no device is asked.
     """
     embed, head = part_of(parameters, "embed"), part_of(parameters, "head")
-    layers, blocks = one_block(parameters)
+    blocks = one_block(parameters)
     tables = [array for array in (*head.values(), *embed.values()) if array.axes[0] == "vocab"]
-    train = config.train
-    stream = train.batch // train.accumulation, config.data.seq_len, tables[0].shape[-1]
-    apart = plan.remat == "full" or config.model.scan_layers
-    step = Step(plan, stream, train.accumulation, layers, apart)
+    train, often = config.train, turns(config, plan)
+    rows = train.batch // train.accumulation // often.microbatches
+    apart = plan.remat == "full" or config.model.scan_layers or plan.size("stage") > 1
+    step = Step(plan, (rows, config.data.seq_len, tables[0].shape[-1]), often.layers, apart)
+    first = step._replace(runs=often.embedding)
+    last = step._replace(runs=often.loss, stream=with_a_stage(step.stream, plan))
     return [
-        *_lookups(embed, step),
+        *_lookups(embed, first),
         *linear_rows(blocks, step),
         *attention_rows(config.model, step),
         *expert_rows(blocks, config.model, step),
-        *_loss(tables[0], len(tables) == 1, step),
+        *_loss(tables[0], often.looked_up if len(tables) == 1 else 0, last),
+        *stage_rows([*embed.values(), *head.values()], bool(config.model.experts), often, step),
         *_left_to_xla("block", blocks, step),
-        *_left_to_xla("head", head, step),
+        *_left_to_xla("head", head, last),
         *_update(parameters, plan),
     ]
 
@@ -89,44 +93,50 @@ def part_of(parameters: Mapping[str, Array], part: str) -> dict[str, Array]:
     return {name.removeprefix(part + "."): array for name, array in parameters.items() if name.startswith(part + ".")}
 
 
-def one_block(parameters: Mapping[str, Array]) -> tuple[int, dict[str, Array]]:
-    """How many layers there are, and the arrays of one."""
-    stacked = part_of(parameters, "blocks")
-    blocks = {name: Array(array.shape[1:], array.axes[1:]) for name, array in stacked.items()}
-    return next(iter(stacked.values())).shape[0], blocks
+def one_block(parameters: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays of one layer."""
+    return {name: Array(array.shape[1:], array.axes[1:]) for name, array in part_of(parameters, "blocks").items()}
 
 
 def _lookups(tables: dict[str, Array], step: Step) -> Iterator[Site]:
     """A device looks up the rows of a table that it has, and the rest are zeros: sums where rows are split."""
     plan, stream = step.plan, step.stream
     for name, table in tables.items():
-        yield from step.rows("embed", f"{name} table", "forward", weight_gathers([table], step))
+        yield from step.forward("embed", f"{name} table", weight_gathers([table], step))
         found = sum_moves(stream, plan.mesh_axes(table.axes[0]), GATHERED, STORED, step.width, plan)
-        yield from step.rows("embed", f"rows of {name}", "forward", found)
-    yield from step.rows("embed", "gradient of the stream", "backward", stream_gather(stream, STORED, GATHERED, step))
+        yield from step.forward("embed", f"rows of {name}", found)
+    gathered = stream_gather(stream, STORED, GATHERED, step)
+    yield from step.backward("embed", "gradient of the stream", "both", gathered)
     for name, table in tables.items():
-        yield from step.rows("embed", f"gradient of {name}", "backward", gradient_sums([table], step.tokens(), step))
+        sums = gradient_sums([table], step.tokens(), step)
+        yield from step.backward("embed", f"gradient of {name}", "both", sums)
 
 
-def _loss(table: Array, tied: bool, step: Step) -> Iterator[Site]:
-    """The fused head and loss: its backward's sums are made in the forward."""
+def _loss(table: Array, looked_up: int, step: Step) -> Iterator[Site]:
+    """The fused head and loss: its backward's sums are made in the forward.
+
+    Args:
+      table: that scores are made with.
+      looked_up: how often in a step the lookup has gathered it, in the same loop body.
+      step: of the tokens that a device has.
+    """
     plan, stream, vocab = step.plan, step.stream, step.plan.mesh_axes("vocab")
-    yield from step.rows("loss", "head input", "forward", stream_gather(stream, STORED, GATHERED, step))
+    yield from step.forward("loss", "head input", stream_gather(stream, STORED, GATHERED, step))
     tokens = Array(stream[:2], GATHERED[:2]).entries(plan)
     chunks, slices = tiling(tokens, table.shape[0] // plan.size("vocab"), table.shape[1], plan)
     part = table._replace(shape=(table.shape[0] // slices, table.shape[1]))
-    if not tied or slices > 1:  # else the lookup has gathered it
-        gathers = [move._replace(times=1 if slices == 1 else 2 * slices) for move in weight_gathers([part], step)]
-        yield from step.rows("loss", "head table", "forward", gathers)
+    gathers = [move._replace(times=1 if slices == 1 else 2 * slices) for move in weight_gathers([part], step)]
+    times = step.runs.forward - (looked_up if slices == 1 else 0)
+    yield from rows_of(plan, "loss", "head table", "forward", gathers, times)
     if vocab:  # largest score, sum of exponentials, label's score
         scores = Move("all-reduce", vocab, 3 * FLOAT32 * -(-tokens // chunks), chunks)
-        yield from step.rows("loss", "scores of the tokens", "forward", [scores])
+        yield from step.forward("loss", "scores of the tokens", [scores])
     if step.tokens():
-        yield from step.rows("loss", "sums of the loss", "forward", [Move("all-reduce", step.tokens(), 2 * FLOAT32)])
+        yield from step.forward("loss", "sums of the loss", [Move("all-reduce", step.tokens(), 2 * FLOAT32)])
     scattered = sum_moves(stream, vocab, GATHERED, STORED, step.width, plan)
-    yield from step.rows("loss", "gradient of head input", "backward", scattered)
+    yield from step.backward("loss", "gradient of head input", "both", scattered)
     sums = [move._replace(times=slices) for move in gradient_sums([part], step.tokens(), step)]
-    yield from step.rows("loss", "gradient of head", "backward", sums)
+    yield from step.backward("loss", "gradient of head", "both", sums)
 
 
 def _left_to_xla(scope: str, part: dict[str, Array], step: Step) -> Iterator[Site]:
@@ -140,8 +150,8 @@ def _left_to_xla(scope: str, part: dict[str, Array], step: Step) -> Iterator[Sit
         if over:
             size = Array(array.shape, used_axes(array.axes)).entries(step.plan) * FLOAT32
             sums.append(Move("all-reduce", over, size))
-    yield from step.rows(scope, "norms and biases", "forward", gathers, asked=False)
-    yield from step.rows(scope, "gradients of norms and biases", "backward", sums, asked=False)
+    yield from step.forward(scope, "norms and biases", gathers, asked=False)
+    yield from step.backward(scope, "gradients of norms and biases", "input", sums, asked=False)
 
 
 def _update(parameters: Mapping[str, Array], plan: Plan) -> Iterator[Site]:

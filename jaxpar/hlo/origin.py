@@ -30,6 +30,7 @@ _SCOPE = re.compile(r"[A-Za-z_][\w\-. ]*$")
 _BRANCH = re.compile(r"branch_\d+_fun$")
 UPDATE = "update"
 """The scope of the optimizer's part of a step."""
+_TICKS = words("forward backward input weight")  # scopes of a pipeline's ticks, around those of the model
 
 
 def default_dirs() -> PackageDirs:
@@ -71,7 +72,8 @@ def decode(op_name: str) -> tuple[str, Phase]:
     """`("block/mlp", "backward")` from jax's path of an operation.
 
     Operations without a scope and outside any derivative are "other"; scopes outside of it (what no derivative goes
-    through) are forward. Operations that the compiler made one, `block/(mlp/mul:attention/dot_general)`, have the scope
+    through) are forward. In a pipeline's ticks the model's scopes are the same, and a forward in the tick of a backward
+    is recomputed. Operations that the compiler made one, `block/(mlp/mul:attention/dot_general)`, have the scope
     that they share, and the phase of the first.
     """
     pieces = _pieces(op_name.split(";")[0])  # several paths where instructions were merged: the first speaks
@@ -86,15 +88,18 @@ def decode(op_name: str) -> tuple[str, Phase]:
             inside |= match[1] == "jvp"
             piece = "" if match[1] in ("jit", "pjit", "remat", "checkpoint") else match[2]
         scopes += [w for w in piece.split("/") if _SCOPE.match(w) and w not in _WRAPPERS and not _BRANCH.match(w)]
+    outside = next((n for n, name in enumerate(scopes) if name not in _TICKS), len(scopes))
+    tick, scopes = scopes[0] if outside else "", scopes[outside:]
     twice = next((n for n, pair in enumerate(pairwise(scopes)) if pair[0] == pair[1]), None)
     scope = "/".join(scopes[:twice])  # a Pallas kernel's name, which stands there twice, is no scope
     if scopes[:1] == [UPDATE]:
         return scope, "update"
-    if "rematted_computation" in pieces:
+    in_backward = tick not in ("", "forward")
+    if "rematted_computation" in pieces or (in_backward and inside and not backward):
         return scope, "recomputed"
-    if backward:
+    if backward or in_backward:
         return scope, "backward"
-    return scope, "forward" if inside or scope else "other"
+    return scope, "forward" if inside or scope or tick else "other"
 
 
 def _shared(scopes: list[list[str]]) -> str:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jaxpar.config import Config
+from jaxpar.experts import RouterSums
 from jaxpar.metrics import bytes_text
+from jaxpar.models import Model
+from jaxpar.pipeline.layers import layers_of
+from jaxpar.pipeline.program import program
+from jaxpar.pipeline.schedules import schedule
+from jaxpar.pipeline.stage import Layers, Place, Recipe
 from jaxpar.sharding import Plan
 
 _STATE = ("parameters", "optimizer", "gradients")
@@ -65,8 +77,11 @@ def advice(categories: Mapping[str, int], needs: int, has: int, config: Config, 
     state, moving = (sum(categories.get(name, 0) for name in names) for names in (_STATE, _MOVING))
     over = needs - has
     copies = _copies_to_split(config, plan)
-    here = [*_recomputing(categories, config), *_splitting(state, over, copies, config, plan)]
-    here += _accumulating(moving, over, config, plan)
+    here = [*_splitting(state, over, copies, config, plan)]
+    if plan.size("stage") > 1:
+        here += _piping(moving, over, config, plan)
+    else:
+        here += [*_recomputing(categories, config), *_accumulating(moving, over, config, plan)]
     here.sort(key=lambda change: -change[0])
     lines = [f"saves about {bytes_text(saved)}{', enough' if saved >= over else ''}: {text}" for saved, text in here]
     if sum(saved for saved, _ in here) >= over:
@@ -125,3 +140,79 @@ def _accumulating(moving: int, over: int, config: Config, plan: Plan) -> Iterato
     if times and moving:
         n = next((n for n in times if moving - moving // n >= over), times[-1])
         yield moving - moving // n, f"--train.accumulation {config.train.accumulation * n} ({n} times fewer at a time)"
+
+
+def _piping(moving: int, over: int, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
+    """What lets a pipeline keep less, each beside those before it, so that what they save adds up.
+
+    More stages are not among it: they split the state no further than fsdp does, and keep more microbatches.
+    """
+    now = plan.pipeline
+    name = "interleaved" if now.virtual > 1 else "1f1b"
+    fewer = "no gradients of weights wait" if now.schedule == "zb_h1" else "keeps fewer microbatches at a time"
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"remat": "full"}, "--memory.policy full (keeps what goes in, and computes the rest again)"),
+        ({"stash": "stage"}, "--pipeline.stash stage (keeps the input of a stage, and runs its forward once more)"),
+        ({"schedule": name}, f"--pipeline.schedule {name} ({fewer})"),
+    ]
+    for change, text in changes:
+        less = _changed(plan, change)
+        saved = min(_held(config, plan) - _held(config, less), moving)
+        if saved > 0:
+            yield saved, text
+            plan, moving, over = less, moving - saved, over - saved
+    held, each = min(_held(config, plan), moving), config.train.batch // config.train.accumulation
+    each = each // now.microbatches // plan.size("batch")
+    times = [n for n in range(2, each + 1) if each % n == 0]
+    if not times or not moving:
+        return
+
+    def saving(n: int) -> int:
+        left = min(_held(config, _changed(plan, {"microbatches": now.microbatches * n})), held)
+        return held - left + (moving - held) * (n - 1) // n
+
+    n = next((n for n in times if saving(n) >= over), times[-1])
+    yield saving(n), f"--pipeline.microbatches {now.microbatches * n} ({n} times fewer sequences in each)"
+
+
+def _changed(plan: Plan, change: dict[str, Any]) -> Plan:
+    """A plan with `remat`, or a field of its pipeline, another."""
+    return replace(plan, **change) if "remat" in change else replace(plan, pipeline=replace(plan.pipeline, **change))
+
+
+def _held(config: Config, plan: Plan) -> int:
+    """Bytes that a device holds from tick to tick for a backward to come, if all arrays are split over all devices."""
+    model, pipeline, stages = config.model, plan.pipeline, plan.size("stage")
+    steps = program(schedule(pipeline.schedule, stages, pipeline.microbatches, pipeline.virtual))
+    places = layers_of(model.layers, stages, pipeline).places
+    rows = config.train.batch // config.train.accumulation // pipeline.microbatches
+    x = jax.ShapeDtypeStruct((rows, config.data.seq_len, model.embed), plan.dtype)
+    kept, waits = _bytes(x), 0
+    by_stage = plan.remat == "full" and pipeline.stash == "stage"
+    if steps.waiting or not by_stage:
+        recipe = _recipe(config, plan, x, steps.waiting > 0, not by_stage)
+        kept = kept if by_stage else places * _bytes(*recipe.kept.shapes)
+        waits = places * _bytes(*recipe.parts.needed) if recipe.parts else 0
+    messages = (steps.inbox + steps.cotangents) * _bytes(x)
+    return (steps.stash * kept + steps.waiting * waits + messages) // (plan.mesh.size // stages)
+
+
+def _recipe(config: Config, plan: Plan, x: jax.ShapeDtypeStruct, waits: bool, stashed: bool) -> Recipe:
+    """What a layer of the pipeline keeps; arguments as for `Layers.prepare`."""
+    model, parts = Model(config.model), plan.overlap.parts
+    found: list[Recipe] = []
+
+    def prepare(weights: Any) -> int:
+        positions = jnp.zeros((x.shape[0] // parts, x.shape[1]), jnp.int32)
+        added = RouterSums(*jnp.zeros(3)) if config.model.experts else None
+        layers = Layers(model, plan, weights, lambda *_: Place([(positions, None)] * parts, None, None), 1, added)
+        layers.prepare(x, waits, stashed)
+        found.append(layers.recipe)
+        return 0
+
+    jax.eval_shape(prepare, model.shapes()["blocks"])
+    return found[0]
+
+
+def _bytes(*shapes: Any) -> int:
+    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from jaxpar.config import Config
 from jaxpar.hlo.timeline import TaskTime
 from jaxpar.metrics import bytes_text
+from jaxpar.pipeline.layers import layers_in
 from jaxpar.rehearsal.schema import CollectiveRow, Finding
 from jaxpar.sharding import Axes, LogicalAxis, Placement, Plan
 
@@ -54,13 +55,14 @@ def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[F
     usable = set(plan.mesh_axes("embed")) | set(plan.mesh_axes("mlp")) | set(plan.mesh_axes("vocab"))
     found = []
     for row in placements:
-        whole = math.prod(row.shape) * 4
+        stages = plan.size("stage") if "layers" in row.axes else 1
+        whole, of_stage = math.prod(row.shape) * 4 // stages, " of a stage" if stages > 1 else ""
         matrix = sum(axis != "layers" for axis in row.axes) > 1
         if not usable or not matrix or row.bytes_per_device < whole or whole < _LARGE_PARAMETER:
             continue
         axes = ", ".join(axis or "-" for axis in row.axes)
         message = (
-            f"{row.name} {list(row.shape)} ({axes}) is whole on every device, {bytes_text(whole)}: "
+            f"{row.name} {list(row.shape)} ({axes}) is whole on every device{of_stage}, {bytes_text(whole)}: "
             f"no rule splits any of its dims over {' or '.join(sorted(usable))}"
         )
         named = next((axis for axis in row.axes if axis not in (None, "layers")), "") or ""
@@ -79,7 +81,7 @@ def replicated_activations(tasks: Iterable[TaskTime], config: Config, plan: Plan
     """
     found: dict[tuple[str, str], Finding] = {}
     stored: Axes = ("batch", "residual_seq", None)
-    used = {axis for name in stored for axis in plan.mesh_axes(name)}
+    used = {axis for name in (*stored, "stage") for axis in plan.mesh_axes(name)}  # a stage has its own microbatch
     idle = [axis for axis, size in plan.mesh.shape.items() if size > 1 and axis not in used]
     for axis in idle:
         message = f"the residual stream is whole over {axis}={plan.mesh.shape[axis]}: add it to --rules.residual-seq"
@@ -88,7 +90,7 @@ def replicated_activations(tasks: Iterable[TaskTime], config: Config, plan: Plan
         )
     if plan.size("batch") == 1:
         return list(found.values())
-    microbatch, seq_len = config.train.batch // config.train.accumulation, config.data.seq_len
+    microbatch, seq_len = _microbatch(config, plan), config.data.seq_len
     forms = [rf"(?:\d+,)?{microbatch},(\d+)"]  # [B, S, ...]; or all tokens in one dim, if no other dim is as long
     forms += [] if microbatch * seq_len in _local_sizes(config, plan) else [str(microbatch * seq_len)]
     whole = re.compile(rf"\[(?:{'|'.join(forms)}),[\d,]+\]")
@@ -110,17 +112,24 @@ def replicated_activations(tasks: Iterable[TaskTime], config: Config, plan: Plan
     return list(found.values())
 
 
+def _microbatch(config: Config, plan: Plan) -> int:
+    """Sequences that are computed together."""
+    piped = plan.pipeline.microbatches if plan.size("stage") > 1 else 1
+    return config.train.batch // config.train.accumulation // piped
+
+
 def local_sizes(config: Config, plan: Plan) -> dict[int, str]:
     """Which logical axis a dim of a device's array is, by its size, where only one has it: `{128: "head_dim"}`."""
     return {size: min(names) for size, names in _local_sizes(config, plan).items() if len(names) == 1 and size > 1}
 
 
 def _local_sizes(config: Config, plan: Plan) -> dict[int, set[str]]:
-    model = config.model
+    model, pipeline = config.model, layers_in(plan, config.model.layers)
     sizes: dict[LogicalAxis, int] = {
-        "batch": config.train.batch // config.train.accumulation, "seq": config.data.seq_len, "embed": model.embed,
+        "batch": _microbatch(config, plan), "seq": config.data.seq_len, "embed": model.embed,
         "heads": model.heads, "kv_heads": model.kv_heads or model.heads,
-        "head_dim": model.head_dim or model.embed // model.heads, "mlp": model.mlp, "layers": model.layers,
+        "head_dim": model.head_dim or model.embed // model.heads, "mlp": model.mlp,
+        "layers": len(pipeline.order) if pipeline else model.layers,
         "vocab": -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple,
     }  # fmt: skip
     named: dict[int, set[str]] = {}
