@@ -97,7 +97,8 @@ class Runs(NamedTuple):
 
     def times(self, number: int) -> Runs:
         """So many times as often."""
-        return Runs(*(None if count is None else count * number for count in self))
+        weight = None if self.weight is None else self.weight * number
+        return Runs(self.forward * number, self.backward * number, self.again * number, weight)
 
     def gradients(self, of: Gradients) -> int:
         """How often the backward does what these gradients need."""
