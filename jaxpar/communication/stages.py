@@ -6,7 +6,8 @@ what is sent for a layer is sent in the bubble as well.
 Embedding and loss run in the rounds in which some stage is at the first, or the last, virtual stage. Where these are at
 most half of a loop's rounds they stand in a branch, and the rows (as `jaxpar.planned` and a rehearsal do) count the
 branch in every round of that loop. So what is sent for the ends is an upper bound with several virtual stages, and with
-fewer microbatches than twice the stages.
+fewer microbatches than about twice the stages. The compiler may send less of it too: XLA:TPU sums the gradients of the
+ends over the data's axes once, after the last tick.
 
 Of a backward in two ticks an op that makes gradients of its input and of its weights stands in both, and gathers what
 both need twice: the gradient of a row linear's output, the router, the number of rows for each expert; of a block that
