@@ -184,6 +184,21 @@ def test_as_many_rows_as_tokens_may_be_something_else(plan):
     assert len(lint.replicated_activations(rows, CONFIG, plan)) == 1
 
 
+def test_as_many_sequences_as_heads_or_as_pieces_may_be_something_else(plan_of):
+    """With stages a microbatch has few: [1, heads, S, head_dim] of one sequence is no array of four."""
+    mesh, sizes = plan_of(stage=2, fsdp=4).mesh, dataclasses.replace(MODEL, layers=2, heads=8)
+    plan, config = Plan(mesh, pipeline=Pipeline(microbatches=4)), dataclasses.replace(CONFIG, model=sizes)
+
+    def found(shape: str, **changes: Any) -> int:
+        changed = dataclasses.replace(config, model=dataclasses.replace(sizes, **changes))
+        return len(lint.replicated_activations([at(shape, 10, 1.0)], changed, plan))
+
+    per_head, gradient = f"f32[1,4,{SEQ},64]", f"f32[4,{SEQ},1024]"  # gradient: in pieces for each of fsdp=4
+    assert found(per_head) == found(gradient) == 1
+    assert found(per_head, heads=4) == 0
+    assert found(gradient, embed=SEQ, head_dim=8) == 0
+
+
 def test_nothing_is_split_on_a_plan_without_data_parallelism(plan_of):
     assert lint.replicated_activations([at("f32[16,24,32]", 10, 1.0)], CONFIG, plan_of(tensor=2)) == []
 
@@ -200,7 +215,8 @@ def test_a_mesh_axis_that_leaves_the_residual_stream_whole(plan_of):
 def test_stages_split_no_activation(plan_of):
     """A microbatch is on one of them at a time: its sequences are what must be split."""
     mesh, four = plan_of(stage=2, fsdp=4).mesh, Pipeline(microbatches=4)
-    plan, config = Plan(mesh, pipeline=four), dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, layers=4))
+    plan, sizes = Plan(mesh, pipeline=four), dataclasses.replace(MODEL, layers=2, heads=8)
+    config = dataclasses.replace(CONFIG, model=sizes)
     assert lint.replicated_activations([], config, plan) == []
     one = BATCH // 4
     (found,) = lint.replicated_activations([at(f"f32[3,{one},{SEQ},32]", 10, 1.0)], config, plan)

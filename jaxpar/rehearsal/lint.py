@@ -91,13 +91,16 @@ def replicated_activations(tasks: Iterable[TaskTime], config: Config, plan: Plan
     if plan.size("batch") == 1:
         return list(found.values())
     microbatch, seq_len = _microbatch(config, plan), config.data.seq_len
-    forms = [rf"(?:\d+,)?{microbatch},(\d+)"]  # [B, S, ...]; or all tokens in one dim, if no other dim is as long
-    forms += [] if microbatch * seq_len in _local_sizes(config, plan) else [str(microbatch * seq_len)]
+    names, lengths = _local_sizes(config, plan), {seq_len, seq_len // plan.size("residual_seq")}
+    if microbatch in (*plan.mesh.shape.values(), plan.size("batch")):  # as many pieces has a gradient to be scattered
+        lengths = {length for length in lengths if names[length] == {"seq"}}
+    # [B, S, ...], or all tokens in one dim: where no other dim is as long.
+    forms = [rf"(?:\d+,)?{microbatch},(\d+)" if names[microbatch] == {"batch"} else r"(?!)(\d+)"]
+    forms += [] if microbatch * seq_len in names else [str(microbatch * seq_len)]
     whole = re.compile(rf"\[(?:{'|'.join(forms)}),[\d,]+\]")
-    lengths = {str(seq_len), str(seq_len // plan.size("residual_seq")), None}
     for row in tasks:
         match, place, task = whole.search(row.task.shape), row.task.place, row.task
-        if not match or match[1] not in lengths:
+        if not match or (match[1] and int(match[1]) not in lengths):
             continue
         key = place.scope, place.source
         before = found.get(key)
