@@ -115,7 +115,7 @@ def _sections(parameters: Mapping[str, Array], sites: Sequence[Site], config: Co
     between = [site for site in sites if site.scope == "send"]
     if between:
         yield _Section(f"between the {plan.size('stage')} stages, each tick", [], sketch.labels(between))
-        ends = sketch.labels(site for site in sites if not site.scope)
+        ends = sketch.labels(site for site in sites if site.scope == "sum")
         yield _Section("sums of all stages, after the last tick", [], ends)
     update = [site for site in sites if site.scope == "update"]
     if update:

@@ -133,7 +133,7 @@ def stage_rows(ends: Iterable[Array], routed: bool, often: Turns, step: Step) ->
     yield from rows_of(plan, "share", "last stage's output", "forward", given, often.loss.forward)
     yield from rows_of(plan, "share", "gradient of the last stage's output", "backward", returned, often.loss.backward)
     sums = [Move("all-reduce", axes, (2 + 3 * routed) * FLOAT32)]  # likelihood, tokens; the routers' three
-    yield from rows_of(plan, "", "sums of the loss", "forward", sums, often.parts)
+    yield from rows_of(plan, "sum", "sums of the loss", "forward", sums, often.parts)
     entries = sum(Array(array.shape, state_axes(array.axes)).entries(plan) for array in ends)
     whole = [Move("all-reduce", axes, entries * FLOAT32)]
-    yield from rows_of(plan, "", "gradients of embedding and head", "backward", whole, often.parts)
+    yield from rows_of(plan, "sum", "gradients of embedding and head", "backward", whole, often.parts)

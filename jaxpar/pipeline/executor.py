@@ -32,7 +32,7 @@ from jaxpar.parallel import GATHERED, STORED
 from jaxpar.pipeline.layers import layers_in
 from jaxpar.pipeline.program import Program, Rows, Segment, program
 from jaxpar.pipeline.schedules import Kind, schedule
-from jaxpar.pipeline.stage import Layers, Model, Place
+from jaxpar.pipeline.stage import Model, Place, Stack, taken
 from jaxpar.sharding import Plan, state_axes
 
 Batch = Any
@@ -158,7 +158,7 @@ class _Stage:
         if model.config.experts:
             shares = weights.balance_loss / L, weights.router_z_loss / L, 0.0
             added = RouterSums(*(jnp.float32(share) for share in shares))
-        self.layers = Layers(model, plan, blocks, self._place, places, added)
+        self.layers = Stack(model, plan, blocks, self._place, places, added)
 
     def _keys(self, i: Any) -> tuple[Any, Any]:
         """Of a microbatch's embedding, and of its layers, as `Model.hidden` has them."""
@@ -175,7 +175,7 @@ class _Stage:
         return Place(list(places), key, layer >= 0 if self.gaps else None)
 
     def _row(self, i: Any) -> Any:
-        return {name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in self.rows.items()}
+        return {name: taken(x, i) for name, x in self.rows.items()}
 
     def _embed(self, ends: Params, i: Any) -> Array:
         row = self._row(i)
@@ -218,24 +218,28 @@ class _Stage:
 
     def finish(self, carry: _Carry) -> Any:
         """The sums, and the gradients: this stage's layers, and the ends summed over the stages."""
-        sums = jax.tree.map(lambda x: jax.lax.psum(x, self.axes), carry.sums)
-        if not self.with_backward:
-            return sums, None
-        axes = {name: self.model.axes[name] for name in self.ends}
-        stored = jax.tree.map(state_axes, axes, is_leaf=lambda x: isinstance(x, tuple))
-        ends = manual(lambda grads: jax.lax.psum(grads, self.axes), self.plan, (stored,), stored)(carry.ends)
-        return sums, {"blocks": carry.blocks, "ends": ends}
+        with jax.named_scope("sum"):
+            sums = jax.tree.map(lambda x: jax.lax.psum(x, self.axes), carry.sums)
+            if not self.with_backward:
+                return sums, None
+            axes = {name: self.model.axes[name] for name in self.ends}
+            stored = jax.tree.map(state_axes, axes, is_leaf=lambda x: isinstance(x, tuple))
+            ends = manual(lambda grads: jax.lax.psum(grads, self.axes), self.plan, (stored,), stored)(carry.ends)
+            return sums, {"blocks": carry.blocks, "ends": ends}
 
     # Ticks.
 
     def round(self, carry: _Carry, ticks: dict[Kind, Rows], ends: dict[Kind, _Ends]) -> _Carry:
         """The ticks of a round, one after another."""
         ticks = {kind: jax.tree.map(lambda x: x[0] if x.ndim else x, row) for kind, row in ticks.items()}
-        # Sent before the forward tick and taken after it, so that it travels beside it.
-        arriving = self._sent(carry.leaving, -1) if {"backward", "input"}.intersection(ends) else None
-        run = {"forward": self._forward, "backward": self._backward, "input": self._input, "weight": self._weight}
+        run = {"forward": self._forward, "backward": self._backward, "input": self._backward, "weight": self._weight}
+        back = {"backward", "input"}.intersection(ends)
+        arriving = None
+        if back:
+            with jax.named_scope("backward"):  # sent before the forward tick and taken after it: it travels beside it
+                arriving = self._sent(carry.leaving, -1)
         for kind in ends:  # in the round's order, which a pytree does not keep
-            if kind in ("backward", "input"):
+            if kind in back:
                 arrived, cotangents = jax.lax.optimization_barrier((arriving, carry.cotangents))
                 carry = carry._replace(cotangents=_put(cotangents, arrived, ticks[kind].arrives))
             with jax.named_scope(kind):
@@ -254,7 +258,7 @@ class _Stage:
 
     def _forward(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
         i, chunk = row.microbatch, row.chunk
-        x_BSD = _taken(carry.inbox, row.taken)
+        x_BSD = taken(carry.inbox, row.taken)
         x_BSD = _some(ends.first, row.some_end, lambda x: jnp.where(row.ends > 0, self._embed(self.ends, i), x), x_BSD)
         if not self.with_backward:
             y_BSD, _, routed = self.layers.forward(x_BSD, i, chunk)
@@ -332,28 +336,19 @@ class _Stage:
         """What the layers of a chunk have kept, and the slot it is in: where only its input was, it is run again."""
         if not self.by_stage:
             return carry.stash, row.kept
-        x_BSD = _taken(carry.stash, row.kept)
+        x_BSD = taken(carry.stash, row.kept)
         return self.layers.forward(x_BSD, row.microbatch, row.chunk, self._kept(1), 0)[1], 0
 
     def _backward(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
-        dy_BSD, (stash, slot) = _taken(carry.cotangents, row.taken), self._stashed(carry, row)
-        i, chunk = row.microbatch, row.chunk
-        dx_BSD, blocks = self.layers.backward(dy_BSD, i, chunk, stash, slot, carry.blocks, row.on > 0)
-        return self._passed_back(carry._replace(blocks=blocks), dx_BSD, row, ends)
-
-    def _input(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
-        dy_BSD, (stash, slot) = _taken(carry.cotangents, row.taken), self._stashed(carry, row)
-        i, chunk = row.microbatch, row.chunk
-        dx_BSD, blocks, waiting = self.layers.input_gradient(
-            dy_BSD, i, chunk, stash, slot, carry.blocks, row.on > 0, carry.waiting, row.waits
+        dy_BSD, (stash, slot) = taken(carry.cotangents, row.taken), self._stashed(carry, row)
+        dx_BSD, blocks, waiting = self.layers.backward(
+            dy_BSD, row.microbatch, row.chunk, stash, slot, carry.blocks, row.on > 0, carry.waiting, row.waits
         )
         return self._passed_back(carry._replace(blocks=blocks, waiting=waiting), dx_BSD, row, ends)
 
     def _weight(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
-        stash = None if self.by_stage else carry.stash
-        i, chunk = row.microbatch, row.chunk
         blocks = self.layers.weight_gradient(
-            i, chunk, stash, row.kept, carry.waiting, row.waits, carry.blocks, row.on > 0
+            row.microbatch, row.chunk, carry.stash, row.kept, carry.waiting, row.waits, carry.blocks, row.on > 0
         )
         return carry._replace(blocks=blocks)
 
@@ -373,17 +368,13 @@ def _some(share: float, some: Array, do: Callable[[Any], Any], x: Any) -> Any:
 
     All stages agree on these rounds, so `do` may communicate.
     """
-    if share in (0.0, 1.0) or share > 0.5:
-        return do(x) if share else x
-    return jax.lax.cond(some, do, lambda x: x, x)
+    if not share:
+        return x
+    return do(x) if share > 0.5 else jax.lax.cond(some, do, lambda x: x, x)
 
 
 def _plus(total: LossSums, more: LossSums) -> LossSums:
     return total._replace(loss=total.loss + more.loss, nll=total.nll + more.nll, tokens=total.tokens + more.tokens)
-
-
-def _taken(x: Array, at: Any) -> Array:
-    return jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
 
 
 def _put(buffer: Array, x: Array, slot: Any) -> Array:

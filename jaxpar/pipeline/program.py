@@ -187,15 +187,10 @@ class _Slots:
             else:
                 yield _Use(t + _WRITTEN, self.at[s, Action("weight", *action[1:])] + _READ, ("waits", action))
 
-    def _find(self, s: int, *keys: tuple[str, Action | int]) -> int:
-        """The slot of the first of these that has one; 0 where none has."""
-        for key in keys:
-            found = self.slot[s].get(key)
-            if isinstance(found, tuple):
-                found = self.slot[s].get(found)
-            if found is not None:
-                return found
-        return 0
+    def _find(self, s: int, what: str, of: Action | int) -> int:
+        """The slot of a stage's use; 0 where there is none."""
+        found = self.slot[s].get((what, of), 0)
+        return self.slot[s][found] if isinstance(found, tuple) else found
 
     def rows(self, kind: Kind, rounds: range) -> Rows:
         """The rows of a kind of tick in these rounds."""
@@ -209,13 +204,13 @@ class _Slots:
                 of = "activation of" if kind == "forward" else "cotangent of"
                 found[:, row, s] = (
                     action is not None, *unit,
-                    self._find(s, ("kept", t if action is None else Action("forward", *unit))),
-                    0 if action is None else self._find(s, (of, action)),
-                    self._find(s, ("arrives", t)),
+                    self._find(s, "kept", t if action is None else Action("forward", *unit)),
+                    0 if action is None else self._find(s, of, action),
+                    self._find(s, "arrives", t),
                     action is not None and s == 0 and there.chunk == 0,
                     action is not None and s == P - 1 and there.chunk == v - 1 and kind == "forward",
-                    self._find(s, ("loss", t)),
-                    self._find(s, ("waits", t if action is None else Action("input", *unit))),
+                    self._find(s, "loss", t),
+                    self._find(s, "waits", t if action is None else Action("input", *unit)),
                 )  # fmt: skip
         of_round = found[6].any(axis=1), found[7].any(axis=1), np.sum(found[1] * found[7], axis=1)
         return Rows(*[*found, *of_round])

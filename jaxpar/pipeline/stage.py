@@ -33,7 +33,6 @@ class Model(Protocol):
     def embed(self, params: Any, tokens_BS: Any, positions_BS: Any, plan: Plan, key: Any = None) -> Array: ...
     def layer(self, layer: Any, xs: Any, places: Any, plan: Plan, key: Any) -> tuple[tuple[Array, ...], Any]: ...
     def score(self, params: Any, x_BSD: Any, labels_BS: Any, plan: Plan, weights: LossWeights) -> LossSums: ...
-    def shapes(self, order: Sequence[int] | None = None) -> Any: ...
 
 
 class Place(NamedTuple):
@@ -64,7 +63,7 @@ class Recipe(NamedTuple):
     parts: Parts | None = None
 
 
-class Layers:
+class Stack:
     """The layers of one stage, inside the `shard_map` over stages.
 
     Args:
@@ -94,7 +93,7 @@ class Layers:
 
     def _at(self, chunk: Any, j: Any) -> Any:
         """The weights of a place of a chunk."""
-        return jax.tree.map(lambda x: _taken(x, chunk * self.count + j), self.weights)
+        return jax.tree.map(lambda x: taken(x, chunk * self.count + j), self.weights)
 
     def _differentiated(self, weights: Any, place: Place, xs: Any) -> tuple[Any, list[Array], Any]:
         """A layer's outputs, and its backward's arrays and the tree they are in."""
@@ -167,43 +166,25 @@ class Layers:
         xs, stash, routed = self._scan(body, (self._halves(x), stash, zeros))
         return whole_batch(xs, STORED, self.plan), stash, routed
 
-    def backward(self, dy: Array, i: Any, chunk: Any, stash: Any, slot: Any, grads: Any, on: Any) -> tuple[Array, Any]:
-        """The gradient of a chunk's input; `grads` with those of its weights added where the stage is `on`."""
-
-        def body(carry: Any, j: Any) -> Any:
-            dxs, grads = carry
-            kept = [_taken(_taken(buffer, slot), j) for buffer in stash]
-            dweights, dxs = self._pulled(kept, self._at(chunk, j), self.place(i, chunk, j), (dxs, self.added))
-            return dxs, self._added(grads, dweights, chunk, j, on)
-
-        dxs, grads = self._scan(body, (self._halves(dy), grads), reverse=True)
-        return whole_batch(dxs, STORED, self.plan), grads
-
-    def _added(self, grads: Any, dweights: Any, chunk: Any, j: Any, on: Any) -> Any:
-        at = chunk * self.count + j
-
-        def add(total: Array, x: Array | None) -> Array:
-            if x is None:
-                return total
-            more = jnp.where(on, x.astype(total.dtype), 0)
-            return jax.lax.dynamic_update_index_in_dim(total, _taken(total, at) + more, at, 0)
-
-        return jax.tree.map(add, grads, dweights, is_leaf=lambda x: x is None)
-
-    # Where the gradients of weights wait: the two halves of `backward`.
-
-    def input_gradient(
-        self, dy: Array, i: Any, chunk: Any, stash: Any, slot: Any, grads: Any, on: Any, waiting: Any, wait: Any
+    def backward(
+        self, dy: Array, i: Any, chunk: Any, stash: Any, slot: Any, grads: Any, on: Any, waiting: Any = None,
+        wait: Any = 0,
     ) -> tuple[Array, Any, Any]:  # fmt: skip
-        """As `backward`, but what the gradients of matrices are made of goes into slot `wait` of `waiting`."""
+        """The gradient of a chunk's input; `grads` with those of its weights added where the stage is `on`.
+
+        Where weights' gradients wait only vectors' are added; what those of matrices are made of goes into slot `wait`
+        of `waiting`, arrays [slots, places, ...].
+        """
         parts = self.recipe.parts
-        assert parts is not None
 
         def body(carry: Any, j: Any) -> Any:
             dxs, grads, waiting = carry
-            kept = [_taken(_taken(buffer, slot), j) for buffer in stash]
-            (dweights, dxs), needed = parts.first(kept, self._at(chunk, j), self.place(i, chunk, j), (dxs, self.added))
-            waiting = [_put(buffer, x, wait, j) for buffer, x in zip(waiting, needed, strict=True)]
+            given = _slot(stash, slot, j), self._at(chunk, j), self.place(i, chunk, j), (dxs, self.added)
+            if parts is None:
+                dweights, dxs = self._pulled(*given)
+            else:
+                (dweights, dxs), needed = parts.first(*given)
+                waiting = [_put(buffer, x, wait, j) for buffer, x in zip(waiting, needed, strict=True)]
             return dxs, self._added(grads, dweights, chunk, j, on), waiting
 
         dxs, grads, waiting = self._scan(body, (self._halves(dy), grads, waiting), reverse=True)
@@ -212,21 +193,37 @@ class Layers:
     def weight_gradient(
         self, i: Any, chunk: Any, stash: Any, slot: Any, waiting: Any, wait: Any, grads: Any, on: Any
     ) -> Any:
-        """`grads` with those of a chunk's matrices added."""
+        """`grads` with those of a chunk's matrices added, which have waited."""
         parts = self.recipe.parts
         assert parts is not None
 
         def body(grads: Any, j: Any) -> Any:
-            needed = [_taken(_taken(buffer, wait), j) for buffer in waiting]
-            kept = ([_taken(_taken(buffer, slot), j) for buffer in stash],) if self._stashed else ()
-            dweights, _ = parts.second(needed, *kept, self._at(chunk, j), self.place(i, chunk, j))
+            kept = (_slot(stash, slot, j),) if self._stashed else ()
+            dweights, _ = parts.second(_slot(waiting, wait, j), *kept, self._at(chunk, j), self.place(i, chunk, j))
             return self._added(grads, dweights, chunk, j, on)
 
         return self._scan(body, grads)
 
+    def _added(self, grads: Any, dweights: Any, chunk: Any, j: Any, on: Any) -> Any:
+        at = chunk * self.count + j
 
-def _taken(x: Array, at: Any) -> Array:
+        def add(total: Array, x: Array | None) -> Array:
+            if x is None:
+                return total
+            more = jnp.where(on, x.astype(total.dtype), 0)
+            return jax.lax.dynamic_update_index_in_dim(total, taken(total, at) + more, at, 0)
+
+        return jax.tree.map(add, grads, dweights, is_leaf=lambda x: x is None)
+
+
+def taken(x: Array, at: Any) -> Array:
+    """`x[at]` of an index that is not known ahead."""
     return jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
+
+
+def _slot(buffers: Sequence[Array], slot: Any, j: Any) -> list[Array]:
+    """What is at [slot, j] of each."""
+    return [taken(taken(buffer, slot), j) for buffer in buffers]
 
 
 def _put(buffer: Array, x: Array, slot: Any, j: Any) -> Array:

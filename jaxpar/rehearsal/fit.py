@@ -18,7 +18,7 @@ from jaxpar.models import Model
 from jaxpar.pipeline.layers import layers_of
 from jaxpar.pipeline.program import program
 from jaxpar.pipeline.schedules import schedule
-from jaxpar.pipeline.stage import Layers, Place, Recipe
+from jaxpar.pipeline.stage import Place, Recipe, Stack
 from jaxpar.sharding import Plan
 
 _STATE = ("parameters", "optimizer", "gradients")
@@ -198,14 +198,14 @@ def _held(config: Config, plan: Plan) -> int:
 
 
 def _recipe(config: Config, plan: Plan, x: jax.ShapeDtypeStruct, waits: bool, stashed: bool) -> Recipe:
-    """What a layer of the pipeline keeps; arguments as for `Layers.prepare`."""
+    """What a layer of the pipeline keeps; arguments as for `Stack.prepare`."""
     model, parts = Model(config.model), plan.overlap.parts
     found: list[Recipe] = []
 
     def prepare(weights: Any) -> int:
         positions = jnp.zeros((x.shape[0] // parts, x.shape[1]), jnp.int32)
         added = RouterSums(*jnp.zeros(3)) if config.model.experts else None
-        layers = Layers(model, plan, weights, lambda *_: Place([(positions, None)] * parts, None, None), 1, added)
+        layers = Stack(model, plan, weights, lambda *_: Place([(positions, None)] * parts, None, None), 1, added)
         layers.prepare(x, waits, stashed)
         found.append(layers.recipe)
         return 0
