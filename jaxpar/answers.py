@@ -27,7 +27,7 @@ from jaxpar.loss import LossSums
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.models import FAMILIES, Model, Params
 from jaxpar.models import model as model_module
-from jaxpar.pipeline import reordered, stored_order
+from jaxpar.pipeline import reorder_layers, stored_order
 from jaxpar.sharding import Plan, path_name, replicated, tree_shardings
 from jaxpar.xla import compiler_options
 
@@ -153,7 +153,9 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     )
     layers = case.model.config.layers
     order = stored_order(plan, layers)
-    params = case.params | {"blocks": jax.tree.map(lambda x: reordered(x, None, order, layers), case.params["blocks"])}
+    params = case.params | {
+        "blocks": jax.tree.map(lambda x: reorder_layers(x, None, order, layers), case.params["blocks"])
+    }
     with _matmuls(exact):
         sums, grads = jitted(jax.device_put(params, shardings), jax.device_put(case.batch, batch_sharding))
     return _answer(sums, grads, partial(in_model_order, plan=plan, layers=layers))
@@ -163,7 +165,7 @@ def in_model_order(name: str, copies: np.ndarray, plan: Plan, layers: int) -> np
     """Copies [n, *shape] of a parameter, its layers in the model's order and not as the plan stores them."""
     if not name.startswith("blocks."):
         return copies
-    return reordered(copies.swapaxes(0, 1), stored_order(plan, layers), None, layers).swapaxes(0, 1)
+    return reorder_layers(copies.swapaxes(0, 1), stored_order(plan, layers), None, layers).swapaxes(0, 1)
 
 
 def _untuned(devices: list[jax.Device]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from jaxpar.report import communication_table, console, sharding_table
 from jaxpar.runtime import start
 from jaxpar.schedule_picture import comparison_table, schedule_figure, schedule_text
 from jaxpar.sharding import placements
+from jaxpar.shrink import total_sizes
 from jaxpar.step import make_plan, param_shapes, plan_notes
 
 
@@ -88,7 +89,7 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     stages = mesh.stage * mesh.dcn.stage
     if stages < 2:
         raise UserError(f"mesh.stage={mesh.stage}: a pipeline has two stages or more to schedule, try --mesh.stage 4")
-    table = schedule(name, stages, microbatches(config), v)
+    table = schedule(name, stages, microbatches(config, total_sizes(mesh)), v)
     layers = layers_of(config.model.layers, stages, config.pipeline)
     chunks = v if v > 1 else 2 if config.model.layers % (2 * stages) == 0 else 1
     compared = compare(stages, table.microbatches, chunks)

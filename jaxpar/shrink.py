@@ -204,7 +204,7 @@ def _shrink_pipeline(
         small = tuple(1 + (count > min(counts)) for count in counts)
     else:
         small = (1, 2, *[1] * (parts - 2))
-    M = microbatches(config, pieces("batch", config.rules, asked))
+    M = microbatches(config, asked)
     over = M % before  # as many more than a multiple of the stages, or some more
     least = 3 * stages + (over if stages == before else min(over, 1))
     least = min(M, least if before <= M else max(stages - 1, 1))

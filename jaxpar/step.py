@@ -27,7 +27,7 @@ from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
 from jaxpar.optim import learning_rate, make_optimizer
 from jaxpar.parallel import ATTENDED, GATHERED, STORED, overlap_notes
-from jaxpar.pipeline import check_stages, microbatches, pipeline_notes, reordered, stored_order
+from jaxpar.pipeline import check_stages, microbatches, pipeline_notes, reorder_layers, stored_order
 from jaxpar.sharding import Plan, ShardingRules, fit_heads, local_rows, replicated, state_axes, tree_shardings
 from jaxpar.xla import compiler_options
 
@@ -59,7 +59,7 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     model, train, shards = Model(config.model), config.train, plan.size("batch")
     microbatch = train.batch // train.accumulation
     if plan.size("stage") > 1:
-        count = microbatches(config, shards)
+        count = microbatches(config, plan.mesh.shape)
         check_stages(plan, model.config.layers, count)
         plan, microbatch = replace(plan, pipeline=replace(config.pipeline, microbatches=count)), microbatch // count
     shapes = param_shapes(model, plan)
@@ -149,7 +149,7 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
         return jax.jit(lambda: _fresh(model, config, order, key), out_shardings=shardings)()
 
     def start(params: Params) -> TrainState:
-        return in_order(_with_params(model, config, params), None, order, config)
+        return reorder_state(_with_params(model, config, params), None, order, config)
 
     return jax.jit(start, out_shardings=shardings, donate_argnums=0)(params)
 
@@ -162,14 +162,14 @@ def _with_params(model: Model, config: Config, params: Params) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.train, model.axes).init(params))
 
 
-def in_order(state: TrainState, before: Order, after: Order, config: Config) -> TrainState:
+def reorder_state(state: TrainState, before: Order, after: Order, config: Config) -> TrainState:
     """A state with its stacked layers in another stored order: see `jaxpar.pipeline.stored_order`."""
     if before == after:
         return state
     model, layers = Model(config.model), config.model.layers
 
     def moved(x: Any, axes: Any) -> Any:
-        return reordered(x, before, after, layers) if axes[:1] == ("layers",) else x
+        return reorder_layers(x, before, after, layers) if axes[:1] == ("layers",) else x
 
     params = jax.tree.map(moved, state.params, model.axes)
     opt_state = optax.tree_map_params(make_optimizer(config.train, model.axes), moved, state.opt_state, model.axes)

@@ -30,13 +30,13 @@ from jaxpar.sharding import Plan
 from jaxpar.step import (
     TrainState,
     batch_rows,
-    in_order,
     init_state,
     make_eval_step,
     make_plan,
     make_train_step,
     plan_notes,
     put_batch,
+    reorder_state,
     state_shapes,
     state_shardings,
     step_shapes,
@@ -132,7 +132,7 @@ def restore_state(
         state_shapes(model, config, plan, saved),
         state_shardings(model, config, replace(plan, rules=rules), saved),
     )
-    move = partial(in_order, before=saved, after=wanted, config=config)
+    move = partial(reorder_state, before=saved, after=wanted, config=config)
     return jax.jit(move, out_shardings=state_shardings(model, config, plan))(found), data
 
 

@@ -364,7 +364,7 @@ def _check_layout(config: Config, mesh: MeshSpec) -> None:
     plan = _layout(config, whole, rules_of(config, sizes))
     model, rows = Model(config.model), config.train.batch // config.train.accumulation
     if plan.size("stage") > 1:
-        count = microbatches(config, plan.size("batch"))
+        count = microbatches(config, sizes)
         check_stages(plan, config.model.layers, count)
         rows //= count
     tree_shardings(step.param_shapes(model, plan), model.axes, plan)

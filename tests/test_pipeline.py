@@ -22,11 +22,12 @@ from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Loop
 from jaxpar.mesh import devices_needed
 from jaxpar.models import Model
-from jaxpar.pipeline import layers_of, microbatches, reordered, schedule, stored_order
+from jaxpar.pipeline import layers_of, microbatches, reorder_layers, schedule, stored_order
 from jaxpar.pipeline.notes import _memory
 from jaxpar.pipeline.program import program
 from jaxpar.pipeline.traced import kept, split
 from jaxpar.sharding import Pipeline, Plan, replicated, tree_shardings
+from jaxpar.shrink import total_sizes
 
 SMALL = {"model.vocab_size": 90, "model.embed": 16, "model.heads": 2, "model.mlp": 24, "model.layers": 4,
          "data.seq_len": 10, "model.max_seq_len": 16, "train.batch": 16}  # fmt: skip
@@ -67,12 +68,12 @@ def test_orders_lead_from_one_to_another_and_back(library: Any) -> None:
     x = library.arange(14.0).reshape(7, 2) + 1
     uneven = layers_of(7, 4, Pipeline(layers=(1, 2, 3, 1))).order
     virtual = layers_of(7, 2, Pipeline(virtual=2, layers=(2, 2, 2, 1))).order
-    there = reordered(x, None, uneven, 7)
+    there = reorder_layers(x, None, uneven, 7)
     assert there.shape == (12, 2)
     assert (np.asarray(there)[np.array(uneven) < 0] == 0).all()
-    np.testing.assert_array_equal(reordered(there, uneven, None, 7), x)
+    np.testing.assert_array_equal(reorder_layers(there, uneven, None, 7), x)
     np.testing.assert_array_equal(
-        reordered(reordered(there, uneven, virtual, 7), virtual, None, 7), reordered(x, None, None, 7)
+        reorder_layers(reorder_layers(there, uneven, virtual, 7), virtual, None, 7), reorder_layers(x, None, None, 7)
     )
 
 
@@ -98,12 +99,22 @@ def test_layers_that_do_not_fit_are_refused(layers: int, stages: int, pipeline: 
 # Microbatches, and other input.
 
 
+def microbatches_of(**changes: Any) -> int:
+    config = config_of(**changes)
+    return microbatches(config, total_sizes(config.mesh))
+
+
 def test_microbatches_are_as_many_as_the_batch_allows() -> None:
-    assert microbatches(config_of(mesh__stage=4, train__batch=64)) == 16  # four a stage
-    assert microbatches(config_of(mesh__stage=4, train__batch=12)) == 12
-    assert microbatches(config_of(mesh__stage=4, mesh__data=2, train__batch=12)) == 6
-    assert microbatches(config_of(mesh__stage=2, train__batch=14)) == 7
-    assert microbatches(config_of(mesh__stage=2, train__batch=16, train__accumulation=4)) == 4
+    assert microbatches_of(mesh__stage=4, train__batch=64) == 16  # four a stage
+    assert microbatches_of(mesh__stage=4, train__batch=12) == 12
+    assert microbatches_of(mesh__stage=4, mesh__data=2, train__batch=12) == 6
+    assert microbatches_of(mesh__stage=2, train__batch=14) == 7
+    assert microbatches_of(mesh__stage=2, train__batch=16, train__accumulation=4) == 4
+
+
+def test_stages_that_are_all_devices_count_in_the_microbatches() -> None:
+    config = config_of(mesh__stage=-1, train__batch=64)
+    assert step.make_plan(config, jax.devices()[:4]).pipeline.microbatches == 16
 
 
 @pytest.mark.parametrize(
@@ -248,7 +259,7 @@ def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
     plan, model = plan_of(config), Model(config.model)
     order, L = stored_order(plan, config.model.layers), config.model.layers
     params = random_params(model)
-    params["blocks"] = jax.tree.map(lambda x: reordered(x, None, order, L), params["blocks"])
+    params["blocks"] = jax.tree.map(lambda x: reorder_layers(x, None, order, L), params["blocks"])
     places = tree_shardings(step.param_shapes(model, plan), model.axes, plan)
 
     def run(params: Any, batch: Any) -> Any:
@@ -258,7 +269,7 @@ def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
     tokens = plan.sharding(TOKENS)
     jitted = jax.jit(run, in_shardings=(places, tokens), out_shardings=(replicated(plan), places))
     sums, grads = jax.device_get(jitted(jax.device_put(params, places), jax.device_put(random_batch(config), tokens)))
-    grads["blocks"] = jax.tree.map(lambda x: reordered(x, order, None, L), grads["blocks"])
+    grads["blocks"] = jax.tree.map(lambda x: reorder_layers(x, order, None, L), grads["blocks"])
     return sums, grads
 
 
@@ -408,7 +419,7 @@ def test_a_pipeline_that_fsdp_could_spare_is_told_so(monkeypatch: pytest.MonkeyP
     config = config_of(mesh__stage=8, model__layers=8, pipeline__microbatches=8)
     _, said = notes_of(config)
     assert said.startswith(
-        "fsdp alone fits: 0.0 of 95 GiB a device with --mesh.stage 1 --mesh.fsdp 8 and memory.policy"
+        "fsdp alone fits: about 0.0 of 95 GiB a device with --mesh.stage 1 --mesh.fsdp 8 and memory.policy"
     )
     assert said.endswith("a pipeline of 8 with 8 microbatches idles 47 %")
     monkeypatch.setattr("jaxpar.pipeline.notes._memory", lambda plan: 2**10)

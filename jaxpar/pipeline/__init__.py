@@ -7,7 +7,7 @@ from jaxpar.pipeline.layers import check_stages as check_stages
 from jaxpar.pipeline.layers import layers_in as layers_in
 from jaxpar.pipeline.layers import layers_of as layers_of
 from jaxpar.pipeline.layers import microbatches as microbatches
-from jaxpar.pipeline.layers import reordered as reordered
+from jaxpar.pipeline.layers import reorder_layers as reorder_layers
 from jaxpar.pipeline.layers import stored_order as stored_order
 from jaxpar.pipeline.notes import pipeline_notes as pipeline_notes
 from jaxpar.pipeline.schedules import Table as Table

@@ -7,7 +7,7 @@ together: with several virtual stages, or where layers do not divide, that is an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ import numpy as np
 
 from jaxpar.config import Config
 from jaxpar.errors import UserError
-from jaxpar.mesh import axis_sizes
 from jaxpar.pipeline.schedules import check_sizes
 from jaxpar.sharding import Pipeline, Plan, named_axes
 
@@ -105,7 +104,7 @@ def stored_order(plan: Plan, layers: int) -> tuple[int, ...] | None:
     return None if found is None or found.natural else found.order
 
 
-def reordered(x: Any, before: Sequence[int] | None, after: Sequence[int] | None, layers: int) -> Any:
+def reorder_layers(x: Any, before: Sequence[int] | None, after: Sequence[int] | None, layers: int) -> Any:
     """A stacked array [places, ...] from one stored order to another: `None` is the model's own.
 
     Args:
@@ -151,12 +150,12 @@ def check_stages(plan: Plan, layers: int, count: int) -> None:
     layers_of(layers, plan.size("stage"), plan.pipeline)
 
 
-def microbatches(config: Config, shards: int | None = None) -> int:
+def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
     """How many microbatches are in the pipeline together.
 
     Args:
       config: `pipeline.microbatches`, the batch and its accumulation.
-      shards: into how many the plan splits the batch; None = as the config's mesh says, an axis of -1 counted as 1.
+      sizes: devices along each mesh axis, of all slices.
 
     Raises:
       UserError: microbatches that do not divide the batch, or of fewer sequences than shards.
@@ -164,13 +163,12 @@ def microbatches(config: Config, shards: int | None = None) -> int:
     train, asked = config.train, config.pipeline.microbatches
     if asked < 0:
         raise UserError(f"pipeline.microbatches={asked} is below 0: 0 is as many as the batch allows")
-    if shards is None:
-        sizes = {axis: max(size, 1) * getattr(config.mesh.dcn, axis) for axis, size in axis_sizes(config.mesh).items()}
-        shards = math.prod(sizes[axis] for axis in named_axes("batch", config.rules))
+    shards, stages = (
+        math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, config.rules)) for axis in ("batch", "stage")
+    )
     rows = train.batch // train.accumulation
     allowed = [n for n in range(1, rows // shards + 1) if rows % (n * shards) == 0]
     if not asked:
-        stages = max(config.mesh.stage, 1) * config.mesh.dcn.stage
         return max((n for n in allowed if n <= _MOST_A_STAGE * stages), default=1)
     if asked not in allowed:
         parts = f" / accumulation={train.accumulation}" if train.accumulation > 1 else ""

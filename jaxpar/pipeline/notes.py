@@ -21,7 +21,7 @@ _LONG = 0.25  # an idle share worth a word
 
 def pipeline_notes(config: Config, plan: Plan, parameters: int) -> list[str]:
     """The schedule in figures, and what speaks against it: idle stages, layers that do not divide, an fsdp that would
-    do. A backward is taken as twice a forward, or three times where it recomputes.
+    do. A backward is taken as twice a forward, and one more each for recomputing blocks and the stage.
 
     Args:
       config: the experiment.
@@ -34,7 +34,8 @@ def pipeline_notes(config: Config, plan: Plan, parameters: int) -> list[str]:
         return _without_stages(config)
     M, v = pipeline.microbatches, pipeline.virtual
     table = schedule(pipeline.schedule, P, M, v)
-    found = simulate(table, Times(1.0, 2.0 if plan.remat == "none" else 3.0, 1.0))
+    again = 0 if plan.remat == "none" else 1 + (pipeline.stash == "stage")
+    found = simulate(table, Times(1.0, 2.0 + again, 1.0))
     idle = 100 * found.bubble
     kept = f"keeps {max(found.stash)} input{'s' if max(found.stash) > 1 else ''} at most"
     sizes = f"{pipeline.schedule}, {P} stages, {M} microbatches"
@@ -72,12 +73,10 @@ def _if_idle(config: Config, plan: Plan, parameters: int, idle: float) -> str:
     rows = config.train.batch // config.train.accumulation
     if there and needed < _ROOM * there and rows % (plan.size("batch") * P) == 0 and config.mesh.dcn.stage == 1:
         return (
-            f"fsdp alone fits: {needed / 2**30:.1f} of {there / 2**30:.0f} GiB a device with --mesh.stage 1 "
+            f"fsdp alone fits: about {needed / 2**30:.1f} of {there / 2**30:.0f} GiB a device with --mesh.stage 1 "
             f"--mesh.fsdp {fsdp * P} and memory.policy full; {said}"
         )
     more = simulate(schedule(plan.pipeline.schedule, P, 4 * P, plan.pipeline.virtual)).bubble
-    if M >= 4 * P:
-        return f"{said}: more virtual stages idle less (--pipeline.schedule interleaved --pipeline.virtual 2)"
     return f"{said}; with {4 * P} it would {100 * more:.0f} %: try --pipeline.microbatches {4 * P} and a batch for it"
 
 
