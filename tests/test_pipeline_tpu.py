@@ -65,3 +65,11 @@ def test_stages_on_four_slices_send_beside_their_compute() -> None:
     loops = [[other.op_name for other in between(body, one) if other.opcode == "while"] for one in sends]
     assert sum(any("/backward/while" in name for name in names) for names in loops) == 1
     assert sum(any("/forward/while" in name for name in names) for names in loops) == 1
+
+
+def test_layers_one_after_another_compile() -> None:
+    """Layers that are not scanned, unlike `SMALL`'s: a loop that XLA unrolls by itself ended this compiler."""
+    small = {"mesh.platform": "auto", "mesh.data": 1, "mesh.stage": 2, "pipeline.schedule": "zb_h1"}
+    config = override(load_config("tiny"), small | {"model.layers": 4})
+    assert not config.model.scan_layers
+    assert "collective-permute" in compile_step(config, load_target("v5e-8")).text

@@ -141,11 +141,13 @@ class Stack:
     def _halves(self, x: Array) -> tuple[Array, ...]:
         return halves(x, STORED, self.plan)
 
-    def _scan(self, body: Callable[..., Any], carry: Any, reverse: bool = False) -> Any:
-        unroll = not self.model.config.scan_layers
-        return jax.lax.scan(
-            lambda c, j: (body(c, j), None), carry, jnp.arange(self.count), self.count, reverse, unroll
-        )[0]
+    def _scan(self, body: Callable[[Any, Any], Any], carry: Any, reverse: bool = False) -> Any:
+        """`body(carry, j)` for each place of a chunk, in a loop or one after another as the model has its layers."""
+        if self.model.config.scan_layers:
+            return jax.lax.scan(lambda c, j: (body(c, j), None), carry, jnp.arange(self.count), reverse=reverse)[0]
+        for j in range(self.count)[:: -1 if reverse else 1]:
+            carry = body(carry, j)
+        return carry
 
     def forward(self, x: Array, i: Any, chunk: Any, stash: Any = None, slot: Any = 0) -> tuple[Array, Any, Any]:
         """The output of a chunk for a microbatch, the stash with what its layers keep in `slot`, and the router's sums
