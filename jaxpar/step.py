@@ -151,7 +151,8 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
     def start(params: Params) -> TrainState:
         return reorder_state(_with_params(model, config, params), None, order, config)
 
-    return jax.jit(start, out_shardings=shardings, donate_argnums=0)(params)
+    reused = () if plan.size("stage") > 1 else (0,)  # an import has every stage's layers: no array is as large as here
+    return jax.jit(start, out_shardings=shardings, donate_argnums=reused)(params)
 
 
 def _fresh(model: Model, config: Config, order: Order, key: jax.Array) -> TrainState:

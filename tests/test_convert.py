@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -44,6 +45,21 @@ def test_an_import_exports_to_the_same_bits_and_trains_on(hf_folder: Path, tmp_p
     assert export_run(config, tmp_path / "run", tmp_path / "trained", 0, "bfloat16") == 2
     with pytest.raises(UserError, match="has checkpoints already"):
         import_run(config, hf_folder, tmp_path / "run")
+
+
+def test_stages_store_an_import_in_their_order_and_export_it_in_the_files(tmp_path: Path) -> None:
+    model = Model(replace(MODEL, layers=5))
+    export_hf(jax.jit(model.init)(jax.random.key(8)), model, tmp_path / "hf")
+    changes = {"mesh.tensor": 1, "mesh.stage": 2, "pipeline.schedule": "interleaved", "pipeline.virtual": 2}
+    config = override(config_for(tmp_path / "hf"), changes | {"pipeline.layers": (1, 2, 1, 1)})
+    import_run(config, tmp_path / "hf", tmp_path / "run")
+    export_run(config, tmp_path / "run", tmp_path / "back", 0, "float32")
+    export_run(config_for(tmp_path / "hf"), tmp_path / "run", tmp_path / "unstaged", 0, "float32")
+    want, *found = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back", "unstaged"))
+    for name, array in want.items():
+        for tensors in found:
+            np.testing.assert_array_equal(tensors[name], array)
+    assert train(config, tmp_path / "run").step == 2
 
 
 def test_a_config_of_another_model_is_refused(hf_folder: Path, tmp_path: Path) -> None:
