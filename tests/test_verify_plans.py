@@ -12,6 +12,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from verified_tables import print_table
 
 from jaxpar import verify
 from jaxpar.config import Config, override
@@ -111,12 +112,12 @@ PLANS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def words(mesh: dict[str, int], changes: dict[str, Any]) -> str:
-    """A plan in a table's cell."""
+def words(mesh: dict[str, int], changes: dict[str, Any]) -> tuple[str, str]:
+    """A plan in a table's cells."""
     parts = [
         f"{name.partition('.')[2]} {_value(value)}" for name, value in changes.items() if value not in ("off", "xla")
     ]
-    return f"{' x '.join(f'{axis}={size}' for axis, size in mesh.items())} | {', '.join(parts)}"
+    return " x ".join(f"{axis}={size}" for axis, size in mesh.items()), ", ".join(parts)
 
 
 def _value(value: Any) -> str:
@@ -126,25 +127,9 @@ def _value(value: Any) -> str:
 @pytest.mark.slow
 def test_the_table_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the table of docs/verify.md."""
-    different, worst = [], 0.0
-    with capsys.disabled():
-        print("\n| model | mesh | with | loss | worst gradient | bfloat16 |\n|---|---|---|---|---|---|", flush=True)
-    for model, mesh, changes in PLANS:
-        config = config_of(model, mesh, changes)
-        found = verify.verify(config, jax.devices())
-        check, *rounded = found.checks
-        largest = max(check.rows, key=lambda row: row.error)
-        worst = max(worst, largest.error)
-        if not found.equal:
-            different.append(verdict(found))
-        shares = [row.error / row.tolerance for one in rounded for row in one.rows]
-        cells = [model, words(mesh, changes), f"{check.loss_error:.1e}", f"{largest.error:.1e} {largest.name}"]
-        cells += [f"{max(shares):.2f}" if shares else ""] if found.equal else ["DIFFERS"]
-        with capsys.disabled():
-            print(f"| {' | '.join(cells)} |", flush=True)
-    with capsys.disabled():
-        print(f"\n{len(PLANS)} plans, {len(different)} different; worst gradient {worst:.1e}")
-    assert not different, "\n".join(different)
+    found = (verify.verify(config_of(*plan), jax.devices()) for plan in PLANS)
+    rows = (([plan[0], *words(*plan[1:])], result) for plan, result in zip(PLANS, found, strict=True))
+    print_table(["model", "mesh", "with"], rows, capsys)
 
 
 def test_there_are_many_plans_and_no_two_alike() -> None:
