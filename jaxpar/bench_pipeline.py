@@ -60,9 +60,15 @@ def compare_schedules(config: Config, target: Target, say: Callable[[str], None]
     if stages == 1:
         raise UserError("bench pipeline compares schedules of a config with stages: try --mesh.stage 4")
     rows_each = config.train.batch // config.train.accumulation // given.microbatches
-    found = []
+    chunks, found = max(given.virtual, 2), []
+    layers = config.model.layers
+    divided = layers % (stages * chunks) == 0
+    if not divided:
+        say(f"without interleaved and looped: {stages} stages x {chunks} do not divide model.layers={layers}")
     for name in get_args(Schedule):
-        virtual = max(given.virtual, 2) if name in ("interleaved", "looped") else 1
+        virtual = chunks if name in ("interleaved", "looped") else 1
+        if virtual > 1 and not divided:
+            continue
         for M in (times * stages for times in _TIMES):
             pipeline = dataclasses.replace(given, schedule=name, microbatches=M, virtual=virtual, layers=())
             train = dataclasses.replace(config.train, batch=rows_each * M, accumulation=1)
@@ -86,15 +92,8 @@ def _row(config: Config, target: Target, stages: int) -> Row:
 def schedules_table(rows: Sequence[Row]) -> str:
     """A Markdown table."""
     head = (
-        "schedule",
-        "microbatches",
-        "ticks",
-        "bubble",
-        "temporaries, GiB",
-        "peak less arguments",
-        "step, s",
-        "tokens/s",
-    )
+        "schedule", "microbatches", "ticks", "bubble", "temporaries, GiB", "peak less arguments", "step, s", "tokens/s",
+    )  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     return "\n".join([*lines, *map(_line, rows)])
 
