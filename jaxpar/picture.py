@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from matplotlib.patches import Rectangle
 from jaxpar.sharding import Placement, Plan
 
 _TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
+_ROOM, _LETTER = (185, 235), 4.3  # points: height and width of an array's drawing, width of a letter on it
 
 
 def loss_figure(rows: Sequence[dict[str, Any]], title: str, references: dict[str, float] | None = None) -> Figure:
@@ -57,8 +59,9 @@ def save_figure(figure: Figure, path: Path) -> None:
 def mesh_figure(placements: Sequence[Placement], plan: Plan, title: str, most: int = 6) -> Figure:
     """How the largest arrays lie on the mesh: each a rectangle cut into shards, coloured by the device that holds it.
 
-    Dims are flattened to the two that are split (or the last two); a shard that several devices hold lists them
-    (where many shards leave no room: the first of them and a plus).
+    Dims are flattened to the two that are split (or the last two); of more split dims, several share an axis, each
+    unrolled inside every part of the one before it, with thick lines between the parts. A shard that several devices
+    hold lists them (where that leaves no room: the first of them and a plus, or nothing).
     """
     largest = sorted(placements, key=lambda row: -math.prod(row.shape))[:most]
     columns = min(3, len(largest))
@@ -82,31 +85,59 @@ def _draw_array(axes: Any, row: Placement, plan: Plan) -> None:
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, row.shape, strict=True))
         holders.setdefault(bounds, []).append(ids[device])
     split = [d for d in range(len(row.shape)) if d < len(row.spec) and row.spec[d] is not None]
-    dims = ([*split, *(d for d in reversed(range(len(row.shape))) if d not in split), None, None])[:2]
-    dims = sorted(dims, key=lambda d: -1 if d is None else d)
+    whole = [d for d in reversed(range(len(row.shape))) if d not in split]
+    dims = sorted([*split, *whole][: max(2, len(split))])
+    half = max(1, len(dims) // 2)
+    down, across = dims[:-half], dims[-half:]  # the dims along y and along x, outer ones first
+    spans = [(_span(bounds, row.shape, down), _span(bounds, row.shape, across)) for bounds in holders]
+    high, wide = (points / len(set(cuts)) for points, cuts in zip(_ROOM, zip(*spans, strict=True), strict=True))
+    texts, size = _labels(list(holders.values()), high, wide)
+    edge = min(1, 0.4 * high, 0.4 * wide)
     colors = matplotlib.colormaps["tab20" if len(ids) <= 20 else "turbo"]
-    for bounds, devices in holders.items():
-        (top, bottom), (left, right) = ((0, 1) if d is None else bounds[d] for d in dims)
+    for devices, ((top, bottom), (left, right)), text in zip(holders.values(), spans, texts, strict=True):
         tint = colors(devices[0] % 20) if len(ids) <= 20 else colors(devices[0] / len(ids))
-        axes.add_patch(
-            Rectangle((left, top), right - left, bottom - top, facecolor=tint, edgecolor="white", alpha=0.75)
-        )
-        middle = (left + right) / 2, (top + bottom) / 2
-        if len(holders) <= 16:
-            axes.text(*middle, _device_list(devices), ha="center", va="center", fontsize=8)
-        elif len(holders) <= 256:  # room for a number only
-            more = "+" if len(devices) > 1 else ""
-            axes.text(*middle, f"{min(devices)}{more}", ha="center", va="center", fontsize=6)
-    rows, cols = (1 if d is None else row.shape[d] for d in dims)
-    axes.set(xlim=(0, cols), ylim=(rows, 0), xticks=[0, cols], yticks=[0, rows])
-    axes.set_xlabel(_dim_label(row, dims[1]), fontsize=9)
-    axes.set_ylabel(_dim_label(row, dims[0]), fontsize=9)
+        shard = Rectangle((left, top), right - left, bottom - top, facecolor=tint, edgecolor="white", alpha=0.75)
+        shard.set_linewidth(edge)
+        axes.add_patch(shard)
+        if text:
+            axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center", fontsize=size)
+    for axis, dims, line, most in ((axes.yaxis, down, axes.axhline, 16), (axes.xaxis, across, axes.axvline, 4)):
+        ticks = {0, row.shape[dims[0]] if dims else 1}
+        for depth in range(1, len(dims)):
+            starts = {_span(bounds, row.shape, dims[:depth])[0] for bounds in holders}
+            for start in starts - {0}:
+                line(start, color="white", linewidth=3 * edge * (len(dims) - depth))
+            if depth == 1 and len(starts) <= most:  # the parts of the outermost dim, whose units the axis has
+                ticks |= starts
+        axis.set_ticks(sorted(ticks))
+        axis.set_label_text(", then ".join(_dim_label(row, dim) for dim in dims), fontsize=9)
+    rows, cols = (row.shape[dims[0]] if dims else 1 for dims in (down, across))
+    axes.set(xlim=(0, cols), ylim=(rows, 0))
     axes.set_title(f"{row.name}\n{tuple(row.shape)}  {row.spec}", fontsize=9)
 
 
-def _dim_label(row: Placement, dim: int | None) -> str:
-    if dim is None:
-        return ""
+def _span(bounds: Sequence[tuple[int, int]], shape: Sequence[int], dims: Sequence[int]) -> tuple[float, float]:
+    """From where to where a shard reaches along an axis of these dims, in units of the first: each inside the last."""
+    start, stop = bounds[dims[0]] if dims else (0, 1)
+    for dim in dims[1:]:
+        start, stop = (start + (stop - start) * bound / shape[dim] for bound in bounds[dim])
+    return start, stop
+
+
+def _labels(holders: Sequence[list[int]], high: float, wide: float) -> tuple[list[str], int]:
+    """What fits on shards of so many points, and its font size: every one's devices, the first of them, or nothing."""
+    width = max(1, int(wide / _LETTER))
+    lists = [textwrap.fill(_device_list(devices), width, break_long_words=False) for devices in holders]
+    firsts = [f"{min(devices)}{'+' if len(devices) > 1 else ''}" for devices in holders]
+    for texts, size, most in ((lists, 8, 16), (firsts, 6, 256)):
+        lines = max(text.count("\n") + 1 for text in texts)
+        letters = max(len(line) for text in texts for line in text.split("\n"))
+        if len(holders) <= most and (1.2 * lines - 0.3) * size <= high and letters * _LETTER <= wide:
+            return texts, size
+    return [""] * len(holders), size
+
+
+def _dim_label(row: Placement, dim: int) -> str:
     entry = row.spec[dim] if dim < len(row.spec) else None
     over = "" if entry is None else " over " + (entry if isinstance(entry, str) else ", ".join(entry))
     return f"{row.axes[dim] or 'dim ' + str(dim)}{over}"

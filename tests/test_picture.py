@@ -1,5 +1,6 @@
 """Pictures: that they are written whole, and show what is so."""
 
+import itertools
 import re
 from math import prod
 
@@ -76,6 +77,53 @@ def test_an_array_is_cut_into_its_shards_each_labelled_with_its_devices(plan_of,
     drawn = sum(patch.get_width() * patch.get_height() for patch in axes.patches)
     assert drawn == abs(np.diff(axes.get_xlim())[0] * np.diff(axes.get_ylim())[0])
     assert axes.get_title().startswith(name)
+
+
+UNROLLED = {  # shape, logical axes, mesh axes, labels of y and x, ticks of y and x
+    "gate": (
+        ((4, 8, 16), ("layers", "embed", "mlp"), {"stage": 2, "fsdp": 2, "tensor": 2}),
+        ("layers over stage, then embed over fsdp", "mlp over tensor", [0, 2, 4], [0, 16]),
+    ),
+    "out": (
+        ((4, 4, 6, 8), ("layers", "heads", None, "embed"), {"stage": 2, "fsdp": 2, "tensor": 2}),
+        ("layers over stage, then heads over tensor", "embed over fsdp", [0, 2, 4], [0, 8]),
+    ),
+    "experts": (
+        ((4, 2, 8, 16), ("layers", "experts", "embed", "mlp"), {"stage": 2, "expert": 2, "fsdp": 2}),
+        ("layers over stage, then experts over expert", "embed over fsdp", [0, 2, 4], [0, 8]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNROLLED)
+def test_shards_of_an_array_split_over_three_dims_are_drawn_apart(plan_of, name):
+    (shape, names, sizes), (ylabel, xlabel, yticks, xticks) = UNROLLED[name]
+    plan = plan_of(**sizes)
+    rows = placements({name: jax.ShapeDtypeStruct(shape, np.float32)}, {name: names}, plan)
+    (axes,) = mesh_figure(rows, plan, "a mesh").axes
+    assert len(axes.patches) == len(axes.texts) == 8
+    for one, other in itertools.combinations([patch.get_bbox() for patch in axes.patches], 2):
+        wide, high = min(one.x1, other.x1) - max(one.x0, other.x0), min(one.y1, other.y1) - max(one.y0, other.y0)
+        assert wide <= 0 or high <= 0, (one, other)
+    drawn = sum(patch.get_width() * patch.get_height() for patch in axes.patches)
+    assert drawn == xticks[-1] * yticks[-1]
+    assert len({text.get_text() for text in axes.texts}) == 8
+    assert (axes.get_ylabel(), axes.get_xlabel()) == (ylabel, xlabel)
+    assert (axes.get_yticks().tolist(), axes.get_xticks().tolist()) == (yticks, xticks)
+    half = [int(text.get_text().removeprefix("device ")) // 4 for text in axes.texts]  # devices lie by stage first
+    assert half == [int(text.get_position()[1] > shape[0] / 2) for text in axes.texts]
+
+
+def test_labels_stay_inside_their_shards(plan_of):
+    plan = plan_of(fsdp=8)
+    rows = placements({"w": jax.ShapeDtypeStruct((4, 8), np.float32)}, {"w": (None, "embed")}, plan)
+    figure = mesh_figure(rows, plan, "a mesh")
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    for patch, text in zip(axes.patches, axes.texts, strict=True):
+        shard, label = patch.get_window_extent(), text.get_window_extent()
+        assert shard.x0 <= label.x0 <= label.x1 <= shard.x1
+        assert shard.y0 <= label.y0 <= label.y1 <= shard.y1
 
 
 def test_shards_are_coloured_by_their_first_device_and_named_by_their_axes(plan_of):
