@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import itertools
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-import tyro
-
-from jaxpar.config import Config, check, flatten, load_config, presets
-from jaxpar.errors import UserError, nearest
+from jaxpar.arguments import Commands, Overrides, asks_help, config_args, dispatch, parse, places
+from jaxpar.bench_commands import bench
+from jaxpar.config import Config, check, presets
+from jaxpar.errors import UserError
 from jaxpar.report import console, fail
-
-FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
-# A command's own switches stand alone (`--json`); those of a config take their value (`--data.pack True`).
-Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
 
 
 @dataclass(frozen=True)
@@ -75,23 +67,6 @@ class ShowArgs:
 
 
 @dataclass(frozen=True)
-class BenchArgs:
-    """The training step against another implementation of it, alternating in one run."""
-
-    config: Overrides
-    rounds: int = 15
-    """Alternations; the ratio's quartiles are over these."""
-    calls: int = 10
-    """Steps of each in a round."""
-    picture: str = ""
-    """`bench rehearse`: where to draw predicted against measured (PNG)."""
-    target: str = ""
-    """`bench overlap` and `bench pipeline`: the hardware, as for rehearse."""
-    step: bool = False
-    """`bench overlap`: rehearse the whole step too, not a block alone."""
-
-
-@dataclass(frozen=True)
 class RehearseArgs:
     """The training step compiled for hardware that is not here: does it fit, what takes the time, what is exposed."""
 
@@ -139,7 +114,7 @@ def train_command(words: list[str]) -> int:
     """jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"""
     from jaxpar.train import train
 
-    name, args = _config_args("train", TrainArgs, words)
+    name, args = config_args(train_command.__doc__, TrainArgs, words)
     config = _on(args.config, args.on, words) if args.on else args.config
     result = train(config, Path(args.run or Path("runs") / Path(name).stem), args.verify)
     return 130 if result.interrupted and not config.train.stop_at else 0
@@ -150,7 +125,7 @@ def verify_command(words: list[str]) -> int:
     from jaxpar.verdict import as_json, table, verdict
     from jaxpar.verify import verify
 
-    _, args = _config_args("verify", VerifyArgs, words)
+    _, args = config_args(verify_command.__doc__, VerifyArgs, words)
     config, out = _on(args.config, args.on, words) if args.on else args.config, console()
     found = verify(config, say=(lambda line: None) if args.json else out.print)
     if args.json:
@@ -165,7 +140,7 @@ def eval_command(words: list[str]) -> int:
     """jaxpar eval RUN_FOLDER [--step N] [--section.key value ...]"""
     from jaxpar.evaluate import evaluate_run
 
-    name, args = _config_args("eval", EvalArgs, words, _run_config)
+    name, args = config_args(eval_command.__doc__, EvalArgs, words, _run_config)
     result = evaluate_run(args.config, Path(name), args.step)
     text = json.dumps(result._asdict()) if args.json else (
         f"step {result.step}: validation loss {result.val_loss:.4f} nats a token, perplexity {result.perplexity:.3f}"
@@ -178,7 +153,7 @@ def show_command(words: list[str]) -> int:
     """jaxpar show CONFIG [--on MESH] [--out PNG] [--schedule] [--section.key value ...]"""
     from jaxpar.show import show, show_schedule
 
-    name, args = _config_args("show", ShowArgs, words)
+    name, args = config_args(show_command.__doc__, ShowArgs, words)
     config = _on(args.config, args.on, words) if args.on else args.config
     draw = show_schedule if args.schedule else show
     draw(check(config), Path(args.out or Path(name).stem + ".png"), args.json)
@@ -189,7 +164,7 @@ def rehearse_command(words: list[str]) -> int:
     """jaxpar rehearse CONFIG --target T [--html FILE] [--json FILE] [--against OTHER] [--section.key value ...]"""
     from jaxpar.rehearse import rehearse_words
 
-    name, args = _config_args("rehearse", RehearseArgs, words)
+    name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
     config = _on(args.config, args.on, words) if args.on else args.config
     return rehearse_words(name, config, args, "jaxpar rehearse " + " ".join(words))
 
@@ -198,12 +173,12 @@ def convert_command(words: list[str]) -> int:
     """jaxpar convert HF_FOLDER RUN_FOLDER [--section.key value ...], or RUN_FOLDER HF_FOLDER [--dtype D]"""
     from jaxpar import convert
 
-    if _asks_help(words):
-        _parse("convert", ConvertArgs(Config()), ["--help"])
-    source, target = map(Path, _places("convert", words, 2))
+    if asks_help(words):
+        parse(convert_command.__doc__, ConvertArgs(Config()), ["--help"])
+    source, target = map(Path, places(convert_command.__doc__, words, 2))
     exporting = (source / "config.toml").exists()
     base = _run_config(words[0]) if exporting else convert.config_of(source)
-    args = _parse("convert", ConvertArgs(base), words[2:])
+    args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
     if exporting:
         step = convert.export_run(args.config, source, target, args.step, args.dtype)
         console().print(f"exported step {step} of {source} to {target} ({args.dtype} safetensors)")
@@ -220,10 +195,10 @@ def tokenize_command(words: list[str]) -> int:
     from jaxpar.config import DataConfig
     from jaxpar.data import tokenize, unigram_entropy
 
-    if _asks_help(words):
-        _parse("tokenize", TokenizeArgs(), ["--help"])
-    path, out = _places("tokenize", words, 2)
-    args = _parse("tokenize", TokenizeArgs(), words[2:])
+    if asks_help(words):
+        parse(tokenize_command.__doc__, TokenizeArgs(), ["--help"])
+    path, out = places(tokenize_command.__doc__, words, 2)
+    args = parse(tokenize_command.__doc__, TokenizeArgs(), words[2:])
     source = "stdlib" if path == "stdlib" else "text"
     data = DataConfig(source=source, path=path, tokenizer=args.tokenizer, max_bytes=args.max_bytes)
     tokens = tokenize(data, out)
@@ -244,83 +219,6 @@ def meshes_command(words: list[str]) -> int:
     return _list_presets("meshes", "train CONFIG --on", words)
 
 
-def bench_command(words: list[str]) -> int:
-    """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...], bench rehearse [--picture FILE],
-    bench overlap CONFIG --target T [--step] [--section.key value ...],
-    bench pipeline CONFIG --target T [--section.key value ...], bench attention or bench fusions (each has
-    --help)"""
-    from jaxpar.bench import bench_step, table
-
-    if words[:1] == ["rehearse"]:
-        from jaxpar.bench_rehearse import compare, configs, prediction_figure, prediction_table
-        from jaxpar.calibrate import calibrated
-        from jaxpar.mesh import MeshSpec
-        from jaxpar.picture import save_figure
-        from jaxpar.runtime import start
-
-        args = _parse("bench", BenchArgs(Config()), words[1:])
-        start(MeshSpec())
-        say = console().print
-        rows = compare(configs(), calibrated(say), say=say)
-        say(prediction_table(rows))
-        if args.picture:
-            save_figure(prediction_figure(rows, "predicted and measured steps, one device here"), Path(args.picture))
-        return 0
-    if words[:1] == ["overlap"]:
-        from jaxpar.bench_overlap import compare_forms, overlap_table
-        from jaxpar.targets import load_target
-
-        _, args = _config_args("bench", BenchArgs, words[1:])
-        if not args.target:
-            raise UserError("bench overlap needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
-        say = console().print
-        say(overlap_table(compare_forms(check(args.config), load_target(args.target), args.step, say)))
-        return 0
-    if words[:1] == ["pipeline"]:
-        from jaxpar.bench_pipeline import compare_schedules, schedules_table
-        from jaxpar.targets import load_target
-
-        _, args = _config_args("bench", BenchArgs, words[1:])
-        if not args.target:
-            raise UserError("bench pipeline needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
-        say = console().print
-        say(schedules_table(compare_schedules(check(args.config), load_target(args.target), say)))
-        return 0
-    if words[:1] == ["attention"]:
-        return _bench_attention(words[1:])
-    if words[:1] == ["fusions"]:
-        from jaxpar.bench_fusions import FusionBenchArgs, bench_fusions, fusion_table
-
-        say = console().print
-        say(fusion_table(bench_fusions(_parse("bench", FusionBenchArgs(), words[1:]), say)))
-        return 0
-    if not words or words[0] not in ("step", "-h", "--help"):
-        raise UserError("usage: " + " ".join(str(bench_command.__doc__).split()))
-    _, args = _config_args("bench", BenchArgs, words[1:] if words[0] == "step" else words)
-    console().print(table([bench_step(check(args.config), args.rounds, args.calls)]))
-    return 0
-
-
-def _bench_attention(words: list[str]) -> int:
-    from jaxpar import bench_attention as bench
-    from jaxpar.mesh import MeshSpec
-    from jaxpar.picture import save_figure
-    from jaxpar.runtime import start
-
-    args = _parse("bench", bench.AttentionBenchArgs(), words)
-    start(MeshSpec())
-    if args.tune:
-        bench.tune_first(args, say=console().print)
-    rows = bench.bench_attention(args, say=console().print)
-    found = bench.attention_json(args, rows)
-    console().print(bench.attention_table(rows))
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    if args.picture:
-        save_figure(bench.attention_figure(rows, f"attention on {found['device']}"), Path(args.picture))
-    return 0
-
-
 def doctor_command(words: list[str]) -> int:
     """jaxpar doctor"""
     from jaxpar.doctor import examine
@@ -332,7 +230,7 @@ def doctor_command(words: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+COMMANDS: Commands = {
     "train": (train_command, "train a config; the same command resumes"),
     "verify": (verify_command, "compare a plan's loss and gradients with one device"),
     "eval": (eval_command, "validation loss of a run's checkpoint"),
@@ -342,7 +240,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "meshes": (meshes_command, "list the mesh presets"),
     "show": (show_command, "parameter table and a picture of the sharding, or of the pipeline's schedule"),
     "rehearse": (rehearse_command, "compile the step for absent hardware: memory, time, exposed communication"),
-    "bench": (bench_command, "the training step against PyTorch, or rehearsals against this machine"),
+    "bench": (bench, "comparisons: the step, rehearsals, forms of overlap, schedules, attention"),
     "doctor": (doctor_command, "versions, devices, known-bad combinations"),
 }
 
@@ -350,76 +248,15 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 def main(argv: list[str] | None = None) -> int:
     """The entry point: runs one command and returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help", "help"):
-        width = max(map(len, COMMANDS))
-        print("usage: jaxpar COMMAND ...   (jaxpar COMMAND --help lists its flags)\n")
-        print("\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()))
-        return 0
-    name, rest = words[0], words[1:]
     try:
-        if name == "--version":
+        if words[:1] == ["--version"]:
             from importlib.metadata import version
 
             print(f"jaxpar {version('jaxpar')}")
             return 0
-        if name not in COMMANDS:
-            raise UserError(f"no command {name!r}{nearest(name, COMMANDS)}: jaxpar --help lists them")
-        return COMMANDS[name][0](rest)
+        return dispatch("jaxpar", "command", COMMANDS, words)
     except UserError as error:
         return fail(str(error))
-
-
-def _config_args(
-    command: str, schema: type, words: list[str], load: Callable[[str], Config] = load_config
-) -> tuple[str, Any]:
-    """The first word (a preset's name or a path), and the parsed flags with that config as their default."""
-    if words[:1] in (["-h"], ["--help"]):
-        _parse(command, schema(Config()), ["--help"])
-    (name,) = _places(command, words, 1)
-    return name, _parse(command, schema(load(name)), words[1:])
-
-
-def _usage(command: str) -> str:
-    """What the command takes, from its docstring."""
-    return "usage: " + str(COMMANDS[command][0].__doc__)
-
-
-def _asks_help(words: list[str]) -> bool:
-    return "-h" in words or "--help" in words
-
-
-def _places(command: str, words: list[str], count: int) -> list[str]:
-    """The words before the flags: names and paths that the command cannot do without."""
-    if len(words) < count or any(word.startswith("-") for word in words[:count]):
-        raise UserError(_usage(command))
-    return words[:count]
-
-
-def _parse(command: str, default: Any, words: list[str]) -> Any:
-    """`default` with the flags' values, typed by tyro; what it refuses becomes a UserError in place of its box."""
-    said, prog = io.StringIO(), _usage(command).removeprefix("usage: ").partition(" [")[0]
-    try:
-        with contextlib.redirect_stderr(said):
-            args, unknown = tyro.cli(
-                type(default), args=words, default=default, prog=prog, config=FLAGS, return_unknown_args=True
-            )
-    except SystemExit as stop:
-        if stop.code:
-            raise UserError(_boxed_text(said.getvalue())) from stop
-        raise
-    if unknown:
-        known = ["--" + key.removeprefix("config.").replace("_", "-") for key in flatten(default)]
-        word = unknown[0].partition("=")[0]
-        hint = nearest(word, known) if word.startswith("--") else ""
-        raise UserError(f"jaxpar {command} takes no {word}{hint}: jaxpar {command} --help lists its flags")
-    return args
-
-
-def _boxed_text(box: str) -> str:
-    """The text of a tyro error box above its first rule."""
-    rows = [line.strip("\u2502 ") for line in box.splitlines()[1:]]
-    text = " ".join(itertools.takewhile(lambda row: not row.startswith(("\u2500", "\u2570")), rows))
-    return text.removeprefix("Error parsing ").removesuffix(".")
 
 
 def _on(config: Config, preset: str, words: list[str]) -> Config:
@@ -439,8 +276,9 @@ def _run_config(folder: str) -> Config:
 
 def _no_words(command: str, words: list[str]) -> None:
     """Refuse whatever follows a command that stands alone, but for --help."""
-    if _asks_help(words):
-        print(f"{_usage(command)}\n\n{COMMANDS[command][1]}; takes no flags")
+    if asks_help(words):
+        function, text = COMMANDS[command]
+        print(f"usage: {function.__doc__}\n\n{text}; takes no flags")
         sys.exit(0)
     if words:
         raise UserError(f"jaxpar {command} takes no arguments, found {' '.join(words)}")

@@ -266,10 +266,12 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
             f"{origin}: {key} is one of {', '.join(map(str, choices))}, found {value!r}{nearest(str(value), choices)}"
         )
     if typing.get_origin(hint) is tuple:
-        items = [value] if isinstance(value, str) else value
+        (item_hint, *_), items = typing.get_args(hint), [value] if isinstance(value, str) else value
         if isinstance(items, list):
-            return tuple(_coerce(typing.get_args(hint)[0], item, origin, key) for item in items)
-        raise UserError(f"{origin}: {key} is a list of names, found {value!r}")
+            return tuple(_coerce(item_hint, item, origin, key) for item in items)
+        raise UserError(
+            f"{origin}: {key} is a list of {'whole numbers' if item_hint is int else 'names'}, found {value!r}"
+        )
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is hint:

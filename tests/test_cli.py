@@ -86,7 +86,7 @@ def test_version(run):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_shows_its_usage_and_flags(command, flag, capsys):
     with pytest.raises(SystemExit) as stop:
-        main([command, flag])
+        sys.exit(main([command, flag]))
     assert stop.value.code == 0
     text, function = capsys.readouterr().out, COMMANDS[command][0]
     assert text.startswith(f"usage: jaxpar {command}")

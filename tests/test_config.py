@@ -67,6 +67,7 @@ def test_a_file_may_be_partial():
         ('[train]\nschedule = "cosin"', "one of cosine, wsd, constant, found 'cosin' (did you mean 'cosine'?)"),
         ("[train]\nschedule = 3", "train.schedule is one of cosine, wsd, constant, found 3"),
         ("[rules]\nbatch = 3", "rules.batch is a list of names, found 3"),
+        ("[pipeline]\nlayers = 3", "pipeline.layers is a list of whole numbers, found 3"),
         ('[rules]\nbatch = ["data", "tensr"]', "found 'tensr' (did you mean 'tensor'?)"),
         ("train = 3", "train is a table of settings, found 3"),
         ("[train", "is not valid TOML"),

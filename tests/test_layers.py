@@ -17,9 +17,9 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     6: "cli",
     5: "train generate evaluate convert show bench step verify verdict verified answers evidence rehearse calibrate "
-    "bench_rehearse play auto bench_overlap bench_attention bench_fusions bench_pipeline",
+    "bench_rehearse play auto bench_overlap bench_attention bench_fusions bench_pipeline bench_commands",
     4: "data tokenizer checkpoint optim metrics report picture mask_picture layer_picture schedule_picture doctor "
-    "communication rehearsal diagnose shrink",
+    "communication rehearsal diagnose shrink arguments",
     3: "models pipeline",
     2: "parallel experts batches loss plain",
     1: "remat hlo network planned masks kernels ring_attention zigzag collectives collective_matmul context grouped",

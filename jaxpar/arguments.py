@@ -1,0 +1,97 @@
+"""Words of a command line to typed arguments; what cannot be one is a `UserError` of one line.
+
+A `usage` is a command's docstring (hence `str | None`), such as `jaxpar train CONFIG [--run DIR]`: the lower-case words
+in front are the command's name in messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import tyro
+
+from jaxpar.config import Config, flatten, load_config
+from jaxpar.errors import UserError, nearest
+
+FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+# A command's own switches stand alone (`--json`); those of a config take their value (`--data.pack True`).
+Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
+Commands = Mapping[str, tuple[Callable[[list[str]], int], str]]
+
+
+def dispatch(name: str, kind: str, commands: Commands, words: list[str]) -> int:
+    """Run the command that the first word names; list them where there is none, or where help is asked for.
+
+    Args:
+      name: what stands before the first word, such as `jaxpar bench`.
+      kind: what one of the commands is called, such as `bench`.
+      commands: functions of the words after the first, by name, each with a line of text.
+      words: those after `name`.
+    """
+    if not words or words[0] in ("-h", "--help", "help"):
+        width = max(map(len, commands))
+        print(f"usage: {name} {kind.upper()} ...   ({name} {kind.upper()} --help lists its flags)\n")
+        print("\n".join(f"  {command:<{width}}  {text}" for command, (_, text) in commands.items()))
+        return 0
+    if words[0] not in commands:
+        raise UserError(f"no {kind} {words[0]!r}{nearest(words[0], commands)}: {name} --help lists them")
+    return commands[words[0]][0](words[1:])
+
+
+def config_args(
+    usage: str | None, schema: type, words: list[str], load: Callable[[str], Config] = load_config
+) -> tuple[str, Any]:
+    """The first word (a preset's name or a path), and the parsed flags with that config as their default."""
+    if words[:1] in (["-h"], ["--help"]):
+        parse(usage, schema(Config()), ["--help"])
+    (name,) = places(usage, words, 1)
+    return name, parse(usage, schema(load(name)), words[1:])
+
+
+def places(usage: str | None, words: list[str], count: int) -> list[str]:
+    """The words before the flags: names and paths that the command cannot do without."""
+    if len(words) < count or any(word.startswith("-") for word in words[:count]):
+        raise UserError("usage: " + _line(usage))
+    return words[:count]
+
+
+def asks_help(words: list[str]) -> bool:
+    """Whether help is among the flags."""
+    return "-h" in words or "--help" in words
+
+
+def parse(usage: str | None, default: Any, words: list[str]) -> Any:
+    """`default` with the flags' values, typed by tyro; what it refuses becomes a UserError in place of its box."""
+    said, prog = io.StringIO(), _line(usage).partition(" [")[0]
+    try:
+        with contextlib.redirect_stderr(said):
+            args, unknown = tyro.cli(
+                type(default), args=words, default=default, prog=prog, config=FLAGS, return_unknown_args=True
+            )
+    except SystemExit as stop:
+        if stop.code:
+            raise UserError(_boxed_text(said.getvalue())) from stop
+        raise
+    if unknown:
+        known = ["--" + key.removeprefix("config.").replace("_", "-") for key in flatten(default)]
+        word = unknown[0].partition("=")[0]
+        hint = nearest(word, known) if word.startswith("--") else ""
+        name = " ".join(itertools.takewhile(lambda part: part.isalpha() and part.islower(), prog.split()))
+        raise UserError(f"{name} takes no {word}{hint}: {name} --help lists its flags")
+    return args
+
+
+def _line(usage: str | None) -> str:
+    """The docstring as one line."""
+    return " ".join(str(usage).split())
+
+
+def _boxed_text(box: str) -> str:
+    """The text of a tyro error box above its first rule."""
+    rows = [line.strip("\u2502 ") for line in box.splitlines()[1:]]
+    text = " ".join(itertools.takewhile(lambda row: not row.startswith(("\u2500", "\u2570")), rows))
+    return text.removeprefix("Error parsing ").removesuffix(".")

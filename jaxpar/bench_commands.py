@@ -1,0 +1,151 @@
+"""`jaxpar bench`: the words of each comparison, and what it prints; a `bench_*` module does the measuring."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxpar.arguments import Commands, Overrides, config_args, dispatch, parse
+from jaxpar.config import check
+from jaxpar.errors import UserError
+from jaxpar.report import console
+from jaxpar.targets import Target, load_target
+
+
+@dataclass(frozen=True)
+class StepBenchArgs:
+    """The training step against another implementation of it, alternating in one run."""
+
+    config: Overrides
+    rounds: int = 15
+    """Alternations; the ratio's quartiles are over these."""
+    calls: int = 10
+    """Steps of each in a round."""
+
+
+@dataclass(frozen=True)
+class RehearseBenchArgs:
+    """Predicted against measured training steps of many shapes, on one device of this machine."""
+
+    picture: str = ""
+    """Where to draw predicted against measured (PNG)."""
+
+
+@dataclass(frozen=True)
+class OverlapBenchArgs:
+    """A block in each form of overlap, rehearsed for a target."""
+
+    config: Overrides
+    target: str = ""
+    """The hardware, as for `jaxpar rehearse`."""
+    step: bool = False
+    """Rehearse the whole step too, not a block alone."""
+
+
+@dataclass(frozen=True)
+class PipelineBenchArgs:
+    """The step in every schedule, with more and more microbatches, compiled for a target."""
+
+    config: Overrides
+    target: str = ""
+    """The hardware, as for `jaxpar rehearse`."""
+
+
+def step_command(words: list[str]) -> int:
+    """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
+    from jaxpar.bench import bench_step, table
+
+    _, args = config_args(step_command.__doc__, StepBenchArgs, words)
+    console().print(table([bench_step(check(args.config), args.rounds, args.calls)]))
+    return 0
+
+
+def rehearse_command(words: list[str]) -> int:
+    """jaxpar bench rehearse [--picture FILE]"""
+    from jaxpar.bench_rehearse import compare, configs, prediction_figure, prediction_table
+    from jaxpar.calibrate import calibrated
+    from jaxpar.mesh import MeshSpec
+    from jaxpar.picture import save_figure
+    from jaxpar.runtime import start
+
+    args = parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
+    start(MeshSpec())
+    say = console().print
+    rows = compare(configs(), calibrated(say), say=say)
+    say(prediction_table(rows))
+    if args.picture:
+        save_figure(prediction_figure(rows, "predicted and measured steps, one device here"), Path(args.picture))
+    return 0
+
+
+def overlap_command(words: list[str]) -> int:
+    """jaxpar bench overlap CONFIG --target T [--step] [--section.key value ...]"""
+    from jaxpar.bench_overlap import compare_forms, overlap_table
+
+    _, args = config_args(overlap_command.__doc__, OverlapBenchArgs, words)
+    target, say = _target("overlap", args.target), console().print
+    say(overlap_table(compare_forms(check(args.config), target, args.step, say)))
+    return 0
+
+
+def pipeline_command(words: list[str]) -> int:
+    """jaxpar bench pipeline CONFIG --target T [--section.key value ...]"""
+    from jaxpar.bench_pipeline import compare_schedules, schedules_table
+
+    _, args = config_args(pipeline_command.__doc__, PipelineBenchArgs, words)
+    target, say = _target("pipeline", args.target), console().print
+    say(schedules_table(compare_schedules(check(args.config), target, say)))
+    return 0
+
+
+def _target(bench: str, name: str) -> Target:
+    if not name:
+        raise UserError(f"bench {bench} needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
+    return load_target(name)
+
+
+def attention_command(words: list[str]) -> int:
+    """jaxpar bench attention [--masks NAME ...] [--seq-lens N ...] [--tune] [--json FILE] [--picture FILE]"""
+    from jaxpar import bench_attention as bench
+    from jaxpar.mesh import MeshSpec
+    from jaxpar.picture import save_figure
+    from jaxpar.runtime import start
+
+    args = parse(attention_command.__doc__, bench.AttentionBenchArgs(), words)
+    start(MeshSpec())
+    say = console().print
+    if args.tune:
+        bench.tune_first(args, say)
+    rows = bench.bench_attention(args, say)
+    found = bench.attention_json(args, rows)
+    say(bench.attention_table(rows))
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if args.picture:
+        save_figure(bench.attention_figure(rows, f"attention on {found['device']}"), Path(args.picture))
+    return 0
+
+
+def fusions_command(words: list[str]) -> int:
+    """jaxpar bench fusions [--targets T ...] [--seq-len N] [--tensor N]"""
+    from jaxpar.bench_fusions import FusionBenchArgs, bench_fusions, fusion_table
+
+    args, say = parse(fusions_command.__doc__, FusionBenchArgs(), words), console().print
+    say(fusion_table(bench_fusions(args, say)))
+    return 0
+
+
+BENCHES: Commands = {
+    "step": (step_command, "the training step against PyTorch, in turns"),
+    "rehearse": (rehearse_command, "predicted steps against measured ones, on this machine"),
+    "overlap": (overlap_command, "a block in each form of overlap, rehearsed for a target"),
+    "pipeline": (pipeline_command, "the step in every pipeline schedule, compiled for a target"),
+    "attention": (attention_command, "every implementation of attention that serves here, in turns"),
+    "fusions": (fusions_command, "what a compiler makes of a block's element-wise parts, for each target"),
+}
+
+
+def bench(words: list[str]) -> int:
+    """jaxpar bench BENCH ..."""
+    return dispatch("jaxpar bench", "bench", BENCHES, words)
