@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import pytest
-from traced_steps import Sent, asked_here, compiled, config_of, over, sent
+from traced_steps import Sent, asked_here, compiled, config_of, over, sent, staged
 
 from jaxpar.config import Config, MemoryConfig, load_config
 from jaxpar.mesh import MeshSpec
@@ -78,12 +78,15 @@ def tables(config: Config) -> float:
 
 def summed_later(config: Config, asked: Sent) -> Sent:
     """What XLA may save on sums of gradients: the two uses of a tied table are added before they are sent, and a sum
-    over data that is only added up over microbatches is sent after the last."""
-    mesh, tied = config.mesh, config.train.accumulation * tables(config) * config.model.tied_head
+    over data that is only added up over microbatches is sent after the last. Those of a pipeline's ends are added up
+    over ticks."""
+    mesh, ends = config.mesh, config.train.accumulation * tables(config) * config.model.tied_head
+    if mesh.stage > 1:
+        ends = config.train.accumulation * tables(config) * (config.pipeline.microbatches + mesh.stage - 1)
     scattered, summed = over("reduce-scatter", "fsdp"), over("all-reduce", "data")
     return {
-        scattered: tied * (mesh.fsdp - 1) / mesh.fsdp,
-        summed: tied / mesh.fsdp * 2 * (mesh.data - 1) / mesh.data
+        scattered: ends * (mesh.fsdp - 1) / mesh.fsdp,
+        summed: ends / mesh.fsdp * 2 * (mesh.data - 1) / mesh.data
         + asked[summed] * (1 - 1 / config.train.accumulation),
     }
 
@@ -119,7 +122,10 @@ ABSENT = [
     ("gpt2, fsdp x tensor", config_of("gpt2", "full", compute="bfloat16", embed=512, fsdp=4, tensor=2)),
     ("gpt2, data x fsdp, unrolled, accumulation", config_of("gpt2", "none", False, 2, "bfloat16", 512, data=2, fsdp=4)),
     ("gpt2, data", config_of("gpt2", "full", compute="bfloat16", embed=512, data=8)),
-]
+    ("llama, stages", staged(
+        config_of("llama", "full", compute="bfloat16", embed=512, stage=2, fsdp=2, tensor=2), "1f1b", 4
+    )),
+]  # fmt: skip
 
 
 def assert_compiles_as_asked(config: Config, target: str) -> None:
