@@ -27,6 +27,7 @@ def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Triton kernels are tuned on a GPU, and this is cpu" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_in_a_small_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every mask, by all that serves here; what does not is said."""
     words = ["bench", "attention", "--seq-lens", "64", "128", "--head-dims", "16", "--tokens", "128", "--rounds", "1"]

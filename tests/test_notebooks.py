@@ -88,6 +88,7 @@ def test_notebook_defines_nothing(path):
         assert not found, f"cell {cell.id} of {path.name} defines {found}: put it into jaxpar"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # no start-up files of this machine's user

@@ -366,6 +366,7 @@ def test_evaluation_in_a_pipeline_is_that_of_one_device() -> None:
     np.testing.assert_allclose(sums[4], sums[1], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_stages(tmp_path: Path) -> None:
     """Layers are stored in another order and with gaps; the losses go on as if nothing had happened."""
     from jaxpar.metrics import read_metrics

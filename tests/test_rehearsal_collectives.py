@@ -247,7 +247,7 @@ def test_an_mlp_left_to_xla_sums_a_weight_gradient_whole(plan):
     assert found["reason"] == "the plan has a reduce-scatter over fsdp here: summed whole, twice the bytes"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
 def test_a_pipeline_sends_what_it_asks_for(schedule, monkeypatch):
     """In every scope, small ones too but for norms and biases; as often as there are ticks."""
     monkeypatch.setattr(subject, "SMALL", 7 * 2**10)

@@ -7,6 +7,7 @@ import functools
 import itertools
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,14 @@ def one_device() -> dict[str, list[float]]:
     return {model: run(config_of(model), MeshSpec())[0] for model in MODELS}
 
 
-@pytest.mark.parametrize(
-    "mesh", MESHES, ids=lambda mesh: describe({a: getattr(mesh, a) for a in ("data", "fsdp", "tensor")})
-)
-@pytest.mark.parametrize("model", MODELS)
+def every_mesh() -> Iterator[Any]:
+    """Each mesh with both models, one of which is left to the slow tests."""
+    for (m, model), (n, mesh) in itertools.product(enumerate(MODELS), enumerate(MESHES)):
+        sizes = describe({axis: getattr(mesh, axis) for axis in ("data", "fsdp", "tensor")})
+        yield pytest.param(model, mesh, id=f"{model}-{sizes}", marks=[pytest.mark.slow] if (m + n) % 2 else [])
+
+
+@pytest.mark.parametrize(("model", "mesh"), every_mesh())
 def test_twenty_steps_give_the_same_losses_on_every_mesh(
     model: str, mesh: MeshSpec, one_device: dict[str, list[float]]
 ) -> None:

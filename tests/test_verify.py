@@ -114,12 +114,12 @@ COPIED, SPLIT = (
     "does not divide {} kv heads: their weights",
     "does not divide {} heads: attention is split over the seq",
 )
-FEW_HEADS = [
+FEW_HEADS: list[Any] = [
     ((1, 1, 8), "llama", 8, 2, COPIED.format(2)),
     ((1, 2, 4), "llama", 12, 6, COPIED.format(6)),
     ((1, 1, 8), "llama", 4, 4, SPLIT.format(2)),
-    ((1, 1, 8), "llama", 4, 1, SPLIT.format(4)),
-    ((2, 1, 4), "llama", 6, 3, SPLIT.format(6)),
+    pytest.param((1, 1, 8), "llama", 4, 1, SPLIT.format(4), marks=pytest.mark.slow),
+    pytest.param((2, 1, 4), "llama", 6, 3, SPLIT.format(6), marks=pytest.mark.slow),
     ((1, 1, 8), "gpt2", 4, 0, SPLIT.format(2)),
 ]
 

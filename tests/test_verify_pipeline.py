@@ -174,7 +174,7 @@ def test_more_pipelines_at_random(plan: Plan) -> None:
     assert found.equal, verdict(found)
 
 
-# Planted faults.
+# Planted faults: two in the fast suite.
 
 FAULTY: Plan = ("gpt2", {"stage": 4}, piped("1f1b", 9) | FULL)
 
@@ -211,6 +211,7 @@ def test_a_stale_slot_of_the_stash_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert set(wrong) >= {name for name in names if name.startswith("blocks.") and "bias" not in name}
 
 
+@pytest.mark.slow
 def test_a_last_microbatch_that_is_dropped_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its backward is thrown away; its loss counts."""
 
@@ -240,6 +241,7 @@ def test_a_tied_gradient_counted_twice_is_caught(monkeypatch: pytest.MonkeyPatch
     assert wrong == ["embed.tokens"]
 
 
+@pytest.mark.slow
 def test_a_tick_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """One stage runs its backwards a tick late, when its neighbours' messages are others."""
 
@@ -257,6 +259,7 @@ def test_a_tick_that_is_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert "head.norm.scale" not in wrong
 
 
+@pytest.mark.slow
 def test_places_of_another_microbatch_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage takes the documents of the microbatch before."""
 
@@ -271,6 +274,7 @@ def test_places_of_another_microbatch_are_caught(monkeypatch: pytest.MonkeyPatch
     assert not failed.loss_ok
 
 
+@pytest.mark.slow
 def test_a_stage_that_never_sends_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     own = executor._Stage._sent
 
