@@ -98,7 +98,7 @@ def every_mesh() -> Iterator[Any]:
         yield pytest.param(model, mesh, id=f"{model}-{sizes}", marks=[pytest.mark.slow] if (m + n) % 2 else [])
 
 
-@pytest.mark.parametrize(("model", "mesh"), every_mesh())
+@pytest.mark.parametrize(("model", "mesh"), [*every_mesh()])
 def test_twenty_steps_give_the_same_losses_on_every_mesh(
     model: str, mesh: MeshSpec, one_device: dict[str, list[float]]
 ) -> None:

@@ -80,9 +80,13 @@ def turns(config: Config, plan: Plan) -> Turns:
         return Turns(ends.times(config.model.layers), ends, ends, parts, parts)
     pipeline = plan.pipeline
     ticks = ticks_of(pipeline.schedule, plan.size("stage"), pipeline.microbatches, pipeline.virtual)
-    again = ticks.backward if plan.remat == "full" and pipeline.stash == "stage" else 0
+    again, places = 0, layers.places
+    if plan.remat == "full" and pipeline.stash == "stage":
+        # Of layers one after another the last is not run again: what goes into it is all that is asked for.
+        again = ticks.backward * parts * (places if config.model.scan_layers else places - 1)
+    runs = Runs(ticks.forward, ticks.backward, 0, ticks.weight or None).times(parts * places)
     return Turns(
-        layers=Runs(ticks.forward, ticks.backward, again, ticks.weight or None).times(parts * layers.places),
+        layers=runs._replace(again=again),
         embedding=Runs(ticks.embeds, ticks.embedded).times(parts),
         loss=Runs(ticks.scores, ticks.scores).times(parts),
         looked_up=ticks.both * parts,
