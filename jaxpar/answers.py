@@ -27,6 +27,7 @@ from jaxpar.loss import LossSums
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.models import FAMILIES, Model, Params
 from jaxpar.models import model as model_module
+from jaxpar.offload import on_device
 from jaxpar.pipeline import reorder_layers, stored_order
 from jaxpar.sharding import Plan, path_name, replicated, tree_shardings
 from jaxpar.xla import compiler_options
@@ -139,15 +140,18 @@ def _ops_replaced(family: str, ops: Mapping[str, Callable[..., Any]]) -> Iterato
 def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     """Loss and gradients under the plan, by the function under test, laid out as in training."""
     plan, train = case.plan(precision), case.config.train
-    shardings = tree_shardings(step.param_shapes(case.model, plan), case.model.axes, plan)
+    shapes = step.param_shapes(case.model, plan)
+    shardings, stored = tree_shardings(shapes, case.model.axes, plan), step.param_shardings(shapes, case.model, plan)
 
     def run(params: Params, batch: Any) -> tuple[LossSums, Params]:
-        return case.gradients(case.model, params, batch, plan, None, train.accumulation, step.loss_weights(train))
+        weights = step.loss_weights(train)
+        sums, grads = case.gradients(case.model, params, batch, plan, None, train.accumulation, weights)
+        return sums, jax.tree.map(on_device, grads)
 
     batch_sharding = plan.sharding(TOKENS)
     jitted = jax.jit(
         run,
-        in_shardings=(shardings, batch_sharding),
+        in_shardings=(stored, batch_sharding),
         out_shardings=(replicated(plan), shardings),
         compiler_options=compiler_options(plan.mesh) | _untuned(case.devices),  # those of `train`
     )
@@ -157,7 +161,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         "blocks": jax.tree.map(lambda x: reorder_layers(x, None, order, layers), case.params["blocks"])
     }
     with _matmuls(exact):
-        sums, grads = jitted(jax.device_put(params, shardings), jax.device_put(case.batch, batch_sharding))
+        sums, grads = jitted(jax.device_put(params, stored), jax.device_put(case.batch, batch_sharding))
     return _answer(sums, grads, partial(in_model_order, plan=plan, layers=layers))
 
 

@@ -37,7 +37,7 @@ def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -
         return local
 
     def specs(axes: Any) -> Any:
-        return jax.tree.map(plan.spec, axes, is_leaf=_is_axes)  # None, for an argument that is None, stays
+        return jax.tree.map(plan.spec, axes, is_leaf=is_axes)  # None, for an argument that is None, stays
 
     return jax.shard_map(
         local, mesh=None if around else plan.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes), axis_names=axes,
@@ -45,7 +45,8 @@ def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -
     )  # fmt: skip
 
 
-def _is_axes(tree: Any) -> bool:
+def is_axes(tree: Any) -> bool:
+    """Whether a tree is the logical axes of one array."""
     plain = isinstance(tree, tuple) and not hasattr(tree, "_fields")  # a NamedTuple is a tree
     return plain and all(axis is None or isinstance(axis, str) for axis in tree)
 

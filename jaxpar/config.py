@@ -14,6 +14,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxpar.activations import Keep, Policy
 from jaxpar.errors import UserError, nearest
 from jaxpar.mesh import MeshSpec
 from jaxpar.sharding import Context, Overlap, Pipeline, ShardingRules
@@ -126,9 +127,24 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What the backward pass keeps and what it computes again."""
+    """What the backward pass keeps, where, and what it computes again: see docs/memory.md."""
 
-    policy: Literal["none", "full"] = "none"
+    policy: Policy = "none"
+    """What each block keeps: none (everything, nothing is computed again), full (its input), block_inputs,
+    attention_out, selective, dots."""
+    keep: Keep = field(default_factory=Keep)
+    """Of single activations: save, offload (to host memory) or recompute, whatever the policy says."""
+    optimizer: Literal["device", "offload"] = "device"
+    """offload: the optimizer's state lies in host memory, and passes the device layer by layer in the update."""
+    parameters: Literal["device", "offload"] = "device"
+    """offload: the layers' parameters lie in host memory, and pass the device layer by layer, forward and backward."""
+    budget: str = ""
+    """Of a device, as in 14GiB, or auto (what it has, less 5 %): finds what to keep, offload and recompute for the
+    fastest step that fits, in place of `policy` and `keep`. Empty = as these say."""
+    may: tuple[Literal["optimizer", "parameters", "accumulation"], ...] = ("optimizer", "parameters")
+    """What a budget may decide besides: to offload the optimizer or the parameters, to accumulate."""
+    offload_anyway: bool = False
+    """Offload on versions and devices that are known to give wrong gradients."""
     loss_mib: int = 4096
     """MiB of a device that the loss may hold: scores (128 at most, tokens go in chunks), and the gathered vocabulary
     matrix with its gradient. Where these are more it goes by slices of the vocabulary, and makes scores twice."""
@@ -136,9 +152,17 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtype of matmuls and activations. Parameters, reductions and the optimizer are float32."""
+    """Dtypes. Norms, softmax, the loss, sums of gradients over devices and the optimizer's arithmetic are float32."""
 
     compute: Literal["float32", "bfloat16"] = "float32"
+    """Of matmuls and activations."""
+    params: Literal["float32", "bfloat16"] = "float32"
+    """Of matrices as they are stored. In bfloat16 an update below a 256th of a parameter is rounded away, and a
+    microbatch's gradients are bfloat16 too."""
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    """Of what is added up over microbatches."""
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Of the optimizer's state; int8: codes in blocks with a scale, see `jaxpar.moments`."""
 
 
 @dataclass(frozen=True)

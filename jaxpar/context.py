@@ -28,6 +28,7 @@ from jaxpar.kernels.call import Call
 from jaxpar.kernels.dispatch import pair, pair_for, say_once
 from jaxpar.masks import Mask
 from jaxpar.mesh import describe, largest_divisor
+from jaxpar.remat import named
 from jaxpar.sharding import LogicalAxis, Plan, beside
 from jaxpar.zigzag import PARTS, Work, chunk_order, inverse, own_chunks, packed, reordered, stacked
 
@@ -127,6 +128,7 @@ def _forward(plan, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS):
     kv = _kv_axes(plan)
     layouts, outs = (_Q, kv, kv, _segment_axes(segments_BS)), (_Q, _LSE)
     out_BSHh, lse = manual(local, plan, layouts, outs)(q_BSHh, k_BSKh, v_BSKh, segments_BS)
+    out_BSHh, lse = named(out_BSHh, "attention_out"), named(lse, "attention_lse")
     return out_BSHh, (q_BSHh, k_BSKh, v_BSKh, segments_BS, out_BSHh, lse)
 
 

@@ -66,5 +66,7 @@ def export_run(config: Config, source: Path, target: Path, step: int, dtype: Lit
 
 
 def _unstaged(plan: Plan) -> Plan:
-    """The plan with layers as the model has them, each of them whole on all stages: what a file holds."""
-    return replace(plan, rules=replace(plan.rules, layers=(), stage=()))
+    """The plan with layers as the model has them, each of them whole on all stages: what a file holds; and its arrays
+    on the device, where they are read."""
+    rules = replace(plan.rules, layers=(), stage=())
+    return replace(plan, rules=rules, parameters="device", optimizer="device")

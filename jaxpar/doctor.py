@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxpar import offload
 from jaxpar.hardware import hardware_of
 from jaxpar.mesh import MeshSpec
 from jaxpar.metrics import bytes_text
@@ -27,9 +28,11 @@ class KnownBad(NamedTuple):
 
 
 KNOWN_BAD = (
-    KnownBad(
-        lambda versions, backend: versions.get("jaxlib") == "0.11.0" and backend == "gpu",
-        "jaxlib 0.11.0 on GPU: scan residuals offloaded to the host give silently wrong gradients (openxla/xla#46231)",
+    *(
+        KnownBad(
+            lambda versions, backend, bad=bad: (backend, versions.get("jaxlib")) == (bad.platform, bad.jaxlib), bad.what
+        )
+        for bad in offload.KNOWN_BAD
     ),
     KnownBad(
         lambda versions, _: versions.get("jax", "").split(".")[:2] != versions.get("jaxlib", "").split(".")[:2],
@@ -70,7 +73,7 @@ def examine() -> tuple[list[str], list[str]]:
         f"packages     {', '.join(f'{name} {number}' for name, number in versions.items())}",
         f"backend      {backend}: {len(devices)} x {first.device_kind}{limit}",
         f"processes    {jax.process_count()}",
-        f"memory kinds {', '.join(sorted(memory.kind for memory in first.addressable_memories()))}",
+        f"memory kinds {', '.join(offload.memory_kinds(first))}",
         *(f"compiler     for {name} targets: {what}" for name, what in compilers().items()),
         f"hardware     {hardware.chip if hardware else 'no preset knows this chip: MFU will not be shown'}",
     ]

@@ -36,6 +36,7 @@ from jaxpar.errors import UserError
 from jaxpar.grouped import Groups, inverse
 from jaxpar.mesh import MeshAxis
 from jaxpar.parallel import GATHERED, STORED, use, used_axes
+from jaxpar.remat import named
 from jaxpar.sharding import LogicalAxis, Plan, state_axes
 
 _Axes = tuple[LogicalAxis | None, ...]
@@ -123,13 +124,14 @@ def expert_mlp(
         places = _find_places(chosen_BSK, router_DE.shape[1], capacity_factor, plan)
     with jax.named_scope("dispatch"):
         rows: Any = _each(_copies, plan, (STORED, _SOURCES), _ROWS, x_BSD.astype(plan.dtype), places.sources)
-        rows = _exchange(plan, rows)
+        rows = named(_exchange(plan, rows), "expert_input")
     with jax.named_scope("experts"):
         hidden: Any = _grouped(plan, False, rows, places.counts, (gate_EDF, up_EDF))
-        rows = _grouped(plan, True, jax.nn.silu(hidden[0]) * hidden[1], places.counts, (down_EFD,))
+        gate, up = named(hidden[0], "gate"), named(hidden[1], "up")
+        rows = _grouped(plan, True, named(jax.nn.silu(gate) * up, "mlp_hidden"), places.counts, (down_EFD,))
     with jax.named_scope("combine"):
         layouts = ((_ROWS, STORED), STORED)
-        rows = _exchange(plan, rows[0])
+        rows = named(_exchange(plan, rows[0]), "expert_out")
         y_BSD: Any = _each(_weighted, plan, layouts, STORED, (rows, weights_BSK), places.slots)
     return y_BSD, RouterSums(balance, z, places.dropped)
 

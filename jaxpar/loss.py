@@ -150,7 +150,7 @@ def _sums_forward(plan, how, x_BSD, head_VD, labels_BS):
 def _sums_backward(plan, how, residuals, cotangents):
     dx_BSD, dhead_VD = residuals
     scale = cotangents.loss
-    return (dx_BSD * scale).astype(dx_BSD.dtype), dhead_VD * scale, None
+    return (dx_BSD * scale).astype(dx_BSD.dtype), (dhead_VD * scale).astype(dhead_VD.dtype), None
 
 
 _sums.defvjp(_sums_forward, _sums_backward)

@@ -1,4 +1,4 @@
-"""AdamW with a decay mask, a learning-rate schedule, and global-norm clipping: optax, put together from the config."""
+"""AdamW with a decay mask and a learning-rate schedule: optax, put together from the config."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 import optax
 
 from jaxpar.config import TrainConfig
+from jaxpar.sharding import is_matrix
 
 
 def learning_rate(train: TrainConfig) -> optax.Schedule:
@@ -39,15 +40,15 @@ def decay_mask(axes: Any) -> Any:
       axes: the logical axes of every parameter (`Model.axes`).
     """
     return jax.tree.map(
-        lambda names: "embed" in names and len([name for name in names if name != "layers"]) > 1,
+        is_matrix,
         axes,
         is_leaf=lambda leaf: isinstance(leaf, tuple),
     )
 
 
 def make_optimizer(train: TrainConfig, axes: Any) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with decay on matrices only."""
-    adamw = optax.adamw(
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with decay on matrices only; clipping is `jaxpar.update`'s."""
+    return optax.adamw(
         learning_rate(train),
         train.beta1,
         train.beta2,
@@ -55,4 +56,3 @@ def make_optimizer(train: TrainConfig, axes: Any) -> optax.GradientTransformatio
         weight_decay=train.weight_decay,
         mask=decay_mask(axes),
     )
-    return optax.chain(optax.clip_by_global_norm(train.clip_norm), adamw) if train.clip_norm else adamw

@@ -28,6 +28,7 @@ from jaxpar.kernels import dispatch
 from jaxpar.kernels.call import MASKED, Call, capped
 from jaxpar.masks import Causal, Mask, Segments, Window
 from jaxpar.mesh import MeshAxis
+from jaxpar.remat import named
 from jaxpar.sharding import Form, LogicalAxis, Move, Plan, beside, copying, state_axes
 
 __all__ = ["attention", "column_linear", "dropout", "logits", "lookup", "row_linear"]
@@ -372,7 +373,7 @@ def attention(
     with jax.named_scope("core"):
         if plan.size("attention_seq") == 1 and (_cut_heads(plan) or dropping):
             # What is dropped depends on the place in the whole array.
-            return plan.constrain(local(q_BSHh, k_BSKh, v_BSKh, segments_BS), heads)
+            return named(plan.constrain(local(q_BSHh, k_BSKh, v_BSKh, segments_BS), heads), "attention_out")
         if name in dispatch.PAIRS or plan.size("attention_seq") > 1:
             return split_attention(plan, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)
         kv_heads: _Axes = (*ATTENDED[:2], beside("kv_heads", plan), "head_dim")

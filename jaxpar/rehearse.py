@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpar.auto import chosen
+from jaxpar.budget import fitted, state_of
 from jaxpar.config import Config, check, flatten, load_config
 from jaxpar.errors import UserError
 from jaxpar.hlo.cost import seconds_by_basis
@@ -23,6 +24,7 @@ from jaxpar.hlo.tasks import Program, walk
 from jaxpar.hlo.timeline import TaskTime, Timeline
 from jaxpar.mesh import MESH_AXES, MeshSpec, describe
 from jaxpar.models import Model
+from jaxpar.offload import lowered_for
 from jaxpar.planned import Planned, planned
 from jaxpar.play import Played, play
 from jaxpar.rehearsal import fit, lint, memory
@@ -36,7 +38,7 @@ from jaxpar.rehearsal.tables import difference_parts, report_parts, seconds_text
 from jaxpar.report import console
 from jaxpar.runtime import start
 from jaxpar.sharding import Plan, placements
-from jaxpar.step import make_plan, make_train_step, param_shapes, plan_notes, step_shapes
+from jaxpar.step import in_host, make_plan, make_train_step, param_shapes, plan_notes, state_shapes, step_shapes
 from jaxpar.targets import Target, check_mesh, load_target, target_devices
 
 _PACKAGES = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -57,6 +59,8 @@ class Compiled(NamedTuple):
     state: Any
     batch: Any
     """ShapeDtypeStructs with shardings."""
+    host: Any
+    """Of each array of the state, whether the plan has it in host memory."""
     seconds: float
     """Of the compilation."""
     notes: tuple[str, ...] = ()
@@ -104,26 +108,31 @@ def compile_step(config: Config, target: Target, say: Callable[[str], None] = la
     else:
         check_mesh(config.mesh, target)
         devices = target_devices(target)
-    config = chosen(config, target, say)
+    config = fitted(chosen(config, target, say), target, say)
     plan, model = make_plan(config, devices), Model(config.model)
     across = describe({f"dcn.{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES})
     inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
     say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
     arguments = step_shapes(model, config, plan)
     began = time.perf_counter()
-    traced = make_train_step(model, config, plan).trace(*arguments)
-    notes = plan_notes(config, plan)
-    asked = planned(traced.jaxpr, plan.mesh, notes.append)
+    host = in_host(state_shapes(model, config, plan), model, plan)
+    step = make_train_step(model, config, plan)
+    flags = host, jax.tree.map(lambda _: False, arguments[1])
     try:
-        compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
+        traced, lowered = lowered_for(step, arguments, flags, target.platform)
+        compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         state, _ = arguments
-        params, optimizer = memory.local_bytes(state.params), memory.local_bytes(state.opt_state)
-        raise UserError(fit.refusal(str(error), target.name, config, plan, params, optimizer)) from error
+        there, _ = memory.by_memory(state, host if target.platform != "cpu" else None)
+        raise UserError(fit.refusal(str(error), target.name, config, plan, there.params, there.opt_state)) from error
     seconds = time.perf_counter() - began
+    notes = plan_notes(config, plan)
+    asked = planned(traced.jaxpr, plan.mesh, notes.append)
     stats = compiled.memory_analysis()
     asked = in_float32(asked) if target.platform == "cpu" else asked
-    return Compiled(config, target, plan, model, asked, compiled.as_text(), stats, *arguments, seconds, tuple(notes))
+    return Compiled(
+        config, target, plan, model, asked, compiled.as_text(), stats, *arguments, host, seconds, tuple(notes)
+    )
 
 
 def _mesh_here(mesh: MeshSpec) -> MeshSpec:
@@ -144,8 +153,9 @@ def _report(compiled: Compiled, played: Played, module: Module) -> Rehearsal:
         timeline.tasks, compiled.planned, dict(plan.mesh.shape), lambda collective: played.on_links(collective).links
     )
     device_memory = memory.account(
-        compiled.stats, compiled.state, compiled.batch, module, config.model.layers, hardware.hbm_bytes
-    )
+        compiled.stats, compiled.state, compiled.batch, module, config.model.layers, hardware.hbm_bytes,
+        compiled.host if target.platform != "cpu" else None, state_of(config, plan, target.platform).gradients,
+    )  # fmt: skip
     if not device_memory["fits"]:
         device_memory["advice"] = fit.advice(
             device_memory["categories"], device_memory["total"], hardware.hbm_bytes, config, plan

@@ -1,23 +1,50 @@
-"""What a block keeps for its backward pass: named policies over `jax.checkpoint`."""
+"""What a block keeps for its backward pass, by name: a policy over `jax.checkpoint`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
+from jax.ad_checkpoint import Offloadable, Recompute, Saveable, checkpoint_name
+from jaxtyping import Array
+
+from jaxpar.activations import NAMES
+from jaxpar.offload import HOST
+from jaxpar.sharding import Plan
+
+# cuDNN's attention gives its backward more than its output, and what that is has no name.
+_MADE_BY = {"dot_product_attention_fwd_wrapper": "attention_out"}
 
 
-def remat(block: Callable[..., Any], policy: Literal["none", "full"], looped: bool = True) -> Callable[..., Any]:
-    """`block`, recomputed in the backward pass as the policy says.
+def named(x: Array, name: str) -> Array:
+    """`x`, known to the plan by this name: one of `jaxpar.activations.NAMES`."""
+    assert name in NAMES, f"activations.NAMES has no {name}"
+    return checkpoint_name(x, name)
+
+
+def remat(block: Callable[..., Any], plan: Plan, looped: bool = True) -> Callable[..., Any]:
+    """`block`, which keeps of what it names what the plan says, and makes the rest again in the backward pass.
+
+    A block's input is kept by the loop around it. To have it in host memory instead, it has a name as the first thing
+    inside the block, and the loop keeps that.
 
     Args:
       block: the body of a `lax.scan` over layers, or of its unrolled form.
-      policy: `none` saves every activation; `full` saves only the block's input (Chen et al. 2016, arXiv:1604.06174).
+      plan: what it keeps of each name: see `jaxpar.activations`.
       looped: the block is the body of a scan.
     """
-    if policy == "none":
+    if not plan.recomputes:
         return block
+
+    def policy(primitive: Any, *_: Any, **params: Any) -> Any:
+        name = params["name"] if primitive.name == "name" else _MADE_BY.get(primitive.name)
+        action = plan.action(name) if name in NAMES else "recompute"
+        if action == "offload":
+            return Offloadable(src="device", dst=HOST)
+        # The block's input is there anyway, as what the block is given; by its name it would be kept a second time.
+        return Saveable if action == "save" and name != "block_input" else Recompute
+
     # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass; unrolled, XLA:TPU
     # would merge the two and keep everything after all.
-    return jax.checkpoint(block, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=not looped)
+    return jax.checkpoint(block, policy=policy, prevent_cse=not looped)

@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from jaxpar.activations import NAMES
 from jaxpar.communication import Site
+from jaxpar.footprint import Activation
 from jaxpar.mesh import MESH_AXES, describe
 from jaxpar.metrics import bytes_text, count_text
 from jaxpar.sharding import Placement, Plan
@@ -42,7 +44,7 @@ def banner(plan: Plan, facts: dict[str, str]) -> list[str]:
         "versions": "jaxpar " + version("jaxpar") + ", " + ", ".join(f"{name} {version(name)}" for name in PACKAGES),
         "devices": f"{len(devices)} x {kind}{simulated}, {processes}",
         "mesh": describe(dict(plan.mesh.shape)),
-        "precision": f"{plan.compute} compute, float32 parameters and reductions",
+        "precision": f"{plan.compute} compute, {plan.params} parameters, {plan.moments} moments, float32 reductions",
         **facts,
     }
     return [f"{name:<12} {text}" for name, text in lines.items()]
@@ -115,6 +117,22 @@ def sharding_table(rows: Sequence[Placement]) -> Table:
         axes = ", ".join(axis or "-" for axis in row.axes)
         table.add_row(row.name, " x ".join(map(str, row.shape)), axes, str(row.spec), bytes_text(row.bytes_per_device))
     table.add_row("all", "", "", "", bytes_text(sum(row.bytes_per_device for row in rows)))
+    return table
+
+
+def activation_table(rows: Sequence[Activation]) -> Table:
+    """What becomes of each named activation, and its bytes: of one layer, and of all that are there at a time."""
+    table = Table(
+        "activation", "what", "a layer's shape", "kept", "bytes/layer", "device", "host", box=None, pad_edge=False
+    )
+    for column in table.columns[4:]:
+        column.justify = "right"
+    for row in rows:
+        device, host = (bytes_text(row.kept) if row.action == action else "" for action in ("save", "offload"))
+        shape = " x ".join(map(str, row.shape)) + f" {row.dtype}"
+        table.add_row(row.name, NAMES[row.name].what, shape, row.action, bytes_text(row.bytes), device, host)
+    sums = [sum(row.kept for row in rows if row.action == action) for action in ("save", "offload")]
+    table.add_row("all", f"{rows[0].blocks} layers" if rows else "", "", "", "", *map(bytes_text, sums))
     return table
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -139,6 +140,13 @@ def widen_cpu_pool(devices: int) -> None:
     """
     if devices > 1:
         os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, min(4 * devices, devices + 64))))
+
+
+def memory_of(device: Any) -> int:
+    """Bytes that a device here has; 0 = it does not say, is a CPU, or is not here."""
+    if device.platform == "cpu" or device not in jax.local_devices():
+        return 0
+    return (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
 def cache_folder() -> Path:

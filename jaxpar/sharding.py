@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.activations import Action, Keep, Policy, actions, keeps_all
 from jaxpar.errors import UserError
 from jaxpar.mesh import MeshAxis, describe, largest_divisor
 
@@ -271,8 +272,8 @@ class Pipeline:
     layers: tuple[int, ...] = ()
     """Layers of each virtual stage, first to last; empty = as even as can be, the first and the last with fewest."""
     stash: Literal["blocks", "stage"] = "blocks"
-    """Where memory.policy recomputes, what is kept meanwhile: what it keeps of each block (`full`: the block's input),
-    or the input of the stage alone, whose forward then runs once more."""
+    """Where blocks are recomputed, what is kept meanwhile: what memory.policy keeps of each block, or the input of the
+    stage alone, whose forward then runs once more."""
 
 
 @dataclass(frozen=True)
@@ -282,29 +283,65 @@ class Plan:
     Attributes:
       mesh: the device mesh.
       rules: logical axis -> mesh axes.
-      compute: dtype of matmuls and activations; parameters, norms, softmax, loss and gradients stay float32.
-      remat: what a block saves for its backward: `none` = everything, `full` = its input only.
+      compute: dtype of matmuls and activations; norms, softmax, loss and sums over devices stay float32.
+      remat: what a block keeps for its backward: one of `activations.PRESETS`.
       overlap: how the linears gather and scatter the sequence.
       context: how attention sees a sequence that is split.
       loss_mib: MiB of a device that the loss may hold: see `jaxpar.loss`.
       attention: one of `kernels.Implementation`, or `auto`.
       pipeline: how microbatches go through stages.
+      keep: what becomes of named activations, otherwise than `remat` says.
+      parameters: `offload` = the stacked layers' lie in host memory.
+      optimizer: `offload` = the moments of matrices lie in host memory.
+      params, gradients, moments: dtypes of matrices, of gradients that are added up, of the optimizer's state.
     """
 
     mesh: Mesh
     rules: ShardingRules = ShardingRules()
     compute: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["none", "full"] = "none"
+    remat: Policy = "none"
     overlap: Overlap = Overlap()
     context: Context = Context()
     loss_mib: int = 4096
     attention: str = "auto"
     pipeline: Pipeline = Pipeline()
+    keep: Keep = field(default_factory=Keep)
+    parameters: Literal["device", "offload"] = "device"
+    optimizer: Literal["device", "offload"] = "device"
+    params: Literal["float32", "bfloat16"] = "float32"
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
 
     @property
     def dtype(self) -> jnp.dtype:
         """The compute dtype."""
         return jnp.dtype(self.compute)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a block makes anything again in its backward, or keeps anything in host memory.
+
+        One whose parameters are fetched does: it fetches them again.
+        """
+        return self.parameters == "offload" or not keeps_all(self.remat, self.keep)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the update goes over the layers one by one."""
+        return "offload" in (self.parameters, self.optimizer) or self.moments == "int8"
+
+    def action(self, name: str) -> Action:
+        """What becomes of an activation: one of `activations.NAMES`."""
+        return actions(self.remat, self.keep)[name]
+
+    def again(self, *names: str) -> bool:
+        """Whether any of these activations is made again in the backward."""
+        return self.recomputes and any(self.action(name) == "recompute" for name in names)
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """The activations that are kept in host memory."""
+        return tuple(name for name, action in actions(self.remat, self.keep).items() if action == "offload")
 
     def mesh_axes(self, axis: LogicalAxis | None) -> tuple[MeshAxis, ...]:
         """The mesh axes of more than one device that split a logical axis; none for None."""
@@ -339,6 +376,16 @@ class Plan:
 def state_axes(axes: Axes) -> tuple[LogicalAxis | None, ...]:
     """The logical axes of a parameter's gradient and moments."""
     return tuple("state_embed" if axis == "embed" else axis for axis in axes)
+
+
+def is_matrix(axes: Axes) -> bool:
+    """Whether a parameter with these logical axes maps from or to the embed dim: no norm, no bias."""
+    return "embed" in axes and len([axis for axis in axes if axis != "layers"]) > 1
+
+
+def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
+    """Of the sums of a parameter's gradients over microbatches: those of vectors are float32."""
+    return jnp.dtype(plan.gradients if is_matrix(axes) else "float32")
 
 
 def copying(plan: Plan) -> tuple[MeshAxis, ...]:

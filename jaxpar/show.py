@@ -1,5 +1,5 @@
-"""Where a config's parameters live, what its devices send, how its pipeline goes: tables and pictures, for any mesh,
-without hardware.
+"""Where a config's parameters live, what its devices keep and send, how its pipeline goes: tables and pictures, for any
+mesh, without hardware.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from jaxpar.auto import closed, is_open
 from jaxpar.communication import arrays, sites
 from jaxpar.config import Config
 from jaxpar.errors import UserError
+from jaxpar.footprint import activations
 from jaxpar.layer_picture import layer_figure
+from jaxpar.ledger import ledger, ledger_figure, ledger_table
 from jaxpar.mesh import describe
 from jaxpar.metrics import count_text
 from jaxpar.models import Model
@@ -20,7 +22,7 @@ from jaxpar.picture import mesh_figure, save_figure
 from jaxpar.pipeline.layers import layers_of, microbatches
 from jaxpar.pipeline.schedules import Table, schedule
 from jaxpar.pipeline.simulator import UNIT, Compared, compare, simulate
-from jaxpar.report import communication_table, console, sharding_table
+from jaxpar.report import activation_table, communication_table, console, sharding_table
 from jaxpar.runtime import start
 from jaxpar.schedule_picture import comparison_table, schedule_figure, schedule_text
 from jaxpar.sharding import placements
@@ -61,11 +63,25 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
             out.print("overlap auto: shown as xla, without Domino; train and rehearse choose")
         out.print(sharding_table(rows))
         out.print("")
+        out.print(activation_table(activations(config, plan)))
+        out.print("")
+        parts = ledger(config, plan, "tpu")  # a device whose host memory is another
+        out.print(ledger_table(parts))
+        if config.memory.budget:
+            out.print(
+                f"memory.budget {config.memory.budget}: shown as policy and keep say; train and rehearse solve it"
+            )
+        if not plan.recomputes:
+            out.print("memory.policy none keeps more: whatever the backward needs, with a name or without")
+        out.print("")
         out.print(communication_table(moves) if moves else "no collectives: one device")
     save_figure(mesh_figure(rows, plan, title), picture)
     layer = picture.with_name(f"{picture.stem}_layer.svg")
     save_figure(layer_figure(parameters, moves, config, plan, title), layer)
     if not as_json:
+        memory = picture.with_name(f"{picture.stem}_memory.png")
+        save_figure(ledger_figure(parts, title), memory)
+        out.print(f"memory: {memory}")
         out.print(f"one layer: {layer}")
         out.print(f"picture: {picture}")
 

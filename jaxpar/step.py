@@ -7,28 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from jaxpar import pipeline
 from jaxpar.batches import TOKENS
-from jaxpar.collectives import further_split, gather, manual
+from jaxpar.collectives import further_split, is_axes
 from jaxpar.config import Config, TrainConfig
 from jaxpar.context import check_split
 from jaxpar.errors import UserError
 from jaxpar.experts import RouterSums
+from jaxpar.footprint import check_names
 from jaxpar.loss import LossSums, LossWeights
 from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
-from jaxpar.optim import learning_rate, make_optimizer
+from jaxpar.moments import Quantized, moments_of, packed, scales_sharding, with_moments
+from jaxpar.offload import HOST, check_offload, offload_notes, on_device
+from jaxpar.optim import decay_mask, learning_rate, make_optimizer
 from jaxpar.parallel import ATTENDED, GATHERED, STORED, overlap_notes
 from jaxpar.pipeline import check_stages, microbatches, pipeline_notes, reorder_layers, stored_order
-from jaxpar.sharding import Plan, ShardingRules, fit_heads, local_rows, replicated, state_axes, tree_shardings
+from jaxpar.sharding import (
+    Plan,
+    ShardingRules,
+    fit_heads,
+    gradient_dtype,
+    local_rows,
+    path_name,
+    replicated,
+    state_axes,
+    tree_shardings,
+)
+from jaxpar.update import update
 from jaxpar.xla import compiler_options
 
 
@@ -54,7 +68,8 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     memory = config.memory
     plan = Plan(
         mesh, rules, config.precision.compute, memory.policy, config.overlap, config.context, memory.loss_mib,
-        config.kernels.attention, config.pipeline,
+        config.kernels.attention, config.pipeline, memory.keep, memory.parameters, memory.optimizer,
+        config.precision.params, config.precision.gradients, config.precision.moments,
     )  # fmt: skip
     model, train, shards = Model(config.model), config.train, plan.size("batch")
     microbatch = train.batch // train.accumulation
@@ -85,13 +100,25 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream")
     sizes = config.model
     check_split(plan, config.data.seq_len, sizes.heads, sizes.kv_heads or sizes.heads, sizes.dropout)
+    check_names(config, plan)
+    if asked := offload_asked(plan):
+        check_offload(asked, plan.mesh.devices.flat[0], memory.offload_anyway)
     return plan
 
 
 def plan_notes(config: Config, plan: Plan) -> list[str]:
     """What a plan does otherwise than its config asks for, a line each for the log."""
     pipelines = pipeline_notes(config, plan, Model(config.model).parameter_count())
-    return [*_fitted(config, plan.mesh)[1], *overlap_notes(plan, config.data.seq_len), *pipelines]
+    asked = offload_asked(plan)
+    offloads = offload_notes(asked, plan.mesh.devices.flat[0]) if asked else []
+    return [*_fitted(config, plan.mesh)[1], *overlap_notes(plan, config.data.seq_len), *pipelines, *offloads]
+
+
+def offload_asked(plan: Plan) -> str:
+    """The settings that ask for host memory; empty = none."""
+    names = [f"keep.{name}" for name in plan.offloads]
+    names += [name for name in ("optimizer", "parameters") if getattr(plan, name) == "offload"]
+    return ", ".join(f"memory.{name} = offload" for name in names)
 
 
 def _fitted(config: Config, mesh: Mesh) -> tuple[ShardingRules, list[str]]:
@@ -105,12 +132,19 @@ Order = Sequence[int] | None  # of stored layers: see `jaxpar.pipeline.stored_or
 def state_shapes(model: Model, config: Config, plan: Plan, order: Order | Literal["plan's"] = "plan's") -> TrainState:
     """The state as ShapeDtypeStructs, without shardings, its layers stored in this order."""
     order = stored_order(plan, config.model.layers) if order == "plan's" else order
-    return jax.eval_shape(lambda: _fresh(model, config, order, jax.random.key(0)))
+    return jax.eval_shape(lambda: _with_params(model, config, model.init(jax.random.key(0), order)))
 
 
 def param_shapes(model: Model, plan: Plan) -> Params:
     """The parameters as ShapeDtypeStructs, as the plan stores them."""
-    return model.shapes(stored_order(plan, model.config.layers))
+    shapes = model.shapes(stored_order(plan, model.config.layers))
+    return jax.eval_shape(lambda params: _as_stored(params, model, plan.params), shapes)
+
+
+def _as_stored(params: Params, model: Model, dtype: str) -> Params:
+    """Parameters with their matrices in the dtype that the config stores them in; vectors stay float32."""
+    matrices = decay_mask(model.axes)
+    return jax.tree.map(lambda x, matrix: x.astype(dtype if matrix else jnp.float32), params, matrices)
 
 
 def state_shardings(
@@ -120,17 +154,50 @@ def state_shardings(
 
     (A scalar made outside jit would sit on device 0 and clash with the mesh after a restore.) `order` as above.
     """
-    shapes = state_shapes(model, config, plan, order)
-    params = tree_shardings(shapes.params, model.axes, plan)
-    everywhere = replicated(plan)
-    opt_state = optax.tree_map_params(
-        make_optimizer(config.train, model.axes),
-        lambda _, sharding: sharding,
-        shapes.opt_state,
-        tree_shardings(shapes.params, _state_axes(model), plan),
-        transform_non_params=lambda _: everywhere,
+    shapes, everywhere = state_shapes(model, config, plan, order), replicated(plan)
+    matrices = decay_mask(model.axes)
+
+    def of_moment(path: Any, axes: Any, matrix: bool, moment: Any) -> Any:
+        host = matrix and plan.optimizer == "offload"
+        name = path_name(path)
+        if isinstance(moment, Quantized):
+            codes = plan.sharding(axes, moment.codes.shape, name)
+            return Quantized(_placed(codes, host), _placed(scales_sharding(moment, axes, plan), host))
+        return _placed(plan.sharding(axes, moment.shape, name), host)
+
+    moments = (
+        jax.tree_util.tree_map_with_path(of_moment, _state_axes(model), matrices, moment, is_leaf=is_axes)
+        for moment in moments_of(shapes.opt_state)
     )
-    return TrainState(everywhere, params, opt_state)
+    opt_state = jax.tree.map(lambda _: everywhere, with_moments(shapes.opt_state, {}, {}))
+    params = param_shardings(shapes.params, model, plan)
+    return TrainState(everywhere, params, with_moments(opt_state, *moments))
+
+
+def param_shardings(shapes: Params, model: Model, plan: Plan) -> Params:
+    """Where the parameters live: layers in host memory where the plan has them there."""
+    shardings = tree_shardings(shapes, model.axes, plan)
+    host = plan.parameters == "offload"
+    return shardings | {"blocks": jax.tree.map(lambda place: _placed(place, host), shardings["blocks"])}
+
+
+def in_host(state: TrainState, model: Model, plan: Plan) -> TrainState:
+    """Of each array of a state whether the plan has it in host memory."""
+    host = {"blocks": plan.parameters == "offload"}
+    params = {
+        name: jax.tree.map(lambda _, name=name: host.get(name, False), part) for name, part in state.params.items()
+    }
+
+    def of_moment(matrix: bool, moment: Any) -> Any:
+        return jax.tree.map(lambda _: matrix and plan.optimizer == "offload", moment)
+
+    moments = (jax.tree.map(of_moment, decay_mask(model.axes), moment) for moment in moments_of(state.opt_state))
+    nowhere = jax.tree.map(lambda _: False, with_moments(state.opt_state, {}, {}))
+    return TrainState(False, params, with_moments(nowhere, *moments))
+
+
+def _placed(sharding: jax.sharding.NamedSharding, host: bool) -> jax.sharding.NamedSharding:
+    return sharding.with_memory_kind(HOST) if host else sharding
 
 
 def _state_axes(model: Model) -> Any:
@@ -144,23 +211,38 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
     The same on every mesh: each random number depends on its place in the global array only.
     """
     shardings, order = state_shardings(model, config, plan), stored_order(plan, model.config.layers)
+    shapes = state_shapes(model, config, plan)
     if params is None:
         key = jax.random.key(config.train.seed)
-        return jax.jit(lambda: _fresh(model, config, order, key), out_shardings=shardings)()
+        made = jax.jit(
+            lambda: _as_stored(model.init(key, order), model, config.precision.params), out_shardings=shardings.params
+        )()
+    else:
 
-    def start(params: Params) -> TrainState:
-        return reorder_state(_with_params(model, config, params), None, order, config)
+        def start(params: Params) -> Params:
+            layers = config.model.layers
+            blocks = jax.tree.map(lambda x: reorder_layers(x, None, order, layers), params["blocks"])
+            return _as_stored(params | {"blocks": blocks}, model, config.precision.params)
 
-    reused = () if plan.size("stage") > 1 else (0,)  # an import has every stage's layers: no array is as large as here
-    return jax.jit(start, out_shardings=shardings, donate_argnums=reused)(params)
-
-
-def _fresh(model: Model, config: Config, order: Order, key: jax.Array) -> TrainState:
-    return _with_params(model, config, model.init(key, order))
+        # An import has every stage's layers, and float32: no array is as large as here.
+        reused = () if plan.size("stage") > 1 or config.precision.params != "float32" else (0,)
+        made = jax.jit(start, out_shardings=shardings.params, donate_argnums=reused)(params)
+    # One after the other: all moments together may be more than a device has.
+    zeros = [
+        jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=place)()
+        for leaf, place in zip(
+            *map(jax.tree.leaves, ((shapes.step, shapes.opt_state), (shardings.step, shardings.opt_state))), strict=True
+        )
+    ]
+    step, opt_state = jax.tree.unflatten(jax.tree.structure((shapes.step, shapes.opt_state)), zeros)
+    return TrainState(step, made, opt_state)
 
 
 def _with_params(model: Model, config: Config, params: Params) -> TrainState:
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.train, model.axes).init(params))
+    opt_state = make_optimizer(config.train, model.axes).init(params)
+    opt_state = packed(opt_state, decay_mask(model.axes), config.precision.moments)
+    params = _as_stored(params, model, config.precision.params)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
 
 
 def reorder_state(state: TrainState, before: Order, after: Order, config: Config) -> TrainState:
@@ -173,8 +255,14 @@ def reorder_state(state: TrainState, before: Order, after: Order, config: Config
         return reorder_layers(x, before, after, layers) if axes[:1] == ("layers",) else x
 
     params = jax.tree.map(moved, state.params, model.axes)
-    opt_state = optax.tree_map_params(make_optimizer(config.train, model.axes), moved, state.opt_state, model.axes)
-    return TrainState(state.step, params, opt_state)
+
+    def moved_moment(axes: Any, moment: Any) -> Any:
+        return jax.tree.map(lambda x: moved(x, axes), moment)
+
+    moments = (
+        jax.tree.map(moved_moment, model.axes, moment, is_leaf=is_axes) for moment in moments_of(state.opt_state)
+    )
+    return TrainState(state.step, params, with_moments(state.opt_state, *moments))
 
 
 def put_batch(rows: Mapping[str, np.ndarray], plan: Plan) -> dict[str, jax.Array]:
@@ -210,20 +298,17 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
     `tokens` (labels that count); with experts also `router_balance` (1 = all alike), `router_z` (of a token) and
     `dropped` (share of the choices without room), means over the layers.
     """
-    optimizer, schedule, train = make_optimizer(config.train, model.axes), learning_rate(config.train), config.train
+    schedule, train = learning_rate(config.train), config.train
     shardings = state_shardings(model, config, plan)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(train.seed), state.step) if config.model.dropout else None
         sums, grads = gradients(model, state.params, batch, plan, key, train.accumulation, loss_weights(train))
         with jax.named_scope("update"):
-            grads = jax.tree.map(lambda g: g / sums.tokens, grads)
-            params = _as_state(state.params, model, plan)
-            updates, opt_state = optimizer.update(grads, state.opt_state, params)
-            params = _as_params(optax.apply_updates(params, updates), model, plan)
+            new = update(state.params, state.opt_state, grads, sums.tokens, model.axes, train, plan)
         metrics = {
             "loss": sums.nll / sums.tokens,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": new.norm,
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "tokens": sums.tokens,
         }
@@ -234,7 +319,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
                 "router_z": sums.routed.z / routed,
                 "dropped": sums.routed.dropped / (routed * model.config.experts_per_token),
             }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, new.params, new.opt_state), metrics
 
     batch_sharding = plan.sharding(TOKENS)
     return jax.jit(
@@ -244,25 +329,6 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
         donate_argnums=0,
         compiler_options=compiler_options(plan.mesh),
     )
-
-
-def _as_state(params: Params, model: Model, plan: Plan) -> Params:
-    """Arrays of the parameters' form in the layout of the optimizer's state: each device takes its piece."""
-    if plan.mesh_axes("state_embed") == plan.mesh_axes("embed"):
-        return params
-    return jax.tree.map(jax.lax.with_sharding_constraint, params, tree_shardings(params, _state_axes(model), plan))
-
-
-def _as_params(updated: Any, model: Model, plan: Plan) -> Params:
-    """Updated parameters from the layout of the optimizer's state, gathered to their own."""
-    if plan.mesh_axes("state_embed") == plan.mesh_axes("embed"):
-        return updated
-    stored = _state_axes(model)
-
-    def local(updated: Params) -> Params:
-        return jax.tree.map(lambda x, state, own: gather(x, state, own, plan), updated, stored, model.axes)
-
-    return manual(local, plan, (stored,), model.axes)(updated)
 
 
 def loss_weights(train: TrainConfig) -> LossWeights:
@@ -302,11 +368,18 @@ def gradients(
         rows, index = item
         part = of_microbatch(rows, None if key is None else jax.random.fold_in(key, index))
         with jax.named_scope("accumulate"):
-            return jax.tree.map(jnp.add, total, part), None
+            (sums, grads), (more, more_grads) = total, part
+            grads = jax.tree.map(lambda x, y: (x + on_device(y)).astype(x.dtype), grads, more_grads)
+            return (jax.tree.map(jnp.add, sums, more), grads), None
 
     routed = RouterSums(*jnp.zeros(3)) if model.config.experts else None
-    zeros = (LossSums(*jnp.zeros(3), routed=routed), _as_state(jax.tree.map(jnp.zeros_like, params), model, plan))
+    zeros = (LossSums(*jnp.zeros(3), routed=routed), jax.tree.map(partial(_zeros, plan), params, model.axes))
     return jax.lax.scan(add, zeros, (jax.tree.map(split, dict(batch)), jnp.arange(accumulation)))[0]
+
+
+def _zeros(plan: Plan, param: jax.Array, axes: Any) -> jax.Array:
+    """A parameter's gradient to add to, where and as gradients are."""
+    return plan.constrain(jnp.zeros(param.shape, gradient_dtype(axes, plan)), state_axes(axes))
 
 
 def make_eval_step(model: Model, plan: Plan) -> Any:

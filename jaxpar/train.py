@@ -16,16 +16,21 @@ import jax
 import numpy as np
 
 from jaxpar.auto import chosen
+from jaxpar.budget import fitted, platform_of
 from jaxpar.checkpoint import METRIC, Checkpoints
 from jaxpar.config import Config, check, incompatible, parse, to_toml
 from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.errors import UserError
+from jaxpar.hardware import Hardware, hardware_of
+from jaxpar.ledger import Compiled, ledger, ledger_table, out_of_memory, write_ledger
+from jaxpar.mesh import describe
 from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
 from jaxpar.models import Model, Params
+from jaxpar.offload import require_right_gradients
 from jaxpar.picture import loss_figure, save_figure
 from jaxpar.pipeline import stored_order
 from jaxpar.report import ProgressLine, banner, console, duration_text
-from jaxpar.runtime import start
+from jaxpar.runtime import memory_of, start
 from jaxpar.sharding import Plan
 from jaxpar.step import (
     TrainState,
@@ -34,6 +39,7 @@ from jaxpar.step import (
     make_eval_step,
     make_plan,
     make_train_step,
+    offload_asked,
     plan_notes,
     put_batch,
     reorder_state,
@@ -73,12 +79,15 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
     if verify:
         simulate_for(config.mesh)
     devices = start(config.mesh)
-    config = chosen(config, say=console().print if jax.process_index() == 0 else lambda line: None)
+    say = console().print if jax.process_index() == 0 else lambda line: None
+    config = fitted(chosen(config, say=say), say=say)
     plan = make_plan(config, devices)
-    for note in plan_notes(config, plan) if jax.process_index() == 0 else ():
-        console().print(note)
+    for note in plan_notes(config, plan):
+        say(note)
     if verify:
-        require(config, devices, console().print if jax.process_index() == 0 else lambda line: None)
+        require(config, devices, say)
+    if offload_asked(plan):
+        require_right_gradients(jax.local_devices()[0], say)
     corpus = load_corpus(config.data, config.model.vocab_size)
     open_run(folder, config)
     if corpus.tokenizer is not None and jax.process_index() == 0:
@@ -179,16 +188,32 @@ class _Run:
         if first >= last:
             self.show.say(f"step {first} of {last} is done already: nothing to train; see {self.folder}")
             return Result(first, None, None, entropy, False)
-        state, data = self._start(first, entropy)
-        self.eval_step = make_eval_step(self.model, self.plan)
-        step_fn = self._compile()
-        metrics = MetricsLog(self.folder, first, config.metrics.tensorboard, self.main)
-        with metrics as self.log, self.show, _stop_signals() as stopping:
-            step = self._loop(step_fn, state, data, first, last, stopping)
+        with self._said_if_out_of_memory():
+            state, data = self._start(first, entropy)
+            self.eval_step = make_eval_step(self.model, self.plan)
+            step_fn = self._compile()
+            metrics = MetricsLog(self.folder, first, config.metrics.tensorboard, self.main)
+            with metrics as self.log, self.show, _stop_signals() as stopping:
+                step = self._loop(step_fn, state, data, first, last, stopping)
         if self.main:
             self._draw(entropy)
             self._say_result(step, last, entropy)
         return Result(step, self.loss, self.val_loss, entropy, step < last)
+
+    @contextmanager
+    def _said_if_out_of_memory(self) -> Iterator[None]:
+        """A device that has too little memory, at compilation or at a step: the report, and what would fit."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            device = self.plan.mesh.devices.flat[0]
+            platform, has = platform_of(device), memory_of(device)
+            if self.main:
+                console().print(ledger_table(ledger(self.config, self.plan, platform)))
+            hardware = hardware_of(device.device_kind) or Hardware()
+            raise UserError(out_of_memory(str(error), self.config, self.plan, hardware, platform, has)) from error
 
     def _start(self, first: int, entropy: float) -> tuple[TrainState, Any]:
         """The state and the data iterator at step `first`, and the start-up lines."""
@@ -227,6 +252,11 @@ class _Run:
         memory = compiled.memory_analysis()
         used = f": {bytes_text(memory.temp_size_in_bytes)} of temporaries per device" if memory else ""
         self.show.say(f"compiled the training step in {time.perf_counter() - began:.1f} s{used}")
+        if memory and self.main:
+            device = self.plan.mesh.devices.flat[0]
+            parts = ledger(self.config, self.plan, platform_of(device))
+            title = f"{self.folder.name}: memory of a device on {describe(dict(self.plan.mesh.shape))}"
+            write_ledger(self.folder, parts, title, Compiled.of(memory), memory_of(device))
         return compiled
 
     def _loop(

@@ -15,6 +15,7 @@ from jaxpar.config import ModelConfig
 from jaxpar.errors import UserError
 from jaxpar.models.layers import LayerNorm, VocabHead, normal, param, vocab_table, zeros
 from jaxpar.parallel import attention, column_linear, dropout, lookup, row_linear
+from jaxpar.remat import named
 from jaxpar.sharding import LogicalAxis, Plan
 
 _HEADS: tuple[LogicalAxis, ...] = ("heads", "head_dim")
@@ -76,19 +77,22 @@ class Block(nnx.Module):
         key: jax.Array | None,
     ) -> tuple[Float[Array, "B S D"], None]:
         weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
+        x_BSD = named(x_BSD, "block_input")
         with jax.named_scope("attention"):
+            normed_BSD = named(self.attention_norm(x_BSD), "attention_norm")
             q, k, v = column_linear(
-                self.attention_norm(x_BSD), (self.q[...], self.k[...], self.v[...]), (_HEADS, _HEADS, _HEADS), plan,
+                normed_BSD, (self.q[...], self.k[...], self.v[...]), (_HEADS, _HEADS, _HEADS), plan,
                 (self.q_bias[...], self.k_bias[...], self.v_bias[...]), "attention_seq",
             )  # fmt: skip
+            q, k, v = named(q, "q"), named(k, "k"), named(v, "v")
             mixed_BSHh = attention(q, k, v, plan, segments_BS, self.dropout, weights_key, self.window)
             out_BSD = row_linear(mixed_BSHh, self.out[...], _HEADS, plan, self.out_bias[...], "attention_seq")
-            x_BSD = x_BSD + dropout(out_BSD, self.dropout, attention_key)
+            x_BSD = named(x_BSD + dropout(out_BSD, self.dropout, attention_key), "mlp_input")
         with jax.named_scope("mlp"):
-            (up_BSF,) = column_linear(self.mlp_norm(x_BSD), (self.up[...],), (("mlp",),), plan, (self.up_bias[...],))
-            down_BSD = row_linear(
-                jax.nn.gelu(up_BSF, approximate=True), self.down[...], ("mlp",), plan, self.down_bias[...]
-            )
+            normed_BSD = named(self.mlp_norm(x_BSD), "mlp_norm")
+            (up_BSF,) = column_linear(normed_BSD, (self.up[...],), (("mlp",),), plan, (self.up_bias[...],))
+            hidden_BSF = named(jax.nn.gelu(named(up_BSF, "up"), approximate=True), "mlp_hidden")
+            down_BSD = row_linear(hidden_BSF, self.down[...], ("mlp",), plan, self.down_bias[...])
             return x_BSD + dropout(down_BSD, self.dropout, mlp_key), None
 
 

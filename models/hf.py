@@ -348,7 +348,8 @@ def _piece(leaf: jax.Array, index: tuple[int, ...], dtype: Dtype) -> jax.Array:
         # Indexing a dim that is split over devices would gather all slices on each. A sum moves one, and a sum of bits
         # changes nothing in it.
         here = (jnp.arange(len(leaf)) == number).reshape(-1, *[1] * (leaf.ndim - 1))
-        leaf = jnp.sum(leaf.view(jnp.int32), axis=0, where=here).view(leaf.dtype)
+        bits = jnp.dtype(f"int{8 * leaf.dtype.itemsize}")
+        leaf = jnp.sum(leaf.view(bits), axis=0, where=here, dtype=bits).view(leaf.dtype)
     return leaf.astype(dtype)
 
 

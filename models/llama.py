@@ -16,6 +16,7 @@ from jaxpar.config import ModelConfig
 from jaxpar.experts import RouterSums, expert_mlp
 from jaxpar.models.layers import RMSNorm, VocabHead, normal, param, rotary_frequencies, rotate, vocab_table
 from jaxpar.parallel import attention, column_linear, dropout, lookup, row_linear
+from jaxpar.remat import named
 from jaxpar.sharding import LogicalAxis, Plan
 
 _HEADS: tuple[LogicalAxis, ...] = ("heads", "head_dim")
@@ -68,9 +69,10 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         rate = self.config.dropout
         weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
+        x_BSD = named(x_BSD, "block_input")
         with jax.named_scope("attention"):
             q_BSHh, k_BSKh, v_BSKh = column_linear(
-                self.attention_norm(x_BSD),
+                named(self.attention_norm(x_BSD), "attention_norm"),
                 (self.q[...], self.k[...], self.v[...]),
                 (_HEADS, _KV_HEADS, _KV_HEADS),
                 plan,
@@ -78,11 +80,12 @@ class Block(nnx.Module):
             )
             frequencies = rotary_frequencies(self.config)
             q_BSHh, k_BSKh = rotate(q_BSHh, positions_BS, frequencies), rotate(k_BSKh, positions_BS, frequencies)
+            q_BSHh, k_BSKh, v_BSKh = named(q_BSHh, "q"), named(k_BSKh, "k"), named(v_BSKh, "v")
             mixed_BSHh = attention(q_BSHh, k_BSKh, v_BSKh, plan, segments_BS, rate, weights_key, self.config.window)
             out_BSD = row_linear(mixed_BSHh, self.out[...], _HEADS, plan, seq="attention_seq")
-            x_BSD = x_BSD + dropout(out_BSD, rate, attention_key)
+            x_BSD = named(x_BSD + dropout(out_BSD, rate, attention_key), "mlp_input")
         with jax.named_scope("mlp"):
-            y_BSD, routed = self._mlp(self.mlp_norm(x_BSD), plan)
+            y_BSD, routed = self._mlp(named(self.mlp_norm(x_BSD), "mlp_norm"), plan)
             return x_BSD + dropout(y_BSD, rate, mlp_key), routed
 
     def _mlp(self, x_BSD: Float[Array, "B S D"], plan: Plan) -> tuple[Float[Array, "B S D"], RouterSums | None]:
@@ -91,7 +94,8 @@ class Block(nnx.Module):
             chosen, factor = self.config.experts_per_token, self.config.capacity_factor
             return expert_mlp(x_BSD, self.router[...], gate, up, down, chosen, factor, plan)
         gate_BSF, up_BSF = column_linear(x_BSD, (gate, up), (("mlp",), ("mlp",)), plan)
-        return row_linear(jax.nn.silu(gate_BSF) * up_BSF, down, ("mlp",), plan), None
+        gate_BSF, up_BSF = named(gate_BSF, "gate"), named(up_BSF, "up")
+        return row_linear(named(jax.nn.silu(gate_BSF) * up_BSF, "mlp_hidden"), down, ("mlp",), plan), None
 
 
 class Head(VocabHead):

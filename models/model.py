@@ -23,6 +23,7 @@ from jaxpar.errors import UserError, nearest
 from jaxpar.experts import RouterSums
 from jaxpar.loss import LIKELIHOOD, LossSums, LossWeights, linear_cross_entropy
 from jaxpar.models import gpt2, llama
+from jaxpar.offload import on_device
 from jaxpar.parallel import STORED, logits
 from jaxpar.remat import remat
 from jaxpar.sharding import Plan
@@ -129,9 +130,9 @@ class Model:
 
         def body(xs, layer):
             layer_params, layer_key = layer
-            return self.layer(layer_params, xs, places, plan, layer_key)
+            return self.layer(jax.tree.map(on_device, layer_params), xs, places, plan, layer_key)
 
-        body = remat(body, plan.remat, self.config.scan_layers)
+        body = remat(body, plan, self.config.scan_layers)
         xs = halves(x_BSD, STORED, plan)
         if self.config.scan_layers:
             xs, routed = jax.lax.scan(body, xs, (layers, layer_keys))

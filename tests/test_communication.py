@@ -12,7 +12,7 @@ from traced_steps import asked_here, compiled, config_of, over, staged
 
 from jaxpar.communication import Site, arrays, sent, sites
 from jaxpar.communication.stages import ticks_of
-from jaxpar.config import Config, MemoryConfig, load_config
+from jaxpar.config import Config, MemoryConfig, load_config, override
 from jaxpar.mesh import MeshSpec, devices_needed
 from jaxpar.models import Model
 from jaxpar.pipeline.program import program
@@ -34,6 +34,10 @@ def changed(config: Config, section: str = "", /, rules: Any = None, overlap: An
     if section:
         config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
     return dataclasses.replace(config, rules=rules or config.rules, overlap=overlap or config.overlap)
+
+
+def kept(config: Config, **choices: str) -> Config:
+    return override(config, {f"memory.keep.{name}": choice for name, choice in choices.items()})
 
 
 def with_experts(remat: str = "none", capacity_factor: float = 0.0, **more: Any) -> Config:
@@ -129,6 +133,25 @@ PLANS = {
         with_experts(expert=2, fsdp=2, tensor=2), overlap=Overlap("ring", "ring", domino="on")
     ),
     "gpt2, ring of the scatter": changed(config_of("gpt2", data=2, tensor=4), overlap=Overlap("xla", "ring")),
+    "llama, attention_out": config_of("llama", "attention_out", context=2, fsdp=2, tensor=2),
+    "llama, block_inputs, bfloat16": config_of("llama", "block_inputs", compute="bfloat16", fsdp=4, tensor=2),
+    "llama, selective, ring attention, unrolled": config_of("llama", "selective", scan=False, context=4, tensor=2),
+    "llama, dots": config_of("llama", "dots", data=2, fsdp=2, tensor=2),
+    "gpt2, dots, gathered attention": changed(
+        config_of("gpt2", "dots", context=4, fsdp=2), "context", strategy="all_gather"
+    ),
+    "gpt2, block_inputs, Ulysses, Domino": changed(
+        changed(config_of("gpt2", "block_inputs", context=2, tensor=2), "context", strategy="ulysses"),
+        overlap=Overlap(domino="on"),
+    ),
+    "llama, full but gate and up": kept(config_of("llama", "full", fsdp=4, tensor=2), gate="save", up="save"),
+    "llama, none but a key, accumulation": kept(config_of("llama", accumulation=2, data=2, tensor=2), k="recompute"),
+    "gpt2, offloaded": kept(
+        config_of("gpt2", "full", fsdp=2, tensor=2), block_input="offload", mlp_input="offload", up="offload"
+    ),
+    "experts, dots": with_experts("dots", expert=2, fsdp=2, tensor=2),
+    "experts, full but answers": kept(with_experts("full", 1.25, expert=4, tensor=2), expert_out="save"),
+    "experts, rows made again": kept(with_experts(expert=2, tensor=2), expert_input="recompute", gate="recompute"),
 }
 
 
@@ -177,6 +200,18 @@ STAGED = {
     ),
     "ZB-H1, gathered attention, 4 stages": staged(
         config_of("llama", "full", stage=4, context=2), "zb_h1", 6, context_strategy="all_gather"
+    ),
+    "1F1B, attention_out, of blocks": staged(
+        config_of("llama", "attention_out", stage=2, tensor=2, context=2), "1f1b", 4, pipeline_stash="blocks"
+    ),
+    "ZB-H1, dots, of blocks": staged(
+        config_of("gpt2", "dots", stage=2, fsdp=2, tensor=2), "zb_h1", 4, pipeline_stash="blocks"
+    ),
+    "1F1B, block_inputs, a stage's input": staged(
+        config_of("llama", "block_inputs", stage=2, fsdp=2, tensor=2), "1f1b", 4
+    ),
+    "1F1B, offloaded inputs of blocks": kept(
+        staged(config_of("llama", "full", stage=2, tensor=2), "1f1b", 4, pipeline_stash="blocks"), block_input="offload"
     ),
     "1F1B, experts": staged(with_experts("full", stage=2, expert=2, fsdp=2), "1f1b", 4),
     "ZB-H1, experts, tensor": staged(with_experts(stage=2, expert=2, tensor=2), "zb_h1", 4),

@@ -99,8 +99,11 @@ def changed(key: str, value: Any) -> Config:
     """The default config with another value at `key`."""
     kinds = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1, tuple: lambda v: (*v, "stage")}
     others = dict.fromkeys(flatten(Config().overlap, "overlap."), "ring") | {
+        **dict.fromkeys(flatten(Config().memory.keep, "memory.keep."), "save"),
         "data.source": "text", "train.schedule": "wsd", "mesh.platform": "cpu", "memory.policy": "full",
-        "precision.compute": "bfloat16", "overlap.domino": "on", "context.strategy": "ulysses",
+        "precision.compute": "bfloat16", "precision.params": "bfloat16", "precision.gradients": "bfloat16",
+        "precision.moments": "int8", "memory.optimizer": "offload", "memory.parameters": "offload",
+        "memory.may": ["optimizer"],         "overlap.domino": "on", "context.strategy": "ulysses",
         "kernels.attention": "chunked", "pipeline.schedule": "zb_h1", "pipeline.stash": "stage",
         "pipeline.layers": [1, 2],
     }  # fmt: skip

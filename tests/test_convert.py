@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -60,6 +61,20 @@ def test_stages_store_an_import_in_their_order_and_export_it_in_the_files(tmp_pa
         for tensors in found:
             np.testing.assert_array_equal(tensors[name], array)
     assert train(config, tmp_path / "run").step == 2
+
+
+def test_fine_tuning_in_bfloat16_with_its_state_in_host_memory(hf_folder: Path, tmp_path: Path) -> None:
+    changes = {"precision.params": "bfloat16", "precision.moments": "int8", "memory.policy": "full"}
+    changes |= {"memory.parameters": "offload", "memory.optimizer": "offload"}
+    config = override(config_for(hf_folder), changes)
+    import_run(config, hf_folder, tmp_path / "run")
+    export_run(config, tmp_path / "run", tmp_path / "back", 0, "float32")
+    want, found = (load_file(folder / "model.safetensors") for folder in (hf_folder, tmp_path / "back"))
+    for name, array in want.items():
+        matrix = np.asarray(array.astype(jnp.bfloat16), np.float32) if array.ndim > 1 else array
+        np.testing.assert_array_equal(found[name], matrix)
+    assert train(config, tmp_path / "run").step == 2
+    assert export_run(config, tmp_path / "run", tmp_path / "trained", 0, "bfloat16") == 2
 
 
 def test_a_config_of_another_model_is_refused(hf_folder: Path, tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     6: "cli",
     5: "train generate evaluate convert show bench step verify verdict verified answers evidence rehearse calibrate "
-    "bench_rehearse play auto bench_overlap bench_attention bench_fusions bench_pipeline bench_commands",
-    4: "data tokenizer checkpoint optim metrics report picture mask_picture layer_picture schedule_picture doctor "
-    "communication rehearsal diagnose shrink arguments",
+    "bench_rehearse play auto budget ledger bench_overlap bench_attention bench_fusions bench_pipeline bench_commands",
+    4: "data tokenizer checkpoint optim moments update metrics report picture mask_picture "
+    "layer_picture schedule_picture doctor communication footprint assign rehearsal diagnose shrink arguments",
     3: "models pipeline",
     2: "parallel experts batches loss plain",
-    1: "remat hlo network planned masks kernels ring_attention zigzag collectives collective_matmul context grouped",
-    0: "errors config mesh sharding hardware runtime targets xla meshes configs",
+    1: "remat offload hlo network planned masks kernels ring_attention zigzag collectives collective_matmul "
+    "context grouped",
+    0: "errors activations config mesh sharding hardware runtime targets xla meshes configs",
 }
 LAYER = {room: layer for layer, rooms in LAYERS.items() for room in rooms.split()}
 

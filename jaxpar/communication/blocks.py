@@ -46,15 +46,17 @@ def sublayers(blocks: Mapping[str, Array]) -> Iterator[tuple[str, dict[str, Arra
 
 def linear_rows(blocks: dict[str, Array], step: Step) -> Iterator[Site]:
     """What the linears of all blocks send."""
-    parts, routed = list(sublayers(blocks)), any(array.axes[0] == "experts" for array in blocks.values())
-    for part, columns, rows in parts:
-        last = part == parts[-1][0] and not routed  # nothing in the backward needs its output
-        yield from _sublayer(f"block/{part}", columns, rows, step, step.plan.remat == "full" and not last)
+    for part, columns, rows in sublayers(blocks):
+        # What the attention's output goes into is needed in the backward; nothing needs that of the last sublayer.
+        output = part == "attention" and step.plan.again("mlp_input")
+        yield from _sublayer(f"block/{part}", columns, rows, step, output, step.plan.again(*columns))
 
 
-def _sublayer(scope: str, columns: dict[str, Array], rows: dict[str, Array], step: Step, again: bool) -> Iterator[Site]:
-    """Column linears, what lies between (which sends nothing here), and the row linear; `again`: its sum is made
-    once more in the backward."""
+def _sublayer(
+    scope: str, columns: dict[str, Array], rows: dict[str, Array], step: Step, output: bool, inner: bool
+) -> Iterator[Site]:
+    """Column linears, what lies between (which sends nothing here), and the row linear. Made once more in the backward:
+    its sum (`output`), what lies between (`inner`)."""
     into, out = ", ".join(columns), ", ".join(rows)
     plan, part = step.plan, step.of_a_part
     hidden, (_, used) = next(iter(rows.values())).axes[:-1], SUBLAYERS[scope.rpartition("/")[2]]
@@ -68,12 +70,12 @@ def _sublayer(scope: str, columns: dict[str, Array], rows: dict[str, Array], ste
     gathered = in_form(gathered, used, plan.overlap.form("gather", hidden[0]), part)
     summed = scatter(split_over(hidden, plan))
     # Both linears' backward give gradients of input and weights: of the row's both need the gathered gradient, of the
-    # column's the weights' need the gathered input, which a block that is recomputed has gathered for its own ends too.
-    whole: Gradients = "both" if plan.remat == "full" else "weight"
+    # column's the weights' need the gathered input, which outputs that are made again need too.
+    whole: Gradients = "both" if inner else "weight"
     yield from part.forward(scope, f"{into} input", gathered)
     yield from step.forward(scope, f"{into} weights", weight_gathers(columns.values(), step))
     yield from step.forward(scope, f"{out} weights", weight_gathers(rows.values(), step))
-    yield from part.forward(scope, f"{out} output", summed, recomputed=again)
+    yield from part.forward(scope, f"{out} output", summed, recomputed=output)
     yield from part.backward(scope, f"gradient of {out} output", "both", gathered)
     if step.apart:
         yield from step.backward(scope, f"{out} weights", "input", weight_gathers(rows.values(), step))
@@ -92,7 +94,7 @@ def _sublayer(scope: str, columns: dict[str, Array], rows: dict[str, Array], ste
 def attention_rows(model: ModelConfig, step: Step) -> Iterator[Site]:
     """What a split sequence sends between q, k, v and the output of attention: see `jaxpar.context`."""
     plan, part, scope = step.plan, step.of_a_part, "block/attention/core"
-    again = plan.remat == "full"
+    again = plan.again("attention_out", "attention_lse")
     axes = plan.mesh_axes("attention_seq")
     if not axes:
         return

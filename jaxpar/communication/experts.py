@@ -23,7 +23,7 @@ def expert_rows(blocks: Mapping[str, Array], model: ModelConfig, step: Step) -> 
     weights = {name: array for name, array in blocks.items() if array.axes[0] == "experts"}
     if not weights:
         return
-    plan, part, full = step.plan, step.of_a_part, step.plan.remat == "full"
+    plan, part, hidden_again = step.plan, step.of_a_part, step.plan.again("gate", "up")
     router = next(array for array in blocks.values() if array.axes == ("embed", None))
     E, k, D, X = router.shape[1], model.experts_per_token, router.shape[0], plan.size("experts")
     rows_B, S, _ = part.stream
@@ -52,12 +52,16 @@ def expert_rows(blocks: Mapping[str, Array], model: ModelConfig, step: Step) -> 
     table = weight_gathers(weights.values(), step)
 
     # Nothing in the backward needs the sums of the router; a stage that runs its forward once more wants no balance.
-    yield from part.forward("block/mlp/router", "choices of the router", choices, again=False, recomputed=full)
-    yield from part.forward("block/mlp/router", "rows an expert", counts, recomputed=full)
-    yield from part.forward("block/mlp/dispatch", "rows for the experts", exchange, recomputed=full)
+    yield from part.forward(
+        "block/mlp/router", "choices of the router", choices, again=False, recomputed=plan.recomputes
+    )
+    yield from part.forward("block/mlp/router", "rows an expert", counts, recomputed=plan.recomputes)
+    yield from part.forward(
+        "block/mlp/dispatch", "rows for the experts", exchange, recomputed=plan.again("expert_input")
+    )
     yield from part.forward("block/mlp/experts", "rows", buffers + used)
-    yield from part.forward("block/mlp/experts", "sums of the experts", summed, recomputed=full)
-    yield from part.forward("block/mlp/combine", "answers", exchange, recomputed=full)
+    yield from part.forward("block/mlp/experts", "sums of the experts", summed, recomputed=plan.again("expert_out"))
+    yield from part.forward("block/mlp/combine", "answers", exchange, recomputed=plan.again("expert_out"))
     sums = over(ordered, "all-reduce", 8)
     lost = over(ordered, "all-reduce", FLOAT32) if model.capacity_factor else []
     yield from part.forward("block/mlp/router", "sums of the router", sums, again=False)
@@ -67,7 +71,7 @@ def expert_rows(blocks: Mapping[str, Array], model: ModelConfig, step: Step) -> 
     if step.apart:  # a block that is recomputed has made these for its own ends
         yield from step.backward("block/mlp/router", "router", "both", scores)
         yield from step.backward("block/mlp/experts", f"{', '.join(weights)} weights", "input", table)
-        yield from part.backward("block/mlp/experts", "rows", "both" if full else "weight", buffers)
+        yield from part.backward("block/mlp/experts", "rows", "both" if hidden_again else "weight", buffers)
         yield from part.backward("block/mlp/experts", "rows", "both", used)
     yield from part.backward("block/mlp/combine", "gradient of answers", "input", exchange)
     yield from part.backward("block/mlp/experts", "gradient of the sums", "both", buffers)

@@ -56,7 +56,7 @@ def sites(parameters: Mapping[str, Array], config: Config, plan: Plan) -> list[S
     tables = [array for array in (*head.values(), *embed.values()) if array.axes[0] == "vocab"]
     train, often = config.train, turns(config, plan)
     rows = train.batch // train.accumulation // often.microbatches
-    apart = plan.remat == "full" or config.model.scan_layers or plan.size("stage") > 1
+    apart = plan.recomputes or config.model.scan_layers or plan.size("stage") > 1
     step = Step(plan, (rows, config.data.seq_len, tables[0].shape[-1]), often.layers, apart)
     first = step._replace(runs=often.embedding)
     last = step._replace(runs=often.loss, stream=with_a_stage(step.stream, plan))

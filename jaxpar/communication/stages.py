@@ -81,7 +81,7 @@ def turns(config: Config, plan: Plan) -> Turns:
     pipeline = plan.pipeline
     ticks = ticks_of(pipeline.schedule, plan.size("stage"), pipeline.microbatches, pipeline.virtual)
     again, places = 0, layers.places
-    if plan.remat == "full" and pipeline.stash == "stage":
+    if plan.recomputes and pipeline.stash == "stage":
         # Of layers one after another the last is not run again: what goes into it is all that is asked for.
         again = ticks.backward * parts * (places if config.model.scan_layers else places - 1)
     runs = Runs(ticks.forward, ticks.backward, 0, ticks.weight or None).times(parts * places)

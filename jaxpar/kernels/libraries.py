@@ -106,7 +106,7 @@ def splash(
         one = splash_mask.LocalMask((S, T), (band.left, band.right), 0)
     kernel = splash_kernel.make_splash_mha(
         splash_mask.MultiHeadMask([one] * H), head_shards=1, q_seq_shards=1, block_sizes=sizes,
-        attn_logits_soft_cap=call.softcap or None, interpret=call.interpret,
+        attn_logits_soft_cap=call.softcap or None, interpret=call.interpret, residual_checkpoint_name="attention_out",
     )  # fmt: skip
 
     def of_sequence(q_HSh: Array, k_KTh: Array, v_KTh: Array, ids: Segments | None) -> Array:

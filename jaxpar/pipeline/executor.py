@@ -32,8 +32,8 @@ from jaxpar.parallel import GATHERED, STORED
 from jaxpar.pipeline.layers import layers_in
 from jaxpar.pipeline.program import Program, Rows, Segment, program
 from jaxpar.pipeline.schedules import Kind, schedule
-from jaxpar.pipeline.stage import Model, Place, Stack, taken
-from jaxpar.sharding import Plan, state_axes
+from jaxpar.pipeline.stage import Model, Place, Stack, empty, put, taken
+from jaxpar.sharding import Plan, gradient_dtype, state_axes
 
 Batch = Any
 Params = Any
@@ -123,12 +123,12 @@ class _Carry(NamedTuple):
     Attributes:
       inbox: activations that have arrived [slots, B, S, D].
       sums: of the loss, of this stage's part.
-      stash: what the forward keeps for the backward, arrays [slots, ...].
+      stash: what the forward keeps for the backward, arrays [slots x places, ...], or of a stage's input [slots, ...].
       cotangents: those that have arrived [slots, B, S, D].
       leaving: the cotangent that is sent next [B, S, D].
       entering: inside a round, the activation that is on its way to the inbox [B, S, D].
-      waiting: what gradients of weights wait for, arrays [slots, places, ...].
-      blocks: gradients of this stage's layers [virtual x places, ...], float32.
+      waiting: what gradients of weights wait for, arrays [slots x places, ...].
+      blocks: gradients of this stage's layers [virtual x places, ...], in the plan's dtype of such sums.
       ends: gradients of embedding and head, of this stage's part.
     """
 
@@ -193,12 +193,12 @@ class _Stage:
             return plan.constrain(jnp.zeros((slots, *self.x.shape), self.x.dtype), (None, *STORED))
 
         def kept(shapes: Sequence[Any], slots: int) -> list[Array]:
-            return [jnp.zeros((slots, self.places, *shape.shape), shape.dtype) for shape in shapes]
+            return [empty(shape, slots * self.places) for shape in shapes]
 
         carry = _Carry(messages(steps.inbox), LossSums(*jnp.zeros(3), routed=routed))
         if not self.with_backward:
             return carry
-        self.by_stage = plan.remat != "none" and plan.pipeline.stash == "stage"
+        self.by_stage = plan.recomputes and plan.pipeline.stash == "stage"
         self.layers.prepare(self.x, steps.waiting > 0, not self.by_stage)
         recipe, axes = self.layers.recipe, self.model.axes
         self._kept = partial(kept, recipe.kept.shapes)
@@ -214,7 +214,7 @@ class _Stage:
 
     def _zeros(self, weight: Array, axes: Any) -> Array:
         """A gradient to add to, laid out as gradients are."""
-        return self.plan.constrain(jnp.zeros(weight.shape, weight.dtype), state_axes(axes))
+        return self.plan.constrain(jnp.zeros(weight.shape, gradient_dtype(axes, self.plan)), state_axes(axes))
 
     def finish(self, carry: _Carry) -> Any:
         """The sums, and the gradients: this stage's layers, and the ends summed over the stages."""
@@ -241,12 +241,12 @@ class _Stage:
         for kind in ends:  # in the round's order, which a pytree does not keep
             if kind in back:
                 arrived, cotangents = jax.lax.optimization_barrier((arriving, carry.cotangents))
-                carry = carry._replace(cotangents=_put(cotangents, arrived, ticks[kind].arrives))
+                carry = carry._replace(cotangents=put(cotangents, arrived, ticks[kind].arrives))
             with jax.named_scope(kind):
                 carry = run[kind](carry, ticks[kind], ends[kind])
         if "forward" in ends:  # taken after the other ticks
             arrived, leaving = jax.lax.optimization_barrier((carry.entering, carry.leaving))
-            inbox = _put(carry.inbox, arrived, ticks["forward"].arrives)
+            inbox = put(carry.inbox, arrived, ticks["forward"].arrives)
             carry = carry._replace(inbox=inbox, entering=None, leaving=leaving)
         return carry
 
@@ -264,7 +264,7 @@ class _Stage:
             y_BSD, _, routed = self.layers.forward(x_BSD, i, chunk)
         elif self.by_stage:
             y_BSD, _, routed = self.layers.forward(x_BSD, i, chunk)
-            carry = carry._replace(stash=_put(carry.stash, x_BSD, row.kept))
+            carry = carry._replace(stash=put(carry.stash, x_BSD, row.kept))
         else:
             y_BSD, stash, routed = self.layers.forward(x_BSD, i, chunk, carry.stash, row.kept)
             carry = carry._replace(stash=stash)
@@ -295,7 +295,7 @@ class _Stage:
         return carry._replace(
             sums=_plus(carry.sums, sums),
             ends=jax.tree.map(jnp.add, carry.ends, dends),
-            cotangents=_put(carry.cotangents, self._whole(dpart_BSD, y_BSD.shape[1]), row.cotangent),
+            cotangents=put(carry.cotangents, self._whole(dpart_BSD, y_BSD.shape[1]), row.cotangent),
         )
 
     def _shared(self, y_BSD: Array) -> Array:
@@ -375,7 +375,3 @@ def _some(share: float, some: Array, do: Callable[[Any], Any], x: Any) -> Any:
 
 def _plus(total: LossSums, more: LossSums) -> LossSums:
     return total._replace(loss=total.loss + more.loss, nll=total.nll + more.nll, tokens=total.tokens + more.tokens)
-
-
-def _put(buffer: Array, x: Array, slot: Any) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(buffer, x, slot, 0)

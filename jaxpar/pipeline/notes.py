@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
-
 from jaxpar.config import Config
 from jaxpar.hardware import hardware_of
 from jaxpar.pipeline.layers import layers_in
 from jaxpar.pipeline.schedules import schedule
 from jaxpar.pipeline.simulator import Times, simulate
+from jaxpar.runtime import memory_of
 from jaxpar.sharding import Plan
 
 _STATE_BYTES = 4 * 4  # of a parameter: itself, its gradient and two moments, in float32
@@ -34,7 +33,7 @@ def pipeline_notes(config: Config, plan: Plan, parameters: int) -> list[str]:
         return _without_stages(config)
     M, v = pipeline.microbatches, pipeline.virtual
     table = schedule(pipeline.schedule, P, M, v)
-    again = 0 if plan.remat == "none" else 1 + (pipeline.stash == "stage")
+    again = (1 + (pipeline.stash == "stage")) * plan.recomputes
     found = simulate(table, Times(1.0, 2.0 + again, 1.0))
     idle = 100 * found.bubble
     kept = f"keeps {max(found.stash)} input{'s' if max(found.stash) > 1 else ''} at most"
@@ -93,8 +92,4 @@ def _memory(plan: Plan) -> int:
     """Of a device, 0 where nothing says."""
     device: Any = plan.mesh.devices.flat[0]
     known = hardware_of(device.device_kind)
-    if known is not None and known.hbm_bytes:
-        return known.hbm_bytes
-    if device.platform == "cpu" or device not in jax.local_devices():
-        return 0
-    return (device.memory_stats() or {}).get("bytes_limit", 0)
+    return known.hbm_bytes if known is not None and known.hbm_bytes else memory_of(device)

@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from jaxpar.batches import halves, whole_batch
 from jaxpar.loss import LossSums, LossWeights
+from jaxpar.offload import on_device, on_host
 from jaxpar.parallel import STORED
 from jaxpar.pipeline.traced import Kept, Parts, kept, split
 from jaxpar.remat import remat
@@ -89,11 +90,11 @@ class Stack:
             ys = tuple(jnp.where(there, y, x) for y, x in zip(ys, xs, strict=True))
             return ys, jax.tree.map(lambda x: jnp.where(there, x, 0), routed)
 
-        return remat(layer, self.plan.remat, self.model.config.scan_layers)(weights, xs)
+        return remat(layer, self.plan, self.model.config.scan_layers)(weights, xs)
 
     def _at(self, chunk: Any, j: Any) -> Any:
-        """The weights of a place of a chunk."""
-        return jax.tree.map(lambda x: taken(x, chunk * self.count + j), self.weights)
+        """The weights of a place of a chunk, fetched where they lie in host memory."""
+        return jax.tree.map(lambda x: on_device(taken(x, chunk * self.count + j)), self.weights)
 
     def _differentiated(self, weights: Any, place: Place, xs: Any) -> tuple[Any, list[Array], Any]:
         """A layer's outputs, and its backward's arrays and the tree they are in."""
@@ -151,7 +152,7 @@ class Stack:
 
     def forward(self, x: Array, i: Any, chunk: Any, stash: Any = None, slot: Any = 0) -> tuple[Array, Any, Any]:
         """The output of a chunk for a microbatch, the stash with what its layers keep in `slot`, and the router's sums
-        over the layers (of arrays [slots, places, ...]; None = nothing is kept)."""
+        over the layers (of arrays [slots x places, ...]; None = nothing is kept)."""
 
         def body(carry: Any, j: Any) -> Any:
             xs, stash, total = carry
@@ -161,7 +162,7 @@ class Stack:
             else:
                 (xs, routed), arrays, _ = self._differentiated(weights, place, xs)
                 kept = (arrays[at] for at in self.recipe.kept.places)
-                stash = [_put(buffer, x, slot, j) for buffer, x in zip(stash, kept, strict=True)]
+                stash = [put(buffer, x, slot * self.count + j) for buffer, x in zip(stash, kept, strict=True)]
             return xs, stash, jax.tree.map(jnp.add, total, routed)
 
         zeros = None if self.added is None else jax.tree.map(jnp.zeros_like, self.added)
@@ -175,18 +176,18 @@ class Stack:
         """The gradient of a chunk's input; `grads` with those of its weights added where the stage is `on`.
 
         Where weights' gradients wait only vectors' are added; what those of matrices are made of goes into slot `wait`
-        of `waiting`, arrays [slots, places, ...].
+        of `waiting`, arrays [slots x places, ...].
         """
         parts = self.recipe.parts
 
         def body(carry: Any, j: Any) -> Any:
             dxs, grads, waiting = carry
-            given = _slot(stash, slot, j), self._at(chunk, j), self.place(i, chunk, j), (dxs, self.added)
+            given = _slot(stash, slot * self.count + j), self._at(chunk, j), self.place(i, chunk, j), (dxs, self.added)
             if parts is None:
                 dweights, dxs = self._pulled(*given)
             else:
                 (dweights, dxs), needed = parts.first(*given)
-                waiting = [_put(buffer, x, wait, j) for buffer, x in zip(waiting, needed, strict=True)]
+                waiting = [put(buffer, x, wait * self.count + j) for buffer, x in zip(waiting, needed, strict=True)]
             return dxs, self._added(grads, dweights, chunk, j, on), waiting
 
         dxs, grads, waiting = self._scan(body, (self._halves(dy), grads, waiting), reverse=True)
@@ -200,8 +201,10 @@ class Stack:
         assert parts is not None
 
         def body(grads: Any, j: Any) -> Any:
-            kept = (_slot(stash, slot, j),) if self._stashed else ()
-            dweights, _ = parts.second(_slot(waiting, wait, j), *kept, self._at(chunk, j), self.place(i, chunk, j))
+            kept = (_slot(stash, slot * self.count + j),) if self._stashed else ()
+            dweights, _ = parts.second(
+                _slot(waiting, wait * self.count + j), *kept, self._at(chunk, j), self.place(i, chunk, j)
+            )
             return self._added(grads, dweights, chunk, j, on)
 
         return self._scan(body, grads)
@@ -223,11 +226,17 @@ def taken(x: Array, at: Any) -> Array:
     return jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
 
 
-def _slot(buffers: Sequence[Array], slot: Any, j: Any) -> list[Array]:
-    """What is at [slot, j] of each."""
-    return [taken(taken(buffer, slot), j) for buffer in buffers]
+def empty(shape: Any, slots: int) -> Array:
+    """A buffer [slots, ...] of arrays of this shape, where they lie: on the device or in host memory."""
+    zeros = jnp.zeros((slots, *shape.shape), shape.dtype)
+    return on_host(zeros) if getattr(shape, "memory_space", None) == jax.memory.Space.Host else zeros
 
 
-def _put(buffer: Array, x: Array, slot: Any, j: Any) -> Array:
-    """`x` at [slot, j]."""
-    return jax.lax.dynamic_update_slice(buffer, x[None, None], (slot, j, *[0] * x.ndim))
+def _slot(buffers: Sequence[Array], at: Any) -> list[Array]:
+    """What is at [at] of each."""
+    return [taken(buffer, at) for buffer in buffers]
+
+
+def put(buffer: Array, x: Array, at: Any) -> Array:
+    """`x` at [at]: one index, as the TPU compiler cuts arrays in host memory along one dim only."""
+    return jax.lax.dynamic_update_index_in_dim(buffer, x, at, 0)

@@ -19,12 +19,12 @@ class Kept(NamedTuple):
 
     Attributes:
       places: of results that depend on it, each array once.
-      shapes: theirs.
+      shapes: theirs, and of what lies in host memory the abstract arrays.
       restore: `(arrays, *other arguments) -> results`: the others are computed again.
     """
 
     places: tuple[int, ...]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    shapes: tuple[Any, ...]
     restore: Callable[..., list[Any]]
 
 
@@ -154,7 +154,9 @@ def _is_var(atom: Any) -> bool:
     return not isinstance(atom, core.Literal)
 
 
-def _shape(var: Any) -> jax.ShapeDtypeStruct:
+def _shape(var: Any) -> Any:
+    if var.aval.memory_space == jax.memory.Space.Host:  # which a ShapeDtypeStruct does not say
+        return var.aval
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
 
 

@@ -188,7 +188,7 @@ def _held(config: Config, plan: Plan) -> int:
     rows = config.train.batch // config.train.accumulation // pipeline.microbatches
     x = jax.ShapeDtypeStruct((rows, config.data.seq_len, model.embed), plan.dtype)
     kept, waits = _bytes(x), 0
-    by_stage = plan.remat == "full" and pipeline.stash == "stage"
+    by_stage = plan.recomputes and pipeline.stash == "stage"
     if steps.waiting or not by_stage:
         recipe = _recipe(config, plan, x, steps.waiting > 0, not by_stage)
         kept = kept if by_stage else places * _bytes(*recipe.kept.shapes)

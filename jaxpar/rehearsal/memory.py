@@ -3,17 +3,69 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar.hlo.parse import Computation, Instruction, Module
+from jaxpar.hlo.parse import Computation, Module
 from jaxpar.rehearsal.schema import Memory
 
 
 def local_bytes(tree: Any) -> int:
     """Bytes of a device's part of ShapeDtypeStructs with shardings."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+class Compiled(NamedTuple):
+    """What the compiler says that a program takes, bytes of one device."""
+
+    arguments: int
+    temporaries: int
+    """And results that are no argument's own."""
+    program: int
+    host: int
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return self.arguments + self.temporaries + self.program
+
+    @staticmethod
+    def of(stats: Any) -> Compiled:
+        """From `compiled.memory_analysis()`."""
+        grown = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
+        return Compiled(
+            stats.argument_size_in_bytes, stats.temp_size_in_bytes + grown, stats.generated_code_size_in_bytes,
+            stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
+        )  # fmt: skip
+
+
+class StateBytes(NamedTuple):
+    """Bytes of one device's part of a training state."""
+
+    params: int
+    opt_state: int
+
+
+def by_memory(state: Any, host: Any = None) -> tuple[StateBytes, StateBytes]:
+    """Bytes of a state on a device, and in host memory.
+
+    Args:
+      state: the TrainState, as ShapeDtypeStructs with shardings.
+      host: whether each array is in host memory, in its form; None = the device has no other.
+    """
+
+    def total(tree: Any, flags: Any, there: bool) -> int:
+        flags = jax.tree.map(lambda _: False, tree) if flags is None else flags
+        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(flags), strict=True)
+        return local_bytes([leaf for leaf, flag in pairs if flag is there])
+
+    params, opt_state = (None, None) if host is None else (host.params, host.opt_state)
+    found = (
+        StateBytes(total(state.params, params, there), total(state.opt_state, opt_state, there))
+        for there in (False, True)
+    )
+    return next(found), next(found)
 
 
 def saved_bytes(module: Module, layers: int) -> int:
@@ -25,25 +77,32 @@ def saved_bytes(module: Module, layers: int) -> int:
                 continue
             state = computation.instructions.get(loop.operands[0])
             names = state.operands if state is not None and state.opcode == "tuple" else ()
-            filled = [made for name in names if (made := _empty(computation, name)) is not None]
-            total += sum(
-                made.shape.bytes for made in filled if made.shape.dims[:1] == (layers,) and not made.shape.space
-            )
+            shapes = [computation.instructions[name].shape for name in names if _empty(computation, name)]
+            total += sum(shape.bytes for shape in shapes if shape.dims[:1] == (layers,) and not shape.space)
     return total
 
 
-def _empty(computation: Computation, name: str) -> Instruction | None:
-    """The instruction that makes a loop's array, if it starts out with nothing in it."""
+def _empty(computation: Computation, name: str) -> bool:
+    """Whether a loop's array starts out with nothing in it."""
     made = computation.instructions.get(name)
-    while made is not None and made.opcode in ("copy", "bitcast"):
+    while made is not None and made.opcode in ("copy", "bitcast", "get-tuple-element"):
         made = computation.instructions.get(made.operands[0])
     if made is None:
-        return None
+        return False
     blank = made.opcode in ("broadcast", "constant") or (made.opcode == "fusion" and "broadcast" in made.name)
-    return made if blank or "AllocateBuffer" in made.attributes.get("custom_call_target", "") else None
+    return blank or "AllocateBuffer" in made.attributes.get("custom_call_target", "")
 
 
-def account(stats: Any, state: Any, batch: Any, module: Module, layers: int, hbm_bytes: int) -> Memory:
+def account(
+    stats: Any,
+    state: Any,
+    batch: Any,
+    module: Module,
+    layers: int,
+    hbm_bytes: int,
+    host: Any = None,
+    summed: int | None = None,
+) -> Memory:
     """The report's memory.
 
     Args:
@@ -53,34 +112,35 @@ def account(stats: Any, state: Any, batch: Any, module: Module, layers: int, hbm
       module: the compiled program.
       layers: of the model.
       hbm_bytes: what a device has; 0 = no figure.
+      host: as for `by_memory`.
+      summed: bytes of gradients; None = as many as of the parameters.
     """
-    arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
-    grown = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
-    code = stats.generated_code_size_in_bytes
-    parameters, optimizer, rows = local_bytes(state.params), local_bytes(state.opt_state), local_bytes(batch)
+    compiled, temporaries = Compiled.of(stats), stats.temp_size_in_bytes
+    (parameters, optimizer), _ = by_memory(state, host)
+    rows = local_bytes(batch)
     saved = min(saved_bytes(module, layers), temporaries)
-    # Gradients lie as the moments do, two a parameter.
-    gradients = min(parameters, optimizer // 2, temporaries - saved)
+    # Gradients lie as float32 moments do, two a parameter.
+    gradients = min(parameters, optimizer // 2) if summed is None else summed
+    gradients = min(gradients, temporaries - saved)
     categories = {
         "parameters": parameters,
         "optimizer": optimizer,
         "batch": rows,
         "activations": saved,
         "gradients": gradients,
-        "temporaries": temporaries - saved - gradients + grown,
-        "program": code,
-        "padding": arguments - parameters - optimizer - rows,
+        "temporaries": compiled.temporaries - saved - gradients,
+        "program": compiled.program,
+        "padding": compiled.arguments - parameters - optimizer - rows,
     }
-    total = arguments + temporaries + grown + code
-    host = {
+    on_host = {
         "arguments": stats.host_argument_size_in_bytes,
         "temporaries": stats.host_temp_size_in_bytes,
     }
     return {
         "hbm_bytes": hbm_bytes,
-        "total": total,
-        "fits": not hbm_bytes or total <= hbm_bytes,
+        "total": compiled.total,
+        "fits": not hbm_bytes or compiled.total <= hbm_bytes,
         "categories": categories,
-        "host": {name: size for name, size in host.items() if size},
+        "host": {name: size for name, size in on_host.items() if size},
         "advice": [],
     }

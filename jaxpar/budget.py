@@ -1,0 +1,442 @@
+"""A memory budget solved: what to keep, what to offload, what to make again, for the fastest step that fits.
+
+`jaxpar.assign` has the choices, what they cost, and the best of them. Bytes of activations and state are known from
+shapes alone; the rest (what a block works with, the loss) is the compiler's: the least assignment is compiled first, to
+learn it, and then the winner, until one fits.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpar.activations import Action, Keep
+from jaxpar.assign import Choice, Item, Solution, costs_of, frontier, items_of, solve
+from jaxpar.config import Config
+from jaxpar.errors import UserError
+from jaxpar.footprint import activations, microbatches_of
+from jaxpar.hardware import Hardware, hardware_of
+from jaxpar.loss import tiling
+from jaxpar.metrics import bytes_text
+from jaxpar.models import Model
+from jaxpar.offload import check_offload, lowered_for
+from jaxpar.rehearsal.fit import needs_and_has
+from jaxpar.rehearsal.memory import Compiled, by_memory, local_bytes
+from jaxpar.runtime import memory_of
+from jaxpar.sharding import Plan, gradient_dtype, state_axes
+from jaxpar.step import in_host, make_plan, make_train_step, param_shapes, state_shapes, step_shapes
+from jaxpar.targets import Target, target_devices
+
+MARGIN = 0.05
+"""Of a device's memory, that `auto` leaves free."""
+_ROUNDS = 6  # compilations at most
+_WORTH = 0.99  # of the best step's time: less of a gain is not compiled for
+_UNITS = {"": 1, "B": 1, **{f"{k}{suffix}": base ** (n + 1) for n, k in enumerate("KMGT") for suffix, base in
+                           (("iB", 1024), ("B", 1000), ("", 1024))}}  # fmt: skip
+
+Say = Callable[[str], None]
+
+
+# From a config to one that fits.
+
+
+class Outer(NamedTuple):
+    """What is decided besides activations."""
+
+    optimizer: bool = False
+    parameters: bool = False
+    accumulation: int = 1
+
+    def applied(self, config: Config) -> Config:
+        """The config with it."""
+        where = {True: "offload", False: "device"}
+        memory = replace(config.memory, optimizer=where[self.optimizer], parameters=where[self.parameters])
+        train = replace(config.train, accumulation=config.train.accumulation * self.accumulation)
+        return replace(config, memory=memory, train=train)
+
+
+def assigned(config: Config, items: Sequence[Item], actions: Sequence[Action]) -> Config:
+    """A config whose activations are treated so; its budget is spent."""
+    keep: dict[str, Any] = {name: action for item, action in zip(items, actions, strict=True) for name in item.names}
+    return replace(config, memory=replace(config.memory, policy="full", keep=Keep(**keep), budget=""))
+
+
+def parse_bytes(text: str) -> int:
+    """`14GiB` in bytes.
+
+    Raises:
+      UserError: it is no size.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2] not in _UNITS:
+        raise UserError(f"memory.budget = {text!r} is no size: write 14GiB, 900MiB, 80GB, or auto")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def budget_bytes(text: str, hardware: Hardware, device: Any) -> int:
+    """A budget in bytes; `auto` is the device's memory less a margin.
+
+    Raises:
+      UserError: no size, or `auto` for a device that does not say what it has.
+    """
+    if text != "auto":
+        return parse_bytes(text)
+    known = hardware.hbm_bytes or memory_of(device)
+    if not known:
+        raise UserError("memory.budget = auto: this device does not say how much memory it has: give it, as in 14GiB")
+    return int(known * (1 - MARGIN))
+
+
+def nearest(config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, room: int) -> str:
+    """The flags of the fastest plan that is predicted to fit into some bytes, nothing compiled; empty = none does."""
+    searched = _searches(config, devices, platform, hardware)
+    found = [(one, solution) for one in searched if (solution := one.solve(room)) is not None]
+    if not found:
+        return ""
+    search, solution = min(found, key=lambda pair: pair[0].seconds(pair[1]))
+    memory = assigned(search.config, search.items, solution.actions).memory
+    groups: dict[str, list[str]] = {}
+    for name, choice in vars(memory.keep).items():
+        if choice != "policy" and (name, choice) != ("block_input", "save"):
+            groups.setdefault(choice, []).append(name)
+    flags = [f"--memory.keep.{name} {action}" for action in ("save", "offload") for name in groups.get(action, [])]
+    state = [f"--memory.{name} offload" for name in ("optimizer", "parameters") if getattr(memory, name) == "offload"]
+    accumulated = search.config.train.accumulation
+    more = [f"--train.accumulation {accumulated}"] if accumulated != config.train.accumulation else []
+    return " ".join(["--memory.policy full", *flags, *state, *more])
+
+
+def platform_of(device: Any) -> str:
+    """What a program for this device is lowered for."""
+    return "cuda" if device.platform == "gpu" else device.platform
+
+
+class Tried(NamedTuple):
+    """A compiled assignment: bytes a device as predicted and by the compiler."""
+
+    config: Config
+    outer: Outer
+    solution: Solution
+    predicted: int
+    compiled: int
+
+
+def fitted(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
+    """The config with what its `memory.budget` leads to in place of it: see `within_budget`; without one as it is.
+
+    Args:
+      config: an experiment whose mesh fits the target.
+      target: what to fit; None = the devices at hand.
+      say: as for `within_budget`.
+    """
+    if not config.memory.budget:
+        return config
+    devices = list(make_plan(config, None if target is None else target_devices(target)).mesh.devices.flat)
+    found = hardware_of(devices[0].device_kind)
+    hardware = target.hardware if target is not None else found or Hardware()
+    platform = target.platform if target is not None else platform_of(devices[0])
+    return within_budget(config, devices, platform, hardware, say)[0]
+
+
+def within_budget(
+    config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, say: Say = lambda line: None
+) -> tuple[Config, list[Tried]]:
+    """The fastest config that fits `memory.budget`, and what was compiled on the way to it.
+
+    Args:
+      config: with a budget; what `memory.may` names may be changed beside the activations.
+      devices: of the mesh, at hand or not.
+      platform: what is compiled for.
+      hardware: whose figures count.
+      say: called with a line for each step and the reason for the outcome.
+
+    Raises:
+      UserError: a budget below what the plan takes with the least kept: with that minimum, and what would lower it.
+    """
+    budget = budget_bytes(config.memory.budget, hardware, devices[0])
+    searched = _searches(config, devices, platform, hardware, say)
+    # The least of all, to learn what the compiler takes besides.
+    least = min(searched, key=lambda one: one.predicted(one.least))
+    say(f"budget {bytes_text(budget)}: compiling what keeps least")
+    tried = [least.compile(least.least)]
+    if tried[0].compiled > budget:
+        raise UserError(_too_small(budget, tried[0], least, config))
+    best = least, least.least, tried[0]
+    while len(tried) < _ROUNDS:
+        found = [(one, solution) for one in searched if (solution := one.solve(budget)) is not None]
+        search, solution = min(found, key=lambda pair: pair[0].seconds(pair[1]), default=best[:2])
+        wanted = assigned(search.config, search.items, solution.actions)
+        if search.seconds(solution) > _WORTH * best[0].seconds(best[1]) or wanted in [one.config for one in tried]:
+            break
+        say(f"compiling: {reasons(search, solution)}")
+        again = search.compile(solution)
+        tried.append(again)
+        sizes = f"predicted {bytes_text(again.predicted)}, compiled {bytes_text(again.compiled)}"
+        say(f"{sizes} of {bytes_text(budget)}")
+        if again.compiled <= budget:
+            best = search, solution, again
+    say(f"memory.budget {config.memory.budget}: {reasons(*best[:2])}")
+    return best[2].config, tried
+
+
+class _Search:
+    """The assignments under one choice of what else may be decided."""
+
+    def __init__(self, config: Config, outer: Outer, devices: list[jax.Device], platform: str, hardware: Hardware):
+        self.outer, self.devices, self.platform = outer, devices, platform
+        self.config = outer.applied(
+            replace(config, memory=replace(config.memory, policy="full", keep=Keep(), budget=""))
+        )
+        self.plan = make_plan(self.config, devices)
+        offload = _offloads(devices[0], platform, config.memory.offload_anyway)
+        self.items, self.costs = (
+            items_of(self.config, self.plan, hardware, offload),
+            costs_of(self.config, self.plan, hardware),
+        )
+        self.state = state_of(self.config, self.plan, platform, self.costs.link)
+        self.work = work_bytes(self.config, self.plan)
+        self.update = self.state.update
+        self.least = min(frontier(self.items), key=lambda one: (one.device, self.seconds(one)))
+
+    def solve(self, budget: int) -> Solution | None:
+        """The fastest assignment that is predicted to fit."""
+        if self.state.device + self.update > budget:
+            return None
+        return solve(self.items, self.costs, budget - self.state.device - self.work)
+
+    def predicted(self, solution: Solution) -> int:
+        """Bytes of a device: the backward's, or the update's, when no activations are left."""
+        return self.state.device + max(solution.device + self.work, self.update)
+
+    def seconds(self, solution: Solution) -> float:
+        return self.costs.seconds(solution.host, solution.again, self.state.moved)
+
+    def compile(self, solution: Solution) -> Tried:
+        """What the compiler says of an assignment, from which the next prediction learns."""
+        config, predicted = assigned(self.config, self.items, solution.actions), self.predicted(solution)
+        found = compiled_bytes(config, self.devices, self.platform)
+        if solution.device + self.work >= self.update:
+            self.work = found - self.state.device - solution.device
+        else:
+            self.update = found - self.state.device
+        return Tried(config, self.outer, solution, predicted, found)
+
+
+def _searches(
+    config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, say: Say = lambda line: None
+) -> list[_Search]:
+    """A search for each of what may be decided besides; parts that the batch does not split into are left out."""
+    found = []
+    for outer in _outers(config, devices[0], platform, say):
+        try:
+            found.append(_Search(config, outer, devices, platform, hardware))
+        except UserError:
+            if outer.accumulation == 1:
+                raise
+    return found
+
+
+def _offloads(device: Any, platform: str, anyway: bool, say: Say = lambda line: None) -> bool:
+    """Whether host memory may be used: it is another memory than the device's, and is not known to be wrong."""
+    if platform == "cpu":
+        return False
+    try:
+        check_offload("memory.budget", device, anyway)
+    except UserError as refused:
+        say(f"nothing is offloaded: {refused}")
+        return False
+    return True
+
+
+def _outers(config: Config, device: Any, platform: str, say: Say) -> list[Outer]:
+    """What may be decided besides activations; what the config offloads already stays there."""
+    memory, may = config.memory, config.memory.may
+    host = _offloads(device, platform, memory.offload_anyway, say)
+    optimizer = {memory.optimizer == "offload"} | ({True} if host and "optimizer" in may else set())
+    parameters = {memory.parameters == "offload"} | ({True} if host and "parameters" in may else set())
+    rows = config.train.batch // config.train.accumulation
+    times = [1, *(n for n in (2, 4, 8, 16) if "accumulation" in may and rows % n == 0)]
+    return [Outer(o, p, n) for n in times for o in sorted(optimizer) for p in sorted(parameters)]
+
+
+class State(NamedTuple):
+    """Bytes a device of what a step holds besides activations, and seconds of streaming it through.
+
+    Attributes:
+      parameters, optimizer, gradients, batch: on the device.
+      host_parameters, host_optimizer, host_gradients: in host memory.
+      update: what the optimizer's step works with on the device.
+      moved: seconds in a step, which nothing hides.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    batch: int
+    host_parameters: int
+    host_optimizer: int
+    host_gradients: int
+    update: int
+    moved: float
+
+    @property
+    def host(self) -> int:
+        return self.host_parameters + self.host_optimizer + self.host_gradients
+
+    @property
+    def device(self) -> int:
+        return self.parameters + self.optimizer + self.gradients + self.batch
+
+
+def state_of(config: Config, plan: Plan, platform: str, link: float = math.inf) -> State:
+    """The state of a step, from shapes alone.
+
+    Args:
+      config: the experiment.
+      plan: of the config.
+      platform: on `cpu` host memory is the device's own.
+      link: bytes/s to host memory.
+    """
+    model = Model(config.model)
+    state, batch = step_shapes(model, config, plan)
+    flags = in_host(state_shapes(model, config, plan), model, plan) if platform != "cpu" else None
+    there, away = by_memory(state, flags)
+    sums = config.train.accumulation > 1 or plan.size("stage") > 1
+    own = _gradient_bytes(state.params, model, plan, sums=False)
+    gradients = _gradient_bytes(state.params, model, plan, sums=True) if sums else own
+    gradients += own if config.train.accumulation > 1 and plan.size("stage") == 1 else 0
+    streamed = away.params if not sums else 0  # gradients of layers in host memory are made there
+    parts = config.train.accumulation
+    # Parameters come in for every forward and backward, and in and out for the update; gradients that are made in host
+    # memory go out, and come in for their norm and for the update.
+    moved = (2 * parts + 2 + (0 if sums else 3)) * away.params + 2 * away.opt_state
+    return State(
+        there.params, there.opt_state, max(gradients - streamed, 0), local_bytes(batch),
+        away.params, away.opt_state, streamed, _update_bytes(state.params, model, plan), moved / link,
+    )  # fmt: skip
+
+
+def _update_bytes(params: Any, model: Model, plan: Plan) -> int:
+    """What the update works with besides the state itself: a layer's moments and those of the tables in float32.
+
+    A state that stays on the device in floats is updated where it is.
+    """
+    if not plan.streams:
+        return 0
+
+    def entries(param: Any, axes: Any) -> int:
+        return math.prod(plan.sharding(state_axes(axes), param.shape).shard_shape(param.shape))
+
+    sizes = {name: jax.tree.leaves(jax.tree.map(entries, part, model.axes[name])) for name, part in params.items()}
+    tables = [size for name, found in sizes.items() if name != "blocks" for size in found]
+    layer = sum(sizes["blocks"]) // model.config.layers
+    # Fetched: both moments, and a parameter, of all tables at once; unpacked: both moments of one after another.
+    of_tables = 12 * sum(tables) if plan.optimizer == "offload" else 8 * max(tables) if plan.moments == "int8" else 0
+    return of_tables + 8 * layer
+
+
+def work_bytes(config: Config, plan: Plan) -> int:
+    """A first guess of what a block's backward or the loss works with, whichever is more; the compiler corrects it.
+
+    A block: two of everything that has a name, and its weights where they are gathered. The loss: scores of some tokens
+    in float32 and in the compute dtype, and the gathered vocabulary matrix with its gradient.
+    """
+    model = Model(config.model)
+    shapes = param_shapes(model, plan)
+    layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes["blocks"]))
+    gathered = layer * plan.dtype.itemsize // plan.size("mlp") if plan.mesh.size > 1 else 0
+    block = 2 * sum(one.bytes for one in activations(config, plan)) + gathered
+    V, D = shapes["embed"]["tokens"].shape
+    rows, width = V // plan.size("vocab"), plan.dtype.itemsize
+    sequences = config.train.batch // config.train.accumulation // microbatches_of(plan) // plan.size("batch")
+    tokens = sequences * config.data.seq_len // plan.size("seq") // plan.size("stage")
+    chunks, slices = tiling(max(tokens, 1), rows, D, plan)
+    of_table = rows // slices * D * (width + 4) if plan.size("embed") > 1 else 0
+    return max(block, rows // slices * -(-tokens // chunks) * (4 + width) + of_table)
+
+
+def _gradient_bytes(params: Any, model: Model, plan: Plan, sums: bool) -> int:
+    """Bytes a device of all gradients: of a microbatch's, in the parameters' dtypes, or of their sums."""
+
+    def one(param: Any, axes: Any) -> int:
+        shape = plan.sharding(state_axes(axes), param.shape).shard_shape(param.shape)
+        return math.prod(shape) * (gradient_dtype(axes, plan) if sums else param.dtype).itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(one, params, model.axes)))
+
+
+def compiled_bytes(config: Config, devices: list[jax.Device], platform: str) -> int:
+    """Bytes of a device that the training step takes, by the compiler's account; of one that it refuses what it says.
+
+    Raises:
+      UserError: the compiler refuses the step for another reason.
+    """
+    plan, model = make_plan(config, devices), Model(config.model)
+    arguments = step_shapes(model, config, plan)
+    host = in_host(state_shapes(model, config, plan), model, plan), jax.tree.map(lambda _: False, arguments[1])
+    _, lowered = lowered_for(make_train_step(model, config, plan), arguments, host, platform)
+    try:
+        return Compiled.of(lowered.compile().memory_analysis()).total
+    except jax.errors.JaxRuntimeError as error:
+        found = needs_and_has(str(error))
+        if found is None:
+            raise UserError(f"the compiler refuses this step: {str(error).strip().splitlines()[0][:300]}") from error
+        return found[0]
+
+
+def reasons(search: _Search, solution: Solution) -> str:
+    """Why a solution is as it is: `offload block_input (2.10 GiB, hidden behind 41 ms of compute), ...`."""
+    parts, by_action = [], dict[str, list[tuple[Item, Choice]]]()
+    for item, action in zip(search.items, solution.actions, strict=True):
+        choice = next(choice for choice in item.choices if choice.action == action)
+        by_action.setdefault(action, []).append((item, choice))
+    costs, step = search.costs, search.costs.forward + search.costs.backward
+    if found := by_action.get("offload"):
+        waits = costs.seconds(solution.host, solution.again) - step - solution.again
+        hidden = f"hidden behind {1e3 * step:.0f} ms of compute" if waits < 1e-4 else f"waits {1e3 * waits:.0f} ms"
+        parts.append(f"offload {_names(found)} ({bytes_text(solution.host)}, {hidden})")
+    if found := by_action.get("recompute"):
+        share = 100 * solution.again / step if step else 0
+        parts.append(f"recompute {_names(found)} (+{share:.1f} % of the compute)")
+    if found := by_action.get("save"):
+        parts.append(f"save {_names(found)} ({bytes_text(solution.device)})")
+    outer = search.outer
+    streamed = [name for name in ("optimizer", "parameters") if getattr(outer, name)]
+    if streamed:
+        size = bytes_text(search.state.host)
+        parts.append(f"{' and '.join(streamed)} in host memory ({size}, +{1e3 * search.state.moved:.0f} ms)")
+    if outer.accumulation > 1:
+        parts.append(f"train.accumulation {search.config.train.accumulation}")
+    return ", ".join(parts)
+
+
+def _names(found: Sequence[tuple[Item, Choice]]) -> str:
+    return ", ".join(name for item, _ in found for name in item.names)
+
+
+def _too_small(budget: int, tried: Tried, least: _Search, config: Config) -> str:
+    """What a plan takes at the least, and what would lower it."""
+    state, may = least.state, config.memory.may
+    rest = tried.compiled - state.device - least.least.device
+    parts = {
+        "parameters": state.parameters, "optimizer": state.optimizer, "gradients": state.gradients,
+        "activations": least.least.device, "what a layer and the loss work with": rest,
+    }  # fmt: skip
+    said = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size > 0)
+    wanted = [f"--memory.may {' '.join((*may, name))}" for name in ("optimizer", "parameters") if name not in may]
+    if config.precision.moments == "float32":
+        wanted.append("--precision.moments int8")
+    if config.precision.params == "float32":
+        wanted.append("--precision.params bfloat16")
+    if "accumulation" not in may and config.train.batch // config.train.accumulation > least.plan.size("batch"):
+        wanted.append(f"--train.accumulation {2 * config.train.accumulation}")
+    wanted.append(f"--mesh.fsdp {2 * least.plan.mesh.shape['fsdp']}")
+    return (
+        f"memory.budget = {config.memory.budget} ({bytes_text(budget)}) is less than this plan takes with the least "
+        f"kept on the device, {bytes_text(tried.compiled)}: {said}. What would lower it: {', '.join(wanted)}"
+    )

@@ -1,0 +1,160 @@
+"""The optimizer's step: gradients clipped by their global norm, AdamW, and the updated parameters.
+
+What lies in host memory passes the device a layer at a time: its parameters, gradients and moments are fetched, updated
+and sent back, in a loop over the stacked layers whose buffers stay where they are. Moments in 8 bits go through the
+same loop, so that only a layer's are there in float32.
+
+Arrays stacked over layers are [layers, ...]; a pipeline's stage has its own layers, and loops over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jaxpar.collectives import gather, is_axes, manual
+from jaxpar.config import TrainConfig
+from jaxpar.moments import moments_of, packed, unpacked, with_moments
+from jaxpar.offload import in_host_memory, on_device, on_host
+from jaxpar.optim import decay_mask, make_optimizer
+from jaxpar.sharding import Plan, state_axes
+
+Params = Any
+
+
+class Updated(NamedTuple):
+    """New parameters and optimizer state, and the global norm of the gradients before clipping (float32 scalar)."""
+
+    params: Params
+    opt_state: Any
+    norm: Float[Array, ""]
+
+
+def update(
+    params: Params, opt_state: Any, grads: Params, tokens: Float[Array, ""], axes: Any, train: TrainConfig, plan: Plan
+) -> Updated:
+    """One step of the optimizer, in float32.
+
+    Args:
+      params: by part of the model; `blocks` stacked over layers.
+      opt_state: of `make_optimizer`, as `moments.packed` leaves it.
+      grads: summed over `tokens` tokens.
+      tokens: labels that counted.
+      axes: the logical axes of every parameter (`Model.axes`).
+      train: AdamW and clipping.
+      plan: mesh, rules, and where parameters and moments lie.
+    """
+    norm = jnp.sqrt(sum(_squares(grads[name], plan) for name in params)) / tokens
+    clip = jnp.where(norm < train.clip_norm, 1.0, train.clip_norm / norm) if train.clip_norm else 1.0
+    mu, nu = moments_of(opt_state)
+    new, mus, nus = {}, {}, {}
+    scalars = opt_state
+    for name in params:
+        one = _Part(params[name], mu[name], nu[name], grads[name])
+        run = _streamed if name == "blocks" and plan.streams else _whole
+        (new[name], mus[name], nus[name]), scalars = run(one, opt_state, clip / tokens, axes[name], train, plan)
+    return Updated(new, with_moments(scalars, mus, nus), norm)
+
+
+class _Part(NamedTuple):
+    """Parameters of a part of the model, their moments as they are packed, and gradients; or those of one layer."""
+
+    params: Params
+    mu: Any
+    nu: Any
+    grads: Params
+
+
+def _whole(
+    part: _Part, opt_state: Any, factor: Array, axes: Any, train: TrainConfig, plan: Plan
+) -> tuple[tuple[Params, Any, Any], Any]:
+    """The new parameters and moments, and the optimizer's state, of which only the scalars count."""
+    part, matrices = jax.tree.map(on_device, part), decay_mask(axes)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, part.grads)
+    stored = _as_state(part.params, axes, plan)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
+    state = unpacked(with_moments(opt_state, part.mu, part.nu))
+    updates, state = make_optimizer(train, axes).update(grads, state, exact)
+    new = jax.tree.map(lambda x, more, old: (x + more).astype(old.dtype), exact, updates, stored)
+    state = packed(state, matrices, plan.moments)
+    mu, nu = (jax.tree.map(partial(_placed, plan), matrices, moments) for moments in moments_of(state))
+    return (_as_params(new, axes, plan), mu, nu), state
+
+
+def _placed(plan: Plan, matrix: bool, moment: Any) -> Any:
+    """A moment where the plan has it: vectors stay on the device."""
+    return jax.tree.map(on_host, moment) if matrix and plan.optimizer == "offload" else moment
+
+
+def _streamed(
+    part: _Part, opt_state: Any, factor: Array, axes: Any, train: TrainConfig, plan: Plan
+) -> tuple[tuple[Params, Any, Any], Any]:
+    """The same, a layer at a time; the scalars are left as they are."""
+    of_layer = jax.tree.map(lambda names: names[1:], axes, is_leaf=is_axes)
+    host = plan.parameters == "offload"
+
+    def local(part: _Part, opt_state: Any, factor: Array) -> Any:
+        def body(kept: Any, i: Array) -> tuple[Any, None]:
+            one = jax.tree.map(lambda x: _taken(x, i), _Part(kept[0], kept[1], kept[2], part.grads))
+            (params, *moments), _ = _whole(one, opt_state, factor, of_layer, train, plan)
+            new = jax.tree.map(on_host, params) if host else params, *moments
+            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), kept, new), None
+
+        count = len(jax.tree.leaves(part.grads)[0])
+        return jax.lax.scan(body, (part.params, part.mu, part.nu), jnp.arange(count))[0]
+
+    scalars = with_moments(opt_state, {}, {})
+    return _by_stage(local, plan, P())(part, scalars, factor), opt_state
+
+
+def _squares(grads: Params, plan: Plan) -> Array:
+    """The sum of the squares of gradients; those in host memory are fetched a layer at a time."""
+    leaves = jax.tree.leaves(grads)
+    if not any(in_host_memory(leaf) for leaf in leaves):
+        return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves), jnp.zeros(()))
+
+    def body(total: Array, i: Array) -> tuple[Array, None]:
+        layer = [on_device(_taken(leaf, i)).astype(jnp.float32) for leaf in leaves]
+        return total + sum(jnp.sum(jnp.square(x)) for x in layer), None
+
+    return jax.lax.scan(body, jnp.zeros(()), jnp.arange(len(leaves[0])))[0]
+
+
+def _by_stage(local: Callable[..., Any], plan: Plan, scalars: P) -> Callable[..., Any]:
+    """`local` on the layers of each stage, of arrays [layers, ...] in its first argument and its result."""
+    axes = plan.mesh_axes("layers")
+    if not axes:
+        return local
+    return jax.shard_map(
+        local, mesh=plan.mesh, in_specs=(P(axes), scalars, scalars), out_specs=P(axes), axis_names=set(axes),
+        check_vma=False,
+    )  # fmt: skip
+
+
+def _taken(x: Array, i: Any) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def _as_state(params: Params, axes: Any, plan: Plan) -> Params:
+    """Arrays of the parameters' form in the layout of the optimizer's state: each device takes its piece."""
+    if plan.mesh_axes("state_embed") == plan.mesh_axes("embed"):
+        return params
+    return jax.tree.map(lambda x, names: plan.constrain(x, state_axes(names)), params, axes)
+
+
+def _as_params(updated: Params, axes: Any, plan: Plan) -> Params:
+    """Updated parameters from the layout of the optimizer's state, gathered to their own."""
+    if plan.mesh_axes("state_embed") == plan.mesh_axes("embed"):
+        return updated
+    stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
+
+    def local(updated: Params) -> Params:
+        return jax.tree.map(lambda x, state, own: gather(x, state, own, plan), updated, stored, axes)
+
+    return manual(local, plan, (stored,), axes)(updated)

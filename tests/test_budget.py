@@ -1,0 +1,191 @@
+"""A budget solved: what it leads to fits the compiled program, and is the best under the cost model."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from traced_steps import config_of
+
+from jaxpar import budget as subject
+from jaxpar.assign import Item
+from jaxpar.budget import _Search, budget_bytes, compiled_bytes, fitted, parse_bytes, within_budget
+from jaxpar.config import Config, override
+from jaxpar.errors import UserError
+from jaxpar.footprint import activations
+from jaxpar.hardware import Hardware
+from jaxpar.hlo.parse import parse
+from jaxpar.rehearsal.memory import saved_bytes
+from jaxpar.rehearse import compile_step
+from jaxpar.step import make_plan
+from jaxpar.targets import compilers, load_target, target_devices
+
+needs_gpu_compiler = pytest.mark.skipif("pip" in compilers()["cuda"], reason=compilers()["cuda"])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("14GiB", 14 * 2**30), ("900 MiB", 900 * 2**20), ("80GB", 80 * 10**9), ("1.5G", 3 * 2**29), ("2000", 2000)],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "14 Gib", "-3GiB", "all", "1.2.3GiB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UserError, match=r"is no size: write 14GiB"):
+        parse_bytes(text)
+
+
+def test_auto_is_what_a_device_has_less_a_margin():
+    assert budget_bytes("auto", Hardware(hbm_bytes=1000), jax.devices()[0]) == 950
+    with pytest.raises(UserError, match="does not say how much memory"):
+        budget_bytes("auto", Hardware(), jax.devices()[0])
+
+
+def test_a_budget_is_met_and_spent():
+    config = override(config_of("llama", fsdp=8), {"memory.budget": "100GiB", "model.layers": 4})
+    said: list[str] = []
+    roomy = fitted(config, say=said.append)
+    assert roomy.memory.budget == "" and roomy.memory.policy == "full"
+    assert set(vars(roomy.memory.keep).values()) <= {"save", "policy", "recompute"}
+    assert roomy.memory.keep.up == roomy.memory.keep.attention_out == "save"
+    devices = jax.devices()
+    most = compiled_bytes(roomy, devices, "cpu")
+    least = compiled_bytes(override(config, {"memory.policy": "full", "memory.budget": ""}), devices, "cpu")
+    tight = override(config, {"memory.budget": str((most + least) // 2)})
+    found, tried = within_budget(tight, devices, "cpu", Hardware(), said.append)
+    assert compiled_bytes(found, devices, "cpu") <= (most + least) // 2
+    assert len(tried) <= 6 and said[-1].startswith("memory.budget ")
+    assert "recompute" in said[-1]
+
+
+def test_a_budget_below_the_least_says_what_it_would_take():
+    config = override(config_of("llama", fsdp=8), {"memory.budget": "1MiB"})
+    with pytest.raises(UserError) as refused:
+        fitted(config)
+    said = str(refused.value)
+    assert "is less than this plan takes with the least kept on the device" in said
+    for words in (
+        "parameters",
+        "optimizer",
+        "gradients",
+        "--precision.moments int8",
+        "--mesh.fsdp 16",
+        "--train.accum",
+    ):
+        assert words in said
+
+
+def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler takes 3 MiB more than was thought: the next solution knows, and the last one fits."""
+    config = override(config_of("llama"), {"memory.budget": "12MiB", "model.layers": 8})
+    real: list[int] = []
+
+    def compiled(config: Config, devices: Any, platform: str) -> int:
+        plan = make_plan(config, devices)
+        kept = sum(one.kept for one in activations(config, plan) if one.action == "save")
+        real.append(
+            subject.state_of(config, plan, platform).device + kept + subject.work_bytes(config, plan) + 3 * 2**20
+        )
+        return real[-1]
+
+    monkeypatch.setattr(subject, "compiled_bytes", compiled)
+    state = subject.state_of(config, plan := make_plan(config, jax.devices()[:1]), "cpu").device
+    room = state + subject.work_bytes(config, plan) + 3 * 2**20 + 12 * 2**20
+    config = override(config, {"memory.budget": str(room)})
+    found, tried = within_budget(config, jax.devices()[:1], "cpu", Hardware())
+    assert tried[-1].compiled <= room
+    assert compiled(found, jax.devices()[:1], "cpu") <= room
+
+
+# Over many models, meshes and budgets, by the real compiler for H100.
+
+SIZES = {"model.vocab_size": 4096, "model.layers": 8, "model.embed": 512, "model.heads": 4, "model.head_dim": 128,
+         "model.mlp": 1536, "model.max_seq_len": 2048, "data.seq_len": 1024,
+         "precision.compute": "bfloat16"}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model.family": "gpt2"},
+    "llama": {"model.family": "llama", "model.kv_heads": 2, "model.tied_head": False},
+    "llama, 16 layers": {"model.family": "llama", "model.kv_heads": 2, "model.layers": 16},
+    "moe": {"model.family": "llama", "model.experts": 4, "model.experts_per_token": 2, "model.capacity_factor": 1.25},
+}
+MESHES: dict[str, dict[str, int]] = {
+    "one": {"train.batch": 8},
+    "fsdp=4": {"mesh.fsdp": 4, "train.batch": 32},
+    "fsdp=2 x tensor=2": {"mesh.fsdp": 2, "mesh.tensor": 2, "train.batch": 16},
+}
+SHARES = (0.25, 0.5, 0.8)
+"""Budgets between the least and everything kept."""
+
+
+def best_of_all(items: list[Item], search: _Search, room: int) -> float:
+    """The least seconds of every assignment that fits, tried one by one."""
+    device, host, again = np.zeros(1), np.zeros(1), np.zeros(1)
+    for item in items:
+        device, host, again = (
+            (total[:, None] + np.array([getattr(choice, field) for choice in item.choices])[None]).ravel()
+            for total, field in ((device, "device"), (host, "host"), (again, "seconds"))
+        )
+    costs, fits = search.costs, device <= room
+    each = host[fits] / costs.link
+    waits = np.maximum(each - costs.forward, 0) + np.maximum(each - costs.backward - again[fits], 0)
+    return float(np.min(costs.forward + costs.backward + again[fits] + waits))
+
+
+def checked(model: str, mesh: str, share: float) -> list[str]:
+    """A row of the table: a budget, what the compiler says of the winner, how far the predictions were off (of all, and
+    of the activations), and its time beside the best of all assignments."""
+    sizes = MESHES[mesh]
+    target = load_target(f"h100x{sizes.get('mesh.fsdp', 1) * sizes.get('mesh.tensor', 1)}")
+    devices = list(target_devices(target))
+    base = override(Config(), SIZES | MODELS[model] | sizes | {"memory.may": ()})
+    search = _Search(base, subject.Outer(), devices, "cuda", target.hardware)
+    everything = search.state.device + search.work + sum(item.choices[0].device for item in search.items)
+    least = compiled_bytes(override(base, {"memory.policy": "full"}), devices, "cuda")
+    budget = int(least + share * (everything - least))
+    found, tried = within_budget(
+        override(base, {"memory.budget": str(budget)}), devices, "cuda", target.hardware
+    )  # fmt: skip
+    (last,) = [one for one in tried if one.config == found]
+    compiled = compile_step(found, target)
+    kept = sum(one.kept for one in activations(found, compiled.plan) if one.action == "save")
+    stacks = saved_bytes(parse(compiled.text), found.model.layers)
+    # The solver and trying all, given the same room: what the winner's own prediction left.
+    room = last.solution.device + budget - last.predicted
+    ours = search.costs.seconds(last.solution.host, last.solution.again)
+    best = best_of_all(search.items, search, room)
+    assert last.compiled <= budget
+    assert ours <= 1.05 * best
+    assert abs(last.predicted / last.compiled - 1) <= 0.1
+    assert abs(kept / stacks - 1) <= 0.05
+    return [
+        f"{model}, {mesh}", f"{budget / 2**20:.0f}", f"{last.compiled / 2**20:.0f}",
+        f"{100 * (last.predicted / last.compiled - 1):+.1f} %", f"{kept / 2**20:.0f}",
+        f"{100 * (kept / stacks - 1):+.1f} %", f"{ours / best:.3f}", str(len(tried)),
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_the_solved_plan_fits_the_compiled_program() -> None:
+    checked("llama", "fsdp=2 x tensor=2", 0.5)
+
+
+@pytest.mark.long
+@needs_gpu_compiler
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_table_of_budgets(model: str, mesh: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints the table of docs/memory.md."""
+    for share in SHARES:
+        row = checked(model, mesh, share)
+        with capsys.disabled():
+            print(f"\n| {' | '.join(row)} |", end="", flush=True)
+
+
+def test_there_are_many_budgets() -> None:
+    assert len(list(itertools.product(MODELS, MESHES, SHARES))) >= 30
