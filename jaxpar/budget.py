@@ -26,7 +26,7 @@ from jaxpar.metrics import bytes_text
 from jaxpar.models import Model
 from jaxpar.offload import check_offload, lowered_for
 from jaxpar.rehearsal.fit import needs_and_has
-from jaxpar.rehearsal.memory import Compiled, by_memory, local_bytes
+from jaxpar.rehearsal.memory import CompiledBytes, by_memory, local_bytes
 from jaxpar.runtime import memory_of
 from jaxpar.sharding import Plan, gradient_dtype, state_axes
 from jaxpar.step import in_host, make_plan, make_train_step, param_shapes, state_shapes, step_shapes
@@ -381,7 +381,7 @@ def compiled_bytes(config: Config, devices: list[jax.Device], platform: str) -> 
     host = in_host(state_shapes(model, config, plan), model, plan), jax.tree.map(lambda _: False, arguments[1])
     _, lowered = lowered_for(make_train_step(model, config, plan), arguments, host, platform)
     try:
-        return Compiled.of(lowered.compile().memory_analysis()).total
+        return CompiledBytes.of(lowered.compile().memory_analysis()).total
     except jax.errors.JaxRuntimeError as error:
         found = needs_and_has(str(error))
         if found is None:

@@ -61,7 +61,7 @@ def activations(config: Config, plan: Plan) -> list[Activation]:
       plan: from `jaxpar.step.make_plan`; one on an `AbstractMesh` will do.
     """
     found, blocks = dict[str, tuple[tuple[int, ...], Any, int]](), blocks_kept(config, plan)
-    for name, aval, local in _named(traced_block(config, plan).jaxpr, False):
+    for name, aval, local in _named(traced_block(config, plan)[0].jaxpr, False):
         axes: Any = _OF_ROWS if len(aval.shape) == 4 and NAMES[name].axes[-1] == "mlp" else NAMES[name].axes
         pieces = 1 if local else math.prod(plan.size(beside(axis, plan)) for axis in axes)
         size = math.prod(aval.shape) * aval.dtype.itemsize // pieces
@@ -71,6 +71,21 @@ def activations(config: Config, plan: Plan) -> list[Activation]:
         Activation(name, plan.action(name), *_shape_and_dtype(found[name]), found[name][2], blocks)
         for name in NAMES if name in found
     ]  # fmt: skip
+
+
+def unnamed_bytes(config: Config, plan: Plan) -> int:
+    """Bytes on one device, at a time, of what a plan that makes nothing again keeps and that has no name.
+
+    Such an array is taken to be divided over the whole mesh, but for its stages, as blocks divide their work.
+    """
+    if plan.recomputes:
+        return 0
+    traced, made = traced_block(config, plan)
+    given = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
+    kept = {var for var in traced.jaxpr.outvars[made:] if isinstance(var, core.Var)} - given
+    total = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in kept)
+    named = sum(one.bytes for one in activations(config, plan))
+    return max(total * plan.size("stage") // plan.mesh.size - named, 0) * blocks_kept(config, plan)
 
 
 def _shape_and_dtype(found: tuple[tuple[int, ...], Any, int]) -> tuple[tuple[int, ...], str]:
@@ -111,9 +126,9 @@ def check_names(config: Config, plan: Plan) -> None:
             )
 
 
-def traced_block(config: Config, plan: Plan) -> core.ClosedJaxpr:
-    """One block's forward of a microbatch as autodiff runs it, everything kept: its results are the output and what
-    the backward is given."""
+def traced_block(config: Config, plan: Plan) -> tuple[core.ClosedJaxpr, int]:
+    """One block's forward of a microbatch as autodiff runs it, everything kept: its results are what the block makes,
+    so many, and what the backward is given."""
     model, everything = Model(config.model), replace(plan, remat="none", keep=Keep())
     rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
     S, D = config.data.seq_len, config.model.embed
@@ -127,7 +142,9 @@ def traced_block(config: Config, plan: Plan) -> core.ClosedJaxpr:
         return jax.vjp(lambda layer, xs: model.layer(layer, xs, places, everything, key), layer, xs)
 
     segments = ids if config.data.pack else None
-    return jax.make_jaxpr(forward)(layer, jax.ShapeDtypeStruct((rows, S, D), plan.dtype), ids, segments)
+    x_BSD = jax.ShapeDtypeStruct((rows, S, D), plan.dtype)
+    traced, (made, _) = jax.make_jaxpr(forward, return_shape=True)(layer, x_BSD, ids, segments)
+    return traced, len(jax.tree.leaves(made))
 
 
 def microbatches_of(plan: Plan) -> int:

@@ -15,11 +15,11 @@ from rich.table import Table
 from jaxpar.activations import NAMES
 from jaxpar.budget import nearest, state_of, work_bytes
 from jaxpar.config import Config
-from jaxpar.footprint import activations
+from jaxpar.footprint import activations, unnamed_bytes
 from jaxpar.hardware import Hardware
 from jaxpar.metrics import bytes_text
 from jaxpar.picture import save_figure
-from jaxpar.rehearsal.memory import Compiled
+from jaxpar.rehearsal.memory import CompiledBytes
 from jaxpar.sharding import Plan
 
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#332288", "#88ccee", "#117733",
@@ -51,6 +51,8 @@ def ledger(config: Config, plan: Plan, platform: str) -> list[Part]:
              one.kept if one.action == "offload" and platform != "cpu" else 0)
         for one in activations(config, plan) if one.kept
     ]  # fmt: skip
+    if unnamed := unnamed_bytes(config, plan):
+        kept.append(Part("no name", "what else the backward is given", unnamed))
     held = sum(part.device for part in kept)
     more = max(work, state.update - held)
     what = "what a block and the loss work with" if work >= state.update - held else "what the update works with"
@@ -64,7 +66,7 @@ def ledger(config: Config, plan: Plan, platform: str) -> list[Part]:
     ]
 
 
-def ledger_table(parts: list[Part], compiled: Compiled | None = None) -> Table:
+def ledger_table(parts: list[Part], compiled: CompiledBytes | None = None) -> Table:
     """The parts with their sums, and the compiler's."""
     table = Table("memory", "what", "device", "host", box=None, pad_edge=False)
     for column in table.columns[2:]:
@@ -83,7 +85,7 @@ def ledger_table(parts: list[Part], compiled: Compiled | None = None) -> Table:
     return table
 
 
-def ledger_figure(parts: list[Part], title: str, compiled: Compiled | None = None, has: int = 0) -> Figure:
+def ledger_figure(parts: list[Part], title: str, compiled: CompiledBytes | None = None, has: int = 0) -> Figure:
     """Stacked bars: the predicted parts of a device and of the host, the compiler's account, and what a device has."""
     bars: list[tuple[str, list[tuple[str, int]]]] = [
         ("device, predicted", [(part.name, part.device) for part in parts if part.device])
@@ -121,7 +123,7 @@ def ledger_figure(parts: list[Part], title: str, compiled: Compiled | None = Non
     return figure
 
 
-def write_ledger(folder: Path, parts: list[Part], title: str, compiled: Compiled, has: int) -> None:
+def write_ledger(folder: Path, parts: list[Part], title: str, compiled: CompiledBytes, has: int) -> None:
     """`memory.json` and `memory.png` in a run folder."""
     found = {"predicted": [part._asdict() for part in parts], "compiled": compiled._asdict(), "device_has": has}
     (folder / "memory.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -71,8 +71,6 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
             out.print(
                 f"memory.budget {config.memory.budget}: shown as policy and keep say; train and rehearse solve it"
             )
-        if not plan.recomputes:
-            out.print("memory.policy none keeps more: whatever the backward needs, with a name or without")
         out.print("")
         out.print(communication_table(moves) if moves else "no collectives: one device")
     save_figure(mesh_figure(rows, plan, title), picture)

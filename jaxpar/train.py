@@ -22,7 +22,7 @@ from jaxpar.config import Config, check, incompatible, parse, to_toml
 from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware, hardware_of
-from jaxpar.ledger import Compiled, ledger, ledger_table, out_of_memory, write_ledger
+from jaxpar.ledger import CompiledBytes, ledger, ledger_table, out_of_memory, write_ledger
 from jaxpar.mesh import describe
 from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
 from jaxpar.models import Model, Params
@@ -256,7 +256,7 @@ class _Run:
             device = self.plan.mesh.devices.flat[0]
             parts = ledger(self.config, self.plan, platform_of(device))
             title = f"{self.folder.name}: memory of a device on {describe(dict(self.plan.mesh.shape))}"
-            write_ledger(self.folder, parts, title, Compiled.of(memory), memory_of(device))
+            write_ledger(self.folder, parts, title, CompiledBytes.of(memory), memory_of(device))
         return compiled
 
     def _loop(

@@ -18,7 +18,7 @@ from jaxpar.config import Config, load_config, override
 from jaxpar.errors import UserError
 from jaxpar.ledger import Part, ledger, ledger_figure, ledger_table, out_of_memory
 from jaxpar.models import Model
-from jaxpar.rehearsal.memory import Compiled
+from jaxpar.rehearsal.memory import CompiledBytes
 from jaxpar.step import make_plan, make_train_step, step_shapes
 from jaxpar.targets import load_target
 from jaxpar.train import train
@@ -36,7 +36,7 @@ def test_the_state_is_what_the_compiled_step_is_given():
     parts = {part.name: part for part in ledger(config, plan, "cpu")}
     stats = make_train_step(model, config, plan).lower(*step_shapes(model, config, plan)).compile().memory_analysis()
     given = sum(parts[name].device for name in ("parameters", "optimizer", "batch"))
-    assert Compiled.of(stats).arguments == pytest.approx(given, abs=64)  # the step's own counter
+    assert CompiledBytes.of(stats).arguments == pytest.approx(given, abs=64)  # the step's own counter
     assert parts["optimizer"].device < 1.2 * parts["parameters"].device  # two bytes each of bfloat16's two
 
 
@@ -61,7 +61,7 @@ def test_accumulated_gradients_are_there_twice():
 
 def test_the_table_and_the_picture_say_the_same():
     parts = [Part("parameters", "float32", 3 * 2**30), Part("gate", "gate of the MLP", 2**30, 2**29)]
-    compiled = Compiled(3 * 2**30, 2 * 2**30, 0, 2**29)
+    compiled = CompiledBytes(3 * 2**30, 2 * 2**30, 0, 2**29)
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(ledger_table(parts, compiled))
     text = console.export_text()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar.hlo.parse import Computation, Module
+from jaxpar.hlo.parse import Computation, Instruction, Module
 from jaxpar.rehearsal.schema import Memory
 
 
@@ -16,7 +16,7 @@ def local_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-class Compiled(NamedTuple):
+class CompiledBytes(NamedTuple):
     """What the compiler says that a program takes, bytes of one device."""
 
     arguments: int
@@ -31,10 +31,10 @@ class Compiled(NamedTuple):
         return self.arguments + self.temporaries + self.program
 
     @staticmethod
-    def of(stats: Any) -> Compiled:
+    def of(stats: Any) -> CompiledBytes:
         """From `compiled.memory_analysis()`."""
         grown = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
-        return Compiled(
+        return CompiledBytes(
             stats.argument_size_in_bytes, stats.temp_size_in_bytes + grown, stats.generated_code_size_in_bytes,
             stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
         )  # fmt: skip
@@ -77,9 +77,27 @@ def saved_bytes(module: Module, layers: int) -> int:
                 continue
             state = computation.instructions.get(loop.operands[0])
             names = state.operands if state is not None and state.opcode == "tuple" else ()
-            shapes = [computation.instructions[name].shape for name in names if _empty(computation, name)]
+            same = _unchanged(module, loop)
+            shapes = [
+                computation.instructions[name].shape
+                for at, name in enumerate(names) if at not in same and _empty(computation, name)
+            ]  # fmt: skip
             total += sum(shape.bytes for shape in shapes if shape.dims[:1] == (layers,) and not shape.space)
     return total
+
+
+def _unchanged(module: Module, loop: Instruction) -> set[int]:
+    """Which of a loop's arrays leave its body as they came, by number."""
+    body = module.computations[loop.attributes["body"].lstrip("%")]
+    root = body.instructions[body.root]
+    found = set[int]()
+    for at, name in enumerate(root.operands if root.opcode == "tuple" else ()):
+        one = body.instructions[name]
+        while one.opcode in ("copy", "bitcast"):
+            one = body.instructions[one.operands[0]]
+        if one.opcode == "get-tuple-element" and one.operands[0] in body.parameters and one.numbers("index") == (at,):
+            found.add(at)
+    return found
 
 
 def _empty(computation: Computation, name: str) -> bool:
@@ -115,7 +133,7 @@ def account(
       host: as for `by_memory`.
       summed: bytes of gradients; None = as many as of the parameters.
     """
-    compiled, temporaries = Compiled.of(stats), stats.temp_size_in_bytes
+    compiled, temporaries = CompiledBytes.of(stats), stats.temp_size_in_bytes
     (parameters, optimizer), _ = by_memory(state, host)
     rows = local_bytes(batch)
     saved = min(saved_bytes(module, layers), temporaries)
