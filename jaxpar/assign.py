@@ -30,6 +30,9 @@ _UNKNOWN = Hardware(peak_flops=PeakFlops(1e12, 1e12), hbm_bandwidth=1e11, host_l
 """For a device without figures, such as a CPU: of no particular one, but a matmul costs more than a copy."""
 EFFICIENCY = 0.6
 """Of the peak FLOP/s, that matmuls reach."""
+EXPOSED = 0.3
+"""Of the transfers of activations to host memory and back, that compute waits for, before a compiled program says: a
+loop over layers sends what a layer made before the next one starts."""
 _PASSES = 3  # over its array, that an elementwise op makes: it reads two and writes one
 
 
@@ -62,11 +65,13 @@ class Costs(NamedTuple):
     Attributes:
       forward, backward: compute.
       link: bytes/s to host memory.
+      exposed: of the transfers of activations, that compute waits for at the least.
     """
 
     forward: float
     backward: float
     link: float
+    exposed: float = 0.0
 
     def seconds(self, host: int, again: float, moved: float = 0.0) -> float:
         """A step's time.
@@ -77,8 +82,8 @@ class Costs(NamedTuple):
           moved: seconds of other transfers, which nothing hides.
         """
         each = host / self.link if host else 0.0
-        waits = max(each - self.forward, 0.0) + max(each - self.backward - again, 0.0)
-        return self.forward + self.backward + again + waits + moved
+        too_long = max(each - self.forward, 0.0) + max(each - self.backward - again, 0.0)
+        return self.forward + self.backward + again + max(too_long, self.exposed * 2 * each) + moved
 
 
 class Solution(NamedTuple):
@@ -202,7 +207,7 @@ def costs_of(config: Config, plan: Plan, hardware: Hardware) -> Costs:
     tokens = config.train.batch * config.data.seq_len / plan.mesh.size
     flops = Model(config.model).flops_per_token(config.data.seq_len) * tokens
     compute = flops / flops_rate(hardware, plan)
-    return Costs(compute / 3, 2 * compute / 3, hardware.host_link_bandwidth or _UNKNOWN.host_link_bandwidth)
+    return Costs(compute / 3, 2 * compute / 3, hardware.host_link_bandwidth or _UNKNOWN.host_link_bandwidth, EXPOSED)
 
 
 def flops_rate(hardware: Hardware, plan: Plan) -> float:

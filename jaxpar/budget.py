@@ -7,7 +7,6 @@ learn it, and then the winner, until one fits.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,20 +15,21 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpar.activations import Action, Keep
-from jaxpar.assign import Choice, Item, Solution, costs_of, frontier, items_of, solve
+from jaxpar.assign import Choice, Costs, Item, Solution, costs_of, frontier, items_of, solve
 from jaxpar.config import Config
 from jaxpar.errors import UserError
-from jaxpar.footprint import activations, microbatches_of
 from jaxpar.hardware import Hardware, hardware_of
-from jaxpar.loss import tiling
+from jaxpar.hlo.timeline import Timeline
+from jaxpar.ledger import ledger, state_of, work_bytes
 from jaxpar.metrics import bytes_text
 from jaxpar.models import Model
 from jaxpar.offload import check_offload, lowered_for
+from jaxpar.play import play
 from jaxpar.rehearsal.fit import needs_and_has
-from jaxpar.rehearsal.memory import CompiledBytes, by_memory, local_bytes
+from jaxpar.rehearsal.memory import CompiledBytes
 from jaxpar.runtime import memory_of
-from jaxpar.sharding import Plan, gradient_dtype, state_axes
-from jaxpar.step import in_host, make_plan, make_train_step, param_shapes, state_shapes, step_shapes
+from jaxpar.sharding import Plan
+from jaxpar.step import in_host, make_plan, make_train_step, state_shapes, step_shapes
 from jaxpar.targets import Target, target_devices
 
 MARGIN = 0.05
@@ -111,19 +111,48 @@ def nearest(config: Config, devices: list[jax.Device], platform: str, hardware: 
     return " ".join(["--memory.policy full", *flags, *state, *more])
 
 
+def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, platform: str, has: int) -> str:
+    """What to tell the user of a step that does not fit, in a line.
+
+    Args:
+      message: the runtime's.
+      config: the experiment.
+      plan: of the config.
+      hardware: of a device.
+      platform: of a device.
+      has: bytes of a device; 0 = not known.
+    """
+    total = sum(part.device for part in ledger(config, plan, platform))
+    said = message.strip().splitlines()[0][:200]
+    room = has or int(0.9 * total)  # not known: less than what was just too much
+    found = nearest(replace(config, memory=replace(config.memory, may=())), list(plan.mesh.devices.flat), platform,
+                    hardware, room)  # fmt: skip
+    found = found or nearest(config, list(plan.mesh.devices.flat), platform, hardware, room)
+    where = f"a device has {bytes_text(has)}" if has else "what a device has is not known"
+    tried = f"try {found}" if found else (
+        f"nothing this mesh can keep, offload or recompute fits: try --mesh.fsdp {2 * plan.mesh.shape['fsdp']} or "
+        f"--train.accumulation {2 * config.train.accumulation}"
+    )  # fmt: skip
+    return f"out of memory: a step was predicted to take {bytes_text(total)}, {where}; {tried} ({said})"
+
+
 def platform_of(device: Any) -> str:
     """What a program for this device is lowered for."""
     return "cuda" if device.platform == "gpu" else device.platform
 
 
 class Tried(NamedTuple):
-    """A compiled assignment: bytes a device as predicted and by the compiler."""
+    """A compiled assignment: bytes a device as predicted and by the compiler, and the step in the rehearsal (None =
+    the devices are at hand: not played)."""
 
     config: Config
     outer: Outer
     solution: Solution
     predicted: int
     compiled: int
+    moved: float
+    """Seconds of streaming state, which nothing hides."""
+    played: Timeline | None = None
 
 
 def fitted(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
@@ -140,12 +169,13 @@ def fitted(config: Config, target: Target | None = None, say: Say = lambda line:
     found = hardware_of(devices[0].device_kind)
     hardware = target.hardware if target is not None else found or Hardware()
     platform = target.platform if target is not None else platform_of(devices[0])
-    return within_budget(config, devices, platform, hardware, say)[0]
+    return within_budget(config, devices, platform, hardware, say, target)[0]
 
 
 def within_budget(
-    config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, say: Say = lambda line: None
-) -> tuple[Config, list[Tried]]:
+    config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, say: Say = lambda line: None,
+    target: Target | None = None,
+) -> tuple[Config, list[Tried]]:  # fmt: skip
     """The fastest config that fits `memory.budget`, and what was compiled on the way to it.
 
     Args:
@@ -154,6 +184,8 @@ def within_budget(
       platform: what is compiled for.
       hardware: whose figures count.
       say: called with a line for each step and the reason for the outcome.
+      target: what the devices are; its rehearsal then says how long compute waits for the host, and which of the
+        compiled assignments is the fastest.
 
     Raises:
       UserError: a budget below what the plan takes with the least kept: with that minimum, and what would lower it.
@@ -163,25 +195,49 @@ def within_budget(
     # The least of all, to learn what the compiler takes besides.
     least = min(searched, key=lambda one: one.predicted(one.least))
     say(f"budget {bytes_text(budget)}: compiling what keeps least")
-    tried = [least.compile(least.least)]
+    tried = [least.compile(least.least, target)]
     if tried[0].compiled > budget:
         raise UserError(_too_small(budget, tried[0], least, config))
     best = least, least.least, tried[0]
     while len(tried) < _ROUNDS:
+        for one in searched:
+            one.costs = one.costs._replace(exposed=_exposed(tried[-1], one.costs))
         found = [(one, solution) for one in searched if (solution := one.solve(budget)) is not None]
         search, solution = min(found, key=lambda pair: pair[0].seconds(pair[1]), default=best[:2])
         wanted = assigned(search.config, search.items, solution.actions)
         if search.seconds(solution) > _WORTH * best[0].seconds(best[1]) or wanted in [one.config for one in tried]:
             break
         say(f"compiling: {reasons(search, solution)}")
-        again = search.compile(solution)
+        again = search.compile(solution, target)
         tried.append(again)
         sizes = f"predicted {bytes_text(again.predicted)}, compiled {bytes_text(again.compiled)}"
-        say(f"{sizes} of {bytes_text(budget)}")
-        if again.compiled <= budget:
+        say(f"{sizes} of {bytes_text(budget)}{_played(again)}")
+        if again.compiled <= budget and not _slower(again, best[2]):
             best = search, solution, again
-    say(f"memory.budget {config.memory.budget}: {reasons(*best[:2])}")
+    say(f"memory.budget {config.memory.budget}: {reasons(*best[:2])}{_played(best[2])}")
     return best[2].config, tried
+
+
+def _slower(one: Tried, than: Tried) -> bool:
+    """By the rehearsal, where there is one."""
+    return one.played is not None and than.played is not None and one.played.seconds >= than.played.seconds
+
+
+def _played(one: Tried) -> str:
+    """What the rehearsal says of it."""
+    if one.played is None:
+        return ""
+    waits = one.played.host_stall
+    step = f"; rehearsed {1e3 * one.played.seconds:.0f} ms a step"
+    return step + (f", {1e3 * waits:.0f} of them waiting for the host" if waits > 0 else "")
+
+
+def _exposed(one: Tried, costs: Costs) -> float:
+    """Of the transfers of activations, that compute waits for, as the rehearsal of this assignment shows it."""
+    if one.played is None or not one.solution.host:
+        return costs.exposed
+    waits = one.played.host_stall - one.moved
+    return min(max(waits / (2 * one.solution.host / costs.link), 0.0), 1.0)
 
 
 class _Search:
@@ -216,15 +272,16 @@ class _Search:
     def seconds(self, solution: Solution) -> float:
         return self.costs.seconds(solution.host, solution.again, self.state.moved)
 
-    def compile(self, solution: Solution) -> Tried:
+    def compile(self, solution: Solution, target: Target | None = None) -> Tried:
         """What the compiler says of an assignment, from which the next prediction learns."""
         config, predicted = assigned(self.config, self.items, solution.actions), self.predicted(solution)
-        found = compiled_bytes(config, self.devices, self.platform)
+        found, text = compiled_bytes(config, self.devices, self.platform)
         if solution.device + self.work >= self.update:
             self.work = found - self.state.device - solution.device
         else:
             self.update = found - self.state.device
-        return Tried(config, self.outer, solution, predicted, found)
+        played = play(text, self.plan, target).timeline if target is not None and text else None
+        return Tried(config, self.outer, solution, predicted, found, self.state.moved, played)
 
 
 def _searches(
@@ -264,114 +321,9 @@ def _outers(config: Config, device: Any, platform: str, say: Say) -> list[Outer]
     return [Outer(o, p, n) for n in times for o in sorted(optimizer) for p in sorted(parameters)]
 
 
-class State(NamedTuple):
-    """Bytes a device of what a step holds besides activations, and seconds of streaming it through.
-
-    Attributes:
-      parameters, optimizer, gradients, batch: on the device.
-      host_parameters, host_optimizer, host_gradients: in host memory.
-      update: what the optimizer's step works with on the device.
-      moved: seconds in a step, which nothing hides.
-    """
-
-    parameters: int
-    optimizer: int
-    gradients: int
-    batch: int
-    host_parameters: int
-    host_optimizer: int
-    host_gradients: int
-    update: int
-    moved: float
-
-    @property
-    def host(self) -> int:
-        return self.host_parameters + self.host_optimizer + self.host_gradients
-
-    @property
-    def device(self) -> int:
-        return self.parameters + self.optimizer + self.gradients + self.batch
-
-
-def state_of(config: Config, plan: Plan, platform: str, link: float = math.inf) -> State:
-    """The state of a step, from shapes alone.
-
-    Args:
-      config: the experiment.
-      plan: of the config.
-      platform: on `cpu` host memory is the device's own.
-      link: bytes/s to host memory.
-    """
-    model = Model(config.model)
-    state, batch = step_shapes(model, config, plan)
-    flags = in_host(state_shapes(model, config, plan), model, plan) if platform != "cpu" else None
-    there, away = by_memory(state, flags)
-    sums = config.train.accumulation > 1 or plan.size("stage") > 1
-    own = _gradient_bytes(state.params, model, plan, sums=False)
-    gradients = _gradient_bytes(state.params, model, plan, sums=True) if sums else own
-    gradients += own if config.train.accumulation > 1 and plan.size("stage") == 1 else 0
-    streamed = away.params if not sums else 0  # gradients of layers in host memory are made there
-    parts = config.train.accumulation
-    # Parameters come in for every forward and backward, and in and out for the update; gradients that are made in host
-    # memory go out, and come in for their norm and for the update.
-    moved = (2 * parts + 2 + (0 if sums else 3)) * away.params + 2 * away.opt_state
-    return State(
-        there.params, there.opt_state, max(gradients - streamed, 0), local_bytes(batch),
-        away.params, away.opt_state, streamed, _update_bytes(state.params, model, plan), moved / link,
-    )  # fmt: skip
-
-
-def _update_bytes(params: Any, model: Model, plan: Plan) -> int:
-    """What the update works with besides the state itself: a layer's moments and those of the tables in float32.
-
-    A state that stays on the device in floats is updated where it is.
-    """
-    if not plan.streams:
-        return 0
-
-    def entries(param: Any, axes: Any) -> int:
-        return math.prod(plan.sharding(state_axes(axes), param.shape).shard_shape(param.shape))
-
-    sizes = {name: jax.tree.leaves(jax.tree.map(entries, part, model.axes[name])) for name, part in params.items()}
-    tables = [size for name, found in sizes.items() if name != "blocks" for size in found]
-    layer = sum(sizes["blocks"]) // model.config.layers
-    # Fetched: both moments, and a parameter, of all tables at once; unpacked: both moments of one after another.
-    of_tables = 12 * sum(tables) if plan.optimizer == "offload" else 8 * max(tables) if plan.moments == "int8" else 0
-    return of_tables + 8 * layer
-
-
-def work_bytes(config: Config, plan: Plan) -> int:
-    """A first guess of what a block's backward or the loss works with, whichever is more; the compiler corrects it.
-
-    A block: two of everything that has a name, and its weights where they are gathered. The loss: scores of some tokens
-    in float32 and in the compute dtype, and the gathered vocabulary matrix with its gradient.
-    """
-    model = Model(config.model)
-    shapes = param_shapes(model, plan)
-    layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes["blocks"]))
-    gathered = layer * plan.dtype.itemsize // plan.size("mlp") if plan.mesh.size > 1 else 0
-    block = 2 * sum(one.bytes for one in activations(config, plan)) + gathered
-    V, D = shapes["embed"]["tokens"].shape
-    rows, width = V // plan.size("vocab"), plan.dtype.itemsize
-    sequences = config.train.batch // config.train.accumulation // microbatches_of(plan) // plan.size("batch")
-    tokens = sequences * config.data.seq_len // plan.size("seq") // plan.size("stage")
-    chunks, slices = tiling(max(tokens, 1), rows, D, plan)
-    of_table = rows // slices * D * (width + 4) if plan.size("embed") > 1 else 0
-    return max(block, rows // slices * -(-tokens // chunks) * (4 + width) + of_table)
-
-
-def _gradient_bytes(params: Any, model: Model, plan: Plan, sums: bool) -> int:
-    """Bytes a device of all gradients: of a microbatch's, in the parameters' dtypes, or of their sums."""
-
-    def one(param: Any, axes: Any) -> int:
-        shape = plan.sharding(state_axes(axes), param.shape).shard_shape(param.shape)
-        return math.prod(shape) * (gradient_dtype(axes, plan) if sums else param.dtype).itemsize
-
-    return sum(jax.tree.leaves(jax.tree.map(one, params, model.axes)))
-
-
-def compiled_bytes(config: Config, devices: list[jax.Device], platform: str) -> int:
-    """Bytes of a device that the training step takes, by the compiler's account; of one that it refuses what it says.
+def compiled_bytes(config: Config, devices: list[jax.Device], platform: str) -> tuple[int, str]:
+    """Bytes of a device that the training step takes, by the compiler's account, and the program; of one that it
+    refuses what it says, and nothing.
 
     Raises:
       UserError: the compiler refuses the step for another reason.
@@ -381,12 +333,13 @@ def compiled_bytes(config: Config, devices: list[jax.Device], platform: str) -> 
     host = in_host(state_shapes(model, config, plan), model, plan), jax.tree.map(lambda _: False, arguments[1])
     _, lowered = lowered_for(make_train_step(model, config, plan), arguments, host, platform)
     try:
-        return CompiledBytes.of(lowered.compile().memory_analysis()).total
+        compiled = lowered.compile()
+        return CompiledBytes.of(compiled.memory_analysis()).total, compiled.as_text() or ""
     except jax.errors.JaxRuntimeError as error:
         found = needs_and_has(str(error))
         if found is None:
             raise UserError(f"the compiler refuses this step: {str(error).strip().splitlines()[0][:300]}") from error
-        return found[0]
+        return found[0], ""
 
 
 def reasons(search: _Search, solution: Solution) -> str:

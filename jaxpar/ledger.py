@@ -1,26 +1,26 @@
-"""Where the bytes of a training step are: predicted part by part, beside what the compiler says; and what to do when
-they are too many.
-"""
+"""Where the bytes of a training step are: predicted part by part from shapes, beside what the compiler says."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from matplotlib.figure import Figure
 from rich.table import Table
 
 from jaxpar.activations import NAMES
-from jaxpar.budget import nearest, state_of, work_bytes
 from jaxpar.config import Config
-from jaxpar.footprint import activations, unnamed_bytes
-from jaxpar.hardware import Hardware
+from jaxpar.footprint import activations, microbatches_of, unnamed_bytes
+from jaxpar.loss import tiling
 from jaxpar.metrics import bytes_text
+from jaxpar.models import Model
 from jaxpar.picture import save_figure
-from jaxpar.rehearsal.memory import CompiledBytes
-from jaxpar.sharding import Plan
+from jaxpar.rehearsal.memory import CompiledBytes, by_memory, local_bytes
+from jaxpar.sharding import Plan, gradient_dtype, state_axes
+from jaxpar.step import in_host, param_shapes, state_shapes, step_shapes
 
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#332288", "#88ccee", "#117733",
            "#999933", "#cc6677", "#882255", "#44aa99", "#ddcc77", "#777777")  # fmt: skip
@@ -130,26 +130,107 @@ def write_ledger(folder: Path, parts: list[Part], title: str, compiled: Compiled
     save_figure(ledger_figure(parts, title, compiled, has), folder / "memory.png")
 
 
-def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, platform: str, has: int) -> str:
-    """What to tell the user of a step that does not fit, in a line.
+class State(NamedTuple):
+    """Bytes a device of what a step holds besides activations, and seconds of streaming it through.
+
+    Attributes:
+      parameters, optimizer, gradients, batch: on the device.
+      host_parameters, host_optimizer, host_gradients: in host memory.
+      update: what the optimizer's step works with on the device.
+      moved: seconds in a step, which nothing hides.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    batch: int
+    host_parameters: int
+    host_optimizer: int
+    host_gradients: int
+    update: int
+    moved: float
+
+    @property
+    def host(self) -> int:
+        return self.host_parameters + self.host_optimizer + self.host_gradients
+
+    @property
+    def device(self) -> int:
+        return self.parameters + self.optimizer + self.gradients + self.batch
+
+
+def state_of(config: Config, plan: Plan, platform: str, link: float = math.inf) -> State:
+    """The state of a step, from shapes alone.
 
     Args:
-      message: the runtime's.
       config: the experiment.
       plan: of the config.
-      hardware: of a device.
-      platform: of a device.
-      has: bytes of a device; 0 = not known.
+      platform: on `cpu` host memory is the device's own.
+      link: bytes/s to host memory.
     """
-    total = sum(part.device for part in ledger(config, plan, platform))
-    said = message.strip().splitlines()[0][:200]
-    room = has or int(0.9 * total)  # not known: less than what was just too much
-    found = nearest(replace(config, memory=replace(config.memory, may=())), list(plan.mesh.devices.flat), platform,
-                    hardware, room)  # fmt: skip
-    found = found or nearest(config, list(plan.mesh.devices.flat), platform, hardware, room)
-    where = f"a device has {bytes_text(has)}" if has else "what a device has is not known"
-    tried = f"try {found}" if found else (
-        f"nothing this mesh can keep, offload or recompute fits: try --mesh.fsdp {2 * plan.mesh.shape['fsdp']} or "
-        f"--train.accumulation {2 * config.train.accumulation}"
+    model = Model(config.model)
+    state, batch = step_shapes(model, config, plan)
+    flags = in_host(state_shapes(model, config, plan), model, plan) if platform != "cpu" else None
+    there, away = by_memory(state, flags)
+    sums = config.train.accumulation > 1 or plan.size("stage") > 1
+    own = _gradient_bytes(state.params, model, plan, sums=False)
+    gradients = _gradient_bytes(state.params, model, plan, sums=True) if sums else own
+    gradients += own if config.train.accumulation > 1 and plan.size("stage") == 1 else 0
+    streamed = away.params if not sums else 0  # gradients of layers in host memory are made there
+    parts = config.train.accumulation
+    # Parameters come in for every forward and backward, and in and out for the update; gradients that are made in host
+    # memory go out, and come in for their norm and for the update.
+    moved = (2 * parts + 2 + (0 if sums else 3)) * away.params + 2 * away.opt_state
+    return State(
+        there.params, there.opt_state, max(gradients - streamed, 0), local_bytes(batch),
+        away.params, away.opt_state, streamed, _update_bytes(state.params, model, plan), moved / link,
     )  # fmt: skip
-    return f"out of memory: a step was predicted to take {bytes_text(total)}, {where}; {tried} ({said})"
+
+
+def _update_bytes(params: Any, model: Model, plan: Plan) -> int:
+    """What the update works with besides the state itself: a layer's moments and those of the tables in float32.
+
+    A state that stays on the device in floats is updated where it is.
+    """
+    if not plan.streams:
+        return 0
+
+    def entries(param: Any, axes: Any) -> int:
+        return math.prod(plan.sharding(state_axes(axes), param.shape).shard_shape(param.shape))
+
+    sizes = {name: jax.tree.leaves(jax.tree.map(entries, part, model.axes[name])) for name, part in params.items()}
+    tables = [size for name, found in sizes.items() if name != "blocks" for size in found]
+    layer = sum(sizes["blocks"]) // model.config.layers
+    # Fetched: both moments, and a parameter, of all tables at once; unpacked: both moments of one after another.
+    of_tables = 12 * sum(tables) if plan.optimizer == "offload" else 8 * max(tables) if plan.moments == "int8" else 0
+    return of_tables + 8 * layer
+
+
+def work_bytes(config: Config, plan: Plan) -> int:
+    """A first guess of what a block's backward or the loss works with, whichever is more; the compiler corrects it.
+
+    A block: two of everything that has a name, and its weights where they are gathered. The loss: scores of some tokens
+    in float32 and in the compute dtype, and the gathered vocabulary matrix with its gradient.
+    """
+    model = Model(config.model)
+    shapes = param_shapes(model, plan)
+    layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes["blocks"]))
+    gathered = layer * plan.dtype.itemsize // plan.size("mlp") if plan.mesh.size > 1 else 0
+    block = 2 * sum(one.bytes for one in activations(config, plan)) + gathered
+    V, D = shapes["embed"]["tokens"].shape
+    rows, width = V // plan.size("vocab"), plan.dtype.itemsize
+    sequences = config.train.batch // config.train.accumulation // microbatches_of(plan) // plan.size("batch")
+    tokens = sequences * config.data.seq_len // plan.size("seq") // plan.size("stage")
+    chunks, slices = tiling(max(tokens, 1), rows, D, plan)
+    of_table = rows // slices * D * (width + 4) if plan.size("embed") > 1 else 0
+    return max(block, rows // slices * -(-tokens // chunks) * (4 + width) + of_table)
+
+
+def _gradient_bytes(params: Any, model: Model, plan: Plan, sums: bool) -> int:
+    """Bytes a device of all gradients: of a microbatch's, in the parameters' dtypes, or of their sums."""
+
+    def one(param: Any, axes: Any) -> int:
+        shape = plan.sharding(state_axes(axes), param.shape).shard_shape(param.shape)
+        return math.prod(shape) * (gradient_dtype(axes, plan) if sums else param.dtype).itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(one, params, model.axes)))

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpar.auto import chosen
-from jaxpar.budget import fitted, state_of
+from jaxpar.budget import fitted
 from jaxpar.config import Config, check, flatten, load_config
 from jaxpar.errors import UserError
 from jaxpar.hlo.cost import seconds_by_basis
 from jaxpar.hlo.parse import Module, parse
 from jaxpar.hlo.tasks import Program, walk
 from jaxpar.hlo.timeline import TaskTime, Timeline
+from jaxpar.ledger import state_of
 from jaxpar.mesh import MESH_AXES, MeshSpec, describe
 from jaxpar.models import Model
 from jaxpar.offload import lowered_for

@@ -16,19 +16,20 @@ import jax
 import numpy as np
 
 from jaxpar.auto import chosen
-from jaxpar.budget import fitted, platform_of
+from jaxpar.budget import fitted, out_of_memory, platform_of
 from jaxpar.checkpoint import METRIC, Checkpoints
 from jaxpar.config import Config, check, incompatible, parse, to_toml
 from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware, hardware_of
-from jaxpar.ledger import CompiledBytes, ledger, ledger_table, out_of_memory, write_ledger
+from jaxpar.ledger import ledger, ledger_table, write_ledger
 from jaxpar.mesh import describe
 from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
 from jaxpar.models import Model, Params
 from jaxpar.offload import require_right_gradients
 from jaxpar.picture import loss_figure, save_figure
 from jaxpar.pipeline import stored_order
+from jaxpar.rehearsal.memory import CompiledBytes
 from jaxpar.report import ProgressLine, banner, console, duration_text
 from jaxpar.runtime import memory_of, start
 from jaxpar.sharding import Plan

@@ -39,9 +39,9 @@ def every(found: list[Item]) -> list[Solution]:
     ]  # fmt: skip
 
 
-@given(items, st.integers(0, 45), st.floats(0, 5), st.floats(0, 5), st.floats(0.1, 10))
-def test_the_best_is_that_of_trying_all(found, room, forward, backward, link):
-    costs = Costs(forward, backward, link)
+@given(items, st.integers(0, 45), st.floats(0, 5), st.floats(0, 5), st.floats(0.1, 10), st.floats(0, 1))
+def test_the_best_is_that_of_trying_all(found, room, forward, backward, link, exposed):
+    costs = Costs(forward, backward, link, exposed)
     best, fits = solve(found, costs, room), [one for one in every(found) if one.device <= room]
     assert (best is None) == (not fits)
     if best is not None:
@@ -62,6 +62,9 @@ def test_transfers_hide_behind_compute_and_no_further():
     assert costs.seconds(50, 0.0) == 6.0 + 3.0 + 1.0
     assert costs.seconds(50, 1.0) == 6.0 + 1.0 + 3.0  # what is made again hides a transfer too
     assert costs.seconds(0, 0.0, moved=1.5) == 7.5
+    exposed = costs._replace(exposed=0.25)
+    assert exposed.seconds(20, 0.0) == 6.0 + 1.0  # a quarter of 2 s out and 2 s in
+    assert exposed.seconds(50, 0.0) == costs.seconds(50, 0.0)  # more than that is waited for anyway
 
 
 def test_what_is_made_again_costs_its_matmul():
@@ -103,4 +106,4 @@ def test_every_activation_of_a_plan_is_decided(config: Any) -> None:
         for choice in item.choices:
             assert choice.seconds > 0 if choice.action == "recompute" else choice.seconds == 0
     costs = costs_of(config, plan, hardware)
-    assert costs.backward == 2 * costs.forward > 0
+    assert costs.backward == 2 * costs.forward > 0 and 0 < costs.exposed < 1

@@ -14,9 +14,10 @@ from rich.console import Console
 from traced_steps import config_of
 
 from jaxpar import train as train_module
+from jaxpar.budget import out_of_memory
 from jaxpar.config import Config, load_config, override
 from jaxpar.errors import UserError
-from jaxpar.ledger import Part, ledger, ledger_figure, ledger_table, out_of_memory
+from jaxpar.ledger import Part, ledger, ledger_figure, ledger_table
 from jaxpar.models import Model
 from jaxpar.rehearsal.memory import CompiledBytes
 from jaxpar.step import make_plan, make_train_step, step_shapes
