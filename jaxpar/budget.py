@@ -195,10 +195,14 @@ def within_budget(
     # The least of all, to learn what the compiler takes besides.
     least = min(searched, key=lambda one: one.predicted(one.least))
     say(f"budget {bytes_text(budget)}: compiling what keeps least")
-    tried = [least.compile(least.least, target)]
-    if tried[0].compiled > budget:
-        raise UserError(_too_small(budget, tried[0], least, config))
-    best = least, least.least, tried[0]
+    tried = list[Tried]()
+    for solution in dict.fromkeys((least.least, least.away)):
+        tried.append(least.compile(solution, target, say))
+        if tried[-1].compiled <= budget:
+            break
+    else:
+        raise UserError(_too_small(budget, min(tried, key=lambda one: one.compiled), least, config))
+    best = least, solution, tried[-1]
     while len(tried) < _ROUNDS:
         for one in searched:
             one.costs = one.costs._replace(exposed=_exposed(tried[-1], one.costs))
@@ -208,7 +212,7 @@ def within_budget(
         if search.seconds(solution) > _WORTH * best[0].seconds(best[1]) or wanted in [one.config for one in tried]:
             break
         say(f"compiling: {reasons(search, solution)}")
-        again = search.compile(solution, target)
+        again = search.compile(solution, target, say)
         tried.append(again)
         sizes = f"predicted {bytes_text(again.predicted)}, compiled {bytes_text(again.compiled)}"
         say(f"{sizes} of {bytes_text(budget)}{_played(again)}")
@@ -257,7 +261,10 @@ class _Search:
         self.state = state_of(self.config, self.plan, platform, self.costs.link)
         self.work = work_bytes(self.config, self.plan)
         self.update = self.state.update
-        self.least = min(frontier(self.items), key=lambda one: (one.device, self.seconds(one)))
+        found = frontier(self.items)
+        self.least = min(found, key=lambda one: (one.device, self.seconds(one)))
+        # The same with the most in host memory: a block that makes less again works with less.
+        self.away = min(found, key=lambda one: (one.device, -one.host))
 
     def solve(self, budget: int) -> Solution | None:
         """The fastest assignment that is predicted to fit."""
@@ -272,7 +279,7 @@ class _Search:
     def seconds(self, solution: Solution) -> float:
         return self.costs.seconds(solution.host, solution.again, self.state.moved)
 
-    def compile(self, solution: Solution, target: Target | None = None) -> Tried:
+    def compile(self, solution: Solution, target: Target | None, say: Say) -> Tried:
         """What the compiler says of an assignment, from which the next prediction learns."""
         config, predicted = assigned(self.config, self.items, solution.actions), self.predicted(solution)
         found, text = compiled_bytes(config, self.devices, self.platform)
@@ -280,7 +287,7 @@ class _Search:
             self.work = found - self.state.device - solution.device
         else:
             self.update = found - self.state.device
-        played = play(text, self.plan, target).timeline if target is not None and text else None
+        played = play(text, self.plan, target, say).timeline if target is not None and text else None
         return Tried(config, self.outer, solution, predicted, found, self.state.moved, played)
 
 
