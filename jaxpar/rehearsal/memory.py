@@ -73,7 +73,7 @@ def saved_bytes(module: Module, layers: int) -> int:
     total = 0
     for computation in module.computations.values():
         for loop in computation.instructions.values():
-            if loop.opcode != "while" or "transpose(" in loop.op_name or "jvp(" not in loop.op_name:
+            if loop.opcode != "while" or "transpose(" in loop.op_name or "jvp()" not in loop.op_name:
                 continue
             state = computation.instructions.get(loop.operands[0])
             names = state.operands if state is not None and state.opcode == "tuple" else ()
