@@ -125,7 +125,9 @@ def loop(path: str) -> Module:
     return parse(TEXT.replace("REST", f'condition=%cond, body=%body, metadata={{op_name="jit(step)/{path}/while"}}'))
 
 
-@pytest.mark.parametrize(("path", "size"), [("jvp()", 3 * 8 * 4), ("jvp(loss)", 0), ("transpose(jvp())", 0), ("update", 0)])
+@pytest.mark.parametrize(
+    ("path", "size"), [("jvp()", 3 * 8 * 4), ("jvp(loss)", 0), ("transpose(jvp())", 0), ("update", 0)]
+)
 def test_what_a_forward_loop_fills_is_kept(path, size):
     """Not what it is given (`a`) or reads alone (`table`), stays on the chip (`near`), has another length (`other`)."""
     assert saved_bytes(loop(path), 3) == size
