@@ -80,8 +80,8 @@ def bench_step(config: Config, rounds: int = 15, calls: int = 10) -> Comparison:
 def _torch_step(config: Config, ids: np.ndarray) -> Callable[[], float]:
     """The same step in PyTorch."""
     try:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import torch  # pyright: ignore[reportMissingImports]
+        from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError("bench step needs torch and transformers: pip install 'jaxpar[parity]'") from error
     train, shape = config.train, hf_config(config.model)

@@ -83,7 +83,8 @@ def unnamed_bytes(config: Config, plan: Plan) -> int:
     traced, made = traced_block(config, plan)
     given = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
     kept = {var for var in traced.jaxpr.outvars[made:] if isinstance(var, core.Var)} - given
-    total = sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in kept)
+    arrays: list[Any] = [var.aval for var in kept]
+    total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
     named = sum(one.bytes for one in activations(config, plan))
     return max(total * plan.size("stage") // plan.mesh.size - named, 0) * blocks_kept(config, plan)
 

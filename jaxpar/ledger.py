@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -22,8 +24,11 @@ from jaxpar.rehearsal.memory import CompiledBytes, by_memory, local_bytes
 from jaxpar.sharding import Plan, gradient_dtype, state_axes
 from jaxpar.step import in_host, param_shapes, state_shapes, step_shapes
 
-_COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#332288", "#88ccee", "#117733",
-           "#999933", "#cc6677", "#882255", "#44aa99", "#ddcc77", "#777777")  # fmt: skip
+_COLORS = {
+    "parameters": "#2f6fd0", "optimizer": "#6a51c7", "gradients": "#4fb0c6", "batch": "#1b2a41", "no name": "#9aa0a6",
+    "work": "#e8a33d", "arguments": "#30497a", "temporaries": "#c96f2e", "program": "#1b2a41",
+}  # fmt: skip
+"""Of what is no named activation; those are shades of green, in the order in which a block makes them."""
 
 
 class Part(NamedTuple):
@@ -97,12 +102,13 @@ def ledger_figure(parts: list[Part], title: str, compiled: CompiledBytes | None 
     if host := [(part.name, part.host) for part in parts if part.host]:
         bars.append(("host, predicted", host))
     names = list(dict.fromkeys(name for _, stack in bars for name, _ in stack))
-    colors = {name: _COLORS[at % len(_COLORS)] for at, name in enumerate(names)}
+    shades = colormaps["YlGn"](np.linspace(0.25, 0.95, len(NAMES)))
+    colors = _COLORS | dict(zip(NAMES, shades, strict=True))
     largest = max(has, *(sum(size for _, size in stack) for _, stack in bars))
     unit, letter = next(
         ((2**shift, name) for shift, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if largest >= 2**shift), (1, "B")
     )
-    figure = Figure(figsize=(9, 1.6 + 0.75 * len(bars)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(11, max(1.6 + 0.75 * len(bars), 0.8 + 0.18 * len(names))), dpi=120, layout="constrained")
     axes = figure.subplots()
     drawn = set[str]()
     for at, (_, stack) in enumerate(bars):
@@ -111,6 +117,8 @@ def ledger_figure(parts: list[Part], title: str, compiled: CompiledBytes | None 
             label = None if name in drawn else name
             drawn.add(name)
             axes.barh(at, size / unit, left=left, color=colors[name], edgecolor="white", linewidth=0.6, label=label)
+            if size > 0.08 * largest:
+                axes.text(left + size / unit / 2, at, name, ha="center", va="center", fontsize=8, color="white")
             left += size / unit
         axes.text(left, at, f" {left:.3g}", va="center", fontsize=8)
     if has:
@@ -209,14 +217,15 @@ def _update_bytes(params: Any, model: Model, plan: Plan) -> int:
 def work_bytes(config: Config, plan: Plan) -> int:
     """A first guess of what a block's backward or the loss works with, whichever is more; the compiler corrects it.
 
-    A block: two of everything that has a name, and its weights where they are gathered. The loss: scores of some tokens
+    A block: a gradient of everything that has a name, what of that is not on the device, and its weights where they are
+    gathered. The loss: scores of some tokens
     in float32 and in the compute dtype, and the gathered vocabulary matrix with its gradient.
     """
     model = Model(config.model)
     shapes = param_shapes(model, plan)
     layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes["blocks"]))
     gathered = layer * plan.dtype.itemsize // plan.size("mlp") if plan.mesh.size > 1 else 0
-    block = 2 * sum(one.bytes for one in activations(config, plan)) + gathered
+    block = sum(one.bytes * (1 if one.action == "save" else 2) for one in activations(config, plan)) + gathered
     V, D = shapes["embed"]["tokens"].shape
     rows, width = V // plan.size("vocab"), plan.dtype.itemsize
     sequences = config.train.batch // config.train.accumulation // microbatches_of(plan) // plan.size("batch")
