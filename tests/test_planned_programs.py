@@ -144,9 +144,10 @@ def test_a_step_for_absent_gpus_sends_what_it_asks_for():
 
 
 @needs_libtpu
-@pytest.mark.slow
 @pytest.mark.parametrize("name", dict(ABSENT))
-@pytest.mark.parametrize("target", ["v5e-8", "v5p-8"])
+@pytest.mark.parametrize(
+    "target", [pytest.param("v5e-8", marks=pytest.mark.slow), pytest.param("v5p-8", marks=pytest.mark.long)]
+)
 def test_more_steps_for_absent_tpus_send_what_they_ask_for(name, target):
     assert_compiles_as_asked(dict(ABSENT)[name], target)
 

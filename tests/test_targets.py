@@ -303,7 +303,7 @@ def assert_compiles(name: str, spec: MeshSpec) -> None:
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "v5p-64" else pytest.mark.slow) for name in TPU_SPECS]
+    "name", [pytest.param(name, marks=() if name == "v5p-64" else pytest.mark.long) for name in TPU_SPECS]
 )
 def test_a_sharded_program_compiles_for_every_tpu(name):
     assert_compiles(name, TPU_SPECS[name])

@@ -90,7 +90,7 @@ TABLES: dict[str, tuple[Changes, dict[str, int], list[Changes]]] = {
 }  # fmt: skip
 """What the model and the plan are, its mesh, and what is kept. The first row of each is everything kept."""
 
-IN_CI = ("llama, fsdp x context, ring attention", "llama, 1F1B x fsdp x tensor")
+IN_CI = ("llama, fsdp x context, ring attention",)
 
 # Float32, the same matmuls in the same order: what is made again may be fused otherwise, an ulp (6e-8) here or there.
 AGAIN = 1e-6
