@@ -81,6 +81,7 @@ def test_states_are_those_of_the_dense_mask(mask: Mask, tiles: Tiles) -> None:
     np.testing.assert_array_equal(tile_states(mask, tiles), from_dense(np.asarray(dense(mask, tiles)), tiles))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(MASKS, TILES)
 def test_places_known_at_run_time_only_give_the_same_or_partial(mask: Mask, tiles: Tiles) -> None:
@@ -98,6 +99,7 @@ def ids(seed: int, B: int, S: int, rising: bool) -> np.ndarray:
     return np.cumsum(rng.random((B, S)) < 0.2, axis=1) if rising else rng.integers(0, 3, (B, S))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(MASKS, TILES, st.integers(0, 99), st.booleans(), st.booleans())
 def test_ids_are_exact_where_they_rise_and_never_wrongly_empty(

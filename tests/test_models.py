@@ -99,6 +99,7 @@ def test_packed_documents_give_the_loss_of_separate_ones(config: ModelConfig) ->
     assert abs(unpacked.nll - together.nll) > 1e-3
 
 
+@pytest.mark.slow
 def test_padding_the_vocabulary_changes_neither_the_loss_nor_any_gradient(config: ModelConfig) -> None:
     exact = dataclasses.replace(config, vocab_multiple=1)
     params = fresh(config, 2)
@@ -146,6 +147,7 @@ def test_full_remat_saves_less(config: ModelConfig) -> None:
     assert temporaries(dataclasses.replace(ONE, remat="full")) < 0.7 * temporaries(ONE)
 
 
+@pytest.mark.slow
 def test_fresh_parameters_are_the_same_on_every_mesh(config: ModelConfig) -> None:
     model, want = Model(config), fresh(config, 5)
     for spec in (MeshSpec(data=2, fsdp=2, tensor=2), MeshSpec(fsdp=8)):

@@ -278,9 +278,10 @@ def mostly_slow(*cases: Any) -> list[Any]:
     return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "policy"),
-    mostly_slow(*((name, policy) for name in ("interleaved", "1f1b", "zb_h1") for policy in ("full", "none"))),
+    [(name, policy) for name in ("interleaved", "1f1b", "zb_h1") for policy in ("full", "none")],
 )
 def test_dropout_is_that_of_accumulated_microbatches(schedule: str, policy: str) -> None:
     """The same keys, so the same bits: whatever the schedule, a pipeline drops what accumulation drops."""
