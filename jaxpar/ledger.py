@@ -218,8 +218,8 @@ def work_bytes(config: Config, plan: Plan) -> int:
     """A first guess of what a block's backward or the loss works with, whichever is more; the compiler corrects it.
 
     A block: a gradient of everything that has a name, what of that is not on the device, and its weights where they are
-    gathered. The loss: scores of some tokens
-    in float32 and in the compute dtype, and the gathered vocabulary matrix with its gradient.
+    gathered. The loss: scores of some tokens in float32 and in the compute dtype, and the gathered vocabulary matrix
+    with its gradient.
     """
     model = Model(config.model)
     shapes = param_shapes(model, plan)

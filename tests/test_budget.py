@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,8 +12,8 @@ import pytest
 from traced_steps import config_of
 
 from jaxpar import budget as subject
-from jaxpar.assign import Item
-from jaxpar.budget import _Search, budget_bytes, compiled_bytes, fitted, parse_bytes, within_budget
+from jaxpar.assign import Costs, Item, Solution
+from jaxpar.budget import Tried, _Search, budget_bytes, compiled_bytes, fitted, parse_bytes, within_budget
 from jaxpar.config import Config, override
 from jaxpar.errors import UserError
 from jaxpar.footprint import activations
@@ -100,6 +101,22 @@ def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPat
     found, tried = within_budget(config, jax.devices()[:1], "cpu", Hardware())
     assert tried[-1].compiled <= room
     assert compiled(found, jax.devices()[:1], "cpu")[0] <= room
+
+
+def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
+    """40 bytes out and back over 10 bytes/s are 8 s; of 3 s of waiting one is for streamed state."""
+
+    def tried(host: int, *played: float) -> Any:
+        timeline: Any = SimpleNamespace(seconds=played[0], host_stall=played[1]) if played else None
+        return Tried(Config(), subject.Outer(), Solution(0, host, 0.0, ()), 0, 0, 1.0, timeline)
+
+    costs = Costs(1.0, 2.0, 10.0, 0.5)
+    assert subject._exposed(tried(40, 9.0, 3.0), costs) == 0.25
+    assert subject._exposed(tried(40, 9.0, 99.0), costs) == 1.0
+    assert subject._exposed(tried(0, 9.0, 0.0), costs) == subject._exposed(tried(40), costs) == 0.5
+    assert subject._slower(tried(40, 9.0, 3.0), tried(0, 8.0, 0.0))
+    assert not subject._slower(tried(0, 8.0, 0.0), tried(40, 9.0, 3.0))
+    assert not subject._slower(tried(40), tried(0)), "devices at hand: nothing was played"
 
 
 # Over many models, meshes and budgets, by the real compiler for H100.
