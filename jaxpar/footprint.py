@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jax.extend import core
 
 from jaxpar.activations import NAMES, Action, Keep
 from jaxpar.batches import TOKENS, halves
-from jaxpar.config import Config
+from jaxpar.config import Config, ModelConfig
 from jaxpar.errors import UserError
 from jaxpar.models import Model
 from jaxpar.parallel import STORED
@@ -130,20 +131,27 @@ def check_names(config: Config, plan: Plan) -> None:
 def traced_block(config: Config, plan: Plan) -> tuple[core.ClosedJaxpr, int]:
     """One block's forward of a microbatch as autodiff runs it, everything kept: its results are what the block makes,
     so many, and what the backward is given."""
-    model, everything = Model(config.model), replace(plan, remat="none", keep=Keep())
     rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
-    S, D = config.data.seq_len, config.model.embed
+    everything = replace(plan, remat="none", keep=Keep())
+    return _traced_block(config.model, rows, config.data.seq_len, config.data.pack, everything)
+
+
+@lru_cache(maxsize=16)
+def _traced_block(
+    config: ModelConfig, rows: int, S: int, packed: bool, everything: Plan
+) -> tuple[core.ClosedJaxpr, int]:
+    model = Model(config)
     layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), model.shapes()["blocks"])
     ids = jax.ShapeDtypeStruct((rows, S), jnp.int32)
-    key = jax.random.key(0) if config.model.dropout else None
+    key = jax.random.key(0) if config.dropout else None
 
     def forward(layer: Any, x_BSD: Any, positions_BS: Any, segments_BS: Any) -> Any:
-        places = zip(*(halves(x, TOKENS, plan) for x in (positions_BS, segments_BS)), strict=True)
-        xs, places = halves(x_BSD, STORED, plan), list(places)
+        places = zip(*(halves(x, TOKENS, everything) for x in (positions_BS, segments_BS)), strict=True)
+        xs, places = halves(x_BSD, STORED, everything), list(places)
         return jax.vjp(lambda layer, xs: model.layer(layer, xs, places, everything, key), layer, xs)
 
-    segments = ids if config.data.pack else None
-    x_BSD = jax.ShapeDtypeStruct((rows, S, D), plan.dtype)
+    segments = ids if packed else None
+    x_BSD = jax.ShapeDtypeStruct((rows, S, config.embed), everything.dtype)
     traced, (made, _) = jax.make_jaxpr(forward, return_shape=True)(layer, x_BSD, ids, segments)
     return traced, len(jax.tree.leaves(made))
 

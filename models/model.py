@@ -7,8 +7,10 @@ Shapes: B batch, S sequence, D embed, V vocab, L layers.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -47,17 +49,9 @@ class Model:
             hint = nearest(config.family, FAMILIES)
             raise UserError(f"no model family {config.family!r}{hint}: model.family is one of {', '.join(FAMILIES)}")
         self.config = config
-        family = FAMILIES[config.family]
-        self._parts = {"embed": family.Embed, "blocks": family.Block, "head": family.Head}
-        self._graphs, self.axes = {}, {}
-        for name, part in self._parts.items():
-            self._graphs[name], state = nnx.split(nnx.eval_shape(lambda part=part: part(config, nnx.Rngs(0))))
-            stacked = ("layers",) if name == "blocks" else ()
-            self.axes[name] = jax.tree.map(
-                lambda leaf, stacked=stacked: (*stacked, *leaf.get_metadata("axes")),
-                _variables(state),
-                is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
-            )
+        self._parts = _parts(config)
+        self._graphs, axes = _split(config)
+        self.axes = copy.deepcopy(axes)
 
     def init(self, key: jax.Array, order: Sequence[int] | None = None) -> Params:
         """Fresh float32 parameters, the blocks stacked on a leading layers dim; the same on any mesh (to an ulp).
@@ -86,7 +80,7 @@ class Model:
 
     def shapes(self, order: Sequence[int] | None = None) -> Params:
         """The parameters as ShapeDtypeStructs; `order` as for `init`."""
-        return jax.eval_shape(lambda key: self.init(key, order), jax.random.key(0))
+        return jax.tree.map(lambda shape: shape, _shapes(self.config, None if order is None else tuple(order)))
 
     def embed(
         self, params: Params, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], plan: Plan,
@@ -221,6 +215,34 @@ class Model:
     def _padding(self) -> int:
         rows = self.shapes()["embed"]["tokens"].shape[0] - self.config.vocab_size
         return rows * self.config.embed * (1 if self.config.tied_head else 2)
+
+
+def _parts(config: ModelConfig) -> dict[str, Callable[..., nnx.Module]]:
+    family = FAMILIES[config.family]
+    return {"embed": family.Embed, "blocks": family.Block, "head": family.Head}
+
+
+# A budget asks for the same model some hundred times, and each time its modules would be traced anew.
+
+
+@lru_cache(maxsize=64)
+def _split(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The graph of each part, and the logical axes of its parameters."""
+    graphs, axes = {}, {}
+    for name, part in _parts(config).items():
+        graphs[name], state = nnx.split(nnx.eval_shape(lambda part=part: part(config, nnx.Rngs(0))))
+        stacked = ("layers",) if name == "blocks" else ()
+        axes[name] = jax.tree.map(
+            lambda leaf, stacked=stacked: (*stacked, *leaf.get_metadata("axes")),
+            _variables(state),
+            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+        )
+    return graphs, axes
+
+
+@lru_cache(maxsize=64)
+def _shapes(config: ModelConfig, order: tuple[int, ...] | None) -> Params:
+    return jax.eval_shape(lambda key: Model(config).init(key, order), jax.random.key(0))
 
 
 def _variables(state: Any) -> Any:

@@ -17,7 +17,7 @@ from jaxpar.budget import Tried, _Search, budget_bytes, compiled_bytes, fitted, 
 from jaxpar.config import Config, override
 from jaxpar.errors import UserError
 from jaxpar.footprint import activations
-from jaxpar.hardware import Hardware
+from jaxpar.hardware import Hardware, PeakFlops
 from jaxpar.hlo.parse import parse
 from jaxpar.rehearsal.memory import saved_bytes
 from jaxpar.rehearse import compile_step
@@ -117,6 +117,42 @@ def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
     assert subject._slower(tried(40, 9.0, 3.0), tried(0, 8.0, 0.0))
     assert not subject._slower(tried(0, 8.0, 0.0), tried(40, 9.0, 3.0))
     assert not subject._slower(tried(40), tried(0)), "devices at hand: nothing was played"
+
+
+def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloading is the faster by the first guess, 30 % of it waited for; the rehearsal shows all of it waited for, by
+    which making again is faster; without a rehearsal the guess stays."""
+    base = override(config_of("llama"), {"model.layers": 8, "memory.may": ()})
+    devices, flops = jax.devices()[:1], 1e9
+    # Of a matmul's result, making it again takes 1.2 times its bytes over the link, and 2 times is there and back.
+    link = 1.2**2 * flops / base.model.embed
+    hardware = Hardware(peak_flops=PeakFlops(flops, flops), hbm_bandwidth=1e15, host_link_bandwidth=link)
+    monkeypatch.setattr(subject, "_offloads", lambda *_: True)
+
+    def moved(config: Config) -> int:
+        return sum(one.bytes * one.blocks for one in activations(config, make_plan(config, devices))
+                   if one.action == "offload")  # fmt: skip
+
+    def compiled(config: Config, devices: Any, platform: str) -> tuple[int, str]:
+        plan = make_plan(config, devices)
+        kept = sum(one.kept for one in activations(config, plan) if one.action == "save")
+        state = subject.state_of(config, plan, platform).device
+        return state + kept + subject.work_bytes(config, plan), str(moved(config))
+
+    def played(text: str, *_: Any) -> Any:
+        waits = 2 * int(text) / link
+        return SimpleNamespace(timeline=SimpleNamespace(seconds=1 + waits, host_stall=waits))
+
+    monkeypatch.setattr(subject, "compiled_bytes", compiled)
+    monkeypatch.setattr(subject, "play", played)
+    everything = compiled(override(base, {"memory.policy": "none"}), devices, "cuda")[0]
+    least = compiled(override(base, {"memory.policy": "full"}), devices, "cuda")[0]
+    config = override(base, {"memory.budget": str((least + everything) // 2)})
+    guessed, _ = within_budget(config, devices, "cuda", hardware)
+    found, tried = within_budget(config, devices, "cuda", hardware, target=load_target("h100x1"))
+    assert moved(guessed) > 0, "else the test says nothing"
+    assert any(moved(one.config) for one in tried), "what is waited for has been seen"
+    assert moved(found) == 0
 
 
 # Over many models, meshes and budgets, by the real compiler for H100.
