@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxpar.auto import chosen
 from jaxpar.budget import fitted, out_of_memory, platform_of
@@ -101,7 +102,21 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
 
 
 def open_run(folder: Path, config: Config) -> None:
-    """Make a run folder with its `config.toml`, or check that the one there is of the same experiment."""
+    """Make a run folder with its `config.toml`, or check that the one there is of the same experiment.
+
+    Process 0 does, and the others learn whether it could: what they see may be half written.
+    """
+    refused = ""
+    if jax.process_index() == 0:
+        try:
+            _open_run(folder, config)
+        except UserError as error:
+            refused = str(error)
+    if multihost_utils.broadcast_one_to_all(np.int32(bool(refused))):
+        raise UserError(refused or f"process 0 refuses {folder}: it says why")
+
+
+def _open_run(folder: Path, config: Config) -> None:
     path = folder / "config.toml"
     if path.exists():
         changed = incompatible(read_run_config(folder), config)
@@ -113,9 +128,8 @@ def open_run(folder: Path, config: Config) -> None:
             )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and is no run folder (it has no config.toml): use another --run folder")
-    if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_toml(config, "The resolved config of this run."), encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_toml(config, "The resolved config of this run."), encoding="utf-8")
 
 
 def read_run_config(folder: Path) -> Config:

@@ -25,20 +25,25 @@ def launch(folder: Path, environment: dict[str, str], *flags: str) -> subprocess
     return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL, text=True)
 
 
-def test_two_processes_read_their_own_rows_and_reach_the_losses_of_one(tmp_path: Path) -> None:
+def launch_two(folder: Path, *flags: str) -> list[int]:
+    """The exit codes of both processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
+    pair = [
+        launch(
+            folder,
+            {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)},
+            "--mesh.distributed", "True", *flags,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    return [process.wait(timeout=240) for process in pair]
+
+
+def test_two_processes_read_their_own_rows_and_reach_the_losses_of_one(tmp_path: Path) -> None:
     for stop_at in ("4", "0"):  # stopped after step 4 and resumed, both processes together
-        pair = [
-            launch(
-                tmp_path / "two",
-                {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)},
-                "--mesh.distributed", "True", "--train.stop-at", stop_at,
-            )
-            for index in range(2)
-        ]  # fmt: skip
-        assert [process.wait(timeout=240) for process in pair] == [0, 0]
+        assert launch_two(tmp_path / "two", "--train.stop-at", stop_at) == [0, 0]
     assert launch(tmp_path / "one", {}).wait(timeout=240) == 0
 
     def curve(folder: Path, key: str, steps: list[int]) -> list[float]:
@@ -49,3 +54,9 @@ def test_two_processes_read_their_own_rows_and_reach_the_losses_of_one(tmp_path:
         assert len(one) == len(steps)
         # Collectives of gloo and of one process sum in different orders.
         np.testing.assert_allclose(two, one, rtol=1e-5)
+
+
+def test_a_folder_that_one_process_refuses_is_refused_by_both(tmp_path: Path) -> None:
+    (tmp_path / "a_file").write_text("of the user's")
+    assert launch_two(tmp_path) == [2, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
