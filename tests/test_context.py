@@ -146,6 +146,7 @@ def test_scores_of_some_hundreds_merge():
     assert_close(found, values_and_gradients(whole, args), 1e-4)  # an ulp of a score of 300 is 3e-5
 
 
+@pytest.mark.slow
 def test_a_long_ring_is_a_loop_with_the_same_answer(monkeypatch):
     """Steps in the middle of a ring of many devices are one loop: fewer to compile, as many hops."""
     args, segments = projections(2, 48, 3, 1, 6), documents(2, 48)
@@ -273,7 +274,7 @@ def test_what_the_plan_asks_for_in_closed_form(strategy):
 # What is held.
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.slow), "ulysses"])
 def test_memory_of_a_device_falls_with_their_number(strategy, monkeypatch):
     """Forward and backward hold some 20 arrays of the size of a device's queries, and a tile, whatever n is.
 

@@ -48,6 +48,7 @@ def test_an_import_exports_to_the_same_bits_and_trains_on(hf_folder: Path, tmp_p
         import_run(config, hf_folder, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_stages_store_an_import_in_their_order_and_export_it_in_the_files(tmp_path: Path) -> None:
     model = Model(replace(MODEL, layers=5))
     export_hf(jax.jit(model.init)(jax.random.key(8)), model, tmp_path / "hf")
@@ -63,6 +64,7 @@ def test_stages_store_an_import_in_their_order_and_export_it_in_the_files(tmp_pa
     assert train(config, tmp_path / "run").step == 2
 
 
+@pytest.mark.slow
 def test_fine_tuning_in_bfloat16_with_its_state_in_host_memory(hf_folder: Path, tmp_path: Path) -> None:
     changes = {"precision.params": "bfloat16", "precision.moments": "int8", "memory.policy": "full"}
     changes |= {"memory.parameters": "offload", "memory.optimizer": "offload"}

@@ -22,10 +22,10 @@ def test_each_token_is_the_most_likely_after_the_window(plan_of: Callable[..., P
     model, plan = Model(CONFIG), plan_of()
     params = jax.jit(model.init)(jax.random.key(0))
     found = greedy(model, params, plan, [3, 1, 4], 9, window=8)
+    scores = jax.jit(lambda ids_S: model.logits(params, {"tokens": ids_S[None]}, plan)[0, -1])
     ids = [3, 1, 4]
     for token in found:
-        scores = model.logits(params, {"tokens": jnp.asarray([ids[-8:]])}, plan)[0, -1]
-        assert token == int(np.argmax(scores))
+        assert token == int(np.argmax(scores(jnp.asarray(ids[-8:]))))
         ids.append(token)
     assert len(found) == 9
     many = plan_of(data=2, fsdp=2, tensor=2)
@@ -33,7 +33,6 @@ def test_each_token_is_the_most_likely_after_the_window(plan_of: Callable[..., P
 
 
 def test_a_prompt_outside_the_vocabulary_is_refused(plan_of: Callable[..., Plan]) -> None:
-    model = Model(CONFIG)
     for prompt in ([], [31], [-1]):
         with pytest.raises(UserError, match=r"at least one token id, all in 0\.\.30"):
-            greedy(model, model.init(jax.random.key(0)), plan_of(), prompt, 1)
+            greedy(Model(CONFIG), {}, plan_of(), prompt, 1)

@@ -118,11 +118,8 @@ def test_padding_the_vocabulary_changes_neither_the_loss_nor_any_gradient(config
     assert not np.any(grads["embed"]["tokens"][V:])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"scan_layers": False}, pytest.param({"remat": "full"}, marks=pytest.mark.slow)],
-    ids=["unrolled", "remat"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"scan_layers": False}, {"remat": "full"}], ids=["unrolled", "remat"])
 def test_unrolling_and_recomputing_change_nothing(config: ModelConfig, change: dict[str, Any]) -> None:
     config = dataclasses.replace(config, dropout=0.2)
     params, batch, key = fresh(config, 3), batch_of(tokens(config)), jax.random.key(4)

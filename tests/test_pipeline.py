@@ -331,11 +331,10 @@ def test_the_compiled_program_runs_the_ticks_of_the_schedule(name: Any, v: int) 
 
 @pytest.mark.parametrize(
     ("name", "v", "policy"),
-    mostly_slow(
-        ("1f1b", 1, "full"), ("1f1b", 1, "none"),
-        *((*form, policy) for form in (("gpipe", 1), ("interleaved", 2), ("zb_h1", 1)) for policy in ("none", "full")),
-    ),
+    [(*form, policy) for form in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb_h1", 1))
+     for policy in ("none", "full")],
 )  # fmt: skip
+@pytest.mark.slow
 def test_memory_does_not_grow_with_microbatches_but_for_gpipe(name: Any, v: int, policy: str) -> None:
     def temporaries(M: int) -> int:
         config = config_of(

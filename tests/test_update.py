@@ -126,12 +126,13 @@ def test_a_state_in_host_memory_is_saved_and_restored(tmp_path: Any) -> None:
     with_state.close()
 
 
-@pytest.mark.parametrize("moments", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", ["int8", "bfloat16"])
 @pytest.mark.parametrize(
     "mesh",
     [
         pytest.param({"fsdp": 4, "tensor": 2}, id="fsdp x tensor"),
-        pytest.param({"stage": 2, "fsdp": 2}, id="stages", marks=pytest.mark.slow),
+        pytest.param({"stage": 2, "fsdp": 2}, id="stages"),
     ],
 )
 def test_moments_in_fewer_bits_train_alike(moments: str, mesh: dict[str, int]) -> None:
