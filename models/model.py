@@ -222,9 +222,7 @@ def _parts(config: ModelConfig) -> dict[str, Callable[..., nnx.Module]]:
     return {"embed": family.Embed, "blocks": family.Block, "head": family.Head}
 
 
-# A budget asks for the same model some hundred times, and each time its modules would be traced anew.
-
-
+# Both are remembered: a budget asks for the same model some hundred times.
 @lru_cache(maxsize=64)
 def _split(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The graph of each part, and the logical axes of its parameters."""
