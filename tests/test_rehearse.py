@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+import traced_steps
 
 from jaxpar import calibrate
 from jaxpar import rehearse as subject
@@ -255,3 +256,13 @@ def test_a_model_of_copies_that_cannot_fit_is_told_to_split_them(capsys):
     sizes = "--model.layers 4 --mesh.data 8 --mesh.fsdp 1 --mesh.tensor 1 --train.batch 8 --data.seq-len 1024"
     line = refused(capsys, f"llama3_8b --target v5e-8 {sizes}")
     assert ", enough: --mesh.fsdp 4 --mesh.data 2 (splits parameters, optimizer and gradients)" in line
+
+
+@needs_libtpu
+def test_no_copy_of_all_parameters_in_bfloat16_is_kept_on_a_tpu() -> None:
+    """What `jaxpar.xla` turns off: the loop over layers reading a bfloat16 copy of all of them, made before it."""
+    config = traced_steps.config_of("llama", "full", compute="bfloat16", fsdp=4)
+    text = compile_step(config, load_target("v5e-4")).text
+    shard = f"{config.model.layers},{config.model.embed // 4},{config.model.mlp}"  # of gate and up, on one device
+    assert f"f32[{shard}]" in text
+    assert f"bf16[{shard}]" not in text
