@@ -8,7 +8,7 @@ DEMO_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all test-slow test-matrix lint clean
+.PHONY: setup demo test test-slow test-kernels test-matrix test-quick lint clean
 
 setup:
 	rm -f $(STAMP)
@@ -31,18 +31,13 @@ lint: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/typecheck .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# Three tiers of tests, each a marker (pyproject.toml): every change, CI, by hand.
 test: lint
-	$(BIN)/python -m pytest -n auto -m "not slow and not long"
-
-test-all: lint
 	$(BIN)/python -m pytest -n auto
 
-# What `make test` leaves out.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m slow
 
-# The kernels on every mask and shape, and compiled for every chip; it takes long.
-.PHONY: test-kernels
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m long
 
@@ -54,7 +49,6 @@ test-matrix:
 	$(call on,3.11)
 	$(call on,3.13)
 
-.PHONY: test-quick
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "quick and not slow and not long"
 
