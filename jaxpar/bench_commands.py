@@ -70,7 +70,7 @@ def rehearse_command(words: list[str]) -> int:
     from jaxpar.runtime import start
 
     args = parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
-    start(MeshSpec())
+    start(MeshSpec(), "off")  # as `rehearse`: it reads what the compiler writes
     say = console().print
     rows = compare(configs(), calibrated(say), say=say)
     say(prediction_table(rows))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a test compiles what it tests
 
 import hypothesis
 import jax

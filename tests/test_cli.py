@@ -63,7 +63,8 @@ def text(tmp_path) -> Path:
 def shell(*words: str, **changes: str) -> subprocess.CompletedProcess:
     """A command in a process of its own, as on a user's machine: nothing of this test run's settings."""
     ours = ("JAX_", "TPU_", "XLA_")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)} | changes
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false"} | changes
     command = [sys.executable, "-m", "jaxpar.cli", *words]
     return subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
 
