@@ -62,7 +62,7 @@ def bench_step(config: Config, rounds: int = 15, calls: int = 10) -> Comparison:
     model = config.model
     if config.precision.compute != "float32":
         raise UserError("bench step compares in float32: try --precision.compute float32")
-    plan = make_plan(config, start(config.mesh))
+    plan = make_plan(config, start(config.mesh, config.compile.cache))
     rng = np.random.default_rng(0)
     ids = rng.integers(0, model.vocab_size, (config.train.batch, config.data.seq_len + 1), dtype=np.int32)
     theirs = _torch_step(config, ids)

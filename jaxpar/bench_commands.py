@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.arguments import Commands, Overrides, config_args, dispatch, parse
+from jaxpar.arguments import Overrides, config_args, parse
 from jaxpar.config import check
 from jaxpar.errors import UserError
 from jaxpar.report import console
@@ -70,7 +70,7 @@ def rehearse_command(words: list[str]) -> int:
     from jaxpar.runtime import start
 
     args = parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
-    start(MeshSpec())
+    start(MeshSpec(), "off")  # as `rehearse`: it reads what the compiler writes
     say = console().print
     rows = compare(configs(), calibrated(say), say=say)
     say(prediction_table(rows))
@@ -134,18 +134,3 @@ def fusions_command(words: list[str]) -> int:
     args, say = parse(fusions_command.__doc__, FusionBenchArgs(), words), console().print
     say(fusion_table(bench_fusions(args, say)))
     return 0
-
-
-BENCHES: Commands = {
-    "step": (step_command, "the training step against PyTorch, in turns"),
-    "rehearse": (rehearse_command, "predicted steps against measured ones, on this machine"),
-    "overlap": (overlap_command, "a block in each form of overlap, rehearsed for a target"),
-    "pipeline": (pipeline_command, "the step in every pipeline schedule, compiled for a target"),
-    "attention": (attention_command, "every implementation of attention that serves here, in turns"),
-    "fusions": (fusions_command, "what a compiler makes of a block's element-wise parts, for each target"),
-}
-
-
-def bench(words: list[str]) -> int:
-    """jaxpar bench BENCH ..."""
-    return dispatch("jaxpar bench", "bench", BENCHES, words)

@@ -44,7 +44,7 @@ def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
       UserError: no checkpoint, no validation data, a mesh that does not fit.
     """
     check(config)
-    plan, model = make_plan(config, start(config.mesh)), Model(config.model)
+    plan, model = make_plan(config, start(config.mesh, config.compile.cache)), Model(config.model)
     corpus = load_corpus(config.data, config.model.vocab_size)
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_fraction or data.val_path")

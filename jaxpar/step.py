@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpar import pipeline
 from jaxpar.batches import TOKENS
@@ -43,7 +43,7 @@ from jaxpar.sharding import (
     tree_shardings,
 )
 from jaxpar.update import update
-from jaxpar.xla import compiler_options
+from jaxpar.xla import compiler_options, once_options
 
 
 class TrainState(NamedTuple):
@@ -132,7 +132,7 @@ Order = Sequence[int] | None  # of stored layers: see `jaxpar.pipeline.stored_or
 def state_shapes(model: Model, config: Config, plan: Plan, order: Order | Literal["plan's"] = "plan's") -> TrainState:
     """The state as ShapeDtypeStructs, without shardings, its layers stored in this order."""
     order = stored_order(plan, config.model.layers) if order == "plan's" else order
-    return jax.eval_shape(lambda: _with_params(model, config, model.init(jax.random.key(0), order)))
+    return jax.eval_shape(partial(_with_params, model, config), model.shapes(order))
 
 
 def param_shapes(model: Model, plan: Plan) -> Params:
@@ -196,7 +196,7 @@ def in_host(state: TrainState, model: Model, plan: Plan) -> TrainState:
     return TrainState(False, params, with_moments(nowhere, *moments))
 
 
-def _placed(sharding: jax.sharding.NamedSharding, host: bool) -> jax.sharding.NamedSharding:
+def _placed(sharding: NamedSharding, host: bool) -> NamedSharding:
     return sharding.with_memory_kind(HOST) if host else sharding
 
 
@@ -215,7 +215,9 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
     if params is None:
         key = jax.random.key(config.train.seed)
         made = jax.jit(
-            lambda: _as_stored(model.init(key, order), model, config.precision.params), out_shardings=shardings.params
+            lambda: _as_stored(model.init(key, order), model, config.precision.params),
+            out_shardings=shardings.params,
+            compiler_options=once_options(plan.mesh),
         )()
     else:
 
@@ -227,15 +229,14 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
         # An import has every stage's layers, and float32: no array is as large as here.
         reused = () if plan.size("stage") > 1 or config.precision.params != "float32" else (0,)
         made = jax.jit(start, out_shardings=shardings.params, donate_argnums=reused)(params)
-    # One after the other: all moments together may be more than a device has.
-    zeros = [
-        jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=place)()
-        for leaf, place in zip(
-            *map(jax.tree.leaves, ((shapes.step, shapes.opt_state), (shardings.step, shardings.opt_state))), strict=True
-        )
-    ]
-    step, opt_state = jax.tree.unflatten(jax.tree.structure((shapes.step, shapes.opt_state)), zeros)
+    step, opt_state = jax.tree.map(_zeros_at, (shapes.step, shapes.opt_state), (shardings.step, shardings.opt_state))
     return TrainState(step, made, opt_state)
+
+
+def _zeros_at(leaf: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.Array:
+    """Zeros without a program to compile, one array after another: all at once could fill the host's memory."""
+    shard = place.shard_shape(leaf.shape)
+    return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, place, lambda _: np.zeros(shard, leaf.dtype)))
 
 
 def _with_params(model: Model, config: Config, params: Params) -> TrainState:

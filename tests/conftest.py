@@ -13,6 +13,7 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 )
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a test compiles what it tests
 
 import hypothesis
 import jax

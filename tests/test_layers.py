@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {
-    6: "cli",
+    6: "cli commands",
     5: "train generate evaluate convert show bench step verify verdict verified answers evidence rehearse calibrate "
     "bench_rehearse play auto budget ledger bench_overlap bench_attention bench_fusions bench_pipeline bench_commands",
     4: "data tokenizer checkpoint optim moments update metrics report picture mask_picture "

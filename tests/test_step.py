@@ -30,6 +30,7 @@ from jaxpar.step import (
     make_train_step,
     plan_notes,
     put_batch,
+    state_shapes,
     state_shardings,
     step_shapes,
 )  # fmt: skip
@@ -271,6 +272,22 @@ def test_the_state_is_sharded_as_planned_and_donated() -> None:
     assert state.params["blocks"]["q"].is_deleted()
     assert float(metrics["tokens"]) == np.sum(batches(config, 1)[0]["labels"] >= 0)
     assert batch_rows(8, plan) == list(range(8))
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision.moments": "int8", "memory.optimizer": "offload"}], ids=str)
+def test_a_fresh_state_compiles_no_zeros(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of("gpt2", **changes, **{"mesh.fsdp": 2})
+    plan, model = make_plan(config, jax.devices()[:2]), Model(config.model)
+    with jax.log_compiles():
+        state = init_state(model, config, plan)
+    compiled = [line for line in caplog.messages if line.startswith("Compiling")]
+    assert 1 <= len(compiled) <= 4, compiled  # all initializers together, and the key
+    shapes, shardings = state_shapes(model, config, plan), state_shardings(model, config, plan)
+    for leaf, shape, sharding in zip(*map(jax.tree.leaves, (state, shapes, shardings)), strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, sharding)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves((state.step, state.opt_state)))
+    # To an ulp or two: less of the compiler's optimisation, the same arithmetic.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=5e-7, atol=1e-9), state.params, fresh(config.model))
 
 
 def test_evaluation_sums_the_tokens_that_count() -> None:
