@@ -226,14 +226,15 @@ def main() -> int:
         print("\n".join(f"{m.name:17} {m.file:31} {m.fault}" for m in chosen))
         return 0
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as work:
-        copy_of(None, folder / "clean")
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name).resolve()
+        copy_of(None, work / "clean")
         for m in chosen:
             began = time.monotonic()
-            result, by = judge(m, Path(work), options.timeout, options.likely)
+            result, by = judge(m, work, options.timeout, options.likely)
             outcomes.append(Outcome(m.name, m.file, m.fault, result, by, round(time.monotonic() - began)))
             print(f"{len(outcomes)}/{len(chosen)} {m.name}: {result} by {by}, {outcomes[-1].seconds} s", flush=True)
-            shutil.rmtree(Path(work) / m.name, ignore_errors=True)
+            shutil.rmtree(work / m.name, ignore_errors=True)
             if options.json:
                 options.json.write_text(json.dumps([o._asdict() for o in outcomes], indent=2) + "\n")
     print("\n" + "\n".join(f"{o.name:17} {o.file:31} {o.seconds:5} s  {o.result}: {o.by}" for o in outcomes))
