@@ -206,10 +206,13 @@ def judge(mutation: Mutation, work: Path, timeout: float, likely_only: bool) -> 
             continue
         if code == 2 or (test and "::" not in test):
             return "broken", f"{test} cannot be collected"
+        how = test or f"{'timeout' if code == 'timeout' else f'crash ({code})'} of {' '.join(stage)}"
         again = [test, "-n", "0"] if test else stage
-        clean, _ = pytest(work / "clean", module, again, timeout)
-        how = test or {"timeout": "timeout"}.get(str(code), f"crash ({code})") + " of " + " ".join(stage)
-        return ("killed", how) if clean == 0 else (f"undecided, {clean} without the fault", how)
+        if (clean := pytest(work / "clean", module, again, timeout)[0]) != 0:
+            return f"undecided, {clean} without the fault", how
+        if "auto" in stage and pytest(folder, module, again, timeout)[0] == 0:  # the machine's fault, not this one
+            return "undecided, passes when run alone", how
+        return "killed", how
     return ("survived the likely files" if likely_only else "survived"), " ".join(files)
 
 
