@@ -1,0 +1,250 @@
+"""Thirty believable faults, planted one at a time: does the quick suite (`make test`) notice each of them?
+
+    python tests/mutations.py [--only NAME ...] [--list] [--likely] [--timeout SECONDS] [--json FILE]
+
+A fault goes into a fresh copy of the repository, never into the checkout. The tests most likely to notice it run first,
+then their whole files, then the whole quick suite. A kill counts where the same tests pass in a copy without the fault.
+The exit code is 1 where a fault survives, cannot be planted, or breaks the import, which any test would notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+IGNORED = ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist", "runs"
+QUICK = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long"]
+# pytest, and then which file the tests had the module from.
+RUN = """import sys, pytest
+code = pytest.main(sys.argv[2:])
+print("\\nUSED", getattr(sys.modules.get(sys.argv[1]), "__file__", ""))
+sys.exit(code)"""
+
+
+class Mutation(NamedTuple):
+    """A fault: `old` stands exactly once in `file`; `likely` are test files and perhaps `-k` words, tried first."""
+
+    name: str
+    fault: str
+    file: str
+    old: str
+    new: str
+    likely: str
+
+
+# fmt: off
+MUTATIONS = [
+    # Masks and kernels.
+    Mutation("window", "a mask off by one", "jaxpar/masks.py",
+             "i - j <= self.left", "i - j < self.left", "tests/test_masks.py -k states"),
+    Mutation("tpu_rescale", "a dropped scale: sums are not scaled down to the new maximum", "jaxpar/kernels/tpu.py",
+             "weighted[...] = weighted[...] * kept + _product(", "weighted[...] = weighted[...] + _product(",
+             "tests/test_tpu_kernel.py -k 'definition or traced'"),
+    Mutation("triton_dq", "a dropped scale of a gradient", "jaxpar/kernels/triton.py",
+             "_walk(lists, row, visit, _zeros(q_qh.shape)) * plan.scale)",
+             "_walk(lists, row, visit, _zeros(q_qh.shape)))", "tests/test_triton.py -k right"),
+    Mutation("hopper_wait", "a skipped wait: values are read before they have arrived", "jaxpar/kernels/hopper.py",
+             "jnp.sum(weights, axis=1)\n        visit.wait(1)", "jnp.sum(weights, axis=1)",
+             "tests/test_hopper.py -k masks"),
+    Mutation("chunked_padding", "a mask off by one: what a last tile is filled up with counts as keys",
+             "jaxpar/kernels/chunked.py",
+             "        if self.tiles.T % self.tiles.block_k:\n            full[:, -1] = False\n", "",
+             "tests/test_chunked.py"),
+    # Parallel ops.
+    Mutation("linear_sum", "a missing sum of weight gradients over the devices that split the sequence",
+             "jaxpar/parallel.py", "split_over(site.used[:2], plan)", "split_over(site.used[:1], plan)",
+             "tests/test_parallel.py tests/test_context.py"),
+    Mutation("reduce_twice", "a sum taken again over axes that a reduce-scatter has summed", "jaxpar/collectives.py",
+             "        left.difference_update(moved)\n", "", "tests/test_collectives.py -k reduce"),
+    Mutation("ring_matmul_way", "a wrong sign: chunks of sums go to the mirror place, the same of two devices",
+             "jaxpar/collective_matmul.py", "summand(ring.behind(-hops, way)", "summand(ring.behind(hops, way)",
+             "tests/test_collective_matmul.py -k rings"),
+    Mutation("gather_dv", "a missing sum: the late chunk's dv overwrites the early one's", "jaxpar/context.py",
+             "dv.at[:, :T].add(more_dv)", "dv.at[:, :T].set(more_dv)",
+             "tests/test_context.py -k 'strategy and all_gather'"),
+    Mutation("ring_home", "a skipped hop: the sums of dk and dv stay one device before home",
+             "jaxpar/ring_attention.py", "home = work.hop(passing)", "home = passing",
+             "tests/test_context.py -k 'strategy and ring'"),
+    Mutation("zigzag_documents", "documents of the wrong chunk of a packed sequence", "jaxpar/zigzag.py",
+             "2 * (2 * self.size - 1 - chunk) + 1", "2 * (2 * self.size - 1 - chunk)",
+             "tests/test_context.py -k strategy"),
+    Mutation("router_sum", "a missing sum of the router's gradient over tensor", "jaxpar/experts.py",
+             "reduce(drouter_DE, split_over(STORED[:2], plan)", "reduce(drouter_DE, split_over(GATHERED[:2], plan)",
+             "tests/test_experts.py -k layout"),
+    Mutation("loss_rescale", "a dropped scale: slices of the vocabulary with different maxima are added as they are",
+             "jaxpar/loss.py", "seen.total_T * jnp.exp(seen.most_T - most_T) + new", "seen.total_T + new",
+             "tests/test_loss.py"),
+    # Pipelines.
+    Mutation("ends_sum", "a missing sum of the embedding's and head's gradients over stages",
+             "jaxpar/pipeline/executor.py",
+             "manual(lambda grads: jax.lax.psum(grads, self.axes), self", "manual(lambda grads: grads, self",
+             "tests/test_verify_pipeline.py -k 'gives or random'"),
+    Mutation("stash_freed", "a stale buffer: a slot is given away before the weights' gradients read it",
+             "jaxpar/pipeline/program.py",
+             'for kind in ("backward", "input", "weight"))', 'for kind in ("backward", "input"))',
+             "tests/test_pipeline.py -k slots"),
+    Mutation("layer_order", "the backward goes through a stage's layers from the first on", "jaxpar/pipeline/stage.py",
+             "(self._halves(dy), grads, waiting), reverse=True)", "(self._halves(dy), grads, waiting))",
+             "tests/test_verify_pipeline.py -k 'gives or random'"),
+    Mutation("group_stride", "chunks collide where groups are larger than stages", "jaxpar/pipeline/schedules.py",
+             "stride = max(P, size)", "stride = P", "tests/test_schedules.py"),
+    Mutation("split_again", "the second half of a backward makes the first half again", "jaxpar/pipeline/traced.py",
+             "_reaching(jaxpr.eqns, outs(False), there)", "_reaching(jaxpr.eqns, outs(False), set())",
+             "tests/test_pipeline.py -k wait"),
+    # A step.
+    Mutation("norm_tokens", "a dropped scale: the norm that clips is of sums, not of means", "jaxpar/update.py",
+             "for name in params)) / tokens", "for name in params))",
+             "tests/test_optim.py tests/test_update.py -k clipped"),
+    Mutation("moment_sign", "a wrong sign: 8-bit first moments come back positive", "jaxpar/moments.py",
+             "jnp.square(root / _FIRST) * jnp.sign(root)", "jnp.square(root / _FIRST)", "tests/test_update.py -k bits"),
+    Mutation("dropout_key", "every microbatch drops the same", "jaxpar/step.py",
+             "jax.random.fold_in(key, index)", "key",
+             "tests/test_step.py tests/test_pipeline.py tests/test_models.py -k dropout"),
+    Mutation("norms_decay", "scales of stacked norms decay as matrices do", "jaxpar/sharding.py",
+             'len([axis for axis in axes if axis != "layers"]) > 1', "len(axes) > 1", "tests/test_optim.py"),
+    # Data, checkpoints, configs.
+    Mutation("val_fill", "off by one: a row that fills the last batch is counted", "jaxpar/data.py",
+             "window_B >= windows", "window_B > windows", "tests/test_data.py -k validation"),
+    Mutation("keep_best", "a wrong sign: the worst checkpoint is kept", "jaxpar/checkpoint.py",
+             "return -metrics[METRIC]", "return metrics[METRIC]", "tests/test_checkpoint.py"),
+    Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/config.py",
+             '"data.prefetch",', '"data",', "tests/test_config.py -k resumes"),
+    # Compiled programs read and priced.
+    Mutation("loop_once", "a cost that counts a loop once", "jaxpar/hlo/cost.py",
+             "times * node.trips", "times",
+             "tests/test_hlo_cost.py tests/test_hlo_timeline.py tests/test_hlo_programs.py"),
+    Mutation("group_axis", "a wrong axis: groups of devices are not transposed", "jaxpar/hlo/groups.py",
+             "(prod(dims),), _ints(match[3]))", "(prod(dims),), ())", "tests/test_hlo_groups.py"),
+    Mutation("jump_once", "time that counts the repeated trips of a loop once", "jaxpar/hlo/player.py",
+             "later = jump.periods * (jump", "later = (jump", "tests/test_hlo_timeline.py"),
+    Mutation("gather_own_part", "a dropped scale: a gather sends a device's own part too", "jaxpar/network.py",
+             "part * (size - 1) / size / share", "part / share", "tests/test_network.py"),
+    # Verify.
+    Mutation("first_copy", "of a gradient's copies only the first is compared", "jaxpar/verify.py",
+             "for copy in got.grads[name])", "for copy in got.grads[name][:1])", "tests/test_verify.py -k copy"),
+]
+# fmt: on
+
+
+class Outcome(NamedTuple):
+    """Of one mutation: `killed`, `survived`, `survived the likely files`, `no match`, or what else went wrong."""
+
+    name: str
+    file: str
+    fault: str
+    result: str
+    by: str
+    seconds: int
+
+
+def copy_of(mutation: Mutation | None, folder: Path) -> Path:
+    """The repository in a new folder, the fault planted, laid out so that it is imported before any installation."""
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*IGNORED), symlinks=True)
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    for package, source in setuptools["package-dir"].items():
+        inside = folder / package.replace(".", "/")  # an editable install finds it by a hook, which comes last
+        if not inside.exists():
+            inside.symlink_to(folder / source)
+    if mutation:
+        path = folder / mutation.file
+        path.write_text(path.read_text(encoding="utf-8").replace(mutation.old, mutation.new), encoding="utf-8")
+    return folder
+
+
+def pytest(folder: Path, module: str, words: list[str], timeout: float) -> tuple[int | str, str]:
+    """Exit code, or `timeout`, and the first failed test of a run in a copy.
+
+    Raises:
+      RuntimeError: the tests had the module from somewhere else.
+    """
+    env = os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "300", "PYTHONFAULTHANDLER": "1"}
+    command = [sys.executable, "-c", RUN, module, *QUICK, *words]
+    with subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          errors="replace", start_new_session=True) as process:  # fmt: skip
+        try:
+            text, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return "timeout", ""
+    used = re.findall(r"^USED (.+)$", text, re.MULTILINE)
+    if used and not Path(used[-1]).is_relative_to(folder):
+        raise RuntimeError(f"the tests imported {used[-1]}, not the copy in {folder}")
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+    return process.returncode, failed[0] if failed else ""
+
+
+def judge(mutation: Mutation, work: Path, timeout: float, likely_only: bool) -> tuple[str, str]:
+    """The result, and which test gave it."""
+    if (ROOT / mutation.file).read_text(encoding="utf-8").count(mutation.old) != 1:
+        return "no match", f"{mutation.old!r} does not stand once in {mutation.file}"
+    module = mutation.file.removesuffix(".py").replace("/", ".")
+    words = shlex.split(mutation.likely)
+    for absent in [word for word in words if word.startswith("tests/") and not (ROOT / word).exists()]:
+        print(f"{mutation.name}: {absent} is absent", flush=True)
+        words.remove(absent)
+    files = [word for word in words if word.startswith("tests/")]
+    stages = [[*words, "-n", "0"]] if files else []
+    stages += [[*files, "-n", "0"]] if files and files != words else []
+    stages += [] if likely_only else [["-n", "auto"]]
+    folder = copy_of(mutation, work / mutation.name)
+    for stage in stages:
+        code, test = pytest(folder, module, stage, timeout)
+        if code in (0, 5):  # all passed, or none were chosen
+            continue
+        if code == 2 or (test and "::" not in test):
+            return "broken", f"{test} cannot be collected"
+        how = test or f"{'timeout' if code == 'timeout' else f'crash ({code})'} of {' '.join(stage)}"
+        again = [test, "-n", "0"] if test else stage
+        if (clean := pytest(work / "clean", module, again, timeout)[0]) != 0:
+            return f"undecided, {clean} without the fault", how
+        if "auto" in stage and pytest(folder, module, again, timeout)[0] == 0:  # the machine's fault, not this one
+            return "undecided, passes when run alone", how
+        return "killed", how
+    return ("survived the likely files" if likely_only else "survived"), " ".join(files)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[m.name for m in MUTATIONS], help="these alone")
+    parser.add_argument("--list", action="store_true", help="say what would be planted")
+    parser.add_argument("--likely", action="store_true", help="leave the whole suite out")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds a run may take: one that hangs is a kill")
+    parser.add_argument("--json", type=Path, help="where to write the outcomes, after each")
+    options = parser.parse_args()
+    chosen = [m for m in MUTATIONS if not options.only or m.name in options.only]
+    if options.list:
+        print("\n".join(f"{m.name:17} {m.file:31} {m.fault}" for m in chosen))
+        return 0
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name).resolve()
+        copy_of(None, work / "clean")
+        for m in chosen:
+            began = time.monotonic()
+            result, by = judge(m, work, options.timeout, options.likely)
+            outcomes.append(Outcome(m.name, m.file, m.fault, result, by, round(time.monotonic() - began)))
+            print(f"{len(outcomes)}/{len(chosen)} {m.name}: {result} by {by}, {outcomes[-1].seconds} s", flush=True)
+            shutil.rmtree(work / m.name, ignore_errors=True)
+            if options.json:
+                options.json.write_text(json.dumps([o._asdict() for o in outcomes], indent=2) + "\n")
+    print("\n" + "\n".join(f"{o.name:17} {o.file:31} {o.seconds:5} s  {o.result}: {o.by}" for o in outcomes))
+    killed = sum(o.result == "killed" for o in outcomes)
+    print(f"{killed} of {len(outcomes)} killed")
+    return int(killed < len(outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
