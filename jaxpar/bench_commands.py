@@ -65,6 +65,7 @@ def rehearse_command(words: list[str]) -> int:
     """jaxpar bench rehearse [--picture FILE]"""
     from jaxpar.bench_rehearse import compare, configs, prediction_figure, prediction_table
     from jaxpar.calibrate import calibrated
+    from jaxpar.hardware import Hardware
     from jaxpar.mesh import MeshSpec
     from jaxpar.picture import save_figure
     from jaxpar.runtime import start
@@ -72,7 +73,8 @@ def rehearse_command(words: list[str]) -> int:
     args = parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
     start(MeshSpec())
     say = console().print
-    rows = compare(configs(), calibrated(say), say=say)
+    kept = calibrated(say)
+    rows = compare(configs(), kept.hardware(Hardware()), kept.speeds(), say=say)
     say(prediction_table(rows))
     if args.picture:
         save_figure(prediction_figure(rows, "predicted and measured steps, one device here"), Path(args.picture))
