@@ -138,12 +138,23 @@ def fusions_command(words: list[str]) -> int:
     return 0
 
 
+def gpu_command(words: list[str]) -> int:
+    """jaxpar bench gpu [--out DIR] [--pieces NAME ...] [--small]"""
+    from jaxpar.bench_gpu import GpuBenchArgs, bench_gpu
+
+    args, say = parse(gpu_command.__doc__, GpuBenchArgs(), words), console().print
+    done = bench_gpu(args, say)
+    say((Path(args.out) / "report.md").read_text(encoding="utf-8"))
+    return 0 if done else 1
+
+
 BENCHES: Commands = {
     "step": (step_command, "the training step against PyTorch, in turns"),
     "rehearse": (rehearse_command, "predicted steps against measured ones, on this machine"),
     "overlap": (overlap_command, "a block in each form of overlap, rehearsed for a target"),
     "pipeline": (pipeline_command, "the step in every pipeline schedule, compiled for a target"),
     "attention": (attention_command, "every implementation of attention that serves here, in turns"),
+    "gpu": (gpu_command, "all that half an hour with a GPU is for, in pieces that can be taken up again"),
     "fusions": (fusions_command, "what a compiler makes of a block's element-wise parts, for each target"),
 }
 
