@@ -65,6 +65,7 @@ def rehearse_command(words: list[str]) -> int:
     """jaxpar bench rehearse [--picture FILE]"""
     from jaxpar.bench_rehearse import compare, configs, prediction_figure, prediction_table
     from jaxpar.calibrate import calibrated
+    from jaxpar.hardware import Hardware
     from jaxpar.mesh import MeshSpec
     from jaxpar.picture import save_figure
     from jaxpar.runtime import start
@@ -72,7 +73,8 @@ def rehearse_command(words: list[str]) -> int:
     args = parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
     start(MeshSpec(), "off")  # as `rehearse`: it reads what the compiler writes
     say = console().print
-    rows = compare(configs(), calibrated(say), say=say)
+    kept = calibrated(say)
+    rows = compare(configs(), kept.hardware(Hardware()), kept.speeds(), say=say)
     say(prediction_table(rows))
     if args.picture:
         save_figure(prediction_figure(rows, "predicted and measured steps, one device here"), Path(args.picture))
@@ -134,3 +136,13 @@ def fusions_command(words: list[str]) -> int:
     args, say = parse(fusions_command.__doc__, FusionBenchArgs(), words), console().print
     say(fusion_table(bench_fusions(args, say)))
     return 0
+
+
+def gpu_command(words: list[str]) -> int:
+    """jaxpar bench gpu [--out DIR] [--pieces NAME ...] [--small]"""
+    from jaxpar.bench_gpu import GpuBenchArgs, bench_gpu
+
+    args, say = parse(gpu_command.__doc__, GpuBenchArgs(), words), console().print
+    done = bench_gpu(args, say)
+    say((Path(args.out) / "report.md").read_text(encoding="utf-8"))
+    return 0 if done else 1

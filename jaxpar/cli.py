@@ -22,7 +22,7 @@ COMMANDS = {
     "meshes": "list the mesh presets",
     "show": "parameter table and a picture of the sharding, or of the pipeline's schedule",
     "rehearse": "compile the step for absent hardware: memory, time, exposed communication",
-    "bench": "comparisons: the step, rehearsals, forms of overlap, schedules, attention",
+    "bench": "comparisons: the step, rehearsals, forms of overlap, schedules, attention, a GPU",
     "doctor": "versions, devices, known-bad combinations",
 }
 BENCHES = {
@@ -31,6 +31,7 @@ BENCHES = {
     "overlap": "a block in each form of overlap, rehearsed for a target",
     "pipeline": "the step in every pipeline schedule, compiled for a target",
     "attention": "every implementation of attention that serves here, in turns",
+    "gpu": "all that half an hour with a GPU is for, in pieces that can be taken up again",
     "fusions": "what a compiler makes of a block's element-wise parts, for each target",
 }
 _HELP = ("-h", "--help", "help")

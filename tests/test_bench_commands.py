@@ -24,6 +24,7 @@ FLAGS = {
     "attention": {"--seq-lens", "--head-dims", "--masks", "--implementations", "--tokens", "--heads", "--kv-heads",
                   "--dtype", "--rounds", "--tune", "--json", "--picture"},
     "fusions": {"--targets", "--seq-len", "--tensor"},
+    "gpu": {"--out", "--pieces", "--small"},
 }  # fmt: skip
 
 
