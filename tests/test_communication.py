@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from absent import MARKS
 from traced_steps import asked_here, compiled, config_of, over, staged
 
 from jaxpar.communication import Site, arrays, sent, sites
@@ -20,9 +21,7 @@ from jaxpar.pipeline.schedules import schedule
 from jaxpar.rehearsal.collectives import scope_of, sent_bytes
 from jaxpar.sharding import Overlap, ShardingRules
 from jaxpar.step import make_plan, param_shapes
-from jaxpar.targets import compilers, load_target, target_devices
-
-needs = {name: pytest.mark.skipif("pip" in compilers()[name], reason=compilers()[name]) for name in ("tpu", "cuda")}
+from jaxpar.targets import load_target, target_devices
 
 ZERO1 = ShardingRules(embed=(), state_embed=("data",))
 HSDP = ShardingRules(state_embed=("fsdp", "data"))
@@ -378,7 +377,7 @@ COMPILED_SLOWLY = {
 
 def cases(programs: dict[str, tuple[Config, str]]) -> list[Any]:
     def marks(target: str) -> Any:
-        return needs[load_target(target).platform] if target else ()
+        return MARKS[load_target(target).platform] if target else ()
 
     return [pytest.param(*case, id=name, marks=marks(case[1])) for name, case in programs.items()]
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent import needs_libtpu
 from attention_cases import EVERY_MASK, MASKS, SIZES, Answer, Case, Inputs, answer, assert_right, inputs, of_pair, some
 
 from jaxpar.hardware import LANES
@@ -18,10 +19,9 @@ from jaxpar.kernels import tpu
 from jaxpar.kernels.call import Call, Unserved
 from jaxpar.masks import EMPTY, BigBird, BlockSparse, Causal, Full, Mask, Segments, Window, tile_states
 from jaxpar.metrics import bytes_text
-from jaxpar.targets import compilers, load_target, target_devices
+from jaxpar.targets import load_target, target_devices
 
 pytestmark = pytest.mark.quick
-needs_libtpu = pytest.mark.skipif("pip" in compilers()["tpu"], reason=compilers()["tpu"])
 
 TILE = 16
 forward, backward = partial(tpu.forward, tile=TILE), partial(tpu.backward, tile=TILE)
