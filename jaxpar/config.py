@@ -121,8 +121,11 @@ class TrainConfig:
     router_z_loss: float = 0.0
     """Weight of the router's squared log-normaliser (ST-MoE, arXiv:2202.08906, section 3.3)."""
     eval_every: int = 250
-    eval_batches: int = 0
-    """Validation batches an evaluation; 0 = the whole validation set."""
+    eval_batches: int = 20
+    """Validation batches of an evaluation while training, spread evenly over the validation set, the same each time;
+    0 = all of it."""
+    final_eval_batches: int = 0
+    """As `eval_batches`, of the evaluation after the last step, and of `jaxpar eval`."""
 
 
 @dataclass(frozen=True)
@@ -228,8 +231,8 @@ class Config:
 # A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
 # reported and kept. Any other difference is another experiment.
 RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compile", "checkpoint",
-             "metrics", "train.stop_at", "train.eval_every", "train.eval_batches", "data.prefetch",
-             "model.scan_layers")  # fmt: skip
+             "metrics", "train.stop_at", "train.eval_every", "train.eval_batches",
+             "train.final_eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
 
 
 def load_config(name: str) -> Config:
@@ -426,6 +429,8 @@ def check(config: Config) -> Config:
          f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
          f"try --train.warmup-steps {train.steps // 10}"),
         (not 0 <= train.stop_at <= train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
+        (min(train.eval_every, train.eval_batches, train.final_eval_batches) < 0,
+         "train.eval_every, eval_batches and final_eval_batches are at least 0"),
         (config.metrics.log_every < 1, "metrics.log_every must be at least 1"),
         (config.checkpoint.keep < 1, "checkpoint.keep must be at least 1"),
     ]  # fmt: skip

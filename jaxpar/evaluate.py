@@ -38,7 +38,8 @@ def pick_step(checkpoints: Checkpoints, step: int) -> int:
 
 
 def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
-    """Evaluate a run's checkpoint under `config`, whose mesh may be another than the run's.
+    """Evaluate a run's checkpoint under `config`, whose mesh may be another than the run's, on the batches of a run's
+    end (`train.final_eval_batches`; by default the whole validation set).
 
     Raises:
       UserError: no checkpoint, no validation data, a mesh that does not fit.
@@ -51,5 +52,7 @@ def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     step = pick_step(checkpoints, step)
     state, _ = restore_state(checkpoints, step, model, config, plan)
-    loss = evaluate(make_eval_step(model, plan), state.params, corpus.val, config, plan)
+    loss = evaluate(
+        make_eval_step(model, plan), state.params, corpus.val, config, plan, config.train.final_eval_batches
+    )
     return Evaluation(step, loss, math.exp(min(loss, 700)))

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.quick
 SMALL = """
 --model.embed 16 --model.heads 2 --model.mlp 32 --model.layers 1 --model.max-seq-len 16 --data.seq-len 16
 --train.batch 8 --train.steps 3 --train.warmup-steps 1 --train.eval-batches 1
+--train.final-eval-batches 1
 """.split()  # noqa: SIM905 (a command line reads as one)
 
 
