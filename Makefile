@@ -37,7 +37,7 @@ test: lint
 	$(BIN)/python -m pytest -n auto
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m slow
+	$(BIN)/python -m pytest -n auto -m "slow and not long"
 
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m long

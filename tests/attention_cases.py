@@ -14,13 +14,12 @@ made, and log-sum-exp stays in float32.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxpar.kernels.call import BLIND, Call
 from jaxpar.masks import (
@@ -231,8 +230,3 @@ SIZES = [
     )
 ]  # fmt: skip
 """Shapes, grouped queries, dtypes, head_dims and the soft cap, each under a few masks."""
-
-
-def some(cases: Sequence[Case], every: int = 4) -> list[Any]:
-    """For parametrize: the first of so many as they are, the others marked long."""
-    return [case if i % every == 0 else pytest.param(case, marks=pytest.mark.long) for i, case in enumerate(cases)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from absent import needs_libtpu
+from tiers import needs_libtpu
 
 from jaxpar import auto
 from jaxpar.auto import SITES, Trial, best, chosen, compare, trial, words

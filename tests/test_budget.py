@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from absent import needs_cuda
+from tiers import needs_cuda
 from traced_steps import config_of
 
 from jaxpar import budget as subject

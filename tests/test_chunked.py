@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import EVERY_MASK, SIZES, Case, answer, assert_right, inputs, of_pair, part, some
+from attention_cases import EVERY_MASK, SIZES, Case, answer, assert_right, inputs, of_pair, part
+from tiers import some
 
 from jaxpar.kernels import chunked
 from jaxpar.kernels.call import Call, merge
@@ -25,7 +26,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "COLUMNS", 24)
 
 
-@pytest.mark.parametrize("case", some([*EVERY_MASK, *SIZES], 3), ids=str)
+@pytest.mark.parametrize("case", some([*EVERY_MASK, *SIZES], 6, pytest.mark.long), ids=str)
 def test_tiles_are_the_definition(case: Case) -> None:
     given = inputs(case)
     assert_right(of_pair(chunked.forward, chunked.backward, case, given), answer(case, given), case.dtype)

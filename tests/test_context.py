@@ -99,13 +99,13 @@ SPLIT_IN_ALL = {"heads": (), "kv_heads": (), "attention_seq": ("context", "tenso
 CASES = [
     ("ring", {"context": 2}, {}, 3, 1, 0, False),
     ("ring", {"context": 4, "tensor": 2}, {}, 6, 2, 0, True),
-    ("ring", {"context": 8}, {}, 5, 5, 13, False),
+    pytest.param("ring", {"context": 8}, {}, 5, 5, 13, False, marks=pytest.mark.slow),
     ("ring", {"context": 4}, {}, 4, 2, 7, True),
-    ("ring", {"context": 2, "tensor": 4}, SPLIT_IN_ALL, 3, 3, 0, True),
+    pytest.param("ring", {"context": 2, "tensor": 4}, SPLIT_IN_ALL, 3, 3, 0, True, marks=pytest.mark.slow),
     ("ring", {"context": 2, "tensor": 4}, {"kv_heads": ()}, 8, 2, 0, False),
     ("ring", {"context": 2, "tensor": 2}, {"kv_heads": ()}, 6, 2, 5, False),
-    ("ring", {"context": 2, "tensor": 4}, {"kv_heads": ()}, 12, 3, 0, False),
-    ("ring", {"data": 2, "fsdp": 2, "context": 2}, {}, 3, 1, 0, True),
+    pytest.param("ring", {"context": 2, "tensor": 4}, {"kv_heads": ()}, 12, 3, 0, False, marks=pytest.mark.slow),
+    pytest.param("ring", {"data": 2, "fsdp": 2, "context": 2}, {}, 3, 1, 0, True, marks=pytest.mark.slow),
     ("all_gather", {"context": 2}, {}, 3, 1, 11, True),
     ("all_gather", {"context": 4, "tensor": 2}, {}, 6, 2, 0, False),
     ("all_gather", {"context": 8}, {}, 5, 5, 0, True),
@@ -170,7 +170,7 @@ def test_every_device_has_the_same_work():
     assert chunk_order(plan_on("ulysses", context=4)) == chunk_order(plan_on(tensor=4)) == [0]
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_ring_computes_the_pairs_that_see_something_and_no_other(n, monkeypatch):
     """Of 4 n pairs of chunks a device computes 2 n + 1: all that are not empty, three of its own block, two a hop."""
     seen: list[Mask] = []
@@ -229,7 +229,7 @@ def sent(plan: Plan, function: Any, args: list[jax.Array]) -> tuple[Counter[str]
     return kinds, size
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_ring_sends_keys_and_values_round_and_in_the_backward_their_gradients_too(n):
     """Keys and values make n - 1 hops, in the backward once more, and so do dk and dv."""
     B, S, H, K, h = 2, 48, 4, 2, 6

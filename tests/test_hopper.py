@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absent import needs_cuda
 from attention_cases import MASKS, Case, answer, assert_right, inputs, of_pair
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import SingleDeviceSharding
+from tiers import needs_cuda
 
 from jaxpar.kernels import hopper
 from jaxpar.kernels.call import Call, Unserved

@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from jaxpar.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
 
 FLAGS = [
     "--model.layers", "1", "--model.embed", "32", "--model.mlp", "64", "--data.max-bytes", "200000",

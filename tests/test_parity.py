@@ -19,6 +19,8 @@ from jaxpar.models import Model
 from jaxpar.models.hf import export_hf, hf_tensors, import_hf, model_config_from_hf
 from jaxpar.sharding import Plan
 
+pytestmark = pytest.mark.slow
+
 torch = pytest.importorskip("torch", reason="parity with PyTorch is NOT tested: install the parity extra")
 transformers = pytest.importorskip("transformers", reason="parity with PyTorch is NOT tested: install the parity extra")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import pytest
-from absent import needs_cuda, needs_libtpu
+from tiers import needs_cuda, needs_libtpu
 from traced_steps import Sent, asked_here, compiled, config_of, over, sent, staged
 
 from jaxpar.config import Config, MemoryConfig, load_config

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import EVERY_MASK, SIZES, Answer, Case, answer, assert_right, inputs
+from tiers import some
 
 from jaxpar.kernels.call import Call
 from jaxpar.kernels.reference import reference
@@ -16,7 +17,7 @@ from jaxpar.kernels.reference import reference
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("case", [*EVERY_MASK, *SIZES], ids=str)
+@pytest.mark.parametrize("case", [*EVERY_MASK, *some(SIZES, 3, pytest.mark.long)], ids=str)
 def test_reference_is_the_definition(case: Case) -> None:
     given = inputs(case)
 

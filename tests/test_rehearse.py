@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 import traced_steps
-from absent import needs_cuda, needs_libtpu
+from tiers import needs_cuda, needs_libtpu
 
 from jaxpar import calibrate
 from jaxpar import rehearse as subject

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from absent import needs_cuda, needs_libtpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import needs_cuda, needs_libtpu
 
 from jaxpar import targets
 from jaxpar.config import load_config, presets

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absent import needs_libtpu
-from attention_cases import EVERY_MASK, MASKS, SIZES, Answer, Case, Inputs, answer, assert_right, inputs, of_pair, some
+from attention_cases import EVERY_MASK, MASKS, SIZES, Answer, Case, Inputs, answer, assert_right, inputs, of_pair
+from tiers import needs_libtpu, some
 
 from jaxpar.hardware import LANES
 from jaxpar.kernels import tpu
@@ -36,7 +36,7 @@ def lightly_compiled() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("lightly_compiled")
-@pytest.mark.parametrize("case", some([*EVERY_MASK, *SIZES]), ids=str)
+@pytest.mark.parametrize("case", some([*EVERY_MASK, *SIZES], 6, pytest.mark.long), ids=str)
 def test_interpreted_it_is_the_definition(case: Case) -> None:
     given = inputs(case)
     assert_right(of_pair(forward, backward, case, given, interpret=True), answer(case, given), case.dtype)

@@ -19,8 +19,8 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absent import needs_cuda
-from attention_cases import EVERY_MASK, SIZES, Case, answer, assert_right, inputs, of_pair, some
+from attention_cases import EVERY_MASK, SIZES, Case, answer, assert_right, inputs, of_pair
+from tiers import needs_cuda, some
 
 from jaxpar.errors import UserError
 from jaxpar.hardware import load_chip
@@ -45,7 +45,7 @@ INTERPRETED = Call(interpret=True)
 # Answers.
 
 
-@pytest.mark.parametrize("case", some([*EVERY_MASK, *SIZES]), ids=str)
+@pytest.mark.parametrize("case", some([*EVERY_MASK, *SIZES], 6, pytest.mark.long), ids=str)
 def test_the_answer_is_right(case: Case) -> None:
     given = inputs(case)
     assert_right(of_pair(forward, backward, case, given, interpret=True), answer(case, given), case.dtype)
@@ -302,7 +302,7 @@ def _traced(case: Case, device: jax.Device | None = None, **options: Any) -> Any
 @needs_cuda
 @lowers_without_gpu
 @deprecated
-@pytest.mark.parametrize("case", some([*EVERY_MASK, *SIZES]), ids=str)
+@pytest.mark.parametrize("case", some([*EVERY_MASK, *SIZES], 6, pytest.mark.long), ids=str)
 def test_everything_has_a_form_in_triton(case: Case) -> None:
     """The interpreter takes what the lowering does not."""
     lowered = _traced(case).lower(lowering_platforms=("cuda",)).as_text()

@@ -65,8 +65,8 @@ def one_reference_each() -> Iterator[None]:
 
 # A sequence of 1024 keeps two tiles of attention when it is shrunk.
 COVERING = [
-    ((8, 1, 1), ("gpt2", True, False, 3)),
-    ((1, 8, 1), ("llama", False, True, 1)),
+    pytest.param((8, 1, 1), ("gpt2", True, False, 3), marks=pytest.mark.slow),
+    pytest.param((1, 8, 1), ("llama", False, True, 1), marks=pytest.mark.slow),
     ((1, 1, 8), ("llama", True, False, 1)),
     ((2, 2, 2), ("gpt2", False, True, 3)),
     ((1, 4, 2), ("llama", True, True, 3)),
@@ -89,7 +89,7 @@ def test_a_layout_gives_the_gradients_of_one_device(mesh: tuple[int, int, int], 
 @pytest.mark.parametrize(
     ("mesh", "kind", "gather", "scatter"),
     [
-        ((2, 1, 4), ("gpt2", True, True, 1), "ring", "bidirectional"),
+        pytest.param((2, 1, 4), ("gpt2", True, True, 1), "ring", "bidirectional", marks=pytest.mark.slow),
         ((1, 2, 4), ("llama", False, False, 3), "bidirectional", "ring"),
     ],
 )
@@ -115,9 +115,9 @@ COPIED, SPLIT = (
     "does not divide {} heads: attention is split over the seq",
 )
 FEW_HEADS: list[Any] = [
-    ((1, 1, 8), "llama", 8, 2, COPIED.format(2)),
+    pytest.param((1, 1, 8), "llama", 8, 2, COPIED.format(2), marks=pytest.mark.slow),
     ((1, 2, 4), "llama", 12, 6, COPIED.format(6)),
-    ((1, 1, 8), "llama", 4, 4, SPLIT.format(2)),
+    pytest.param((1, 1, 8), "llama", 4, 4, SPLIT.format(2), marks=pytest.mark.slow),
     pytest.param((1, 1, 8), "llama", 4, 1, SPLIT.format(4), marks=pytest.mark.slow),
     pytest.param((2, 1, 4), "llama", 6, 3, SPLIT.format(6), marks=pytest.mark.slow),
     ((1, 1, 8), "gpt2", 4, 0, SPLIT.format(2)),
@@ -143,7 +143,7 @@ def with_experts(mesh: dict[str, int], **changes: Any) -> Config:
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        ({"expert": 8}, {"model.scan_layers": False}),
+        pytest.param({"expert": 8}, {"model.scan_layers": False}, marks=pytest.mark.slow),
         ({"expert": 2, "fsdp": 2, "tensor": 2}, {"train.accumulation": 3, "data.pack": True}),
         ({"expert": 2, "context": 2, "data": 2}, {"model.capacity_factor": 1.25, "rules.state_embed": ("data",)}),
     ],
@@ -273,7 +273,16 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "names", "kind", "says"), FAULTS, ids=[fault[0] for fault in FAULTS])
+SLOW_FAULTS = ("doubled psum", "permutation", "microbatch twice")
+
+
+@pytest.mark.parametrize(
+    ("fault", "names", "kind", "says"),
+    [
+        pytest.param(*fault, id=fault[0], marks=[pytest.mark.slow] if fault[0] in SLOW_FAULTS else [])
+        for fault in FAULTS
+    ],
+)
 def test_a_planted_fault_is_caught_and_named(fault: str, names: Any, kind: str, says: str) -> None:
     found = verified(fault)
     failed = found.failed
@@ -328,6 +337,7 @@ def test_copied_kv_heads_whose_gradients_are_not_summed_are_caught(monkeypatch: 
         assert "copies along tensor differ and add up to the reference" in row.finding.says
 
 
+@pytest.mark.slow
 def test_weights_without_a_gradient_are_caught_at_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the combination: the layers before feel it too, and what lies nearest to the loss is the router."""
     own = experts._route

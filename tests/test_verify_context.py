@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from tiers import some
 
 from jaxpar import batches, context, verify
 from jaxpar.answers import parameter_order
@@ -29,10 +30,10 @@ def config_of(family: str, strategy: str = "ring", packed: bool = False, **chang
 
 SPLIT_IN_ALL = {"rules__heads": (), "rules__kv_heads": (), "rules__attention_seq": ("context", "tensor")}
 PLANS = {
-    "gpt2, ring of 8": config_of("gpt2", mesh__context=8),
     "llama, ring of 4 x tensor, packed, window": config_of(
         "llama", packed=True, mesh__context=4, mesh__tensor=2, model__window=100
     ),
+    "gpt2, ring of 8": config_of("gpt2", mesh__context=8),
     "llama, data x ring of 2 x tensor, parameters over context": config_of(
         "llama", mesh__data=2, mesh__context=2, mesh__tensor=2, rules__embed=("fsdp", "context"),
         memory__policy="full", train__accumulation=2, train__batch=16,
@@ -45,7 +46,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", some([*PLANS], 2))
 def test_a_split_sequence_gives_the_gradients_of_one_device(name: str) -> None:
     found = verify.verify(PLANS[name], jax.devices())
     assert found.equal, verdict(found)
@@ -67,6 +68,7 @@ def failed_with(monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: An
     return failed, wrong, parameter_order(Model(config.model))
 
 
+@pytest.mark.slow
 def test_positions_that_stay_behind_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are put in zigzag order, and are rotated as if each stood where it is put."""
     own = batches.in_order
@@ -93,6 +95,7 @@ def test_a_mask_that_is_off_by_one_at_a_border_is_caught(monkeypatch: pytest.Mon
     assert wrong == names
 
 
+@pytest.mark.slow
 def test_merging_without_the_maximum_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is weighed by its sum of exponentials as it has them, less its own largest score."""
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import some
 from verified_tables import print_table
 
 from jaxpar import verify
@@ -139,7 +140,11 @@ FAST = [
 ]
 
 
-@pytest.mark.parametrize("plan", FAST, ids=lambda plan: f"{plan[0]}, {plan[2]['pipeline.schedule']}")
+@pytest.mark.parametrize(
+    "plan",
+    some(FAST, 2),
+    ids=lambda plan: f"{plan[0]}, {plan[2]['pipeline.schedule']}",
+)
 def test_a_pipeline_gives_the_gradients_of_one_device(plan: Plan) -> None:
     found = verified(plan)
     assert found.equal, verdict(found)
@@ -174,7 +179,7 @@ def test_more_pipelines_at_random(plan: Plan) -> None:
     assert found.equal, verdict(found)
 
 
-# Planted faults: two in the fast suite.
+# Planted faults: one is quick.
 
 FAULTY: Plan = ("gpt2", {"stage": 4}, piped("1f1b", 9) | FULL)
 
@@ -226,6 +231,7 @@ def test_a_last_microbatch_that_is_dropped_is_caught(monkeypatch: pytest.MonkeyP
     assert "microbatch" in kinds  # and it says which
 
 
+@pytest.mark.slow
 def test_a_tied_gradient_counted_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's part of a tied table is added by every stage that has the table, as if they did not share it out."""
     own = executor._Stage._scored
