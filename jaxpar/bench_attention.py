@@ -136,7 +136,7 @@ def _of_case(bench: AttentionBenchArgs, name: str, S: int, h: int, say: Callable
         except (jax.errors.JaxRuntimeError, NotImplementedError, UserError, ValueError) as error:
             say(f"{name}, {S} x {h}: not {implementation}: {(str(error) or repr(error)).splitlines()[0]}")
     times: dict[tuple[str, Direction], list[float]] = {}
-    calls = {
+    calls: dict[tuple[str, Direction], int] = {
         (implementation, direction): int(np.clip(LEAST_SECONDS / mean_seconds(function, 1), 1, 100))
         for implementation, functions in ready.items()
         for direction, function in functions.items()

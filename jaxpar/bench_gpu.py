@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from heapq import nlargest
 from pathlib import Path
@@ -35,7 +35,7 @@ from jaxpar.hlo.timeline import step_time
 from jaxpar.kernels import dispatch
 from jaxpar.kernels.call import Call, Unserved
 from jaxpar.kernels.reference import reference
-from jaxpar.masks import Causal
+from jaxpar.masks import Causal, Mask
 from jaxpar.metrics import device_memory, mfu
 from jaxpar.models import Model
 from jaxpar.step import make_plan
@@ -78,12 +78,8 @@ def _kernel(kernel: str, mask_name: str, h: int, dtype: str, small: bool, out: P
     given = [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
     dlse = jnp.asarray(rng.standard_normal((B, H, S)), jnp.float32) * ours
     on = "gpu" if ours else jax.default_backend()  # ours are interpreted on a CPU, cuDNN is not
-    if why := dispatch.refusal(kernel, dispatch.Asked(*given[:2], mask, call, ours), on):
+    if why := dispatch.refusal(kernel, dispatch.Asked(given[0], given[1], mask, call, ours), on):
         raise Unserved(why)
-
-    def exact(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out_lse, pull = jax.vjp(lambda q, k, v: reference(q, k, v, mask), q, k, v)
-        return (*out_lse, *pull((dout, dlse))), reference(q, k, abs(v), mask)[0]
 
     def found(q: Any, k: Any, v: Any, dout: Any) -> Any:
         if not ours:
@@ -95,7 +91,7 @@ def _kernel(kernel: str, mask_name: str, h: int, dtype: str, small: bool, out: P
         return out, lse, *pair.backward(q, k, v, dout, lse, delta, mask, call)
 
     with jax.default_matmul_precision("highest"):  # on a GPU float32 is TF32 else
-        want, means = jax.jit(exact)(*(x.astype(jnp.float32) for x in given))
+        want, means = _exact(*(x.astype(jnp.float32) for x in given), dlse, mask)
     value, gradient = BOUNDS[dtype]
     bounds = {"out": value, "lse": BOUNDS["float32"][0], "dq": gradient, "dk": gradient, "dv": gradient}
     sizes = means, *want[1:]  # weights are rounded before values cancel
@@ -104,6 +100,13 @@ def _kernel(kernel: str, mask_name: str, h: int, dtype: str, small: bool, out: P
         for name, x, right, size in zip(bounds, jax.jit(found)(*given), want, sizes, strict=True) if x is not None
     }  # fmt: skip
     return {"rows": [row], "status": "right" if np.max([*row.values()]) <= 1 else "wrong"}  # NaN is wrong
+
+
+@jax.jit  # here, so that all kernels of a case share what it compiles
+def _exact(q: Any, k: Any, v: Any, dout: Any, dlse: Any, mask: Mask) -> Any:
+    """(out, lse, dq, dk, dv), and the means of the sizes of values."""
+    out_lse, pull = jax.vjp(lambda q, k, v: reference(q, k, v, mask), q, k, v)
+    return (*out_lse, *pull((dout, dlse))), reference(q, k, abs(v), mask)[0]
 
 
 # Attention: speed.
@@ -137,19 +140,19 @@ def _share(rate: float) -> float | None:
 # GPT-2's step, beside PyTorch's.
 
 _GPT2 = "gpt2_124m"
-_BASE = {"train.accumulation": 1, "train.batch": 32, "train.warmup_steps": 0}
+_BASE: dict[str, Any] = {"train.accumulation": 1, "train.batch": 32, "train.warmup_steps": 0}
 _TINY = {
     "model.layers": 2, "model.embed": 32, "model.heads": 2, "model.mlp": 64, "model.vocab_size": 96,
     "model.vocab_multiple": 1, "model.max_seq_len": 32, "data.seq_len": 32, "train.batch": 4,
 }  # fmt: skip
 
 
-def _config(preset: str, changes: Mapping[str, Any], small: bool) -> Config:
+def _config(preset: str, changes: dict[str, Any], small: bool) -> Config:
     """One microbatch of 32 and no warm-up, but for the changes; in the small form a tiny GPT-2."""
     return check(override(load_config(preset), _BASE | changes | (_TINY if small else {})))
 
 
-def _step(changes: Mapping[str, Any], beside_torch: bool, small: bool, out: Path) -> Found:
+def _step(changes: dict[str, Any], beside_torch: bool, small: bool, out: Path) -> Found:
     """Ten steps of GPT-2 124M, then ten of PyTorch's, in turns."""
     config, devices = _config(_GPT2, changes, small), jax.devices()[:1]
     rounds, steps = (3, 2) if small else (7, 10)
@@ -209,7 +212,7 @@ def _torch(config: Config, small: bool) -> Callable[[int], Found]:
 # Predicted against measured: steps, matmuls, lines.
 
 
-def _prediction(preset: str, changes: Mapping[str, Any], small: bool, out: Path) -> Found:
+def _prediction(preset: str, changes: dict[str, Any], small: bool, out: Path) -> Found:
     figures, notes = _figures(small)
     (row,) = compare({"": _config(preset, changes, small)}, figures, patience=0.0)
     peak = device_memory(jax.devices()[:1])
@@ -265,7 +268,12 @@ def _trace(small: bool, out: Path) -> Found:
     """Times of each line of the model, by the profiler and by the prices of a rehearsal; the profile is kept."""
     step, count = ready_step(_config(_GPT2, {}, small), "traced"), 3
     wall = float(np.median([elapsed(step.run) for _ in range(5)]))
-    measured = durations(lambda: [step.run() for _ in range(count)] and None, out / "profile")
+
+    def run() -> None:
+        for _ in range(count):
+            step.run()
+
+    measured = durations(run, out / "profile")
     if not measured:
         raise UserError(f"the profiler named no instruction that ran: look at {out / 'profile'}")
     seconds = {name: sum(times) / count for (_, name), times in measured.items()}
@@ -306,10 +314,10 @@ _ATTENTION = [
 ]  # fmt: skip
 _STEPS: dict[str, tuple[dict[str, Any], bool]] = {
     "batch 32": ({}, True),
-    "batch 8": ({"train.batch": 8}, True),
     "batch 32, pallas_gpu": ({"kernels.attention": "pallas_gpu"}, False),
     "batch 32, pallas_hopper": ({"kernels.attention": "pallas_hopper"}, False),
     "batch 32, unrolled layers": ({"model.scan_layers": False}, False),
+    "batch 8": ({"train.batch": 8}, False),
 }
 _PREDICTED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_124m, batch 32": (_GPT2, {}),
@@ -329,11 +337,9 @@ _MATMULS = [  # of linear layers of GPT-2, LLaMA 1B and 8B
 ]  # fmt: skip
 PIECES: dict[str, Piece] = {
     "kernels": Piece({_kernel_name(*x): partial(_kernel, *x) for x in _KERNELS}, len(KERNELS), case_seconds=100.0),
-    "attention": Piece(
-        {f"{mask}, head_dim {h}, {S} tokens": partial(_attention, mask, h, S) for mask, h, S in _ATTENTION}, alone=True
-    ),
+    "attention": Piece({"{}, head_dim {}, {} tokens".format(*x): partial(_attention, *x) for x in _ATTENTION}),
     # PyTorch is beside it: jax must not take three quarters of the memory when it starts.
-    "step": Piece({name: partial(_step, *x) for name, x in _STEPS.items()}, alone=True,
+    "step": Piece({name: partial(_step, *x) for name, x in _STEPS.items()}, alone=True, case_seconds=300.0,
                   environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
     "rehearse": Piece({name: partial(_prediction, *x) for name, x in _PREDICTED.items()}, alone=True),
     "matmul": Piece({"{} tokens, {} in, {} out".format(*x): partial(_matmul, *x) for x in _MATMULS}),

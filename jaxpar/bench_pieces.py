@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar.errors import UserError
 from jaxpar.kernels.call import Unserved
@@ -34,7 +35,6 @@ Found = dict[str, Any]
 Case = Callable[[bool, Path], Found]
 """Given whether it is the small form, and the folder of the results."""
 PIECE_SECONDS = 8 * 60.0
-_MORE = "exit code 3"  # of a piece's process that leaves cases to a fresh one
 
 
 class Piece(NamedTuple):
@@ -90,18 +90,21 @@ def run_piece(piece: Piece, name: str, at: str, out: Path, here: Found, say: Cal
       at: the dict of pieces that it stands in under its name, as `module.NAME`.
       here: of `facts_here`.
     """
-    _write_piece(out, name, read_piece(out, name) | {"facts": here, "running": ""})
+    found = read_piece(out, name) | {"facts": here, "running": ""}
+    _write_piece(out, name, found)
     module, _, table = at.rpartition(".")
     words = _python(f"from {module} import {table}; end_with_parent(); sys.exit(work({table}, {name!r}, {str(out)!r}))")
-    environment, deadline, ended = piece.environment | _platform(here["small"]), time.time() + PIECE_SECONDS, _MORE
-    while ended == _MORE:
+    environment = {**piece.environment, **_platform(here["small"])}
+    deadline, ended, before = time.time() + PIECE_SECONDS, "", -1
+    # As long as it gets further: a process that has done its work may still crash while it ends.
+    while len(found["cases"]) > before and ended != "exit code 0" and not ended.startswith("out of"):
+        before = len(found["cases"])
         ended = watch(words, environment, out / f"{name}.json", deadline, piece.case_seconds)
         found = read_piece(out, name)
         if found["running"] and not ended.startswith("out of"):
             say(f"{name}: {found['running']}: failed: {ended}")
             found["cases"][found["running"]] = {"status": "failed", "why": ended}
             _write_piece(out, name, found | {"running": ""})
-            ended = _MORE
     if ended != "exit code 0":
         say(f"{name}: {ended}, not finished: the same command goes on with it")
     return ended == "exit code 0"
@@ -115,7 +118,7 @@ def _python(line: str) -> list[str]:
 def watch(words: Sequence[str], environment: Mapping[str, str], file: Path, deadline: float, silence: float) -> str:
     """Run a process to its end, the deadline, or so many seconds in which it has not written the file; says which."""
     # A group of its own, with whatever it starts; by the pipe it sees this process end.
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, env=os.environ | environment, start_new_session=True)
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, env={**os.environ, **environment}, start_new_session=True)
     began = time.time()
     try:
         while process.poll() is None:
@@ -143,7 +146,7 @@ def end_with_parent() -> None:
 
 
 def work(pieces: Mapping[str, Piece], name: str, folder: str) -> int:
-    """Run the cases of a piece that have no result, in this process; its exit code."""
+    """Run the cases of a piece that have no result, in this process; its exit code: 3 leaves some to a fresh one."""
     out, found, piece = Path(folder), read_piece(Path(folder), name), pieces[name]
     small = found["facts"]["small"]
     names = list(piece.cases)[: piece.small if small else None]
@@ -156,14 +159,16 @@ def work(pieces: Mapping[str, Piece], name: str, folder: str) -> int:
         why = f": {result['why']}" if "why" in result else ""
         print(f"{name} {len(found['cases'])}/{len(names)}: {case}: {result['status']}{why}", flush=True)
         if case != left[-1] and (piece.alone or result["status"] == "failed"):
-            return int(_MORE.split()[-1])
+            return 3
     return 0
 
 
 def run_case(case: Callable[[], Found]) -> Found:
     """What it found, with its `status`: measured, right, wrong; or refused or failed, and `why`."""
     try:
-        return {"status": "measured", **case()}
+        found = {"status": "measured", **case()}
+        jnp.zeros(()).block_until_ready()  # raises where the case went on after an error of the GPU
+        return found
     except (Unserved, UserError) as refused:
         return {"status": "refused", "why": str(refused)}
     except Exception as error:  # whatever it is, the others go on

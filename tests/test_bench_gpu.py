@@ -81,14 +81,17 @@ def test_the_small_form_has_its_number_of_cases(tmp_path: Path) -> None:
 def test_what_was_running_when_its_process_died_has_failed_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces, deaths, said = {"some": Piece(CASES)}, ["exit code -6", "killed after 9 s"], list[str]()
+    pieces, deaths, said = {"some": Piece(CASES)}, ["exit code -6", "killed after 9 s", "exit code -11"], list[str]()
 
     def one_process(words: Any, environment: Any, file: Path, deadline: float, silence: float) -> str:
         found = read_piece(tmp_path, "some")
         left = [case for case in CASES if case not in found["cases"]]
         if not deaths:
             return f"exit code {work(pieces, 'some', str(tmp_path))}"
-        bench_pieces._write_piece(tmp_path, "some", found | {"running": left[0]})
+        if deaths == ["exit code -11"]:  # at its very end
+            work(pieces, "some", str(tmp_path))
+        else:
+            bench_pieces._write_piece(tmp_path, "some", found | {"running": left[0]})
         return deaths.pop(0)
 
     monkeypatch.setattr(bench_pieces, "watch", one_process)
@@ -101,18 +104,19 @@ def test_what_was_running_when_its_process_died_has_failed_and_the_others_go_on(
     assert said == ["some: first: failed: exit code -6", "some: second: failed: killed after 9 s"]
 
 
-def test_a_case_that_the_end_of_the_piece_cut_off_is_left_for_the_next_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("ended", "running"), [("out of the 480 s of a piece", "first"), ("exit code 1", "")])
+def test_what_the_end_of_a_piece_cut_off_or_never_began_is_left_for_the_next_time(
+    ended: str, running: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out_of_time(*words: Any) -> str:
-        bench_pieces._write_piece(tmp_path, "some", read_piece(tmp_path, "some") | {"running": "first"})
-        return "out of the 480 s of a piece"
+    def one_process(*words: Any) -> str:
+        bench_pieces._write_piece(tmp_path, "some", read_piece(tmp_path, "some") | {"running": running})
+        return ended
 
     said: list[str] = []
-    monkeypatch.setattr(bench_pieces, "watch", out_of_time)
+    monkeypatch.setattr(bench_pieces, "watch", one_process)
     assert not run_piece(Piece(CASES), "some", "here.PIECES", tmp_path, HERE, said.append)
     assert read_piece(tmp_path, "some")["cases"] == {}
-    assert said == ["some: out of the 480 s of a piece, not finished: the same command goes on with it"]
+    assert said == [f"some: {ended}, not finished: the same command goes on with it"]
 
 
 @pytest.mark.slow
