@@ -1,5 +1,6 @@
 # make demo   train a small model on real text, on 8 simulated CPU devices
 # make test   lint, types and tests
+# make gpu    where an NVIDIA GPU is at hand: kernels, speeds and predictions, measured (docs/benchmarks.md)
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev,hf,tensorboard
@@ -8,7 +9,7 @@ DEMO_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all test-slow test-matrix lint clean
+.PHONY: setup demo test test-slow test-kernels test-matrix test-quick lint clean
 
 setup:
 	rm -f $(STAMP)
@@ -31,18 +32,13 @@ lint: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/typecheck .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# Three tiers of tests, each a marker (pyproject.toml): every change, CI, by hand.
 test: lint
-	$(BIN)/python -m pytest -n auto -m "not slow and not long"
-
-test-all: lint
 	$(BIN)/python -m pytest -n auto
 
-# What `make test` leaves out.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m slow
 
-# The kernels on every mask and shape, and compiled for every chip; it takes long.
-.PHONY: test-kernels
 test-kernels: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m long
 
@@ -54,9 +50,24 @@ test-matrix:
 	$(call on,3.11)
 	$(call on,3.13)
 
-.PHONY: test-quick
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "quick and not slow and not long"
+
+# Half an hour with a GPU: on the jax that is there, with no network and nothing installed, so from a copy laid out as an
+# install would be. PIECES="kernels step" are some of it; SMALL=1 is a tiny form of all of it on the CPU.
+GPU_OUT ?= build/gpu
+GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
+GPU_NEEDS := jax jaxlib numpy flax optax jaxtyping tyro rich
+GPU_CHECK := import sys; from importlib.util import find_spec as found; absent = [x for x in sys.argv[1:] if not found(x)]; \
+	sys.exit("make gpu needs " + ", ".join(absent) + " in this Python: docs/benchmarks.md says how to carry them" if absent else 0)
+
+.PHONY: gpu
+gpu:
+	@$(GPU_PYTHON) -c '$(GPU_CHECK)' $(GPU_NEEDS)
+	@rm -rf build/gpu_install && mkdir -p build/gpu_install
+	@cp -R jaxpar build/gpu_install && cp -R models meshes configs build/gpu_install/jaxpar
+	PYTHONPATH=$(CURDIR)/build/gpu_install:$$PYTHONPATH $(GPU_PYTHON) -P -m jaxpar.cli bench gpu --out $(GPU_OUT) \
+		$(if $(PIECES),--pieces $(PIECES)) $(if $(SMALL),--small)
 
 clean:
 	rm -rf $(VENV) .venv-* build dist *.egg-info runs

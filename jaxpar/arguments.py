@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import tyro
@@ -20,26 +20,6 @@ from jaxpar.errors import UserError, nearest
 FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 # A command's own switches stand alone (`--json`); those of a config take their value (`--data.pack True`).
 Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
-Commands = Mapping[str, tuple[Callable[[list[str]], int], str]]
-
-
-def dispatch(name: str, kind: str, commands: Commands, words: list[str]) -> int:
-    """Run the command that the first word names; list them where there is none, or where help is asked for.
-
-    Args:
-      name: what stands before the first word, such as `jaxpar bench`.
-      kind: what one of the commands is called, such as `bench`.
-      commands: functions of the words after the first, by name, each with a line of text.
-      words: those after `name`.
-    """
-    if not words or words[0] in ("-h", "--help", "help"):
-        width = max(map(len, commands))
-        print(f"usage: {name} {kind.upper()} ...   ({name} {kind.upper()} --help lists its flags)\n")
-        print("\n".join(f"  {command:<{width}}  {text}" for command, (_, text) in commands.items()))
-        return 0
-    if words[0] not in commands:
-        raise UserError(f"no {kind} {words[0]!r}{nearest(words[0], commands)}: {name} --help lists them")
-    return commands[words[0]][0](words[1:])
 
 
 def config_args(

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxpar.calibrate import random_batch
 from jaxpar.config import Config
 from jaxpar.errors import UserError
 from jaxpar.models import Model
-from jaxpar.models.hf import hf_config
 from jaxpar.runtime import start
-from jaxpar.step import init_state, make_plan, make_train_step, put_batch
+from jaxpar.sharding import Plan
+from jaxpar.step import init_state, make_plan, make_train_step
 
 
 class Comparison(NamedTuple):
@@ -36,18 +37,35 @@ def alternate(
     """Time `calls` calls of one, then of the other, `rounds` times over; each call must wait for its own result."""
     first()
     second()
-    times = np.array([[_time(function, calls) for function in (first, second)] for _ in range(rounds)])
+    times = np.array([[mean_seconds(function, calls) for function in (first, second)] for _ in range(rounds)])
     ratios = times[:, 0] / times[:, 1]
     low, middle, high = np.percentile(ratios, (25, 50, 75))
     medians = np.median(times, axis=0)
     return Comparison(names, (float(medians[0]), float(medians[1])), float(middle), (float(low), float(high)), rounds)
 
 
-def _time(function: Callable[[], Any], calls: int) -> float:
-    began = time.perf_counter()
+def mean_seconds(function: Callable[[], Any], calls: int) -> float:
+    """Seconds a call, of so many one after another; arrays that the last one gives are waited for."""
+    began, last = time.perf_counter(), None
     for _ in range(calls):
-        function()
+        last = function()
+    jax.block_until_ready(last)
     return (time.perf_counter() - began) / calls
+
+
+def train_steps(config: Config, plan: Plan) -> Callable[[int], float]:
+    """`run(n)` takes n training steps on the same random tokens and gives the last one's loss, which it waits for."""
+    model = Model(config.model)
+    step, batch = make_train_step(model, config, plan), random_batch(config, plan)
+    state = init_state(model, config, plan)
+
+    def run(n: int) -> float:
+        nonlocal state
+        for _ in range(n):
+            state, metrics = step(state, batch)
+        return float(jax.device_get(metrics["loss"]))
+
+    return run
 
 
 def bench_step(config: Config, rounds: int = 15, calls: int = 10) -> Comparison:
@@ -59,31 +77,22 @@ def bench_step(config: Config, rounds: int = 15, calls: int = 10) -> Comparison:
     Raises:
       UserError: no torch or transformers here, or a config that asks for another precision.
     """
-    model = config.model
     if config.precision.compute != "float32":
         raise UserError("bench step compares in float32: try --precision.compute float32")
-    plan = make_plan(config, start(config.mesh))
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, model.vocab_size, (config.train.batch, config.data.seq_len + 1), dtype=np.int32)
-    theirs = _torch_step(config, ids)
-    step, state = make_train_step(Model(model), config, plan), init_state(Model(model), config, plan)
-    batch = put_batch({"tokens": ids[:, :-1], "labels": ids[:, 1:]}, plan)
-
-    def ours() -> float:
-        nonlocal state
-        state, metrics = step(state, batch)
-        return float(jax.device_get(metrics["loss"]))
-
-    return alternate(("jaxpar", "transformers (eager)"), ours, theirs, rounds, calls)
+    plan = make_plan(config, start(config.mesh, config.compile.cache))
+    theirs, ours = _torch_step(config, random_batch(config, plan)), train_steps(config, plan)
+    return alternate(("jaxpar", "transformers (eager)"), lambda: ours(1), theirs, rounds, calls)
 
 
-def _torch_step(config: Config, ids: np.ndarray) -> Callable[[], float]:
+def _torch_step(config: Config, batch: Mapping[str, jax.Array]) -> Callable[[], float]:
     """The same step in PyTorch."""
     try:
         import torch  # pyright: ignore[reportMissingImports]
         from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError("bench step needs torch and transformers: pip install 'jaxpar[parity]'") from error
+    from jaxpar.models.hf import hf_config  # imports safetensors
+
     train, shape = config.train, hf_config(config.model)
     theirs = AutoConfig.for_model(shape.pop("model_type"), **shape)
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
@@ -93,8 +102,7 @@ def _torch_step(config: Config, ids: np.ndarray) -> Callable[[], float]:
     optimizer = torch.optim.AdamW(
         model.parameters(), train.learning_rate, (train.beta1, train.beta2), train.eps, train.weight_decay
     )
-    tokens = torch.from_numpy(ids[:, :-1].astype(np.int64))
-    labels = torch.from_numpy(ids[:, 1:].astype(np.int64))
+    tokens, labels = (torch.from_numpy(np.asarray(batch[name], np.int64)) for name in ("tokens", "labels"))
 
     def step() -> float:
         logits = model(tokens).logits

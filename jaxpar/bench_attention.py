@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
+from jaxpar.bench import mean_seconds
 from jaxpar.errors import UserError, nearest
-from jaxpar.hlo.stopwatch import elapsed
 from jaxpar.kernels import dispatch
 from jaxpar.kernels.call import Call
 from jaxpar.masks import EMPTY, BigBird, Causal, Full, Mask, Segments, Tiles, Window, tile_states
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # a picture's, and not needed to measure
+
 TILE = 128
+LEAST_SECONDS = 0.02  # of calls that are timed together: the start of one takes a GPU's host longer than a small kernel
 WINDOW = 1024  # of the masks here, as far as the sequence goes
 DOCUMENT = 1024  # tokens, on average
 MASKS: dict[str, Callable[[int, int], Mask]] = {
@@ -128,12 +131,20 @@ def _of_case(bench: AttentionBenchArgs, name: str, S: int, h: int, say: Callable
             say(f"{name}, {S} x {h}: not {implementation}: {why}")
             continue
         say(f"{name}, {S} x {h}: compiling {implementation}")
-        ready[implementation] = _compiled(implementation, mask, (q, k, v, dout))
+        try:
+            ready[implementation] = _compiled(implementation, mask, (q, k, v, dout))
+        except (jax.errors.JaxRuntimeError, NotImplementedError, UserError, ValueError) as error:
+            say(f"{name}, {S} x {h}: not {implementation}: {(str(error) or repr(error)).splitlines()[0]}")
     times: dict[tuple[str, Direction], list[float]] = {}
+    calls = {
+        (implementation, direction): int(np.clip(LEAST_SECONDS / mean_seconds(function, 1), 1, 100))
+        for implementation, functions in ready.items()
+        for direction, function in functions.items()
+    }
     for _ in range(bench.rounds):
-        for implementation, functions in ready.items():
-            for direction, function in functions.items():
-                times.setdefault((implementation, direction), []).append(elapsed(function))
+        for implementation, direction in calls:
+            seconds = mean_seconds(ready[implementation][direction], calls[implementation, direction])
+            times.setdefault((implementation, direction), []).append(seconds)
     flops = 4 * h * bench.heads * visible_places(mask, B, S)
     return [
         Row(name, S, h, one, float(np.median(times[one, "forward"])), float(np.median(times[one, "both"])), flops)
@@ -157,12 +168,8 @@ def _compiled(implementation: str, mask: Mask, arrays: tuple[jax.Array, ...]) ->
         return out, pull(dout)
 
     functions: dict[Direction, Any] = {"forward": jax.jit(forward), "both": jax.jit(both)}
-    ready: dict[Direction, Callable[[], Any]] = {
-        name: (lambda f=f: jax.block_until_ready(f(q, k, v))) for name, f in functions.items()
-    }
-    for function in ready.values():
-        function()
-    return ready
+    jax.block_until_ready([f(q, k, v) for f in functions.values()])
+    return {name: (lambda f=f: f(q, k, v)) for name, f in functions.items()}
 
 
 def visible_places(mask: Mask, B: int, S: int) -> int:
@@ -201,6 +208,8 @@ def attention_json(bench: AttentionBenchArgs, rows: Sequence[Row]) -> dict[str, 
 
 def attention_figure(rows: Sequence[Row], title: str) -> Figure:
     """TFLOP/s of forward and backward by sequence length: a panel a mask and head_dim, a line an implementation."""
+    from matplotlib.figure import Figure
+
     panels = list(dict.fromkeys((row.mask, row.head_dim) for row in rows))
     names = list(dict.fromkeys(row.implementation for row in rows))
     figure = Figure(figsize=(3.1 * len(panels) + 0.6, 3.6), dpi=120, layout="constrained")

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.arguments import Commands, Overrides, config_args, dispatch, parse
+from jaxpar.arguments import Overrides, config_args, parse
 from jaxpar.config import check
 from jaxpar.errors import UserError
 from jaxpar.report import console
@@ -65,14 +65,16 @@ def rehearse_command(words: list[str]) -> int:
     """jaxpar bench rehearse [--picture FILE]"""
     from jaxpar.bench_rehearse import compare, configs, prediction_figure, prediction_table
     from jaxpar.calibrate import calibrated
+    from jaxpar.hardware import Hardware
     from jaxpar.mesh import MeshSpec
     from jaxpar.picture import save_figure
     from jaxpar.runtime import start
 
     args = parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
-    start(MeshSpec())
+    start(MeshSpec(), "off")  # as `rehearse`: it reads what the compiler writes
     say = console().print
-    rows = compare(configs(), calibrated(say), say=say)
+    kept = calibrated(say)
+    rows = compare(configs(), kept.hardware(Hardware()), kept.speeds(), say=say)
     say(prediction_table(rows))
     if args.picture:
         save_figure(prediction_figure(rows, "predicted and measured steps, one device here"), Path(args.picture))
@@ -136,16 +138,11 @@ def fusions_command(words: list[str]) -> int:
     return 0
 
 
-BENCHES: Commands = {
-    "step": (step_command, "the training step against PyTorch, in turns"),
-    "rehearse": (rehearse_command, "predicted steps against measured ones, on this machine"),
-    "overlap": (overlap_command, "a block in each form of overlap, rehearsed for a target"),
-    "pipeline": (pipeline_command, "the step in every pipeline schedule, compiled for a target"),
-    "attention": (attention_command, "every implementation of attention that serves here, in turns"),
-    "fusions": (fusions_command, "what a compiler makes of a block's element-wise parts, for each target"),
-}
+def gpu_command(words: list[str]) -> int:
+    """jaxpar bench gpu [--out DIR] [--pieces NAME ...] [--small]"""
+    from jaxpar.bench_gpu import GpuBenchArgs, bench_gpu
 
-
-def bench(words: list[str]) -> int:
-    """jaxpar bench BENCH ..."""
-    return dispatch("jaxpar bench", "bench", BENCHES, words)
+    args, say = parse(gpu_command.__doc__, GpuBenchArgs(), words), console().print
+    done = bench_gpu(args, say)
+    say((Path(args.out) / "report.md").read_text(encoding="utf-8"))
+    return 0 if done else 1

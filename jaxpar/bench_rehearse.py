@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from jaxpar.calibrate import Calibration, ready_step
+from jaxpar.calibrate import ready_step
 from jaxpar.config import Config, override
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware
+from jaxpar.hlo.cost import Speeds
 from jaxpar.hlo.stopwatch import Lull, elapsed
 from jaxpar.hlo.tasks import Collective
 from jaxpar.hlo.timeline import step_time
+from jaxpar.rehearsal.memory import CompiledBytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # a picture's, and not needed to measure
 
 _SHAKESPEARE: dict[str, Any] = {
     "model.layers": 4, "model.embed": 128, "model.heads": 4, "model.mlp": 512, "model.vocab_size": 65,
@@ -58,6 +62,8 @@ class Prediction(NamedTuple):
     fastest: float
     """Of the measured steps."""
     median: float
+    predicted_bytes: int = 0
+    """Of device memory, by the compiler's account."""
 
     @property
     def ratio(self) -> float:
@@ -67,7 +73,8 @@ class Prediction(NamedTuple):
 
 def compare(
     shapes: Mapping[str, Config],
-    calibration: Calibration,
+    hardware: Hardware,
+    speeds: Speeds | None = None,
     rounds: int = 6,
     patience: float = 60.0,
     say: Callable[[str], None] = lambda line: None,
@@ -76,17 +83,18 @@ def compare(
 
     Args:
       shapes: configs by name.
-      calibration: of this machine.
+      hardware: figures of a device here, measured or published.
+      speeds: of its tasks, where they were measured.
       rounds: turns; in each a config runs for about a fifth of a second.
       patience: seconds to wait, all in all, for moments in which nothing else runs.
       say: told what is going on, a line at a time.
     """
-    hardware, speeds = calibration.hardware(Hardware()), calibration.speeds()
-    predicted, ready = {}, {}
+    predicted, ready, taken = {}, {}, {}
     for name, config in shapes.items():
         say(f"compiling {name.strip()}")
         ready[name] = ready_step(config, "compared")
-        predicted[name] = step_time(ready[name].program, hardware, _no_links, speeds).seconds
+        predicted[name] = step_time(ready[name].program, hardware, no_links, speeds).seconds
+        taken[name] = CompiledBytes.of(ready[name].stats).total
     lull = Lull(patience)
     times: dict[str, list[float]] = {name: [] for name in shapes}
     for i in range(rounds):
@@ -94,10 +102,18 @@ def compare(
         for name, step in ready.items():
             lull.wait()
             times[name] += [elapsed(step.run) for _ in range(int(np.clip(0.2 / step.seconds, 1, 20)))]
-    return [Prediction(name, predicted[name], min(times[name]), float(np.median(times[name]))) for name in shapes]
+    return [
+        Prediction(name, predicted[name], min(times[name]), float(np.median(times[name])), taken[name])
+        for name in shapes
+    ]
 
 
-def _no_links(collective: Collective) -> Any:
+def no_links(collective: Collective) -> Any:
+    """For `step_time`, on one device.
+
+    Raises:
+      UserError: always.
+    """
     raise UserError(
         f"a step on one device moves data between devices ({collective.kind}): compare configs without a mesh"
     )
@@ -131,6 +147,8 @@ def prediction_table(rows: Sequence[Prediction]) -> str:
 
 def prediction_figure(rows: Sequence[Prediction], title: str) -> Figure:
     """Predicted over measured, both logarithmic; the band is within a quarter."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7.6, 4.6), dpi=120, layout="constrained")
     axes = figure.subplots()
     predicted, measured = (

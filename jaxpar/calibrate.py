@@ -171,7 +171,7 @@ comes from the main memory or from another core, and no small program has just i
 def ready_step(config: Config, name: str) -> Ready:
     """A training step on one device, on random tokens, as a module of this name."""
     plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
-    state, batch = init_state(model, config, plan), _random_batch(config, plan)
+    state, batch = init_state(model, config, plan), random_batch(config, plan)
     inner = make_train_step(model, config, plan)
 
     def step(state: TrainState, batch: Any) -> Any:
@@ -188,8 +188,8 @@ def ready_step(config: Config, name: str) -> Ready:
     return warm(compiled, start)
 
 
-def _random_batch(config: Config, plan: Plan) -> dict[str, jax.Array]:
-    """Random tokens of a config's shape."""
+def random_batch(config: Config, plan: Plan) -> dict[str, jax.Array]:
+    """Random tokens of a config's shape, always the same."""
     shape = (config.train.batch, config.data.seq_len + 1)
     ids = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
     return put_batch({"tokens": ids[:, :-1], "labels": ids[:, 1:]}, plan)

@@ -1,248 +1,40 @@
-"""`jaxpar`: each command parses its words, calls the library and prints; a mistake of the user is a line and exit 2."""
+"""`jaxpar`: finds the command that the first word names; a mistake of the user is a line and exit 2.
+
+What needs no JAX imports none: help, a version and a mistyped command take a tenth of a second. Each command's function
+is `NAME_command` of `commands`, a comparison's of `bench_commands`.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from collections.abc import Mapping
+from importlib import resources
 
-from jaxpar.arguments import Commands, Overrides, asks_help, config_args, dispatch, parse, places
-from jaxpar.bench_commands import bench
-from jaxpar.config import Config, check, presets
-from jaxpar.errors import UserError
-from jaxpar.report import console, fail
+from jaxpar.errors import UserError, nearest
 
-
-@dataclass(frozen=True)
-class TrainArgs:
-    """Train a config, or go on training its run."""
-
-    config: Overrides
-    run: str = ""
-    """Run folder; empty = runs/NAME."""
-    verify: bool = False
-    """First compare the plan with one device on a small model (once: it is remembered); refuse it if it differs."""
-    on: str = ""
-    """Take the [mesh] table from this mesh preset or file instead."""
-
-
-@dataclass(frozen=True)
-class VerifyArgs:
-    """Loss and every gradient of a config's plan against one device, on a small model of the same kind."""
-
-    config: Overrides
-    on: str = ""
-    """Take the [mesh] table from this mesh preset or file instead."""
-    json: bool = False
-    """Print one JSON object."""
-
-
-@dataclass(frozen=True)
-class EvalArgs:
-    """Validation loss of a run's checkpoint."""
-
-    config: Overrides
-    step: int = 0
-    """Checkpoint to read; 0 = the best one, or the newest when none was evaluated."""
-    json: bool = False
-    """Print one JSON object."""
-
-
-@dataclass(frozen=True)
-class ShowArgs:
-    """Where the parameters of a config live, what its devices send, and pictures of the mesh and of one layer."""
-
-    config: Overrides
-    on: str = ""
-    """Take the [mesh] table from this mesh preset or file instead."""
-    out: str = ""
-    """Where the picture of the mesh goes; empty = NAME.png. That of a layer goes beside it: NAME_layer.svg."""
-    schedule: bool = False
-    """Show how microbatches go through the pipeline's stages instead, and draw that: NAME_schedule.png."""
-    json: bool = False
-    """Print the parameter table, or the schedule, as JSON."""
-
-
-@dataclass(frozen=True)
-class RehearseArgs:
-    """The training step compiled for hardware that is not here: does it fit, what takes the time, what is exposed."""
-
-    config: Overrides
-    target: str = ""
-    """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ... or here."""
-    on: str = ""
-    """Take the [mesh] table from this mesh preset or file instead."""
-    html: str = ""
-    """Write the report as one self-contained page."""
-    json: str = ""
-    """Write the report as JSON; - = print it, and nothing else."""
-    against: str = ""
-    """Compare with this: a stored JSON, or a config that is rehearsed on the same target."""
-    fail_on: str = ""
-    """Conditions that exit with 1: unplanned-collective,does-not-fit,memory+5%,time+3% (growth against --against)."""
-    tokens: float = 1e12
-    """Length of a training, for its days."""
-    no_timeline: bool = False
-    """Leave the timeline out of the JSON: it is most of the bytes."""
-
-
-@dataclass(frozen=True)
-class ConvertArgs:
-    """Hugging Face checkpoint to run folder, or run folder to Hugging Face checkpoint."""
-
-    config: Overrides
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of an export."""
-    step: int = 0
-    """Checkpoint to export; 0 = the best one, or the newest when none was evaluated."""
-
-
-@dataclass(frozen=True)
-class TokenizeArgs:
-    """Text (a file, a folder, or `stdlib`) to a .bin file of token ids."""
-
-    tokenizer: str = "bytes"
-    """bytes, chars, or the path of a tokenizer.json."""
-    max_bytes: int = 8_000_000
-    """Size cap of the stdlib corpus."""
-
-
-def train_command(words: list[str]) -> int:
-    """jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"""
-    from jaxpar.train import train
-
-    name, args = config_args(train_command.__doc__, TrainArgs, words)
-    config = _on(args.config, args.on, words) if args.on else args.config
-    result = train(config, Path(args.run or Path("runs") / Path(name).stem), args.verify)
-    return 130 if result.interrupted and not config.train.stop_at else 0
-
-
-def verify_command(words: list[str]) -> int:
-    """jaxpar verify CONFIG [--on MESH] [--json] [--section.key value ...]"""
-    from jaxpar.verdict import as_json, table, verdict
-    from jaxpar.verify import verify
-
-    _, args = config_args(verify_command.__doc__, VerifyArgs, words)
-    config, out = _on(args.config, args.on, words) if args.on else args.config, console()
-    found = verify(config, say=(lambda line: None) if args.json else out.print)
-    if args.json:
-        out.print(json.dumps(as_json(found)))
-    else:
-        out.print(table(found))
-        out.print(verdict(found))
-    return 0 if found.equal else 1
-
-
-def eval_command(words: list[str]) -> int:
-    """jaxpar eval RUN_FOLDER [--step N] [--section.key value ...]"""
-    from jaxpar.evaluate import evaluate_run
-
-    name, args = config_args(eval_command.__doc__, EvalArgs, words, _run_config)
-    result = evaluate_run(args.config, Path(name), args.step)
-    text = json.dumps(result._asdict()) if args.json else (
-        f"step {result.step}: validation loss {result.val_loss:.4f} nats a token, perplexity {result.perplexity:.3f}"
-    )  # fmt: skip
-    console().print(text)
-    return 0
-
-
-def show_command(words: list[str]) -> int:
-    """jaxpar show CONFIG [--on MESH] [--out PNG] [--schedule] [--section.key value ...]"""
-    from jaxpar.show import show, show_schedule
-
-    name, args = config_args(show_command.__doc__, ShowArgs, words)
-    config = _on(args.config, args.on, words) if args.on else args.config
-    draw = show_schedule if args.schedule else show
-    draw(check(config), Path(args.out or Path(name).stem + ".png"), args.json)
-    return 0
-
-
-def rehearse_command(words: list[str]) -> int:
-    """jaxpar rehearse CONFIG --target T [--html FILE] [--json FILE] [--against OTHER] [--section.key value ...]"""
-    from jaxpar.rehearse import rehearse_words
-
-    name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
-    config = _on(args.config, args.on, words) if args.on else args.config
-    return rehearse_words(name, config, args, "jaxpar rehearse " + " ".join(words))
-
-
-def convert_command(words: list[str]) -> int:
-    """jaxpar convert HF_FOLDER RUN_FOLDER [--section.key value ...], or RUN_FOLDER HF_FOLDER [--dtype D]"""
-    from jaxpar import convert
-
-    if asks_help(words):
-        parse(convert_command.__doc__, ConvertArgs(Config()), ["--help"])
-    source, target = map(Path, places(convert_command.__doc__, words, 2))
-    exporting = (source / "config.toml").exists()
-    base = _run_config(words[0]) if exporting else convert.config_of(source)
-    args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
-    if exporting:
-        step = convert.export_run(args.config, source, target, args.step, args.dtype)
-        console().print(f"exported step {step} of {source} to {target} ({args.dtype} safetensors)")
-    else:
-        convert.import_run(args.config, source, target)
-        console().print(
-            f"imported {source} as step 0 of {target}: `jaxpar train {target / 'config.toml'} --run {target}` goes on"
-        )
-    return 0
-
-
-def tokenize_command(words: list[str]) -> int:
-    """jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"""
-    from jaxpar.config import DataConfig
-    from jaxpar.data import tokenize, unigram_entropy
-
-    if asks_help(words):
-        parse(tokenize_command.__doc__, TokenizeArgs(), ["--help"])
-    path, out = places(tokenize_command.__doc__, words, 2)
-    args = parse(tokenize_command.__doc__, TokenizeArgs(), words[2:])
-    source = "stdlib" if path == "stdlib" else "text"
-    data = DataConfig(source=source, path=path, tokenizer=args.tokenizer, max_bytes=args.max_bytes)
-    tokens = tokenize(data, out)
-    console().print(
-        f"{out}: {len(tokens.tokens):,} tokens ({tokens.tokens.dtype}), "
-        f"unigram entropy {unigram_entropy(tokens.tokens):.3f} nats a token"
-    )
-    return 0
-
-
-def configs_command(words: list[str]) -> int:
-    """jaxpar configs"""
-    return _list_presets("configs", "train", words)
-
-
-def meshes_command(words: list[str]) -> int:
-    """jaxpar meshes"""
-    return _list_presets("meshes", "train CONFIG --on", words)
-
-
-def doctor_command(words: list[str]) -> int:
-    """jaxpar doctor"""
-    from jaxpar.doctor import examine
-
-    _no_words("doctor", words)
-    facts, warnings = examine()
-    for line in [*facts, *(f"warning      {warning}" for warning in warnings)]:
-        console().print(line)
-    return 0
-
-
-COMMANDS: Commands = {
-    "train": (train_command, "train a config; the same command resumes"),
-    "verify": (verify_command, "compare a plan's loss and gradients with one device"),
-    "eval": (eval_command, "validation loss of a run's checkpoint"),
-    "convert": (convert_command, "to and from Hugging Face safetensors"),
-    "tokenize": (tokenize_command, "text to a .bin file of token ids"),
-    "configs": (configs_command, "list the config presets"),
-    "meshes": (meshes_command, "list the mesh presets"),
-    "show": (show_command, "parameter table and a picture of the sharding, or of the pipeline's schedule"),
-    "rehearse": (rehearse_command, "compile the step for absent hardware: memory, time, exposed communication"),
-    "bench": (bench, "comparisons: the step, rehearsals, forms of overlap, schedules, attention"),
-    "doctor": (doctor_command, "versions, devices, known-bad combinations"),
+COMMANDS = {
+    "train": "train a config; the same command resumes",
+    "verify": "compare a plan's loss and gradients with one device",
+    "eval": "validation loss of a run's checkpoint",
+    "convert": "to and from Hugging Face safetensors",
+    "tokenize": "text to a .bin file of token ids",
+    "configs": "list the config presets",
+    "meshes": "list the mesh presets",
+    "show": "parameter table and a picture of the sharding, or of the pipeline's schedule",
+    "rehearse": "compile the step for absent hardware: memory, time, exposed communication",
+    "bench": "comparisons: the step, rehearsals, forms of overlap, schedules, attention, a GPU",
+    "doctor": "versions, devices, known-bad combinations",
 }
+BENCHES = {
+    "step": "the training step against PyTorch, in turns",
+    "rehearse": "predicted steps against measured ones, on this machine",
+    "overlap": "a block in each form of overlap, rehearsed for a target",
+    "pipeline": "the step in every pipeline schedule, compiled for a target",
+    "attention": "every implementation of attention that serves here, in turns",
+    "gpu": "all that half an hour with a GPU is for, in pieces that can be taken up again",
+    "fusions": "what a compiler makes of a block's element-wise parts, for each target",
+}
+_HELP = ("-h", "--help", "help")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -254,44 +46,50 @@ def main(argv: list[str] | None = None) -> int:
 
             print(f"jaxpar {version('jaxpar')}")
             return 0
-        return dispatch("jaxpar", "command", COMMANDS, words)
+        if words[:1] != ["bench"]:
+            return _run("jaxpar", "command", COMMANDS, words)
+        return _run("jaxpar bench", "bench", BENCHES, words[1:])
     except UserError as error:
         return fail(str(error))
 
 
-def _on(config: Config, preset: str, words: list[str]) -> Config:
-    """The config with the mesh of a preset; `--mesh.` flags on top of it would be ambiguous."""
-    from jaxpar.hardware import load_mesh_preset
-
-    if any(word.startswith("--mesh.") for word in words):
-        raise UserError("--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on")
-    return dataclasses.replace(config, mesh=load_mesh_preset(preset)[0])
+def fail(message: str) -> int:
+    """Print a user's error on standard error, in one line even where a cause it quotes had several; its exit code."""
+    print("jaxpar: error: " + " ".join(message.split()), file=sys.stderr)
+    return 2
 
 
-def _run_config(folder: str) -> Config:
-    from jaxpar.train import read_run_config
+def _run(name: str, kind: str, texts: Mapping[str, str], words: list[str]) -> int:
+    """Run the command, or the bench (`kind`), that the first word after `name` names; list them where none is named."""
+    if not words or words[0] in _HELP:
+        width = max(map(len, texts))
+        print(f"usage: {name} {kind.upper()} ...   ({name} {kind.upper()} --help lists its flags)\n")
+        print("\n".join(f"  {command:<{width}}  {text}" for command, text in texts.items()))
+        return 0
+    command, *rest = words
+    if command not in texts:
+        raise UserError(f"no {kind} {command!r}{nearest(command, texts)}: {name} --help lists them")
+    if command in ("configs", "meshes", "doctor"):
+        if rest and rest[0] in _HELP:
+            print(f"usage: {name} {command}\n\n{texts[command]}; takes no flags")
+            return 0
+        if rest:
+            raise UserError(f"{name} {command} takes no arguments, found {' '.join(rest)}")
+    if command in ("configs", "meshes"):
+        return _list_presets(command)
+    from jaxpar import bench_commands, commands
 
-    return read_run_config(Path(folder))
+    return getattr(bench_commands if kind == "bench" else commands, f"{command}_command")(rest)
 
 
-def _no_words(command: str, words: list[str]) -> None:
-    """Refuse whatever follows a command that stands alone, but for --help."""
-    if asks_help(words):
-        function, text = COMMANDS[command]
-        print(f"usage: {function.__doc__}\n\n{text}; takes no flags")
-        sys.exit(0)
-    if words:
-        raise UserError(f"jaxpar {command} takes no arguments, found {' '.join(words)}")
-
-
-def _list_presets(package: str, use: str, words: list[str]) -> int:
+def _list_presets(folder: str) -> int:
     """Every preset with the first line of its opening comment."""
-    _no_words(package, words)
-    found = presets(f"jaxpar.{package}")
+    files = [file for file in resources.files(f"jaxpar.{folder}").iterdir() if file.name.endswith(".toml")]
+    found = {file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)}
     width = max(map(len, found))
     for name, file in found.items():
-        console().print(f"{name:<{width}}  {file.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
-    console().print(f"\nuse: jaxpar {use} NAME")
+        print(f"{name:<{width}}  {file.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+    print(f"\nuse: jaxpar train {'NAME' if folder == 'configs' else 'CONFIG --on NAME'}")
     return 0
 
 

@@ -121,8 +121,11 @@ class TrainConfig:
     router_z_loss: float = 0.0
     """Weight of the router's squared log-normaliser (ST-MoE, arXiv:2202.08906, section 3.3)."""
     eval_every: int = 250
-    eval_batches: int = 0
-    """Validation batches an evaluation; 0 = the whole validation set."""
+    eval_batches: int = 20
+    """Validation batches of an evaluation while training, spread evenly over the validation set, the same each time;
+    0 = all of it."""
+    final_eval_batches: int = 0
+    """As `eval_batches`, of the evaluation after the last step, and of `jaxpar eval`."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,8 @@ class MemoryConfig:
     offload_anyway: bool = False
     """Offload on versions and devices that are known to give wrong gradients."""
     loss_mib: int = 4096
-    """MiB of a device that the loss may hold: scores (128 at most, tokens go in chunks), and the gathered vocabulary
-    matrix with its gradient. Where these are more it goes by slices of the vocabulary, and makes scores twice."""
+    """MiB of a device that the loss may hold: scores of some tokens, and the gathered vocabulary matrix with its
+    gradient. Where these are more, or would cost more time, it goes by slices of the vocabulary, scores made twice."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,15 @@ class KernelsConfig:
         "auto", "pallas_hopper", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
     ] = "auto"  # fmt: skip
     """See docs/attention.md."""
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """How programs are compiled."""
+
+    cache: str = "auto"
+    """Folder that keeps compiled programs for the next start; auto = `jaxpar/programs` in the user's cache folder,
+    off = none. JAX's own setting (JAX_COMPILATION_CACHE_DIR) comes before it. `rehearse` always compiles."""
 
 
 @dataclass(frozen=True)
@@ -211,15 +223,16 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
 
 # A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
 # reported and kept. Any other difference is another experiment.
-RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "checkpoint", "metrics",
-             "train.stop_at", "train.eval_every", "train.eval_batches", "data.prefetch",
-             "model.scan_layers")  # fmt: skip
+RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compile", "checkpoint",
+             "metrics", "train.stop_at", "train.eval_every", "train.eval_batches",
+             "train.final_eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
 
 
 def load_config(name: str) -> Config:
@@ -416,6 +429,8 @@ def check(config: Config) -> Config:
          f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
          f"try --train.warmup-steps {train.steps // 10}"),
         (not 0 <= train.stop_at <= train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
+        (min(train.eval_every, train.eval_batches, train.final_eval_batches) < 0,
+         "train.eval_every, eval_batches and final_eval_batches are at least 0"),
         (config.metrics.log_every < 1, "metrics.log_every must be at least 1"),
         (config.checkpoint.keep < 1, "checkpoint.keep must be at least 1"),
     ]  # fmt: skip

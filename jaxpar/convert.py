@@ -45,7 +45,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     ]
     if differing:
         raise UserError(f"{source} is not the model of this config: {'; '.join(differing)}")
-    plan, model = make_plan(check(config), start(config.mesh)), Model(config.model)
+    plan, model = make_plan(check(config), start(config.mesh, config.compile.cache)), Model(config.model)
     params = import_hf(source, model, _unstaged(plan))
     open_run(target, config)
     checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
@@ -57,7 +57,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
 
 def export_run(config: Config, source: Path, target: Path, step: int, dtype: Literal["float32", "bfloat16"]) -> int:
     """Write a run's checkpoint as a Hugging Face folder; returns the step that was exported."""
-    plan, model = _unstaged(make_plan(check(config), start(config.mesh))), Model(config.model)
+    plan, model = _unstaged(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
     checkpoints = Checkpoints(source / "checkpoints", config.checkpoint)
     step = pick_step(checkpoints, step)
     state, _ = restore_state(checkpoints, step, model, config, plan)

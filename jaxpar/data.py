@@ -334,6 +334,9 @@ def val_batches(
 ) -> Iterator[Batch]:
     """This process's rows of the validation batches: windows side by side, each once, in order.
 
+    With a limit, as many as fill so many batches, at even distances over the whole stream: its beginning alone may be
+    easier or harder than the rest.
+
     The last batch is filled up with rows whose labels are all -1, so that a mean over counted labels is exact. Tokens
     after the last whole window are not seen.
 
@@ -341,15 +344,15 @@ def val_batches(
       stream: validation tokens, at least data.seq_len + 1.
       data: seq_len and pack; the stride here is seq_len.
       batch, rows, vocab_size: as for `train_batches`.
-      limit: stop after this many batches; 0 = all.
+      limit: so many batches at most; 0 = all windows.
     """
     windows = window_count(stream, data.seq_len, data.seq_len)
-    batches = -(-windows // batch)
-    for first in range(0, min(limit or batches, batches) * batch, batch):
-        window_B = first + np.asarray(rows)
-        starts_B = np.minimum(window_B, windows - 1) * data.seq_len
-        rows_read = read_windows(stream, starts_B, data.seq_len, data.pack, vocab_size)
-        rows_read["labels"][window_B >= windows] = -1
+    count = min(limit * batch or windows, windows)
+    for first in range(0, count, batch):
+        place_B = first + np.asarray(rows)
+        window_B = np.minimum(place_B, count - 1) * windows // count
+        rows_read = read_windows(stream, window_B * data.seq_len, data.seq_len, data.pack, vocab_size)
+        rows_read["labels"][place_B >= count] = -1
         yield rows_read
 
 

@@ -38,18 +38,21 @@ def pick_step(checkpoints: Checkpoints, step: int) -> int:
 
 
 def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
-    """Evaluate a run's checkpoint under `config`, whose mesh may be another than the run's.
+    """Evaluate a run's checkpoint under `config`, whose mesh may be another than the run's, on the batches of a run's
+    end (`train.final_eval_batches`; by default the whole validation set).
 
     Raises:
       UserError: no checkpoint, no validation data, a mesh that does not fit.
     """
     check(config)
-    plan, model = make_plan(config, start(config.mesh)), Model(config.model)
+    plan, model = make_plan(config, start(config.mesh, config.compile.cache)), Model(config.model)
     corpus = load_corpus(config.data, config.model.vocab_size)
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_fraction or data.val_path")
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     step = pick_step(checkpoints, step)
     state, _ = restore_state(checkpoints, step, model, config, plan)
-    loss = evaluate(make_eval_step(model, plan), state.params, corpus.val, config, plan)
+    loss = evaluate(
+        make_eval_step(model, plan), state.params, corpus.val, config, plan, config.train.final_eval_batches
+    )
     return Evaluation(step, loss, math.exp(min(loss, 700)))

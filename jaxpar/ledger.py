@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from jaxpar.activations import NAMES
@@ -19,10 +17,12 @@ from jaxpar.footprint import activations, microbatches_of, unnamed_bytes
 from jaxpar.loss import tiling
 from jaxpar.metrics import bytes_text
 from jaxpar.models import Model
-from jaxpar.picture import save_figure
 from jaxpar.rehearsal.memory import CompiledBytes, by_memory, local_bytes
 from jaxpar.sharding import Plan, gradient_dtype, state_axes
 from jaxpar.step import in_host, param_shapes, state_shapes, step_shapes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLORS = {
     "parameters": "#2f6fd0", "optimizer": "#6a51c7", "gradients": "#4fb0c6", "batch": "#1b2a41", "no name": "#9aa0a6",
@@ -92,6 +92,9 @@ def ledger_table(parts: list[Part], compiled: CompiledBytes | None = None) -> Ta
 
 def ledger_figure(parts: list[Part], title: str, compiled: CompiledBytes | None = None, has: int = 0) -> Figure:
     """Stacked bars: the predicted parts of a device and of the host, the compiler's account, and what a device has."""
+    from matplotlib import colormaps  # here: a run imports this module, and its first step would wait
+    from matplotlib.figure import Figure
+
     bars: list[tuple[str, list[tuple[str, int]]]] = [
         ("device, predicted", [(part.name, part.device) for part in parts if part.device])
     ]
@@ -133,6 +136,8 @@ def ledger_figure(parts: list[Part], title: str, compiled: CompiledBytes | None 
 
 def write_ledger(folder: Path, parts: list[Part], title: str, compiled: CompiledBytes, has: int) -> None:
     """`memory.json` and `memory.png` in a run folder."""
+    from jaxpar.picture import save_figure
+
     found = {"predicted": [part._asdict() for part in parts], "compiled": compiled._asdict(), "device_has": has}
     (folder / "memory.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     save_figure(ledger_figure(parts, title, compiled, has), folder / "memory.png")

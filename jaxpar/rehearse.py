@@ -105,7 +105,7 @@ def compile_step(config: Config, target: Target, say: Callable[[str], None] = la
     """The training step of a config, compiled by the target's own compiler: see `rehearse`."""
     config = check(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=False)))
     if target.name == "here":
-        devices = start(_mesh_here(config.mesh))
+        devices = start(_mesh_here(config.mesh), "off")
     else:
         check_mesh(config.mesh, target)
         devices = target_devices(target)
@@ -297,7 +297,9 @@ def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
     if not args.target:
         raise UserError("rehearse needs --target: v5p-64, v5e-8, h100x64, here, ...: docs/targets.md lists them")
     if args.target == "here":
-        start(_mesh_here(config.mesh))  # the target counts the devices, and would start JAX without simulated ones
+        start(
+            _mesh_here(config.mesh), "off"
+        )  # the target counts the devices, and would start JAX without simulated ones
     target = load_target(args.target)
     conditions = parse_conditions(args.fail_on, lint.RULES, bool(args.against))
     baseline, other = None, None

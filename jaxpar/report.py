@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from heapq import nlargest
@@ -149,9 +148,3 @@ def communication_table(sites: Sequence[Site], most: int = 3) -> Table:
         table.add_row(kind, over, bytes_text(whole), "; ".join([*shares, *["..."] * (len(parts) > most)]))
     table.add_row("all", "", bytes_text(sum(site.sent for site in sites)), "")
     return table
-
-
-def fail(message: str) -> int:
-    """Print a user's error on standard error, in one line even where a cause it quotes had several; its exit code."""
-    print("jaxpar: error: " + " ".join(message.split()), file=sys.stderr)
-    return 2

@@ -1,10 +1,13 @@
-"""What surrounds the library: the platform that JAX starts on, before the first device is touched; the cache folder."""
+"""What surrounds the library: the platform that JAX starts on, before the first device is touched; what is cached."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
+import logging
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,11 @@ import jax
 from jaxpar.errors import UserError
 from jaxpar.mesh import MeshSpec, devices_needed
 
+# JAX's default, and ours: programs that took a tenth of a second are worth keeping, and a folder has an end.
+_CACHE = {
+    "jax_persistent_cache_min_compile_time_secs": (1.0, 0.1),
+    "jax_compilation_cache_max_size": (-1, 2 << 30),
+}
 _BACKENDS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 _FIX = {
     "auto": "unset JAX_PLATFORMS",
@@ -23,14 +31,20 @@ _FIX = {
 }
 
 
-def start(spec: MeshSpec) -> list[jax.Device]:
+def start(spec: MeshSpec, cache: str = "auto") -> list[jax.Device]:
     """The devices for a mesh: simulated ones on `cpu`, else those that are here.
 
     May be called again, and after JAX has started (a notebook): then it only checks.
 
+    Args:
+      spec: the mesh.
+      cache: where compiled programs are kept: see `keep_programs`.
+
     Raises:
-      UserError: TPU or GPU asked for and absent, or JAX already started with another platform or too few CPU devices.
+      UserError: TPU or GPU asked for and absent, JAX already started with another platform or too few CPU devices, or
+        a cache that cannot be made.
     """
+    keep_programs(cache)
     if spec.platform != "auto":
         jax.config.update("jax_platforms", _BACKENDS[spec.platform])
     if spec.platform in ("auto", "cpu"):
@@ -140,6 +154,46 @@ def widen_cpu_pool(devices: int) -> None:
     """
     if devices > 1:
         os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, min(4 * devices, devices + 64))))
+
+
+def keep_programs(cache: str) -> None:
+    """Have JAX keep compiled programs in a folder, so that the next process reads them instead of compiling.
+
+    JAX's own setting comes first (JAX_COMPILATION_CACHE_DIR), as does an earlier call's in this process. What was used
+    longest ago goes once the folder is full; processes that share it wait for each other's reads and writes.
+
+    Args:
+      cache: auto = `programs` in `cache_folder()`, off = none, else a folder.
+
+    Raises:
+      UserError: a folder that cannot be made; where it is `auto`, the log says so instead.
+    """
+    values = jax.config.values
+    if cache == "off" or values["jax_compilation_cache_dir"] or not values["jax_enable_compilation_cache"]:
+        return
+    folder = (cache_folder() / "programs" if cache == "auto" else Path(cache).absolute()) / _processor()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"compiled programs cannot be kept in {folder} ({error.strerror})"
+        if cache != "auto":
+            raise UserError(f"{reason}: set compile.cache to another folder, or to off") from error
+        logging.getLogger(__name__).warning("%s: every start compiles anew", reason)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    for name, (default, ours) in _CACHE.items():
+        if values[name] == default:  # not set by the user
+            jax.config.update(name, ours)
+
+
+def _processor() -> str:
+    """The kind of this machine's processor: a CPU's programs use its instructions, and homes are shared."""
+    known = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        known += "-" + hashlib.sha256(flags.encode()).hexdigest()[:8]
+    return known
 
 
 def memory_of(device: Any) -> int:

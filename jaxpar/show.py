@@ -44,7 +44,7 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
     mesh = dataclasses.replace(config.mesh, platform="cpu", distributed=False)
     unchosen = is_open(config.overlap)
     config = dataclasses.replace(config, mesh=mesh, overlap=closed(config.overlap))
-    plan, model = make_plan(config, start(mesh)), Model(config.model)
+    plan, model = make_plan(config, start(mesh, config.compile.cache)), Model(config.model)
     shapes = param_shapes(model, plan)
     rows, parameters = placements(shapes, model.axes, plan), arrays(shapes, model.axes)
     moves = sites(parameters, config, plan)

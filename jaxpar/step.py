@@ -13,11 +13,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpar import pipeline
 from jaxpar.batches import TOKENS
-from jaxpar.collectives import further_split, is_axes
+from jaxpar.collectives import further_split, is_axes, manual
 from jaxpar.config import Config, TrainConfig
 from jaxpar.context import check_split
 from jaxpar.errors import UserError
@@ -37,13 +38,15 @@ from jaxpar.sharding import (
     fit_heads,
     gradient_dtype,
     local_rows,
+    one_along,
     path_name,
     replicated,
     state_axes,
+    summed_last,
     tree_shardings,
 )
 from jaxpar.update import update
-from jaxpar.xla import compiler_options
+from jaxpar.xla import compiler_options, once_options
 
 
 class TrainState(NamedTuple):
@@ -111,7 +114,19 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
     pipelines = pipeline_notes(config, plan, Model(config.model).parameter_count())
     asked = offload_asked(plan)
     offloads = offload_notes(asked, plan.mesh.devices.flat[0]) if asked else []
-    return [*_fitted(config, plan.mesh)[1], *overlap_notes(plan, config.data.seq_len), *pipelines, *offloads]
+    return [
+        *_fitted(config, plan.mesh)[1], *overlap_notes(plan, config.data.seq_len), *pipelines, *offloads,
+        *_sum_notes(config, plan),
+    ]  # fmt: skip
+
+
+def _sum_notes(config: Config, plan: Plan) -> list[str]:
+    """Why gradients that could be summed over devices once are not."""
+    parts, over = config.train.accumulation, summed_last(plan, config.train.accumulation, whole=False)
+    why = "experts are balanced" if config.model.experts else "dropout is drawn" if config.model.dropout else ""
+    if not over or not why:
+        return []
+    return [f"gradients are summed over {' x '.join(over)} after every microbatch of {parts}: {why} over all of one"]
 
 
 def offload_asked(plan: Plan) -> str:
@@ -132,7 +147,7 @@ Order = Sequence[int] | None  # of stored layers: see `jaxpar.pipeline.stored_or
 def state_shapes(model: Model, config: Config, plan: Plan, order: Order | Literal["plan's"] = "plan's") -> TrainState:
     """The state as ShapeDtypeStructs, without shardings, its layers stored in this order."""
     order = stored_order(plan, config.model.layers) if order == "plan's" else order
-    return jax.eval_shape(lambda: _with_params(model, config, model.init(jax.random.key(0), order)))
+    return jax.eval_shape(partial(_with_params, model, config), model.shapes(order))
 
 
 def param_shapes(model: Model, plan: Plan) -> Params:
@@ -196,7 +211,7 @@ def in_host(state: TrainState, model: Model, plan: Plan) -> TrainState:
     return TrainState(False, params, with_moments(nowhere, *moments))
 
 
-def _placed(sharding: jax.sharding.NamedSharding, host: bool) -> jax.sharding.NamedSharding:
+def _placed(sharding: NamedSharding, host: bool) -> NamedSharding:
     return sharding.with_memory_kind(HOST) if host else sharding
 
 
@@ -215,7 +230,9 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
     if params is None:
         key = jax.random.key(config.train.seed)
         made = jax.jit(
-            lambda: _as_stored(model.init(key, order), model, config.precision.params), out_shardings=shardings.params
+            lambda: _as_stored(model.init(key, order), model, config.precision.params),
+            out_shardings=shardings.params,
+            compiler_options=once_options(plan.mesh),
         )()
     else:
 
@@ -227,15 +244,14 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
         # An import has every stage's layers, and float32: no array is as large as here.
         reused = () if plan.size("stage") > 1 or config.precision.params != "float32" else (0,)
         made = jax.jit(start, out_shardings=shardings.params, donate_argnums=reused)(params)
-    # One after the other: all moments together may be more than a device has.
-    zeros = [
-        jax.jit(partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=place)()
-        for leaf, place in zip(
-            *map(jax.tree.leaves, ((shapes.step, shapes.opt_state), (shardings.step, shardings.opt_state))), strict=True
-        )
-    ]
-    step, opt_state = jax.tree.unflatten(jax.tree.structure((shapes.step, shapes.opt_state)), zeros)
+    step, opt_state = jax.tree.map(_zeros_at, (shapes.step, shapes.opt_state), (shardings.step, shardings.opt_state))
     return TrainState(step, made, opt_state)
+
+
+def _zeros_at(leaf: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.Array:
+    """Zeros without a program to compile, one array after another: all at once could fill the host's memory."""
+    shard = place.shard_shape(leaf.shape)
+    return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, place, lambda _: np.zeros(shard, leaf.dtype)))
 
 
 def _with_params(model: Model, config: Config, params: Params) -> TrainState:
@@ -342,9 +358,35 @@ def gradients(
 ) -> tuple[LossSums, Params]:  # fmt: skip
     """Summed loss of a global batch and its float32 gradient, over `accumulation` microbatches one after another.
 
-    Sums, not means: divided by the total token count they weigh every token alike, however it was split.
+    Sums, not means: divided by the total token count they weigh every token alike, however it was split. Over devices
+    they are summed after the last microbatch where each can add up its own (`summed_last`).
     """
 
+    over = summed_last(plan, accumulation, key is not None or bool(model.config.experts))
+    if not over:
+        return _accumulated(model, params, batch, plan, key, accumulation, weights)
+    one, axes = one_along(plan, over), jax.tree.map(state_axes, model.axes, is_leaf=is_axes)
+
+    def local(params: Params, batch: Batch) -> tuple[LossSums, Params]:
+        def total(x: jax.Array) -> jax.Array:
+            return jax.lax.psum(x.astype(jnp.float32), over).astype(x.dtype)
+
+        parts = _accumulated(model, params, batch, one, None, accumulation, weights)
+        layouts = LossSums(*[()] * 3), axes
+        with jax.named_scope("accumulate"):
+            return manual(lambda parts: jax.tree.map(total, parts), one, (layouts,), layouts)(parts)
+
+    # With the axes of one device: where no other is left, a kernel stands where XLA has nothing to split.
+    here = {*over, *(axis for axis, size in plan.mesh.shape.items() if size == 1)}
+    return jax.shard_map(
+        local, mesh=plan.mesh, in_specs=(P(), P(over)), out_specs=P(), axis_names=here, check_vma=False
+    )(params, dict(batch))
+
+
+def _accumulated(
+    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, accumulation: int,
+    weights: LossWeights,
+) -> tuple[LossSums, Params]:  # fmt: skip
     def of_microbatch(rows: Batch, key: jax.Array | None) -> tuple[LossSums, Params]:
         if plan.size("stage") > 1:
             return pipeline.gradients(model, params, rows, plan, key, weights)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,6 @@ from jaxpar.mesh import describe
 from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
 from jaxpar.models import Model, Params
 from jaxpar.offload import require_right_gradients
-from jaxpar.picture import loss_figure, save_figure
 from jaxpar.pipeline import stored_order
 from jaxpar.rehearsal.memory import CompiledBytes
 from jaxpar.report import ProgressLine, banner, console, duration_text
@@ -80,7 +80,7 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
     check(config)
     if verify:
         simulate_for(config.mesh)
-    devices = start(config.mesh)
+    devices = start(config.mesh, config.compile.cache)
     say = console().print if jax.process_index() == 0 else lambda line: None
     config = fitted(chosen(config, say=say), say=say)
     plan = make_plan(config, devices)
@@ -165,12 +165,10 @@ def beside_state(plan: Plan, config: Config, iterator: Any, tokens: int | None) 
     return {"iterator": iterator, "training_tokens": tokens, ORDER: stored_order(plan, config.model.layers)}
 
 
-def evaluate(eval_step: Any, params: Params, stream: Tokens, config: Config, plan: Plan) -> float:
-    """Mean loss in nats a token over the validation windows (`train.eval_batches` of them, or all)."""
+def evaluate(eval_step: Any, params: Params, stream: Tokens, config: Config, plan: Plan, limit: int) -> float:
+    """Mean loss in nats a token over the windows of so many validation batches, or of all where `limit` is 0."""
     rows = batch_rows(config.train.batch, plan)
-    batches = val_batches(
-        stream, config.data, config.train.batch, rows, config.model.vocab_size, config.train.eval_batches
-    )
+    batches = val_batches(stream, config.data, config.train.batch, rows, config.model.vocab_size, limit)
     sums = [eval_step(params, put_batch(batch, plan)) for batch in batches]
     nll, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
     return float(nll / tokens)
@@ -203,13 +201,17 @@ class _Run:
         if first >= last:
             self.show.say(f"step {first} of {last} is done already: nothing to train; see {self.folder}")
             return Result(first, None, None, entropy, False)
-        with self._said_if_out_of_memory():
+        # One thread beside this one: it compiles the step while the state is made or read; while the first steps run it
+        # compiles the evaluation and draws the memory.
+        with self._said_if_out_of_memory(), ThreadPoolExecutor(1) as self.beside:
+            compiling = self.beside.submit(self._compile)
             state, data = self._start(first, entropy)
-            self.eval_step = make_eval_step(self.model, self.plan)
-            step_fn = self._compile()
+            step_fn, said = compiling.result()
+            self.show.say(said)
             metrics = MetricsLog(self.folder, first, config.metrics.tensorboard, self.main)
             with metrics as self.log, self.show, _stop_signals() as stopping:
                 step = self._loop(step_fn, state, data, first, last, stopping)
+            self.reported.result()
         if self.main:
             self._draw(entropy)
             self._say_result(step, last, entropy)
@@ -259,20 +261,26 @@ class _Run:
             self.show.say(line)
         return state, data
 
-    def _compile(self) -> Any:
-        """The training step, compiled ahead, so that the first step is timed like the others."""
+    def _compile(self) -> tuple[Any, str]:
+        """The training step, compiled ahead, so that the first step is timed like the others, and what to say of it."""
         began = time.perf_counter()
         step_fn = make_train_step(self.model, self.config, self.plan)
         compiled = step_fn.lower(*step_shapes(self.model, self.config, self.plan)).compile()
         memory = compiled.memory_analysis()
         used = f": {bytes_text(memory.temp_size_in_bytes)} of temporaries per device" if memory else ""
-        self.show.say(f"compiled the training step in {time.perf_counter() - began:.1f} s{used}")
+        return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
+
+    def _compile_evaluation(self) -> Any:
+        state, batch = step_shapes(self.model, self.config, self.plan)
+        return make_eval_step(self.model, self.plan).lower(state.params, batch).compile()
+
+    def _report_memory(self, step_fn: Any) -> None:
+        memory = step_fn.memory_analysis()
         if memory and self.main:
             device = self.plan.mesh.devices.flat[0]
             parts = ledger(self.config, self.plan, platform_of(device))
             title = f"{self.folder.name}: memory of a device on {describe(dict(self.plan.mesh.shape))}"
             write_ledger(self.folder, parts, title, CompiledBytes.of(memory), memory_of(device))
-        return compiled
 
     def _loop(
         self, step_fn: Any, state: TrainState, data: Any, first: int, last: int, stopping: threading.Event
@@ -285,6 +293,10 @@ class _Run:
             batch = put_batch(next(data), self.plan)
             self._waited += time.perf_counter() - asked
             state, metrics = step_fn(state, batch)
+            if step == first + 1:
+                if self.corpus.val is not None:
+                    self.eval_step = self.beside.submit(self._compile_evaluation)
+                self.reported = self.beside.submit(self._report_memory, step_fn)
             # The host stays one step ahead: the step before is awaited, and its metrics fetched, while this one runs.
             jax.block_until_ready(before)
             if (step - 1) % self.config.metrics.log_every == 0 and step - 1 > logged:
@@ -302,13 +314,16 @@ class _Run:
             jax.block_until_ready(metrics)  # a step still under way belongs to training's time
             began = time.perf_counter()
             if evaluating:
-                self._evaluate(step, state)
+                self.val_loss = self._evaluate(step, state, train.eval_batches)
             if saving:
                 beside = beside_state(self.plan, self.config, data.get_state(), len(self.corpus.train.tokens))
                 self.checkpoints.save(step, state, beside, self.val_loss if evaluating else None)
             self._aside += time.perf_counter() - began
             if stop:
                 break
+        final = train.final_eval_batches
+        if step == train.steps and self.corpus.val is not None and final != train.eval_batches:
+            self.val_loss = self._evaluate(step, state, final, "final_")
         return step
 
     def _log(self, step: int, metrics: dict[str, jax.Array]) -> None:
@@ -338,14 +353,18 @@ class _Run:
                 "try a lower train.learning_rate or a longer train.warmup_steps; earlier checkpoints are kept"
             )
 
-    def _evaluate(self, step: int, state: TrainState) -> None:
+    def _evaluate(self, step: int, state: TrainState, limit: int, prefix: str = "") -> float:
         assert self.corpus.val is not None
         began = time.perf_counter()
-        self.val_loss = evaluate(self.eval_step, state.params, self.corpus.val, self.config, self.plan)
-        self.log.write(step, **{METRIC: self.val_loss})
-        self.show.say(f"step {step}  validation loss {self.val_loss:.4f}  ({time.perf_counter() - began:.1f} s)")
+        loss = evaluate(self.eval_step.result(), state.params, self.corpus.val, self.config, self.plan, limit)
+        self.log.write(step, **{prefix + METRIC: loss})
+        over = f"{limit} batches" if limit else "the whole set"
+        self.show.say(f"step {step}  validation loss {loss:.4f}  ({over}, {time.perf_counter() - began:.1f} s)")
+        return loss
 
     def _draw(self, entropy: float) -> None:
+        from jaxpar.picture import loss_figure, save_figure  # matplotlib, which no step waits for
+
         title = f"{self.folder.name}: {self.config.model.family}, {count_text(self.model.parameter_count())} parameters"
         save_figure(
             loss_figure(read_metrics(self.folder), title, {"unigram entropy": entropy}), self.folder / "loss.png"

@@ -170,7 +170,7 @@ def verify(
 def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
     """The first half of `verify`: what will be run, and where."""
     check(config)
-    mesh, used, notes = _place(config.mesh, devices)
+    mesh, used, notes = _place(config.mesh, devices, config.compile.cache)
     mesh = dataclasses.replace(mesh, platform="auto", distributed=False)
     _check_layout(config, mesh)
     small, more = _shrink_alike(config, mesh, used)
@@ -311,9 +311,11 @@ def _rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
 
 
-def _place(spec: MeshSpec, devices: list[jax.Device] | None) -> tuple[MeshSpec, list[jax.Device], tuple[str, ...]]:
+def _place(
+    spec: MeshSpec, devices: list[jax.Device] | None, cache: str
+) -> tuple[MeshSpec, list[jax.Device], tuple[str, ...]]:
     """The mesh that fits, its devices, and what to say about them."""
-    found = _devices_here(spec) if devices is None else devices
+    found = _devices_here(spec, cache) if devices is None else devices
     mesh, notes = fit_mesh(spec, len(found)), []
     if mesh is None and found[0].platform != "cpu":
         notes.append(f"{len(found)} {found[0].device_kind} cannot keep every mesh axis above 1: CPU devices instead")
@@ -345,7 +347,7 @@ def simulate_for(spec: MeshSpec) -> None:
             jax.config.update("jax_num_cpu_devices", simulated_devices(spec))
 
 
-def _devices_here(spec: MeshSpec) -> list[jax.Device]:
+def _devices_here(spec: MeshSpec, cache: str) -> list[jax.Device]:
     """This process's devices, the CPU simulating enough for the mesh if JAX has not started."""
     count = simulated_devices(spec)
     try:
@@ -353,7 +355,7 @@ def _devices_here(spec: MeshSpec) -> list[jax.Device]:
     except RuntimeError:  # JAX has started
         count = len(jax.devices("cpu")) if spec.platform == "cpu" else 1
     widen_cpu_pool(count)
-    found = start(MeshSpec(data=count, platform="cpu") if spec.platform == "cpu" else MeshSpec())
+    found = start(MeshSpec(data=count, platform="cpu") if spec.platform == "cpu" else MeshSpec(), cache)
     return [device for device in found if device.process_index == jax.process_index()]
 
 

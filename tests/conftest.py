@@ -1,11 +1,19 @@
 """Eight simulated CPU devices for every test, before anything touches a backend; random tests that repeat exactly."""
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+# Tests read values and programs, not speed: as plain machine code a step compiles in an eighth of the time.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+)
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a test compiles what it tests
 
 import hypothesis
 import jax
@@ -14,6 +22,9 @@ import pytest
 from jaxpar.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.runtime import widen_cpu_pool
 from jaxpar.sharding import Plan
+
+# Traced programs are millions of objects that stay: reading them all again and again took a fifth of the suite's time.
+gc.set_threshold(100_000, 50, 100)
 
 widen_cpu_pool(8)
 jax.config.update("jax_num_cpu_devices", 8)

@@ -117,7 +117,7 @@ MUTATIONS = [
              'len([axis for axis in axes if axis != "layers"]) > 1', "len(axes) > 1", "tests/test_optim.py"),
     # Data, checkpoints, configs.
     Mutation("val_fill", "off by one: a row that fills the last batch is counted", "jaxpar/data.py",
-             "window_B >= windows", "window_B > windows", "tests/test_data.py -k validation"),
+             "place_B >= count", "place_B > count", "tests/test_data.py -k validation"),
     Mutation("keep_best", "a wrong sign: the worst checkpoint is kept", "jaxpar/checkpoint.py",
              "return -metrics[METRIC]", "return metrics[METRIC]", "tests/test_checkpoint.py"),
     Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/config.py",

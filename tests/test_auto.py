@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from absent import needs_libtpu
 
 from jaxpar import auto
 from jaxpar.auto import SITES, Trial, best, chosen, compare, trial, words
@@ -15,9 +16,7 @@ from jaxpar.bench_overlap import PURE, Row, overlap_table
 from jaxpar.config import Config, override
 from jaxpar.sharding import Overlap
 from jaxpar.step import make_plan
-from jaxpar.targets import compilers, load_target, target_devices
-
-needs_libtpu = pytest.mark.skipif("pip" in compilers()["tpu"], reason=compilers()["tpu"])
+from jaxpar.targets import load_target, target_devices
 
 
 def config_of(overlap: Overlap, **changes: Any) -> Config:

@@ -11,7 +11,7 @@ from jaxpar.errors import UserError
 
 def test_the_ratio_is_of_neighbouring_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(x for pair in [(1.0, 2.0), (3.0, 4.0), (2.0, 8.0)] for x in pair)
-    monkeypatch.setattr(bench, "_time", lambda function, calls: next(clock))
+    monkeypatch.setattr(bench, "mean_seconds", lambda function, calls: next(clock))
     found = bench.alternate(("a", "b"), lambda: None, lambda: None, rounds=3, calls=1)
     assert found.seconds == (2.0, 4.0)
     assert found.ratio == 0.5 and found.ratio_quartiles == (0.375, 0.625)

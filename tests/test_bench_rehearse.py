@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from jaxpar.bench_rehearse import Prediction, compare, configs, prediction_figur
 from jaxpar.calibrate import STEPS, Calibration
 from jaxpar.config import Config, check, override
 from jaxpar.errors import UserError
+from jaxpar.hardware import Hardware
 from jaxpar.hlo.speeds import Sample
 from jaxpar.hlo.stopwatch import Ready
 from jaxpar.hlo.tasks import Collective, Loop, Program, Task
@@ -19,23 +21,29 @@ from jaxpar.picture import save_figure
 
 DOT = Task("dot", "dot", "matmul", flops=1e7, dtype="f32", shape="f32[10,10]")
 CALIBRATION = Calibration({"platform": "cpu", "processor": "Z80"}, (Sample("matmul dot f32", (0, 3, 3, 16), 1e9),), 0.0)
+HARDWARE = CALIBRATION.hardware(Hardware())
+STATS = SimpleNamespace(
+    argument_size_in_bytes=5, output_size_in_bytes=4, alias_size_in_bytes=3, temp_size_in_bytes=100,
+    generated_code_size_in_bytes=10, host_argument_size_in_bytes=0, host_temp_size_in_bytes=0,
+)  # fmt: skip
 
 
 def sleeper(config: Config, name: str) -> Ready:
     """A program of `layers` matmuls that are said to take 10 ms each and take 11."""
     layers = config.model.layers
     nodes = (Loop("layers", layers, (DOT,)),)
-    return Ready(Program(name, nodes), {}, lambda: time.sleep(0.011 * layers), 0.011 * layers)
+    return Ready(Program(name, nodes), {}, lambda: time.sleep(0.011 * layers), 0.011 * layers, STATS)
 
 
 def test_each_config_is_predicted_and_timed(monkeypatch):
     monkeypatch.setattr(bench_rehearse, "ready_step", sleeper)
     shapes = {f"{n} layers": override(Config(), {"model.layers": n}) for n in (3, 1)}
     said: list[str] = []
-    rows = compare(shapes, CALIBRATION, rounds=2, patience=0.0, say=said.append)
+    rows = compare(shapes, HARDWARE, CALIBRATION.speeds(), rounds=2, patience=0.0, say=said.append)
     assert [(row.name, row.predicted) for row in rows] == [
         ("3 layers", pytest.approx(0.03)), ("1 layers", pytest.approx(0.01)),
     ]  # fmt: skip
+    assert {row.predicted_bytes for row in rows} == {116}
     assert all(row.fastest >= 1.1 * row.predicted for row in rows)
     assert all(row.median >= row.fastest for row in rows)
     assert said == ["compiling 3 layers", "compiling 1 layers", "timing, round 1/2", "timing, round 2/2"]
@@ -43,10 +51,10 @@ def test_each_config_is_predicted_and_timed(monkeypatch):
 
 def test_a_step_over_several_devices_is_refused(monkeypatch):
     gather = Task("ag", "all-gather", "collective", collective=Collective("all-gather", ((0, 1),), 8, "f32"))
-    ready = Ready(Program("step", (gather,)), {}, lambda: None, 1.0)
+    ready = Ready(Program("step", (gather,)), {}, lambda: None, 1.0, STATS)
     monkeypatch.setattr(bench_rehearse, "ready_step", lambda config, name: ready)
     with pytest.raises(UserError, match=r"between devices .all-gather."):
-        compare({"one": Config()}, CALIBRATION, rounds=1, patience=0.0)
+        compare({"one": Config()}, HARDWARE, rounds=1, patience=0.0)
 
 
 def rows(*pairs: tuple[float, float]) -> list[Prediction]:

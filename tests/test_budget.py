@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from absent import needs_cuda
 from traced_steps import config_of
 
 from jaxpar import budget as subject
@@ -22,9 +23,7 @@ from jaxpar.hlo.parse import parse
 from jaxpar.rehearsal.memory import saved_bytes
 from jaxpar.rehearse import compile_step
 from jaxpar.step import make_plan
-from jaxpar.targets import compilers, load_target, target_devices
-
-needs_gpu_compiler = pytest.mark.skipif("pip" in compilers()["cuda"], reason=compilers()["cuda"])
+from jaxpar.targets import load_target, target_devices
 
 
 @pytest.mark.parametrize(
@@ -224,13 +223,13 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
 
 
 @pytest.mark.slow
-@needs_gpu_compiler
+@needs_cuda
 def test_the_solved_plan_fits_the_compiled_program() -> None:
     checked("llama", "fsdp=2 x tensor=2", 0.5)
 
 
 @pytest.mark.long
-@needs_gpu_compiler
+@needs_cuda
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_table_of_budgets(model: str, mesh: str, capsys: pytest.CaptureFixture[str]) -> None:

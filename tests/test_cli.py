@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxpar import commands
 from jaxpar.cli import COMMANDS, main
 from jaxpar.config import ModelConfig, flatten, load_config, parse, presets, to_toml
 from jaxpar.metrics import read_metrics
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.quick
 SMALL = """
 --model.embed 16 --model.heads 2 --model.mlp 32 --model.layers 1 --model.max-seq-len 16 --data.seq-len 16
 --train.batch 8 --train.steps 3 --train.warmup-steps 1 --train.eval-batches 1
+--train.final-eval-batches 1
 """.split()  # noqa: SIM905 (a command line reads as one)
 
 
@@ -62,7 +64,8 @@ def text(tmp_path) -> Path:
 def shell(*words: str, **changes: str) -> subprocess.CompletedProcess:
     """A command in a process of its own, as on a user's machine: nothing of this test run's settings."""
     ours = ("JAX_", "TPU_", "XLA_")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)} | changes
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false"} | changes
     command = [sys.executable, "-m", "jaxpar.cli", *words]
     return subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
 
@@ -73,9 +76,24 @@ def shell(*words: str, **changes: str) -> subprocess.CompletedProcess:
 def test_help_lists_every_command(run):
     text = run("--help")
     assert run() == text
-    for name, (_, what) in COMMANDS.items():
+    for name, what in COMMANDS.items():
         assert f"{name} " in text
         assert what in text
+
+
+def test_what_needs_no_jax_does_not_wait_for_it():
+    """Nor for numpy, tyro and rich; the names of `jaxpar` come when they are asked for, and mistakes are told."""
+    words = ["--help", "--version", "configs", "meshes", "bench", "trian", "configs tiny"]
+    script = f"""
+import sys, jaxpar
+from jaxpar.cli import main
+codes = [main(line.split()) for line in {words}]
+print(codes, {{"jax", "numpy", "tyro", "rich"}} & set(sys.modules))
+from jaxpar import *
+print(jaxpar.mesh.MeshSpec is MeshSpec, set(jaxpar.__all__) <= set(globals()), hasattr(jaxpar, "Confgi"))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines()[-2:] == ["[0, 0, 0, 0, 0, 2, 2] set()", "True True False"]
 
 
 def test_version(run):
@@ -88,7 +106,7 @@ def test_help_of_a_command_shows_its_usage_and_flags(command, flag, capsys):
     with pytest.raises(SystemExit) as stop:
         sys.exit(main([command, flag]))
     assert stop.value.code == 0
-    text, function = capsys.readouterr().out, COMMANDS[command][0]
+    text, function = capsys.readouterr().out, getattr(commands, f"{command}_command", None)
     assert text.startswith(f"usage: jaxpar {command}")
     promised = [word.strip("[]") for word in str(function.__doc__).split() if word.startswith("[--")]
     takes_config = "--section.key" in promised

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from absent import MARKS
 from traced_steps import asked_here, compiled, config_of, over, staged
 
 from jaxpar.communication import Site, arrays, sent, sites
@@ -20,9 +21,7 @@ from jaxpar.pipeline.schedules import schedule
 from jaxpar.rehearsal.collectives import scope_of, sent_bytes
 from jaxpar.sharding import Overlap, ShardingRules
 from jaxpar.step import make_plan, param_shapes
-from jaxpar.targets import compilers, load_target, target_devices
-
-needs = {name: pytest.mark.skipif("pip" in compilers()[name], reason=compilers()[name]) for name in ("tpu", "cuda")}
+from jaxpar.targets import load_target, target_devices
 
 ZERO1 = ShardingRules(embed=(), state_embed=("data",))
 HSDP = ShardingRules(state_embed=("fsdp", "data"))
@@ -82,6 +81,9 @@ PLANS = {
     "gpt2, data x fsdp, bfloat16, remat": config_of("gpt2", "full", compute="bfloat16", data=2, fsdp=4),
     "gpt2, fsdp x tensor, unrolled, remat": config_of("gpt2", "full", scan=False, fsdp=2, tensor=4),
     "gpt2, data x tensor, accumulation": config_of("gpt2", accumulation=2, data=2, tensor=2),
+    "gpt2, data x tensor, accumulation, dropout": changed(
+        config_of("gpt2", accumulation=2, data=2, tensor=2), "model", dropout=0.1
+    ),
     "gpt2, unrolled, accumulation of 3": changed(
         config_of("gpt2", scan=False, accumulation=3, fsdp=2, tensor=2), "train", batch=12
     ),
@@ -359,6 +361,7 @@ COMPILED = {
     ),
 }  # fmt: skip
 COMPILED_SLOWLY = {
+    "llama, data x fsdp, accumulation": (config_of("llama", "full", accumulation=2, data=2, fsdp=4), ""),
     "llama, rings": (changed(config_of("llama", "full", fsdp=4, tensor=2), overlap=BOTH_RINGS), ""),
     "gpt2, ZeRO-1, ring": (
         changed(config_of("gpt2", data=4, tensor=2), rules=ZERO1, overlap=Overlap("ring", "bidirectional")), "",
@@ -374,7 +377,7 @@ COMPILED_SLOWLY = {
 
 def cases(programs: dict[str, tuple[Config, str]]) -> list[Any]:
     def marks(target: str) -> Any:
-        return needs[load_target(target).platform] if target else ()
+        return MARKS[load_target(target).platform] if target else ()
 
     return [pytest.param(*case, id=name, marks=marks(case[1])) for name, case in programs.items()]
 

@@ -31,6 +31,7 @@ def hf_folder(tmp_path: Path) -> Path:
 def config_for(folder: Path) -> Config:
     changes = {"mesh.platform": "cpu", "mesh.fsdp": 2, "mesh.tensor": 2, "data.seq_len": 16, "data.max_bytes": 50_000}
     changes |= {"train.steps": 2, "train.batch": 4, "train.warmup_steps": 0, "train.eval_batches": 1}
+    changes |= {"train.final_eval_batches": 1}
     return override(config_of(folder), changes)
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent import needs_cuda, needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig
@@ -29,10 +30,7 @@ from jaxpar.mesh import MeshSpec, devices_needed
 from jaxpar.models import Model
 from jaxpar.sharding import Plan
 from jaxpar.step import batch_shapes, make_plan, make_train_step, state_shapes, state_shardings
-from jaxpar.targets import compilers, load_target, target_devices
-
-needs_libtpu = pytest.mark.skipif("pip" in compilers()["tpu"], reason=compilers()["tpu"])
-needs_cuda = pytest.mark.skipif("pip" in compilers()["cuda"], reason=compilers()["cuda"])
+from jaxpar.targets import load_target, target_devices
 
 FAST = {"cpu": {"xla_backend_optimization_level": "0"}}  # of machine code: the HLO is the same
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent import needs_cuda
 from attention_cases import MASKS, Case, answer, assert_right, inputs, of_pair
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
@@ -28,9 +29,8 @@ from jaxpar.kernels import hopper
 from jaxpar.kernels.call import Call, Unserved
 from jaxpar.kernels.hopper_block import Visit
 from jaxpar.masks import BigBird, BlockSparse, Causal, Mask, Segments, Window
-from jaxpar.targets import compilers, load_target, target_devices
+from jaxpar.targets import load_target, target_devices
 
-needs_cuda = pytest.mark.skipif("pip" in compilers()["cuda"], reason=compilers()["cuda"])
 needs_ptxas = pytest.mark.skipif(
     shutil.which("ptxas") is None and importlib.util.find_spec("nvidia.cuda_nvcc") is None,
     reason="no ptxas: install CUDA's, or pip install nvidia-cuda-nvcc-cu12",

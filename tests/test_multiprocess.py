@@ -15,7 +15,8 @@ from jaxpar.metrics import read_metrics
 FLAGS = [
     "--model.layers", "1", "--model.embed", "32", "--model.mlp", "64", "--data.max-bytes", "200000",
     "--data.seq-len", "32", "--train.batch", "8", "--train.steps", "6", "--train.warmup-steps", "1",
-    "--train.eval-every", "3", "--train.eval-batches", "2", "--checkpoint.every", "3", "--metrics.log-every", "1",
+    "--train.eval-every", "3", "--train.eval-batches", "2", "--train.final-eval-batches", "2",
+    "--checkpoint.every", "3", "--metrics.log-every", "1",
 ]  # fmt: skip
 
 

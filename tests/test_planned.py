@@ -18,10 +18,6 @@ from jax.sharding import PartitionSpec
 from jaxpar.planned import Planned, planned
 from jaxpar.rehearsal.collectives import scope_of
 from jaxpar.sharding import Plan
-from jaxpar.targets import compilers
-
-needs_libtpu = pytest.mark.skipif("pip" in compilers()["tpu"], reason=compilers()["tpu"])
-needs_cuda = pytest.mark.skipif("pip" in compilers()["cuda"], reason=compilers()["cuda"])
 
 WIDTH = 64
 ROW = 4 * WIDTH  # bytes of one row of float32

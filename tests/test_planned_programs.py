@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import pytest
+from absent import needs_cuda, needs_libtpu
 from traced_steps import Sent, asked_here, compiled, config_of, over, sent, staged
 
 from jaxpar.config import Config, MemoryConfig, load_config
@@ -19,10 +20,6 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.models import Model
 from jaxpar.planned import planned
 from jaxpar.step import make_plan, make_train_step, step_shapes
-from jaxpar.targets import compilers
-
-needs_libtpu = pytest.mark.skipif("pip" in compilers()["tpu"], reason=compilers()["tpu"])
-needs_cuda = pytest.mark.skipif("pip" in compilers()["cuda"], reason=compilers()["cuda"])
 
 
 def test_scan_and_unrolled_send_the_same_when_blocks_are_recomputed():

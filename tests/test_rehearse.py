@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 import traced_steps
+from absent import needs_cuda, needs_libtpu
 
 from jaxpar import calibrate
 from jaxpar import rehearse as subject
@@ -23,10 +24,7 @@ from jaxpar.mesh import MeshSpec
 from jaxpar.models import Model
 from jaxpar.rehearsal.schema import Rehearsal, problems
 from jaxpar.rehearse import Compiled, compile_step, rehearse
-from jaxpar.targets import compilers, load_target
-
-needs_libtpu = pytest.mark.skipif("pip" in compilers()["tpu"], reason=compilers()["tpu"])
-needs_cuda = pytest.mark.skipif("pip" in compilers()["cuda"], reason=compilers()["cuda"])
+from jaxpar.targets import load_target
 
 BATCH, SEQ, EMBED, LAYERS = 16, 128, 128, 2
 

@@ -6,7 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
-from jaxpar.report import ProgressLine, banner, console, duration_text, fail, numbers_text, sharding_table
+from jaxpar.cli import fail
+from jaxpar.report import ProgressLine, banner, console, duration_text, numbers_text, sharding_table
 from jaxpar.sharding import Placement, placements
 
 pytestmark = pytest.mark.quick

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from absent import needs_cuda, needs_libtpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,9 +20,6 @@ from jaxpar.hardware import CHIPS, load_mesh_preset
 from jaxpar.mesh import DcnSpec, MeshSpec, make_mesh
 from jaxpar.step import make_plan
 from jaxpar.targets import Position, check_mesh, compilers, load_target, places, target_devices
-
-needs_libtpu = pytest.mark.skipif("pip" in compilers()["tpu"], reason=compilers()["tpu"])
-needs_cuda = pytest.mark.skipif("pip" in compilers()["cuda"], reason=compilers()["cuda"])
 
 # Names.
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent import needs_libtpu
 from attention_cases import EVERY_MASK, MASKS, SIZES, Answer, Case, Inputs, answer, assert_right, inputs, of_pair, some
 
 from jaxpar.hardware import LANES
@@ -18,10 +19,9 @@ from jaxpar.kernels import tpu
 from jaxpar.kernels.call import Call, Unserved
 from jaxpar.masks import EMPTY, BigBird, BlockSparse, Causal, Full, Mask, Segments, Window, tile_states
 from jaxpar.metrics import bytes_text
-from jaxpar.targets import compilers, load_target, target_devices
+from jaxpar.targets import load_target, target_devices
 
 pytestmark = pytest.mark.quick
-needs_libtpu = pytest.mark.skipif("pip" in compilers()["tpu"], reason=compilers()["tpu"])
 
 TILE = 16
 forward, backward = partial(tpu.forward, tile=TILE), partial(tpu.backward, tile=TILE)
@@ -40,6 +40,23 @@ def lightly_compiled() -> Iterator[None]:
 def test_interpreted_it_is_the_definition(case: Case) -> None:
     given = inputs(case)
     assert_right(of_pair(forward, backward, case, given, interpret=True), answer(case, given), case.dtype)
+
+
+ACROSS = [
+    Case("causal_end", 2, 200, 150, 4, 1, 32),
+    Case("window_documents", 1, 130, 300, 2, 2, 64, "bfloat16"),
+    Case("causal_bigbird", 1, 256, 256, 4, 2, 80, "float32", 5.0, LANES),
+]
+"""Tiles of whole lanes, and a head_dim of none: places lie along the lanes."""
+
+
+@pytest.mark.usefixtures("lightly_compiled")
+@pytest.mark.parametrize("case", ACROSS, ids=str)
+def test_interpreted_across_the_lanes_it_is_the_definition(case: Case) -> None:
+    given, tile = inputs(case), LANES
+    assert tpu._walk(given.q, given.k, given.mask, Call(), tile).across
+    pair = (partial(way, tile=tile) for way in (tpu.forward, tpu.backward))
+    assert_right(of_pair(*pair, case, given, interpret=True), answer(case, given), case.dtype)
 
 
 @pytest.mark.usefixtures("lightly_compiled")

@@ -61,6 +61,10 @@ def losses(folder: Path) -> dict[int, tuple[float, float]]:
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in read_metrics(folder) if "loss" in row}
 
 
+def logged(folder: Path, key: str) -> dict[int, float]:
+    return {row["step"]: row[key] for row in read_metrics(folder) if key in row}
+
+
 def test_stopped_after_seven_steps_and_resumed_equals_the_uninterrupted_run_to_the_bit(
     config: Config, whole: Path, tmp_path: Path
 ) -> None:
@@ -74,7 +78,8 @@ def test_stopped_after_seven_steps_and_resumed_equals_the_uninterrupted_run_to_t
     assert step == want_step == 20
     jax.tree.map(np.testing.assert_array_equal, state, want)
     assert data == want_data
-    assert resumed.val_loss == [row["val_loss"] for row in read_metrics(whole) if "val_loss" in row][-1]
+    assert resumed.val_loss == logged(whole, "final_val_loss")[20]
+    assert logged(folder, "val_loss").items() > logged(whole, "val_loss").items()  # and of step 7, where it stopped
 
 
 def test_a_run_learns_and_leaves_its_folder_complete(config: Config, whole: Path) -> None:
@@ -85,14 +90,16 @@ def test_a_run_learns_and_leaves_its_folder_complete(config: Config, whole: Path
     assert (whole / "tokenizer.json").exists()
     checkpoints = Checkpoints(whole / "checkpoints", config.checkpoint)
     assert checkpoints.latest() == 20 and checkpoints.best() == 20
+    # Of the same few batches each time, which the best checkpoint goes by; of the whole set once, at the end.
+    assert sorted(logged(whole, "val_loss")) == [5, 10, 15, 20] and sorted(logged(whole, "final_val_loss")) == [20]
+    assert 0 < abs(logged(whole, "val_loss")[20] - logged(whole, "final_val_loss")[20]) < 0.1
 
 
 def test_a_checkpoint_evaluates_to_the_logged_loss_on_another_mesh(config: Config, whole: Path) -> None:
     other = override(config, {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2})
-    logged = [row["val_loss"] for row in read_metrics(whole) if "val_loss" in row][-1]
     result = evaluate_run(other, whole)
     assert result.step == 20
-    np.testing.assert_allclose(result.val_loss, logged, rtol=1e-5)
+    np.testing.assert_allclose(result.val_loss, logged(whole, "final_val_loss")[20], rtol=1e-5)
 
 
 def test_a_finished_run_is_not_run_again(config: Config, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +123,7 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
     config: Config, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, real_put = tmp_path / "interrupted", train_module.put_batch
-    calls: list[int] = []
+    real_eval, calls, evaluations = train_module.make_eval_step, list[int](), list[int]()
 
     def put_and_interrupt(rows: Any, plan: Any) -> Any:
         calls.append(1)
@@ -124,9 +131,15 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
             os.kill(os.getpid(), signal.SIGINT)
         return real_put(rows, plan)
 
+    def note_and_make(*args: Any) -> Any:
+        evaluations.append(len(calls))
+        return real_eval(*args)
+
     monkeypatch.setattr(train_module, "put_batch", put_and_interrupt)
+    monkeypatch.setattr(train_module, "make_eval_step", note_and_make)
     result = train(config, folder)
     assert result.interrupted and result.step == 3
+    assert len(evaluations) == 1 and evaluations[0] >= 1  # its compilation kept no step waiting
     monkeypatch.undo()
     train(config, folder)
     assert losses(folder) == losses(whole)

@@ -19,6 +19,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent import needs_cuda
 from attention_cases import EVERY_MASK, SIZES, Case, answer, assert_right, inputs, of_pair, some
 
 from jaxpar.errors import UserError
@@ -28,9 +29,8 @@ from jaxpar.kernels.call import Call, Unserved
 from jaxpar.kernels.reference import reference
 from jaxpar.kernels.tuned import Sizes, Tile, keep_sizes, sizes_for, sizes_here
 from jaxpar.masks import EMPTY, BigBird, BlockSparse, Causal, Mask, Segments, Tiles, Window, tile_states
-from jaxpar.targets import compilers, load_target, target_devices
+from jaxpar.targets import load_target, target_devices
 
-needs_cuda = pytest.mark.skipif("pip" in compilers()["cuda"], reason=compilers()["cuda"])
 # jax 0.12 lowers to Triton for a GPU that is here, or for the AbstractDevice of a mesh in context, which ours is not.
 lowers_without_gpu = pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason=f"jax {jax.__version__}, no GPU")
 

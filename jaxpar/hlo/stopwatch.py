@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 import warnings
@@ -32,6 +33,8 @@ class Ready(NamedTuple):
     """One execution, waited for."""
     seconds: float
     """Of an execution, roughly."""
+    stats: Any = None
+    """`compiled.memory_analysis()`."""
 
 
 def prepare(probe: Probe, arrays: Arrays) -> Ready:
@@ -61,7 +64,7 @@ def warm(compiled: Any, start: Callable[[], Any]) -> Ready:
         jax.block_until_ready(start())
 
     run()
-    return Ready(program, tasks, run, elapsed(run))
+    return Ready(program, tasks, run, elapsed(run), compiled.memory_analysis())
 
 
 def elapsed(action: Callable[[], None]) -> float:
@@ -115,23 +118,31 @@ def fastest(ready: Sequence[Ready], each: float, lull: Lull) -> dict[Instruction
     return {name: min(times) for name, times in durations(run_all).items()}
 
 
-def durations(action: Callable[[], None]) -> dict[Instruction, list[float]]:
-    """Seconds of every execution of every instruction that runs in an action."""
+def durations(action: Callable[[], None], keep: Path | None = None) -> dict[Instruction, list[float]]:
+    """Seconds of every execution of every instruction that runs in an action, on a GPU of each of its kernels.
+
+    Args:
+      action: what is profiled.
+      keep: a folder for the profile, which TensorBoard and Perfetto read; None = it is not kept.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
+    with contextlib.nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(str(folder), profiler_options=options):
             action()
-        file = next(Path(folder).rglob("*.xplane.pb"))
+        file = max(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of the bindings, on Python 3.13
             return _durations(jax.profiler.ProfileData.from_file(str(file)))
 
 
 def _durations(profile: Any) -> dict[Instruction, list[float]]:
-    """An instruction that XLA:CPU hands to other threads is over with the event `end: NAME`, tied to it by a number."""
-    started, ends = [], {}
-    for plane in profile.planes:
+    """An instruction that XLA:CPU hands to other threads is over with the event `end: NAME`, tied to it by a number.
+
+    Where a device has a plane of its own, the host's events of the same names are only the starts of its kernels.
+    """
+    started, ends, planes = [], {}, list(profile.planes)
+    for plane in [plane for plane in planes if plane.name.startswith("/device:")] or planes:
         for line in plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
