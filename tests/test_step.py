@@ -9,9 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ from jaxpar.config import Config, ModelConfig, PrecisionConfig, TrainConfig, ove
 from jaxpar.errors import UserError
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
-from jaxpar.loss import LossWeights
+from jaxpar.loss import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.mesh import MeshSpec, describe, devices_needed
 from jaxpar.models import Model
 from jaxpar.optim import decay_mask
@@ -285,6 +287,21 @@ def test_dropout_gives_the_same_losses_on_every_mesh(one_device: dict[str, list[
     many, _ = run(config, MeshSpec(data=2, fsdp=2, tensor=2), steps=5)
     np.testing.assert_allclose(many, one, rtol=1e-5)
     assert one != one_device["gpt2"][:5]
+
+
+def test_every_microbatch_drops_by_a_key_of_its_own() -> None:
+    """In a model whose loss is nothing but a random number, and so its gradient."""
+
+    def loss(params: Any, rows: Any, plan: Any, key: jax.Array, weights: Any) -> LossSums:
+        drawn = params["scale"][0] * jax.random.uniform(key)
+        return LossSums(drawn, drawn, jnp.ones(()))
+
+    model: Any = SimpleNamespace(config=SimpleNamespace(experts=0), axes={"scale": ("embed",)}, loss=loss)
+    plan, key = make_plan(config_of("gpt2"), jax.devices()[:1]), jax.random.key(3)
+    rows = {"tokens": jnp.zeros((4, 8), jnp.int32)}
+    sums, grads = gradients(model, {"scale": jnp.ones(1)}, rows, plan, key, 4, LIKELIHOOD)
+    want = sum(float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(4))
+    np.testing.assert_allclose([sums.loss, grads["scale"][0]], want, rtol=1e-6)  # four float32 added up
 
 
 def test_two_runs_of_one_seed_are_equal_to_the_bit() -> None:
