@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -386,6 +386,29 @@ def is_matrix(axes: Axes) -> bool:
 def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
     """Of the sums of a parameter's gradients over microbatches: those of vectors are float32."""
     return jnp.dtype(plan.gradients if is_matrix(axes) else "float32")
+
+
+def summed_last(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, ...]:
+    """The mesh axes over which gradients are summed once, after the last microbatch, and not for each: the outermost
+    that split the batch and nothing else, so that each device has room for sums of its own.
+
+    None where the state is split over them too (ZeRO-1): a device would hold all the sums that this is to spare it.
+
+    Args:
+      plan: mesh and rules.
+      accumulation: microbatches of a step.
+      whole: something depends on all sequences of a microbatch: dropout's random numbers, the balance of experts.
+    """
+    if accumulation == 1 or whole or plan.size("stage") > 1:
+        return ()
+    rules: list[Any] = [rule.name for rule in fields(plan.rules) if rule.name != "batch"]
+    others = {mesh_axis for rule in rules for mesh_axis in plan.mesh_axes(rule)}
+    return next(first for first in _firsts(plan.mesh_axes("batch")) if not others.intersection(first))
+
+
+def one_along(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:
+    """The plan of the devices at one place along mesh axes that split the batch alone."""
+    return replace(plan, rules=replace(plan.rules, batch=_without(plan.rules.batch, tuple(mesh_axes))))
 
 
 def copying(plan: Plan) -> tuple[MeshAxis, ...]:

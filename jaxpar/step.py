@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxpar import pipeline
 from jaxpar.batches import TOKENS
-from jaxpar.collectives import further_split, is_axes
+from jaxpar.collectives import further_split, is_axes, manual
 from jaxpar.config import Config, TrainConfig
 from jaxpar.context import check_split
 from jaxpar.errors import UserError
@@ -37,9 +38,11 @@ from jaxpar.sharding import (
     fit_heads,
     gradient_dtype,
     local_rows,
+    one_along,
     path_name,
     replicated,
     state_axes,
+    summed_last,
     tree_shardings,
 )
 from jaxpar.update import update
@@ -111,7 +114,19 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
     pipelines = pipeline_notes(config, plan, Model(config.model).parameter_count())
     asked = offload_asked(plan)
     offloads = offload_notes(asked, plan.mesh.devices.flat[0]) if asked else []
-    return [*_fitted(config, plan.mesh)[1], *overlap_notes(plan, config.data.seq_len), *pipelines, *offloads]
+    return [
+        *_fitted(config, plan.mesh)[1], *overlap_notes(plan, config.data.seq_len), *pipelines, *offloads,
+        *_sum_notes(config, plan),
+    ]  # fmt: skip
+
+
+def _sum_notes(config: Config, plan: Plan) -> list[str]:
+    """Why gradients that could be summed over devices once are not."""
+    parts, over = config.train.accumulation, summed_last(plan, config.train.accumulation, whole=False)
+    why = "experts are balanced" if config.model.experts else "dropout is drawn" if config.model.dropout else ""
+    if not over or not why:
+        return []
+    return [f"gradients are summed over {' x '.join(over)} after every microbatch of {parts}: {why} over all of one"]
 
 
 def offload_asked(plan: Plan) -> str:
@@ -342,9 +357,34 @@ def gradients(
 ) -> tuple[LossSums, Params]:  # fmt: skip
     """Summed loss of a global batch and its float32 gradient, over `accumulation` microbatches one after another.
 
-    Sums, not means: divided by the total token count they weigh every token alike, however it was split.
+    Sums, not means: divided by the total token count they weigh every token alike, however it was split. Over devices
+    they are summed after the last microbatch where each can add up its own (`summed_last`).
     """
+    over = summed_last(plan, accumulation, key is not None or bool(model.config.experts))
+    if not over:
+        return _accumulated(model, params, batch, plan, key, accumulation, weights)
+    scalars: Any = ((),) * 3
+    one, layouts = one_along(plan, over), (LossSums(*scalars), jax.tree.map(state_axes, model.axes, is_leaf=is_axes))
 
+    def local(params: Params, batch: Batch) -> tuple[LossSums, Params]:
+        def total(x: jax.Array) -> jax.Array:
+            return jax.lax.psum(x.astype(jnp.float32), over).astype(x.dtype)
+
+        parts = _accumulated(model, params, batch, one, None, accumulation, weights)
+        with jax.named_scope("accumulate"):
+            return manual(lambda parts: jax.tree.map(total, parts), one, (layouts,), layouts)(parts)
+
+    # With the axes of one device: where no other is left, a kernel stands where XLA has nothing to split.
+    here = {*over, *(axis for axis, size in plan.mesh.shape.items() if size == 1)}
+    return jax.shard_map(
+        local, mesh=plan.mesh, in_specs=(P(), P(over)), out_specs=P(), axis_names=here, check_vma=False
+    )(params, dict(batch))
+
+
+def _accumulated(
+    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, accumulation: int,
+    weights: LossWeights,
+) -> tuple[LossSums, Params]:  # fmt: skip
     def of_microbatch(rows: Batch, key: jax.Array | None) -> tuple[LossSums, Params]:
         if plan.size("stage") > 1:
             return pipeline.gradients(model, params, rows, plan, key, weights)

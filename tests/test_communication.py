@@ -82,6 +82,9 @@ PLANS = {
     "gpt2, data x fsdp, bfloat16, remat": config_of("gpt2", "full", compute="bfloat16", data=2, fsdp=4),
     "gpt2, fsdp x tensor, unrolled, remat": config_of("gpt2", "full", scan=False, fsdp=2, tensor=4),
     "gpt2, data x tensor, accumulation": config_of("gpt2", accumulation=2, data=2, tensor=2),
+    "gpt2, data x tensor, accumulation, dropout": changed(
+        config_of("gpt2", accumulation=2, data=2, tensor=2), "model", dropout=0.1
+    ),
     "gpt2, unrolled, accumulation of 3": changed(
         config_of("gpt2", scan=False, accumulation=3, fsdp=2, tensor=2), "train", batch=12
     ),
@@ -359,6 +362,7 @@ COMPILED = {
     ),
 }  # fmt: skip
 COMPILED_SLOWLY = {
+    "llama, data x fsdp, accumulation": (config_of("llama", "full", accumulation=2, data=2, fsdp=4), ""),
     "llama, rings": (changed(config_of("llama", "full", fsdp=4, tensor=2), overlap=BOTH_RINGS), ""),
     "gpt2, ZeRO-1, ring": (
         changed(config_of("gpt2", data=4, tensor=2), rules=ZERO1, overlap=Overlap("ring", "bidirectional")), "",

@@ -17,13 +17,18 @@ import pytest
 
 from jaxpar.config import Config, ModelConfig, PrecisionConfig, TrainConfig, override, parse
 from jaxpar.errors import UserError
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import walk
+from jaxpar.loss import LossWeights
 from jaxpar.mesh import MeshSpec, describe, devices_needed
 from jaxpar.models import Model
 from jaxpar.optim import decay_mask
 from jaxpar.planned import planned
+from jaxpar.rehearsal.collectives import axes_of
 from jaxpar.step import (
     batch_rows,
     batch_shapes,
+    gradients,
     init_state,
     make_eval_step,
     make_plan,
@@ -216,6 +221,42 @@ def test_a_state_must_be_split_as_its_parameters_or_further() -> None:
 def test_accumulation_weighs_every_token_alike(model: str, one_device: dict[str, list[float]]) -> None:
     losses, _ = run(config_of(model, **{"train.accumulation": 4}), MeshSpec(fsdp=2))
     np.testing.assert_allclose(losses, one_device[model], rtol=1e-5)
+
+
+def gradients_on(mesh: MeshSpec, config: Config) -> tuple[Any, Any, Any]:
+    """Sums and gradients of the first batch, their plan, and the program that made them."""
+    config = dataclasses.replace(config, mesh=mesh)
+    plan, model = make_plan(config, jax.devices()[: devices_needed(mesh)]), Model(config.model)
+    key = jax.random.key(1) if config.model.dropout else None
+    of_batch = jax.jit(
+        lambda params, rows: gradients(model, params, rows, plan, key, config.train.accumulation, LossWeights(1e-4))
+    )
+    params = jax.device_put(fresh(config.model), state_shardings(model, config, plan).params)
+    program = of_batch.lower(params, put_batch(batches(config, 1)[0], plan)).compile()
+    return program(params, put_batch(batches(config, 1)[0], plan)), plan, program
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"model.dropout": 0.2}, {"precision.gradients": "bfloat16"}], ids=["", "dropout", "bfloat16"]
+)
+def test_each_device_adds_up_its_own_microbatches(changes: dict[str, Any]) -> None:
+    """One sum over `data` in a step, outside of the loop; over `fsdp`, whose devices have parts, one a microbatch."""
+    config = config_of("gpt2", **{"train.accumulation": 2}, **changes)
+    want, _, _ = gradients_on(MeshSpec(), config)
+    found, plan, program = gradients_on(MeshSpec(data=2, fsdp=2, tensor=2), config)
+    # Float32 sums of a few hundred terms in another order; in bfloat16, of two microbatches, rounded at 2^-9 each. Of
+    # the largest gradient of all: that of a key's bias is nothing but what is rounded.
+    within = 2**-8 if "precision.gradients" in changes else 1e-6
+    arrays = [[np.float32(x) for x in jax.tree.leaves(tree)] for tree in (found, want)]
+    largest = max(np.max(np.abs(x)) for x in jax.tree.leaves(want[1]))
+    for x, y in zip(*arrays, strict=True):
+        np.testing.assert_allclose(x, y, rtol=within, atol=within * largest)
+    sums = [
+        count for task, count in walk(read_program(program.as_text()).nodes)
+        if task.collective and "data" in axes_of(task.collective, dict(plan.mesh.shape))
+    ]  # fmt: skip
+    notes = [note for note in plan_notes(config, plan) if "after every microbatch" in note]
+    assert (max(sums) == 1, notes == []) == ("model.dropout" not in changes,) * 2
 
 
 def test_packed_documents_give_the_same_losses_on_a_mesh() -> None:

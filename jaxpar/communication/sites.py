@@ -13,7 +13,7 @@ Shapes: B batch, S sequence, D embed, V vocab, L layers; weights [D, *out] (colu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,8 +37,9 @@ from jaxpar.communication.moves import (
 from jaxpar.communication.stages import stage_rows, turns, with_a_stage
 from jaxpar.config import Config
 from jaxpar.loss import tiling
+from jaxpar.mesh import MeshAxis
 from jaxpar.parallel import GATHERED, STORED, used_axes
-from jaxpar.sharding import Plan, path_name, state_axes
+from jaxpar.sharding import Plan, one_along, path_name, state_axes, summed_last
 
 Sent = dict[tuple[str, frozenset[str]], float]
 
@@ -55,7 +56,9 @@ def sites(parameters: Mapping[str, Array], config: Config, plan: Plan) -> list[S
     blocks = one_block(parameters)
     tables = [array for array in (*head.values(), *embed.values()) if array.axes[0] == "vocab"]
     train, often = config.train, turns(config, plan)
-    rows = train.batch // train.accumulation // often.microbatches
+    over = summed_last(plan, train.accumulation, bool(config.model.dropout or config.model.experts))
+    summed, plan = _after_the_last(parameters, over, plan), one_along(plan, over)
+    rows = train.batch // train.accumulation // often.microbatches // plan.pieces(over)
     apart = plan.recomputes or config.model.scan_layers or plan.size("stage") > 1
     step = Step(plan, (rows, config.data.seq_len, tables[0].shape[-1]), often.layers, apart)
     first = step._replace(runs=often.embedding)
@@ -69,6 +72,7 @@ def sites(parameters: Mapping[str, Array], config: Config, plan: Plan) -> list[S
         *stage_rows([*embed.values(), *head.values()], bool(config.model.experts), often, step),
         *_left_to_xla("block", blocks, step),
         *_left_to_xla("head", head, last),
+        *summed,
         *_update(parameters, plan),
     ]
 
@@ -152,6 +156,13 @@ def _left_to_xla(scope: str, part: dict[str, Array], step: Step) -> Iterator[Sit
             sums.append(Move("all-reduce", over, size))
     yield from step.forward(scope, "norms and biases", gathers, asked=False)
     yield from step.backward(scope, "gradients of norms and biases", "input", sums, asked=False)
+
+
+def _after_the_last(parameters: Mapping[str, Array], over: Sequence[MeshAxis], plan: Plan) -> list[Site]:
+    """Likelihood, tokens and all gradients, summed over devices after the last microbatch: see `step.gradients`."""
+    entries = sum(Array(array.shape, state_axes(array.axes)).entries(plan) for array in parameters.values())
+    moves = [Move("all-reduce", tuple(over), (2 + entries) * FLOAT32)] if over else []
+    return list(rows_of(plan, "accumulate", "gradients and sums of the loss", "backward", moves))
 
 
 def _update(parameters: Mapping[str, Array], plan: Plan) -> Iterator[Site]:
