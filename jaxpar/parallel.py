@@ -194,7 +194,7 @@ def _linear_backward(plan, site, residuals, dys):
             )
             x, _ = all_gather_matmul(x, (), STORED, site.used, plan.compute, plan, gathers)
         dweights = tuple(
-            _summed(_matmul_transposed(x, dy, w.shape), weight, axes, dim, split_over(site.used[:2], plan), plan)
+            _summed(_matmul_transposed(x, dy, w.shape, plan), weight, axes, dim, split_over(site.used[:2], plan), plan)
             for dy, w, weight, axes, dim in zip(dys, used, weights, site.weights, _copied_dims(site, plan), strict=True)
         )
         return jnp.asarray(dx, dx_dtype), tuple(d.astype(w.dtype) for d, w in zip(dweights, weights, strict=True))
@@ -263,11 +263,14 @@ def use(weight: Array, axes: _Axes, plan: Plan) -> Array:
     return gather(weight.astype(plan.dtype), axes, used_axes(axes), plan)
 
 
-def _matmul_transposed(x: Array, dy: Array, shape: tuple[int, ...]) -> Array:
+def _matmul_transposed(x: Array, dy: Array, shape: tuple[int, ...], plan: Plan) -> Array:
     """The weight gradient: [B, S, *in] and [B, S, *out] contracted over the tokens, summed in float32."""
-    tokens = x.shape[0] * x.shape[1]
-    x_TI, dy_TO = x.reshape(tokens, -1), dy.reshape(tokens, -1)
-    return jax.lax.dot_general(x_TI, dy_TO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32).reshape(shape)
+    if _platform(plan) == "tpu" and len(x) > 1:
+        over = (0, 1)  # of heads that lie [B, H, h, S] XLA would make copies, to have one dim of the two
+    else:
+        over = (0,)  # two dims XLA:CPU would transpose
+        x, dy = (array.reshape(array.shape[0] * array.shape[1], -1) for array in (x, dy))
+    return jax.lax.dot_general(x, dy, ((over, over), ((), ())), preferred_element_type=jnp.float32).reshape(shape)
 
 
 def lookup(

@@ -89,6 +89,16 @@ def test_row_linear_adds_its_bias_once(plan: Plan) -> None:
     )
 
 
+def test_weight_gradients_contracted_as_on_a_tpu_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpar.parallel._platform", lambda plan: "tpu")
+    plan, heads = plan_on(MESHES["fsdp2.context2.tensor2"]), ("heads", "head_dim")  # two sequences a device
+    assert_same(
+        lambda x, q, out: row_linear(column_linear(x, (q,), (heads,), plan)[0], out, heads, plan),
+        lambda x, q, out: jnp.einsum("bsd,dhk,hke->bse", x, q, out),
+        arrays((B, S, D), (D, H, h), (H, h, D)),
+    )
+
+
 @pytest.mark.parametrize("axis", ["vocab", None])
 def test_lookup_finds_rows_and_sums_repeated_ones_in_the_gradient(plan: Plan, axis: Any) -> None:
     ids = jnp.asarray(np.random.default_rng(2).integers(0, V, (B, S)), jnp.int32).at[0, :5].set(V - 1)

@@ -42,6 +42,23 @@ def test_interpreted_it_is_the_definition(case: Case) -> None:
     assert_right(of_pair(forward, backward, case, given, interpret=True), answer(case, given), case.dtype)
 
 
+ACROSS = [
+    Case("causal_end", 2, 200, 150, 4, 1, 32),
+    Case("window_documents", 1, 130, 300, 2, 2, 64, "bfloat16"),
+    Case("causal_bigbird", 1, 256, 256, 4, 2, 80, "float32", 5.0, LANES),
+]
+"""Tiles of whole lanes, and a head_dim of none: places lie along the lanes."""
+
+
+@pytest.mark.usefixtures("lightly_compiled")
+@pytest.mark.parametrize("case", ACROSS, ids=str)
+def test_interpreted_across_the_lanes_it_is_the_definition(case: Case) -> None:
+    given, tile = inputs(case), LANES
+    assert tpu._walk(given.q, given.k, given.mask, Call(), tile).across
+    pair = (partial(way, tile=tile) for way in (tpu.forward, tpu.backward))
+    assert_right(of_pair(*pair, case, given, interpret=True), answer(case, given), case.dtype)
+
+
 @pytest.mark.usefixtures("lightly_compiled")
 @pytest.mark.parametrize("name", ["causal_late", "window_both", "dilated", "causal_bigbird"])
 def test_parts_at_traced_places_make_the_whole(name: str) -> None:

@@ -10,8 +10,11 @@ Scores lie as [keys, queries], so that what a query has one of lies along the la
 shuffles between lanes. Of a tile of 512 x 512 and head_dim 128 libtpu 0.0.42 makes 1,440 bundles of instructions so on
 v5e and 1,058 on v6e (the forward), and 1,832 and 1,779 for scores the other way.
 
-Arrays in HBM keep their head_dim, and Mosaic fills it up to 128 lanes in VMEM. Two heads of 64 packed into one tile of
-lanes gain nothing: 1,178 bundles a head on v5e and 953 on v6e, against 1,197 and 942.
+Arrays whose head_dim fills no whole tiles of 128 lanes lie with their places along the lanes instead, [h, S]. They take
+no more of HBM than they have, half of what [S, 64] does, and XLA's matmuls read and write them as they are, where it
+copied every one of the others to a layout without gaps. A visited tile of 512 x 512 and head_dim 64 takes 1,166, 1,155
+and 1,899 bundles on v5e (forward, dq, dkv), against 1,196, 1,287 and 1,902 of [S, 64]. Two heads of 64 packed into one
+tile of lanes gained nothing: 1,178 bundles a head on v5e and 953 on v6e, against 1,197 and 942.
 
 Shapes: as in `jaxpar.kernels.call`; Q tiles of q queries, N tiles of t keys; R rows of up to W visits; L steps.
 """
@@ -44,7 +47,8 @@ _HEAD_DIM = 256
 _LIST_BYTES = 3 * 2**18  # of a core's SMEM, which is 1 MiB
 
 Kind = Literal["queries", "keys", "per_query", "q_ids", "kv_ids"]
-"""Of arrays: [B, H, S, h], [B, K, T, h], [B, H, Q, 1, q], and ids [B, Q, 1, q] and [B, N, 1, t]."""
+"""Of arrays: [B, H, S, h], [B, K, T, h] (or [B, H, h, S], [B, K, h, T]: `_Walk.across`), [B, H, Q, 1, q], and ids
+[B, Q, 1, q] and [B, N, 1, t]."""
 
 
 def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: Any, mask: Mask, call: Call = DEFAULT) -> str:
@@ -74,15 +78,15 @@ def forward(
     B, S, H, h = q_BSHh.shape
     walk = _walk(q_BSHh, k_BTKh, mask, call, tile)
     q, t = walk.tiles.block_q, walk.tiles.block_k
-    out_BHSh, lse_BHQ1q = _launch(
+    out, lse_BHQ1q = _launch(
         _forward_kernel,
         walk,
-        {"queries": [_by_head(q_BSHh, q)], "keys": [_by_head(k_BTKh, t), _by_head(v_BTKh, t)]},
+        {"queries": [walk.by_head(q_BSHh, q)], "keys": [walk.by_head(k_BTKh, t), walk.by_head(v_BTKh, t)]},
         outputs=[("queries", call.out_dtype or q_BSHh.dtype), ("per_query", jnp.float32)],
         sums=[(1, q), (1, q), (h, q)],
         products=2,
     )
-    return out_BHSh[:, :, :S].swapaxes(1, 2), lse_BHQ1q.reshape(B, H, -1)[:, :, :S]
+    return walk.by_place(out, S), lse_BHQ1q.reshape(B, H, -1)[:, :, :S]
 
 
 def backward(
@@ -101,19 +105,18 @@ def backward(
     of_queries, of_keys = (_walk(q_BSHh, k_BTKh, mask, call, tile, by_keys) for by_keys in (False, True))
     q, t = of_queries.tiles.block_q, of_queries.tiles.block_k
     arrays: dict[Kind, list[Array]] = {
-        "queries": [_by_head(q_BSHh, q), _by_head(dout_BSHh.astype(v_BTKh.dtype), q)],
-        "keys": [_by_head(k_BTKh, t), _by_head(v_BTKh, t)],
+        "queries": [of_queries.by_head(q_BSHh, q), of_queries.by_head(dout_BSHh.astype(v_BTKh.dtype), q)],
+        "keys": [of_keys.by_head(k_BTKh, t), of_keys.by_head(v_BTKh, t)],
         "per_query": [_by_tile(jnp.maximum(lse_BHS, BLIND), q), _by_tile(delta_BHS, q)],
     }
     of_q, of_k, of_v = (call.out_dtype or x.dtype for x in (q_BSHh, k_BTKh, v_BTKh))
-    (dq_BHSh,) = _launch(_dq_kernel, of_queries, arrays, [("queries", of_q)], sums=[(h, q)], products=3)
-    dk_BKTh, dv_BKTh = _launch(
-        _dkv_kernel, of_keys, arrays, [("keys", of_k), ("keys", of_v)], sums=[(t, h), (t, h)], products=4
-    )
-    return dq_BHSh[:, :, :S].swapaxes(1, 2), dk_BKTh[:, :, :T].swapaxes(1, 2), dv_BKTh[:, :, :T].swapaxes(1, 2)
+    (dq,) = _launch(_dq_kernel, of_queries, arrays, [("queries", of_q)], sums=[(h, q)], products=3)
+    dk, dv = _launch(_dkv_kernel, of_keys, arrays, [("keys", of_k), ("keys", of_v)], sums=[(t, h), (t, h)], products=4)
+    return of_queries.by_place(dq, S), of_keys.by_place(dk, T), of_keys.by_place(dv, T)
 
 
-# The kernels: each takes a step, refs to the tile's arrays and outputs, and refs to the row's sums.
+# The kernels: each takes a step, refs to the tile's arrays and outputs, and refs to the row's sums. Of an array `rows`
+# are [places, h], `columns` [h, places], whichever way it lies.
 
 
 def _forward_kernel(step: _Step, q, k, v, out, lse, most, total, weighted) -> None:
@@ -125,17 +128,17 @@ def _forward_kernel(step: _Step, q, k, v, out, lse, most, total, weighted) -> No
 
     @step.visit
     def _(shown: _Shown) -> None:
-        scores = shown(step.scores(q[...], k[...]), MASKED)
+        scores = shown(step.scores(q, k), MASKED)
         before, now = most[...], jnp.maximum(most[...], jnp.max(scores, axis=0, keepdims=True))
         weights, kept = jnp.exp(scores - now), jnp.exp(before - now)
         most[...] = now
         total[...] = total[...] * kept + jnp.sum(weights, axis=0, keepdims=True)
-        weighted[...] = weighted[...] * kept + _product(v[...].T, weights.astype(v.dtype))
+        weighted[...] = weighted[...] * kept + _product(step.columns(v), weights.astype(v.dtype))
 
     @pl.when(step.last)
     def _() -> None:
         divisor = jnp.where(total[...] == 0, 1, total[...])
-        out[...] = (weighted[...] / divisor).T.astype(out.dtype)
+        out[...] = step.columns(weighted[...] / divisor).astype(out.dtype)
         lse[...] = most[...] + jnp.log(divisor)
 
 
@@ -146,14 +149,14 @@ def _dq_kernel(step: _Step, q, dout, k, v, lse, delta, dq, dq_sum) -> None:
 
     @step.visit
     def _(shown: _Shown) -> None:
-        scores = step.scores(q[...], k[...])
+        scores = step.scores(q, k)
         weights = shown(jnp.exp(scores - lse[...]), 0.0)
-        dscores = step.dscores(weights * (_product(v[...], dout[...].T) - delta[...]), scores)
-        dq_sum[...] += _product(k[...].T, dscores.astype(k.dtype))
+        dscores = step.dscores(weights * (_product(step.rows(v), step.columns(dout)) - delta[...]), scores)
+        dq_sum[...] += _product(step.columns(k), dscores.astype(k.dtype))
 
     @pl.when(step.last)
     def _() -> None:
-        dq[...] = (dq_sum[...] * step.scale).T.astype(dq.dtype)
+        dq[...] = step.columns(dq_sum[...] * step.scale).astype(dq.dtype)
 
 
 def _dkv_kernel(step: _Step, q, dout, k, v, lse, delta, dk, dv, dk_sum, dv_sum) -> None:
@@ -164,16 +167,16 @@ def _dkv_kernel(step: _Step, q, dout, k, v, lse, delta, dk, dv, dk_sum, dv_sum) 
 
     @step.visit
     def _(shown: _Shown) -> None:
-        scores = step.scores(q[...], k[...])
+        scores = step.scores(q, k)
         weights = shown(jnp.exp(scores - lse[...]), 0.0)
-        dv_sum[...] += _product(weights.astype(dout.dtype), dout[...])
-        dscores = step.dscores(weights * (_product(v[...], dout[...].T) - delta[...]), scores)
-        dk_sum[...] += _product(dscores.astype(q.dtype), q[...])
+        dv_sum[...] += _product(weights.astype(dout.dtype), step.rows(dout))
+        dscores = step.dscores(weights * (_product(step.rows(v), step.columns(dout)) - delta[...]), scores)
+        dk_sum[...] += _product(dscores.astype(q.dtype), step.rows(q))
 
     @pl.when(step.last)
     def _() -> None:
-        dk[...] = (dk_sum[...] * step.scale).astype(dk.dtype)
-        dv[...] = dv_sum[...].astype(dv.dtype)
+        dk[...] = step.rows(dk_sum[...] * step.scale).astype(dk.dtype)
+        dv[...] = step.rows(dv_sum[...]).astype(dv.dtype)
 
 
 def _product(a: Array, b: Array) -> Array:
@@ -195,6 +198,7 @@ class _Step(NamedTuple):
       first, last: of its row: where sums begin, and are written.
       state: EMPTY, PARTIAL or FULL, of its tile.
       seen: which places of a partial tile are seen [t, q].
+      across: as of the walk.
     """
 
     call: Call
@@ -203,9 +207,18 @@ class _Step(NamedTuple):
     last: Any
     state: Any
     seen: Callable[[], Array]
+    across: bool
 
-    def scores(self, q: Array, k: Array) -> Array:
-        return capped(_product(k, q.T) * self.scale, self.call.softcap)
+    def rows(self, x: Any) -> Array:
+        """From an array as it lies to [places, h], and the other way."""
+        return x[...].T if self.across else x[...]
+
+    def columns(self, x: Any) -> Array:
+        """From an array as it lies to [h, places], and the other way."""
+        return x[...] if self.across else x[...].T
+
+    def scores(self, q: Any, k: Any) -> Array:
+        return capped(_product(self.rows(k), self.columns(q)) * self.scale, self.call.softcap)
 
     def dscores(self, dcapped: Array, scores: Array) -> Array:
         return through_cap(dcapped, scores, self.call.softcap)
@@ -226,6 +239,7 @@ class _Walk(NamedTuple):
       count: how many steps; on the device where ids or places are.
       stride: of a sequence's steps in the lists; 0 = all have the same.
       bits: of `Visits`.
+      across: arrays lie with their places along the lanes.
     """
 
     mask: Mask
@@ -238,6 +252,17 @@ class _Walk(NamedTuple):
     count: Any
     stride: int
     bits: int
+    across: bool
+
+    def by_head(self, x_BSHh: Array, block: int) -> Array:
+        """[B, H, S, h], or across [B, H, h, S], zeros up to whole tiles."""
+        x = x_BSHh.transpose((0, 2, 3, 1) if self.across else (0, 2, 1, 3))
+        missing = (0, -x_BSHh.shape[1] % block)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), missing) if self.across else ((0, 0), (0, 0), missing, (0, 0)))
+
+    def by_place(self, x: Array, S: int) -> Array:
+        """The inverse of `by_head`."""
+        return x[..., :S].transpose(0, 3, 1, 2) if self.across else x[:, :, :S].swapaxes(1, 2)
 
     def at(self, b: Any, n: Any, rows: Any, codes: Any) -> tuple[Any, Any]:
         """The tile of queries and the tile of keys of a step, by what lies in SMEM."""
@@ -264,7 +289,9 @@ def _walk(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, tile: int, of_ke
     states_BL = xp.where(visited, xp.where(w_BL < full_BL, FULL, PARTIAL), EMPTY)
     rows, codes = (x.astype(np.int32).reshape(-1) for x in (rows_BL, entries_BL << 2 | states_BL))
     stride = L if B > 1 else 0
-    return _Walk(mask, call, call.scale_of(q_BSHh), tiles, of_keys, rows, codes, count if traced else L, stride, bits)
+    across = q_BSHh.shape[3] % LANES != 0 and tiles.block_q % LANES == tiles.block_k % LANES == 0
+    count = count if traced else L
+    return _Walk(mask, call, call.scale_of(q_BSHh), tiles, of_keys, rows, codes, count, stride, bits, across)
 
 
 def _check_list(steps: int) -> None:
@@ -316,7 +343,7 @@ def _step(walk: _Walk, G: int, lists: Sequence[Any], q_ids: Sequence[Any], kv_id
         seen = in_tile(walk.mask, i, starts[1] + column, code >> 2, ids)
         return seen & (column < T) if T % block_k else seen
 
-    return _Step(walk.call, walk.scale, first, last, code & 3, seen)
+    return _Step(walk.call, walk.scale, first, last, code & 3, seen, walk.across)
 
 
 # Launching.
@@ -338,7 +365,8 @@ def _launch(
       sums: shapes of what it sums in float32.
       products: how many it makes of a tile, for XLA's estimate of its time.
     """
-    (B, H, _, h), (K, tiles) = arrays["queries"][0].shape, (arrays["keys"][0].shape[1], walk.tiles)
+    (B, H, *last), (K, tiles) = arrays["queries"][0].shape, (arrays["keys"][0].shape[1], walk.tiles)
+    h = last[0 if walk.across else 1]
     segments = [leaf for leaf in walk.mask.leaves() if isinstance(leaf, Segments)]
     ids: dict[Kind, list[Array]] = {
         "q_ids": [_by_tile(leaf.q_ids, tiles.block_q) for leaf in segments],
@@ -391,19 +419,19 @@ def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
 
         return pl.BlockSpec(shape, of_step)
 
+    def lying(block: int) -> tuple[int | None, ...]:
+        return (None, None, h, block) if walk.across else (None, None, block, h)
+
+    def place(tile: Any) -> tuple[Any, Any]:
+        return (0, tile) if walk.across else (tile, 0)
+
     return {
-        "queries": spec((None, None, q, h), lambda b, kv_head, head, Q, N: (b, head, Q, 0)),
-        "keys": spec((None, None, t, h), lambda b, kv_head, head, Q, N: (b, kv_head, N, 0)),
+        "queries": spec(lying(q), lambda b, kv_head, head, Q, N: (b, head, *place(Q))),
+        "keys": spec(lying(t), lambda b, kv_head, head, Q, N: (b, kv_head, *place(N))),
         "per_query": spec((None, None, None, 1, q), lambda b, kv_head, head, Q, N: (b, head, Q, 0, 0)),
         "q_ids": spec((None, None, 1, q), lambda b, kv_head, head, Q, N: (b, Q, 0, 0)),
         "kv_ids": spec((None, None, 1, t), lambda b, kv_head, head, Q, N: (b, N, 0, 0)),
     }
-
-
-def _by_head(x_BSHh: Array, block: int) -> Array:
-    """[B, H, S, h], zeros up to whole tiles."""
-    x_BHSh = x_BSHh.swapaxes(1, 2)
-    return jnp.pad(x_BHSh, ((0, 0), (0, 0), (0, -x_BHSh.shape[2] % block), (0, 0)))
 
 
 def _by_tile(x: Array, block: int) -> Array:
