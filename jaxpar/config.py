@@ -146,8 +146,8 @@ class MemoryConfig:
     offload_anyway: bool = False
     """Offload on versions and devices that are known to give wrong gradients."""
     loss_mib: int = 4096
-    """MiB of a device that the loss may hold: scores (128 at most, tokens go in chunks), and the gathered vocabulary
-    matrix with its gradient. Where these are more it goes by slices of the vocabulary, and makes scores twice."""
+    """MiB of a device that the loss may hold: scores of some tokens, and the gathered vocabulary matrix with its
+    gradient. Where these are more, or would cost more time, it goes by slices of the vocabulary, scores made twice."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Cross-entropy of the output layer without its logits: some of the scores exist at a time.
 
 The gradient is made in the forward pass, while the scores are there (the idea of Hsu et al. 2024, arXiv:2410.10989,
-section 3.2): what is kept is the gradient of x and of the matrix. Where the matrix and its float32 gradient may be
-whole, scores are made for some tokens at a time, each once. Else they are made for some of the vocabulary at a time:
-that slice of the matrix is gathered, and its gradient summed and scattered, before the next. A token's softmax is then
-known after the last slice only, so scores are made twice: four matmuls where three would do.
+section 3.2): what is kept is the gradient of x and of the matrix. Scores are made for some tokens at a time, each once;
+for every such chunk the matrix is read, and its float32 gradient added to. Or they are made for some of the vocabulary
+at a time: that slice of the matrix is gathered, and its gradient made once, summed and scattered, before the next. A
+token's softmax is then known after the last slice only, so scores are made twice: four matmuls where three would do.
+`tiling` chooses what costs less.
 
 Shapes: B batch, S sequence, T tokens of a chunk, N chunks or slices, D embed, V vocab.
 """
@@ -28,6 +29,7 @@ from jaxpar.sharding import LogicalAxis, Plan, state_axes
 _HEAD: tuple[LogicalAxis, ...] = ("vocab", "embed")
 _ROWS = 128  # chunks are multiples of so many tokens, where there are more: a matmul unit's rows
 _SCORES = 2**27  # bytes of scores at a time: more makes no matmul faster
+_CHUNK = 1024  # tokens: in smaller chunks the matrix's gradient costs more than scores made twice
 
 
 class LossSums(NamedTuple):
@@ -164,25 +166,34 @@ class Tiling(NamedTuple):
 
 
 def tiling(tokens: int, rows: int, embed: int, plan: Plan) -> Tiling:
-    """How the loss stays below the plan's `loss_mib`, as far as it can: chunks of 128 tokens, slices of 128 rows.
+    """The form of the loss that costs less, and that holds no more than the plan's `loss_mib`, as far as it can.
+
+    Each chunk of tokens reads the matrix twice, and reads and writes its float32 gradient: 12 bytes an entry. Slices
+    make scores twice, 2 FLOPs a token and entry, and gather the matrix again. Where a chip has 160 to 300 FLOPs in the
+    time of a byte of its memory (`jaxpar.meshes.chips`) the two are even at about `_CHUNK` tokens a chunk.
 
     Args:
       tokens: of a device.
       rows: of the vocabulary matrix that it has.
       embed: of a row.
       plan: says what may be held: scores, and where the matrix is split over `embed` too what of it is gathered, with
-        its float32 gradient.
+        its float32 gradient. There slices spare these as well; else chunks are made larger instead.
     """
     most, moved = plan.loss_mib * 2**20, further_split(state_axes(_HEAD), (_HEAD[0], None), plan)
     of_row = embed * (plan.dtype.itemsize + 4) if moved else 0
-    left = min(most - rows * of_row, _SCORES)
-    if left >= 4 * rows * min(tokens, _ROWS) or not moved:
-        fitting = max(left, 0) // (4 * rows)
-        return Tiling(-(-tokens // max(fitting // _ROWS * _ROWS, _ROWS)), 1)
-    fits = [n for n in range(2, rows + 1) if rows % n == 0 and rows // n >= min(rows // 2, _ROWS)]
-    fitting = (n for n in fits if rows // n * (of_row + 4 * tokens) <= most and 4 * tokens * rows // n <= _SCORES)
-    slices = next(fitting, max(fits, default=1))
-    say_once(f"loss by {slices} slices of the vocabulary, scores made twice: memory.loss_mib is {plan.loss_mib}")
+    left = most - rows * of_row
+    fitting = max(min(left, _SCORES if moved else max(_SCORES, 4 * rows * _CHUNK)), 0) // (4 * rows)
+    by_chunks = Tiling(-(-tokens // max(fitting // _ROWS * _ROWS, _ROWS)), 1)
+    if fitting >= min(tokens, _CHUNK) or not moved:
+        return by_chunks
+    divisors = [n for n in range(2, rows + 1) if rows % n == 0 and rows // n >= min(rows // 2, _ROWS)]
+    fits = (n for n in divisors if rows // n * (of_row + 4 * tokens) <= most and 4 * tokens * rows // n <= _SCORES)
+    slices = next(fits, 0)
+    if not slices and left >= 4 * rows * min(tokens, _ROWS):
+        return by_chunks
+    slices = slices or max(divisors, default=1)
+    instead = f"in place of chunks of {fitting} tokens: memory.loss_mib is {plan.loss_mib}"
+    say_once(f"loss by {slices} slices of the vocabulary, scores made twice, {instead}")
     return Tiling(1, slices)
 
 
@@ -288,12 +299,13 @@ def _by_slices(
         used_VD = use(part[0], _HEAD, plan)
         logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, part[1], how)
         dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(plan.dtype)
-        dhead_VD = jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
+        # Rows last: a scatter over the first dim stays one in this loop, where XLA:TPU makes another an all-reduce.
+        dhead_DV = jnp.matmul(x_TD.T, dlogits_TV, preferred_element_type=jnp.float32)
         dx_TD += jnp.matmul(dlogits_TV, used_VD, preferred_element_type=jnp.float32)
-        return dx_TD, reduce(dhead_VD, tokens, (_HEAD[0], None), state_axes(_HEAD), plan)
+        return dx_TD, reduce(dhead_DV, tokens, (None, _HEAD[0]), state_axes(_HEAD)[::-1], plan)
 
-    dx_TD, dhead_NVD = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), _rows_of(head_NVD, plan))
-    dhead_VD = dhead_NVD.reshape(-1, dhead_NVD.shape[2])
+    dx_TD, dhead_NDV = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), _rows_of(head_NVD, plan))
+    dhead_VD = dhead_NDV.swapaxes(1, 2).reshape(-1, dhead_NDV.shape[1])
     return sums, dx_TD.astype(plan.dtype).reshape(x_BSD.shape), dhead_VD
 
 

@@ -117,6 +117,8 @@ def test_chunks_are_as_large_as_the_memory_allows() -> None:
     assert tiling(2048, 32064, 4096, on) == (4, 1)  # 64 MiB are 523 tokens' scores, so 512
     assert tiling(2048, 1 << 20, 4096, on) == (16, 1)  # 128 at least
     assert tiling(100, 1 << 20, 4096, on) == tiling(2048, 256, 4096, on) == (1, 1)
+    # GPT-2 124M, 12 sequences: 128 MiB are 667 tokens' scores, 1,024 cost less, and slices would spare nothing more.
+    assert tiling(12288, 50304, 768, dataclasses.replace(on, loss_mib=4096)) == (12, 1)
 
 
 def test_the_vocabulary_goes_by_slices_where_the_gathered_matrix_is_too_large() -> None:
@@ -124,8 +126,17 @@ def test_the_vocabulary_goes_by_slices_where_the_gathered_matrix_is_too_large() 
     on = plan_of("data2.fsdp2.tensor2", "bfloat16")
     sizes = {mib: tiling(8192, 32064, 4096, dataclasses.replace(on, loss_mib=mib)) for mib in (4096, 800, 256, 128, 1)}
     # 49 MiB are left for scores of 384 tokens; a slice's row takes 56 KiB with its scores; 167 rows are the fewest.
-    assert sizes == {4096: (8, 1), 800: (22, 1), 256: (1, 8), 128: (1, 16), 1: (1, 192)}
+    assert sizes == {4096: (8, 1), 800: (1, 8), 256: (1, 8), 128: (1, 16), 1: (1, 192)}
     assert tiling(8192, 97, 4096, dataclasses.replace(on, loss_mib=1)) == (1, 1)  # a prime has no slices
+
+
+@pytest.mark.parametrize("mib", [256, 4096, 1 << 16])
+def test_the_cheaper_form_is_taken_however_much_may_be_held(mib: int) -> None:
+    """LLaMA-3.2 1B: 128 MiB are scores of 261 tokens, and the float32 gradient to add to takes 1 GiB."""
+    on = dataclasses.replace(plan_of("data2.fsdp2.tensor2", "bfloat16"), loss_mib=mib)
+    assert tiling(8192, 128256, 2048, on) == (1, 32)
+    few, prime = tiling(200, 128256, 2048, on), tiling(8192, 128239, 2048, on)
+    assert (few, prime) == (((1, 8), (1, 1)) if mib == 256 else ((1, 1), (32, 1)))  # a prime has no slices
 
 
 def test_no_more_scores_than_asked_exist_at_a_time() -> None:
