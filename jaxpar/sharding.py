@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -404,7 +403,7 @@ def summed_last(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, .
         return ()
     rules: list[Any] = [rule.name for rule in fields(plan.rules) if rule.name != "batch"]
     others = {mesh_axis for rule in rules for mesh_axis in plan.mesh_axes(rule)}
-    return tuple(takewhile(lambda mesh_axis: mesh_axis not in others, plan.mesh_axes("batch")))
+    return next(first for first in _firsts(plan.mesh_axes("batch")) if not others.intersection(first))
 
 
 def one_along(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:

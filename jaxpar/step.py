@@ -361,18 +361,17 @@ def gradients(
     Sums, not means: divided by the total token count they weigh every token alike, however it was split. Over devices
     they are summed after the last microbatch where each can add up its own (`summed_last`).
     """
-
     over = summed_last(plan, accumulation, key is not None or bool(model.config.experts))
     if not over:
         return _accumulated(model, params, batch, plan, key, accumulation, weights)
-    one, axes = one_along(plan, over), jax.tree.map(state_axes, model.axes, is_leaf=is_axes)
+    scalars: Any = ((),) * 3
+    one, layouts = one_along(plan, over), (LossSums(*scalars), jax.tree.map(state_axes, model.axes, is_leaf=is_axes))
 
     def local(params: Params, batch: Batch) -> tuple[LossSums, Params]:
         def total(x: jax.Array) -> jax.Array:
             return jax.lax.psum(x.astype(jnp.float32), over).astype(x.dtype)
 
         parts = _accumulated(model, params, batch, one, None, accumulation, weights)
-        layouts = LossSums(*[()] * 3), axes
         with jax.named_scope("accumulate"):
             return manual(lambda parts: jax.tree.map(total, parts), one, (layouts,), layouts)(parts)
 
