@@ -204,8 +204,8 @@ def judge(mutation: Mutation, work: Path, timeout: float, likely_only: bool) -> 
         code, test = pytest(folder, module, stage, timeout)
         if code in (0, 5):
             continue
-        if code == 2 or (test and "::" not in test):
-            return "broken", f"{test} cannot be collected"
+        if "::" not in test and (test or code in (2, 3, 4)):
+            return "broken", f"{test or 'the first test'} cannot be collected"
         how = test or f"{'timeout' if code == 'timeout' else f'crash ({code})'} of {' '.join(stage)}"
         again = [test, "-n", "0"] if test else stage
         if (clean := pytest(work / "clean", module, again, timeout)[0]) != 0:
