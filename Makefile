@@ -7,6 +7,8 @@ EXTRAS ?= dev,hf,tensorboard
 RUN ?= runs/tiny
 DEMO_FLAGS ?=
 BIN := $(VENV)/bin
+# A file's tests run in one process: what they share is made once.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 STAMP := $(VENV)/.installed
 
 .PHONY: setup demo test test-slow test-kernels test-matrix test-quick lint clean
@@ -34,13 +36,13 @@ lint: $(STAMP)
 
 # Three tiers of tests, each a marker (pyproject.toml): every change, CI, by hand.
 test: lint
-	$(BIN)/python -m pytest -n auto
+	$(PYTEST)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m "slow and not long"
+	$(PYTEST) -m "slow and not long"
 
 test-kernels: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m long
+	$(PYTEST) -m long
 
 # Where pyenv manages the interpreters, it is told which one.
 on = PYENV_VERSION=$$(pyenv latest $(1) 2>/dev/null) $(MAKE) VENV=.venv-$(1) PYTHON=python$(1) test-quick
@@ -51,7 +53,7 @@ test-matrix:
 	$(call on,3.13)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m "quick and not slow and not long"
+	$(PYTEST) -m "quick and not slow and not long"
 
 # Half an hour with a GPU: on the jax that is there, with no network and nothing installed, so from a copy laid out as an
 # install would be. PIECES="kernels step" are some of it; SMALL=1 is a tiny form of all of it on the CPU.
