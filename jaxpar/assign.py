@@ -20,7 +20,7 @@ from jaxpar.activations import Action, Keep
 from jaxpar.communication import arrays, sites
 from jaxpar.communication.sites import one_block
 from jaxpar.config import Config
-from jaxpar.footprint import Activation, activations, microbatches_of
+from jaxpar.footprint import Activation, activations, loss_cut, microbatches_of
 from jaxpar.hardware import Hardware, PeakFlops
 from jaxpar.models import Model
 from jaxpar.pipeline.layers import layers_in, stored_order
@@ -208,6 +208,22 @@ def costs_of(config: Config, plan: Plan, hardware: Hardware) -> Costs:
     flops = Model(config.model).flops_per_token(config.data.seq_len) * tokens
     compute = flops / flops_rate(hardware, plan)
     return Costs(compute / 3, 2 * compute / 3, hardware.host_link_bandwidth or _UNKNOWN.host_link_bandwidth, EXPOSED)
+
+
+def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:
+    """What accumulation and the form of the loss add to a step: what is sent, as if nothing hid it, and the loss's
+    chunks or its scores made twice (see `jaxpar.loss.tiling`)."""
+    cut = loss_cut(config, plan)
+    times = config.train.accumulation * microbatches_of(plan)
+    again = 2.0 * cut.tokens / flops_rate(hardware, plan) if cut.tiling.slices > 1 else 0.0
+    added = 12.0 * cut.tiling.chunks / (hardware.hbm_bandwidth or _UNKNOWN.hbm_bandwidth)
+    loss = times * cut.rows * cut.embed * (again or added)
+    rate = hardware.ici.axis_bandwidth or hardware.dcn_bandwidth
+    if plan.mesh.size == 1 or not rate:
+        return loss
+    model = Model(config.model)
+    parameters = arrays(model.shapes(stored_order(plan, config.model.layers)), model.axes)
+    return loss + sum(site.sent for site in sites(parameters, config, plan)) / rate
 
 
 def flops_rate(hardware: Hardware, plan: Plan) -> float:

@@ -1,13 +1,15 @@
 """A memory budget solved: what to keep, what to offload, what to make again, for the fastest step that fits.
 
 `jaxpar.assign` has the choices, what they cost, and the best of them. Bytes of activations and state are known from
-shapes alone; the rest (what a block works with, the loss) is the compiler's: the least assignment is compiled first, to
-learn it, and then the winner, until one fits.
+shapes alone; the rest (what a block works with, the loss) is guessed. The winner is compiled, and what the compiler
+says corrects the guess for all: three compilations at most.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpar.activations import Action, Keep
-from jaxpar.assign import Choice, Costs, Item, Solution, costs_of, frontier, items_of, solve
+from jaxpar.assign import Choice, Costs, Item, Solution, costs_of, frontier, items_of, other_seconds, solve
 from jaxpar.config import Config
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware, hardware_of
@@ -26,7 +28,7 @@ from jaxpar.models import Model
 from jaxpar.offload import check_offload, lowered_for
 from jaxpar.play import play
 from jaxpar.rehearsal.fit import needs_and_has
-from jaxpar.rehearsal.memory import CompiledBytes
+from jaxpar.rehearsal.memory import allocated
 from jaxpar.runtime import memory_of
 from jaxpar.sharding import Plan
 from jaxpar.step import in_host, make_plan, make_train_step, state_shapes, step_shapes
@@ -34,8 +36,9 @@ from jaxpar.targets import Target, target_devices
 
 MARGIN = 0.05
 """Of a device's memory, that `auto` leaves free."""
-_ROUNDS = 6  # compilations at most
+_ROUNDS = 3  # compilations at most
 _WORTH = 0.99  # of the best step's time: less of a gain is not compiled for
+_AWAY = 1.1  # times the predicted seconds, of what goes to host memory: rehearsals took longer (docs/benchmarks.md)
 _UNITS = {"": 1, "B": 1, **{f"{k}{suffix}": base ** (n + 1) for n, k in enumerate("KMGT") for suffix, base in
                            (("iB", 1024), ("B", 1000), ("", 1024))}}  # fmt: skip
 
@@ -51,11 +54,16 @@ class Outer(NamedTuple):
     optimizer: bool = False
     parameters: bool = False
     accumulation: int = 1
+    loss_mib: int = 0
+    """0 = the config's."""
 
     def applied(self, config: Config) -> Config:
         """The config with it."""
         where = {True: "offload", False: "device"}
-        memory = replace(config.memory, optimizer=where[self.optimizer], parameters=where[self.parameters])
+        loss = self.loss_mib or config.memory.loss_mib
+        memory = replace(
+            config.memory, optimizer=where[self.optimizer], parameters=where[self.parameters], loss_mib=loss
+        )
         train = replace(config.train, accumulation=config.train.accumulation * self.accumulation)
         return replace(config, memory=memory, train=train)
 
@@ -106,8 +114,9 @@ def nearest(config: Config, devices: list[jax.Device], platform: str, hardware: 
             groups.setdefault(choice, []).append(name)
     flags = [f"--memory.keep.{name} {action}" for action in ("save", "offload") for name in groups.get(action, [])]
     state = [f"--memory.{name} offload" for name in ("optimizer", "parameters") if getattr(memory, name) == "offload"]
-    accumulated = search.config.train.accumulation
+    accumulated, loss = search.config.train.accumulation, memory.loss_mib
     more = [f"--train.accumulation {accumulated}"] if accumulated != config.train.accumulation else []
+    more += [f"--memory.loss-mib {loss}"] if loss != config.memory.loss_mib else []
     return " ".join(["--memory.policy full", *flags, *state, *more])
 
 
@@ -153,10 +162,13 @@ class Tried(NamedTuple):
     moved: float
     """Seconds of streaming state, which nothing hides."""
     played: Timeline | None = None
+    program: Any = None
+    """The compiled step; None = the compiler refused it."""
 
 
-def fitted(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
-    """The config with what its `memory.budget` leads to in place of it: see `within_budget`; without one as it is.
+def fitted(config: Config, target: Target | None = None, say: Say = lambda line: None) -> tuple[Config, Any]:
+    """The config with what its `memory.budget` leads to in place of it, and that compiled: see `within_budget`; without
+    a budget the config as it is, and None.
 
     Args:
       config: an experiment whose mesh fits the target.
@@ -164,12 +176,13 @@ def fitted(config: Config, target: Target | None = None, say: Say = lambda line:
       say: as for `within_budget`.
     """
     if not config.memory.budget:
-        return config
+        return config, None
     devices = list(make_plan(config, None if target is None else target_devices(target)).mesh.devices.flat)
     found = hardware_of(devices[0].device_kind)
     hardware = target.hardware if target is not None else found or Hardware()
     platform = target.platform if target is not None else platform_of(devices[0])
-    return within_budget(config, devices, platform, hardware, say, target)[0]
+    found, tried = within_budget(config, devices, platform, hardware, say, target)
+    return found, next(one.program for one in tried if one.config == found)
 
 
 def within_budget(
@@ -192,34 +205,44 @@ def within_budget(
     """
     budget = budget_bytes(config.memory.budget, hardware, devices[0])
     searched = _searches(config, devices, platform, hardware, say)
-    # The least of all, to learn what the compiler takes besides.
     least = min(searched, key=lambda one: one.predicted(one.least))
-    say(f"budget {bytes_text(budget)}: compiling what keeps least")
-    tried = list[Tried]()
-    for solution in dict.fromkeys((least.least, least.away)):
-        tried.append(least.compile(solution, target, say))
-        if tried[-1].compiled <= budget:
-            break
-    else:
-        raise UserError(_too_small(budget, min(tried, key=lambda one: one.compiled), least, config))
-    best = least, solution, tried[-1]
+    tried, best, last = list[Tried](), None, ""
     while len(tried) < _ROUNDS:
-        for one in searched:
-            one.costs = one.costs._replace(exposed=_exposed(tried[-1], one.costs))
-        found = [(one, solution) for one in searched if (solution := one.solve(budget)) is not None]
-        search, solution = min(found, key=lambda pair: pair[0].seconds(pair[1]), default=best[:2])
-        wanted = assigned(search.config, search.items, solution.actions)
-        if search.seconds(solution) > _WORTH * best[0].seconds(best[1]) or wanted in [one.config for one in tried]:
+        # The first guess leaves a margin: a compilation that does not fit is lost.
+        rooms = (budget,) if tried else (int(budget * (1 - MARGIN)), budget)
+        found = next((some for room in rooms if (some := _candidates(searched, room, tried))), [])
+        pick = min(found, key=lambda pair: pair[0].rank(pair[1]), default=None)
+        if best and (pick is None or pick[0].rank(pick[1]) > _WORTH * best[0].rank(best[1])):
             break
-        say(f"compiling: {reasons(search, solution)}")
+        if best is None and (pick is None or len(tried) == _ROUNDS - 1):  # the safest that is left
+            pick = next(((least, one) for one in (least.least, least.away) if not least.seen(one, tried)), pick)
+        if pick is None:
+            break
+        search, solution = pick
+        sizes = f"predicted {bytes_text(search.predicted(solution))} of {bytes_text(budget)}"
+        say(f"compiling {len(tried) + 1} of at most {_ROUNDS}{last}: {reasons(search, solution)}; {sizes}")
+        began = time.perf_counter()
         again = search.compile(solution, target, say)
+        last = f" (the last took {time.perf_counter() - began:.0f} s)"
+        for one in searched:
+            one.learn(again, search)
         tried.append(again)
         sizes = f"predicted {bytes_text(again.predicted)}, compiled {bytes_text(again.compiled)}"
         say(f"{sizes} of {bytes_text(budget)}{_played(again)}")
-        if again.compiled <= budget and not _slower(again, best[2]):
+        if again.compiled <= budget and (best is None or not _slower(again, best[2])):
             best = search, solution, again
+    if best is None:
+        raise UserError(_too_small(budget, min(tried, key=lambda one: one.compiled), least, config))
     say(f"memory.budget {config.memory.budget}: {reasons(*best[:2])}{_played(best[2])}")
     return best[2].config, tried
+
+
+def _candidates(searched: Sequence[_Search], room: int, tried: Sequence[Tried]) -> list[tuple[_Search, Solution]]:
+    """Of each search the fastest that is predicted to fit and was not compiled, with and without host memory."""
+    return [
+        (one, solution) for one in searched for away in (False, True)
+        if (solution := one.solve(room, away)) is not None and not one.seen(solution, tried)
+    ]  # fmt: skip
 
 
 def _slower(one: Tried, than: Tried) -> bool:
@@ -259,36 +282,56 @@ class _Search:
             costs_of(self.config, self.plan, hardware),
         )
         self.state = state_of(self.config, self.plan, platform, self.costs.link)
-        self.work = work_bytes(self.config, self.plan)
+        self.work, self.compiled = work_bytes(self.config, self.plan), False
+        # What every assignment of this search takes besides, the same for all.
+        self.besides = self.state.moved + other_seconds(self.config, self.plan, hardware)
+        self.here = [item._replace(choices=tuple(one for one in item.choices if one.action != "offload"))
+                     for item in self.items]  # fmt: skip
         self.update = self.state.update
         found = frontier(self.items)
         self.least = min(found, key=lambda one: (one.device, self.seconds(one)))
         # The same with the most in host memory: a block that makes less again works with less.
         self.away = min(found, key=lambda one: (one.device, -one.host))
 
-    def solve(self, budget: int) -> Solution | None:
-        """The fastest assignment that is predicted to fit."""
+    def solve(self, budget: int, away: bool = True) -> Solution | None:
+        """The fastest assignment that is predicted to fit, with activations in host memory or (not `away`) without."""
         if self.state.device + self.update > budget:
             return None
-        return solve(self.items, self.costs, budget - self.state.device - self.work)
+        return solve(self.items if away else self.here, self.costs, budget - self.state.device - self.work)
+
+    def seen(self, solution: Solution, tried: Sequence[Tried]) -> bool:
+        wanted = assigned(self.config, self.items, solution.actions)
+        return wanted in [one.config for one in tried]
+
+    def rank(self, solution: Solution) -> float:
+        """Seconds, by which assignments are compared."""
+        away = solution.host or self.outer.optimizer or self.outer.parameters
+        return self.seconds(solution) * (_AWAY if away else 1)
+
+    def learn(self, one: Tried, of: _Search) -> None:
+        """From what the compiler said of an assignment of another search, while nothing of this one was compiled."""
+        self.costs = self.costs._replace(exposed=_exposed(one, self.costs))
+        if self is not of and not self.compiled:
+            self.work = max(self.work + one.compiled - one.predicted, 0)
 
     def predicted(self, solution: Solution) -> int:
         """Bytes of a device: the backward's, or the update's, when no activations are left."""
         return self.state.device + max(solution.device + self.work, self.update)
 
     def seconds(self, solution: Solution) -> float:
-        return self.costs.seconds(solution.host, solution.again, self.state.moved)
+        return self.costs.seconds(solution.host, solution.again, self.besides)
 
     def compile(self, solution: Solution, target: Target | None, say: Say) -> Tried:
         """What the compiler says of an assignment, from which the next prediction learns."""
         config, predicted = assigned(self.config, self.items, solution.actions), self.predicted(solution)
-        found, text = compiled_bytes(config, self.devices, self.platform)
+        found, text, program = compiled_bytes(config, self.devices, self.platform)
+        self.compiled = True
         if solution.device + self.work >= self.update:
             self.work = found - self.state.device - solution.device
         else:
             self.update = found - self.state.device
         played = play(text, self.plan, target, say).timeline if target is not None and text else None
-        return Tried(config, self.outer, solution, predicted, found, self.state.moved, played)
+        return Tried(config, self.outer, solution, predicted, found, self.state.moved, played, program)
 
 
 def _searches(
@@ -302,6 +345,11 @@ def _searches(
         except UserError:
             if outer.accumulation == 1:
                 raise
+    # A loss that holds less is a choice where that is what a plan works with.
+    for one in list(found):
+        forms = [one, *(_Search(config, one.outer._replace(loss_mib=mib), devices, platform, hardware)
+                        for mib in (256, 64) if mib < config.memory.loss_mib)]  # fmt: skip
+        found += [form for before, form in itertools.pairwise(forms) if form.work < before.work]
     return found
 
 
@@ -328,8 +376,8 @@ def _outers(config: Config, device: Any, platform: str, say: Say) -> list[Outer]
     return [Outer(o, p, n) for n in times for o in sorted(optimizer) for p in sorted(parameters)]
 
 
-def compiled_bytes(config: Config, devices: list[jax.Device], platform: str) -> tuple[int, str]:
-    """Bytes of a device that the training step takes, by the compiler's account, and the program; of one that it
+def compiled_bytes(config: Config, devices: list[jax.Device], platform: str) -> tuple[int, str, Any]:
+    """Bytes of a device that the training step allocates, and the program, as text too; of one that the compiler
     refuses what it says, and nothing.
 
     Raises:
@@ -341,12 +389,12 @@ def compiled_bytes(config: Config, devices: list[jax.Device], platform: str) -> 
     _, lowered = lowered_for(make_train_step(model, config, plan), arguments, host, platform)
     try:
         compiled = lowered.compile()
-        return CompiledBytes.of(compiled.memory_analysis()).total, compiled.as_text() or ""
+        return allocated(compiled.memory_analysis(), platform), compiled.as_text() or "", compiled
     except jax.errors.JaxRuntimeError as error:
         found = needs_and_has(str(error))
         if found is None:
             raise UserError(f"the compiler refuses this step: {str(error).strip().splitlines()[0][:300]}") from error
-        return found[0], ""
+        return found[0], "", None
 
 
 def reasons(search: _Search, solution: Solution) -> str:
@@ -372,6 +420,8 @@ def reasons(search: _Search, solution: Solution) -> str:
         parts.append(f"{' and '.join(streamed)} in host memory ({size}, +{1e3 * search.state.moved:.0f} ms)")
     if outer.accumulation > 1:
         parts.append(f"train.accumulation {search.config.train.accumulation}")
+    if outer.loss_mib:
+        parts.append(f"memory.loss_mib {outer.loss_mib}")
     return ", ".join(parts)
 
 

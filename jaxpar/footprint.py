@@ -19,6 +19,7 @@ from jaxpar.activations import NAMES, Action, Keep
 from jaxpar.batches import TOKENS, halves
 from jaxpar.config import Config, ModelConfig
 from jaxpar.errors import UserError
+from jaxpar.loss import Tiling, tiling
 from jaxpar.models import Model
 from jaxpar.parallel import STORED
 from jaxpar.pipeline.layers import layers_in
@@ -154,6 +155,24 @@ def _traced_block(
     x_BSD = jax.ShapeDtypeStruct((rows, S, config.embed), everything.dtype)
     traced, (made, _) = jax.make_jaxpr(forward, return_shape=True)(layer, x_BSD, ids, segments)
     return traced, len(jax.tree.leaves(made))
+
+
+class LossCut(NamedTuple):
+    """A device's tokens of a microbatch, its part [rows, embed] of the vocabulary matrix, and the loss's tiling."""
+
+    tokens: int
+    rows: int
+    embed: int
+    tiling: Tiling
+
+
+def loss_cut(config: Config, plan: Plan) -> LossCut:
+    """How the loss goes over a microbatch under a plan."""
+    V, D = Model(config.model).shapes()["embed"]["tokens"].shape
+    sequences = config.train.batch // config.train.accumulation // microbatches_of(plan) // plan.size("batch")
+    tokens = max(sequences * config.data.seq_len // plan.size("seq") // plan.size("stage"), 1)
+    rows = V // plan.size("vocab")
+    return LossCut(tokens, rows, D, tiling(tokens, rows, D, plan))
 
 
 def microbatches_of(plan: Plan) -> int:

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from jaxpar.activations import NAMES
 from jaxpar.config import Config
-from jaxpar.footprint import activations, microbatches_of, unnamed_bytes
-from jaxpar.loss import tiling
+from jaxpar.footprint import activations, loss_cut, unnamed_bytes
 from jaxpar.metrics import bytes_text
 from jaxpar.models import Model
 from jaxpar.rehearsal.memory import CompiledBytes, by_memory, local_bytes
@@ -224,20 +223,16 @@ def work_bytes(config: Config, plan: Plan) -> int:
 
     A block: a gradient of everything that has a name, what of that is not on the device, and its weights where they are
     gathered. The loss: scores of some tokens in float32 and in the compute dtype, and the gathered vocabulary matrix
-    with its gradient.
+    with its gradient. The lookup: the gathered table with its gradient.
     """
     model = Model(config.model)
     shapes = param_shapes(model, plan)
     layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes["blocks"]))
     gathered = layer * plan.dtype.itemsize // plan.size("mlp") if plan.mesh.size > 1 else 0
     block = sum(one.bytes * (1 if one.action == "save" else 2) for one in activations(config, plan)) + gathered
-    V, D = shapes["embed"]["tokens"].shape
-    rows, width = V // plan.size("vocab"), plan.dtype.itemsize
-    sequences = config.train.batch // config.train.accumulation // microbatches_of(plan) // plan.size("batch")
-    tokens = sequences * config.data.seq_len // plan.size("seq") // plan.size("stage")
-    chunks, slices = tiling(max(tokens, 1), rows, D, plan)
-    of_table = rows // slices * D * (width + 4) if plan.size("embed") > 1 else 0
-    return max(block, rows // slices * -(-tokens // chunks) * (4 + width) + of_table)
+    (tokens, rows, D, (chunks, slices)), width = loss_cut(config, plan), plan.dtype.itemsize
+    table = rows * D * (width + 4) if plan.size("embed") > 1 else 0
+    return max(block, table, (rows * -(-tokens // chunks) * (4 + width) + table) // slices)
 
 
 def _gradient_bytes(params: Any, model: Model, plan: Plan, sums: bool) -> int:

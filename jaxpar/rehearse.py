@@ -109,7 +109,7 @@ def compile_step(config: Config, target: Target, say: Callable[[str], None] = la
     else:
         check_mesh(config.mesh, target)
         devices = target_devices(target)
-    config = fitted(chosen(config, target, say), target, say)
+    config, program = fitted(chosen(config, target, say), target, say)
     plan, model = make_plan(config, devices), Model(config.model)
     across = describe({f"dcn.{axis}": getattr(config.mesh.dcn, axis) for axis in MESH_AXES})
     inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
@@ -121,7 +121,7 @@ def compile_step(config: Config, target: Target, say: Callable[[str], None] = la
     flags = host, jax.tree.map(lambda _: False, arguments[1])
     try:
         traced, lowered = lowered_for(step, arguments, flags, target.platform)
-        compiled = lowered.compile()
+        compiled = program or lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         state, _ = arguments
         there, _ = memory.by_memory(state, host if target.platform != "cpu" else None)

@@ -82,7 +82,7 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
         simulate_for(config.mesh)
     devices = start(config.mesh, config.compile.cache)
     say = console().print if jax.process_index() == 0 else lambda line: None
-    config = fitted(chosen(config, say=say), say=say)
+    config, _ = fitted(chosen(config, say=say), say=say)
     plan = make_plan(config, devices)
     for note in plan_notes(config, plan):
         say(note)

@@ -20,7 +20,7 @@ from jaxpar.errors import UserError
 from jaxpar.footprint import activations
 from jaxpar.hardware import Hardware, PeakFlops
 from jaxpar.hlo.parse import parse
-from jaxpar.rehearsal.memory import saved_bytes
+from jaxpar.rehearsal.memory import allocated, saved_bytes
 from jaxpar.rehearse import compile_step
 from jaxpar.step import make_plan
 from jaxpar.targets import load_target, target_devices
@@ -54,13 +54,15 @@ def test_a_budget_is_met_and_spent():
     assert roomy.memory.budget == "" and roomy.memory.policy == "full"
     assert set(vars(roomy.memory.keep).values()) <= {"save", "policy", "recompute"}
     assert roomy.memory.keep.up == roomy.memory.keep.attention_out == "save"
-    budget = (tried[0].compiled + tried[-1].compiled) // 2  # of the least and of everything
+    least = compiled_bytes(override(config, {"memory.policy": "full", "memory.budget": ""}), devices, "cpu")[0]
+    budget = (least + max(one.compiled for one in tried)) // 2  # of the least and of everything
     tight = override(config, {"memory.budget": str(budget)})
     found, tried = within_budget(tight, devices, "cpu", Hardware(), said.append)
     (last,) = [one for one in tried if one.config == found]
     assert last.compiled <= budget
-    assert len(tried) <= 6 and said[-1].startswith("memory.budget ")
+    assert len(tried) <= 3 and said[-1].startswith("memory.budget ")
     assert "recompute" in said[-1]
+    assert [line[:24] for line in said if line.startswith("compiling")][-1] == f"compiling {len(tried)} of at most 3"
 
 
 def test_a_budget_below_the_least_says_what_it_would_take():
@@ -85,21 +87,22 @@ def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPat
     config = override(config_of("llama"), {"memory.budget": "12MiB", "model.layers": 8})
     real: list[int] = []
 
-    def compiled(config: Config, devices: Any, platform: str) -> tuple[int, str]:
+    def compiled(config: Config, devices: Any, platform: str) -> tuple[int, str, None]:
         plan = make_plan(config, devices)
         kept = sum(one.kept for one in activations(config, plan) if one.action == "save")
         real.append(
             subject.state_of(config, plan, platform).device + kept + subject.work_bytes(config, plan) + 3 * 2**20
         )
-        return real[-1], ""
+        return real[-1], "", None
 
     monkeypatch.setattr(subject, "compiled_bytes", compiled)
     state = subject.state_of(config, plan := make_plan(config, jax.devices()[:1]), "cpu").device
     room = state + subject.work_bytes(config, plan) + 3 * 2**20 + 12 * 2**20
     config = override(config, {"memory.budget": str(room)})
     found, tried = within_budget(config, jax.devices()[:1], "cpu", Hardware())
-    assert tried[-1].compiled <= room
+    assert tried[0].compiled > room, "else the test says nothing"
     assert compiled(found, jax.devices()[:1], "cpu")[0] <= room
+    assert len(tried) <= 3
 
 
 def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
@@ -127,16 +130,17 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
     link = 1.2**2 * flops / base.model.embed
     hardware = Hardware(peak_flops=PeakFlops(flops, flops), hbm_bandwidth=1e15, host_link_bandwidth=link)
     monkeypatch.setattr(subject, "_offloads", lambda *_: True)
+    monkeypatch.setattr(subject, "_AWAY", 1.0)  # the guess as it is
 
     def moved(config: Config) -> int:
         return sum(one.bytes * one.blocks for one in activations(config, make_plan(config, devices))
                    if one.action == "offload")  # fmt: skip
 
-    def compiled(config: Config, devices: Any, platform: str) -> tuple[int, str]:
+    def compiled(config: Config, devices: Any, platform: str) -> tuple[int, str, None]:
         plan = make_plan(config, devices)
         kept = sum(one.kept for one in activations(config, plan) if one.action == "save")
         state = subject.state_of(config, plan, platform).device
-        return state + kept + subject.work_bytes(config, plan), str(moved(config))
+        return state + kept + subject.work_bytes(config, plan), str(moved(config)), None
 
     def played(text: str, *_: Any) -> Any:
         waits = 2 * int(text) / link
@@ -152,6 +156,35 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
     assert moved(guessed) > 0, "else the test says nothing"
     assert any(moved(one.config) for one in tried), "what is waited for has been seen"
     assert moved(found) == 0
+
+
+def test_a_loss_that_holds_less_is_weighed_before_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a plan works with the loss, less of it makes room; what one compilation shows corrects every search."""
+    config = override(config_of("llama", fsdp=2), {"model.vocab_size": 1 << 17, "data.seq_len": 64,
+                                                   "model.max_seq_len": 64, "train.batch": 64})  # fmt: skip
+    devices = jax.devices()[:2]
+    monkeypatch.setattr(subject, "_offloads", lambda *_: True)
+    searched = subject._searches(config, devices, "cuda", Hardware())
+    assert {one.outer.loss_mib for one in searched} > {0}
+    whole, less = (next(one for one in searched if one.outer == outer)
+                   for outer in (subject.Outer(), subject.Outer(loss_mib=64)))  # fmt: skip
+    assert less.work < whole.work and less.config.memory.loss_mib == 64
+    assert less.rank(less.least) > less.seconds(less.least), "what goes to host memory is taken to be slower"
+    (here,) = {one.solve(1 << 40, away=False) for one in (less,)}
+    assert here is not None and here.host == 0 and less.rank(here) == less.seconds(here)
+    before = less.work
+    less.learn(Tried(config, whole.outer, here, predicted=100, compiled=130, moved=0.0), whole)
+    assert less.work == before + 30
+
+
+def test_a_tpu_allocates_the_peak_of_what_is_alive() -> None:
+    """`temp_size_in_bytes` is more: see docs/memory.md. Gaps add 5 %; without a figure, or elsewhere, it counts."""
+    sizes = {"argument": 100, "temp": 900, "output": 100, "alias": 100, "generated_code": 10, "host_argument": 0,
+             "host_temp": 0}  # fmt: skip
+    stats = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
+    assert allocated(stats, "tpu") == 1010
+    stats.peak_memory_in_bytes = 600
+    assert (allocated(stats, "tpu"), allocated(stats, "cuda")) == (640, 1010)
 
 
 # Over many models, meshes and budgets, by the real compiler for H100.
