@@ -4,13 +4,18 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxpar.config import Config, load_config
 from jaxpar.hardware import load_mesh_preset
-from jaxpar.mesh import MeshSpec
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import walk
+from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.metrics import bytes_text
 from jaxpar.models import Model
+from jaxpar.parallel import attention, column_linear, row_linear
+from jaxpar.sharding import Plan
 from jaxpar.step import batch_shapes, make_plan, make_train_step, state_shapes, state_shardings
 from jaxpar.targets import load_target, target_devices
 
@@ -54,6 +59,29 @@ def test_the_whole_training_step_compiles_for_64_absent_v5p_chips(
     assert memory.argument_size_in_bytes < 1.05 * sum(sizes.values()) + 2**24
     hbm = load_mesh_preset("v5p_64")[1].hbm_bytes
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < hbm
+
+
+def test_heads_of_64_are_not_copied_between_linears_and_attention() -> None:
+    """Neither q, k, v and the output nor their gradients, which go into kernels and matmuls as they come."""
+    B, S, D, H, h = 4, 1024, 256, 4, 64
+    plan = Plan(make_mesh(MeshSpec(), list(target_devices(load_target("v5e-1")))), compute="bfloat16")
+    heads = ("heads", "head_dim")
+
+    def loss(x_BSD: jax.Array, columns: list[jax.Array], out: jax.Array) -> jax.Array:
+        q, k, v = column_linear(x_BSD, columns, (heads,) * 3, plan)
+        return jnp.sum(jnp.square(row_linear(attention(q, k, v, plan), out, heads, plan)))
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=plan.sharding((None,)))
+
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(array(B, S, D), [array(D, H, h)] * 3, array(H, h, D))
+    text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+    tasks = [task for task, _ in walk(read_program(text).nodes)]
+    kernels = {task.name.split(".")[0]: task.shape for task in tasks if task.kind == "kernel"}
+    assert kernels["attention_dq"] == f"bf16[{B},{H},{h},{S}]"  # without gaps
+    sizes = [math.prod(map(int, task.shape[task.shape.index("[") + 1 : -1].split(","))) for task in tasks
+             if task.kind == "copy" and task.shape.startswith("bf16[")]  # fmt: skip
+    assert max(sizes, default=0) < B * S * H * h
 
 
 def _local_bytes(leaf: jax.ShapeDtypeStruct) -> int:
