@@ -96,6 +96,21 @@ print(jaxpar.mesh.MeshSpec is MeshSpec, set(jaxpar.__all__) <= set(globals()), h
     assert done.stdout.splitlines()[-2:] == ["[0, 0, 0, 0, 0, 2, 2] set()", "True True False"]
 
 
+@pytest.mark.slow
+def test_a_second_start_reads_its_programs_and_computes_the_same_bits(text, tmp_path):
+    on = {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
+    words = ["train", "tiny", "--data.source", "text", "--data.path", str(text), *SMALL, "--mesh.tensor", "2"]
+    rows, programs = [], []
+    for name in ("first", "second"):
+        done = shell(*words, "--run", str(tmp_path / name), **on)
+        assert done.returncode == 0, done.stderr
+        assert not done.stderr
+        rows.append([(row.get("loss"), row.get("val_loss")) for row in read_metrics(tmp_path / name)])
+        programs.append({file.name for file in (tmp_path / "jaxpar" / "programs").rglob("jit_step*-cache")})
+    assert rows[0] == rows[1]
+    assert len(programs[0]) == 2 and programs[0] == programs[1]  # a step that was not found would be another file
+
+
 def test_version(run):
     assert run("--version").startswith("jaxpar 0.")
 
