@@ -225,7 +225,7 @@ class Scaled:
     """A model whose loss is right and whose gradient of one parameter is three quarters, in the second layer."""
 
     def __init__(self, model: Model):
-        self.model = model
+        self.model, self.config = model, model.config
 
     def loss(self, params: Any, *rest: Any) -> LossSums:
         up = params["blocks"]["up"]
