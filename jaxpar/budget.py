@@ -28,7 +28,7 @@ from jaxpar.models import Model
 from jaxpar.offload import check_offload, lowered_for
 from jaxpar.play import play
 from jaxpar.rehearsal.fit import needs_and_has
-from jaxpar.rehearsal.memory import allocated
+from jaxpar.rehearsal.memory import CompiledBytes, allocated
 from jaxpar.runtime import memory_of
 from jaxpar.sharding import Plan
 from jaxpar.step import in_host, make_plan, make_train_step, state_shapes, step_shapes
@@ -234,7 +234,18 @@ def within_budget(
     if best is None:
         raise UserError(_too_small(budget, min(tried, key=lambda one: one.compiled), least, config))
     say(f"memory.budget {config.memory.budget}: {reasons(*best[:2])}{_played(best[2])}")
+    for note in _counted_otherwise(best[2]):
+        say(note)
     return best[2].config, tried
+
+
+def _counted_otherwise(one: Tried) -> list[str]:
+    """Why the report of an assignment shows more than the budget that it meets."""
+    counted = 0 if one.program is None else CompiledBytes.of(one.program.memory_analysis()).total
+    if counted <= one.compiled:
+        return []
+    alive, report = bytes_text(one.compiled), bytes_text(counted)
+    return [f"{alive} by the peak of what is alive; a report says {report}, more than a TPU lays out (docs/memory.md)"]
 
 
 def _candidates(searched: Sequence[_Search], room: int, tried: Sequence[Tried]) -> list[tuple[_Search, Solution]]:
