@@ -75,9 +75,12 @@ def tables(config: Config) -> float:
 
 def summed_later(config: Config, asked: Sent) -> Sent:
     """What XLA may save on sums of gradients: the two uses of a tied table are added before they are sent, and a sum
-    over data that is only added up over microbatches is sent after the last. Those of a pipeline's ends are added up
+    over data that is only added up over microbatches is sent after the last. Where devices add up their own (data), so
+    are two tables' sums over fsdp, which stand outside of the loop over layers. Those of a pipeline's ends are added up
     over ticks."""
     mesh, ends = config.mesh, config.train.accumulation * tables(config) * config.model.tied_head
+    if mesh.data > 1 and not config.model.tied_head:
+        ends = (config.train.accumulation - 1) * (tables(config) - 4.0 * config.model.embed * config.model.max_seq_len)
     if mesh.stage > 1:
         ends = config.train.accumulation * tables(config) * (config.pipeline.microbatches + mesh.stage - 1)
     scattered, summed = over("reduce-scatter", "fsdp"), over("all-reduce", "data")

@@ -253,7 +253,7 @@ def test_a_model_that_cannot_fit_says_by_how_much_and_what_helps(capsys):
 def test_a_model_of_copies_that_cannot_fit_is_told_to_split_them(capsys):
     sizes = "--model.layers 4 --mesh.data 8 --mesh.fsdp 1 --mesh.tensor 1 --train.batch 8 --data.seq-len 1024"
     line = refused(capsys, f"llama3_8b --target v5e-8 {sizes}")
-    assert ", enough: --mesh.fsdp 4 --mesh.data 2 (splits parameters, optimizer and gradients)" in line
+    assert ", enough: --mesh.fsdp 2 --mesh.data 4 (splits parameters, optimizer and gradients)" in line
 
 
 @needs_libtpu
