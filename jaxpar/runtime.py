@@ -204,5 +204,6 @@ def memory_of(device: Any) -> int:
 
 
 def cache_folder() -> Path:
-    """The user's cache folder of this library."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpar"
+    """`jaxpar` under $XDG_CACHE_HOME, or ~/.cache where that is not set to an absolute path."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "jaxpar"

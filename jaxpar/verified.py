@@ -16,6 +16,7 @@ import jax
 
 from jaxpar.config import Config, to_toml
 from jaxpar.errors import UserError
+from jaxpar.runtime import cache_folder
 from jaxpar.shrink import total_sizes
 from jaxpar.verdict import verdict
 from jaxpar.verify import Setup, prepare, run
@@ -34,7 +35,11 @@ def require(config: Config, devices: list[jax.Device], say: Callable[[str], None
     """
     setup = prepare(config, [device for device in devices if device.process_index == jax.process_index()])
     facts = facts_of(setup)
-    path = cache_folder() / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json"
+    path = (
+        cache_folder()
+        / "verify"
+        / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json"
+    )
     before = _read(path, facts, say)
     if before is not None:
         say(f"verified before: {before}")
@@ -79,12 +84,6 @@ def source_hash() -> str:
     for package in ("jaxpar", "jaxpar.models"):
         add(resources.files(package))
     return digest.hexdigest()
-
-
-def cache_folder() -> Path:
-    """`jaxpar/verify` under $XDG_CACHE_HOME, or ~/.cache where that is not set to an absolute path."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path(os.path.expanduser("~/.cache"))) / "jaxpar" / "verify"
 
 
 def _read(path: Path, facts: dict[str, Any], say: Callable[[str], None]) -> str | None:

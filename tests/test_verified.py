@@ -15,6 +15,7 @@ from jaxpar.cli import main
 from jaxpar.config import Config, load_config, override
 from jaxpar.diagnose import Finding
 from jaxpar.errors import UserError
+from jaxpar.runtime import cache_folder
 from jaxpar.verify import Check, Row, Setup, Verification
 
 pytestmark = pytest.mark.quick
@@ -50,7 +51,7 @@ def required(config: Config = CONFIG, devices: Any = None) -> list[str]:
 
 
 def the_file() -> Path:
-    (file,) = verified.cache_folder().iterdir()
+    (file,) = (cache_folder() / "verify").iterdir()
     return file
 
 
@@ -121,7 +122,7 @@ def test_a_difference_is_refused_and_not_remembered(runs: Runs) -> None:
         with pytest.raises(UserError, match=r"refuses to train this plan: DIFFERS .* blocks\.q .* sign, it is minus"):
             required()
     assert len(runs.setups) == 2
-    assert not verified.cache_folder().exists()
+    assert not (cache_folder() / "verify").exists()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"facts": 3}', '{"facts": {}, "verdict": "EQUAL"}', '"\ud800"'])
@@ -144,7 +145,7 @@ def test_a_folder_that_cannot_be_written_is_said(runs: Runs, monkeypatch: pytest
 
 def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
-    assert verified.cache_folder() == Path.home() / ".cache" / "jaxpar" / "verify"
+    assert cache_folder() == Path.home() / ".cache" / "jaxpar"
 
 
 def test_a_smaller_mesh_is_said_before_the_verdict(runs: Runs) -> None:
