@@ -106,8 +106,8 @@ def split(stream: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
 
 def unigram_entropy(tokens: np.ndarray, sample: int = 2**24) -> float:
     """Nats per token of the frequencies of the first `sample` tokens: the best loss without looking at context."""
-    _, counts = np.unique(tokens[:sample], return_counts=True)
-    frequency = counts / counts.sum()
+    counts = np.bincount(tokens[:sample])
+    frequency = counts[counts > 0] / counts.sum()
     return float(-(frequency * np.log(frequency)).sum())
 
 
