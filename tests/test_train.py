@@ -123,7 +123,7 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
     config: Config, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, real_put = tmp_path / "interrupted", train_module.put_batch
-    real_eval, calls, evaluations = train_module.make_eval_step, list[int](), list[int]()
+    real_eval, calls, evaluations = train_module.compile_eval_step, list[int](), list[int]()
 
     def put_and_interrupt(rows: Any, plan: Any) -> Any:
         calls.append(1)
@@ -136,7 +136,7 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
         return real_eval(*args)
 
     monkeypatch.setattr(train_module, "put_batch", put_and_interrupt)
-    monkeypatch.setattr(train_module, "make_eval_step", note_and_make)
+    monkeypatch.setattr(train_module, "compile_eval_step", note_and_make)
     result = train(config, folder)
     assert result.interrupted and result.step == 3
     assert len(evaluations) == 1 and evaluations[0] >= 1  # its compilation kept no step waiting
