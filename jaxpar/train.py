@@ -203,7 +203,7 @@ class _Run:
             return Result(first, None, None, entropy, False)
         # One thread beside this one: it compiles the step while the state is made or read; while the first steps run it
         # compiles the evaluation and draws the memory.
-        with self._said_if_out_of_memory(), ThreadPoolExecutor(1) as self.beside:
+        with self._said_if_out_of_memory(), _one_thread() as self.beside:
             compiling = self.beside.submit(self._compile)
             state, data = self._start(first, entropy)
             step_fn, said = compiling.result()
@@ -379,6 +379,19 @@ class _Run:
             f"step {step} done in {duration_text(self._trained)} of training{val} (unigram entropy {entropy:.3f}); "
             f"{self.folder / 'loss.png'}"
         )
+
+
+@contextmanager
+def _one_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread that is waited for, but not by Ctrl-C: it may be in the compiler, which nothing interrupts."""
+    pool, wait = ThreadPoolExecutor(1), True
+    try:
+        yield pool
+    except KeyboardInterrupt:
+        wait = False
+        raise
+    finally:
+        pool.shutdown(wait, cancel_futures=not wait)
 
 
 @contextmanager
