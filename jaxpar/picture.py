@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from jaxpar.errors import UserError
 from jaxpar.sharding import Placement, Plan
 
 _TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
@@ -46,14 +47,21 @@ def loss_figure(rows: Sequence[dict[str, Any]], title: str, references: dict[str
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG, or what else the path's suffix says, whole or not at all; an SVG is the same each time."""
+    """Write a PNG, or what else the path's suffix says, whole or not at all; an SVG is the same each time.
+
+    Raises:
+      UserError: it cannot be written.
+    """
     partial, form = path.with_suffix(".partial"), path.suffix.removeprefix(".")
-    if form == "svg":
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):  # text stays text
-            figure.savefig(partial, format=form, metadata={"Date": None})
-    else:
-        figure.savefig(partial, format="png")
-    partial.replace(path)
+    try:
+        if form == "svg":
+            with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):  # text stays text
+                figure.savefig(partial, format=form, metadata={"Date": None})
+        else:
+            figure.savefig(partial, format="png")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def mesh_figure(placements: Sequence[Placement], plan: Plan, title: str, most: int = 6) -> Figure:

@@ -82,6 +82,8 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
         simulate_for(config.mesh)
     devices = start(config.mesh, config.compile.cache)
     say = console().print if jax.process_index() == 0 else lambda line: None
+    make_plan(config, devices)  # what is wrong with the layout or the data is said before a budget is solved
+    corpus = load_corpus(config.data, config.model.vocab_size)
     config, _ = fitted(chosen(config, say=say), say=say)
     plan = make_plan(config, devices)
     for note in plan_notes(config, plan):
@@ -90,7 +92,6 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
         require(config, devices, say)
     if offload_asked(plan):
         require_right_gradients(jax.local_devices()[0], say)
-    corpus = load_corpus(config.data, config.model.vocab_size)
     open_run(folder, config)
     if corpus.tokenizer is not None and jax.process_index() == 0:
         save_tokenizer(corpus.tokenizer, folder / "tokenizer.json")

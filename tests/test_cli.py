@@ -174,6 +174,7 @@ def test_help_shows_the_values_of_the_config_that_is_named(capsys):
         ("train", "usage: jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"),
         ("tokenize stdlib", "usage: jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"),
         ("convert here", "usage: jaxpar convert HF_FOLDER RUN_FOLDER"),
+        ("convert nowhere run", "there is no nowhere: give a run folder, or a folder with a Hugging Face checkpoint"),
         ("configs tiny", "jaxpar configs takes no arguments, found tiny"),
         ("doctor --now", "jaxpar doctor takes no arguments, found --now"),
         ("train tinny", "no preset 'tinny' (did you mean 'tiny'?): `jaxpar configs` lists them; a path ends in .toml"),
@@ -367,6 +368,16 @@ def test_a_platform_that_is_not_here(platform, tmp_path):
     assert line.startswith(f"jaxpar: error: mesh.platform is '{platform}' and JAX ")
     assert "--mesh.platform cpu to simulate the mesh here" in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TPU_HERE, reason="a TPU is here")
+def test_a_pod_that_is_not_here(tmp_path):
+    """A preset of many hosts: what is missing is the TPU, and no coordinator's address."""
+    done = shell("train", "llama3_8b", "--on", "v5p_64", "--run", str(tmp_path / "run"))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("jaxpar: error: mesh.platform is 'tpu' and no TPU is here: start it on each host")
 
 
 def test_a_jax_that_cannot_start():
