@@ -30,7 +30,7 @@ from jaxpar.shrink import total_sizes
 from jaxpar.step import make_plan, param_shapes, plan_notes
 
 
-def show(config: Config, picture: Path, as_json: bool = False) -> None:
+def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> None:
     """Print where a config's parameters live and what each device sends in a step; draw the largest arrays on the mesh
     and, in an SVG beside that picture (`tiny_layer.svg` of `tiny.png`), what one layer moves.
 
@@ -40,6 +40,7 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
       config: what to show.
       picture: the PNG to write.
       as_json: print a JSON list of rows in place of the table.
+      has: bytes of a device's memory, a line in the picture of it; 0 = not known.
 
     Raises:
       UserError: a mesh that the model does not fit, or a picture that cannot be written.
@@ -82,7 +83,7 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
     save_figure(layer_figure(parameters, moves, config, plan, title), layer)
     if not as_json:
         memory = picture.with_name(f"{picture.stem}_memory.png")
-        save_figure(ledger_figure(parts, title), memory)
+        save_figure(ledger_figure(parts, title, has=has), memory)
         out.print(f"memory: {memory}")
         out.print(f"one layer: {layer}")
         out.print(f"picture: {picture}")
