@@ -29,7 +29,7 @@ from jaxpar.offload import lowered_for
 from jaxpar.planned import Planned, planned
 from jaxpar.play import Played, play
 from jaxpar.rehearsal import fit, lint, memory
-from jaxpar.rehearsal.collectives import collective_rows, in_float32
+from jaxpar.rehearsal.collectives import collective_rows, in_float32, queueing_notes
 from jaxpar.rehearsal.conditions import failures, parse_conditions
 from jaxpar.rehearsal.difference import difference
 from jaxpar.rehearsal.drawing import timeline_of
@@ -194,7 +194,7 @@ def _report(compiled: Compiled, played: Played, module: Module) -> Rehearsal:
             for row in rows
         ],
         "unknown": dict(program.unknown),
-        "notes": _notes(config, timeline),
+        "notes": [*_notes(config, timeline), *queueing_notes(collectives)],
     }  # fmt: skip
     return report
 
