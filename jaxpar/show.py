@@ -113,13 +113,19 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     layers = layers_of(config.model.layers, stages, config.pipeline)
     chunks = v if v > 1 else 2 if config.model.layers % (2 * stages) == 0 else 1
     compared = compare(stages, table.microbatches, chunks)
-    title = f"{name}, {stages} stages" + (f" x {v} chunks" if v > 1 else "") + f", {table.microbatches} microbatches"
+    title = (
+        f"{name}, {stages} stages"
+        + (f" x {v} chunks" if v > 1 else "")
+        + f", {table.microbatches} microbatch{'es' if table.microbatches > 1 else ''}"
+    )
     out = console()
     if as_json:
         out.print(json.dumps(_schedule_json(name, table, compared)))
     else:
         counts = " or ".join(map(str, sorted(set(layers.counts))))
         out.print(f"{title}, {counts} layer{'' if counts == '1' else 's'} in each {'chunk' if v > 1 else 'stage'}\n")
+        if few := _few_note(config, stages, table.microbatches):
+            out.print(few + "\n")
         out.print(schedule_text(table, out.width if out.is_terminal else 160, UNIT.chunk(v)))
         out.print("\nforward 1, backward 2 (of which the weights' gradients 1), transfers 0:")
         out.print(comparison_table(compared))
@@ -127,6 +133,17 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     save_figure(schedule_figure(table, UNIT.chunk(v), title), path)
     if not as_json:
         out.print(f"picture: {path}")
+
+
+def _few_note(config: Config, stages: int, count: int) -> str:
+    """Why a pipeline has fewer microbatches than stages, and the batch for four a stage; empty where it has not."""
+    if count >= stages or config.pipeline.microbatches:
+        return ""
+    batch = config.train.batch
+    return (
+        f"most stages are idle, since train.batch={batch} has no more microbatches on this mesh: "
+        f"try --train.batch {batch // count * 4 * stages}, or fewer devices along data and fsdp"
+    )
 
 
 def _schedule_json(name: str, table: Table, compared: list[Compared]) -> dict[str, object]:
