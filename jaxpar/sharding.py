@@ -383,6 +383,11 @@ def is_matrix(axes: Axes) -> bool:
     return "embed" in axes and len([axis for axis in axes if axis != "layers"]) > 1
 
 
+def param_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
+    """Of a parameter as it is stored: that of vectors is float32."""
+    return jnp.dtype(plan.params if is_matrix(axes) else "float32")
+
+
 def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
     """Of the sums of a parameter's gradients over microbatches: those of vectors are float32."""
     return jnp.dtype(plan.gradients if is_matrix(axes) else "float32")

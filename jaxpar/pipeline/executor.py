@@ -224,8 +224,12 @@ class _Stage:
                 return sums, None
             axes = {name: self.model.axes[name] for name in self.ends}
             stored = jax.tree.map(state_axes, axes, is_leaf=lambda x: isinstance(x, tuple))
-            ends = manual(lambda grads: jax.lax.psum(grads, self.axes), self.plan, (stored,), stored)(carry.ends)
+            ends = manual(partial(jax.tree.map, self.total), self.plan, (stored,), stored)(carry.ends)
             return sums, {"blocks": carry.blocks, "ends": ends}
+
+    def total(self, grad: Array) -> Array:
+        """Over the stages, in float32 as every sum of gradients over devices."""
+        return jax.lax.psum(grad.astype(jnp.float32), self.axes).astype(grad.dtype)
 
     # Ticks.
 
