@@ -450,6 +450,8 @@ class Placement(NamedTuple):
     axes: tuple[LogicalAxis | None, ...]
     spec: P
     bytes_per_device: int
+    bytes: int
+    """Of the whole array."""
 
 
 def placements(shapes: Any, axes: Any, plan: Plan) -> list[Placement]:
@@ -459,8 +461,9 @@ def placements(shapes: Any, axes: Any, plan: Plan) -> list[Placement]:
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     leaf_axes = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
     for (path, leaf), names, sharding in zip(leaves, leaf_axes, jax.tree.leaves(shardings), strict=True):
-        local = math.prod(sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
-        rows.append(Placement(path_name(path), leaf.shape, names, sharding.spec, local))
+        shape, width = leaf.shape, jnp.dtype(leaf.dtype).itemsize
+        local, whole = (math.prod(sizes) * width for sizes in (sharding.shard_shape(shape), shape))
+        rows.append(Placement(path_name(path), shape, names, sharding.spec, local, whole))
     return rows
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import pytest
 from rehearsed_mlp import BATCH, BYTES, MLP, SEQ, WIDTH, gathered, library, plain, tasks_of, turned
 
@@ -99,6 +100,15 @@ def test_a_parameter_that_no_rule_splits(plan_of):
         "embed.positions [2048, 256] (-, embed) is whole on every device, 2.00 MiB: "
         "no rule splits any of its dims over tensor"
     )
+
+
+def test_parameters_in_bfloat16_may_be_whole_too(plan_of):
+    """A table of positions of 2 MiB in float32 has one of 1 MiB."""
+    plan, subject = plan_of(tensor=4), Model(MODEL)
+    shapes = jax.tree.map(lambda leaf: leaf.update(dtype="bfloat16"), subject.shapes())
+    (found,) = lint.replicated_parameters(placements(shapes, subject.axes, plan), plan)
+    assert (found["scope"], found["bytes"]) == ("embed.positions", 2 * 2048 * 256)
+    assert "1.00 MiB" in found["message"]
 
 
 def test_a_rule_taken_away_shows(plan_of):

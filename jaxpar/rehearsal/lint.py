@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -56,7 +55,7 @@ def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[F
     found = []
     for row in placements:
         stages = plan.size("stage") if "layers" in row.axes else 1
-        whole, of_stage = math.prod(row.shape) * 4 // stages, " of a stage" if stages > 1 else ""
+        whole, of_stage = row.bytes // stages, " of a stage" if stages > 1 else ""
         matrix = sum(axis != "layers" for axis in row.axes) > 1
         if not usable or not matrix or row.bytes_per_device < whole or whole < _LARGE_PARAMETER:
             continue
