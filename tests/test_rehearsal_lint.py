@@ -171,7 +171,8 @@ def test_activations_split_as_the_plan_says_are_no_finding(plan):
 
 def at(shape: str, size: int, seconds: float, line: int = 1) -> TaskTime:
     place = Place("block/mlp", f"models/llama.py:{line}", "forward")
-    return TaskTime(Task("fusion.1", "fusion", "fusion", place, bytes=size, shape=shape), (0,), 1, seconds, 0.0)
+    task = Task("fusion.1", "fusion", "fusion", place, bytes=size, shape=shape, split_by="compiler")
+    return TaskTime(task, (0,), 1, seconds, 0.0)
 
 
 def test_a_line_is_one_finding_with_its_largest_array(plan):
@@ -192,6 +193,23 @@ def test_as_many_rows_as_tokens_may_be_something_else(plan):
     rows = [at("f32[384,512]", 10, 1.0)]
     assert lint.replicated_activations(rows, as_wide, plan) == []
     assert len(lint.replicated_activations(rows, CONFIG, plan)) == 1
+
+
+@pytest.mark.parametrize("change", [
+    {"split_by": "author"}, {"split_by": ""}, {"place": Place("update", "", "update")},
+    {"place": Place("accumulate", "", "backward")},
+])  # fmt: skip
+def test_only_activations_that_the_compiler_split_count(plan, change):
+    """A matmul in 16 parts along what is contracted is [16, S, D]; copies of a compiler's own have no known author."""
+    row = at("f32[16,24,32]", 10, 1.0)
+    changed = dataclasses.replace(row, task=dataclasses.replace(row.task, **change))
+    assert lint.replicated_activations([changed], CONFIG, plan) == []
+
+
+def test_rows_of_experts_may_be_as_many_as_tokens(plan):
+    routed = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, experts=4))
+    assert lint.replicated_activations([at("f32[384,512]", 10, 1.0)], routed, plan) == []
+    assert len(lint.replicated_activations([at("f32[16,24,32]", 10, 1.0)], routed, plan)) == 1
 
 
 def test_as_many_sequences_as_heads_or_as_pieces_may_be_something_else(plan_of):
