@@ -102,6 +102,11 @@ def test_arrays_lie_where_the_plan_puts_them():
         assert shown[shown.index(name) + 1] == split
 
 
+def test_weights_are_as_wide_as_they_are_stored():
+    shown = texts(drawn(override(PLANS["llama, fsdp x tensor, remat"], {"precision.params": "bfloat16"}))[0])
+    assert "gate, up [64, 256], 4.00 KiB each" in shown
+
+
 def test_the_head_of_a_pipeline_has_a_stages_part_of_the_tokens():
     """2 parts of 2 microbatches of B=4, S=64, D=64, of which a stage of 2 scores half."""
     shown = texts(drawn(PLANS["llama, stage x fsdp x tensor, remat"])[0])
