@@ -7,6 +7,7 @@ in front are the command's name in messages.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 from collections.abc import Callable
@@ -18,6 +19,10 @@ from jaxpar.config import Config, flatten, load_config
 from jaxpar.errors import UserError, nearest
 
 FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+_PLAINLY = {  # what Python says of a value that is no number, and what its flag needs
+    ": invalid literal for int() with base 10: ": " is a whole number, found ",
+    ": could not convert string to float: ": " is a number, found ",
+}
 # A command's own switches stand alone (`--json`); those of a config take their value (`--data.pack True`).
 Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
 
@@ -74,4 +79,5 @@ def _boxed_text(box: str) -> str:
     """The text of a tyro error box above its first rule."""
     rows = [line.strip("\u2502 ") for line in box.splitlines()[1:]]
     text = " ".join(itertools.takewhile(lambda row: not row.startswith(("\u2500", "\u2570")), rows))
-    return text.removeprefix("Error parsing ").removesuffix(".")
+    text = text.removeprefix("Error parsing ").removesuffix(".")
+    return functools.reduce(lambda text, words: text.replace(*words), _PLAINLY.items(), text)

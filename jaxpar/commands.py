@@ -149,12 +149,16 @@ def eval_command(words: list[str]) -> int:
 
 def show_command(words: list[str]) -> int:
     """jaxpar show CONFIG [--on MESH] [--out PNG] [--schedule] [--section.key value ...]"""
+    from jaxpar.hardware import load_mesh_preset
     from jaxpar.show import show, show_schedule
 
     name, args = config_args(show_command.__doc__, ShowArgs, words)
-    config = _on(args.config, args.on, words) if args.on else args.config
-    draw = show_schedule if args.schedule else show
-    draw(check(config), Path(args.out or Path(name).stem + ".png"), args.json)
+    config = check(_on(args.config, args.on, words) if args.on else args.config)
+    picture = Path(args.out or Path(name).stem + ".png")
+    if args.schedule:
+        show_schedule(config, picture, args.json)
+    else:
+        show(config, picture, args.json, load_mesh_preset(args.on)[1].hbm_bytes if args.on else 0)
     return 0
 
 

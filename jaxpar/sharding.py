@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.activations import Action, Keep, Policy, actions, keeps_all
 from jaxpar.errors import UserError
-from jaxpar.mesh import MeshAxis, describe, largest_divisor
+from jaxpar.mesh import MESH_AXES, MeshAxis, describe, largest_divisor
 
 LogicalAxis = Literal[
     "batch",
@@ -311,6 +311,19 @@ class Plan:
     params: Literal["float32", "bfloat16"] = "float32"
     gradients: Literal["float32", "bfloat16"] = "float32"
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
+
+    def __post_init__(self) -> None:
+        """Refuse a mesh of other axes.
+
+        Raises:
+          UserError: the rules name an axis that the mesh has not, or the other way round.
+        """
+        if tuple(self.mesh.axis_names) != MESH_AXES:
+            found = ", ".join(map(str, self.mesh.axis_names))
+            raise UserError(
+                f"a plan's mesh has the axes {', '.join(MESH_AXES)}, some of size 1; found {found}: make it with "
+                "jaxpar.make_mesh(jaxpar.MeshSpec(data=2, tensor=4))"
+            )
 
     @property
     def dtype(self) -> jnp.dtype:

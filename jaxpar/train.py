@@ -83,6 +83,8 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
         simulate_for(config.mesh)
     devices = start(config.mesh, config.compile.cache)
     say = console().print if jax.process_index() == 0 else lambda line: None
+    make_plan(config, devices)  # what is wrong with the layout or the data is said before a budget is solved
+    corpus = load_corpus(config.data, config.model.vocab_size)
     config, _ = fitted(chosen(config, say=say), say=say)
     plan = make_plan(config, devices)
     for note in plan_notes(config, plan):
@@ -91,7 +93,6 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
         require(config, devices, say)
     if offload_asked(plan):
         require_right_gradients(jax.local_devices()[0], say)
-    corpus = load_corpus(config.data, config.model.vocab_size)
     open_run(folder, config)
     if corpus.tokenizer is not None and jax.process_index() == 0:
         save_tokenizer(corpus.tokenizer, folder / "tokenizer.json")
@@ -205,7 +206,7 @@ class _Run:
             return Result(first, None, None, entropy, False)
         # One thread beside this one: it compiles the step while the state is made or read; while the first steps run it
         # compiles the evaluation and draws the memory.
-        with self._said_if_out_of_memory(), ThreadPoolExecutor(1) as self.beside:
+        with self._said_if_out_of_memory(), _one_thread() as self.beside:
             compiling = self.beside.submit(self._compile)
             state, data = self._start(first, entropy)
             step_fn, said = compiling.result()
@@ -395,6 +396,19 @@ class _Run:
             f"step {step} done in {duration_text(self._trained)} of training{val} (unigram entropy {entropy:.3f}); "
             f"{self.folder / 'loss.png'}"
         )
+
+
+@contextmanager
+def _one_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread that is waited for, but not by Ctrl-C: it may be in the compiler, which nothing interrupts."""
+    pool, wait = ThreadPoolExecutor(1), True
+    try:
+        yield pool
+    except KeyboardInterrupt:
+        wait = False
+        raise
+    finally:
+        pool.shutdown(wait, cancel_futures=not wait)
 
 
 @contextmanager

@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,6 +113,36 @@ def test_a_second_start_reads_its_programs_and_computes_the_same_bits(text, tmp_
     assert len(programs[0]) == 2 and programs[0] == programs[1]  # a step that was not found would be another file
 
 
+@pytest.mark.parametrize("words", [("configs",), pytest.param(("train", "--help"), marks=pytest.mark.slow)])
+def test_a_reader_that_has_gone_is_no_error(words):
+    """`jaxpar train --help | head`: what is left unsaid goes nowhere, quietly."""
+    command = [sys.executable, "-m", "jaxpar.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141  # of a program that SIGPIPE ends
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_compiling_is_a_line(tmp_path):
+    """And it does not wait for the compiler, which nothing interrupts."""
+    words = ["train", "tiny", "--model.layers", "12", "--run", str(tmp_path / "run")]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_LOG_COMPILES": "1"}
+    command = [sys.executable, "-m", "jaxpar.cli", *words]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **quiet) as run:
+        assert run.stderr
+        next(line for line in run.stderr if "Finished jaxpr to MLIR module conversion jit(step)" in line)
+        run.send_signal(signal.SIGINT)
+        pressed = time.monotonic()
+        said = [line for line in run.stderr if "Finished" not in line and "Compiling" not in line]
+        assert run.wait(timeout=120) == 130
+        assert time.monotonic() - pressed < 5
+    assert said == ["jaxpar: interrupted\n"]
+
+
 def test_version(run):
     assert run("--version").startswith("jaxpar 0.")
 
@@ -142,6 +174,7 @@ def test_help_shows_the_values_of_the_config_that_is_named(capsys):
         ("train", "usage: jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"),
         ("tokenize stdlib", "usage: jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"),
         ("convert here", "usage: jaxpar convert HF_FOLDER RUN_FOLDER"),
+        ("convert nowhere run", "there is no nowhere: give a run folder, or a folder with a Hugging Face checkpoint"),
         ("configs tiny", "jaxpar configs takes no arguments, found tiny"),
         ("doctor --now", "jaxpar doctor takes no arguments, found --now"),
         ("train tinny", "no preset 'tinny' (did you mean 'tiny'?): `jaxpar configs` lists them; a path ends in .toml"),
@@ -152,8 +185,8 @@ def test_help_shows_the_values_of_the_config_that_is_named(capsys):
         ("train tiny --rum here", "takes no --rum (did you mean '--run'?)"),
         ("train tiny here", "takes no here: jaxpar train --help lists its flags"),
         ("tokenize a b.bin --max-byte 3", "takes no --max-byte (did you mean '--max-bytes'?)"),
-        ("train tiny --train.steps abc", "--train.steps: invalid literal for int() with base 10: 'abc'"),
-        ("train tiny --train.learning-rate fast", "--train.learning-rate: could not convert string to float: 'fast'"),
+        ("train tiny --train.steps abc", "--train.steps is a whole number, found 'abc'"),
+        ("train tiny --train.learning-rate fast", "--train.learning-rate is a number, found 'fast'"),
         ("train tiny --train.schedule cosin", "invalid choice 'cosin' for argument '--train.schedule'"),
         ("train tiny --data.pack maybe", "invalid choice 'maybe' for argument '--data.pack'"),
         ("train tiny --rules.mlp data tensr", "invalid choice 'tensr' for argument '--rules.mlp'"),
@@ -335,6 +368,16 @@ def test_a_platform_that_is_not_here(platform, tmp_path):
     assert line.startswith(f"jaxpar: error: mesh.platform is '{platform}' and JAX ")
     assert "--mesh.platform cpu to simulate the mesh here" in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TPU_HERE, reason="a TPU is here")
+def test_a_pod_that_is_not_here(tmp_path):
+    """A preset of many hosts: what is missing is the TPU, and no coordinator's address."""
+    done = shell("train", "llama3_8b", "--on", "v5p_64", "--run", str(tmp_path / "run"))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("jaxpar: error: mesh.platform is 'tpu' and no TPU is here: start it on each host")
 
 
 def test_a_jax_that_cannot_start():

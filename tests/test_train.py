@@ -160,3 +160,10 @@ def test_a_diverging_run_stops_with_the_reason_and_saves_nothing_that_is_not_fin
 def test_the_demo_preset_is_the_mesh_it_says() -> None:
     config = load_config("tiny")
     assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.platform) == (2, 2, 2, "cpu")
+
+
+def test_missing_data_is_said_before_a_budget_is_solved(config: Config, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("jaxpar.train.fitted", lambda *_, **__: pytest.fail("solved before the data was looked for"))
+    config = override(config, {"data.source": "tokens", "data.path": "nowhere.bin", "memory.budget": "1GiB"})
+    with pytest.raises(UserError, match=r"cannot read nowhere\.bin"):
+        train(config, tmp_path / "run")
