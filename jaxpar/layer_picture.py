@@ -20,7 +20,7 @@ from jaxpar.config import Config
 from jaxpar.mesh import MESH_AXES
 from jaxpar.metrics import bytes_text
 from jaxpar.parallel import GATHERED, STORED
-from jaxpar.sharding import LogicalAxis, Plan
+from jaxpar.sharding import LogicalAxis, Plan, param_dtype
 
 _COLORS = {
     "all-gather": "#0077bb", "reduce-scatter": "#cc3311", "all-reduce": "#aa3377", "all-to-all": "#009988",
@@ -233,7 +233,10 @@ class _Sketch(NamedTuple):
         return Array((*self.stream[:2], *weight.shape[:-1]), (*GATHERED[:2], *weight.axes[:-1]))
 
     def weights(self, arrays: Mapping[str, Array]) -> list[_Drawn]:
-        return [self.array(names, array, 4, _WEIGHT) for names, array in _alike(arrays)]
+        plan = self.plan
+        return [
+            self.array(names, array, param_dtype(array.axes, plan).itemsize, _WEIGHT) for names, array in _alike(arrays)
+        ]
 
     def array(self, name: str, array: Array, width: int, color: str = _ACTIVATION) -> _Drawn:
         """A box: `each` where the name is of several arrays."""

@@ -396,6 +396,11 @@ def is_matrix(axes: Axes) -> bool:
     return "embed" in axes and len([axis for axis in axes if axis != "layers"]) > 1
 
 
+def param_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
+    """Of a parameter as it is stored: that of vectors is float32."""
+    return jnp.dtype(plan.params if is_matrix(axes) else "float32")
+
+
 def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
     """Of the sums of a parameter's gradients over microbatches: those of vectors are float32."""
     return jnp.dtype(plan.gradients if is_matrix(axes) else "float32")
@@ -458,6 +463,8 @@ class Placement(NamedTuple):
     axes: tuple[LogicalAxis | None, ...]
     spec: P
     bytes_per_device: int
+    bytes: int
+    """Of the whole array."""
 
 
 def placements(shapes: Any, axes: Any, plan: Plan) -> list[Placement]:
@@ -467,8 +474,9 @@ def placements(shapes: Any, axes: Any, plan: Plan) -> list[Placement]:
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     leaf_axes = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
     for (path, leaf), names, sharding in zip(leaves, leaf_axes, jax.tree.leaves(shardings), strict=True):
-        local = math.prod(sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
-        rows.append(Placement(path_name(path), leaf.shape, names, sharding.spec, local))
+        shape, width = leaf.shape, jnp.dtype(leaf.dtype).itemsize
+        local, whole = (math.prod(sizes) * width for sizes in (sharding.shard_shape(shape), shape))
+        rows.append(Placement(path_name(path), shape, names, sharding.spec, local, whole))
     return rows
 
 

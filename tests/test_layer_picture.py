@@ -103,6 +103,11 @@ def test_arrays_lie_where_the_plan_puts_them():
         assert shown[shown.index(name) + 1] == split
 
 
+def test_weights_are_as_wide_as_they_are_stored():
+    shown = texts(drawn(override(PLANS["llama, fsdp x tensor, remat"], {"precision.params": "bfloat16"}))[0])
+    assert "gate, up [64, 256], 4.00 KiB each" in shown
+
+
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
