@@ -6,6 +6,7 @@ written where it stands, so that a plan's communication is known in closed form.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
