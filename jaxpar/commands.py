@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxpar.arguments import Overrides, asks_help, config_args, parse, places
-from jaxpar.config import Config, check
+from jaxpar.config import Config, check, presets
 from jaxpar.errors import UserError
 from jaxpar.report import console
 
@@ -20,7 +20,7 @@ class TrainArgs:
 
     config: Overrides
     run: str = ""
-    """Run folder; empty = runs/NAME."""
+    """Run folder; empty = runs/NAME, or the one that the config came from."""
     verify: bool = False
     """First compare the plan with one device on a small model (once: it is remembered); refuse it if it differs."""
     on: str = ""
@@ -114,7 +114,7 @@ def train_command(words: list[str]) -> int:
 
     name, args = config_args(train_command.__doc__, TrainArgs, words)
     config = _on(args.config, args.on, words) if args.on else args.config
-    result = train(config, Path(args.run or Path("runs") / Path(name).stem), args.verify)
+    result = train(config, Path(args.run) if args.run else run_folder(name), args.verify)
     return 130 if result.interrupted and not config.train.stop_at else 0
 
 
@@ -179,7 +179,7 @@ def convert_command(words: list[str]) -> int:
         parse(convert_command.__doc__, ConvertArgs(Config()), ["--help"])
     source, target = map(Path, places(convert_command.__doc__, words, 2))
     exporting = (source / "config.toml").exists()
-    base = _run_config(words[0]) if exporting else convert.config_of(source)
+    base = _run_config(words[0]) if exporting else convert.config_of(source, target)
     args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
     if exporting:
         step = convert.export_run(args.config, source, target, args.step, args.dtype)
@@ -187,8 +187,10 @@ def convert_command(words: list[str]) -> int:
     else:
         convert.import_run(args.config, source, target)
         console().print(
-            f"imported {source} as step 0 of {target}: `jaxpar train {target / 'config.toml'} --run {target}` goes on"
+            f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on"
         )
+        if not (target / convert.TOKENIZER).exists():
+            console().print(f"{source} has no {convert.TOKENIZER}: put it into {target}, or give --data.tokenizer")
     return 0
 
 
@@ -219,6 +221,15 @@ def doctor_command(_: list[str]) -> int:
     for line in [*facts, *(f"warning      {warning}" for warning in warnings)]:
         console().print(line)
     return 0
+
+
+def run_folder(name: str) -> Path:
+    """The run that a config's name stands for: where it is a run folder, or the config.toml in one, that; else
+    runs/NAME."""
+    path = Path(name)
+    folder = path.parent if path.name == "config.toml" else path
+    is_run = (folder / "config.toml").exists() and (path.is_dir() or (folder / "checkpoints").is_dir())
+    return folder if is_run and name not in presets("jaxpar.configs") else Path("runs") / path.stem
 
 
 def _on(config: Config, preset: str, words: list[str]) -> Config:

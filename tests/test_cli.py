@@ -177,7 +177,10 @@ def test_help_shows_the_values_of_the_config_that_is_named(capsys):
         ("convert nowhere run", "there is no nowhere: give a run folder, or a folder with a Hugging Face checkpoint"),
         ("configs tiny", "jaxpar configs takes no arguments, found tiny"),
         ("doctor --now", "jaxpar doctor takes no arguments, found --now"),
-        ("train tinny", "no preset 'tinny' (did you mean 'tiny'?): `jaxpar configs` lists them; a path ends in .toml"),
+        (
+            "train tinny",
+            "no preset 'tinny' (did you mean 'tiny'?): `jaxpar configs` lists them; a path ends in .toml, or",
+        ),
         ("train tiny --on h100-8", "no preset 'h100-8' (did you mean 'h100_8'?)"),
         ("train tiny --on cpu_8 --mesh.data 2", "leave out the --mesh. flags, or leave out --on"),
         ("train tiny --train.stepz 3", "takes no --train.stepz (did you mean '--train.steps'?)"),
@@ -291,6 +294,21 @@ def test_tokenize_then_train_then_evaluate(run, refused, tmp_path):
     assert result["step"] == 3
     assert result["val_loss"] == pytest.approx(np.log(result["perplexity"]))
     assert "has no step 99: it has 3" in refused("eval", folder, "--step", 99)
+
+
+def test_a_run_folder_is_taken_wherever_a_config_is(run, refused, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "tiny", *SMALL, "--data.source", "text", "--data.path", text, "--run", "mine"]
+    run(*words, "--train.stop-at", 2)
+    assert "--train.stop-at 0 goes on to step 3" in run("train", "mine")
+    assert "run          mine, resumed after step 2" in run("train", "mine/config.toml", "--train.stop-at", 0)
+    assert "mine, resumed after step 3" in run("train", "mine/", "--train.steps", 4)
+    assert json.loads(run("show", "mine", "--json"))[0]["name"]
+    assert "mine.png" in os.listdir() and not Path("runs").exists()
+    Path("empty").mkdir()
+    assert "a path ends in .toml, or is that of a run folder" in refused("train", "empty")
+    for name, folder in {"tiny": "runs/tiny", "my/config.toml": "runs/config", "a.toml": "runs/a"}.items():
+        assert commands.run_folder(name) == Path(folder)
 
 
 def test_a_run_folder_of_something_else(refused, text, tmp_path):
@@ -413,6 +431,26 @@ def test_convert_there_and_back_gives_the_same_tensors(run, checkpoint, tmp_path
     before, after = load_file(checkpoint / "model.safetensors"), load_file(back / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_tokenizer_comes_along_and_training_asks_for_data(run, refused, checkpoint, text, tmp_path, monkeypatch):
+    """Through import, training and export; what a run of an import trains on is open until it has trained."""
+    monkeypatch.chdir(tmp_path)
+    assert "has no tokenizer.json: put it into bare, or give --data.tokenizer" in run(
+        "convert", checkpoint, "bare", *ONE_DEVICE
+    )
+    assert "cannot read bare/tokenizer.json" in refused("train", "bare", "--data.path", text)
+    chars = "\n abcdefghijklmnopqrstuvwxyz"
+    (checkpoint / "tokenizer.json").write_text(json.dumps({"tokenizer": "chars", "chars": chars}))
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    assert "`jaxpar train run --data.path TEXT` trains it on" in run("convert", checkpoint, "run", *ONE_DEVICE)
+    train = ["train", "run", "--train.batch", 8, "--train.steps", 1, "--train.warmup-steps", 0]
+    assert "data.source=text needs data.path: the file or folder to read" in refused(*train)
+    assert "step 1 done" in run(*train, "--data.path", text)
+    assert "holds a run of another config (train.batch: 8 -> 16)" in refused("train", "run", "--train.batch", 16)
+    run("convert", "run", "back")
+    assert {"tokenizer.json", "tokenizer_config.json"} <= set(os.listdir("back"))
+    assert json.loads(Path("back/tokenizer.json").read_text())["chars"] == chars
 
 
 def break_weights(folder: Path, change) -> None:

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parent.parent
 LAYERS = {
     6: "cli commands",
-    5: "train generate evaluate convert show bench step verify verdict verified answers evidence rehearse calibrate "
-    "bench_rehearse play auto budget ledger bench_overlap bench_attention bench_fusions bench_pipeline bench_commands "
-    "bench_gpu bench_pieces bench_torch",
+    5: "train restore generate evaluate convert show bench step verify verdict verified answers evidence rehearse "
+    "calibrate bench_rehearse play auto budget ledger bench_overlap bench_attention bench_fusions bench_pipeline "
+    "bench_commands bench_gpu bench_pieces bench_torch",
     4: "data tokenizer checkpoint optim moments update metrics report picture mask_picture "
     "layer_picture schedule_picture doctor communication footprint assign rehearsal diagnose shrink arguments",
     3: "models pipeline",
