@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,9 +112,8 @@ def train_command(words: list[str]) -> int:
     from jaxpar.train import train
 
     name, args = config_args(train_command.__doc__, TrainArgs, words)
-    config = _on(args.config, args.on, words) if args.on else args.config
-    result = train(config, Path(args.run) if args.run else run_folder(name), args.verify)
-    return 130 if result.interrupted and not config.train.stop_at else 0
+    result = train(args.config, Path(args.run) if args.run else run_folder(name), args.verify)
+    return 130 if result.interrupted and not args.config.train.stop_at else 0
 
 
 def verify_command(words: list[str]) -> int:
@@ -124,8 +122,8 @@ def verify_command(words: list[str]) -> int:
     from jaxpar.verify import verify
 
     _, args = config_args(verify_command.__doc__, VerifyArgs, words)
-    config, out = _on(args.config, args.on, words) if args.on else args.config, console()
-    found = verify(config, say=(lambda line: None) if args.json else out.print)
+    out = console()
+    found = verify(args.config, say=(lambda line: None) if args.json else out.print)
     if args.json:
         out.print(json.dumps(as_json(found)))
     else:
@@ -153,8 +151,7 @@ def show_command(words: list[str]) -> int:
     from jaxpar.show import show, show_schedule
 
     name, args = config_args(show_command.__doc__, ShowArgs, words)
-    config = check(_on(args.config, args.on, words) if args.on else args.config)
-    picture = Path(args.out or Path(name).stem + ".png")
+    config, picture = check(args.config), Path(args.out or Path(name).stem + ".png")
     if args.schedule:
         show_schedule(config, picture, args.json)
     else:
@@ -167,8 +164,9 @@ def rehearse_command(words: list[str]) -> int:
     from jaxpar.rehearse import rehearse_words
 
     name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
-    config = _on(args.config, args.on, words) if args.on else args.config
-    return rehearse_words(name, config, args, "jaxpar rehearse " + " ".join(words))
+    if args.no_timeline and not args.json:
+        raise UserError("--no-timeline has no effect: it leaves a part out of the JSON, so add --json FILE")
+    return rehearse_words(name, args.config, args, "jaxpar rehearse " + " ".join(words))
 
 
 def convert_command(words: list[str]) -> int:
@@ -185,6 +183,8 @@ def convert_command(words: list[str]) -> int:
         step = convert.export_run(args.config, source, target, args.step, args.dtype)
         console().print(f"exported step {step} of {source} to {target} ({args.dtype} safetensors)")
     else:
+        if args.dtype != ConvertArgs.dtype or args.step:
+            raise UserError(f"--dtype and --step have no effect: {source} is no run folder, so this is an import")
         convert.import_run(args.config, source, target)
         console().print(
             f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on"
@@ -204,6 +204,8 @@ def tokenize_command(words: list[str]) -> int:
     path, out = places(tokenize_command.__doc__, words, 2)
     args = parse(tokenize_command.__doc__, TokenizeArgs(), words[2:])
     source = "stdlib" if path == "stdlib" else "text"
+    if source == "text" and args.max_bytes != TokenizeArgs.max_bytes:
+        raise UserError("--max-bytes has no effect: it caps the stdlib corpus alone")
     data = DataConfig(source=source, path=path, tokenizer=args.tokenizer, max_bytes=args.max_bytes)
     tokens = tokenize(data, out)
     console().print(
@@ -230,15 +232,6 @@ def run_folder(name: str) -> Path:
     folder = path.parent if path.name == "config.toml" else path
     is_run = (folder / "config.toml").exists() and (path.is_dir() or (folder / "checkpoints").is_dir())
     return folder if is_run and name not in presets("jaxpar.configs") else Path("runs") / path.stem
-
-
-def _on(config: Config, preset: str, words: list[str]) -> Config:
-    """The config with the mesh of a preset; `--mesh.` flags on top of it would be ambiguous."""
-    from jaxpar.hardware import load_mesh_preset
-
-    if any(word.startswith("--mesh.") for word in words):
-        raise UserError("--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on")
-    return dataclasses.replace(config, mesh=load_mesh_preset(preset)[0])
 
 
 def _run_config(folder: str) -> Config:

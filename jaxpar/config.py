@@ -230,6 +230,9 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
 
+RESOLVED = "The resolved config of this run."
+"""The first line of a run folder's config.toml."""
+
 # A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
 # reported and kept. Any other difference is another experiment.
 RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compile", "checkpoint",

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jaxpar.auto import chosen
 from jaxpar.budget import fitted, out_of_memory, platform_of
 from jaxpar.checkpoint import METRIC, Checkpoints
-from jaxpar.config import Config, check, incompatible, to_toml
+from jaxpar.config import RESOLVED, Config, check, incompatible, to_toml
 from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware, hardware_of
@@ -136,7 +136,7 @@ def _open_run(folder: Path, config: Config) -> Config | None:
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and is no run folder (it has no config.toml): use another --run folder")
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_toml(config, "The resolved config of this run."), encoding="utf-8")
+    path.write_text(to_toml(config, RESOLVED), encoding="utf-8")
     return before
 
 

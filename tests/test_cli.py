@@ -343,7 +343,7 @@ def test_doctor(run):
 
 def test_show_on_another_mesh(run, tmp_path):
     rows = json.loads(run("show", "tiny", "--on", "cpu_8", "--out", tmp_path / "a.png", "--json"))
-    assert rows[0].keys() == {"name", "shape", "axes", "spec", "bytes_per_device"}
+    assert rows[0].keys() == {"name", "shape", "axes", "spec", "bytes", "bytes_per_device"}
 
 
 def test_show_simulates_64_devices(tmp_path):
@@ -510,3 +510,20 @@ def test_every_flag_of_a_config_is_a_key_of_its_file(capsys):
     shown = capsys.readouterr().out
     for key in flatten(load_config("tiny")):
         assert f"--{key.replace('_', '-')} " in shown, key
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train tiny --data.path nowhere.txt", "data.path has no effect: data.source is stdlib"),
+        ("rehearse tiny --target v5e-8 --no-timeline", "--no-timeline has no effect: it leaves a part out of the JSON"),
+        ("tokenize here.txt a.bin --max-bytes 5", "--max-bytes has no effect: it caps the stdlib corpus alone"),
+    ],
+)
+def test_a_flag_that_can_have_no_effect(words, message, refused):
+    assert message in refused(*words.split())
+
+
+def test_an_export_s_flags_on_an_import(refused, checkpoint, tmp_path):
+    line = refused("convert", checkpoint, tmp_path / "run", *ONE_DEVICE, "--dtype", "bfloat16")
+    assert "--dtype and --step have no effect" in line and not (tmp_path / "run").exists()
