@@ -266,8 +266,8 @@ class _Stage:
     def _then(self, carry: _Carry, *made: str) -> _Carry:
         """The carry whose next op with a collective comes after those that made these parts of it."""
         for name in made if carry.turn is not None else ():
-            arrays = getattr(carry, name)
-            axes = self.layouts.get(name) or jax.tree.map(lambda x: (), arrays)
+            # Of the sums only what every program needs: a turn keeps alive what it hangs on.
+            arrays, axes = (carry.sums.nll, ()) if name == "sums" else (getattr(carry, name), self.layouts[name])
             carry = carry._replace(turn=turn_after(carry.turn, arrays, axes, self.plan))
         return carry
 
