@@ -7,6 +7,8 @@ in front are the command's name in messages.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import io
 import itertools
 from collections.abc import Callable
@@ -15,9 +17,15 @@ from typing import Annotated, Any
 import tyro
 
 from jaxpar.config import Config, flatten, load_config
+from jaxpar.effects import require_effects
 from jaxpar.errors import UserError, nearest
+from jaxpar.hardware import load_mesh_preset
 
 FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
+_PLAINLY = {  # what Python says of a value that is no number, and what its flag needs
+    ": invalid literal for int() with base 10: ": " is a whole number, found ",
+    ": could not convert string to float: ": " is a number, found ",
+}
 # A command's own switches stand alone (`--json`); those of a config take their value (`--data.pack True`).
 Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
 
@@ -25,11 +33,24 @@ Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOf
 def config_args(
     usage: str | None, schema: type, words: list[str], load: Callable[[str], Config] = load_config
 ) -> tuple[str, Any]:
-    """The first word (a preset's name or a path), and the parsed flags with that config as their default."""
+    """The first word (a preset's name or a path), and the parsed flags with that config as their default.
+
+    Where `--on` names a mesh, the config is on that one.
+
+    Raises:
+      UserError: words that cannot be parsed, `--on` beside flags of a mesh, or a setting that can have no effect.
+    """
     if words[:1] in (["-h"], ["--help"]):
         parse(usage, schema(Config()), ["--help"])
     (name,) = places(usage, words, 1)
-    return name, parse(usage, schema(load(name)), words[1:])
+    args, flags = parse(usage, schema(load(name)), words[1:]), {word for word in words if word.startswith("--")}
+    if getattr(args, "on", ""):
+        if any(flag.startswith("--mesh.") for flag in flags):
+            raise UserError("--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on")
+        mesh, _ = load_mesh_preset(args.on)
+        args = dataclasses.replace(args, config=dataclasses.replace(args.config, mesh=mesh))
+    require_effects(name, args.config, {flag[2:].partition("=")[0].replace("-", "_") for flag in flags})
+    return name, args
 
 
 def places(usage: str | None, words: list[str], count: int) -> list[str]:
@@ -74,4 +95,5 @@ def _boxed_text(box: str) -> str:
     """The text of a tyro error box above its first rule."""
     rows = [line.strip("\u2502 ") for line in box.splitlines()[1:]]
     text = " ".join(itertools.takewhile(lambda row: not row.startswith(("\u2500", "\u2570")), rows))
-    return text.removeprefix("Error parsing ").removesuffix(".")
+    text = text.removeprefix("Error parsing ").removesuffix(".")
+    return functools.reduce(lambda text, words: text.replace(*words), _PLAINLY.items(), text)

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxpar.arguments import Overrides, config_args, parse
 from jaxpar.config import check
 from jaxpar.errors import UserError
-from jaxpar.report import console
+from jaxpar.report import check_folders, console
 from jaxpar.targets import Target, load_target
 
 
@@ -71,6 +71,7 @@ def rehearse_command(words: list[str]) -> int:
     from jaxpar.runtime import start
 
     args = parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
+    check_folders(args.picture)
     start(MeshSpec(), "off")  # as `rehearse`: it reads what the compiler writes
     say = console().print
     kept = calibrated(say)
@@ -115,6 +116,7 @@ def attention_command(words: list[str]) -> int:
     from jaxpar.runtime import start
 
     args = parse(attention_command.__doc__, bench.AttentionBenchArgs(), words)
+    check_folders(args.json, args.picture)
     start(MeshSpec())
     say = console().print
     if args.tune:

@@ -6,6 +6,7 @@ is `NAME_command` of `commands`, a comparison's of `bench_commands`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from importlib import resources
@@ -39,18 +40,32 @@ _HELP = ("-h", "--help", "help")
 
 def main(argv: list[str] | None = None) -> int:
     """The entry point: runs one command and returns its exit code."""
-    words = sys.argv[1:] if argv is None else argv
     try:
-        if words[:1] == ["--version"]:
-            from importlib.metadata import version
-
-            print(f"jaxpar {version('jaxpar')}")
-            return 0
-        if words[:1] != ["bench"]:
-            return _run("jaxpar", "command", COMMANDS, words)
-        return _run("jaxpar bench", "bench", BENCHES, words[1:])
+        try:
+            return _command(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone can be told
     except UserError as error:
         return fail(str(error))
+    except KeyboardInterrupt:
+        if argv is not None:
+            raise
+        print("jaxpar: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)  # not by way of Python's end, which waits for threads: one may be compiling for minutes
+    except BrokenPipeError:  # `| head` has read enough; what is still unsaid goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _command(words: list[str]) -> int:
+    if words[:1] == ["--version"]:
+        from importlib.metadata import version
+
+        print(f"jaxpar {version('jaxpar')}")
+        return 0
+    if words[:1] != ["bench"]:
+        return _run("jaxpar", "command", COMMANDS, words)
+    return _run("jaxpar bench", "bench", BENCHES, words[1:])
 
 
 def fail(message: str) -> int:

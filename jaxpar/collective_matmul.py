@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.collectives import further_split, gather, reduce
+from jaxpar.errors import UserError, nearest
 from jaxpar.mesh import MeshAxis
 from jaxpar.sharding import Axes, Form, Plan
 
@@ -38,6 +39,9 @@ def all_gather_matmul(
 
     Returns:
       x in the layout `used`, and one array [B, S, *out] a weight.
+
+    Raises:
+      UserError: a form that there is not.
     """
     ring = _ring(stored, used, form, plan)
     if ring is None:
@@ -93,6 +97,9 @@ def _sum(parts: Iterator[jax.Array]) -> jax.Array:
 
 def _ring(stored: Axes, used: Axes, form: Form, plan: Plan) -> _Ring | None:
     """The ring that takes the place of the gather from one layout to the other, or of its transpose; None = no ring."""
+    if form not in get_args(Form):
+        known = get_args(Form)
+        raise UserError(f"no form {form!r}{nearest(form, known)} of a gather or scatter: try one of {', '.join(known)}")
     moves = further_split(stored, used, plan)
     if form == "xla" or [dim for dim, _ in moves] != [1]:
         return None

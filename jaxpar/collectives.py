@@ -6,6 +6,7 @@ written where it stands, so that a plan's communication is known in closed form.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any
@@ -129,20 +130,19 @@ def own_piece(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: i
 def reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
     """Inside `manual`, the sum over mesh axes, each device left with its piece of `dim`.
 
-    The pieces are moved to the front first: XLA:TPU turns a reduce-scatter of any other dim but the last into an
-    all-reduce of the whole and a slice, twice the bytes; that of the last dim too, where a piece does not fill lanes.
+    The pieces are moved to the front first, each as rows whose lanes are full where its dims allow. Of another form
+    XLA:TPU may make an all-reduce of the whole and a slice, twice the bytes: of a dim in the middle, of a last dim that
+    has 16 bits or pieces of half-full lanes, of a few long rows.
     """
-    front, back = x.shape[:dim], x.shape[dim + 1 :]
-    piece = x.shape[dim] // pieces
-    if dim == x.ndim - 1:
-        if piece % LANES == 0:
-            return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
-        x = jnp.moveaxis(x.reshape(-1, pieces, piece), 1, 0).reshape(-1, piece)
-        return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=0, tiled=True).reshape(*front, piece)
-    x = jax.lax.optimization_barrier(x.reshape(*front, pieces * piece, -1))
-    x = jnp.moveaxis(x.reshape(*front, pieces, piece, -1), dim, 0)
-    x = jax.lax.psum_scatter(x.reshape(-1, piece, x.shape[-1]), mesh_axes, scatter_dimension=0, tiled=True)
-    return x.reshape(*front, piece, *back)
+    front, back, piece = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim] // pieces
+    if not back and piece % LANES == 0 and x.dtype.itemsize == 4:
+        return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
+    widths = [math.prod(back[n:]) for n in range(len(back))] or [piece]
+    width = next((width for width in reversed(widths) if width % LANES == 0), widths[0])
+    if back:
+        x = jax.lax.optimization_barrier(x.reshape(*front, x.shape[dim], -1, width))
+    x = jnp.moveaxis(x.reshape(*front, pieces, -1, width), dim, 0).reshape(pieces, -1, width)
+    return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=0).reshape(*front, piece, *back)
 
 
 def split_over(axes: Axes, plan: Plan) -> tuple[MeshAxis, ...]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from jaxpar.arguments import Overrides, asks_help, config_args, parse, places
-from jaxpar.config import Config, check
+from jaxpar.config import Config, check, presets
 from jaxpar.errors import UserError
 from jaxpar.report import console
 
@@ -20,7 +19,7 @@ class TrainArgs:
 
     config: Overrides
     run: str = ""
-    """Run folder; empty = runs/NAME."""
+    """Run folder; empty = runs/NAME, or the one that the config came from."""
     verify: bool = False
     """First compare the plan with one device on a small model (once: it is remembered); refuse it if it differs."""
     on: str = ""
@@ -113,9 +112,8 @@ def train_command(words: list[str]) -> int:
     from jaxpar.train import train
 
     name, args = config_args(train_command.__doc__, TrainArgs, words)
-    config = _on(args.config, args.on, words) if args.on else args.config
-    result = train(config, Path(args.run or Path("runs") / Path(name).stem), args.verify)
-    return 130 if result.interrupted and not config.train.stop_at else 0
+    result = train(args.config, Path(args.run) if args.run else run_folder(name), args.verify)
+    return 130 if result.interrupted and not args.config.train.stop_at else 0
 
 
 def verify_command(words: list[str]) -> int:
@@ -124,8 +122,8 @@ def verify_command(words: list[str]) -> int:
     from jaxpar.verify import verify
 
     _, args = config_args(verify_command.__doc__, VerifyArgs, words)
-    config, out = _on(args.config, args.on, words) if args.on else args.config, console()
-    found = verify(config, say=(lambda line: None) if args.json else out.print)
+    out = console()
+    found = verify(args.config, say=(lambda line: None) if args.json else out.print)
     if args.json:
         out.print(json.dumps(as_json(found)))
     else:
@@ -149,12 +147,15 @@ def eval_command(words: list[str]) -> int:
 
 def show_command(words: list[str]) -> int:
     """jaxpar show CONFIG [--on MESH] [--out PNG] [--schedule] [--section.key value ...]"""
+    from jaxpar.hardware import load_mesh_preset
     from jaxpar.show import show, show_schedule
 
     name, args = config_args(show_command.__doc__, ShowArgs, words)
-    config = _on(args.config, args.on, words) if args.on else args.config
-    draw = show_schedule if args.schedule else show
-    draw(check(config), Path(args.out or Path(name).stem + ".png"), args.json)
+    config, picture = check(args.config), Path(args.out or Path(name).stem + ".png")
+    if args.schedule:
+        show_schedule(config, picture, args.json)
+    else:
+        show(config, picture, args.json, load_mesh_preset(args.on)[1].hbm_bytes if args.on else 0)
     return 0
 
 
@@ -163,8 +164,9 @@ def rehearse_command(words: list[str]) -> int:
     from jaxpar.rehearse import rehearse_words
 
     name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
-    config = _on(args.config, args.on, words) if args.on else args.config
-    return rehearse_words(name, config, args, "jaxpar rehearse " + " ".join(words))
+    if args.no_timeline and not args.json:
+        raise UserError("--no-timeline has no effect: it leaves a part out of the JSON, so add --json FILE")
+    return rehearse_words(name, args.config, args, "jaxpar rehearse " + " ".join(words))
 
 
 def convert_command(words: list[str]) -> int:
@@ -175,16 +177,20 @@ def convert_command(words: list[str]) -> int:
         parse(convert_command.__doc__, ConvertArgs(Config()), ["--help"])
     source, target = map(Path, places(convert_command.__doc__, words, 2))
     exporting = (source / "config.toml").exists()
-    base = _run_config(words[0]) if exporting else convert.config_of(source)
+    base = _run_config(words[0]) if exporting else convert.config_of(source, target)
     args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
     if exporting:
         step = convert.export_run(args.config, source, target, args.step, args.dtype)
         console().print(f"exported step {step} of {source} to {target} ({args.dtype} safetensors)")
     else:
+        if args.dtype != ConvertArgs.dtype or args.step:
+            raise UserError(f"--dtype and --step have no effect: {source} is no run folder, so this is an import")
         convert.import_run(args.config, source, target)
         console().print(
-            f"imported {source} as step 0 of {target}: `jaxpar train {target / 'config.toml'} --run {target}` goes on"
+            f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on"
         )
+        if not (target / convert.TOKENIZER).exists():
+            console().print(f"{source} has no {convert.TOKENIZER}: put it into {target}, or give --data.tokenizer")
     return 0
 
 
@@ -198,6 +204,8 @@ def tokenize_command(words: list[str]) -> int:
     path, out = places(tokenize_command.__doc__, words, 2)
     args = parse(tokenize_command.__doc__, TokenizeArgs(), words[2:])
     source = "stdlib" if path == "stdlib" else "text"
+    if source == "text" and args.max_bytes != TokenizeArgs.max_bytes:
+        raise UserError("--max-bytes has no effect: it caps the stdlib corpus alone")
     data = DataConfig(source=source, path=path, tokenizer=args.tokenizer, max_bytes=args.max_bytes)
     tokens = tokenize(data, out)
     console().print(
@@ -217,13 +225,13 @@ def doctor_command(_: list[str]) -> int:
     return 0
 
 
-def _on(config: Config, preset: str, words: list[str]) -> Config:
-    """The config with the mesh of a preset; `--mesh.` flags on top of it would be ambiguous."""
-    from jaxpar.hardware import load_mesh_preset
-
-    if any(word.startswith("--mesh.") for word in words):
-        raise UserError("--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on")
-    return dataclasses.replace(config, mesh=load_mesh_preset(preset)[0])
+def run_folder(name: str) -> Path:
+    """The run that a config's name stands for: where it is a run folder, or the config.toml in one, that; else
+    runs/NAME."""
+    path = Path(name)
+    folder = path.parent if path.name == "config.toml" else path
+    is_run = (folder / "config.toml").exists() and (path.is_dir() or (folder / "checkpoints").is_dir())
+    return folder if is_run and name not in presets("jaxpar.configs") else Path("runs") / path.stem
 
 
 def _run_config(folder: str) -> Config:

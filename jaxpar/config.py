@@ -100,6 +100,8 @@ class TrainConfig:
     batch: int = 32
     """Global batch in sequences = microbatch x accumulation x data-parallel degree (data x fsdp x expert)."""
     accumulation: int = 1
+    init: str = ""
+    """Start from the weights of this run folder or Hugging Face folder, with a fresh optimizer; empty = from `seed`."""
     seed: int = 0
     learning_rate: float = 1e-3
     min_learning_rate: float = 1e-4
@@ -228,18 +230,21 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
 
+RESOLVED = "The resolved config of this run."
+"""The first line of a run folder's config.toml."""
+
 # A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
 # reported and kept. Any other difference is another experiment.
 RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compile", "checkpoint",
-             "metrics", "train.stop_at", "train.eval_every", "train.eval_batches",
+             "metrics", "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches",
              "train.final_eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
 
 
 def load_config(name: str) -> Config:
-    """A preset of `jaxpar.configs` by name, or a TOML file by path.
+    """A preset of `jaxpar.configs` by name, a TOML file by path, or the config of a run folder.
 
     Raises:
-      UserError: no such preset or file, malformed TOML, an unknown key, or a value of the wrong type.
+      UserError: no such preset, file or run folder, malformed TOML, an unknown key, or a value of the wrong type.
     """
     text, origin = find_toml(name, "jaxpar.configs")
     return parse(text, origin)
@@ -257,12 +262,15 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
     if name in known:
         return known[name].read_text(encoding="utf-8"), name
     path = Path(name)
+    if path.is_dir() and (path / "config.toml").exists():
+        path = path / "config.toml"
     if path.suffix != ".toml":
         raise UserError(
-            f"no preset {name!r}{nearest(name, known)}: `jaxpar {listing}` lists them; a path ends in .toml"
+            f"no preset {name!r}{nearest(name, known)}: `jaxpar {listing}` lists them; a path ends in "
+            ".toml, or is that of a run folder"
         )
     try:
-        return path.read_text(encoding="utf-8"), name
+        return path.read_text(encoding="utf-8"), str(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
 

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shutil
 from pathlib import Path
 from typing import Literal
 
+import jax
+
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import Config, DataConfig, check, flatten
+from jaxpar.config import Config, DataConfig, check
 from jaxpar.errors import UserError
-from jaxpar.evaluate import pick_step
 from jaxpar.mesh import MeshSpec
 from jaxpar.models import Model
 from jaxpar.models.hf import export_hf, import_hf, model_config_from_hf
+from jaxpar.restore import beside_state, pick_step, require_model, restore_state, unstaged
 from jaxpar.runtime import start
-from jaxpar.sharding import Plan
 from jaxpar.step import init_state, make_plan
-from jaxpar.train import beside_state, open_run, restore_state
+from jaxpar.train import open_run
 
-# What a config may set freely over an imported model: how it runs and trains, not what its numbers mean.
-_FREE = ("vocab_multiple", "dropout", "init_std", "scan_layers", "max_seq_len")
+TOKENIZER = "tokenizer.json"
+_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
+"""Files of a Hugging Face folder that say what its ids mean; they come along both ways."""
 
 
-def config_of(source: Path) -> Config:
-    """A config whose model is that of a Hugging Face folder; the rest is default, to be overridden."""
+def config_of(source: Path, target: Path) -> Config:
+    """A config whose model is that of a Hugging Face folder, and its tokenizer the one beside it, as it will lie in the
+    run folder `target`; the rest is default, to be overridden. It has no data: training asks for some."""
     model = model_config_from_hf(source)
-    return Config(
-        model=model, mesh=MeshSpec(data=-1), data=DataConfig(seq_len=min(DataConfig.seq_len, model.max_seq_len))
-    )
+    seq_len = min(DataConfig.seq_len, model.max_seq_len)
+    data = DataConfig(source="text", tokenizer=str(target / TOKENIZER), seq_len=seq_len)
+    return Config(model=model, mesh=MeshSpec(data=-1), data=data)
 
 
 def import_run(config: Config, source: Path, target: Path) -> None:
@@ -37,36 +40,31 @@ def import_run(config: Config, source: Path, target: Path) -> None:
       UserError: a config whose model is another, a target that holds another run or has trained already, or a bad
         checkpoint (see `import_hf`).
     """
-    theirs, ours = flatten(model_config_from_hf(source)), flatten(config.model)
-    differing = [
-        f"{key} is {theirs[key]} there and {ours[key]} here"
-        for key in ours
-        if key not in _FREE and ours[key] != theirs[key]
-    ]
-    if differing:
-        raise UserError(f"{source} is not the model of this config: {'; '.join(differing)}")
+    require_model(model_config_from_hf(source), config.model, source)
     plan, model = make_plan(check(config), start(config.mesh, config.compile.cache)), Model(config.model)
-    params = import_hf(source, model, _unstaged(plan))
+    params = import_hf(source, model, unstaged(plan))
     open_run(target, config)
     checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
     if checkpoints.latest() is not None:
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
+    _carry(source, target)
     checkpoints.save(0, init_state(model, config, plan, params), beside_state(plan, config, None, None), None)
     checkpoints.close()
 
 
 def export_run(config: Config, source: Path, target: Path, step: int, dtype: Literal["float32", "bfloat16"]) -> int:
-    """Write a run's checkpoint as a Hugging Face folder; returns the step that was exported."""
-    plan, model = _unstaged(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
-    checkpoints = Checkpoints(source / "checkpoints", config.checkpoint)
+    """Write a run's checkpoint as a Hugging Face folder, its tokenizer too; returns the step that was exported."""
+    plan, model = unstaged(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
+    checkpoints = Checkpoints(source / "checkpoints")
     step = pick_step(checkpoints, step)
     state, _ = restore_state(checkpoints, step, model, config, plan)
     export_hf(state.params, model, target, dtype=dtype)
+    if jax.process_index() == 0:
+        _carry(source, target)
     return step
 
 
-def _unstaged(plan: Plan) -> Plan:
-    """The plan with layers as the model has them, each of them whole on all stages: what a file holds; and its arrays
-    on the device, where they are read."""
-    rules = replace(plan.rules, layers=(), stage=())
-    return replace(plan, rules=rules, parameters="device", optimizer="device")
+def _carry(source: Path, target: Path) -> None:
+    for name in _BESIDE:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)

@@ -235,8 +235,14 @@ def _load_tokens(data: DataConfig) -> Corpus:
     if not data.path:
         raise UserError("data.source=tokens needs data.path: a .bin file, such as `jaxpar tokenize` writes")
     train, tokenizer = open_tokens(data.path), stored_tokenizer(data.path)
-    if tokenizer is None and data.tokenizer.endswith(".json"):
-        tokenizer = load_tokenizer(data.tokenizer)
+    if data.tokenizer.endswith(".json"):
+        asked = load_tokenizer(data.tokenizer)
+        if tokenizer is not None and tokenizer.to_json() != asked.to_json():
+            raise UserError(
+                f"{data.path} was tokenized otherwise than data.tokenizer={data.tokenizer} says: write it again with "
+                f"`jaxpar tokenize --tokenizer {data.tokenizer}`, or leave data.tokenizer out"
+            )
+        tokenizer = asked
     if not data.val_path:
         return Corpus(train, None, tokenizer)
     val, val_tokenizer = open_tokens(data.val_path), stored_tokenizer(data.val_path)

@@ -11,9 +11,10 @@ from jaxpar.config import Config, check
 from jaxpar.data import load_corpus
 from jaxpar.errors import UserError
 from jaxpar.models import Model
+from jaxpar.restore import pick_step, restore_state
 from jaxpar.runtime import start
 from jaxpar.step import compile_eval_step, make_plan
-from jaxpar.train import evaluate, restore_state
+from jaxpar.train import evaluate
 
 
 class Evaluation(NamedTuple):
@@ -22,19 +23,6 @@ class Evaluation(NamedTuple):
     step: int
     val_loss: float
     perplexity: float
-
-
-def pick_step(checkpoints: Checkpoints, step: int) -> int:
-    """The step asked for, or with 0 the best, or the newest when none was evaluated; a UserError when not there."""
-    steps = checkpoints.steps()
-    if not steps:
-        raise UserError(f"{checkpoints.folder} has no finished checkpoint")
-    if step and step not in steps:
-        raise UserError(f"{checkpoints.folder} has no step {step}: it has {', '.join(map(str, steps))}")
-    if step:
-        return step
-    best = checkpoints.best()
-    return steps[-1] if best is None else best
 
 
 def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
@@ -49,7 +37,7 @@ def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
     corpus = load_corpus(config.data, config.model.vocab_size)
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_fraction or data.val_path")
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    checkpoints = Checkpoints(folder / "checkpoints")
     step = pick_step(checkpoints, step)
     state, _ = restore_state(checkpoints, step, model, config, plan)
     loss = evaluate(

@@ -20,7 +20,7 @@ from jaxpar.config import Config
 from jaxpar.mesh import MESH_AXES
 from jaxpar.metrics import bytes_text
 from jaxpar.parallel import GATHERED, STORED
-from jaxpar.sharding import LogicalAxis, Plan
+from jaxpar.sharding import LogicalAxis, Plan, param_dtype
 
 _COLORS = {
     "all-gather": "#0077bb", "reduce-scatter": "#cc3311", "all-reduce": "#aa3377", "all-to-all": "#009988",
@@ -82,7 +82,7 @@ def layer_figure(
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set(xlim=(0, _WIDTH), ylim=(height, 0))
     axes.set_axis_off()
-    top = _heading(axes, title, {site.kind for site in sites})
+    top = _heading(axes, title, {site.kind for site in sites}, _example(_Sketch(plan, (1, 1, 1), 1)))
     before: float | None = None
     for section in sections:
         before = _draw_section(axes, section, top, before)
@@ -131,11 +131,15 @@ class _Sketch(NamedTuple):
 
     def embedding(self, tables: dict[str, Array], sites: list[Site]) -> _Section:
         forward = [site for site in sites if site.phase == "forward"]
-        weights = [site for site in forward if site.what.endswith("table")]
-        found = [site for site in forward if site not in weights]
+        weights: list[_Drawn | _Move] = []
+        for name, table in tables.items():
+            weights += self.weights({name: table})
+            for move in self.moves(site for site in forward if site.what == f"{name} table"):
+                weights.append(move._replace(text=f"{name}: {move.text}") if len(tables) > 1 else move)
+        found = [site for site in forward if not site.what.endswith("table")]
         rows = [
             _Row(self.array("tokens", Array(self.stream[:2], GATHERED[:2]), 4)),
-            _Row("look up", (*self.weights(tables), *self.moves(weights))),
+            _Row("look up", tuple(weights)),
             *(_Row(move) for move in self.moves(found)),
             _Row(self.residual()),
         ]
@@ -229,7 +233,10 @@ class _Sketch(NamedTuple):
         return Array((*self.stream[:2], *weight.shape[:-1]), (*GATHERED[:2], *weight.axes[:-1]))
 
     def weights(self, arrays: Mapping[str, Array]) -> list[_Drawn]:
-        return [self.array(names, array, 4, _WEIGHT) for names, array in _alike(arrays)]
+        plan = self.plan
+        return [
+            self.array(names, array, param_dtype(array.axes, plan).itemsize, _WEIGHT) for names, array in _alike(arrays)
+        ]
 
     def array(self, name: str, array: Array, width: int, color: str = _ACTIVATION) -> _Drawn:
         """A box: `each` where the name is of several arrays."""
@@ -307,12 +314,22 @@ def _two_lines(move: _Move) -> list[str]:
     return move.text.split(": ")
 
 
-def _heading(axes: Any, title: str, kinds: set[str]) -> float:
+def _example(sketch: _Sketch) -> str:
+    """A dim of the picture that is cut, and what its words mean; empty on one device."""
+    plan = sketch.plan
+    cut: LogicalAxis | None = next((axis for axis in ("residual_seq", "batch", "embed") if plan.size(axis) > 1), None)
+    if cut is None:
+        return ""
+    over = " and ".join(plan.mesh_axes(cut))
+    return f" “{sketch.dim(cut, 0)}”: cut into {plan.size(cut)} over {over}."
+
+
+def _heading(axes: Any, title: str, kinds: set[str], example: str) -> float:
     """Title and legend; how far down they reach."""
     axes.text(_WIDTH / 2, 0.3, title, ha="center", va="center", fontsize=14, weight="bold")
     notes = [
-        "Boxes: the shape of a whole microbatch's array (or a stored one), and the bytes of it on each device. "
-        "`seq / tensor=4`: cut into 4 over the mesh axis tensor.",
+        "Boxes: the shape of a whole microbatch's array (or a stored one), and the bytes of it on each device."
+        + example,
         "Colours: a collective, and the bytes that one device sends for it, once a layer and microbatch.",
     ]
     for i, note in enumerate(notes):

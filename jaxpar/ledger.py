@@ -30,6 +30,9 @@ _COLORS = {
 """Of what is no named activation; those are shades of green, in the order in which a block makes them."""
 
 
+_CAPACITY, _NEAR = "#cc3311", 4
+
+
 class Part(NamedTuple):
     """A part of what a step holds, bytes of one device."""
 
@@ -92,6 +95,7 @@ def ledger_table(parts: list[Part], compiled: CompiledBytes | None = None) -> Ta
 def ledger_figure(parts: list[Part], title: str, compiled: CompiledBytes | None = None, has: int = 0) -> Figure:
     """Stacked bars: the predicted parts of a device and of the host, the compiler's account, and what a device has."""
     from matplotlib import colormaps  # here: a run imports this module, and its first step would wait
+    from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
 
     bars: list[tuple[str, list[tuple[str, int]]]] = [
@@ -106,7 +110,9 @@ def ledger_figure(parts: list[Part], title: str, compiled: CompiledBytes | None 
     names = list(dict.fromkeys(name for _, stack in bars for name, _ in stack))
     shades = colormaps["YlGn"](np.linspace(0.25, 0.95, len(NAMES)))
     colors = _COLORS | dict(zip(NAMES, shades, strict=True))
-    largest = max(has, *(sum(size for _, size in stack) for _, stack in bars))
+    largest = max(sum(size for _, size in stack) for _, stack in bars)
+    near = has <= _NEAR * largest  # a line further away would leave the bars no room
+    largest = max(largest, has) if near else largest
     unit, letter = next(
         ((2**shift, name) for shift, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if largest >= 2**shift), (1, "B")
     )
@@ -119,12 +125,17 @@ def ledger_figure(parts: list[Part], title: str, compiled: CompiledBytes | None 
             label = None if name in drawn else name
             drawn.add(name)
             axes.barh(at, size / unit, left=left, color=colors[name], edgecolor="white", linewidth=0.6, label=label)
-            if size > 0.08 * largest:
-                axes.text(left + size / unit / 2, at, name, ha="center", va="center", fontsize=8, color="white")
+            if size > (0.02 + 0.01 * len(name)) * largest:  # a letter is about a hundredth of the picture wide
+                light = np.dot(np.square(to_rgb(colors[name])), (0.21, 0.72, 0.07))  # to the eye, about
+                ink = "white" if light < 0.2 else "black"
+                axes.text(left + size / unit / 2, at, name, ha="center", va="center", fontsize=8, color=ink)
             left += size / unit
         axes.text(left, at, f" {left:.3g}", va="center", fontsize=8)
-    if has:
-        axes.axvline(has / unit, color="#cc3311", linestyle="--", linewidth=1, label=f"a device has {has / unit:.3g}")
+    if has and not near:
+        said = f"a device has {has / unit:.3g} {letter}: far to the right"
+        axes.text(1, 1, said, transform=axes.transAxes, ha="right", va="bottom", fontsize=8, color=_CAPACITY)
+    elif has:
+        axes.axvline(has / unit, color=_CAPACITY, linestyle="--", linewidth=1, label=f"a device has {has / unit:.3g}")
     axes.set_yticks(range(len(bars)), [name for name, _ in bars])
     axes.invert_yaxis()
     axes.set(xlabel=f"{letter} of one device", title=title, xlim=(0, 1.12 * largest / unit))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jaxpar.config import TrainConfig
@@ -31,6 +32,17 @@ def learning_rate(train: TrainConfig) -> optax.Schedule:
         hold = max(steps - warmup - decay, 0)
         after = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, floor, decay)], [hold])
     return optax.join_schedules([ramp, after], [warmup])
+
+
+def schedule_note(before: TrainConfig, now: TrainConfig, step: int) -> str:
+    """What another number of steps does to the learning rate of a run that goes on after `step`; empty = nothing."""
+    if before.steps == now.steps:
+        return ""
+    note = f"train.steps {before.steps} -> {now.steps}: the {now.schedule} schedule now ends there"
+    old, new = (float(np.asarray(learning_rate(train)(step))) for train in (before, now))
+    if step == 0 or abs(old - new) < 1e-3 * new:
+        return note
+    return f"{note}, and the learning rate goes on at {new:.2e} where it would have been {old:.2e}"
 
 
 def decay_mask(axes: Any) -> Any:

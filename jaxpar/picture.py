@@ -13,10 +13,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
+from jaxpar.errors import UserError
 from jaxpar.sharding import Placement, Plan
 
 _TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
+_FEW = 5  # points of a curve that are drawn as such
 _ROOM, _LETTER = (185, 235), 4.3  # points: height and width of an array's drawing, width of a letter on it
 
 
@@ -33,11 +36,16 @@ def loss_figure(rows: Sequence[dict[str, Any]], title: str, references: dict[str
     for key, label, color, marker in (("loss", "train", _TRAIN, None), ("val_loss", "validation", _VAL, "o")):
         points = [(row["step"], row[key]) for row in rows if key in row]
         if points:
-            line = axes.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=4, linewidth=1.3)[0]
+            dot = "." if len(points) < _FEW else marker  # a line through one point is none
+            line = axes.plot(
+                *zip(*points, strict=True), color=color, marker=dot, markersize=4 if dot == "o" else 8, linewidth=1.3
+            )[0]
             line.set_label(f"{label} (last {points[-1][1]:.3f})")
     for label, value in (references or {}).items():
         axes.axhline(value, color=_REFERENCE, linestyle="--", linewidth=1, label=f"{label} ({value:.3f})")
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(left=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
@@ -46,14 +54,21 @@ def loss_figure(rows: Sequence[dict[str, Any]], title: str, references: dict[str
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG, or what else the path's suffix says, whole or not at all; an SVG is the same each time."""
+    """Write a PNG, or what else the path's suffix says, whole or not at all; an SVG is the same each time.
+
+    Raises:
+      UserError: it cannot be written.
+    """
     partial, form = path.with_suffix(".partial"), path.suffix.removeprefix(".")
-    if form == "svg":
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):  # text stays text
-            figure.savefig(partial, format=form, metadata={"Date": None})
-    else:
-        figure.savefig(partial, format="png")
-    partial.replace(path)
+    try:
+        if form == "svg":
+            with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):  # text stays text
+                figure.savefig(partial, format=form, metadata={"Date": None})
+        else:
+            figure.savefig(partial, format="png")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def mesh_figure(placements: Sequence[Placement], plan: Plan, title: str, most: int = 6) -> Figure:

@@ -29,14 +29,14 @@ from jaxpar.offload import lowered_for
 from jaxpar.planned import Planned, planned
 from jaxpar.play import Played, play
 from jaxpar.rehearsal import fit, lint, memory
-from jaxpar.rehearsal.collectives import collective_rows, in_float32
+from jaxpar.rehearsal.collectives import collective_rows, in_float32, queueing_notes
 from jaxpar.rehearsal.conditions import failures, parse_conditions
 from jaxpar.rehearsal.difference import difference
 from jaxpar.rehearsal.drawing import timeline_of
 from jaxpar.rehearsal.page import write_page
 from jaxpar.rehearsal.schema import SCHEMA, CollectiveRow, Finding, Line, Rehearsal, Time, read_rehearsal
 from jaxpar.rehearsal.tables import difference_parts, report_parts, seconds_text
-from jaxpar.report import console
+from jaxpar.report import check_folders, console
 from jaxpar.runtime import start
 from jaxpar.sharding import Plan, placements
 from jaxpar.step import in_host, make_plan, make_train_step, param_shapes, plan_notes, state_shapes, step_shapes
@@ -194,7 +194,7 @@ def _report(compiled: Compiled, played: Played, module: Module) -> Rehearsal:
             for row in rows
         ],
         "unknown": dict(program.unknown),
-        "notes": _notes(config, timeline),
+        "notes": [*_notes(config, timeline), *queueing_notes(collectives)],
     }  # fmt: skip
     return report
 
@@ -307,7 +307,7 @@ def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
         baseline = read_rehearsal(Path(args.against))
     elif args.against:
         other = load_config(args.against)
-    _check_folders(args)
+    check_folders(args.html, "" if args.json == "-" else args.json)
     quiet = args.json == "-"
     say = (lambda line: None) if quiet else console().print
     report = rehearse(config, target, Path(name).stem, command, args.tokens, say)
@@ -327,13 +327,6 @@ def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
     for line in broken:
         print(f"jaxpar: failed: {line}", file=sys.stderr)
     return 1 if broken else 0
-
-
-def _check_folders(args: Any) -> None:
-    """Before minutes of compiling: the files can be written."""
-    for name in (args.html, args.json):
-        if name not in ("", "-") and not Path(name).parent.is_dir():
-            raise UserError(f"cannot write {name}: there is no folder {Path(name).parent}")
 
 
 def _write(report: Rehearsal, args: Any) -> None:

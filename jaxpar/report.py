@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from heapq import nlargest
 from importlib.metadata import version
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
 
 from jaxpar.activations import NAMES
 from jaxpar.communication import Site
+from jaxpar.errors import UserError
 from jaxpar.footprint import Activation
 from jaxpar.mesh import MESH_AXES, describe
 from jaxpar.metrics import bytes_text, count_text
@@ -30,6 +32,17 @@ def console() -> Console:
     if not out.is_terminal:
         out.width = 1000  # rich takes 80 where it cannot ask, and would cut the columns of a table
     return out
+
+
+def check_folders(*files: str | Path) -> None:
+    """Before minutes of work: the folders of the files that it is to write are there; an empty name is no file.
+
+    Raises:
+      UserError: one is not.
+    """
+    for file in files:
+        if file and not Path(file).parent.is_dir():
+            raise UserError(f"cannot write {file}: there is no folder {Path(file).parent}")
 
 
 def banner(plan: Plan, facts: dict[str, str]) -> list[str]:
@@ -54,12 +67,14 @@ class ProgressLine:
 
     def __init__(self, total: int, done: int, active: bool = True):
         self._console = console() if active else Console(quiet=True)
+        # On a narrow terminal the bar is left out, and the numbers go on in more lines.
+        numbers = TextColumn("{task.fields[numbers]}", table_column=Column(overflow="fold"))
+        bar = [BarColumn(bar_width=24)] if self._console.width >= 110 else []
         self._bar = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[numbers]}"),
-            TextColumn("ETA"), TimeRemainingColumn(), console=self._console, transient=True,
-            disable=not (active and self._console.is_terminal),
+            TextColumn("step"), MofNCompleteColumn(), *bar, TextColumn("ETA {task.fields[eta]} "), numbers,
+            console=self._console, transient=True, disable=not (active and self._console.is_terminal),
         )  # fmt: skip
-        self._task = self._bar.add_task("step", total=total, completed=done, numbers="")
+        self._task = self._bar.add_task("step", total=total, completed=done, numbers="", eta="-")
         self._total = total
 
     def __enter__(self) -> ProgressLine:
@@ -75,7 +90,7 @@ class ProgressLine:
         if self._bar.disable:
             self._console.print(f"step {step}/{self._total}  {text}  ETA {duration_text(eta_seconds)}")
         else:
-            self._bar.update(self._task, completed=step, numbers=text)
+            self._bar.update(self._task, completed=step, numbers=text, eta=duration_text(eta_seconds))
 
     def say(self, line: str) -> None:
         """A line that stays."""

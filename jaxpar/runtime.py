@@ -25,6 +25,7 @@ _CACHE = {
     "jax_compilation_cache_max_size": (-1, 2 << 30),
 }
 _BACKENDS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+_DEVICES = {"tpu": ("accel*", "vfio"), "gpu": ("nvidia*", "dxg")}  # dxg: the driver under Windows
 _FIX = {
     "auto": "unset JAX_PLATFORMS",
     "tpu": "pip install 'jaxpar[tpu]' on a machine that has one",
@@ -56,7 +57,7 @@ def start(spec: MeshSpec, cache: str = "auto") -> list[jax.Device]:
             jax.config.update("jax_num_cpu_devices", max(devices_needed(spec) // processes, 1))
     widen_cpu_pool(jax.config.values["jax_num_cpu_devices"])
     if spec.distributed and not jax.distributed.is_initialized():
-        _join()
+        _join(spec.platform)
     try:
         with without_chips():
             devices = jax.devices()
@@ -83,11 +84,14 @@ def start(spec: MeshSpec, cache: str = "auto") -> list[jax.Device]:
     return devices
 
 
-def _join() -> None:
+def _join(platform: str) -> None:
     """Join the other processes of a run.
 
     On TPU pods, under Slurm and under MPI JAX finds them itself. Elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
     and JAX_PROCESS_ID say who they are.
+
+    Raises:
+      UserError: they cannot be found; where the chips of `platform` are not here either, it says that first.
     """
     count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
     try:
@@ -95,11 +99,21 @@ def _join() -> None:
             num_processes=None if count is None else int(count), process_id=None if index is None else int(index)
         )
     except (RuntimeError, ValueError) as error:
+        if platform in _DEVICES and not _device_files(platform):
+            raise UserError(
+                f"mesh.platform is {platform!r} and no {platform.upper()} is here: start it on each host that has "
+                "some; here `jaxpar show` and `verify` simulate the mesh, and `rehearse --target` compiles for it"
+            ) from error
         raise UserError(
             f"mesh.distributed is true and JAX cannot join the other processes ({str(error).splitlines()[0]}): start "
             "it on a TPU pod or under Slurm, set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or "
             "--mesh.distributed False for this machine alone"
         ) from error
+
+
+def _device_files(platform: str) -> bool:
+    """Whether this machine's kernel knows any chip of `tpu` or `gpu`."""
+    return any(any(Path("/dev").glob(name)) for name in _DEVICES[platform])
 
 
 @contextlib.contextmanager
@@ -117,7 +131,7 @@ def without_chips() -> Iterator[None]:
             "TPU_ACCELERATOR_TYPE": "v5litepod-1",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         }
-    if not any(Path("/dev").glob("nvidia*")) and not Path("/dev/dxg").exists():  # dxg: the driver under Windows
+    if not _device_files("gpu"):
         settings["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     missing = {key: value for key, value in settings.items() if key not in os.environ}
     os.environ.update(missing)

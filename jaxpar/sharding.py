@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.activations import Action, Keep, Policy, actions, keeps_all
 from jaxpar.errors import UserError
-from jaxpar.mesh import MeshAxis, describe, largest_divisor
+from jaxpar.mesh import MESH_AXES, MeshAxis, describe, largest_divisor
 
 LogicalAxis = Literal[
     "batch",
@@ -312,6 +312,19 @@ class Plan:
     gradients: Literal["float32", "bfloat16"] = "float32"
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
 
+    def __post_init__(self) -> None:
+        """Refuse a mesh of other axes.
+
+        Raises:
+          UserError: the rules name an axis that the mesh has not, or the other way round.
+        """
+        if tuple(self.mesh.axis_names) != MESH_AXES:
+            found = ", ".join(map(str, self.mesh.axis_names))
+            raise UserError(
+                f"a plan's mesh has the axes {', '.join(MESH_AXES)}, some of size 1; found {found}: make it with "
+                "jaxpar.make_mesh(jaxpar.MeshSpec(data=2, tensor=4))"
+            )
+
     @property
     def dtype(self) -> jnp.dtype:
         """The compute dtype."""
@@ -383,6 +396,11 @@ def is_matrix(axes: Axes) -> bool:
     return "embed" in axes and len([axis for axis in axes if axis != "layers"]) > 1
 
 
+def param_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
+    """Of a parameter as it is stored: that of vectors is float32."""
+    return jnp.dtype(plan.params if is_matrix(axes) else "float32")
+
+
 def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
     """Of the sums of a parameter's gradients over microbatches: those of vectors are float32."""
     return jnp.dtype(plan.gradients if is_matrix(axes) else "float32")
@@ -445,6 +463,8 @@ class Placement(NamedTuple):
     axes: tuple[LogicalAxis | None, ...]
     spec: P
     bytes_per_device: int
+    bytes: int
+    """Of the whole array."""
 
 
 def placements(shapes: Any, axes: Any, plan: Plan) -> list[Placement]:
@@ -454,8 +474,9 @@ def placements(shapes: Any, axes: Any, plan: Plan) -> list[Placement]:
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     leaf_axes = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
     for (path, leaf), names, sharding in zip(leaves, leaf_axes, jax.tree.leaves(shardings), strict=True):
-        local = math.prod(sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
-        rows.append(Placement(path_name(path), leaf.shape, names, sharding.spec, local))
+        shape, width = leaf.shape, jnp.dtype(leaf.dtype).itemsize
+        local, whole = (math.prod(sizes) * width for sizes in (sharding.shard_shape(shape), shape))
+        rows.append(Placement(path_name(path), shape, names, sharding.spec, local, whole))
     return rows
 
 

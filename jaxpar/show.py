@@ -22,7 +22,7 @@ from jaxpar.picture import mesh_figure, save_figure
 from jaxpar.pipeline.layers import layers_of, microbatches
 from jaxpar.pipeline.schedules import Table, schedule
 from jaxpar.pipeline.simulator import UNIT, Compared, compare, simulate
-from jaxpar.report import activation_table, communication_table, console, sharding_table
+from jaxpar.report import activation_table, check_folders, communication_table, console, sharding_table
 from jaxpar.runtime import start
 from jaxpar.schedule_picture import comparison_table, schedule_figure, schedule_text
 from jaxpar.sharding import placements
@@ -30,7 +30,7 @@ from jaxpar.shrink import total_sizes
 from jaxpar.step import make_plan, param_shapes, plan_notes
 
 
-def show(config: Config, picture: Path, as_json: bool = False) -> None:
+def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> None:
     """Print where a config's parameters live and what each device sends in a step; draw the largest arrays on the mesh
     and, in an SVG beside that picture (`tiny_layer.svg` of `tiny.png`), what one layer moves.
 
@@ -40,7 +40,12 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
       config: what to show.
       picture: the PNG to write.
       as_json: print a JSON list of rows in place of the table.
+      has: bytes of a device's memory, a line in the picture of it; 0 = not known.
+
+    Raises:
+      UserError: a mesh that the model does not fit, or a picture that cannot be written.
     """
+    check_folders(picture)
     mesh = dataclasses.replace(config.mesh, platform="cpu", distributed=False)
     unchosen = is_open(config.overlap)
     config = dataclasses.replace(config, mesh=mesh, overlap=closed(config.overlap))
@@ -78,7 +83,7 @@ def show(config: Config, picture: Path, as_json: bool = False) -> None:
     save_figure(layer_figure(parameters, moves, config, plan, title), layer)
     if not as_json:
         memory = picture.with_name(f"{picture.stem}_memory.png")
-        save_figure(ledger_figure(parts, title), memory)
+        save_figure(ledger_figure(parts, title, has=has), memory)
         out.print(f"memory: {memory}")
         out.print(f"one layer: {layer}")
         out.print(f"picture: {picture}")
@@ -99,6 +104,7 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     Raises:
       UserError: a mesh of one stage, or a pipeline that there cannot be.
     """
+    check_folders(picture)
     name, v, mesh = config.pipeline.schedule, config.pipeline.virtual, config.mesh
     stages = mesh.stage * mesh.dcn.stage
     if stages < 2:
@@ -107,13 +113,19 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     layers = layers_of(config.model.layers, stages, config.pipeline)
     chunks = v if v > 1 else 2 if config.model.layers % (2 * stages) == 0 else 1
     compared = compare(stages, table.microbatches, chunks)
-    title = f"{name}, {stages} stages" + (f" x {v} chunks" if v > 1 else "") + f", {table.microbatches} microbatches"
+    title = (
+        f"{name}, {stages} stages"
+        + (f" x {v} chunks" if v > 1 else "")
+        + f", {table.microbatches} microbatch{'es' if table.microbatches > 1 else ''}"
+    )
     out = console()
     if as_json:
         out.print(json.dumps(_schedule_json(name, table, compared)))
     else:
         counts = " or ".join(map(str, sorted(set(layers.counts))))
         out.print(f"{title}, {counts} layer{'' if counts == '1' else 's'} in each {'chunk' if v > 1 else 'stage'}\n")
+        if few := _few_note(config, stages, table.microbatches):
+            out.print(few + "\n")
         out.print(schedule_text(table, out.width if out.is_terminal else 160, UNIT.chunk(v)))
         out.print("\nforward 1, backward 2 (of which the weights' gradients 1), transfers 0:")
         out.print(comparison_table(compared))
@@ -121,6 +133,17 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     save_figure(schedule_figure(table, UNIT.chunk(v), title), path)
     if not as_json:
         out.print(f"picture: {path}")
+
+
+def _few_note(config: Config, stages: int, count: int) -> str:
+    """Why a pipeline has fewer microbatches than stages, and the batch for four a stage; empty where it has not."""
+    if count >= stages or config.pipeline.microbatches:
+        return ""
+    batch = config.train.batch
+    return (
+        f"most stages are idle, since train.batch={batch} has no more microbatches on this mesh: "
+        f"try --train.batch {batch // count * 4 * stages}, or fewer devices along data and fsdp"
+    )
 
 
 def _schedule_json(name: str, table: Table, compared: list[Compared]) -> dict[str, object]:

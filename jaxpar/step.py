@@ -242,8 +242,9 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
             blocks = jax.tree.map(lambda x: reorder_layers(x, None, order, layers), params["blocks"])
             return _as_stored(params | {"blocks": blocks}, model, config.precision.params)
 
-        # An import has every stage's layers, and float32: no array is as large as here.
-        reused = () if plan.size("stage") > 1 or config.precision.params != "float32" else (0,)
+        # What is given has every stage's layers, and may have another dtype: then no array is as large as here.
+        given = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
+        reused = (0,) if plan.size("stage") == 1 and {*given, config.precision.params} == {"float32"} else ()
         made = jax.jit(start, out_shardings=shardings.params, donate_argnums=reused)(params)
     step, opt_state = jax.tree.map(_zeros_at, (shapes.step, shapes.opt_state), (shardings.step, shardings.opt_state))
     return TrainState(step, made, opt_state)
@@ -322,7 +323,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
         key = jax.random.fold_in(jax.random.key(train.seed), state.step) if config.model.dropout else None
         sums, grads = gradients(model, state.params, batch, plan, key, train.accumulation, loss_weights(train))
         with jax.named_scope("update"):
-            new = update(state.params, state.opt_state, grads, sums.tokens, model.axes, train, plan)
+            new = update(state.params, state.opt_state, grads, sums, model.axes, train, plan)
         metrics = {
             "loss": sums.nll / sums.tokens,
             "grad_norm": new.norm,

@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from jax.experimental import multihost_utils
 from jaxpar.auto import chosen
 from jaxpar.budget import fitted, out_of_memory, platform_of
 from jaxpar.checkpoint import METRIC, Checkpoints
-from jaxpar.config import Config, check, incompatible, parse, to_toml
+from jaxpar.config import RESOLVED, Config, check, incompatible, to_toml
 from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware, hardware_of
@@ -30,9 +29,10 @@ from jaxpar.mesh import describe
 from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
 from jaxpar.models import Model, Params
 from jaxpar.offload import require_right_gradients
-from jaxpar.pipeline import stored_order
+from jaxpar.optim import schedule_note
 from jaxpar.rehearsal.memory import CompiledBytes
 from jaxpar.report import ProgressLine, banner, console, duration_text
+from jaxpar.restore import beside_state, initial_params, read_run_config, restore_state
 from jaxpar.runtime import memory_of, start
 from jaxpar.sharding import Plan
 from jaxpar.step import (
@@ -45,16 +45,11 @@ from jaxpar.step import (
     offload_asked,
     plan_notes,
     put_batch,
-    reorder_state,
-    state_shapes,
-    state_shardings,
     step_shapes,
 )  # fmt: skip
 from jaxpar.tokenizer import save_tokenizer
 from jaxpar.verified import require
 from jaxpar.verify import simulate_for
-
-ORDER = "layer_order"
 
 
 class Result(NamedTuple):
@@ -83,6 +78,8 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
         simulate_for(config.mesh)
     devices = start(config.mesh, config.compile.cache)
     say = console().print if jax.process_index() == 0 else lambda line: None
+    make_plan(config, devices)  # what is wrong with the layout or the data is said before a budget is solved
+    corpus = load_corpus(config.data, config.model.vocab_size)
     config, _ = fitted(chosen(config, say=say), say=say)
     plan = make_plan(config, devices)
     for note in plan_notes(config, plan):
@@ -91,36 +88,45 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
         require(config, devices, say)
     if offload_asked(plan):
         require_right_gradients(jax.local_devices()[0], say)
-    corpus = load_corpus(config.data, config.model.vocab_size)
-    open_run(folder, config)
+    before = open_run(folder, config)
     if corpus.tokenizer is not None and jax.process_index() == 0:
         save_tokenizer(corpus.tokenizer, folder / "tokenizer.json")
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    if before is not None and (note := schedule_note(before.train, config.train, checkpoints.latest() or 0)):
+        say(note)
     try:
         return _Run(config, folder, Model(config.model), plan, corpus, checkpoints).go()
     finally:
         checkpoints.close()
 
 
-def open_run(folder: Path, config: Config) -> None:
+def open_run(folder: Path, config: Config) -> Config | None:
     """Make a run folder with its `config.toml`, or check that the one there is of the same experiment.
 
     Process 0 does, and the others learn whether it could: what they see may be half written.
+
+    Returns:
+      On process 0 the config that was there, None where there was none.
     """
-    refused = ""
+    refused, before = "", None
     if jax.process_index() == 0:
         try:
-            _open_run(folder, config)
+            before = _open_run(folder, config)
         except UserError as error:
             refused = str(error)
     if multihost_utils.broadcast_one_to_all(np.int32(bool(refused))):
         raise UserError(refused or f"process 0 refuses {folder}: it says why")
+    return before
 
 
-def _open_run(folder: Path, config: Config) -> None:
-    path = folder / "config.toml"
+def _open_run(folder: Path, config: Config) -> Config | None:
+    path, before = folder / "config.toml", None
     if path.exists():
-        changed = incompatible(read_run_config(folder), config)
+        before = read_run_config(folder)
+        changed = incompatible(before, config)
+        if [name.name for name in (folder / "checkpoints").glob("[0-9]*")] == ["0"]:
+            # An import that has not trained yet: how it will is open, what its arrays are is not.
+            changed = [text for text in changed if text.startswith(("model.", "precision."))]
         if changed:
             differences = "; ".join(changed[:3] + ["..."] * (len(changed) > 3))
             raise UserError(
@@ -130,40 +136,8 @@ def _open_run(folder: Path, config: Config) -> None:
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and is no run folder (it has no config.toml): use another --run folder")
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_toml(config, "The resolved config of this run."), encoding="utf-8")
-
-
-def read_run_config(folder: Path) -> Config:
-    """The config a run folder was made with."""
-    path = folder / "config.toml"
-    if not path.exists():
-        raise UserError(f"{folder} is no run folder: it has no config.toml")
-    return parse(path.read_text(encoding="utf-8"), str(path))
-
-
-def restore_state(
-    checkpoints: Checkpoints, step: int, model: Model, config: Config, plan: Plan
-) -> tuple[TrainState, dict[str, Any]]:
-    """The training state of a checkpoint on this plan's mesh (any mesh), and the data iterator's state."""
-    wanted, saved = stored_order(plan, config.model.layers), checkpoints.data(step).get(ORDER)
-    saved = None if saved is None else tuple(saved)
-    if saved == wanted:
-        return checkpoints.restore(step, state_shapes(model, config, plan), state_shardings(model, config, plan))
-    # Layers are read as they lie there, over the stages if that can be, and then each stage is sent its own.
-    places = len(saved or range(config.model.layers))
-    rules = plan.rules if places % plan.size("layers") == 0 else replace(plan.rules, layers=(), stage=())
-    found, data = checkpoints.restore(
-        step,
-        state_shapes(model, config, plan, saved),
-        state_shardings(model, config, replace(plan, rules=rules), saved),
-    )
-    move = partial(reorder_state, before=saved, after=wanted, config=config)
-    return jax.jit(move, out_shardings=state_shardings(model, config, plan))(found), data
-
-
-def beside_state(plan: Plan, config: Config, iterator: Any, tokens: int | None) -> dict[str, Any]:
-    """What is saved beside a state: the data iterator's, the tokens it goes over, and the order of stored layers."""
-    return {"iterator": iterator, "training_tokens": tokens, ORDER: stored_order(plan, config.model.layers)}
+    path.write_text(to_toml(config, RESOLVED), encoding="utf-8")
+    return before
 
 
 def evaluate(eval_step: Any, params: Params, stream: Tokens, config: Config, plan: Plan, limit: int) -> float:
@@ -191,6 +165,7 @@ class _Run:
     _waited: float = 0.0  # seconds spent waiting for data since then
     _aside: float = 0.0  # seconds spent on evaluation and saving since then
     _trained: float = 0.0  # seconds spent on steps in this call
+    _unread: list[tuple[int, jax.Array, jax.Array]] = field(default_factory=list)  # loss and norm of steps since then
 
     def go(self) -> Result:
         config, train = self.config, self.config.train
@@ -200,11 +175,13 @@ class _Run:
         self.main = jax.process_index() == 0
         self.show = ProgressLine(train.steps, first, self.main)
         if first >= last:
-            self.show.say(f"step {first} of {last} is done already: nothing to train; see {self.folder}")
+            more = f"stop-at 0 goes on to step {train.steps}" if last < train.steps else "steps extends it"
+            done = f"step {first} of {last} is done already: nothing to train (--train.{more})"
+            self.show.say(f"{done}; see {self.folder}")
             return Result(first, None, None, entropy, False)
         # One thread beside this one: it compiles the step while the state is made or read; while the first steps run it
         # compiles the evaluation and draws the memory.
-        with self._said_if_out_of_memory(), ThreadPoolExecutor(1) as self.beside:
+        with self._said_if_out_of_memory(), _one_thread() as self.beside:
             compiling = self.beside.submit(self._compile)
             state, data = self._start(first, entropy)
             step_fn, said = compiling.result()
@@ -239,7 +216,8 @@ class _Run:
         rows = batch_rows(config.train.batch, plan)
         data = train_batches(self.corpus.train, config.data, config.train.batch, rows, config.model.vocab_size)
         if self.checkpoints.latest() is None:
-            state = init_state(model, config, plan)
+            params = initial_params(config, plan) if config.train.init else None
+            state = init_state(model, config, plan, params)
         else:
             state, data_state = restore_state(self.checkpoints, first, model, config, plan)
             trained_on, here = data_state["training_tokens"], len(self.corpus.train.tokens)
@@ -257,6 +235,7 @@ class _Run:
             f"{len(self.corpus.val.tokens) if self.corpus.val else 0:,} for validation, "
             f"unigram entropy {entropy:.3f} nats a token",
             "run": f"{self.folder}" + (f", resumed after step {first}" if first else ""),
+            **({"weights": config.train.init} if config.train.init and not first else {}),
         }
         for line in banner(plan, facts):
             self.show.say(line)
@@ -294,6 +273,7 @@ class _Run:
             batch = put_batch(next(data), self.plan)
             self._waited += time.perf_counter() - asked
             state, metrics = step_fn(state, batch)
+            self._unread.append((step, metrics["loss"], metrics["grad_norm"]))
             if step == first + 1:
                 if self.corpus.val is not None:
                     self.eval_step = self.beside.submit(self._compile_evaluation)
@@ -313,6 +293,7 @@ class _Run:
                 self._log(step, metrics)
                 logged = step
             jax.block_until_ready(metrics)  # a step still under way belongs to training's time
+            self._require_finite(step)
             began = time.perf_counter()
             if evaluating:
                 self.val_loss = self._evaluate(step, state, train.eval_batches)
@@ -348,11 +329,23 @@ class _Run:
         self.loss = numbers["loss"]
         self.show.step(step, numbers, (self.config.train.steps - step) * elapsed / steps)
         self.log.write(step, **numbers)
-        if not np.isfinite(numbers["loss"]) or not np.isfinite(numbers["grad_norm"]):
-            raise UserError(
-                f"loss {numbers['loss']} and gradient norm {numbers['grad_norm']} at step {step}: the run diverged; "
-                "try a lower train.learning_rate or a longer train.warmup_steps; earlier checkpoints are kept"
-            )
+        self._require_finite(step)
+
+    def _require_finite(self, last: int) -> None:
+        """Stop where a step up to `last`, which has run, diverged: the step left its state as it was, none is saved.
+
+        Steps between log lines are read here too, all at once: no step waits for its number to arrive.
+        """
+        read = [row for row in self._unread if row[0] <= last]
+        del self._unread[: len(read)]
+        for step, loss, norm in jax.device_get(read):
+            if not (np.isfinite(loss) and np.isfinite(norm)):
+                saved = self.checkpoints.latest()
+                raise UserError(
+                    f"loss {loss} and gradient norm {norm} at step {step}: the run diverged; try a lower "
+                    "train.learning_rate or a longer train.warmup_steps; "
+                    + ("no checkpoint was saved before" if saved is None else f"the checkpoint of step {saved} is kept")
+                )
 
     def _evaluate(self, step: int, state: TrainState, limit: int, prefix: str = "") -> float:
         assert self.corpus.val is not None
@@ -380,6 +373,19 @@ class _Run:
             f"step {step} done in {duration_text(self._trained)} of training{val} (unigram entropy {entropy:.3f}); "
             f"{self.folder / 'loss.png'}"
         )
+
+
+@contextmanager
+def _one_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread that is waited for, but not by Ctrl-C: it may be in the compiler, which nothing interrupts."""
+    pool, wait = ThreadPoolExecutor(1), True
+    try:
+        yield pool
+    except KeyboardInterrupt:
+        wait = False
+        raise
+    finally:
+        pool.shutdown(wait, cancel_futures=not wait)
 
 
 @contextmanager

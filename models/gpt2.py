@@ -25,10 +25,12 @@ class Embed(nnx.Module):
     """Token embedding plus learned position embedding."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        if config.kv_heads not in (0, config.heads) or config.rope_factor != 1:
-            raise UserError(
-                "gpt2 has neither grouped kv heads nor RoPE: leave model.kv_heads and model.rope_factor alone"
-            )
+        rope = [
+            name for name, value in vars(ModelConfig()).items() if "rope" in name and getattr(config, name) != value
+        ]
+        if config.kv_heads not in (0, config.heads) or rope:
+            found = " and ".join(f"model.{name}" for name in rope or ["kv_heads"])
+            raise UserError(f"gpt2 has neither grouped kv heads nor RoPE: leave {found} alone")
         if config.experts:
             raise UserError(f"gpt2 has no experts, found model.experts={config.experts}: set it to 0")
         self.dropout = config.dropout

@@ -179,6 +179,8 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
       UserError: no readable config.json, a missing key, or a model that `jaxpar.models` cannot compute.
     """
     folder = Path(path)
+    if not folder.exists():
+        raise UserError(f"there is no {folder}: give a run folder, or a folder with a Hugging Face checkpoint")
     file = (folder if folder.is_dir() else folder.parent) / "config.json"
     try:
         hf = json.loads(file.read_text(encoding="utf-8"))

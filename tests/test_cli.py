@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,6 +113,36 @@ def test_a_second_start_reads_its_programs_and_computes_the_same_bits(text, tmp_
     assert len(programs[0]) == 2 and programs[0] == programs[1]  # a step that was not found would be another file
 
 
+@pytest.mark.parametrize("words", [("configs",), pytest.param(("train", "--help"), marks=pytest.mark.slow)])
+def test_a_reader_that_has_gone_is_no_error(words):
+    """`jaxpar train --help | head`: what is left unsaid goes nowhere, quietly."""
+    command = [sys.executable, "-m", "jaxpar.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141  # of a program that SIGPIPE ends
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_compiling_is_a_line(tmp_path):
+    """And it does not wait for the compiler, which nothing interrupts."""
+    words = ["train", "tiny", "--model.layers", "12", "--run", str(tmp_path / "run")]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+    environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_LOG_COMPILES": "1"}
+    command = [sys.executable, "-m", "jaxpar.cli", *words]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **quiet) as run:
+        assert run.stderr
+        next(line for line in run.stderr if "Finished jaxpr to MLIR module conversion jit(step)" in line)
+        run.send_signal(signal.SIGINT)
+        pressed = time.monotonic()
+        said = [line for line in run.stderr if "Finished" not in line and "Compiling" not in line]
+        assert run.wait(timeout=120) == 130
+        assert time.monotonic() - pressed < 5
+    assert said == ["jaxpar: interrupted\n"]
+
+
 def test_version(run):
     assert run("--version").startswith("jaxpar 0.")
 
@@ -142,9 +174,13 @@ def test_help_shows_the_values_of_the_config_that_is_named(capsys):
         ("train", "usage: jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"),
         ("tokenize stdlib", "usage: jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"),
         ("convert here", "usage: jaxpar convert HF_FOLDER RUN_FOLDER"),
+        ("convert nowhere run", "there is no nowhere: give a run folder, or a folder with a Hugging Face checkpoint"),
         ("configs tiny", "jaxpar configs takes no arguments, found tiny"),
         ("doctor --now", "jaxpar doctor takes no arguments, found --now"),
-        ("train tinny", "no preset 'tinny' (did you mean 'tiny'?): `jaxpar configs` lists them; a path ends in .toml"),
+        (
+            "train tinny",
+            "no preset 'tinny' (did you mean 'tiny'?): `jaxpar configs` lists them; a path ends in .toml, or",
+        ),
         ("train tiny --on h100-8", "no preset 'h100-8' (did you mean 'h100_8'?)"),
         ("train tiny --on cpu_8 --mesh.data 2", "leave out the --mesh. flags, or leave out --on"),
         ("train tiny --train.stepz 3", "takes no --train.stepz (did you mean '--train.steps'?)"),
@@ -152,8 +188,8 @@ def test_help_shows_the_values_of_the_config_that_is_named(capsys):
         ("train tiny --rum here", "takes no --rum (did you mean '--run'?)"),
         ("train tiny here", "takes no here: jaxpar train --help lists its flags"),
         ("tokenize a b.bin --max-byte 3", "takes no --max-byte (did you mean '--max-bytes'?)"),
-        ("train tiny --train.steps abc", "--train.steps: invalid literal for int() with base 10: 'abc'"),
-        ("train tiny --train.learning-rate fast", "--train.learning-rate: could not convert string to float: 'fast'"),
+        ("train tiny --train.steps abc", "--train.steps is a whole number, found 'abc'"),
+        ("train tiny --train.learning-rate fast", "--train.learning-rate is a number, found 'fast'"),
         ("train tiny --train.schedule cosin", "invalid choice 'cosin' for argument '--train.schedule'"),
         ("train tiny --data.pack maybe", "invalid choice 'maybe' for argument '--data.pack'"),
         ("train tiny --rules.mlp data tensr", "invalid choice 'tensr' for argument '--rules.mlp'"),
@@ -260,6 +296,21 @@ def test_tokenize_then_train_then_evaluate(run, refused, tmp_path):
     assert "has no step 99: it has 3" in refused("eval", folder, "--step", 99)
 
 
+def test_a_run_folder_is_taken_wherever_a_config_is(run, refused, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "tiny", *SMALL, "--data.source", "text", "--data.path", text, "--run", "mine"]
+    run(*words, "--train.stop-at", 2)
+    assert "--train.stop-at 0 goes on to step 3" in run("train", "mine")
+    assert "run          mine, resumed after step 2" in run("train", "mine/config.toml", "--train.stop-at", 0)
+    assert "mine, resumed after step 3" in run("train", "mine/", "--train.steps", 4)
+    assert json.loads(run("show", "mine", "--json"))[0]["name"]
+    assert "mine.png" in os.listdir() and not Path("runs").exists()
+    Path("empty").mkdir()
+    assert "a path ends in .toml, or is that of a run folder" in refused("train", "empty")
+    for name, folder in {"tiny": "runs/tiny", "my/config.toml": "runs/config", "a.toml": "runs/a"}.items():
+        assert commands.run_folder(name) == Path(folder)
+
+
 def test_a_run_folder_of_something_else(refused, text, tmp_path):
     train = ["train", "tiny", *SMALL, "--data.source", "text", "--data.path", text, "--run", tmp_path]
     assert "is there and is no run folder (it has no config.toml)" in refused(*train)
@@ -292,7 +343,7 @@ def test_doctor(run):
 
 def test_show_on_another_mesh(run, tmp_path):
     rows = json.loads(run("show", "tiny", "--on", "cpu_8", "--out", tmp_path / "a.png", "--json"))
-    assert rows[0].keys() == {"name", "shape", "axes", "spec", "bytes_per_device"}
+    assert rows[0].keys() == {"name", "shape", "axes", "spec", "bytes", "bytes_per_device"}
 
 
 def test_show_simulates_64_devices(tmp_path):
@@ -337,6 +388,16 @@ def test_a_platform_that_is_not_here(platform, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(TPU_HERE, reason="a TPU is here")
+def test_a_pod_that_is_not_here(tmp_path):
+    """A preset of many hosts: what is missing is the TPU, and no coordinator's address."""
+    done = shell("train", "llama3_8b", "--on", "v5p_64", "--run", str(tmp_path / "run"))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("jaxpar: error: mesh.platform is 'tpu' and no TPU is here: start it on each host")
+
+
 def test_a_jax_that_cannot_start():
     done = shell("doctor", JAX_PLATFORMS="rocm")
     assert done.returncode == 2
@@ -370,6 +431,26 @@ def test_convert_there_and_back_gives_the_same_tensors(run, checkpoint, tmp_path
     before, after = load_file(checkpoint / "model.safetensors"), load_file(back / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_tokenizer_comes_along_and_training_asks_for_data(run, refused, checkpoint, text, tmp_path, monkeypatch):
+    """Through import, training and export; what a run of an import trains on is open until it has trained."""
+    monkeypatch.chdir(tmp_path)
+    assert "has no tokenizer.json: put it into bare, or give --data.tokenizer" in run(
+        "convert", checkpoint, "bare", *ONE_DEVICE
+    )
+    assert "cannot read bare/tokenizer.json" in refused("train", "bare", "--data.path", text)
+    chars = "\n abcdefghijklmnopqrstuvwxyz"
+    (checkpoint / "tokenizer.json").write_text(json.dumps({"tokenizer": "chars", "chars": chars}))
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    assert "`jaxpar train run --data.path TEXT` trains it on" in run("convert", checkpoint, "run", *ONE_DEVICE)
+    train = ["train", "run", "--train.batch", 8, "--train.steps", 1, "--train.warmup-steps", 0]
+    assert "data.source=text needs data.path: the file or folder to read" in refused(*train)
+    assert "step 1 done" in run(*train, "--data.path", text)
+    assert "holds a run of another config (train.batch: 8 -> 16)" in refused("train", "run", "--train.batch", 16)
+    run("convert", "run", "back")
+    assert {"tokenizer.json", "tokenizer_config.json"} <= set(os.listdir("back"))
+    assert json.loads(Path("back/tokenizer.json").read_text())["chars"] == chars
 
 
 def break_weights(folder: Path, change) -> None:
@@ -429,3 +510,20 @@ def test_every_flag_of_a_config_is_a_key_of_its_file(capsys):
     shown = capsys.readouterr().out
     for key in flatten(load_config("tiny")):
         assert f"--{key.replace('_', '-')} " in shown, key
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train tiny --data.path nowhere.txt", "data.path has no effect: data.source is stdlib"),
+        ("rehearse tiny --target v5e-8 --no-timeline", "--no-timeline has no effect: it leaves a part out of the JSON"),
+        ("tokenize here.txt a.bin --max-bytes 5", "--max-bytes has no effect: it caps the stdlib corpus alone"),
+    ],
+)
+def test_a_flag_that_can_have_no_effect(words, message, refused):
+    assert message in refused(*words.split())
+
+
+def test_an_export_s_flags_on_an_import(refused, checkpoint, tmp_path):
+    line = refused("convert", checkpoint, tmp_path / "run", *ONE_DEVICE, "--dtype", "bfloat16")
+    assert "--dtype and --step have no effect" in line and not (tmp_path / "run").exists()

@@ -248,3 +248,9 @@ def test_the_plan_asks_for_what_is_sent():
     plan, args = plan_on(Overlap("ring", "ring"), tensor=4), given(24)
     text = jax.jit(lambda args: values_and_gradients(plan, args)).lower(args).compile().as_text()
     assert hops_of(plan, args) == len(re.findall(r"= \S+ collective-permute\(", text)) == 12
+
+
+def test_a_form_that_there_is_not_is_refused():
+    x, weight = arrays((B, 8, D), (D, H, h))
+    with pytest.raises(UserError, match=r"no form 'rnig' \(did you mean 'ring'\?\) of a gather"):
+        column_linear(x, (weight,), (("heads", "head_dim"),), plan_on(Overlap(gather="rnig"), tensor=4))  # pyright: ignore[reportArgumentType]

@@ -40,6 +40,10 @@ def kept(config: Config, **choices: str) -> Config:
     return override(config, {f"memory.keep.{name}": choice for name, choice in choices.items()})
 
 
+def in_bfloat16(config: Config) -> Config:
+    return changed(config, "precision", compute="bfloat16", params="bfloat16", gradients="bfloat16")
+
+
 def with_experts(remat: str = "none", capacity_factor: float = 0.0, **more: Any) -> Config:
     sizes = {"experts": 4, "experts_per_token": 2, "capacity_factor": capacity_factor}
     config = changed(config_of("llama", remat, **more), "model", **sizes)
@@ -77,6 +81,9 @@ PLANS = {
     "llama, ZeRO-1": changed(config_of("llama", data=8), rules=ZERO1),
     "llama, HSDP, state further split, bfloat16": changed(
         config_of("llama", "full", compute="bfloat16", data=2, fsdp=4), rules=HSDP
+    ),
+    "gpt2, ZeRO-1, parameters and sums in bfloat16": in_bfloat16(
+        changed(config_of("gpt2", "full", data=2, tensor=2), rules=ZERO1)
     ),
     "gpt2, data x fsdp": config_of("gpt2", data=2, fsdp=4),
     "gpt2, data x fsdp, bfloat16, remat": config_of("gpt2", "full", compute="bfloat16", data=2, fsdp=4),
@@ -216,6 +223,9 @@ STAGED = {
     "1F1B, offloaded inputs of blocks": kept(
         staged(config_of("llama", "full", stage=2, tensor=2), "1f1b", 4, pipeline_stash="blocks"), block_input="offload"
     ),
+    "1F1B, ZeRO-1, parameters and sums in bfloat16": in_bfloat16(
+        changed(staged(config_of("gpt2", "full", stage=2, data=2, tensor=2), "1f1b", 4), rules=ZERO1)
+    ),
     "1F1B, experts": staged(with_experts("full", stage=2, expert=2, fsdp=2), "1f1b", 4),
     "ZB-H1, experts, tensor": staged(with_experts(stage=2, expert=2, tensor=2), "zb_h1", 4),
     "ZB-H1, experts with a capacity, a stage's input": staged(
@@ -282,6 +292,15 @@ def test_by_hand_zero1():
         over("all-gather", "data"): count * 4 * 7 / 8,
         over("all-reduce", "data"): 2 * 4 * 2 * 7 / 8,
     }
+
+
+def test_by_hand_zero1_of_parameters_in_bfloat16():
+    """What is gathered after the update is as wide as it is stored: matrices two bytes, vectors four."""
+    config = in_bfloat16(PLANS["llama, ZeRO-1"])
+    count = sum(leaf.size for leaf in jax.tree.leaves(Model(config.model).shapes()))
+    vectors = 5 * config.model.embed
+    (gathered,) = (site for site in sites_of(config) if site.what == "updated parameters")
+    assert gathered.sent == ((count - vectors) * 2 + vectors * 4) * 7 / 8
 
 
 def test_by_hand_stages():

@@ -32,7 +32,7 @@ def config_for(folder: Path) -> Config:
     changes = {"mesh.platform": "cpu", "mesh.fsdp": 2, "mesh.tensor": 2, "data.seq_len": 16, "data.max_bytes": 50_000}
     changes |= {"train.steps": 2, "train.batch": 4, "train.warmup_steps": 0, "train.eval_batches": 1}
     changes |= {"train.final_eval_batches": 1}
-    return override(config_of(folder), changes)
+    return override(config_of(folder, folder), {"data.source": "stdlib", "data.tokenizer": "bytes"} | changes)
 
 
 def test_an_import_exports_to_the_same_bits_and_trains_on(hf_folder: Path, tmp_path: Path) -> None:

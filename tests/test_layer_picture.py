@@ -70,7 +70,8 @@ def label(site: Site, config: Config) -> str:
 def test_every_collective_is_in_it_as_often_as_in_the_rows(name):
     figure, found = drawn(PLANS[name])
     labels = Counter(label(site, PLANS[name]) for site in found)
-    assert Counter(text for text in texts(figure) if " over " in text and "cut into" not in text) == labels
+    shown = [text.split(": ")[-1] for text in texts(figure) if " over " in text and "cut into" not in text]
+    assert Counter(shown) == labels
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -100,6 +101,31 @@ def test_arrays_lie_where_the_plan_puts_them():
         "down [256, 64], 8.00 KiB": "mlp / tensor=2 x embed / fsdp=4",
     }.items():
         assert shown[shown.index(name) + 1] == split
+
+
+def test_weights_are_as_wide_as_they_are_stored():
+    shown = texts(drawn(override(PLANS["llama, fsdp x tensor, remat"], {"precision.params": "bfloat16"}))[0])
+    assert "gate, up [64, 256], 4.00 KiB each" in shown
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("gpt2, data x context x tensor", "“seq / context=2 tensor=2”: cut into 4 over context and tensor."),
+        ("gpt2, ZeRO-1", "“batch / data=8”: cut into 8 over data."),
+        ("one device", "the bytes of it on each device."),
+    ],
+)
+def test_the_legend_speaks_of_this_mesh(plan, says):
+    (note,) = [text for text in texts(drawn(PLANS[plan])[0]) if text.startswith("Boxes: ")]
+    assert note.endswith(says) and "`" not in note
+
+
+def test_each_tables_gather_stands_under_it_by_name():
+    shown = texts(drawn(config_of("gpt2", fsdp=4))[0])
+    gathers = [i for i, text in enumerate(shown) if ": all-gather over fsdp" in text]
+    assert [shown[i].split(":")[0] for i in gathers] == ["positions", "tokens"]
+    assert all(shown[i - 2].startswith(shown[i].split(":")[0]) for i in gathers)
 
 
 def test_the_head_of_a_pipeline_has_a_stages_part_of_the_tokens():

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parent.parent
 LAYERS = {
     6: "cli commands",
-    5: "train generate evaluate convert show bench step verify verdict verified answers evidence rehearse calibrate "
-    "bench_rehearse play auto budget ledger bench_overlap bench_attention bench_fusions bench_pipeline bench_commands "
-    "bench_gpu bench_pieces bench_torch",
+    5: "train restore generate evaluate convert show bench step verify verdict verified answers evidence rehearse "
+    "calibrate bench_rehearse play auto budget ledger bench_overlap bench_attention bench_fusions bench_pipeline "
+    "bench_commands bench_gpu bench_pieces bench_torch",
     4: "data tokenizer checkpoint optim moments update metrics report picture mask_picture "
-    "layer_picture schedule_picture doctor communication footprint assign rehearsal diagnose shrink arguments",
+    "layer_picture schedule_picture doctor communication footprint assign rehearsal diagnose shrink arguments effects",
     3: "models pipeline",
     2: "parallel experts batches loss plain",
     1: "remat offload hlo network planned masks kernels ring_attention zigzag collectives collective_matmul "

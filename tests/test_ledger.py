@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from rich.console import Console
 from traced_steps import config_of
 
 from jaxpar import train as train_module
+from jaxpar.activations import NAMES
 from jaxpar.budget import out_of_memory
 from jaxpar.config import Config, load_config, override
 from jaxpar.errors import UserError
@@ -72,6 +75,24 @@ def test_the_table_and_the_picture_say_the_same():
         "device, predicted", "device, compiled", "host, predicted",
     ]  # fmt: skip
     assert sorted(patch.get_width() for patch in axes.patches) == [0.5, 1, 2, 3, 3]
+    (capacity,) = axes.lines
+    assert list(capacity.get_xdata()) == [6, 6]
+    (axes,) = ledger_figure(parts, "a title", compiled, 95 * 2**30).axes
+    assert not axes.lines and axes.get_xlim()[1] < 10
+    assert "a device has 95 GiB: far to the right" in [text.get_text() for text in axes.texts]
+
+
+def test_names_can_be_read_on_every_color():
+    """Contrast of WCAG, at least that of large text."""
+
+    def light(color: Any) -> float:
+        rgb = np.array(to_rgb(color))
+        return float(np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722))
+
+    for name in (*NAMES, "parameters", "work", "no name", "gradients", "temporaries", "optimizer"):
+        (axes,) = ledger_figure([Part(name, "", 2**30)], "a title").axes
+        ink, paper = sorted((light(axes.texts[0].get_color()), light(axes.patches[0].get_facecolor()[:3])))
+        assert (paper + 0.05) / (ink + 0.05) > 3, name
 
 
 def test_a_run_writes_its_report(tmp_path: Path):

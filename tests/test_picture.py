@@ -9,6 +9,7 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
+from jaxpar.errors import UserError
 from jaxpar.picture import loss_figure, mesh_figure, save_figure
 from jaxpar.sharding import placements
 
@@ -25,6 +26,12 @@ def test_the_loss_curve_has_every_point_and_reference():
     assert list(reference.get_ydata()) == [3.25, 3.25]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["train (last 2.500)", "validation (last 2.000)", "unigram entropy (3.250)"]
+
+
+def test_a_single_point_is_seen():
+    (axes,) = loss_figure(ROWS[:1], "a run").axes
+    (train,) = axes.lines
+    assert train.get_marker() == "."
 
 
 def test_a_run_without_a_row_still_has_a_picture():
@@ -51,7 +58,7 @@ def test_a_failed_write_leaves_the_old_picture(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=r"cannot write .*loss\.png: No space left"):
         save_figure(loss_figure(ROWS, "a run"), path)
     assert path.read_bytes() == b"old"
 

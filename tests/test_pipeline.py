@@ -20,10 +20,11 @@ from jaxpar.config import Config, override
 from jaxpar.errors import UserError
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Loop
+from jaxpar.ledger import state_of
 from jaxpar.mesh import devices_needed
 from jaxpar.models import Model
 from jaxpar.pipeline import layers_of, microbatches, reorder_layers, schedule, stored_order
-from jaxpar.pipeline.notes import _memory
+from jaxpar.pipeline.notes import _memory, _state_bytes
 from jaxpar.pipeline.program import program
 from jaxpar.pipeline.traced import kept, split
 from jaxpar.sharding import Pipeline, Plan, replicated, tree_shardings
@@ -425,6 +426,19 @@ def test_a_pipeline_that_fsdp_could_spare_is_told_so(monkeypatch: pytest.MonkeyP
     assert said.endswith("a pipeline of 8 with 8 microbatches idles 47 %")
     monkeypatch.setattr("jaxpar.pipeline.notes._memory", lambda plan: 2**10)
     assert "fsdp" not in notes_of(config)[1]
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"train__accumulation": 2}, {"precision__params": "bfloat16", "precision__moments": "int8"},
+    {"precision__gradients": "bfloat16", "precision__moments": "bfloat16", "train__accumulation": 2},
+    {"memory__optimizer": "offload"}, {"memory__optimizer": "offload", "memory__parameters": "offload"},
+])  # fmt: skip
+def test_what_fsdp_alone_would_hold_is_what_the_ledger_counts(changes: dict[str, Any]) -> None:
+    sizes = {"model__vocab_size": 2**14, "model__embed": 512, "model__mlp": 2048}
+    config = config_of(mesh__fsdp=8, **sizes, **changes)
+    plan, held = plan_of(config), state_of(config, plan_of(config), "tpu")
+    found = _state_bytes(config, plan, Model(config.model).parameter_count()) / 8
+    assert found == pytest.approx(held.parameters + held.optimizer + held.gradients, rel=0.05)
 
 
 def test_the_memory_of_a_chip_is_known_by_its_name() -> None:

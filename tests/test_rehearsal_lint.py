@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import pytest
 from rehearsed_mlp import BATCH, BYTES, MLP, SEQ, WIDTH, gathered, library, plain, tasks_of, turned
 
@@ -101,6 +102,15 @@ def test_a_parameter_that_no_rule_splits(plan_of):
     )
 
 
+def test_parameters_in_bfloat16_may_be_whole_too(plan_of):
+    """A table of positions of 2 MiB in float32 has one of 1 MiB."""
+    plan, subject = plan_of(tensor=4), Model(MODEL)
+    shapes = jax.tree.map(lambda leaf: leaf.update(dtype="bfloat16"), subject.shapes())
+    (found,) = lint.replicated_parameters(placements(shapes, subject.axes, plan), plan)
+    assert (found["scope"], found["bytes"]) == ("embed.positions", 2 * 2048 * 256)
+    assert "1.00 MiB" in found["message"]
+
+
 def test_a_rule_taken_away_shows(plan_of):
     plan = plan_of(fsdp=2, tensor=2)
     without = Plan(plan.mesh, ShardingRules(embed=(), mlp=()))
@@ -161,7 +171,8 @@ def test_activations_split_as_the_plan_says_are_no_finding(plan):
 
 def at(shape: str, size: int, seconds: float, line: int = 1) -> TaskTime:
     place = Place("block/mlp", f"models/llama.py:{line}", "forward")
-    return TaskTime(Task("fusion.1", "fusion", "fusion", place, bytes=size, shape=shape), (0,), 1, seconds, 0.0)
+    task = Task("fusion.1", "fusion", "fusion", place, bytes=size, shape=shape, split_by="compiler")
+    return TaskTime(task, (0,), 1, seconds, 0.0)
 
 
 def test_a_line_is_one_finding_with_its_largest_array(plan):
@@ -182,6 +193,23 @@ def test_as_many_rows_as_tokens_may_be_something_else(plan):
     rows = [at("f32[384,512]", 10, 1.0)]
     assert lint.replicated_activations(rows, as_wide, plan) == []
     assert len(lint.replicated_activations(rows, CONFIG, plan)) == 1
+
+
+@pytest.mark.parametrize("change", [
+    {"split_by": "author"}, {"split_by": ""}, {"place": Place("update", "", "update")},
+    {"place": Place("accumulate", "", "backward")},
+])  # fmt: skip
+def test_only_activations_that_the_compiler_split_count(plan, change):
+    """A matmul in 16 parts along what is contracted is [16, S, D]; copies of a compiler's own have no known author."""
+    row = at("f32[16,24,32]", 10, 1.0)
+    changed = dataclasses.replace(row, task=dataclasses.replace(row.task, **change))
+    assert lint.replicated_activations([changed], CONFIG, plan) == []
+
+
+def test_rows_of_experts_may_be_as_many_as_tokens(plan):
+    routed = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, experts=4))
+    assert lint.replicated_activations([at("f32[384,512]", 10, 1.0)], routed, plan) == []
+    assert len(lint.replicated_activations([at("f32[16,24,32]", 10, 1.0)], routed, plan)) == 1
 
 
 def test_as_many_sequences_as_heads_or_as_pieces_may_be_something_else(plan_of):

@@ -6,6 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
+from jaxpar import report
 from jaxpar.cli import fail
 from jaxpar.report import ProgressLine, banner, console, duration_text, numbers_text, sharding_table
 from jaxpar.sharding import Placement, placements
@@ -34,6 +35,21 @@ def test_progress_is_plain_lines_off_a_terminal(capsys):
         progress.say("saved [bold]as is[/bold] " + "x" * 200)
     lines = ["step 5/10  loss 1.5000  ETA 1:01", "saved [bold]as is[/bold] " + "x" * 200]
     assert capsys.readouterr().out.splitlines() == lines
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_progress_on_a_terminal_has_the_step_the_time_left_and_every_number(width, monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(
+        report, "console", lambda: Console(file=out, width=width, force_terminal=True, color_system=None)
+    )
+    numbers = {"loss": 1.5, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens_per_second": 12345.0, "data_wait": 0.01}
+    numbers |= {"tflops_per_device": 123.0, "mfu": 0.5, "device_memory": 3 * 2**30}
+    with ProgressLine(total=300_000, done=12_345) as progress:
+        progress.step(12_346, numbers, eta_seconds=123)
+    words = out.getvalue().split()
+    for word in ("12346/300000", "2:03", *numbers_text(numbers).split()):
+        assert word in words
 
 
 def test_only_the_first_process_speaks(capsys):

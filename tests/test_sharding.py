@@ -57,6 +57,12 @@ def test_axes_of_one_device_are_left_out(plan_of, sizes, axes, spec):
     assert plan.size("batch") == sizes.get("data", 1) * sizes.get("fsdp", 1)
 
 
+def test_a_mesh_of_other_axes_is_no_plan():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("dp", "tp"))
+    with pytest.raises(UserError, match=r"has the axes stage, data, .*; found dp, tp: make it with jaxpar\.make_mesh"):
+        Plan(mesh)
+
+
 def test_a_mesh_axis_used_twice_names_both_dims(plan_of):
     with pytest.raises(UserError, match=r"^w: mesh axis tensor=2 is used twice, by dim 0 \(heads\) and dim 2 \(mlp\)"):
         plan_of(tensor=2).sharding(("heads", None, "mlp"), name="w")

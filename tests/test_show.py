@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import jax
 import pytest
+from matplotlib.figure import Figure
 
 from jaxpar.config import Config, load_config
 from jaxpar.errors import UserError
 from jaxpar.mesh import DcnSpec, MeshSpec
 from jaxpar.models import Model
+from jaxpar.picture import save_figure
 from jaxpar.pipeline.schedules import Action, schedule
 from jaxpar.sharding import Pipeline
 from jaxpar.show import show, show_schedule
@@ -38,6 +40,15 @@ def test_the_table_and_the_picture(picture, capsys):
     assert lines[-2:] == [f"one layer: {layer}", f"picture: {picture}"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "gradients of up" in layer.read_text()
+
+
+@pytest.mark.parametrize("draw", [show, show_schedule])
+def test_a_picture_that_cannot_be_written_is_said_first(draw, tmp_path):
+    with pytest.raises(UserError, match=r"cannot write .*x\.png: there is no folder .*nowhere"):
+        draw(TINY, tmp_path / "nowhere" / "x.png")
+    (tmp_path / "x_layer.partial").mkdir()
+    with pytest.raises(UserError, match=r"cannot write .*x_layer\.svg: Is a directory"):
+        save_figure(Figure(), tmp_path / "x_layer.svg")
 
 
 def test_what_each_device_sends(picture, capsys):
@@ -159,6 +170,16 @@ def test_microbatches_are_as_many_as_the_batch_allows(picture, capsys, no_device
     config = staged(MeshSpec(stage=2, data=2))
     show_schedule(replace(config, train=replace(config.train, batch=32)), picture, as_json=True)
     assert json.loads(capsys.readouterr().out)["microbatches"] == 8
+
+
+def test_a_pipeline_with_too_few_microbatches_says_why_and_what_to_try(picture, capsys, no_devices):
+    config = staged(MeshSpec(stage=4, data=16))
+    show_schedule(replace(config, train=replace(config.train, batch=16)), picture)
+    title, _, note = capsys.readouterr().out.splitlines()[:3]
+    assert ", 1 microbatch, " in title
+    assert "train.batch=16 has no more microbatches on this mesh: try --train.batch 256, or fewer devices" in note
+    show_schedule(replace(config, train=replace(config.train, batch=256)), picture)
+    assert capsys.readouterr().out.startswith("1f1b, 4 stages, 16 microbatches, 2 layers in each stage\n\nstage 0 F0")
 
 
 @pytest.mark.parametrize(

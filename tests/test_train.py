@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from jaxpar.evaluate import evaluate_run
 from jaxpar.mesh import MeshSpec
 from jaxpar.metrics import read_metrics
 from jaxpar.models import Model
+from jaxpar.optim import learning_rate
 from jaxpar.step import make_plan
 from jaxpar.train import read_run_config, restore_state, train
 
@@ -50,7 +53,7 @@ def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def final_state(folder: Path, config: Config) -> Any:
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    checkpoints = Checkpoints(folder / "checkpoints")
     step = checkpoints.latest()
     assert step is not None
     model = Model(config.model)
@@ -88,7 +91,7 @@ def test_a_run_learns_and_leaves_its_folder_complete(config: Config, whole: Path
     assert read_run_config(whole) == config
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (whole / "tokenizer.json").exists()
-    checkpoints = Checkpoints(whole / "checkpoints", config.checkpoint)
+    checkpoints = Checkpoints(whole / "checkpoints")
     assert checkpoints.latest() == 20 and checkpoints.best() == 20
     # Of the same few batches each time, which the best checkpoint goes by; of the whole set once, at the end.
     assert sorted(logged(whole, "val_loss")) == [5, 10, 15, 20] and sorted(logged(whole, "final_val_loss")) == [20]
@@ -145,12 +148,82 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
     assert losses(folder) == losses(whole)
 
 
-def test_a_diverging_run_stops_with_the_reason_and_keeps_its_checkpoints(config: Config, tmp_path: Path) -> None:
+def test_a_diverging_run_stops_with_the_reason_and_saves_nothing_that_is_not_finite(
+    config: Config, tmp_path: Path
+) -> None:
+    """Between log lines too: no step of this run is logged before its last."""
     wild = override(config, {"train.learning_rate": 1e30, "train.min_learning_rate": 1e30, "train.clip_norm": 0.0})
-    with pytest.raises(UserError, match="diverged"):
+    wild = override(wild, {"metrics.log_every": 100, "checkpoint.every": 1})
+    with pytest.raises(UserError, match=r"at step 2: the run diverged; .* the checkpoint of step 1 is kept"):
         train(wild, tmp_path / "wild")
+    step, state, _ = final_state(tmp_path / "wild", wild)
+    assert step == 1 and all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
 
 
 def test_the_demo_preset_is_the_mesh_it_says() -> None:
     config = load_config("tiny")
     assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.platform) == (2, 2, 2, "cpu")
+
+
+def test_missing_data_is_said_before_a_budget_is_solved(config: Config, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("jaxpar.train.fitted", lambda *_, **__: pytest.fail("solved before the data was looked for"))
+    config = override(config, {"data.source": "tokens", "data.path": "nowhere.bin", "memory.budget": "1GiB"})
+    with pytest.raises(UserError, match=r"cannot read nowhere\.bin"):
+        train(config, tmp_path / "run")
+
+
+def test_a_finished_run_goes_on_with_more_steps_and_says_what_its_schedule_does(
+    config: Config, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    assert train(override(config, {"train.steps": 22, "train.eval_every": 0}), folder).step == 22
+    old, new = (float(learning_rate(replace(config.train, steps=steps))(20)) for steps in (20, 22))
+    assert (
+        f"train.steps 20 -> 22: the cosine schedule now ends there, and the learning rate goes on at {new:.2e} "
+        f"where it would have been {old:.2e}"
+    ) in capsys.readouterr().out
+    assert logged(folder, "learning_rate")[21] == pytest.approx(new)
+    assert read_run_config(folder).train.steps == 22
+
+
+def test_weights_of_another_run_on_another_mesh(config: Config, whole: Path, tmp_path: Path) -> None:
+    """Those of its best step in another dtype, with a fresh optimizer: a step at a learning rate of 0 leaves them."""
+    changes = {
+        "train.init": str(whole),
+        "mesh.data": 8,
+        "mesh.fsdp": 1,
+        "mesh.tensor": 1,
+        "precision.params": "bfloat16",
+    }
+    changes |= {"train.learning_rate": 0.0, "train.min_learning_rate": 0.0, "train.steps": 1, "train.warmup_steps": 0}
+    changes |= {"train.accumulation": 1}
+    started = override(config, changes)
+    assert train(started, tmp_path / "tuned").step == 1
+    checkpoints = Checkpoints(whole / "checkpoints")
+    best, theirs = checkpoints.best(), read_run_config(whole)
+    assert best
+    want, _ = restore_state(checkpoints, best, Model(theirs.model), theirs, make_plan(theirs))
+    _, found, _ = final_state(tmp_path / "tuned", started)
+    for there, here in zip(jax.tree.leaves(want.params), jax.tree.leaves(found.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(there.astype(here.dtype)), np.asarray(here))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model.mlp": 32}, r"is not the model of this config: mlp is 64 there and 32 here"),
+        (
+            {"model.max_seq_len": 64},
+            r"has embed\.positions \[32, 32\], this config \[64, 32\]: take its",
+        ),
+        (
+            {"train.init": "nowhere"},
+            r"there is no nowhere: give a run folder, or",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    changes: dict[str, Any], says: str, config: Config, whole: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=says):
+        train(override(config, {"train.init": str(whole)} | changes), tmp_path / "run")

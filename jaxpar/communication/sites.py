@@ -39,7 +39,7 @@ from jaxpar.config import Config
 from jaxpar.loss import tiling
 from jaxpar.mesh import MeshAxis
 from jaxpar.parallel import GATHERED, STORED, used_axes
-from jaxpar.sharding import Plan, one_along, path_name, state_axes, summed_last
+from jaxpar.sharding import Plan, one_along, param_dtype, path_name, state_axes, summed_last
 
 Sent = dict[tuple[str, frozenset[str]], float]
 
@@ -169,7 +169,10 @@ def _update(parameters: Mapping[str, Array], plan: Plan) -> Iterator[Site]:
     """Where the state is split further than the parameters, these are gathered anew: ZeRO-1."""
     states = {name: Array(array.shape, state_axes(array.axes)) for name, array in parameters.items()}
     if plan.mesh_axes("state_embed") != plan.mesh_axes("embed"):
-        moves = [move for name, state in states.items() for move in gather_moves(state, parameters[name].axes, 4, plan)]
+        moves = []
+        for name, state in states.items():
+            axes = parameters[name].axes
+            moves += gather_moves(state, axes, param_dtype(axes, plan).itemsize, plan)
         yield from rows_of(plan, "update", "updated parameters", "update", moves)
     over = {axis for state in states.values() for axis in split_over(state.axes, plan)}
     if over:  # at most: one scalar an array

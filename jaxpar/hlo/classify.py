@@ -9,6 +9,7 @@ from typing import Any
 from jaxpar.hlo import opcodes
 from jaxpar.hlo.collectives import collective_of
 from jaxpar.hlo.flops import Work, backend_config, work_of
+from jaxpar.hlo.origin import split_by
 from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
 from jaxpar.hlo.slices import Devices
 from jaxpar.hlo.tasks import Kind, Place, Task
@@ -40,6 +41,7 @@ def task_of(module: Module, devices: Devices, computation: Computation, instruct
         dtype=work.dtype or result.dtype,
         shape=_shown(result_of(instruction)),
         collective=collective,
+        split_by=split_by(module, instruction),
         asynchronous=opcodes.is_start(module, instruction),
     )
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from pathlib import Path
+from typing import Literal
 
 from jaxpar.hlo.parse import Frame, Instruction, Module, words
 from jaxpar.hlo.tasks import Phase, Place
@@ -51,6 +52,22 @@ def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Pla
     instruction = _telling(module, instruction)
     scope, phase = decode(instruction.op_name)
     return Place(scope, source_line(module.stack(instruction), dirs), phase)
+
+
+def split_by(module: Module, instruction: Instruction) -> Literal["", "compiler", "author"]:
+    """Who chose how an instruction's arrays lie on devices: see `Task.split_by`."""
+    name = _telling(module, instruction).op_name
+    return "" if "/" not in name else "author" if _in_shard_map(name) else "compiler"
+
+
+def _in_shard_map(op_name: str) -> bool:
+    """Whether an operation is in a `shard_map` inside a scope. One around all scopes (a pipeline's) leaves mesh axes to
+    the compiler."""
+    pieces = _pieces(op_name.split(";")[0])
+    if pieces[-1].startswith("("):
+        return any(_in_shard_map("/".join([*pieces[:-1], tail])) for tail in _pieces(pieces[-1][1:-1], ":"))
+    around = [n for n, piece in enumerate(pieces) if piece == "shard_map"]
+    return bool(around) and decode("/".join(pieces[: around[-1] + 1]))[0] != ""
 
 
 def _telling(module: Module, instruction: Instruction) -> Instruction:

@@ -78,6 +78,8 @@ class Task:
     shape: str = ""
     """The result, for people: `bf16[1,8192,4096]`."""
     collective: Collective | None = None
+    split_by: Literal["", "compiler", "author"] = ""
+    """Who chose how its arrays lie on devices: the author of a `shard_map` around it; empty where nothing is known."""
     asynchronous: bool = False
     """Runs beside what follows, until its `Wait`."""
 

@@ -209,6 +209,8 @@ def _check(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, sinks: Array
     shapes = f"q {q_BSHh.shape}, k {k_BTKh.shape}, v {v_BTKh.shape}"
     if not q_BSHh.ndim == k_BTKh.ndim == v_BTKh.ndim == 4:
         raise UserError(f"attention takes [batch, sequence, heads, head_dim], and was given {shapes}")
+    if not isinstance(mask, Mask):
+        raise UserError(f"attention takes a mask of jaxpar.masks, such as Causal(), and was given {_kind(mask)}")
     (B, S, H, h), (T, K) = q_BSHh.shape, k_BTKh.shape[1:3]
     if k_BTKh.shape != v_BTKh.shape or k_BTKh.shape != (B, T, K, h):
         raise UserError(f"attention needs k and v of one shape, and batch and head_dim as q has them: {shapes}")
@@ -220,6 +222,15 @@ def _check(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, sinks: Array
         raise UserError(f"attention needs a sink a head, ({H},), and was given {sinks.shape}")
     for leaf in mask.leaves():
         leaf.check(B, S, T)
+
+
+def _kind(value: Any) -> str:
+    """What was given in a mask's place, and what to write for it."""
+    if isinstance(value, type) and issubclass(value, Mask):
+        return f"the class {value.__name__}: write {value.__name__}()"
+    if not hasattr(value, "shape"):
+        return f"{value!r}"
+    return f"an array {value.dtype}{list(value.shape)}: a map of what is seen is BlockSparse(map, block_q, block_k)"
 
 
 # What has a forward and a backward.

@@ -231,10 +231,13 @@ class _Stage:
             if not self.with_backward:
                 return sums, None
             stored = self.layouts["ends"]
-            ends = manual(lambda grads: jax.lax.psum(grads, self.axes), self.plan, (stored,), stored)(
-                waits(carry.ends, carry.turn)
-            )
+            total = manual(partial(jax.tree.map, self.total), self.plan, (stored,), stored)
+            ends = total(waits(carry.ends, carry.turn))
             return sums, {"blocks": carry.blocks, "ends": ends}
+
+    def total(self, grad: Array) -> Array:
+        """Over the stages, in float32 as every sum of gradients over devices."""
+        return jax.lax.psum(grad.astype(jnp.float32), self.axes).astype(grad.dtype)
 
     # Ticks.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxpar.config import Config
 from jaxpar.hardware import hardware_of
 from jaxpar.pipeline.layers import layers_in
@@ -13,7 +15,7 @@ from jaxpar.pipeline.simulator import Times, simulate
 from jaxpar.runtime import memory_of
 from jaxpar.sharding import Plan
 
-_STATE_BYTES = 4 * 4  # of a parameter: itself, its gradient and two moments, in float32
+_MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 32}  # int8: a scale for 32 values at least
 _ROOM = 0.8  # of a device's memory, for state and block inputs; the rest is for what one layer and the loss need
 _LONG = 0.25  # an idle share worth a word
 
@@ -85,7 +87,19 @@ def _bytes_by_fsdp(config: Config, plan: Plan, parameters: int) -> float:
     rows = config.train.batch // config.train.accumulation / (plan.size("batch") * plan.size("stage"))
     tokens = rows * config.data.seq_len / plan.size("residual_seq")
     inputs = tokens * config.model.embed * plan.dtype.itemsize * config.model.layers
-    return _STATE_BYTES * parameters / devices + inputs
+    return _state_bytes(config, plan, parameters) / devices + inputs
+
+
+def _state_bytes(config: Config, plan: Plan, parameters: int) -> float:
+    """Parameters, gradients and moments on all devices together, as the plan stores them and where, without stages."""
+    model, width = config.model, jnp.dtype(plan.params).itemsize
+    tables = model.vocab_size * model.embed * (1 if model.tied_head else 2)
+    here = tables if plan.parameters == "offload" else parameters
+    # A microbatch's gradients are added to sums; the layers' are made in host memory where there is one microbatch.
+    several = config.train.accumulation > 1
+    gradients = parameters * (width + jnp.dtype(plan.gradients).itemsize) if several else here * width
+    moments = 0 if plan.optimizer == "offload" else 2 * parameters * _MOMENT_BYTES[plan.moments]
+    return here * width + gradients + moments
 
 
 def _memory(plan: Plan) -> int:

@@ -160,6 +160,18 @@ def collective_rows(
     return sorted(rows.values(), key=lambda row: (-row["exposed"], -row["seconds"]))
 
 
+def queueing_notes(rows: Iterable[CollectiveRow]) -> list[str]:
+    """Why compute waits longer for some collectives than they take, and the worst of them; none where it does not."""
+    worst = max(rows, key=lambda row: row["exposed"] - row["seconds"], default=None)
+    if worst is None or worst["exposed"] <= 1.01 * worst["seconds"]:
+        return []
+    more = 1e3 * (worst["exposed"] - worst["seconds"])
+    return [
+        f"exposed can be more than time: compute also waits while another collective is on the links that one needs. "
+        f"The {worst['kind']} of {worst['source'] or 'no line'} ({worst['phase']}) so waits {more:.3g} ms more"
+    ]
+
+
 def scope_of(planned: Planned) -> str:
     """The model's scope of a planned collective, as `hlo.tasks.Place` has it: `block/attention`."""
     return decode(f"{planned.scope}/{planned.kind}")[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -56,7 +55,7 @@ def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[F
     found = []
     for row in placements:
         stages = plan.size("stage") if "layers" in row.axes else 1
-        whole, of_stage = math.prod(row.shape) * 4 // stages, " of a stage" if stages > 1 else ""
+        whole, of_stage = row.bytes // stages, " of a stage" if stages > 1 else ""
         matrix = sum(axis != "layers" for axis in row.axes) > 1
         if not usable or not matrix or row.bytes_per_device < whole or whole < _LARGE_PARAMETER:
             continue
@@ -73,6 +72,9 @@ def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[F
 def replicated_activations(tasks: Iterable[TaskTime], config: Config, plan: Plan) -> list[Finding]:
     """Arrays of the program that hold all sequences of a microbatch though the plan splits the batch; and a residual
     stream that a mesh axis leaves whole.
+
+    Only of what the compiler was free to split: inside a `shard_map` an array is as it was written, and one that is as
+    large is something else (a matmul cut along its contraction, a gradient in pieces).
 
     Args:
       tasks: of the replayed program: local shapes.
@@ -91,16 +93,17 @@ def replicated_activations(tasks: Iterable[TaskTime], config: Config, plan: Plan
     if plan.size("batch") == 1:
         return list(found.values())
     microbatch, seq_len = _microbatch(config, plan), config.data.seq_len
-    names, lengths = _local_sizes(config, plan), {seq_len, seq_len // plan.size("residual_seq")}
-    if microbatch in (*plan.mesh.shape.values(), plan.size("batch")):  # as many pieces has a gradient to be scattered
-        lengths = {length for length in lengths if names[length] == {"seq"}}
-    # [B, S, ...], or all tokens in one dim: where no other dim is as long.
+    names = _local_sizes(config, plan)
+    lengths = {n for n in (seq_len, seq_len // plan.size("residual_seq")) if names[n] == {"seq"}}
+    # [B, S, ...], or all tokens in one dim: where no other dim is as long. Experts' rows may be as many as anything.
     forms = [rf"(?:\d+,)?{microbatch},(\d+)" if names[microbatch] == {"batch"} else r"(?!)(\d+)"]
-    forms += [] if microbatch * seq_len in names else [str(microbatch * seq_len)]
+    forms += [] if microbatch * seq_len in names or config.model.experts else [str(microbatch * seq_len)]
     whole = re.compile(rf"\[(?:{'|'.join(forms)}),[\d,]+\]")
     for row in tasks:
         match, place, task = whole.search(row.task.shape), row.task.place, row.task
         if not match or (match[1] and int(match[1]) not in lengths):
+            continue
+        if task.split_by != "compiler" or place.phase == "update" or place.scope == "accumulate":
             continue
         key = place.scope, place.source
         before = found.get(key)
