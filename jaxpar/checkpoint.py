@@ -30,20 +30,24 @@ class Checkpoints:
     """The checkpoints of one run: written in the background, the newest few kept and the best one.
 
     Args:
-      folder: made when absent.
-      config: how many to keep.
+      folder: made when absent by who writes.
+      config: how many to keep; None = only read: nothing in the folder is made or removed. A training run may be
+        writing there, and what it has not finished is a folder that one who writes would clear away as left over.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig):
+    def __init__(self, folder: Path, config: CheckpointConfig | None = None):
+        self._writes = config is not None
         # The policies say what is kept; `best_fn` is what makes Orbax store the metric at all.
-        policies: list[Any] = [managers.LatestN(config.keep)]
-        if config.keep_best:
+        policies: list[Any] = [managers.LatestN(config.keep if config else None)]
+        if config and config.keep_best:
             policies.append(managers.BestN(get_metric_fn=_worst_first, n=1, keep_checkpoints_without_metrics=False))
+        # Not Orbax's `read_only`: it writes a warning on every opening, and skips a save without a word.
         options = ocp.CheckpointManagerOptions(
             best_fn=lambda metrics: metrics[METRIC],
             best_mode="min",
             preservation_policy=managers.AnyPreservationPolicy(policies),
-            cleanup_tmp_directories=True,
+            create=self._writes,
+            cleanup_tmp_directories=self._writes,
             enable_async_checkpointing=True,
         )
         self.folder = folder.absolute()
@@ -66,6 +70,7 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, data_state: dict[str, Any], val_loss: float | None) -> None:
         """Save in the background; a step already there is left alone. One that was not evaluated is never the best."""
+        assert self._writes, "opened for reading"
         if step in self._manager.all_steps():
             return
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_state))

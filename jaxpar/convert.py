@@ -58,7 +58,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
 def export_run(config: Config, source: Path, target: Path, step: int, dtype: Literal["float32", "bfloat16"]) -> int:
     """Write a run's checkpoint as a Hugging Face folder; returns the step that was exported."""
     plan, model = _unstaged(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
-    checkpoints = Checkpoints(source / "checkpoints", config.checkpoint)
+    checkpoints = Checkpoints(source / "checkpoints")
     step = pick_step(checkpoints, step)
     state, _ = restore_state(checkpoints, step, model, config, plan)
     export_hf(state.params, model, target, dtype=dtype)

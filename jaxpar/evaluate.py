@@ -49,7 +49,7 @@ def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
     corpus = load_corpus(config.data, config.model.vocab_size)
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_fraction or data.val_path")
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    checkpoints = Checkpoints(folder / "checkpoints")
     step = pick_step(checkpoints, step)
     state, _ = restore_state(checkpoints, step, model, config, plan)
     loss = evaluate(

@@ -37,7 +37,7 @@ def test_a_state_comes_back_to_the_bit_on_another_mesh(tmp_path: Path, plan_of: 
     checkpoints.save(3, state, {"iterator": {"next_index": 7}}, 1.5)
     checkpoints.close()
     other = plan_of(fsdp=2, tensor=4)
-    again = Checkpoints(tmp_path, CheckpointConfig())
+    again = Checkpoints(tmp_path)
     assert again.latest() == again.best() == 3
     restored, data = again.restore(3, jax.eval_shape(lambda: state), shardings_on(other))
     jax.tree.map(np.testing.assert_array_equal, restored, state)
@@ -53,11 +53,32 @@ def test_the_newest_are_kept_and_the_best_is_too(tmp_path: Path, plan_of: Callab
         checkpoints.save(step, state, {}, loss)
     checkpoints.close()
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [2, 4, 5]
-    assert Checkpoints(tmp_path, CheckpointConfig()).best() == 2
+    assert Checkpoints(tmp_path).best() == 2
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=False))
     checkpoints.save(6, state, {}, 9.0)
     checkpoints.close()
     assert sorted(int(path.name) for path in tmp_path.iterdir()) == [6]
+
+
+def test_a_reader_leaves_alone_what_a_run_is_writing(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+    """A save under way is a folder that ends in `-tmp`; who writes clears away those that a killed run left."""
+    state = state_on(plan_of())
+    running = Checkpoints(tmp_path, CheckpointConfig())
+    running.save(1, state, {}, 1.0)
+    running.close()
+    unfinished = tmp_path / "2.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    reader = Checkpoints(tmp_path)
+    assert reader.latest() == reader.best() == 1 and reader.data(1) == {}
+    with pytest.raises(AssertionError, match="reading"):
+        reader.save(3, state, {}, None)
+    reader.close()
+    assert unfinished.exists()
+    resumed = Checkpoints(tmp_path, CheckpointConfig())
+    resumed.save(3, state, {}, None)  # which waits until the folder is cleared up
+    resumed.close()
+    assert not unfinished.exists()
+    assert Checkpoints(tmp_path / "none").steps() == [] and not (tmp_path / "none").exists()
 
 
 def test_a_step_that_is_there_is_left_alone(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
@@ -94,4 +115,4 @@ def test_what_cannot_be_read_is_said_with_a_way_out(tmp_path: Path, plan_of: Cal
         shapes = {"step": shapes["step"], "v" if "name" in damage else "w": jax.ShapeDtypeStruct(shape, dtype)}
     shardings = {"step": replicated(plan), **dict.fromkeys(shapes.keys() - {"step"}, replicated(plan))}
     with pytest.raises(UserError, match=DAMAGES[damage] + ".* delete that folder to fall back"):
-        Checkpoints(tmp_path, CheckpointConfig()).restore(1, shapes, shardings)
+        Checkpoints(tmp_path).restore(1, shapes, shardings)

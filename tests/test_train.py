@@ -50,7 +50,7 @@ def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def final_state(folder: Path, config: Config) -> Any:
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    checkpoints = Checkpoints(folder / "checkpoints")
     step = checkpoints.latest()
     assert step is not None
     model = Model(config.model)
@@ -88,7 +88,7 @@ def test_a_run_learns_and_leaves_its_folder_complete(config: Config, whole: Path
     assert read_run_config(whole) == config
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (whole / "tokenizer.json").exists()
-    checkpoints = Checkpoints(whole / "checkpoints", config.checkpoint)
+    checkpoints = Checkpoints(whole / "checkpoints")
     assert checkpoints.latest() == 20 and checkpoints.best() == 20
     # Of the same few batches each time, which the best checkpoint goes by; of the whole set once, at the end.
     assert sorted(logged(whole, "val_loss")) == [5, 10, 15, 20] and sorted(logged(whole, "final_val_loss")) == [20]
