@@ -23,7 +23,7 @@ def _text(array: tuple[tuple[int, ...], jnp.dtype] | None) -> str:
 
 
 def _worst_first(metrics: dict[str, float]) -> float:
-    return -metrics[METRIC]
+    return -metrics[METRIC] if math.isfinite(metrics[METRIC]) else -math.inf  # a NaN has no place in an order
 
 
 class Checkpoints:

@@ -322,7 +322,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Any:
         key = jax.random.fold_in(jax.random.key(train.seed), state.step) if config.model.dropout else None
         sums, grads = gradients(model, state.params, batch, plan, key, train.accumulation, loss_weights(train))
         with jax.named_scope("update"):
-            new = update(state.params, state.opt_state, grads, sums.tokens, model.axes, train, plan)
+            new = update(state.params, state.opt_state, grads, sums, model.axes, train, plan)
         metrics = {
             "loss": sums.nll / sums.tokens,
             "grad_norm": new.norm,

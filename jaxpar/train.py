@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -191,6 +191,7 @@ class _Run:
     _waited: float = 0.0  # seconds spent waiting for data since then
     _aside: float = 0.0  # seconds spent on evaluation and saving since then
     _trained: float = 0.0  # seconds spent on steps in this call
+    _unread: list[tuple[int, jax.Array, jax.Array]] = field(default_factory=list)  # loss and norm of steps since then
 
     def go(self) -> Result:
         config, train = self.config, self.config.train
@@ -294,6 +295,7 @@ class _Run:
             batch = put_batch(next(data), self.plan)
             self._waited += time.perf_counter() - asked
             state, metrics = step_fn(state, batch)
+            self._unread.append((step, metrics["loss"], metrics["grad_norm"]))
             if step == first + 1:
                 if self.corpus.val is not None:
                     self.eval_step = self.beside.submit(self._compile_evaluation)
@@ -313,6 +315,7 @@ class _Run:
                 self._log(step, metrics)
                 logged = step
             jax.block_until_ready(metrics)  # a step still under way belongs to training's time
+            self._require_finite(step)
             began = time.perf_counter()
             if evaluating:
                 self.val_loss = self._evaluate(step, state, train.eval_batches)
@@ -348,11 +351,23 @@ class _Run:
         self.loss = numbers["loss"]
         self.show.step(step, numbers, (self.config.train.steps - step) * elapsed / steps)
         self.log.write(step, **numbers)
-        if not np.isfinite(numbers["loss"]) or not np.isfinite(numbers["grad_norm"]):
-            raise UserError(
-                f"loss {numbers['loss']} and gradient norm {numbers['grad_norm']} at step {step}: the run diverged; "
-                "try a lower train.learning_rate or a longer train.warmup_steps; earlier checkpoints are kept"
-            )
+        self._require_finite(step)
+
+    def _require_finite(self, last: int) -> None:
+        """Stop where a step up to `last`, which has run, diverged: the step left its state as it was, none is saved.
+
+        Steps between log lines are read here too, all at once: no step waits for its number to arrive.
+        """
+        read = [row for row in self._unread if row[0] <= last]
+        del self._unread[: len(read)]
+        for step, loss, norm in jax.device_get(read):
+            if not (np.isfinite(loss) and np.isfinite(norm)):
+                saved = self.checkpoints.latest()
+                raise UserError(
+                    f"loss {loss} and gradient norm {norm} at step {step}: the run diverged; try a lower "
+                    "train.learning_rate or a longer train.warmup_steps; "
+                    + ("no checkpoint was saved before" if saved is None else f"the checkpoint of step {saved} is kept")
+                )
 
     def _evaluate(self, step: int, state: TrainState, limit: int, prefix: str = "") -> float:
         assert self.corpus.val is not None

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.collectives import gather, is_axes, manual
 from jaxpar.config import TrainConfig
+from jaxpar.loss import LossSums
 from jaxpar.moments import moments_of, packed, unpacked, with_moments
 from jaxpar.offload import in_host_memory, on_device, on_host
 from jaxpar.optim import decay_mask, make_optimizer
@@ -37,29 +38,40 @@ class Updated(NamedTuple):
 
 
 def update(
-    params: Params, opt_state: Any, grads: Params, tokens: Float[Array, ""], axes: Any, train: TrainConfig, plan: Plan
+    params: Params, opt_state: Any, grads: Params, sums: LossSums, axes: Any, train: TrainConfig, plan: Plan
 ) -> Updated:
-    """One step of the optimizer, in float32.
+    """One step of the optimizer, in float32; none where the loss or the gradients' norm is not finite.
+
+    Then parameters and optimizer state stay as they were, to the bit, so a state that was finite once is so always. New
+    or old is chosen number by number where both are at hand: that takes no memory, no pass and no collective.
 
     Args:
       params: by part of the model; `blocks` stacked over layers.
       opt_state: of `make_optimizer`, as `moments.packed` leaves it.
-      grads: summed over `tokens` tokens.
-      tokens: labels that counted.
+      grads: summed over the tokens that counted.
+      sums: of the batch: how many tokens that is, and their likelihood.
       axes: the logical axes of every parameter (`Model.axes`).
       train: AdamW and clipping.
       plan: mesh, rules, and where parameters and moments lie.
     """
-    norm = jnp.sqrt(sum(_squares(grads[name], plan) for name in params)) / tokens
+    norm = jnp.sqrt(sum(_squares(grads[name], plan) for name in params)) / sums.tokens
     clip = jnp.where(norm < train.clip_norm, 1.0, train.clip_norm / norm) if train.clip_norm else 1.0
+    scale = _Scale(clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll))
     mu, nu = moments_of(opt_state)
     new, mus, nus = {}, {}, {}
     scalars = opt_state
     for name in params:
         one = _Part(params[name], mu[name], nu[name], grads[name])
         run = _streamed if name == "blocks" and plan.streams else _whole
-        (new[name], mus[name], nus[name]), scalars = run(one, opt_state, clip / tokens, axes[name], train, plan)
+        (new[name], mus[name], nus[name]), scalars = run(one, opt_state, scale, axes[name], train, plan)
     return Updated(new, with_moments(scalars, mus, nus), norm)
+
+
+class _Scale(NamedTuple):
+    """Scalars of a step: the factor of its gradients, and whether it is to be made."""
+
+    factor: Array
+    finite: Array
 
 
 class _Part(NamedTuple):
@@ -72,17 +84,20 @@ class _Part(NamedTuple):
 
 
 def _whole(
-    part: _Part, opt_state: Any, factor: Array, axes: Any, train: TrainConfig, plan: Plan
+    part: _Part, opt_state: Any, scale: _Scale, axes: Any, train: TrainConfig, plan: Plan
 ) -> tuple[tuple[Params, Any, Any], Any]:
     """The new parameters and moments, and the optimizer's state, of which only the scalars count."""
     part, matrices = jax.tree.map(on_device, part), decay_mask(axes)
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, part.grads)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * scale.factor, part.grads)
     stored = _as_state(part.params, axes, plan)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
-    state = unpacked(with_moments(opt_state, part.mu, part.nu))
-    updates, state = make_optimizer(train, axes).update(grads, state, exact)
+    before = with_moments(opt_state, part.mu, part.nu)
+    updates, state = make_optimizer(train, axes).update(grads, unpacked(before), exact)
     new = jax.tree.map(lambda x, more, old: (x + more).astype(old.dtype), exact, updates, stored)
+    # Moments of finite gradients are finite; a parameter may still overflow, and then stays.
+    new = jax.tree.map(lambda x, old: jnp.where(scale.finite & jnp.isfinite(x), x, old), new, stored)
     state = packed(state, matrices, plan.moments)
+    state = jax.tree.map(lambda x, old: jnp.where(scale.finite, x, old), state, before)
     mu, nu = (jax.tree.map(partial(_placed, plan), matrices, moments) for moments in moments_of(state))
     return (_as_params(new, axes, plan), mu, nu), state
 
@@ -93,16 +108,16 @@ def _placed(plan: Plan, matrix: bool, moment: Any) -> Any:
 
 
 def _streamed(
-    part: _Part, opt_state: Any, factor: Array, axes: Any, train: TrainConfig, plan: Plan
+    part: _Part, opt_state: Any, scale: _Scale, axes: Any, train: TrainConfig, plan: Plan
 ) -> tuple[tuple[Params, Any, Any], Any]:
     """The same, a layer at a time; the scalars are left as they are."""
     of_layer = jax.tree.map(lambda names: names[1:], axes, is_leaf=is_axes)
     host = plan.parameters == "offload"
 
-    def local(part: _Part, opt_state: Any, factor: Array) -> Any:
+    def local(part: _Part, opt_state: Any, scale: _Scale) -> Any:
         def body(kept: Any, i: Array) -> tuple[Any, None]:
             one = jax.tree.map(lambda x: _taken(x, i), _Part(kept[0], kept[1], kept[2], part.grads))
-            (params, *moments), _ = _whole(one, opt_state, factor, of_layer, train, plan)
+            (params, *moments), _ = _whole(one, opt_state, scale, of_layer, train, plan)
             new = jax.tree.map(on_host, params) if host else params, *moments
             return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), kept, new), None
 
@@ -110,7 +125,7 @@ def _streamed(
         return jax.lax.scan(body, (part.params, part.mu, part.nu), jnp.arange(count))[0]
 
     scalars = with_moments(opt_state, {}, {})
-    return _by_stage(local, plan, P())(part, scalars, factor), opt_state
+    return _by_stage(local, plan, P())(part, scalars, scale), opt_state
 
 
 def _squares(grads: Params, plan: Plan) -> Array:

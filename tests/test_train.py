@@ -145,10 +145,16 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
     assert losses(folder) == losses(whole)
 
 
-def test_a_diverging_run_stops_with_the_reason_and_keeps_its_checkpoints(config: Config, tmp_path: Path) -> None:
+def test_a_diverging_run_stops_with_the_reason_and_saves_nothing_that_is_not_finite(
+    config: Config, tmp_path: Path
+) -> None:
+    """Between log lines too: no step of this run is logged before its last."""
     wild = override(config, {"train.learning_rate": 1e30, "train.min_learning_rate": 1e30, "train.clip_norm": 0.0})
-    with pytest.raises(UserError, match="diverged"):
+    wild = override(wild, {"metrics.log_every": 100, "checkpoint.every": 1})
+    with pytest.raises(UserError, match=r"at step 2: the run diverged; .* the checkpoint of step 1 is kept"):
         train(wild, tmp_path / "wild")
+    step, state, _ = final_state(tmp_path / "wild", wild)
+    assert step == 1 and all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
 
 
 def test_the_demo_preset_is_the_mesh_it_says() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,12 +16,16 @@ import pytest
 from traced_steps import config_of, staged
 
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import CheckpointConfig, Config, override
+from jaxpar.config import CheckpointConfig, Config, TrainConfig, override
+from jaxpar.loss import LossSums
 from jaxpar.models import Model
-from jaxpar.moments import Quantized, moments_of
-from jaxpar.optim import decay_mask, learning_rate
+from jaxpar.moments import Quantized, moments_of, packed, with_moments
+from jaxpar.offload import on_device, on_host
+from jaxpar.optim import decay_mask, learning_rate, make_optimizer
+from jaxpar.sharding import Plan
 from jaxpar.step import TrainState, init_state, make_plan, make_train_step, put_batch
 from jaxpar.train import restore_state
+from jaxpar.update import update
 
 OPTIMIZER = {"memory.optimizer": "offload"}
 PARAMETERS = {"memory.parameters": "offload", "memory.policy": "full"}
@@ -183,6 +189,42 @@ def test_the_update_is_adamw_on_clipped_gradients() -> None:
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
     # A first step is the sign of a gradient, but for those near eps; a gradient is off by some 1e-6 of the largest.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), new.params, wanted)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(
+            {"optimizer": "offload", "parameters": "offload", "moments": "int8"}, marks=pytest.mark.slow, id="streamed"
+        ),
+    ],
+)
+def test_a_step_that_is_not_finite_changes_nothing(changes: dict[str, Any], plan_of: Callable[..., Plan]) -> None:
+    """Nor does a number that overflows in a step whose loss and gradients are finite: it stays as it was."""
+    plan, axes = dataclasses.replace(plan_of(fsdp=2), **changes), {"blocks": {"w": ("layers", "embed", "mlp")}}
+    train = TrainConfig(learning_rate=1e3, warmup_steps=1, clip_norm=0.0)
+    largest = float(jnp.finfo(jnp.float32).max)
+    params = {"blocks": {"w": jnp.ones((2, 4, 32)).at[0, 0, 0].set(largest)}}
+    matrices = decay_mask(axes)
+    opt_state = packed(make_optimizer(train, axes).init(params), matrices, plan.moments)
+
+    @jax.jit
+    def stepped(opt_state: Any, slope: jax.Array, nll: jax.Array) -> Any:
+        grads = {"blocks": {"w": jnp.ones((2, 4, 32)).at[1, 2, 3].set(slope)}}
+        place = on_host if plan.streams else lambda x: x
+        moments = (jax.tree.map(place, moment) for moment in moments_of(opt_state))
+        state = jax.tree.map(place, params), with_moments(opt_state, *moments)
+        new = update(*state, grads, LossSums(nll, nll, jnp.float32(8)), axes, train, plan)
+        return jax.tree.map(on_device, (new.params, new.opt_state))
+
+    first = jax.tree.map(np.asarray, stepped(opt_state, 2.0, 5.0))
+    weights = first[0]["blocks"]["w"]
+    assert weights[0, 0, 0] == largest and np.all(weights[1] < 0) and np.all(np.isfinite(weights))
+    assert not np.array_equal(moments_of(first[1])[0]["blocks"]["w"], 0)
+    for slope, nll in ((math.nan, 5.0), (-math.inf, 5.0), (2.0, math.nan), (1e30, 5.0)):
+        new_params, new_state = stepped(first[1], slope, nll)
+        jax.tree.map(np.testing.assert_array_equal, (new_params, new_state), (params, first[1]))
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])  # untied, and tied
