@@ -293,6 +293,15 @@ def batch_rows(batch: int, plan: Plan) -> list[int]:
     return local_rows(plan.sharding(TOKENS, (batch, 1), "batch"), batch)
 
 
+def empty_batch(config: Config, plan: Plan) -> dict[str, np.ndarray]:
+    """This process's rows of a batch without a label that counts."""
+    rows = len(batch_rows(config.train.batch, plan))
+    return {
+        name: np.full((rows, config.data.seq_len), -1 if name == "labels" else 0, np.int32)
+        for name in batch_shapes(config, plan)
+    }
+
+
 def batch_shapes(config: Config, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
     """A training batch as ShapeDtypeStructs with shardings: what the step is compiled for."""
     shape = (config.train.batch, config.data.seq_len)
