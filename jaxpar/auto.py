@@ -23,6 +23,7 @@ from jaxpar.batches import TOKENS
 from jaxpar.collectives import further_split
 from jaxpar.config import Config, from_dict
 from jaxpar.errors import UserError
+from jaxpar.jax_compat import compiler_options
 from jaxpar.models import Model
 from jaxpar.parallel import GATHERED, STORED
 from jaxpar.play import play
@@ -30,7 +31,6 @@ from jaxpar.runtime import cache_folder, compiler_flags, versions, write_whole
 from jaxpar.sharding import Overlap, Plan, state_axes, tree_shardings
 from jaxpar.step import make_plan
 from jaxpar.targets import Target, target_devices
-from jaxpar.xla import compiler_options
 
 LAYERS = 4
 """Blocks of the program that is tried: a block's collectives also hide behind its neighbours."""

@@ -25,6 +25,7 @@ from jaxpar.errors import UserError
 from jaxpar.experts import RouterSums
 from jaxpar.footprint import check_names
 from jaxpar.hlo.turns import require_order
+from jaxpar.jax_compat import compiler_options, once_options
 from jaxpar.loss import LossSums, LossWeights
 from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
@@ -47,7 +48,6 @@ from jaxpar.sharding import (
     tree_shardings,
 )
 from jaxpar.update import update
-from jaxpar.xla import compiler_options, once_options
 
 
 class TrainState(NamedTuple):
