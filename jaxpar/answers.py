@@ -24,6 +24,7 @@ from jaxpar import plain, step
 from jaxpar.batches import TOKENS
 from jaxpar.config import Config, ModelConfig, PrecisionConfig
 from jaxpar.hlo.turns import require_order
+from jaxpar.jax_compat import compiler_options
 from jaxpar.loss import LossSums
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.models import FAMILIES, Model, Params
@@ -31,7 +32,6 @@ from jaxpar.models import model as model_module
 from jaxpar.offload import on_device
 from jaxpar.pipeline import reorder_layers, stored_order
 from jaxpar.sharding import Plan, path_name, replicated, tree_shardings
-from jaxpar.xla import compiler_options
 
 Gradients = Callable[..., tuple[LossSums, Params]]
 """The function under test, called as `jaxpar.step.gradients` is."""

@@ -21,15 +21,16 @@ from jax.experimental import multihost_utils
 
 from jaxpar.batches import TOKENS
 from jaxpar.collectives import further_split
-from jaxpar.config import Config
+from jaxpar.config import Config, from_dict
+from jaxpar.errors import UserError
+from jaxpar.jax_compat import compiler_options
 from jaxpar.models import Model
 from jaxpar.parallel import GATHERED, STORED
 from jaxpar.play import play
-from jaxpar.runtime import cache_folder
+from jaxpar.runtime import cache_folder, compiler_flags, versions, write_whole
 from jaxpar.sharding import Overlap, Plan, state_axes, tree_shardings
 from jaxpar.step import make_plan
 from jaxpar.targets import Target, target_devices
-from jaxpar.xla import compiler_options
 
 LAYERS = 4
 """Blocks of the program that is tried: a block's collectives also hide behind its neighbours."""
@@ -76,14 +77,20 @@ def chosen(config: Config, target: Target | None = None, say: Say = lambda line:
     """
     if not is_open(config.overlap):
         return config
-    plan = make_plan(config, None if target is None else target_devices(target))
+    plan = open_plan(config, None if target is None else target_devices(target))
     key = _key(config, plan, target)
-    overlap = _agreed(_kept().get(key))
+    overlap = _agreed(_usable(_kept().get(key)))
     if overlap is None:
         overlap = best(compare(config, plan, target, say)).overlap
-        _keep(key, overlap)
+        _keep(key, overlap, say)
     say(f"overlap auto: {words(overlap)}")
     return dataclasses.replace(config, overlap=overlap)
+
+
+def open_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
+    """`make_plan`, whose checks may trace a block, which none can be while its forms are open."""
+    plan = make_plan(dataclasses.replace(config, overlap=closed(config.overlap)), devices)
+    return dataclasses.replace(plan, overlap=config.overlap)
 
 
 def compare(
@@ -232,14 +239,16 @@ def _time(compiled: Any, arguments: Any) -> float:
 def _key(config: Config, plan: Plan, target: Target | None) -> str:
     """Everything that a choice depends on."""
     model = dataclasses.asdict(config.model) | {"layers": 0, "vocab_size": 0, "vocab_multiple": 0, "max_seq_len": 0}
+    # The whole plan, so that what is added to it one day is in the key too; the overlap in it is what was asked for.
+    how = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "mesh"}
     facts = {
         "chip": target.name if target else plan.mesh.devices.flat[0].device_kind,
         "mesh": {axis: size for axis, size in plan.mesh.shape.items() if size > 1},
-        "rules": dataclasses.asdict(plan.rules), "compute": plan.compute, "remat": plan.remat, "model": model,
+        "plan": how, "model": model,
         "rows": config.train.batch // config.train.accumulation, "seq_len": config.data.seq_len,
-        "asked": dataclasses.asdict(config.overlap), "jax": jax.__version__,
+        "versions": versions(), "flags": compiler_flags() | compiler_options(plan.mesh),
     }  # fmt: skip
-    return json.dumps(facts, sort_keys=True)
+    return json.dumps(facts, sort_keys=True, default=dataclasses.asdict)
 
 
 def _file() -> Path:
@@ -255,6 +264,15 @@ def _kept() -> dict[str, Any]:
     return kept if isinstance(kept, dict) else {}
 
 
+def _usable(kept: Any) -> dict[str, Any] | None:
+    """A choice that was kept, or None where it is none that can be run: another version may have written it."""
+    try:
+        overlap = from_dict(Overlap, kept, str(_file()))
+    except (UserError, TypeError):
+        return None
+    return None if is_open(overlap) else dataclasses.asdict(overlap)
+
+
 def _agreed(kept: dict[str, Any] | None) -> Overlap | None:
     """What the first process has kept: each has a cache of its own, and all must run the same program."""
     text = np.zeros(1024, np.uint8)
@@ -264,11 +282,10 @@ def _agreed(kept: dict[str, Any] | None) -> Overlap | None:
     return None if first is None else Overlap(**first)
 
 
-def _keep(key: str, overlap: Overlap) -> None:
+def _keep(key: str, overlap: Overlap, say: Say) -> None:
     if jax.process_index():
         return
-    file = _file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = file.with_suffix(".partial")
-    partial_file.write_text(json.dumps(_kept() | {key: dataclasses.asdict(overlap)}, indent=1), encoding="utf-8")
-    partial_file.replace(file)
+    try:
+        write_whole(_file(), json.dumps(_kept() | {key: dataclasses.asdict(overlap)}, indent=1))
+    except OSError as error:
+        say(f"cannot remember this in {_file()} ({error.strerror}): it will be searched for again next time")

@@ -16,12 +16,12 @@ from flax import nnx
 from jax.extend.core import Jaxpr, Literal
 
 from jaxpar.config import ModelConfig
+from jaxpar.jax_compat import compiler_options
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.models.layers import LayerNorm, RMSNorm, rotary_frequencies, rotate
 from jaxpar.play import play
 from jaxpar.sharding import Plan, replicated
 from jaxpar.targets import load_target, target_devices
-from jaxpar.xla import compiler_options
 
 _MODEL = ModelConfig(embed=4096, heads=32, rope_theta=500000.0)  # LLaMA-3-8B, arXiv:2407.21783, table 3
 _MLP = 14336

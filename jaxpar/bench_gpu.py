@@ -32,6 +32,7 @@ from jaxpar.hardware import Hardware, hardware_of, load_chip, peak_flops
 from jaxpar.hlo.stopwatch import durations, elapsed
 from jaxpar.hlo.tasks import Task, walk
 from jaxpar.hlo.timeline import step_time
+from jaxpar.jax_compat import NO_CUDA_GRAPHS
 from jaxpar.kernels import dispatch
 from jaxpar.kernels.call import Call, Unserved
 from jaxpar.kernels.reference import reference
@@ -343,9 +344,8 @@ PIECES: dict[str, Piece] = {
                   environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
     "rehearse": Piece({name: partial(_prediction, *x) for name, x in _PREDICTED.items()}, alone=True),
     "matmul": Piece({"{} tokens, {} in, {} out".format(*x): partial(_matmul, *x) for x in _MATMULS}),
-    # The kernels of a CUDA graph bear no instruction's name.
     "trace": Piece({"gpt2_124m, batch 32": _trace}, environment={
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="}),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + f" --{NO_CUDA_GRAPHS}="}),
 }  # fmt: skip
 
 

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxpar.auto import Trial, best, compare, words
+from jaxpar.auto import Trial, best, compare, open_plan, words
 from jaxpar.config import Config
 from jaxpar.rehearsal.schema import Rehearsal
 from jaxpar.rehearse import rehearse
 from jaxpar.sharding import Overlap
-from jaxpar.step import make_plan
 from jaxpar.targets import Target, check_mesh, target_devices
 
 OPEN = Overlap("auto", "auto", domino="auto")
@@ -38,7 +37,7 @@ def compare_forms(
     """
     check_mesh(config.mesh, target)
     config = dataclasses.replace(config, overlap=OPEN)
-    trials = compare(config, make_plan(config, target_devices(target)), target, say, PURE)
+    trials = compare(config, open_plan(config, target_devices(target)), target, say, PURE)
     whole = {trials[0].overlap, *PURE, best(trials).overlap} if steps else set()
     whole |= {trial.overlap for trial in trials if steps and trial.overlap.domino == "on"}
     rows = []

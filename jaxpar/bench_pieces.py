@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import UserError
 from jaxpar.kernels.call import Unserved
+from jaxpar.runtime import write_whole
 
 Found = dict[str, Any]
 """Of a case: `rows` by column for the report, `notes`, a `status` if it is not just measured."""
@@ -64,9 +65,7 @@ def read_piece(out: Path, name: str) -> Found:
 
 
 def _write_piece(out: Path, name: str, found: Found) -> None:
-    partial_file = out / f"{name}.partial"
-    partial_file.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    partial_file.replace(out / f"{name}.json")
+    write_whole(out / f"{name}.json", json.dumps(found, indent=1))
 
 
 def check_folder(out: Path, names: Iterable[str], here: Found) -> None:

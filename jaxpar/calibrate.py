@@ -29,7 +29,7 @@ from jaxpar.hlo.probes import CHAIN, Probe, chain, suite
 from jaxpar.hlo.speeds import Sample, SpeedTable, sample, without_waits
 from jaxpar.hlo.stopwatch import Arrays, Instruction, Lull, Ready, elapsed, fastest, prepare, warm
 from jaxpar.models import Model
-from jaxpar.runtime import cache_folder
+from jaxpar.runtime import cache_folder, write_whole
 from jaxpar.sharding import Plan
 from jaxpar.step import TrainState, init_state, make_plan, make_train_step, put_batch
 
@@ -277,11 +277,8 @@ def calibration_file() -> Path:
 def save_calibration(calibration: Calibration) -> Path:
     """Keep a calibration for this machine; returns the file."""
     file = calibration_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
     value = {"format": FORMAT, **{name: getattr(calibration, name) for name in Calibration.__dataclass_fields__}}
-    partial_file = file.with_suffix(".partial")
-    partial_file.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    partial_file.replace(file)
+    write_whole(file, json.dumps(value, indent=1))
     return file
 
 

@@ -11,6 +11,7 @@ from jaxpar.config import Config, check
 from jaxpar.data import load_corpus
 from jaxpar.errors import UserError
 from jaxpar.models import Model
+from jaxpar.processes import together
 from jaxpar.restore import pick_step, restore_state
 from jaxpar.runtime import start
 from jaxpar.step import compile_eval_step, make_plan
@@ -34,7 +35,7 @@ def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
     """
     check(config)
     plan, model = make_plan(config, start(config.mesh, config.compile.cache)), Model(config.model)
-    corpus = load_corpus(config.data, config.model.vocab_size)
+    corpus = together(lambda: load_corpus(config.data, config.model.vocab_size))
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_fraction or data.val_path")
     checkpoints = Checkpoints(folder / "checkpoints")

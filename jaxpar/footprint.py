@@ -19,6 +19,7 @@ from jaxpar.activations import NAMES, Action, Keep
 from jaxpar.batches import TOKENS, halves
 from jaxpar.config import Config, ModelConfig
 from jaxpar.errors import UserError
+from jaxpar.jax_compat import NAME, SHARD_MAP
 from jaxpar.loss import Tiling, tiling
 from jaxpar.models import Model
 from jaxpar.parallel import STORED
@@ -183,9 +184,9 @@ def microbatches_of(plan: Plan) -> int:
 def _named(jaxpr: Any, local: bool) -> Iterator[tuple[str, Any, bool]]:
     """Every name in a jaxpr and what it wraps; whether that is one device's part."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name" and eqn.params["name"] in NAMES:
+        if eqn.primitive.name == NAME and eqn.params["name"] in NAMES:
             yield eqn.params["name"], eqn.outvars[0].aval, local
         for value in eqn.params.values():
             if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
                 inner = getattr(value, "jaxpr", value)
-                yield from _named(inner, local or eqn.primitive.name == "shard_map")
+                yield from _named(inner, local or eqn.primitive.name == SHARD_MAP)

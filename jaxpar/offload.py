@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.mlir import ir
 
 from jaxpar.errors import UserError
-from jaxpar.runtime import cache_folder
+from jaxpar.runtime import cache_folder, compiler_flags, write_whole
 
 HOST = "pinned_host"
 # The two programs do the same in the same order; a compiler that fuses otherwise may round otherwise, by a few ulps.
@@ -147,7 +146,7 @@ def require_right_gradients(device: Any, say: Callable[[str], None]) -> None:
     """
     facts = {
         "platform": device.platform, "kind": device.device_kind, "jaxlib": version("jaxlib"),
-        "version": device.client.platform_version, "flags": os.environ.get("XLA_FLAGS", ""),
+        "version": device.client.platform_version, "flags": compiler_flags(),
     }  # fmt: skip
     path, known = cache_folder() / "offload.json", json.dumps(facts, sort_keys=True)
     passed = _read(path)
@@ -201,9 +200,6 @@ def _read(path: Path) -> list[str]:
 
 def _write(path: Path, passed: list[str], say: Callable[[str], None]) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(passed, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(passed, indent=2) + "\n")
     except OSError as error:
         say(f"cannot remember this in {path} ({error.strerror}): it will be checked again next time")

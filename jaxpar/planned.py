@@ -17,14 +17,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from jaxpar.hlo.tasks import CollectiveKind
-
-_KINDS: dict[str, CollectiveKind] = {
-    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_gather_reduced": "all-gather",
-    "reduce_scatter": "reduce-scatter", "unreduced_reduce_scatter": "reduce-scatter",
-    "psum": "all-reduce", "psum_invariant": "all-reduce", "unreduced_psum": "all-reduce",
-    "pmax": "all-reduce", "pmin": "all-reduce", "all_to_all": "all-to-all", "ppermute": "ppermute",
-}  # fmt: skip
-_STILL = ("axis_index", "pvary", "pcast", "preduced", "vary_unreduced_cast")  # name mesh axes, and send nothing
+from jaxpar.jax_compat import COLLECTIVES, COND, SCAN, STILL, WHILE
 
 
 @dataclass(frozen=True)
@@ -115,16 +108,16 @@ class _Reader:
 
     def _results(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
-        if name in ("scan", "while", "cond"):
-            return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eqn, arguments, scope)
+        if read := {SCAN: self._scan, WHILE: self._while, COND: self._cond}.get(name):
+            return read(eqn, arguments, scope)
         inner = next((value for value in params.values() if _is_jaxpr(value)), None)
         if inner is not None and _fits(inner, eqn):
             fresh = [_Value((argument,)) for argument in arguments] if _kept_apart(params) else arguments
             return self.closed(inner, fresh, scope)
         axes = self._axes(params)
-        if axes and name in _KINDS:
+        if axes and name in COLLECTIVES:
             return self._collectives(eqn, axes, arguments, scope)
-        if axes and not name.startswith(_STILL):
+        if axes and not name.startswith(STILL):
             self._say(f"{scope or 'the step'}: {name} over {' x '.join(sorted(axes))} is not counted")
         return self._once(_key(eqn, arguments), len(eqn.outvars), arguments)
 
@@ -137,9 +130,9 @@ class _Reader:
             return self._known[key]
         results = []
         for argument, before, after in zip(arguments, eqn.invars, eqn.outvars, strict=True):
-            aval = after.aval if _KINDS[name] == "all-gather" else before.aval
+            aval = after.aval if COLLECTIVES[name] == "all-gather" else before.aval
             size = math.prod(aval.shape) * aval.dtype.itemsize
-            sent = Planned(_KINDS[name], axes, size, self._trips, scope, str(aval.dtype))
+            sent = Planned(COLLECTIVES[name], axes, size, self._trips, scope, str(aval.dtype))
             self._made.append(sent)
             results.append(_Value((argument,), sent))
         self._known[key] = results

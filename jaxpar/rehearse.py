@@ -8,7 +8,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,12 +36,11 @@ from jaxpar.rehearsal.page import write_page
 from jaxpar.rehearsal.schema import SCHEMA, CollectiveRow, Finding, Line, Rehearsal, Time, read_rehearsal
 from jaxpar.rehearsal.tables import difference_parts, report_parts, seconds_text
 from jaxpar.report import check_folders, console
-from jaxpar.runtime import start
+from jaxpar.runtime import start, versions
 from jaxpar.sharding import Plan, placements
 from jaxpar.step import in_host, make_plan, make_train_step, param_shapes, plan_notes, state_shapes, step_shapes
 from jaxpar.targets import Target, check_mesh, load_target, target_devices
 
-_PACKAGES = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _DRAWN_TRIPS, _MOST_EVENTS = 100, 60_000
 
 
@@ -164,7 +162,7 @@ def _report(compiled: Compiled, played: Played, module: Module) -> Rehearsal:
     report: Rehearsal = {
         "schema": SCHEMA, "config": "", "overrides": {}, "command": "",
         "date": datetime.date.today().isoformat(),
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "versions": versions(),
         "target": {
             "name": target.name, "chip": hardware.chip or target.chip, "chips": chips, "slices": target.slices,
             "topology": target.topology, "hbm_bytes": hardware.hbm_bytes, "peak_flops": peak,
@@ -273,13 +271,6 @@ def _notes(config: Config, timeline: Timeline) -> list[str]:
     if config.model.dropout:
         notes.append("dropout is on: its random bits are part of the step")
     return notes
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:

@@ -10,11 +10,12 @@ from jax.ad_checkpoint import Offloadable, Recompute, Saveable, checkpoint_name
 from jaxtyping import Array
 
 from jaxpar.activations import NAMES
+from jaxpar.jax_compat import CUDNN_ATTENTION, NAME
 from jaxpar.offload import HOST
 from jaxpar.sharding import Plan
 
 # cuDNN's attention gives its backward more than its output, and what that is has no name.
-_MADE_BY = {"dot_product_attention_fwd_wrapper": "attention_out"}
+_MADE_BY = {CUDNN_ATTENTION: "attention_out"}
 
 
 def named(x: Array, name: str) -> Array:
@@ -38,7 +39,7 @@ def remat(block: Callable[..., Any], plan: Plan, looped: bool = True) -> Callabl
         return block
 
     def policy(primitive: Any, *_: Any, **params: Any) -> Any:
-        name = params["name"] if primitive.name == "name" else _MADE_BY.get(primitive.name)
+        name = params["name"] if primitive.name == NAME else _MADE_BY.get(primitive.name)
         action = plan.action(name) if name in NAMES else "recompute"
         if action == "offload":
             return Offloadable(src="device", dst=HOST)

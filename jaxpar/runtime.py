@@ -9,7 +9,9 @@ import logging
 import os
 import platform
 import sys
+import uuid
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ _CACHE = {
     "jax_persistent_cache_min_compile_time_secs": (1.0, 0.01),
     "jax_compilation_cache_max_size": (-1, 2 << 30),
 }
+_COMPILING = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _BACKENDS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 _DEVICES = {"tpu": ("accel*", "vfio"), "gpu": ("nvidia*", "dxg")}  # dxg: the driver under Windows
 _FIX = {
@@ -216,6 +219,35 @@ def memory_of(device: Any) -> int:
     if device.platform == "cpu" or device not in jax.local_devices():
         return 0
     return (device.memory_stats() or {}).get("bytes_limit", 0)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide what a program is compiled to, those that are installed."""
+    found = {}
+    for package in _COMPILING:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def compiler_flags() -> dict[str, str]:
+    """What the environment tells XLA: whatever is remembered of a compiled program hangs on it too."""
+    return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all, whoever writes it at the same time; its folder is made.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:

@@ -25,6 +25,7 @@ from jaxpar.errors import UserError
 from jaxpar.experts import RouterSums
 from jaxpar.footprint import check_names
 from jaxpar.hlo.turns import require_order
+from jaxpar.jax_compat import compiler_options, once_options
 from jaxpar.loss import LossSums, LossWeights
 from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
@@ -47,7 +48,6 @@ from jaxpar.sharding import (
     tree_shardings,
 )
 from jaxpar.update import update
-from jaxpar.xla import compiler_options, once_options
 
 
 class TrainState(NamedTuple):
@@ -292,6 +292,15 @@ def put_batch(rows: Mapping[str, np.ndarray], plan: Plan) -> dict[str, jax.Array
 def batch_rows(batch: int, plan: Plan) -> list[int]:
     """The rows of a global batch that this process's data loader reads."""
     return local_rows(plan.sharding(TOKENS, (batch, 1), "batch"), batch)
+
+
+def empty_batch(config: Config, plan: Plan) -> dict[str, np.ndarray]:
+    """This process's rows of a batch without a label that counts."""
+    rows = len(batch_rows(config.train.batch, plan))
+    return {
+        name: np.full((rows, config.data.seq_len), -1 if name == "labels" else 0, np.int32)
+        for name in batch_shapes(config, plan)
+    }
 
 
 def batch_shapes(config: Config, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:

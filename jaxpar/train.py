@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxpar.auto import chosen
 from jaxpar.budget import fitted, out_of_memory, platform_of
@@ -30,6 +27,7 @@ from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mf
 from jaxpar.models import Model, Params
 from jaxpar.offload import require_right_gradients
 from jaxpar.optim import schedule_note
+from jaxpar.processes import Batches, ask_to_stop, stop_signals, together
 from jaxpar.rehearsal.memory import CompiledBytes
 from jaxpar.report import ProgressLine, banner, console, duration_text
 from jaxpar.restore import beside_state, initial_params, read_run_config, restore_state
@@ -39,6 +37,7 @@ from jaxpar.step import (
     TrainState,
     batch_rows,
     compile_eval_step,
+    empty_batch,
     init_state,
     make_plan,
     make_train_step,
@@ -79,18 +78,19 @@ def train(config: Config, folder: Path, verify: bool = False) -> Result:
     devices = start(config.mesh, config.compile.cache)
     say = console().print if jax.process_index() == 0 else lambda line: None
     make_plan(config, devices)  # what is wrong with the layout or the data is said before a budget is solved
-    corpus = load_corpus(config.data, config.model.vocab_size)
+    corpus = together(lambda: load_corpus(config.data, config.model.vocab_size))
     config, _ = fitted(chosen(config, say=say), say=say)
     plan = make_plan(config, devices)
     for note in plan_notes(config, plan):
         say(note)
     if verify:
-        require(config, devices, say)
+        together(lambda: require(config, devices, say))
     if offload_asked(plan):
-        require_right_gradients(jax.local_devices()[0], say)
+        together(lambda: require_right_gradients(jax.local_devices()[0], say))
     before = open_run(folder, config)
-    if corpus.tokenizer is not None and jax.process_index() == 0:
-        save_tokenizer(corpus.tokenizer, folder / "tokenizer.json")
+    tokenizer = corpus.tokenizer
+    if tokenizer is not None:
+        together(lambda: save_tokenizer(tokenizer, folder / "tokenizer.json") if jax.process_index() == 0 else None)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     if before is not None and (note := schedule_note(before.train, config.train, checkpoints.latest() or 0)):
         say(note)
@@ -108,15 +108,7 @@ def open_run(folder: Path, config: Config) -> Config | None:
     Returns:
       On process 0 the config that was there, None where there was none.
     """
-    refused, before = "", None
-    if jax.process_index() == 0:
-        try:
-            before = _open_run(folder, config)
-        except UserError as error:
-            refused = str(error)
-    if multihost_utils.broadcast_one_to_all(np.int32(bool(refused))):
-        raise UserError(refused or f"process 0 refuses {folder}: it says why")
-    return before
+    return together(lambda: _open_run(folder, config) if jax.process_index() == 0 else None)
 
 
 def _open_run(folder: Path, config: Config) -> Config | None:
@@ -143,9 +135,11 @@ def _open_run(folder: Path, config: Config) -> Config | None:
 def evaluate(eval_step: Any, params: Params, stream: Tokens, config: Config, plan: Plan, limit: int) -> float:
     """Mean loss in nats a token over the windows of so many validation batches, or of all where `limit` is 0."""
     rows = batch_rows(config.train.batch, plan)
-    batches = val_batches(stream, config.data, config.train.batch, rows, config.model.vocab_size, limit)
-    sums = [eval_step(params, put_batch(batch, plan)) for batch in batches]
-    nll, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
+    read = val_batches(stream, config.data, config.train.batch, rows, config.model.vocab_size, limit)
+    batches = Batches(read, empty_batch(config, plan))
+    sums = jax.device_get([eval_step(params, put_batch(batch, plan)) for batch in batches])
+    batches.require()
+    nll, tokens = np.sum(np.asarray(sums, np.float64), axis=0)
     return float(nll / tokens)
 
 
@@ -187,8 +181,8 @@ class _Run:
             step_fn, said = compiling.result()
             self.show.say(said)
             metrics = MetricsLog(self.folder, first, config.metrics.tensorboard, self.main)
-            with metrics as self.log, self.show, _stop_signals() as stopping:
-                step = self._loop(step_fn, state, data, first, last, stopping)
+            with metrics as self.log, self.show, stop_signals() as stop_after:
+                step = self._loop(step_fn, state, data, first, last, stop_after)
             self.reported.result()
         if self.main:
             self._draw(entropy)
@@ -263,14 +257,15 @@ class _Run:
             write_ledger(self.folder, parts, title, CompiledBytes.of(memory), memory_of(device))
 
     def _loop(
-        self, step_fn: Any, state: TrainState, data: Any, first: int, last: int, stopping: threading.Event
+        self, step_fn: Any, state: TrainState, data: Any, first: int, last: int, stop_after: Callable[[int], bool]
     ) -> int:
         """Steps first+1..last; returns the last one finished."""
         train, every = self.config.train, self.config.checkpoint.every
         self._mark, step, metrics, logged = (time.perf_counter(), first), first, {}, first
+        batches = Batches(data, empty_batch(self.config, self.plan), ask_to_stop)
         for step in range(first + 1, last + 1):
             asked, before = time.perf_counter(), metrics
-            batch = put_batch(next(data), self.plan)
+            batch = put_batch(next(batches), self.plan)
             self._waited += time.perf_counter() - asked
             state, metrics = step_fn(state, batch)
             self._unread.append((step, metrics["loss"], metrics["grad_norm"]))
@@ -282,17 +277,18 @@ class _Run:
             jax.block_until_ready(before)
             if (step - 1) % self.config.metrics.log_every == 0 and step - 1 > logged:
                 self._log(step - 1, before)
-            stop = stopping.is_set() or step == last
+            stop = stop_after(step) or step == last
             evaluating = self.corpus.val is not None and (
                 step == last or (train.eval_every and step % train.eval_every == 0)
             )
             saving = stop or (every and step % every == 0)
             if not (evaluating or saving):
                 continue
+            jax.block_until_ready(metrics)  # a step still under way belongs to training's time
+            batches.require()
             if step % self.config.metrics.log_every == 0 or stop:
                 self._log(step, metrics)
                 logged = step
-            jax.block_until_ready(metrics)  # a step still under way belongs to training's time
             self._require_finite(step)
             began = time.perf_counter()
             if evaluating:
@@ -386,25 +382,3 @@ def _one_thread() -> Iterator[ThreadPoolExecutor]:
         raise
     finally:
         pool.shutdown(wait, cancel_futures=not wait)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C or SIGTERM sets, so that the loop saves and stops after the step; a second one kills."""
-    stopping = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stopping
-        return
-    previous: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, _: Any) -> None:
-        stopping.set()
-        signal.signal(number, previous[number])
-
-    for number in previous:
-        signal.signal(number, ask)
-    try:
-        yield stopping
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

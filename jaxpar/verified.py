@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from importlib import resources
 from importlib.metadata import version
@@ -16,7 +15,7 @@ import jax
 
 from jaxpar.config import Config, to_toml
 from jaxpar.errors import UserError
-from jaxpar.runtime import cache_folder
+from jaxpar.runtime import cache_folder, compiler_flags, write_whole
 from jaxpar.shrink import total_sizes
 from jaxpar.verdict import verdict
 from jaxpar.verify import Setup, prepare, run
@@ -63,7 +62,7 @@ def facts_of(setup: Setup) -> dict[str, Any]:
         "platform_version": device.client.platform_version,
         "device_kind": device.device_kind,
         "devices": len(setup.devices),
-        "flags": {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
+        "flags": compiler_flags(),
         "mesh_asked": total_sizes(setup.asked),
         "source": source_hash(),
         "config": to_toml(setup.config),
@@ -103,10 +102,7 @@ def _read(path: Path, facts: dict[str, Any], say: Callable[[str], None]) -> str 
 
 def _write(path: Path, kept: dict[str, Any], say: Callable[[str], None]) -> None:
     """Remember a verdict; where that cannot be done say so, the plan is verified all the same."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(kept, indent=2) + "\n")
     except OSError as error:
         say(f"cannot remember this in {path} ({error.strerror}): it will be verified again next time")

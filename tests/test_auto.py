@@ -82,6 +82,59 @@ def test_a_damaged_cache_costs_a_search(monkeypatch, cache):
     assert tried
 
 
+STALE = {
+    "an unknown field": {"gather": "xla", "gone": "ring"},
+    "an unknown form": {"gather": "windmill"},
+    "open": {"gather": "auto"},
+    "no choice": ["ring"],
+}
+
+
+@pytest.mark.parametrize("kept", STALE.values(), ids=STALE)
+def test_a_choice_of_another_version_costs_a_search(monkeypatch, cache, kept):
+    tried, config = priced(monkeypatch, {}), config_of(Overlap("xla", "auto"))
+    file = cache / "jaxpar" / "overlap.json"
+    chosen(config)
+    (key,) = json.loads(file.read_text())
+    file.write_text(json.dumps({key: kept}))
+    tried.clear()
+    assert chosen(config).overlap == Overlap() and tried
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory.policy": "full", "memory.keep.block_input": "offload"},
+        {"kernels.attention": "chunked"},
+        "XLA_FLAGS",
+        "jaxlib",
+    ],
+    ids=str,
+)
+def test_a_choice_holds_for_what_it_was_made_with(monkeypatch, cache, change):
+    tried, config = priced(monkeypatch, {}), override(config_of(Overlap("xla", "auto")), {"memory.policy": "full"})
+    chosen(config)
+    tried.clear()
+    chosen(config)
+    assert not tried
+    if change == "XLA_FLAGS":
+        monkeypatch.setenv(change, "--xla_another")
+    elif change == "jaxlib":
+        monkeypatch.setattr(auto, "versions", lambda: {"jaxlib": "another"})
+    else:
+        config = override(config, change)
+    chosen(config)
+    assert tried
+
+
+def test_a_cache_that_cannot_be_written_is_said(monkeypatch, cache):
+    priced(monkeypatch, {})
+    (cache / "jaxpar").write_text("a file where the folder would be")
+    said = list[str]()
+    assert chosen(config_of(Overlap("xla", "auto")), say=said.append).overlap == Overlap()
+    assert any("cannot remember" in line for line in said)
+
+
 def test_blocks_are_timed_on_the_devices_at_hand(monkeypatch):
     monkeypatch.setattr(auto, "_CALLS", 2)
     config = config_of(Overlap("xla", "ring"))

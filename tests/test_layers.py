@@ -25,7 +25,7 @@ LAYERS = {
     2: "parallel experts batches loss plain",
     1: "remat offload hlo network planned masks kernels ring_attention zigzag collectives collective_matmul "
     "context grouped",
-    0: "errors activations config mesh sharding hardware runtime targets xla meshes configs",
+    0: "errors activations config mesh sharding hardware runtime processes targets jax_compat meshes configs",
 }
 LAYER = {room: layer for layer, rooms in LAYERS.items() for room in rooms.split()}
 

@@ -258,7 +258,7 @@ def test_a_model_of_copies_that_cannot_fit_is_told_to_split_them(capsys):
 
 @needs_libtpu
 def test_no_copy_of_all_parameters_in_bfloat16_is_kept_on_a_tpu() -> None:
-    """What `jaxpar.xla` turns off: the loop over layers reading a bfloat16 copy of all of them, made before it."""
+    """What a compiler option turns off: the loop over layers reading a bfloat16 copy of all of them, made before it."""
     config = traced_steps.config_of("llama", "full", compute="bfloat16", fsdp=4)
     text = compile_step(config, load_target("v5e-4")).text
     shard = f"{config.model.layers},{config.model.embed // 4},{config.model.mlp}"  # of gate and up, on one device

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxpar import runtime
 from jaxpar.errors import UserError
 from jaxpar.mesh import MeshSpec
 from jaxpar.runtime import keep_heap, keep_programs, start
@@ -108,3 +110,17 @@ def test_keeping_the_heap_says_whether_it_did():
 def test_the_heap_is_only_kept_on_linux(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert keep_heap() is False
+
+
+def test_a_file_is_written_whole_by_whoever_is_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another writer at the same time has a file of its own until it is done."""
+    path, own = tmp_path / "new" / "cache.json", Path.write_text
+
+    def meanwhile(self: Path, text: str, **options: Any) -> int:
+        monkeypatch.setattr(Path, "write_text", own)
+        runtime.write_whole(path, "of another")
+        return own(self, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", meanwhile)
+    runtime.write_whole(path, "ours")
+    assert path.read_text() == "ours" and list(path.parent.iterdir()) == [path]

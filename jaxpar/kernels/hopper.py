@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxpar.jax_compat import cuda_version
 from jaxpar.kernels.call import BLIND, DEFAULT, MASKED, Call, Unserved
 from jaxpar.kernels.hopper_block import LOG2E, ROWS, Block, Job, Visit, job_of, launch, over
 from jaxpar.masks import Mask
@@ -45,12 +46,10 @@ def _misfit() -> str:
     """Why the GPU that is here cannot run it; nothing where none is, as we may compile for one elsewhere."""
     if jax.default_backend() != "gpu":
         return ""
-    from jax._src.lib import cuda_versions  # has no public name
-
     capability = getattr(jax.devices()[0], "compute_capability", "")
     if capability != "9.0":
         return f"compute capability {capability} is not Hopper's 9.0"
-    if cuda_versions and 12080 <= cuda_versions.cuda_runtime_get_version() < 12091:
+    if 12080 <= cuda_version() < 12091:
         return "ptxas of CUDA 12.8.0 to 12.9.0 miscompiles causal masks: jax refuses its own kernel there too"
     return ""
 

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from jaxpar.jax_compat import gpu_interpreter
 from jaxpar.kernels.call import MASKED, Call, Unserved
 from jaxpar.kernels.visits import check_blocks, in_tile, visits
 from jaxpar.masks import Mask, Segments, Tiles
@@ -145,15 +146,9 @@ def launch(
         thread_name=_AXES[3],
         kernel_name=f"attention_{kernel.__name__.strip('_')}",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        interpret=_interpreter() if job.call.interpret else None,
+        interpret=gpu_interpreter() if job.call.interpret else None,
     )(guide, own, stages)
     return [_joined(job, x, like) for x, like in zip(given, outputs, strict=True)]
-
-
-def _interpreter() -> Any:
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # has no public name yet
-
-    return InterpretGPUParams(detect_races=True)
 
 
 class _Guide(NamedTuple):

@@ -16,6 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float
 
 from jaxpar.hardware import LANES
+from jaxpar.jax_compat import cudnn_version
 from jaxpar.kernels.call import Call
 from jaxpar.masks import And, Causal, Full, Mask, Segments, Window
 
@@ -60,12 +61,7 @@ def refusal(name: str, q_BSHh: Any, k_BTKh: Any, mask: Mask, call: Call, platfor
 
 def has_cudnn() -> bool:
     """Whether jax finds cuDNN, which it needs to compile for absent GPUs too."""
-    from jax._src.lib import cuda_versions  # has no public name
-
-    try:
-        return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
-    except RuntimeError:
-        return False
+    return cudnn_version() > 0
 
 
 def cudnn(

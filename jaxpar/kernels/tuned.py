@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.runtime import cache_folder
+from jaxpar.runtime import cache_folder, write_whole
 
 
 class Tile(NamedTuple):
@@ -88,10 +88,7 @@ def sizes_here(h: int, dtype: Any) -> Sizes:
 def keep_sizes(h: int, dtype: Any, chip: str, sizes: Sizes) -> Path:
     """Keep what was tuned; returns the file."""
     file = _file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = file.with_suffix(".partial")
-    partial_file.write_text(json.dumps(kept_sizes() | {_key(h, dtype, chip): sizes}, indent=1), encoding="utf-8")
-    partial_file.replace(file)
+    write_whole(file, json.dumps(kept_sizes() | {_key(h, dtype, chip): sizes}, indent=1))
     return file
 
 

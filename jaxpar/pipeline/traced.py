@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-_CHECKPOINT = ("checkpoint", "remat", "remat2")  # what jax calls the primitive, by version
+from jaxpar.jax_compat import CHECKPOINT
 
 
 class Kept(NamedTuple):
@@ -124,7 +124,7 @@ def _opened(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     def run(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, arrays, strict=True))
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name not in _CHECKPOINT:
+            if eqn.primitive.name not in CHECKPOINT:
                 _evaluate(jaxpr, [eqn], values)
                 continue
             inner = eqn.params["jaxpr"]
@@ -134,7 +134,7 @@ def _opened(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
             values |= dict(zip(eqn.outvars, found, strict=True))
         return [_value(out, values) for out in jaxpr.outvars]
 
-    if not any(eqn.primitive.name in _CHECKPOINT for eqn in jaxpr.eqns):
+    if not any(eqn.primitive.name in CHECKPOINT for eqn in jaxpr.eqns):
         return closed
     return jax.make_jaxpr(lambda *arrays: run(jaxpr, closed.consts, arrays))(*map(_shape, jaxpr.invars))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.rehearsal.schema import Rehearsal, Timeline
+from jaxpar.runtime import write_whole
 
 SCRIPTS = ("text", "summary", "events", "timeline", "pointer", "tables", "main")
 """Files of `web/`, in the order in which they go into one function of the page."""
@@ -21,9 +22,7 @@ def write_page(rehearsal: Rehearsal, path: Path) -> None:
       rehearsal: the report; without a timeline the page has none.
       path: of the HTML file.
     """
-    partial = path.with_suffix(".partial")
-    partial.write_text(page_text(rehearsal), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, page_text(rehearsal))
 
 
 def page_text(rehearsal: Rehearsal) -> str:
