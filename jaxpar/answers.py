@@ -23,6 +23,7 @@ from flax import nnx
 from jaxpar import plain, step
 from jaxpar.batches import TOKENS
 from jaxpar.config import Config, ModelConfig, PrecisionConfig
+from jaxpar.hlo.turns import require_order
 from jaxpar.loss import LossSums
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.models import FAMILIES, Model, Params
@@ -160,8 +161,11 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     params = case.params | {
         "blocks": jax.tree.map(lambda x: reorder_layers(x, None, order, layers), case.params["blocks"])
     }
+    given = jax.device_put(params, stored), jax.device_put(case.batch, batch_sharding)
     with _matmuls(exact):
-        sums, grads = jitted(jax.device_put(params, stored), jax.device_put(case.batch, batch_sharding))
+        compiled = jitted.lower(*given).compile()
+        require_order(compiled, case.devices)
+        sums, grads = compiled(*given)
     return _answer(sums, grads, partial(in_model_order, plan=plan, layers=layers))
 
 

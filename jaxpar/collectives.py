@@ -23,7 +23,9 @@ from jaxpar.sharding import Axes, LogicalAxis, Plan
 def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
     """`local` on every device's own part of the arrays; on one device `local` itself.
 
-    Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the other axes.
+    Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the other axes, also where
+    these have size 1: in what is manual over a part of the mesh only, XLA:CPU aborts at a bfloat16 `psum`, and Mosaic
+    kernels are refused.
 
     Args:
       local: a function of local arrays, which names its collectives.
@@ -33,7 +35,7 @@ def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -
     """
     around = jax.sharding.get_abstract_mesh().manual_axes
     axes = frozenset(plan.mesh.axis_names).difference(around)
-    if math.prod(plan.mesh.shape[axis] for axis in axes) == 1:
+    if not axes or (not around and plan.mesh.size == 1):
         return local
 
     def specs(axes: Any) -> Any:
@@ -43,6 +45,43 @@ def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -
         local, mesh=None if around else plan.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes), axis_names=axes,
         check_vma=False,
     )  # fmt: skip
+
+
+def turn_after(turn: jax.Array | None, arrays: Any, axes: Any, plan: Plan) -> Any:
+    """`turn`, an int32 zero, but not there before these arrays: with `waits` an op comes after those that gave them.
+
+    Only XLA:CPU needs it, and elsewhere a turn is None. It starts collectives in the order of its schedule, but takes a
+    loop or a branch for started as soon as its first op is: what is inside may run beside a later collective, unless
+    that hangs on the loop's result. All collectives of a `shard_map` have one channel there, so wherever two devices
+    come to two such in different orders they exchange each other's data, or wait for ever. GPUs and TPUs run a loop to
+    its end before the op that follows it.
+
+    Args:
+      turn: of what came before, or None.
+      arrays: a tree of results of ops that may hold collectives.
+      axes: logical axes of each.
+      plan: mesh and rules.
+    """
+    if turn is None:
+        return None
+
+    def local(turn: jax.Array, arrays: Any) -> jax.Array:
+        for array in jax.tree.leaves(arrays):
+            bits = jax.lax.bitcast_convert_type(array[(0,) * array.ndim].astype(jnp.float32), jnp.int32)
+            turn = jnp.where(bits * bits & 3 < 2, turn, 1)  # true of every square, which XLA does not know
+        return turn
+
+    return manual(local, plan, ((), axes), ())(turn, arrays)
+
+
+def waits(x: Any, turn: jax.Array | None) -> Any:
+    """The same arrays, for ops that come after what `turn` comes after."""
+    return x if turn is None else jax.tree.map(lambda x: jnp.where(turn == 0, x, jnp.zeros_like(x)), x)
+
+
+def first_turn(plan: Plan) -> jax.Array | None:
+    """The turn before anything has run; None where the plan's devices keep collectives in order by themselves."""
+    return jnp.int32(0) if plan.mesh.devices.flat[0].platform == "cpu" else None
 
 
 def is_axes(tree: Any) -> bool:

@@ -12,7 +12,7 @@ from jaxpar.data import load_corpus
 from jaxpar.errors import UserError
 from jaxpar.models import Model
 from jaxpar.runtime import start
-from jaxpar.step import make_eval_step, make_plan
+from jaxpar.step import compile_eval_step, make_plan
 from jaxpar.train import evaluate, restore_state
 
 
@@ -53,6 +53,6 @@ def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
     step = pick_step(checkpoints, step)
     state, _ = restore_state(checkpoints, step, model, config, plan)
     loss = evaluate(
-        make_eval_step(model, plan), state.params, corpus.val, config, plan, config.train.final_eval_batches
+        compile_eval_step(model, config, plan), state.params, corpus.val, config, plan, config.train.final_eval_batches
     )
     return Evaluation(step, loss, math.exp(min(loss, 700)))

@@ -24,6 +24,7 @@ from jaxpar.context import check_split
 from jaxpar.errors import UserError
 from jaxpar.experts import RouterSums
 from jaxpar.footprint import check_names
+from jaxpar.hlo.turns import require_order
 from jaxpar.loss import LossSums, LossWeights
 from jaxpar.mesh import make_mesh
 from jaxpar.models import Batch, Model, Params
@@ -432,3 +433,15 @@ def make_eval_step(model: Model, plan: Plan) -> Any:
         return sums.nll, sums.tokens
 
     return jax.jit(step)
+
+
+def compile_eval_step(model: Model, config: Config, plan: Plan) -> Any:
+    """`make_eval_step`, compiled for a config's parameters and batches.
+
+    Raises:
+      UserError: on CPU, collectives that may be mixed up (`require_order`).
+    """
+    state, batch = step_shapes(model, config, plan)
+    compiled = make_eval_step(model, plan).lower(state.params, batch).compile()
+    require_order(compiled, plan.mesh.devices.flat)
+    return compiled

@@ -24,6 +24,7 @@ from jaxpar.config import Config, check, incompatible, parse, to_toml
 from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware, hardware_of
+from jaxpar.hlo.turns import require_order
 from jaxpar.ledger import ledger, ledger_table, write_ledger
 from jaxpar.mesh import describe
 from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
@@ -37,8 +38,8 @@ from jaxpar.sharding import Plan
 from jaxpar.step import (
     TrainState,
     batch_rows,
+    compile_eval_step,
     init_state,
-    make_eval_step,
     make_plan,
     make_train_step,
     offload_asked,
@@ -266,13 +267,13 @@ class _Run:
         began = time.perf_counter()
         step_fn = make_train_step(self.model, self.config, self.plan)
         compiled = step_fn.lower(*step_shapes(self.model, self.config, self.plan)).compile()
+        require_order(compiled, self.plan.mesh.devices.flat)
         memory = compiled.memory_analysis()
         used = f": {bytes_text(memory.temp_size_in_bytes)} of temporaries per device" if memory else ""
         return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
 
     def _compile_evaluation(self) -> Any:
-        state, batch = step_shapes(self.model, self.config, self.plan)
-        return make_eval_step(self.model, self.plan).lower(state.params, batch).compile()
+        return compile_eval_step(self.model, self.config, self.plan)
 
     def _report_memory(self, step_fn: Any) -> None:
         memory = step_fn.memory_analysis()

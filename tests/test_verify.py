@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import experts, plain, step, verify
 from jaxpar.answers import PLAIN, Answer, Case, parameter_order, random_batch, random_params
 from jaxpar.cli import main
-from jaxpar.config import Config, override
+from jaxpar.config import Config, load_config, override
 from jaxpar.errors import UserError
 from jaxpar.loss import LossSums
 from jaxpar.mesh import MeshSpec, make_mesh
@@ -443,6 +443,51 @@ def test_one_wrong_copy_is_enough() -> None:
     assert [row.name for row in check.rows if not row.ok] == ["blocks.up"]
     assert check.first is not None
     assert check.first.error == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.quick
+def test_the_librarys_ops_on_one_device_say_what_rounding_does_to_a_gradient_of_zero() -> None:
+    """But not where they are far off: then it is they that are wrong."""
+    case, want = equal()
+    want.grads["blocks.down"][:] = 0
+    rng = np.random.default_rng(0)
+
+    def off(by: float) -> Answer:
+        whole = np.sqrt(np.mean(np.concatenate([grad.ravel() for grad in want.grads.values()]) ** 2))
+        noise = 0.1 * by * whole * rng.normal(size=want.grads["blocks.down"].shape)
+        return Answer(want.sums, want.grads | {"blocks.down": noise}, {})
+
+    def wrong(got: float, ops: float | None) -> list[str]:
+        given = None if ops is None else off(ops)
+        check = verify.compare("bfloat16", case, off(got), want, want, given)
+        return [row.name for row in check.rows if not row.ok]
+
+    assert wrong(0.03, None) == ["blocks.down"]
+    assert wrong(0.03, 0.03) == []
+    assert wrong(0.1, 0.03) == ["blocks.down"]
+    assert wrong(0.1, 0.1) == ["blocks.down"]
+
+
+@pytest.mark.slow
+def test_the_key_bias_of_a_pure_pipeline_is_no_false_alarm_and_a_planted_error_of_it_is_true() -> None:
+    """Its gradient is zero by mathematics; a bfloat16 `psum` in a pipeline alone used to abort the process too."""
+    changes = {"mesh.stage": 4, "mesh.fsdp": 1, "mesh.data": 1, "pipeline.schedule": "gpipe",
+               "pipeline.microbatches": 4, "train.accumulation": 1}  # fmt: skip
+    config = override(load_config("gpt2_124m"), changes)
+    found = verify.verify(config, jax.devices()[:4])
+    assert found.equal, verdict(found)
+
+    def spoiled(model: Model, params: Any, batch: Any, plan: Any, *rest: Any) -> Any:
+        sums, grads = step.gradients(model, params, batch, plan, *rest)
+        blocks = dict(grads["blocks"])
+        if plan.compute == "bfloat16":
+            blocks["k_bias"] = blocks["k_bias"] + blocks["v_bias"] / 64
+        return sums, grads | {"blocks": blocks}
+
+    failed = verify.verify(config, jax.devices()[:4], spoiled).failed
+    assert failed is not None
+    assert failed.name == "bfloat16"
+    assert [row.name for row in failed.rows if not row.ok] == ["blocks.k_bias"]
 
 
 @pytest.mark.quick

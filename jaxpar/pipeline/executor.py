@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxpar.batches import TOKENS, halves, in_order
-from jaxpar.collectives import manual, reduce_scatter
+from jaxpar.collectives import first_turn, is_axes, manual, reduce_scatter, turn_after, waits
 from jaxpar.experts import RouterSums
 from jaxpar.loss import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel import GATHERED, STORED
@@ -130,6 +130,7 @@ class _Carry(NamedTuple):
       waiting: what gradients of weights wait for, arrays [slots x places, ...].
       blocks: gradients of this stage's layers [virtual x places, ...], in the plan's dtype of such sums.
       ends: gradients of embedding and head, of this stage's part.
+      turn: what the next op with a collective waits for, on CPU (`turn_after`).
     """
 
     inbox: Array
@@ -141,6 +142,7 @@ class _Carry(NamedTuple):
     waiting: Any = None
     blocks: Any = None
     ends: Any = None
+    turn: Any = None
 
 
 class _Stage:
@@ -195,7 +197,13 @@ class _Stage:
         def kept(shapes: Sequence[Any], slots: int) -> list[Array]:
             return [empty(shape, slots * self.places) for shape in shapes]
 
-        carry = _Carry(messages(steps.inbox), LossSums(*jnp.zeros(3), routed=routed))
+        stored = partial(jax.tree.map, state_axes, is_leaf=is_axes)
+        self.layouts = {
+            "entering": STORED, "leaving": STORED, "cotangents": (None, *STORED),
+            "blocks": jax.tree.map(lambda axes: (None, *axes[1:]), stored(self.model.axes["blocks"]), is_leaf=is_axes),
+            "ends": {name: stored(self.model.axes[name]) for name in self.ends},
+        }  # fmt: skip
+        carry = _Carry(messages(steps.inbox), LossSums(*jnp.zeros(3), routed=routed), turn=first_turn(plan))
         if not self.with_backward:
             return carry
         self.by_stage = plan.recomputes and plan.pipeline.stash == "stage"
@@ -219,12 +227,11 @@ class _Stage:
     def finish(self, carry: _Carry) -> Any:
         """The sums, and the gradients: this stage's layers, and the ends summed over the stages."""
         with jax.named_scope("sum"):
-            sums = jax.tree.map(lambda x: jax.lax.psum(x, self.axes), carry.sums)
+            sums = jax.tree.map(lambda x: jax.lax.psum(x, self.axes), waits(carry.sums, carry.turn))
             if not self.with_backward:
                 return sums, None
-            axes = {name: self.model.axes[name] for name in self.ends}
-            stored = jax.tree.map(state_axes, axes, is_leaf=lambda x: isinstance(x, tuple))
-            ends = manual(partial(jax.tree.map, self.total), self.plan, (stored,), stored)(carry.ends)
+            stored, summed = self.layouts["ends"], partial(jax.tree.map, self.total)
+            ends = manual(summed, self.plan, (stored,), stored)(waits(carry.ends, carry.turn))
             return sums, {"blocks": carry.blocks, "ends": ends}
 
     def total(self, grad: Array) -> Array:
@@ -241,17 +248,26 @@ class _Stage:
         arriving = None
         if back:
             with jax.named_scope("backward"):  # sent before the forward tick and taken after it: it travels beside it
-                arriving = self._sent(carry.leaving, -1)
+                arriving = self._sent(waits(carry.leaving, carry.turn), -1)
+                carry = carry._replace(turn=turn_after(carry.turn, arriving, STORED, self.plan))
         for kind in ends:  # in the round's order, which a pytree does not keep
             if kind in back:
                 arrived, cotangents = jax.lax.optimization_barrier((arriving, carry.cotangents))
                 carry = carry._replace(cotangents=put(cotangents, arrived, ticks[kind].arrives))
             with jax.named_scope(kind):
-                carry = run[kind](carry, ticks[kind], ends[kind])
+                carry = run[kind](carry, waits(ticks[kind], carry.turn), ends[kind])
         if "forward" in ends:  # taken after the other ticks
             arrived, leaving = jax.lax.optimization_barrier((carry.entering, carry.leaving))
             inbox = put(carry.inbox, arrived, ticks["forward"].arrives)
             carry = carry._replace(inbox=inbox, entering=None, leaving=leaving)
+        return carry
+
+    def _then(self, carry: _Carry, *made: str) -> _Carry:
+        """The carry whose next op with a collective comes after those that made these parts of it."""
+        for name in made if carry.turn is not None else ():
+            # Of the sums only what every program needs: a turn keeps alive what it hangs on.
+            arrays, axes = (carry.sums.nll, ()) if name == "sums" else (getattr(carry, name), self.layouts[name])
+            carry = carry._replace(turn=turn_after(carry.turn, arrays, axes, self.plan))
         return carry
 
     def _sent(self, x_BSD: Array, by: int) -> Array:
@@ -274,8 +290,10 @@ class _Stage:
             carry = carry._replace(stash=stash)
         if routed is not None:
             carry = carry._replace(sums=self._with_routed(carry.sums, routed, row.on))
+        carry = self._then(carry._replace(entering=self._sent(y_BSD, 1)), "entering")
+        row = waits(row, carry.turn)
         carry = _some(ends.last, row.some_score, lambda carry: self._scored(carry, y_BSD, row), carry)
-        return carry._replace(entering=self._sent(y_BSD, 1))
+        return self._then(carry, "sums", "cotangents")
 
     def _with_routed(self, sums: LossSums, routed: RouterSums, on: Array) -> LossSums:
         """The routers' part of the loss, means over all layers, of this stage's layers."""
@@ -348,13 +366,14 @@ class _Stage:
         dx_BSD, blocks, waiting = self.layers.backward(
             dy_BSD, row.microbatch, row.chunk, stash, slot, carry.blocks, row.on > 0, carry.waiting, row.waits
         )
-        return self._passed_back(carry._replace(blocks=blocks, waiting=waiting), dx_BSD, row, ends)
+        carry = self._passed_back(carry._replace(blocks=blocks, waiting=waiting), dx_BSD, row, ends)
+        return self._then(carry, "leaving", "ends")
 
     def _weight(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
         blocks = self.layers.weight_gradient(
             row.microbatch, row.chunk, carry.stash, row.kept, carry.waiting, row.waits, carry.blocks, row.on > 0
         )
-        return carry._replace(blocks=blocks)
+        return self._then(carry._replace(blocks=blocks), "blocks")
 
     def _passed_back(self, carry: _Carry, dx_BSD: Array, row: Rows, ends: _Ends) -> _Carry:
         """The cotangent ready to leave, or at the first virtual stage in the embedding's gradient."""

@@ -1,0 +1,110 @@
+"""Collectives that XLA:CPU may run at once, though it can tell them apart by nothing but their order.
+
+XLA:CPU starts the collectives of a computation in the order of its schedule. A collective by itself blocks until it is
+done. But a loop or a branch with collectives counts as started as soon as its first op is, and goes on beside what
+follows, unless that reads what the loop writes. All collectives of a `shard_map` have one channel, so two that run at
+once are taken for one another where devices come to them in different orders: they get each other's data, or wait for
+ever. On GPU a loop is run by the host, to its end, before the next op of the stream; TPU programs have one schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from jaxpar.errors import UserError
+from jaxpar.hlo.collectives import KINDS
+from jaxpar.hlo.parse import Computation, Instruction, Module, parse
+
+_NESTED = ("while", "conditional", "call")
+
+_Made = frozenset[str] | tuple["_Made", ...]
+"""The loops and branches with collectives that an instruction's result hangs on; of a tuple, of each part."""
+
+
+def unordered(text: str) -> list[tuple[Instruction, Instruction]]:
+    """Loops and branches with collectives, each with the collective after it that does not hang on its result.
+
+    It is enough to look at neighbours: what is started after the second comes after the first as well.
+
+    Args:
+      text: `compiled.as_text()` of a scheduled module.
+
+    Raises:
+      UserError: not the text of a compiled module.
+    """
+    module = parse(text)
+    bearing: dict[str, bool] = {}
+    for name, computation in module.computations.items():  # what is called stands before what calls it
+        bearing[name] = any(_bears(i, bearing) for i in computation.instructions.values())
+    found = [_in(module, module.computations[name], bearing) for name, bears in bearing.items() if bears]
+    return [pair for pairs in found for pair in pairs]
+
+
+def require_order(compiled: Any, devices: Iterable[Any]) -> None:
+    """Refuse a program of the CPU whose collectives may be taken for one another: its numbers could be wrong.
+
+    Args:
+      compiled: a `jax.stages.Compiled`.
+      devices: those it runs on.
+
+    Raises:
+      UserError: there are such; it names the first two.
+    """
+    devices = list(devices)
+    if len(devices) < 2 or devices[0].platform != "cpu":
+        return
+    for loop, after in unordered(compiled.as_text()):
+        raise UserError(
+            f"XLA:CPU may run {loop.op_name or loop.name} and {after.op_name or after.name} at once and mix up their "
+            "collectives, since neither needs the other's result: numbers could be wrong. Where these are your own "
+            "loops, have the second use something of the first; other devices than CPUs keep them in order"
+        )
+
+
+def _bears(instruction: Instruction, bearing: dict[str, bool]) -> bool:
+    if instruction.opcode in _NESTED:
+        return any(bearing.get(name, False) for name in instruction.called)
+    return instruction.opcode in KINDS
+
+
+def _in(module: Module, computation: Computation, bearing: dict[str, bool]) -> list[tuple[Instruction, Instruction]]:
+    found: list[tuple[Instruction, Instruction]] = []
+    made: dict[str, _Made] = {}
+    last: Instruction | None = None
+    for instruction in computation.instructions.values():
+        operands = tuple(made.get(name, frozenset()) for name in instruction.operands)
+        if instruction.opcode == "tuple":
+            made[instruction.name] = operands
+            continue
+        if instruction.opcode == "get-tuple-element":
+            index = int(instruction.attributes["index"])
+            made[instruction.name] = operands[0][index] if isinstance(operands[0], tuple) else operands[0]
+            continue
+        all_of = _flat(operands)
+        if _bears(instruction, bearing):
+            if last is not None and last.opcode in _NESTED and last.name not in all_of:
+                found.append((last, instruction))
+            last, all_of = instruction, all_of | {instruction.name}
+        made[instruction.name] = all_of
+        if instruction.opcode == "while" and isinstance(state := operands[0], tuple):
+            untouched = _untouched(module, instruction)
+            made[instruction.name] = tuple(part if k in untouched else all_of for k, part in enumerate(state))
+    return found
+
+
+def _flat(made: _Made) -> frozenset[str]:
+    return frozenset[str]().union(*map(_flat, made)) if isinstance(made, tuple) else made
+
+
+def _untouched(module: Module, loop: Instruction) -> set[int]:
+    """The parts of its state that a loop hands on as they are: what reads them need not wait for it."""
+    body = module.computations[loop.attributes["body"].lstrip("%")]
+    root = body.instructions[body.root]
+    if root.opcode != "tuple":
+        return set()
+    found = set[int]()
+    for index, part in enumerate(body.operands(root)):
+        if part.opcode == "get-tuple-element" and int(part.attributes["index"]) == index:
+            found.update(index for source in body.operands(part) if source.opcode == "parameter")
+    return found

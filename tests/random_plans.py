@@ -1,0 +1,130 @@
+"""Plans drawn at random, each through `jaxpar verify` in a process of its own, or through `jaxpar rehearse`.
+
+    python tests/random_plans.py [--count N] [--seed N] [--jobs N] [--target NAME ...] [--timeout SECONDS] [--json FILE]
+
+A plan is a preset on a mesh of up to eight devices, with a schedule, forms of overlap, remat, offload, dtypes and such;
+one in eight is a pipeline and nothing else. Every outcome is a line: equal, differs, refused (with the reason), crashed
+or hung. The exit code is 1 where one differs, crashed or hung. With `--target` the plans are cut to two layers and
+compiled for these machines in turn, and a finding of the linter counts like a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from jaxpar.rehearsal.lint import RULES
+
+AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
+PRESETS = ("gpt2_124m", "llama32_1b", "llama3_8b", "mixtral_8x7b")
+FORMS = ("xla", "ring", "bidirectional")
+POLICIES = ("none", "full", "block_inputs", "attention_out", "selective", "dots")
+
+
+def draw(random: random.Random) -> list[str]:
+    """The words of a plan."""
+    preset = random.choice(PRESETS)
+    mesh: dict[str, int] = dict.fromkeys(AXES, 1)
+    if random.random() < 1 / 8:
+        mesh["stage"] = random.choice((2, 4, 8))
+    else:
+        axes = [axis for axis in AXES if axis != "expert" or preset == "mixtral_8x7b"]
+        for axis in random.sample(axes, len(axes)):
+            room = 8 // math.prod(mesh.values())
+            mesh[axis] = random.choice([size for size in (1, 2, 4) if size <= room])
+    plan: dict[str, Any] = {f"mesh.{axis}": size for axis, size in mesh.items()}
+    plan["train.accumulation"] = random.choice((1, 2, 4))
+    plan["memory.policy"] = random.choice(POLICIES)
+    if mesh["stage"] > 1:
+        schedule = random.choice(("gpipe", "1f1b", "interleaved", "looped", "zb_h1"))
+        plan |= {"pipeline.schedule": schedule, "pipeline.stash": random.choice(("blocks", "stage"))}
+        plan["pipeline.microbatches"] = mesh["stage"] * random.choice((1, 2))
+        if schedule in ("interleaved", "looped"):
+            plan["pipeline.virtual"] = 2
+    if mesh["context"] > 1:
+        plan["context.strategy"] = random.choice(("ring", "all_gather", "ulysses"))
+    if mesh["tensor"] > 1:
+        plan |= {"overlap.gather": random.choice(FORMS), "overlap.scatter": random.choice(FORMS)}
+    seldom = {"overlap.domino": "on", "memory.optimizer": "offload", "memory.parameters": "offload",
+              "precision.params": "bfloat16", "precision.gradients": "bfloat16", "data.pack": True}  # fmt: skip
+    plan |= {key: value for key, value in seldom.items() if random.random() < 1 / 4}
+    return [preset, *(word for key, value in plan.items() for word in (f"--{key.replace('_', '-')}", str(value)))]
+
+
+def run(words: list[str], target: str, timeout: float) -> tuple[str, str, float]:
+    """The outcome, a line that says more, and the seconds it took."""
+    command = ["verify"]
+    if target:
+        small = ["--model.layers", "4" if "--pipeline.virtual" in words else "2", "--data.seq-len", "2048"]
+        command = [
+            "rehearse",
+            "--target",
+            target,
+            "--fail-on",
+            ",".join(rule for rule in RULES if rule != "large-copy"),
+            *small,
+        ]
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxpar.cli", *command[:1], *words, *command[1:]], text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "400"},
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return "hung", f"after {timeout:.0f} s", timeout
+    lines = said.strip().splitlines() or [""]
+    last = next((line for line in reversed(lines) if line.startswith("jaxpar: error:")), lines[-1])
+    outcome = {0: "equal", 1: "differs", 2: "refused"}.get(process.returncode, "crashed")
+    if "Traceback (most recent call last)" in said:
+        outcome = "crashed"
+    return outcome, last.strip(), time.perf_counter() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--target", nargs="*", default=[""])
+    parser.add_argument("--timeout", type=float, default=900)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    plans = [draw(random.Random(f"{args.seed} {n}")) for n in range(args.count)]
+    targets = [args.target[n % len(args.target)] for n in range(args.count)]
+    outcomes, found = collections.Counter[str](), []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        running = {
+            pool.submit(run, plan, target, args.timeout): n
+            for n, (plan, target) in enumerate(zip(plans, targets, strict=True))
+        }
+        for done in as_completed(running):
+            n, (outcome, said, seconds) = running[done], done.result()
+            outcomes[outcome] += 1
+            plan = {"plan": plans[n], "target": targets[n]}
+            found.append(plan | {"outcome": outcome, "said": said, "seconds": round(seconds, 1)})
+            words = " ".join([*plans[n], targets[n]])
+            print(f"{sum(outcomes.values())}/{args.count} {outcome:<8} {seconds:4.0f} s  {words}", flush=True)
+            if outcome != "equal":
+                print(f"    {said}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(found, indent=1))
+    print(", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()))
+    return int(any(outcomes[bad] for bad in ("differs", "crashed", "hung")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
