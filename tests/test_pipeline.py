@@ -391,6 +391,13 @@ def test_a_run_goes_on_with_other_stages(tmp_path: Path) -> None:
     np.testing.assert_allclose(moved, still, rtol=2e-5)
 
 
+def test_sums_in_bfloat16_take_gradients_in_float32() -> None:
+    config = config_of(mesh__stage=2, pipeline__microbatches=2, precision__gradients="bfloat16")
+    plan, model = plan_of(config), Model(config.model)
+    traced = step.make_train_step(model, config, plan).trace(*step.step_shapes(model, config, plan))
+    assert {leaf.dtype for leaf in jax.tree.leaves(traced.out_info[0].params)} == {jnp.dtype("float32")}
+
+
 # Notes.
 
 

@@ -230,9 +230,8 @@ class _Stage:
             sums = jax.tree.map(lambda x: jax.lax.psum(x, self.axes), waits(carry.sums, carry.turn))
             if not self.with_backward:
                 return sums, None
-            stored = self.layouts["ends"]
-            total = manual(partial(jax.tree.map, self.total), self.plan, (stored,), stored)
-            ends = total(waits(carry.ends, carry.turn))
+            stored, summed = self.layouts["ends"], partial(jax.tree.map, self.total)
+            ends = manual(summed, self.plan, (stored,), stored)(waits(carry.ends, carry.turn))
             return sums, {"blocks": carry.blocks, "ends": ends}
 
     def total(self, grad: Array) -> Array:
@@ -317,7 +316,7 @@ class _Stage:
         (_, sums), (dends, dpart_BSD) = jax.value_and_grad(score, (0, 1), has_aux=True)(self.ends, part_BSD)
         return carry._replace(
             sums=_plus(carry.sums, sums),
-            ends=jax.tree.map(jnp.add, carry.ends, dends),
+            ends=_added(carry.ends, dends),
             cotangents=put(carry.cotangents, self._whole(dpart_BSD, y_BSD.shape[1]), row.cotangent),
         )
 
@@ -382,7 +381,7 @@ class _Stage:
         def embedded(ends: Params) -> Params:
             _, pull = jax.vjp(lambda ends: self._embed(ends, row.microbatch), self.ends)
             (more,) = pull(jnp.where(row.ends > 0, dx_BSD, 0))
-            return jax.tree.map(jnp.add, ends, more)
+            return _added(ends, more)
 
         return carry._replace(leaving=dx_BSD, ends=_some(ends.first, row.some_end, embedded, carry.ends))
 
@@ -395,6 +394,11 @@ def _some(share: float, some: Array, do: Callable[[Any], Any], x: Any) -> Any:
     if not share:
         return x
     return do(x) if share > 0.5 else jax.lax.cond(some, do, lambda x: x, x)
+
+
+def _added(total: Params, more: Params) -> Params:
+    """Gradients added to sums, in the sums' dtypes."""
+    return jax.tree.map(lambda x, y: (x + y).astype(x.dtype), total, more)
 
 
 def _plus(total: LossSums, more: LossSums) -> LossSums:
