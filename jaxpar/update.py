@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxpar.collectives import gather, is_axes, manual
+from jaxpar.collectives import first_turn, gather, is_axes, manual, turn_after, waits
 from jaxpar.config import TrainConfig
 from jaxpar.loss import LossSums
 from jaxpar.moments import moments_of, packed, unpacked, with_moments
@@ -54,16 +54,24 @@ def update(
       train: AdamW and clipping.
       plan: mesh, rules, and where parameters and moments lie.
     """
-    norm = jnp.sqrt(sum(_squares(grads[name], plan) for name in params)) / sums.tokens
+    # On CPU (`turn_after`): a loop over layers comes after all sums over devices, and what follows after it.
+    said = (sums.nll, sums.tokens, sums.routed)
+    turn = turn_after(first_turn(plan) if plan.streams else None, said, jax.tree.map(lambda _: (), said), plan)
+    streamed = [name for name in params if name == "blocks" and plan.streams]
+    squares = jnp.zeros(())
+    for name in (*(name for name in params if name not in streamed), *streamed):
+        squares = _squares(grads[name], squares, turn)
+    norm = jnp.sqrt(squares) / sums.tokens
     clip = jnp.where(norm < train.clip_norm, 1.0, train.clip_norm / norm) if train.clip_norm else 1.0
     scale = _Scale(clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll))
     mu, nu = moments_of(opt_state)
     new, mus, nus = {}, {}, {}
     scalars = opt_state
-    for name in params:
+    for name in (*streamed, *(name for name in params if name not in streamed)):
         one = _Part(params[name], mu[name], nu[name], grads[name])
-        run = _streamed if name == "blocks" and plan.streams else _whole
-        (new[name], mus[name], nus[name]), scalars = run(one, opt_state, scale, axes[name], train, plan)
+        run = _streamed if name in streamed else _whole
+        (new[name], mus[name], nus[name]), scalars = run(one, opt_state, waits(scale, turn), axes[name], train, plan)
+        turn = turn_after(turn, jax.tree.map(on_device, new[name]), axes[name], plan)
     return Updated(new, with_moments(scalars, mus, nus), norm)
 
 
@@ -128,17 +136,17 @@ def _streamed(
     return _by_stage(local, plan, P())(part, scalars, scale), opt_state
 
 
-def _squares(grads: Params, plan: Plan) -> Array:
-    """The sum of the squares of gradients; those in host memory are fetched a layer at a time."""
+def _squares(grads: Params, total: Array, turn: Array | None) -> Array:
+    """`total` and the squares of gradients; those in host memory are fetched a layer at a time, after `turn`."""
     leaves = jax.tree.leaves(grads)
     if not any(in_host_memory(leaf) for leaf in leaves):
-        return sum((jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves), jnp.zeros(()))
+        return total + sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves)
 
     def body(total: Array, i: Array) -> tuple[Array, None]:
         layer = [on_device(_taken(leaf, i)).astype(jnp.float32) for leaf in leaves]
         return total + sum(jnp.sum(jnp.square(x)) for x in layer), None
 
-    return jax.lax.scan(body, jnp.zeros(()), jnp.arange(len(leaves[0])))[0]
+    return jax.lax.scan(body, waits(total, turn), jnp.arange(len(leaves[0])))[0]
 
 
 def _by_stage(local: Callable[..., Any], plan: Plan, scalars: P) -> Callable[..., Any]:

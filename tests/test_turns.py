@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import step
+from jaxpar import step, update
 from jaxpar.collectives import turn_after, waits
 from jaxpar.config import Config, override
 from jaxpar.errors import UserError
@@ -80,6 +80,22 @@ def test_a_pipelines_collectives_have_one_order(case: int, monkeypatch: pytest.M
     if case < 2:
         monkeypatch.setattr(executor, "first_turn", lambda plan: None)
         assert found() != []
+
+
+@pytest.mark.slow
+def test_an_update_a_layer_at_a_time_has_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop over layers ran beside the reduce-scatter of the embedding's gradient."""
+    changes = {"mesh.stage": 1, "mesh.fsdp": 2, "memory.parameters": "offload", "precision.moments": "int8"}
+    config = override(Config(), PLAN | changes | {"pipeline.microbatches": 0})
+    model, plan = Model(config.model), step.make_plan(config, jax.devices()[:4])
+
+    def found() -> list[Any]:
+        program = step.make_train_step(model, config, plan)
+        return unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text())
+
+    assert found() == []
+    monkeypatch.setattr(update, "first_turn", lambda plan: None)
+    assert found() != []
 
 
 @pytest.mark.slow
