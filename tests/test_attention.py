@@ -287,6 +287,16 @@ def test_splash_says_which_share_of_the_scores_it_computes(mask: Mask, share: fl
     assert f"computed={share}" in traced.lower(lowering_platforms=("tpu",)).as_text(debug_info=True)
 
 
+@pytest.mark.parametrize(
+    ("h", "dtype", "softcap", "block"),
+    [(128, "bfloat16", 0.0, 1024), (128, "bfloat16", 30.0, 512), (128, "float32", 0.0, 512),
+     (256, "bfloat16", 0.0, 512), (256, "float32", 0.0, 512), (512, "float32", 0.0, 256)],
+)  # fmt: skip
+def test_splash_takes_smaller_tiles_of_wider_heads(h: int, dtype: str, softcap: float, block: int) -> None:
+    q = jax.ShapeDtypeStruct((1, 8192, 2, h), dtype)
+    assert libraries._splash_block(q, Call(softcap=softcap)) == block
+
+
 # Plans.
 
 OTHERWISE = "kv heads are split otherwise than heads"

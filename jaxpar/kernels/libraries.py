@@ -21,7 +21,6 @@ from jaxpar.hardware import LANES
 from jaxpar.kernels.call import Call
 from jaxpar.masks import EMPTY, And, Causal, Full, Mask, Segments, Tiles, Window, tile_states
 
-_SPLASH_BLOCK = 1024
 _COMPUTED = "computed="  # a name around splash's kernels, which say no cost: the share of all scores that they compute
 _CUDNN_HEAD_DIM = 128  # at most, in the backward on every chip
 
@@ -97,7 +96,8 @@ def splash(
     """The output, by jax's own Pallas kernel for TPUs; local arrays only (it cannot be split by the compiler)."""
     band, (S, H), T = _band_of(mask), q_BSHh.shape[1:3], k_BTKh.shape[1]
     assert band is not None
-    block_q, block_k = math.gcd(S, _SPLASH_BLOCK), math.gcd(T, _SPLASH_BLOCK)
+    largest = _splash_block(q_BSHh, call)
+    block_q, block_k = math.gcd(S, largest), math.gcd(T, largest)
     sizes = splash_kernel.BlockSizes(
         block_q=block_q, block_kv=block_k, block_kv_compute=block_k, block_q_dkv=block_q, block_kv_dkv=block_k,
         block_kv_dkv_compute=block_k, block_q_dq=block_q, block_kv_dq=block_k,
@@ -122,6 +122,13 @@ def splash(
     with jax.named_scope(f"{_COMPUTED}{_computed_share(mask, Tiles(S, T, block_q, block_k))}"):
         out_BHSh = jax.vmap(of_sequence)(q_BHSh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), band.segments)
     return out_BHSh.swapaxes(1, 2)
+
+
+def _splash_block(q_BSHh: Any, call: Call) -> int:
+    """The largest tiles that compile, forward and backward, in the 16 MiB of VMEM that every chip lets a kernel have:
+    by compilers for v4 and v5e, with documents in a window."""
+    row = q_BSHh.shape[-1] * q_BSHh.dtype.itemsize
+    return 1024 if row <= 256 and not call.softcap else 512 if row <= 1024 else 256
 
 
 def _computed_share(mask: Mask, tiles: Tiles) -> float:
