@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import UserError
 from jaxpar.kernels.call import Unserved
+from jaxpar.xla import compiler_said
 
 Found = dict[str, Any]
 """Of a case: `rows` by column for the report, `notes`, a `status` if it is not just measured."""
@@ -172,7 +173,7 @@ def run_case(case: Callable[[], Found]) -> Found:
     except (Unserved, UserError) as refused:
         return {"status": "refused", "why": str(refused)}
     except Exception as error:  # whatever it is, the others go on
-        return {"status": "failed", "why": f"{type(error).__name__}: {(str(error) or '?').splitlines()[0][:300]}"}
+        return {"status": "failed", "why": f"{type(error).__name__}: {compiler_said(str(error) or '?')}"}
 
 
 # Where it runs.

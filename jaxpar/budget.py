@@ -33,6 +33,7 @@ from jaxpar.runtime import memory_of
 from jaxpar.sharding import Plan
 from jaxpar.step import in_host, make_plan, make_train_step, state_shapes, step_shapes
 from jaxpar.targets import Target, target_devices
+from jaxpar.xla import compiler_said
 
 MARGIN = 0.05
 """Of a device's memory, that `auto` leaves free."""
@@ -132,7 +133,7 @@ def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, 
       has: bytes of a device; 0 = not known.
     """
     total = sum(part.device for part in ledger(config, plan, platform))
-    said = message.strip().splitlines()[0][:200]
+    said = compiler_said(message)[:200]
     room = has or int(0.9 * total)  # not known: less than what was just too much
     found = nearest(replace(config, memory=replace(config.memory, may=())), list(plan.mesh.devices.flat), platform,
                     hardware, room)  # fmt: skip
@@ -404,7 +405,7 @@ def compiled_bytes(config: Config, devices: list[jax.Device], platform: str) -> 
     except jax.errors.JaxRuntimeError as error:
         found = needs_and_has(str(error))
         if found is None:
-            raise UserError(f"the compiler refuses this step: {str(error).strip().splitlines()[0][:300]}") from error
+            raise UserError(f"the compiler refuses this step: {compiler_said(str(error))}") from error
         return found[0], "", None
 
 

@@ -53,6 +53,7 @@ from jaxpar.step import (
 from jaxpar.tokenizer import save_tokenizer
 from jaxpar.verified import require
 from jaxpar.verify import simulate_for
+from jaxpar.xla import kernel_too_large
 
 ORDER = "layer_order"
 
@@ -226,6 +227,8 @@ class _Run:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
+            if said := kernel_too_large(str(error)):  # not what a device has
+                raise UserError(f"the compiler refuses this step: {said}") from error
             device = self.plan.mesh.devices.flat[0]
             platform, has = platform_of(device), memory_of(device)
             if self.main:

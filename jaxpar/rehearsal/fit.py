@@ -20,6 +20,7 @@ from jaxpar.pipeline.program import program
 from jaxpar.pipeline.schedules import schedule
 from jaxpar.pipeline.stage import Place, Recipe, Stack
 from jaxpar.sharding import Plan
+from jaxpar.xla import compiler_said
 
 _STATE = ("parameters", "optimizer", "gradients")
 _MOVING = ("activations", "temporaries")
@@ -53,7 +54,7 @@ def refusal(message: str, target: str, config: Config, plan: Plan, parameters: i
     """
     found = needs_and_has(message)
     if found is None:
-        return f"the compiler for {target} refuses this step: {message.strip().splitlines()[0][:300]}"
+        return f"the compiler for {target} refuses this step: {compiler_said(message)}"
     needs, has = found
     rest = max(needs - 2 * parameters - optimizer, 0)
     categories = {"parameters": parameters, "optimizer": optimizer, "gradients": parameters, "activations": rest}
