@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxpar.bench import mean_seconds
 from jaxpar.errors import UserError, nearest
+from jaxpar.jax_compat import compiler_said
 from jaxpar.kernels import dispatch
 from jaxpar.kernels.call import Call
 from jaxpar.masks import EMPTY, BigBird, Causal, Full, Mask, Segments, Tiles, Window, tile_states
@@ -134,7 +135,7 @@ def _of_case(bench: AttentionBenchArgs, name: str, S: int, h: int, say: Callable
         try:
             ready[implementation] = _compiled(implementation, mask, (q, k, v, dout))
         except (jax.errors.JaxRuntimeError, NotImplementedError, UserError, ValueError) as error:
-            say(f"{name}, {S} x {h}: not {implementation}: {(str(error) or repr(error)).splitlines()[0]}")
+            say(f"{name}, {S} x {h}: not {implementation}: {compiler_said(str(error) or repr(error))}")
     times: dict[tuple[str, Direction], list[float]] = {}
     calls: dict[tuple[str, Direction], int] = {
         (implementation, direction): int(np.clip(LEAST_SECONDS / mean_seconds(function, 1), 1, 100))

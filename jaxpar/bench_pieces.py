@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import UserError
+from jaxpar.jax_compat import compiler_said
 from jaxpar.kernels.call import Unserved
 from jaxpar.runtime import write_whole
 
@@ -171,7 +172,7 @@ def run_case(case: Callable[[], Found]) -> Found:
     except (Unserved, UserError) as refused:
         return {"status": "refused", "why": str(refused)}
     except Exception as error:  # whatever it is, the others go on
-        return {"status": "failed", "why": f"{type(error).__name__}: {(str(error) or '?').splitlines()[0][:300]}"}
+        return {"status": "failed", "why": f"{type(error).__name__}: {compiler_said(str(error) or '?')}"}
 
 
 # Where it runs.

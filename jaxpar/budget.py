@@ -22,6 +22,7 @@ from jaxpar.config import Config
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware, hardware_of
 from jaxpar.hlo.timeline import Timeline
+from jaxpar.jax_compat import compiler_said
 from jaxpar.ledger import ledger, state_of, work_bytes
 from jaxpar.metrics import bytes_text
 from jaxpar.models import Model
@@ -132,7 +133,7 @@ def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, 
       has: bytes of a device; 0 = not known.
     """
     total = sum(part.device for part in ledger(config, plan, platform))
-    said = message.strip().splitlines()[0][:200]
+    said = compiler_said(message)[:200]
     room = has or int(0.9 * total)  # not known: less than what was just too much
     found = nearest(replace(config, memory=replace(config.memory, may=())), list(plan.mesh.devices.flat), platform,
                     hardware, room)  # fmt: skip
@@ -404,7 +405,7 @@ def compiled_bytes(config: Config, devices: list[jax.Device], platform: str) -> 
     except jax.errors.JaxRuntimeError as error:
         found = needs_and_has(str(error))
         if found is None:
-            raise UserError(f"the compiler refuses this step: {str(error).strip().splitlines()[0][:300]}") from error
+            raise UserError(f"the compiler refuses this step: {compiler_said(str(error))}") from error
         return found[0], "", None
 
 

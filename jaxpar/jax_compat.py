@@ -1,11 +1,12 @@
 """What the library takes of JAX and XLA that no public name stands for, and that a new version may move or rename.
 
-Private imports, names of primitives, and flags of the compilers, all seen on jax 0.10.2. `tests/test_jax_compat.py`
-has a test of each: run it first on another jax.
+Private imports, names of primitives, flags and messages of the compilers, all seen on jax 0.10.2. On another jax, run
+`tests/test_jax_compat.py` first: it has a test of each.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from jax.sharding import Mesh
@@ -104,3 +105,40 @@ def once_options(mesh: Mesh) -> dict[str, str]:
     The initializers of the Shakespeare recipe then compile in 1.7 s of processor time for 5.6, to the same bits.
     """
     return {"xla_backend_optimization_level": "1"} if mesh.devices.flat[0].platform == "cpu" else {}
+
+
+# What compilers say.
+
+# XLA:TPU where a kernel's own memory is too small, on v5e and on v4. It says "RESOURCE_EXHAUSTED" of both, as of a
+# device that is full.
+_KERNELS_MEMORY = (
+    r"memory space (?P<space>[vs]mem) while allocating on stack for %(?P<kernel>[\w.-]+)"
+    r".*?Scoped allocation with size (?P<needs>[\d.]+\w?) and limit (?P<has>[\d.]+\w?)",
+    r"Used (?P<needs>[\d.]+\w?) of (?P<has>[\d.]+\w?) (?P<space>[vs]mem)"
+    r".*?XLA label: (?:[^\n]*HLO :: )?(?P<kernel>[\w.-]+)",
+)
+
+
+def kernel_too_large(message: str) -> str:
+    """Of a compiler's message that a kernel's memory is too small: which kernel, what it asks for, what it may have,
+    and what to try; of any other, nothing."""
+    for pattern in _KERNELS_MEMORY:
+        if found := re.search(pattern, message, re.DOTALL):
+            return (
+                f"the kernel {found['kernel']} asks for {found['needs']} of {found['space']} and may have "
+                f"{found['has']}; of attention, --kernels.attention chunked needs none"
+            )
+    return ""
+
+
+def compiler_said(message: str) -> str:
+    """A compiler's or a runtime's message in a line of at most 300 characters: `kernel_too_large`, or its first line
+    and those that a heading (`E1001: CompileTimeScopedVmemOom:`) announces."""
+    if found := kernel_too_large(message):
+        return found[:300]
+    words = []
+    for line in filter(None, map(str.strip, message.splitlines())):
+        words.append(line)
+        if not line.endswith(":"):
+            break
+    return " ".join(words)[:300]

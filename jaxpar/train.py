@@ -21,6 +21,7 @@ from jaxpar.data import Corpus, Tokens, load_corpus, train_batches, unigram_entr
 from jaxpar.errors import UserError
 from jaxpar.hardware import Hardware, hardware_of
 from jaxpar.hlo.turns import require_order
+from jaxpar.jax_compat import kernel_too_large
 from jaxpar.ledger import ledger, ledger_table, write_ledger
 from jaxpar.mesh import describe
 from jaxpar.metrics import MetricsLog, bytes_text, count_text, device_memory, mfu, read_metrics, total_bytes
@@ -197,6 +198,8 @@ class _Run:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
+            if said := kernel_too_large(str(error)):  # not what a device has
+                raise UserError(f"the compiler refuses this step: {said}") from error
             device = self.plan.mesh.devices.flat[0]
             platform, has = platform_of(device), memory_of(device)
             if self.main:

@@ -22,8 +22,9 @@ from jaxpar import plain
 from jaxpar.config import KernelsConfig
 from jaxpar.context import kernel_for
 from jaxpar.errors import UserError
+from jaxpar.hlo.origin import decode
 from jaxpar.kernels import chunked, dispatch, libraries
-from jaxpar.kernels.call import Call, Unserved
+from jaxpar.kernels.call import DEFAULT, Call, Unserved
 from jaxpar.kernels.libraries import kernel_cost
 from jaxpar.kernels.reference import reference
 from jaxpar.masks import BigBird, Causal, Full, Mask, PrefixLM, Segments, Window
@@ -261,12 +262,42 @@ def test_splash_is_the_reference(B: int, S: int, H: int, K: int, dtype: str, mas
 @pytest.mark.parametrize(
     ("name", "matmuls"), [("fwd_residuals.3", 2), ("dq_no_residuals", 3), ("dkv_no_residuals.1", 4)]
 )
-def test_the_flops_of_a_kernel_are_those_of_the_causal_half(name: str, matmuls: int) -> None:
-    B, H, K, S, h = 2, 8, 4, 1024, 128
-    shapes: list[tuple[int, ...]] = [(3, 4), (8, 1024), (B, H, S, h), (B, K, S, h), (B, K, S, h), (B, H, S)]
-    assert kernel_cost(f"splash_mha_{name}", shapes) == matmuls * B * H * S * S * h
-    assert kernel_cost(f"splash_mha_{name}", shapes[:2]) is None
-    assert kernel_cost(f"ring_{name}", shapes) is None
+def test_the_flops_of_splash_are_those_of_the_share_that_it_says(name: str, matmuls: int) -> None:
+    B, H, K, S, T, h = 2, 8, 4, 1024, 2048, 128
+    shapes: list[tuple[int, ...]] = [(3, 4), (8, 1024), (B, H, S, h), (B, K, T, h), (B, K, T, h), (B, H, S)]
+    path = "jit(step)/transpose(jvp())/block/attention/core/shard_map/computed=0.25/splash_mha/splash_mha/pallas_call"
+    assert kernel_cost(f"splash_mha_{name}", path, shapes) == 2 * matmuls * B * H * S * T * h / 4
+    assert kernel_cost(f"splash_mha_{name}", "another/pallas_call", shapes) == 2 * matmuls * B * H * S * T * h / 2
+    assert kernel_cost(f"splash_mha_{name}", path, shapes[:2]) is None
+    assert kernel_cost(f"ring_{name}", path, shapes) is None
+    assert decode(path) == ("block/attention/core", "backward")
+
+
+@pytest.mark.parametrize(
+    ("mask", "share"),
+    [
+        (Full(), 1),
+        (Causal(), 36 / 64),
+        (Causal() & Window(1024), 15 / 64),  # a query sees 1025 keys: of two tiles at most
+        (Causal() & Window(2000) & Segments(documents(1, 8192), documents(1, 8192)), 21 / 64),
+    ],
+    ids=["full", "causal", "window", "window and documents"],
+)
+def test_splash_says_which_share_of_the_scores_it_computes(mask: Mask, share: float) -> None:
+    """In tiles of 1,024; it skips none for its documents."""
+    q, k = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for heads in (2, 1))
+    traced = jax.jit(lambda q, k: libraries.splash(q, k, k, mask, DEFAULT)).trace(q, k)
+    assert f"computed={share}" in traced.lower(lowering_platforms=("tpu",)).as_text(debug_info=True)
+
+
+@pytest.mark.parametrize(
+    ("h", "dtype", "softcap", "block"),
+    [(128, "bfloat16", 0.0, 1024), (128, "bfloat16", 30.0, 512), (128, "float32", 0.0, 512),
+     (256, "bfloat16", 0.0, 512), (256, "float32", 0.0, 512), (512, "float32", 0.0, 256)],
+)  # fmt: skip
+def test_splash_takes_smaller_tiles_of_wider_heads(h: int, dtype: str, softcap: float, block: int) -> None:
+    q = jax.ShapeDtypeStruct((1, 8192, 2, h), dtype)
+    assert libraries._splash_block(q, Call(softcap=softcap)) == block
 
 
 # Plans.

@@ -118,15 +118,15 @@ def test_kernels_with_and_without_a_cost_estimate() -> None:
 
 
 def test_a_kernel_priced_by_who_knows_it() -> None:
-    asked: list[tuple[str, int]] = []
+    asked: list[tuple[str, str, int]] = []
 
-    def cost(name: str, shapes: list[tuple[int, ...]]) -> float | None:
-        asked.append((name, len(shapes)))
+    def cost(name: str, path: str, shapes: list[tuple[int, ...]]) -> float | None:
+        asked.append((name, path.rpartition("/")[2], len(shapes)))
         return 123.0 if name.startswith("splash") else None
 
     found = excerpt("tpu_kernel", kernel_cost=cost)
     splash = task(found.nodes, "splash_mha_fwd_residuals.1")
-    assert asked == [("splash_mha_fwd_residuals.1", 6)]
+    assert asked == [("splash_mha_fwd_residuals.1", "pallas_call", 6)]
     assert (splash.flops, splash.dtype, found.notes) == (123.0, "bf16", ())
     stated = excerpt("tpu_kernel_cost", kernel_cost=cost).nodes[0]
     assert isinstance(stated, Task) and stated.flops == 2 * 256**3, "its own estimate stands"

@@ -127,6 +127,16 @@ def test_cudnn_attention_causal_forward_and_backward() -> None:
     assert excerpt("gpu_attention", "dot_product_attention_bwd.8").flops == 10 * pairs / 2
 
 
+def test_cudnn_attention_in_a_sliding_window() -> None:
+    """A query sees 256 keys, the first ones fewer: 256 x 1024 - 256^2 / 2 pairs of the 1024^2."""
+    text = (DATA / "gpu_attention.txt").read_text()
+    assert '"sliding_window_length": 0' in text
+    module = parse(text.replace('"sliding_window_length": 0', '"sliding_window_length": 256'))
+    computation = module.computations[module.entry]
+    work = work_of(module, computation, computation.instructions["dot_product_attention_fwd.5"])
+    assert work.flops == 4 * 2 * 4 * 64 * (256 * 1024 - 256**2 / 2)
+
+
 def test_real_fusions() -> None:
     assert excerpt("gpu_all_gather", "gemm_fusion_dot.57").flops == 2 * prod((2048, 256, 512))
     assert excerpt("cpu_fusions", "ynn_fusion").flops == 2 * prod((512, 256, 64))

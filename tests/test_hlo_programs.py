@@ -6,6 +6,7 @@ In the closed forms: B batch, S sequence, D embed, H heads, h head_dim, F mlp, L
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -86,8 +87,10 @@ def attention_flops(config: Config, platform: str) -> tuple[float, float]:
     """Forward and backward of one layer, as the implementation that is chosen computes them: see `jaxpar.kernels`."""
     model, S = config.model, config.data.seq_len
     matmul = 2.0 * config.train.batch * model.heads * model.head_dim  # for one query and key
-    if platform == "tpu":  # splash: half the square, the scores again in each of two backward kernels
-        return 2 * matmul * S * S / 2, 7 * matmul * S * S / 2
+    if platform == "tpu":  # splash: tiles that are not empty, the scores again in each of two backward kernels
+        tiles = Tiles(S, S, math.gcd(S, 1024), math.gcd(S, 1024))
+        computed = matmul * tiles.block_q * tiles.block_k * np.count_nonzero(tile_states(Causal(), tiles))
+        return 2 * computed, 7 * computed
     if platform == "cuda":  # Triton's tiles that are not empty
         sizes = sizes_for(model.head_dim, config.precision.compute, "H100")
         forward, dq, dkv = (

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from jaxpar.config import Config, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from jaxpar.jax_compat import compiler_said, kernel_too_large
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.rehearsal.fit import advice, needs_and_has, refusal
 from jaxpar.sharding import Pipeline, Plan
@@ -26,6 +27,32 @@ LATE = (
     "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 16.25G of 15.75G "
     "hbm. Exceeded hbm capacity by 512.00M.\n\nTotal hbm usage >= 16.50G"
 )
+# Splash with tiles too large for heads of 256 in float32, compiled for v5e and for v4; operands and layouts left out.
+KERNEL = """RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:
+Ran out of memory in memory space vmem while allocating on stack for %splash_mha_fwd_residuals.1 = \
+(f32[2048,128]{1,0}, f32[2,8192,256]{2,1,0:T(8,128)S(1)}) custom-call(%fusion), \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 2048, \\"use_fused_bwd_kernel\\": false, \\"q_layout\\": 1}"
+}}, metadata={op_name="jit(f)/jvp(splash)/pallas_call" stack_frame_id=11}. Scoped allocation with size 21.83M \
+and limit 16.00M exceeded scoped vmem limit by 5.83M. It should not be possible to run out of scoped vmem -
+See https://openxla.org/xla/errors/error_1001 for more details."""
+KERNEL_V4 = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used \
+18.71M of 16.00M vmem. Exceeded vmem capacity by 2.71M.
+
+Program vmem requirement 18.71M:
+    scoped           18.71M
+
+  Largest program allocations in vmem:
+
+  1. Size: 5.58M
+     XLA label: register allocator spill slots in HLO :: splash_mha_fwd_residuals.1
+     Allocation type: scoped
+     ==========================
+
+  2. Size: 2.00M
+     Operator: op_name="jit(f)/jvp(splash)/pallas_call"
+     XLA label: splash_mha_fwd_residuals.1 = custom-call(constant.4.clone, fusion, ...(+4))
+"""
 
 
 def config_of(remat: str = "full", batch: int = 8, accumulation: int = 1) -> Config:
@@ -73,6 +100,21 @@ def test_another_refusal_is_passed_on_in_a_line(plan_of):
     message = refusal("\nINTERNAL: Mosaic failed to compile\n  more\n", "v5e-8", config_of(), plan_of(data=8), 0, 0)
     assert message == "the compiler for v5e-8 refuses this step: INTERNAL: Mosaic failed to compile"
     assert len(refusal("x" * 5000, "v5e-8", config_of(), plan_of(data=8), 0, 0)) < 400
+
+
+@pytest.mark.parametrize(("message", "needs"), [(KERNEL, "21.83M"), (KERNEL_V4, "18.71M")], ids=["v5e", "v4"])
+def test_a_kernel_that_is_too_large_is_named_with_what_it_may_have(plan_of, message: str, needs: str):
+    said = refusal(message, "v5e-8", config_of(), plan_of(data=8), 0, 0)
+    assert said == (
+        f"the compiler for v5e-8 refuses this step: the kernel splash_mha_fwd_residuals.1 asks for {needs} of vmem and "
+        "may have 16.00M; of attention, --kernels.attention chunked needs none"
+    )
+    assert not kernel_too_large(EARLY) and not kernel_too_large(LATE)
+
+
+def test_a_heading_is_passed_on_with_what_it_announces():
+    assert compiler_said("INTERNAL: E9: New:\n\n  no such layout\nmore") == "INTERNAL: E9: New: no such layout"
+    assert compiler_said("") == ""
 
 
 def test_as_few_devices_as_are_enough_share_the_state(plan_of):

@@ -119,8 +119,8 @@ def _positions(lhs: int, out: int, size: int, stride: int, before: int, lhs_dila
 def library_flops(call: Instruction, shapes: list[Shape]) -> float:
     """Of a custom call that is a known library's matmul, convolution or attention; 0 for any other.
 
-    Attention by cuDNN: 4 B H S T h forward and 10 backward, halved where it is causal, since tiles above the diagonal
-    are skipped.
+    Attention by cuDNN: 4 B H S T h forward and 10 backward, halved where it is causal and less where a window slides,
+    since tiles of which nothing is seen are skipped.
     """
     target = call.attributes.get("custom_call_target", "").strip('"')
     config = backend_config(call)
@@ -150,8 +150,11 @@ def _attention_flops(target: str, config: Any, shapes: list[Shape]) -> float:
     dims = [int(dim) for dim in scores.get("dimensions", ())]
     keys = dims[-1] if dims else k[1]
     causal = "CAUSAL" in str(_find(config, "mask_type") or "")
-    per_pair = 10.0 if "Backward" in target else 4.0
-    return per_pair * prod(q) * keys * (0.5 if causal else 1.0)
+    window = int(_find(config, "sliding_window_length") or 0)  # keys up to the query itself; 0 = all
+    seen = keys * 0.5 if causal else keys
+    if causal and 0 < window < keys:
+        seen = window * (1 - window / (2 * keys))
+    return (10.0 if "Backward" in target else 4.0) * prod(q) * seen
 
 
 def _library_convolution_flops(call: Instruction, target: str, shapes: list[Shape]) -> float:

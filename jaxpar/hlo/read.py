@@ -22,8 +22,8 @@ from jaxpar.hlo.slices import Devices, devices_of, paired_send
 from jaxpar.hlo.tasks import Loop, Node, Place, Program, Task, Wait, walk
 from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
 
-KernelCost = Callable[[str, list[tuple[int, ...]]], float | None]
-"""(instruction name, shapes of its operands) -> FLOPs of a kernel; None for one that it does not know."""
+KernelCost = Callable[[str, str, list[tuple[int, ...]]], float | None]
+"""(instruction name, jax's path of it, shapes of its operands) -> FLOPs of a kernel; None for one that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def _read_task(
     if task.collective and not task.collective.groups:
         reader.notes.append(f"{task.name}: between which devices, the text does not say")
     if task.kind == "kernel" and not task.flops and reader.kernel_cost:
-        task = _priced(task, reader.kernel_cost, computation.operands(instruction))
+        task = _priced(task, reader.kernel_cost, instruction.op_name, computation.operands(instruction))
     if task.kind == "kernel" and not task.flops and opcodes.target(instruction).startswith(opcodes.PALLAS_TARGETS):
         reader.notes.append(f"{task.name}: a kernel without a cost estimate, its FLOPs are not counted")
     position = into.add(replace(task, depends=tuple(sorted(merged.tasks))), merged)
@@ -203,8 +203,8 @@ def _read_task(
     return Value(made.tasks, parts=tuple(made if part is None else operands[part] for part in parts))
 
 
-def _priced(task: Task, kernel_cost: KernelCost, operands: list[Instruction]) -> Task:
-    flops = kernel_cost(task.name, [operand.shape.dims for operand in operands])
+def _priced(task: Task, kernel_cost: KernelCost, path: str, operands: list[Instruction]) -> Task:
+    flops = kernel_cost(task.name, path, [operand.shape.dims for operand in operands])
     if flops is None:
         return task
     largest = max((operand.shape for operand in operands), key=lambda shape: shape.bytes)

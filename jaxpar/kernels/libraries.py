@@ -7,10 +7,12 @@ Shapes: as in `jaxpar.kernels.call`.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jaxtyping import Array, Float
@@ -18,9 +20,9 @@ from jaxtyping import Array, Float
 from jaxpar.hardware import LANES
 from jaxpar.jax_compat import cudnn_version
 from jaxpar.kernels.call import Call
-from jaxpar.masks import And, Causal, Full, Mask, Segments, Window
+from jaxpar.masks import EMPTY, And, Causal, Full, Mask, Segments, Tiles, Window, tile_states
 
-_SPLASH_BLOCK = 1024
+_COMPUTED = "computed="  # a name around splash's kernels, which say no cost: the share of all scores that they compute
 _CUDNN_HEAD_DIM = 128  # at most, in the backward on every chip
 
 
@@ -90,7 +92,8 @@ def splash(
     """The output, by jax's own Pallas kernel for TPUs; local arrays only (it cannot be split by the compiler)."""
     band, (S, H), T = _band_of(mask), q_BSHh.shape[1:3], k_BTKh.shape[1]
     assert band is not None
-    block_q, block_k = math.gcd(S, _SPLASH_BLOCK), math.gcd(T, _SPLASH_BLOCK)
+    largest = _splash_block(q_BSHh, call)
+    block_q, block_k = math.gcd(S, largest), math.gcd(T, largest)
     sizes = splash_kernel.BlockSizes(
         block_q=block_q, block_kv=block_k, block_kv_compute=block_k, block_q_dkv=block_q, block_kv_dkv=block_k,
         block_kv_dkv_compute=block_k, block_q_dq=block_q, block_kv_dq=block_k,
@@ -112,8 +115,23 @@ def splash(
 
     # The kernel does not scale. In float32, because the scale itself may not fit the dtype.
     q_BHSh = (q_BSHh.swapaxes(1, 2).astype(jnp.float32) * call.scale_of(q_BSHh)).astype(q_BSHh.dtype)
-    out_BHSh = jax.vmap(of_sequence)(q_BHSh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), band.segments)
+    with jax.named_scope(f"{_COMPUTED}{_computed_share(mask, Tiles(S, T, block_q, block_k))}"):
+        out_BHSh = jax.vmap(of_sequence)(q_BHSh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), band.segments)
     return out_BHSh.swapaxes(1, 2)
+
+
+def _splash_block(q_BSHh: Any, call: Call) -> int:
+    """The largest tiles that compile, forward and backward, in the 16 MiB of VMEM that every chip lets a kernel have:
+    by compilers for v4 and v5e, with documents in a window."""
+    row = q_BSHh.shape[-1] * q_BSHh.dtype.itemsize
+    return 1024 if row <= 256 and not call.softcap else 512 if row <= 1024 else 256
+
+
+def _computed_share(mask: Mask, tiles: Tiles) -> float:
+    """Of all pairs of a query and a key, those in tiles that splash computes: it skips what the band leaves out, and no
+    tile for its documents."""
+    band = mask.replaced(lambda leaf: Full() if isinstance(leaf, Segments) else leaf)
+    return float(np.mean(tile_states(band, tiles) != EMPTY))
 
 
 def _band_of(mask: Mask) -> _Band | None:
@@ -137,17 +155,20 @@ def _band_of(mask: Mask) -> _Band | None:
     return _Band(min(left, default=None), min(right, default=None), bands[0].segments or bands[1].segments)
 
 
-def kernel_cost(name: str, shapes: list[tuple[int, ...]]) -> float | None:
+def kernel_cost(name: str, path: str, shapes: list[tuple[int, ...]]) -> float | None:
     """FLOPs of one call of a kernel, which the compiled program does not say; None for a kernel not from here.
 
     Args:
       name: the call's instruction name: `splash_mha_fwd_residuals.3`.
+      path: jax's path of the operation, in which `splash` leaves the share of the scores that are computed; taken as
+        half, of a causal mask, where another has called the kernel.
       shapes: shapes of its operands.
     """
     matmuls = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
     count = next((n for prefix, n in matmuls.items() if name.startswith(prefix)), None)
-    heads = [shape for shape in shapes if len(shape) >= 3 and shape[-1] % LANES == 0 and shape[-2] > 8]
-    if count is None or not heads:
+    arrays = [shape for shape in shapes if len(shape) >= 3 and shape[-1] % LANES == 0 and shape[-2] > 8]
+    share = re.search(rf"{_COMPUTED}([\d.e-]+)", path)
+    if count is None or len(arrays) < 2:
         return None
-    *batch, S, h = heads[0]
-    return count * 2 * math.prod(batch) * h * S * S / 2
+    (*batch, S, h), (*_, T, _) = arrays[:2]
+    return count * 2 * math.prod(batch) * h * S * T * (float(share[1]) if share else 0.5)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.experts import RouterSums
+from jaxpar.jax_compat import compiler_said
 from jaxpar.metrics import bytes_text
 from jaxpar.models import Model
 from jaxpar.pipeline.layers import layers_of
@@ -53,7 +54,7 @@ def refusal(message: str, target: str, config: Config, plan: Plan, parameters: i
     """
     found = needs_and_has(message)
     if found is None:
-        return f"the compiler for {target} refuses this step: {message.strip().splitlines()[0][:300]}"
+        return f"the compiler for {target} refuses this step: {compiler_said(message)}"
     needs, has = found
     rest = max(needs - 2 * parameters - optimizer, 0)
     categories = {"parameters": parameters, "optimizer": optimizer, "gradients": parameters, "activations": rest}
