@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from jaxpar.data import load_corpus
 from jaxpar.errors import UserError
 from jaxpar.models import Model
 from jaxpar.runtime import start
-from jaxpar.step import compile_eval_step, make_plan
+from jaxpar.step import compile_eval_step, kernel_notes, make_plan
 from jaxpar.train import evaluate, restore_state
 
 
@@ -37,7 +38,9 @@ def pick_step(checkpoints: Checkpoints, step: int) -> int:
     return steps[-1] if best is None else best
 
 
-def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
+def evaluate_run(
+    config: Config, folder: Path, step: int = 0, say: Callable[[str], None] = lambda line: None
+) -> Evaluation:
     """Evaluate a run's checkpoint under `config`, whose mesh may be another than the run's, on the batches of a run's
     end (`train.final_eval_batches`; by default the whole validation set).
 
@@ -46,6 +49,8 @@ def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
     """
     check(config)
     plan, model = make_plan(config, start(config.mesh, config.compile.cache)), Model(config.model)
+    for note in kernel_notes(config, plan, training=False):
+        say(note)
     corpus = load_corpus(config.data, config.model.vocab_size)
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_fraction or data.val_path")
