@@ -137,7 +137,8 @@ def eval_command(words: list[str]) -> int:
     from jaxpar.evaluate import evaluate_run
 
     name, args = config_args(eval_command.__doc__, EvalArgs, words, _run_config)
-    result = evaluate_run(args.config, Path(name), args.step)
+    say = (lambda line: None) if args.json else console().print
+    result = evaluate_run(args.config, Path(name), args.step, say)
     text = json.dumps(result._asdict()) if args.json else (
         f"step {result.step}: validation loss {result.val_loss:.4f} nats a token, perplexity {result.perplexity:.3f}"
     )  # fmt: skip

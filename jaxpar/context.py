@@ -163,8 +163,8 @@ def _strategy(plan: Plan) -> Any:
     return _STRATEGIES[plan.context.strategy if plan.size("attention_seq") > 1 else "whole"]
 
 
-def kernel_for(plan: Plan, mask: Mask, q_BSHh: Any, k_BSKh: Any, platform: str) -> str:
-    """The implementation that serves what the plan's strategy hands to it.
+def kernel_for(plan: Plan, mask: Mask, q_BSHh: Any, k_BSKh: Any, platform: str) -> tuple[str, str]:
+    """The implementation that serves what the plan's strategy hands to it, and why not one before it.
 
     Args:
       plan: mesh, strategy, and the implementation that it asks for.
@@ -189,7 +189,7 @@ def kernel_for(plan: Plan, mask: Mask, q_BSHh: Any, k_BSKh: Any, platform: str) 
 
 def _work(plan: Plan, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array) -> Work:
     seen, platform = packed(mask, segments_BT, segments_BT), plan.mesh.devices.flat[0].platform
-    name = kernel_for(plan, seen, q_BSHh, k_BSKh, platform)
+    name, _ = kernel_for(plan, seen, q_BSHh, k_BSKh, platform)
     if plan.size("attention_seq") > 1:
         say_once(f"attention by {name}, {plan.context.strategy}")
     return Work(plan, mask, segments_BT, pair(name))

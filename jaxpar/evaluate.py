@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from jaxpar.models import Model
 from jaxpar.processes import together
 from jaxpar.restore import pick_step, restore_state
 from jaxpar.runtime import start
-from jaxpar.step import compile_eval_step, make_plan
+from jaxpar.step import compile_eval_step, kernel_notes, make_plan
 from jaxpar.train import evaluate
 
 
@@ -26,7 +27,9 @@ class Evaluation(NamedTuple):
     perplexity: float
 
 
-def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
+def evaluate_run(
+    config: Config, folder: Path, step: int = 0, say: Callable[[str], None] = lambda line: None
+) -> Evaluation:
     """Evaluate a run's checkpoint under `config`, whose mesh may be another than the run's, on the batches of a run's
     end (`train.final_eval_batches`; by default the whole validation set).
 
@@ -35,6 +38,8 @@ def evaluate_run(config: Config, folder: Path, step: int = 0) -> Evaluation:
     """
     check(config)
     plan, model = make_plan(config, start(config.mesh, config.compile.cache)), Model(config.model)
+    for note in kernel_notes(config, plan, training=False):
+        say(note)
     corpus = together(lambda: load_corpus(config.data, config.model.vocab_size))
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_fraction or data.val_path")

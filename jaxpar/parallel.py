@@ -409,18 +409,36 @@ def attention_choice(
     Raises:
       UserError: the plan asks for one that cannot serve.
     """
+    name, why = _kernel_choice(plan, seq_len, head_dim, dropping, window, packed, platform, batch)
+    if plan.size("attention_seq") > 1:
+        return plan.context.strategy, "the sequence is split over devices"
+    if plan.attention != "auto":
+        dispatch.say_once(f"attention by {name}, which kernels.attention asks for")
+    return name, why
+
+
+def attention_notes(
+    plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int = 0, packed: bool = False, batch: int = 1
+) -> list[str]:
+    """Why no kernel serves where there are some, for the log; arguments as for `attention_choice`."""
+    if plan.attention != "auto":
+        return []
+    name, why = _kernel_choice(plan, seq_len, head_dim, dropping, window, packed, "", batch)
+    return [f"attention by plain XLA, in tiles, and no kernel ({why})"] if name == "chunked" and why else []
+
+
+def _kernel_choice(
+    plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int, packed: bool, platform: str, batch: int
+) -> tuple[str, str]:
+    """As `attention_choice`; of a sequence that is split, what computes its parts."""
     one = jax.ShapeDtypeStruct((batch, seq_len // plan.size("attention_seq"), 1, head_dim), plan.dtype)
     ids = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)
     mask = _mask(window) & Segments(ids, ids) if packed else _mask(window)  # pyright: ignore[reportArgumentType]
     platform = platform or _platform(plan)
     if plan.size("attention_seq") > 1:
-        kernel_for(plan, mask, one, one, platform)
-        return plan.context.strategy, "the sequence is split over devices"
+        return kernel_for(plan, mask, one, one, platform)
     asked = dispatch.Asked(one, one, mask, Call(), with_lse=False, dropping=dropping, cut=_cut_heads(plan))
-    name, why = dispatch.choose(asked, platform, plan.attention)
-    if plan.attention != "auto":
-        dispatch.say_once(f"attention by {name}, which kernels.attention asks for")
-    return name, why
+    return dispatch.choose(asked, platform, plan.attention)
 
 
 def _mask(window: int) -> Mask:

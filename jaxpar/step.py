@@ -32,7 +32,7 @@ from jaxpar.models import Batch, Model, Params
 from jaxpar.moments import Quantized, moments_of, packed, scales_sharding, with_moments
 from jaxpar.offload import HOST, check_offload, offload_notes, on_device
 from jaxpar.optim import decay_mask, learning_rate, make_optimizer
-from jaxpar.parallel import ATTENDED, GATHERED, STORED, overlap_notes
+from jaxpar.parallel import ATTENDED, GATHERED, STORED, attention_notes, overlap_notes
 from jaxpar.pipeline import check_stages, microbatches, pipeline_notes, reorder_layers, stored_order
 from jaxpar.sharding import (
     Plan,
@@ -117,8 +117,18 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
     offloads = offload_notes(asked, plan.mesh.devices.flat[0]) if asked else []
     return [
         *_fitted(config, plan.mesh)[1], *overlap_notes(plan, config.data.seq_len), *pipelines, *offloads,
-        *_sum_notes(config, plan),
+        *_sum_notes(config, plan), *kernel_notes(config, plan),
     ]  # fmt: skip
+
+
+def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]:
+    """Why no kernel serves the attention of a training step, or of an evaluation, where the devices have some."""
+    model, data, train = config.model, config.data, config.train
+    parts = plan.size("batch") * (train.accumulation * max(plan.pipeline.microbatches, 1) if training else 1)
+    return attention_notes(
+        plan, data.seq_len, model.head_dim or model.embed // model.heads, training and model.dropout > 0, model.window,
+        data.pack, max(train.batch // parts, 1),
+    )  # fmt: skip
 
 
 def _sum_notes(config: Config, plan: Plan) -> list[str]:

@@ -334,7 +334,7 @@ def test_a_strategy_takes_what_serves_its_pieces(strategy: Any, name: str) -> No
     """Of a million tokens over eight devices: a device of Ulysses has them all, more tiles than a list holds."""
     plan = dataclasses.replace(plan_on(MeshSpec(context=8)), context=Context(strategy))
     one = jax.ShapeDtypeStruct((1, 1 << 17, 8, 64), jnp.bfloat16)
-    assert kernel_for(plan, Causal(), one, one, "tpu") == name
+    assert kernel_for(plan, Causal(), one, one, "tpu")[0] == name
     named = dataclasses.replace(plan, attention="pallas_tpu")
     if name == "pallas_tpu":
         assert attention_choice(named, 1 << 20, 64, False, platform="tpu")[0] == strategy

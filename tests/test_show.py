@@ -69,7 +69,7 @@ def test_the_rows_as_json(picture, capsys):
     row = table(TINY, picture, capsys)["blocks.up"]
     assert row == {
         "name": "blocks.up", "shape": [2, 128, 512], "axes": ["layers", "embed", "mlp"],
-        "spec": [None, "fsdp", "tensor"], "bytes_per_device": 2 * 64 * 256 * 4,
+        "spec": [None, "fsdp", "tensor"], "bytes_per_device": 2 * 64 * 256 * 4, "bytes": 2 * 128 * 512 * 4,
     }  # fmt: skip
 
 

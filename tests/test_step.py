@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxpar.parallel
 from jaxpar.config import Config, ModelConfig, PrecisionConfig, TrainConfig, override, parse
 from jaxpar.errors import UserError
 from jaxpar.hlo.read import read_program
@@ -379,6 +380,36 @@ def test_what_the_plan_changes_is_said() -> None:
         "tensor=8 does not divide 4 heads",
         "overlap.scatter",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model.head_dim": 16}, None),
+        (
+            {"model.head_dim": 320},
+            "splash: head_dim 320 is no multiple of 128; pallas_tpu: head_dim 320 is more than 256",
+        ),
+        ({"model.head_dim": 320, "kernels.attention": "chunked"}, None),  # as was asked for
+        ({"model.dropout": 0.1}, "splash: dropout of attention weights; pallas_tpu: dropout of attention weights"),
+    ],
+    ids=["a kernel serves", "head_dim", "chunked by name", "dropout"],
+)
+def test_why_no_kernel_serves_is_said(
+    changes: dict[str, Any], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxpar.parallel, "_platform", lambda plan: "tpu")
+    config = config_of("gpt2", **{"mesh.data": 8}, **changes)
+    found = [note for note in plan_notes(config, make_plan(config, jax.devices())) if note.startswith("attention by")]
+    assert found == ([f"attention by plain XLA, in tiles, and no kernel ({why})"] if why else [])
+
+
+def test_why_no_kernel_serves_parts_of_a_sequence_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxpar.parallel, "_platform", lambda plan: "tpu")
+    config = config_of("gpt2", **{"mesh.context": 8, "model.head_dim": 320})
+    plan = make_plan(config, jax.devices())
+    why = "pallas_tpu: head_dim 320 is more than 256"
+    assert f"attention by plain XLA, in tiles, and no kernel ({why})" in plan_notes(config, plan)
 
 
 @pytest.mark.parametrize(("changes", "message"), MISFITS)

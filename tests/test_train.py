@@ -18,6 +18,7 @@ from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import Config, ModelConfig, load_config, override
 from jaxpar.errors import UserError
 from jaxpar.evaluate import evaluate_run
+from jaxpar.kernels import dispatch
 from jaxpar.mesh import MeshSpec
 from jaxpar.metrics import read_metrics
 from jaxpar.models import Model
@@ -103,6 +104,20 @@ def test_a_checkpoint_evaluates_to_the_logged_loss_on_another_mesh(config: Confi
     result = evaluate_run(other, whole)
     assert result.step == 20
     np.testing.assert_allclose(result.val_loss, logged(whole, "final_val_loss")[20], rtol=1e-5)
+
+
+def test_why_no_kernel_serves_is_said_once(
+    config: Config, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a run as it starts, and by an evaluation, which drops nothing out: as if CPUs had kernels that never serve."""
+    monkeypatch.setitem(dispatch._KERNELS, "cpu", ("splash", "pallas_tpu"))
+    line = "attention by plain XLA, in tiles, and no kernel"
+    train(config, whole)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count(line) == said.count(f"{line} (splash: dropout of attention weights; pallas_tpu: dropout of") == 1
+    found: list[str] = []
+    evaluate_run(config, whole, say=found.append)
+    assert found == [f"{line} (splash: on cpu; pallas_tpu: on cpu)"]
 
 
 def test_a_finished_run_is_not_run_again(config: Config, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
@@ -148,14 +148,9 @@ def choose(asked: Asked, platform: str, implementation: str | None = None) -> tu
                 f"attention by {implementation} was asked for, but: {why}; what serves: {', '.join(others)}"
             )
         return implementation, ""
-    reasons = []
-    for name in (*_KERNELS.get(platform, ()), "chunked"):
-        why = refusal(name, asked, platform)
-        if not why:
-            break
-        reasons.append(f"{name}: {why}")
-    say_once(f"attention by {name}" + (f" ({'; '.join(reasons)})" if reasons else ""))
-    return name, "; ".join(reasons)
+    name, why = _first(_KERNELS.get(platform, ()), asked, platform)
+    say_once(f"attention by {name}" + (f" ({why})" if why else ""))
+    return name, why
 
 
 def pair(name: str) -> ModuleType:
@@ -165,8 +160,9 @@ def pair(name: str) -> ModuleType:
 
 def pair_for(
     q_BSHh: Any, k_BTKh: Any, mask: Mask, platform: str, implementation: str = "auto", call: Call = DEFAULT
-) -> str:
-    """The first that serves of those with a forward and a backward of their own, a key of `PAIRS`.
+) -> tuple[str, str]:
+    """The first that serves of those with a forward and a backward of their own, a key of `PAIRS`, and why not those
+    before it.
 
     Raises:
       UserError: the one asked for has none, or cannot serve.
@@ -178,8 +174,19 @@ def pair_for(
                 f"attention by {implementation} was asked for, but: the sequence is split over devices, and it cannot "
                 f"merge parts; try one of {', '.join(PAIRS)}"
             )
-        return choose(asked, platform, implementation)[0]
-    return next((name for name in kernels if name in PAIRS and not refusal(name, asked, platform)), "chunked")
+        return choose(asked, platform, implementation)
+    return _first([name for name in kernels if name in PAIRS], asked, platform)
+
+
+def _first(kernels: Sequence[str], asked: Asked, platform: str) -> tuple[str, str]:
+    """The first that serves, and why not those before it; plain XLA where none does."""
+    reasons = []
+    for name in kernels:
+        why = refusal(name, asked, platform)
+        if not why:
+            return name, "; ".join(reasons)
+        reasons.append(f"{name}: {why}")
+    return "chunked", "; ".join(reasons)
 
 
 def refusal(name: str, asked: Asked, platform: str) -> str:
