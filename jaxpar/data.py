@@ -235,7 +235,8 @@ def _load_tokens(data: DataConfig) -> Corpus:
     if not data.path:
         raise UserError("data.source=tokens needs data.path: a .bin file, such as `jaxpar tokenize` writes")
     train, tokenizer = open_tokens(data.path), stored_tokenizer(data.path)
-    if data.tokenizer.endswith(".json"):
+    # Presets name a file that need not be there: a .bin brings its own.
+    if data.tokenizer.endswith(".json") and (tokenizer is None or Path(data.tokenizer).exists()):
         asked = load_tokenizer(data.tokenizer)
         if tokenizer is not None and tokenizer.to_json() != asked.to_json():
             raise UserError(

@@ -412,3 +412,16 @@ def test_unfinished_file_never_takes_the_name(tmp_path):
 
 def test_no_tokenizer_beside_the_file(tmp_path):
     assert stored_tokenizer(tmp_path / "a.bin") is None
+
+
+def test_a_token_file_of_another_tokenizer_than_the_config_names_is_refused(tmp_path):
+    """A file that is not there is no contradiction: presets name one, and a .bin brings its own."""
+    (tmp_path / "a.txt").write_text("abc" * 99)
+    tokenize(DataConfig(source="text", path=str(tmp_path / "a.txt")), tmp_path / "a.bin")
+    data = DataConfig(source="tokens", path=str(tmp_path / "a.bin"), tokenizer=str(tmp_path / "b.json"), seq_len=8)
+    assert load_corpus(data, 256).tokenizer
+    (tmp_path / "b.json").write_text('{"tokenizer": "chars", "chars": "abc"}')
+    with pytest.raises(
+        UserError, match=r"a\.bin was tokenized otherwise than data\.tokenizer=.*b\.json says: write it again"
+    ):
+        load_corpus(data, 256)

@@ -1,0 +1,168 @@
+"""What README and docs/ tell a user to type, run as it stands there.
+
+A page's lines run one after another in one folder, each in a process of its own: a later line finds the run of an
+earlier one. What the tests add comes before a line's own flags, which so count. Quick: every line parses, and its
+config is one.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from jaxpar import arguments, bench_commands, cli, commands
+from jaxpar.arguments import config_args
+from jaxpar.config import Config, ModelConfig, check, parse, presets
+from jaxpar.models import Model
+from jaxpar.models.hf import export_hf
+from jaxpar.targets import compilers
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+SCHEMAS = {
+    "train": commands.TrainArgs, "verify": commands.VerifyArgs, "show": commands.ShowArgs,
+    "rehearse": commands.RehearseArgs, "overlap": bench_commands.OverlapBenchArgs,
+    "pipeline": bench_commands.PipelineBenchArgs,
+}  # fmt: skip
+SMALL = """
+--model.embed 32 --model.mlp 64 --data.max-bytes 200000 --train.steps 20 --train.warmup-steps 2
+--train.eval-every 10 --train.eval-batches 1 --train.final-eval-batches 1 --checkpoint.every 5
+"""
+SMALL_GPT2 = """
+--mesh.platform cpu --model.vocab-size 256 --model.layers 1 --model.embed 32 --model.heads 2 --model.mlp 64
+--data.seq-len 32
+--train.batch 8 --train.accumulation 1 --train.stop-at 2 --train.eval-batches 1 --train.final-eval-batches 1
+"""
+SMALL_IMPORT = "--mesh.platform cpu --data.seq-len 16 --train.batch 8 --train.steps 4 --train.warmup-steps 1"
+ADDED = {
+    "train tiny": SMALL, "train my_experiment.toml": "--train.steps 20 --train.warmup-steps 2",
+    "train gpt2_124m": SMALL_GPT2, "convert path/to/hf_folder": SMALL_IMPORT,
+    "convert exported": "--mesh.platform cpu --train.batch 8", "rehearse llama3_8b": "--model.layers 2",
+    "rehearse llama32_1b": "--model.layers 2", "rehearse llama3_70b": "--model.layers 4",
+}  # fmt: skip
+LONG = ("bench overlap", "bench pipeline")
+"""Minutes of compiling, whatever is added: these only parse here."""
+PYTHON = {
+    "attention.md": "import jax.numpy as jnp\nq = k = v = jnp.ones((1, 128, 2, 16))\n",
+    "rehearse.md": "import jaxpar.config as c\nreal = c.load_config\n"
+    "c.load_config = lambda name: c.override(real(name), {'model.layers': 2})\n",
+}
+"""What stands before the Python of a page."""
+
+
+class Block(NamedTuple):
+    """A fenced block: its first line's number, its language, its text."""
+
+    line: int
+    language: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    fences = re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(text.count("\n", 0, m.start()) + 2, m[1], m[2]) for m in fences]
+
+
+def lines(block: Block) -> list[list[str]]:
+    """The words of each command of a block of shell."""
+    joined = block.text.replace("\\\n", " ").splitlines()
+    return [words for line in joined if (words := shlex.split(line, comments=True))]
+
+
+def shell_lines(page: Path) -> list[list[str]]:
+    return [words for block in blocks(page) if block.language == "sh" for words in lines(block)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_line_parses(page: Path) -> None:
+    for program, *words in shell_lines(page):
+        if program == "jaxpar":
+            command, *rest = words[1:] if words[0] == "bench" else words
+            assert command in (cli.BENCHES if words[0] == "bench" else cli.COMMANDS), words
+            if command in SCHEMAS:
+                if rest[0] in presets("jaxpar.configs"):
+                    check(config_args("jaxpar", SCHEMAS[command], rest)[1].config)
+                else:
+                    arguments.parse("jaxpar", SCHEMAS[command](Config()), rest[1:])
+        elif program == "make":
+            assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+        elif program == "pip":
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert words[:2] == ["install", "-e"] or re.fullmatch(r"jaxpar\[(\w+)\]", words[1])[1] in extras
+        else:
+            assert [program, *words[:2]] == ["python", "-m", "pytest"], words
+            assert any((ROOT / word).is_file() for word in words)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_table_of_a_config_parses(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "toml":
+            parse(block.text, f"{page.name}:{block.line}")
+
+
+def shell(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command as on a user's machine: nothing of this test run's settings."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "TPU_", "XLA_"))}
+    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONWARNINGS": "default"}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, check=False, capture_output=True, text=True, timeout=900
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a user types: texts, a tokenizer, a Hugging Face folder, and the docs."""
+    for name in ("my_texts", "held_out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "fox.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    sizes = {"layers": 2, "embed": 32, "heads": 4, "kv_heads": 4, "mlp": 64, "max_seq_len": 128}
+    model = Model(ModelConfig(family="llama", **sizes))
+    export_hf(jax.jit(model.init)(jax.random.key(0)), model, tmp_path / "path" / "to" / "hf_folder")
+    tokenizer = json.dumps({"tokenizer": "bytes"})
+    (tmp_path / "path" / "to" / "hf_folder" / "tokenizer.json").write_text(tokenizer)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_line_runs(page: Path, folder: Path) -> None:
+    found = blocks(page)
+    experiment = next((block.text for block in found if block.language == "toml" and "[train]" in block.text), "")
+    (folder / "my_experiment.toml").write_text(experiment)
+    for block, after in pairwise([*found, Block(0, "", "")]):
+        if block.language != "sh":
+            continue
+        said = after.text.strip() if after.language == "text" else ""
+        for program, *words in lines(block):
+            if program != "jaxpar" or " ".join(words).startswith(LONG):
+                continue
+            if words[0] == "rehearse" and "pip" in compilers()["tpu"]:
+                pytest.skip(compilers()["tpu"])
+            words = ["llama3_8b" if word == "CONFIG" else word for word in words]
+            if " ".join(words).startswith("train llama3_8b"):
+                words[0] = "show"  # the chips that it would train on are not here
+            added = ADDED.get(" ".join(words[:2]), "").split()
+            place = 3 if words[0] == "convert" else 2
+            done = shell(["-m", "jaxpar.cli", *words[:place], *added, *words[place:]], folder)
+            where = f"{page.name}:{block.line} {' '.join(words)}\n{done.stdout}\n{done.stderr}"
+            assert done.returncode == (2 if said.startswith("jaxpar: error: ") else 0), where
+            if len(said.splitlines()) == 1:
+                assert said in (done.stderr + done.stdout).splitlines(), where
+    if python := "\n".join(block.text for block in found if block.language == "python"):
+        done = shell(["-c", PYTHON.get(page.name, "") + python], folder)
+        assert done.returncode == 0, f"{page.name}\n{done.stdout}\n{done.stderr}"
