@@ -130,8 +130,7 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name).mkdir()
         (tmp_path / name / "fox.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
-    sizes = {"layers": 2, "embed": 32, "heads": 4, "kv_heads": 4, "mlp": 64, "max_seq_len": 128}
-    model = Model(ModelConfig(family="llama", **sizes))
+    model = Model(ModelConfig(family="llama", layers=2, embed=32, heads=4, kv_heads=4, mlp=64, max_seq_len=128))
     export_hf(jax.jit(model.init)(jax.random.key(0)), model, tmp_path / "path" / "to" / "hf_folder")
     tokenizer = json.dumps({"tokenizer": "bytes"})
     (tmp_path / "path" / "to" / "hf_folder" / "tokenizer.json").write_text(tokenizer)
