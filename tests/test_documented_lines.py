@@ -45,7 +45,7 @@ SMALL_GPT2 = """
 """
 SMALL_IMPORT = "--mesh.platform cpu --data.seq-len 16 --train.batch 8 --train.steps 4 --train.warmup-steps 1"
 ADDED = {
-    "train tiny": SMALL, "train my_experiment.toml": "--train.steps 20 --train.warmup-steps 2",
+    "train tiny": SMALL, "train my_experiment.toml": f"{SMALL} --train.batch 8",
     "train gpt2_124m": SMALL_GPT2, "convert path/to/hf_folder": SMALL_IMPORT,
     "convert exported": "--mesh.platform cpu --train.batch 8", "rehearse llama3_8b": "--model.layers 2",
 }  # fmt: skip
