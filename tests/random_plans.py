@@ -59,6 +59,8 @@ def draw(random: random.Random) -> list[str]:
     seldom = {"overlap.domino": "on", "memory.optimizer": "offload", "memory.parameters": "offload",
               "precision.params": "bfloat16", "precision.gradients": "bfloat16", "data.pack": True}  # fmt: skip
     plan |= {key: value for key, value in seldom.items() if random.random() < 1 / 4}
+    if plan["train.accumulation"] == 1:
+        plan.pop("precision.gradients", None)  # refused: nothing is summed, so it would have no effect
     return [preset, *(word for key, value in plan.items() for word in (f"--{key.replace('_', '-')}", str(value)))]
 
 
