@@ -4,8 +4,9 @@
 
 A plan is a preset on a mesh of up to eight devices, with a schedule, forms of overlap, remat, offload, dtypes and such;
 one in eight is a pipeline and nothing else. Every outcome is a line: equal, differs, refused (with the reason), crashed
-or hung. The exit code is 1 where one differs, crashed or hung. With `--target` the plans are cut to two layers and
-compiled for these machines in turn, and a finding of the linter counts like a difference.
+or hung. The exit code is 1 where one differs, crashed or hung. With `--target` the plans are cut to two layers,
+spread over all chips by the data axis and compiled for these machines in turn, and a finding of the linter counts like
+a difference.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -64,19 +66,27 @@ def draw(random: random.Random) -> list[str]:
     return [preset, *(word for key, value in plan.items() for word in (f"--{key.replace('_', '-')}", str(value)))]
 
 
+def small(words: list[str], target: str) -> list[str]:
+    """The words that make a plan fill a target, with one sequence a microbatch and two layers, or one a stage."""
+    plan = dict(zip(words[1::2], words[2::2], strict=True))
+    sizes = {axis: int(plan[f"--mesh.{axis}"]) for axis in AXES}
+    chips = int(re.findall(r"\d+", target)[-1])
+    sizes["data"] *= max(chips // math.prod(sizes.values()), 1)
+    rows = sizes["data"] * sizes["fsdp"] * sizes["expert"] * (2 if "--overlap.domino" in plan else 1)
+    sequences = rows * int(plan["--train.accumulation"]) * int(plan.get("--pipeline.microbatches", 1))
+    layers = max(2, sizes["stage"] * int(plan.get("--pipeline.virtual", 1)))
+    seq_len = 1024 if words[0].startswith("gpt2") else 2048
+    return ["--mesh.data", str(sizes["data"]), "--train.batch", str(sequences), "--model.layers", str(layers),
+            "--data.seq-len", str(seq_len)]  # fmt: skip
+
+
 def run(words: list[str], target: str, timeout: float) -> tuple[str, str, float]:
     """The outcome, a line that says more, and the seconds it took."""
     command = ["verify"]
     if target:
-        small = ["--model.layers", "4" if "--pipeline.virtual" in words else "2", "--data.seq-len", "2048"]
-        command = [
-            "rehearse",
-            "--target",
-            target,
-            "--fail-on",
-            ",".join(rule for rule in RULES if rule != "large-copy"),
-            *small,
-        ]
+        findings = ",".join(rule for rule in RULES if rule != "large-copy")
+        command = ["rehearse", "--target", target, "--fail-on", findings]
+        words = [*words, *small(words, target)]
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxpar.cli", *command[:1], *words, *command[1:]], text=True, start_new_session=True,
