@@ -14,7 +14,7 @@ from jaxpar.config import Config, DataConfig, MemoryConfig, ModelConfig, TrainCo
 from jaxpar.jax_compat import compiler_said, kernel_too_large
 from jaxpar.mesh import MeshSpec, make_mesh
 from jaxpar.rehearsal.fit import advice, needs_and_has, refusal
-from jaxpar.sharding import Pipeline, Plan
+from jaxpar.sharding import Overlap, Pipeline, Plan
 
 pytestmark = pytest.mark.quick
 
@@ -214,6 +214,17 @@ def test_more_microbatches_of_fewer_sequences_and_not_more_accumulation(plan_of)
     found = advised(categories(1, 8), 6, config, plan)
     assert found == ["saves about 4.00 GiB, enough: --pipeline.microbatches 8 (2 times fewer sequences in each)"]
     assert flags(advised(categories(1, 8), 4, config, plan)) == {"--pipeline.microbatches 16": "6.00 GiB, enough"}
+
+
+def test_domino_leaves_a_device_two_sequences(plan_of):
+    config, plan = piped("1f1b", 4)
+    config = dataclasses.replace(config, train=TrainConfig(batch=32))  # 4 sequences a device and microbatch
+    plan = dataclasses.replace(plan, overlap=Overlap(domino="on"))
+    assert "--pipeline.microbatches 8" in flags(advised(categories(1, 8), 4, config, plan))
+    config = dataclasses.replace(config, train=TrainConfig(batch=16))
+    assert "--pipeline.microbatches" not in str(advised(categories(1, 8), 4, config, plan))
+    plan = dataclasses.replace(plan_of(fsdp=4), overlap=plan.overlap)
+    assert "--train.accumulation 2" in flags(advised(categories(1, 8), 4, config, plan))
 
 
 def test_what_a_pipeline_saves_adds_up(plan_of):

@@ -137,7 +137,7 @@ def _splitting(state: int, over: int, copies: list[int], config: Config, plan: P
 def _accumulating(moving: int, over: int, config: Config, plan: Plan) -> Iterator[tuple[int, str]]:
     """Fewer sequences at a time."""
     each = config.train.batch // config.train.accumulation // plan.size("batch")
-    times = [n for n in range(2, each + 1) if each % n == 0]
+    times = [n for n in range(2, each + 1) if each % (n * plan.overlap.parts) == 0]  # Domino cuts what is left in two
     if times and moving:
         n = next((n for n in times if moving - moving // n >= over), times[-1])
         yield moving - moving // n, f"--train.accumulation {config.train.accumulation * n} ({n} times fewer at a time)"
@@ -164,7 +164,7 @@ def _piping(moving: int, over: int, config: Config, plan: Plan) -> Iterator[tupl
             plan, moving, over = less, moving - saved, over - saved
     held, each = min(_held(config, plan), moving), config.train.batch // config.train.accumulation
     each = each // now.microbatches // plan.size("batch")
-    times = [n for n in range(2, each + 1) if each % n == 0]
+    times = [n for n in range(2, each + 1) if each % (n * plan.overlap.parts) == 0]
     if not times or not moving:
         return
 
