@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib import resources
+from typing import Any, NoReturn
 
 from jaxpar.errors import UserError, nearest
 
@@ -40,6 +41,8 @@ _HELP = ("-h", "--help", "help")
 
 def main(argv: list[str] | None = None) -> int:
     """The entry point: runs one command and returns its exit code."""
+    if argv is None:
+        sys.unraisablehook = _unraisable
     try:
         try:
             return _command(sys.argv[1:] if argv is None else argv)
@@ -50,11 +53,23 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         if argv is not None:
             raise
-        print("jaxpar: interrupted", file=sys.stderr, flush=True)
-        os._exit(130)  # not by way of Python's end, which waits for threads: one may be compiling for minutes
+        _end_interrupted()
     except BrokenPipeError:  # `| head` has read enough; what is still unsaid goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _end_interrupted() -> NoReturn:
+    print("jaxpar: interrupted", file=sys.stderr, flush=True)
+    os._exit(130)  # not by way of Python's end, which waits for threads: one may be compiling for minutes
+
+
+def _unraisable(what: Any) -> None:
+    """For `sys.unraisablehook`: a Ctrl-C that reaches Python inside a callback of the garbage collector, of which JAX
+    has one, is a Ctrl-C too. Python would print it and go on."""
+    if isinstance(what.exc_value, KeyboardInterrupt):
+        _end_interrupted()
+    sys.__unraisablehook__(what)
 
 
 def _command(words: list[str]) -> int:

@@ -143,6 +143,18 @@ def test_ctrl_c_while_compiling_is_a_line(tmp_path):
     assert said == ["jaxpar: interrupted\n"]
 
 
+def test_ctrl_c_inside_the_garbage_collector_ends_the_command_too():
+    """Python swallows what is raised there, and a run went on to its end."""
+    script = (
+        "import gc, signal, sys, jaxpar.cli\n"
+        "gc.callbacks.append(lambda phase, _: signal.raise_signal(signal.SIGINT))\n"
+        "jaxpar.cli._command = lambda _: gc.collect()\n"
+        "sys.exit(jaxpar.cli.main())"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (130, "jaxpar: interrupted\n")
+
+
 def test_version(run):
     assert run("--version").startswith("jaxpar 0.")
 
