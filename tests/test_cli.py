@@ -124,7 +124,16 @@ def test_a_reader_that_has_gone_is_no_error(words):
     assert process.returncode == 141  # of a program that SIGPIPE ends
 
 
+@pytest.fixture
+def heard():
+    """Ctrl-C reaches a child also where the tests were started in the background, deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_while_compiling_is_a_line(tmp_path):
     """And it does not wait for the compiler, which nothing interrupts."""
     words = ["train", "tiny", "--model.layers", "12", "--run", str(tmp_path / "run")]
@@ -143,6 +152,7 @@ def test_ctrl_c_while_compiling_is_a_line(tmp_path):
     assert said == ["jaxpar: interrupted\n"]
 
 
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_inside_the_garbage_collector_ends_the_command_too():
     """Python swallows what is raised there, and a run went on to its end."""
     script = (
