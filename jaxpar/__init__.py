@@ -4,26 +4,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpar.config import Config, check, load_config, override
-    from jaxpar.errors import UserError
-    from jaxpar.mesh import DcnSpec, MeshSpec, make_mesh
-    from jaxpar.runtime import start
-    from jaxpar.sharding import Plan, ShardingRules, placements, spec_for
+    from jaxpar.base.config import Config, check, load_config, override
+    from jaxpar.base.errors import UserError
+    from jaxpar.base.mesh import DcnSpec, MeshSpec, make_mesh
+    from jaxpar.base.runtime import start
+    from jaxpar.base.sharding import Plan, ShardingRules, placements, spec_for
 
 __all__ = [
     "Config", "DcnSpec", "MeshSpec", "Plan", "ShardingRules", "UserError", "check", "load_config", "make_mesh",
     "override", "placements", "spec_for", "start",
 ]  # fmt: skip
-_MODULES = ("errors", "config", "mesh", "runtime", "sharding")
+_WINGS = ("kernels", "models", "parallel", "plan", "rehearse", "show", "train", "verify")
+_ROOMS = ("errors", "config", "mesh", "runtime", "sharding")
 
 
 def __getattr__(name: str) -> Any:
-    """A module above, or a name of `__all__`, when it is first asked for: help and a version have no use for JAX."""
-    if name in _MODULES:
+    """A wing, or a name of `__all__`, when it is first asked for: help and a version have no use for JAX."""
+    if name in _WINGS:
         return import_module(f"jaxpar.{name}")
     if name in __all__:
-        for module in _MODULES:
-            found = vars(import_module(f"jaxpar.{module}"))
+        for room in _ROOMS:
+            found = vars(import_module(f"jaxpar.base.{room}"))
             if name in found:
                 return globals().setdefault(name, found[name])
     raise AttributeError(f"module 'jaxpar' has no attribute {name!r}")

@@ -11,12 +11,12 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpar.config import ModelConfig
-from jaxpar.errors import UserError
+from jaxpar.base.config import ModelConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.sharding import LogicalAxis, Plan
 from jaxpar.models.layers import LayerNorm, VocabHead, normal, param, vocab_table, zeros
-from jaxpar.parallel import attention, column_linear, dropout, lookup, row_linear
-from jaxpar.remat import named
-from jaxpar.sharding import LogicalAxis, Plan
+from jaxpar.parallel.linear import attention, column_linear, dropout, lookup, row_linear
+from jaxpar.parallel.remat import named
 
 _HEADS: tuple[LogicalAxis, ...] = ("heads", "head_dim")
 

@@ -24,10 +24,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 
-from jaxpar.errors import UserError, nearest
+from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.sharding import LogicalAxis, Plan, path_name, tree_shardings
 from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf, model_type
 from jaxpar.models.model import Model, Params
-from jaxpar.sharding import LogicalAxis, Plan, path_name, tree_shardings
 
 __all__ = ["export_hf", "hf_config", "hf_tensors", "import_hf", "model_config_from_hf"]
 

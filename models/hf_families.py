@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar.config import ModelConfig, from_dict
-from jaxpar.errors import UserError, nearest
+from jaxpar.base.config import ModelConfig, from_dict
+from jaxpar.base.errors import UserError, nearest
 
 REQUIRED = object()
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpar.config import ModelConfig
+from jaxpar.base.config import ModelConfig
 
 Initializer = Callable[..., jax.Array]
 zeros, ones, normal = nnx.initializers.zeros, nnx.initializers.ones, nnx.initializers.normal

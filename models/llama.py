@@ -12,12 +12,12 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpar.config import ModelConfig
-from jaxpar.experts import RouterSums, expert_mlp
+from jaxpar.base.config import ModelConfig
+from jaxpar.base.sharding import LogicalAxis, Plan
 from jaxpar.models.layers import RMSNorm, VocabHead, normal, param, rotary_frequencies, rotate, vocab_table
-from jaxpar.parallel import attention, column_linear, dropout, lookup, row_linear
-from jaxpar.remat import named
-from jaxpar.sharding import LogicalAxis, Plan
+from jaxpar.parallel.experts import RouterSums, expert_mlp
+from jaxpar.parallel.linear import attention, column_linear, dropout, lookup, row_linear
+from jaxpar.parallel.remat import named
 
 _HEADS: tuple[LogicalAxis, ...] = ("heads", "head_dim")
 _KV_HEADS: tuple[LogicalAxis, ...] = ("kv_heads", "head_dim")

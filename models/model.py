@@ -19,16 +19,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpar.batches import TOKENS, halves, in_natural_order, in_order, whole_batch
-from jaxpar.config import ModelConfig
-from jaxpar.errors import UserError, nearest
-from jaxpar.experts import RouterSums
-from jaxpar.loss import LIKELIHOOD, LossSums, LossWeights, linear_cross_entropy
+from jaxpar.base.config import ModelConfig
+from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.sharding import Plan
 from jaxpar.models import gpt2, llama
-from jaxpar.offload import on_device
-from jaxpar.parallel import STORED, logits
-from jaxpar.remat import remat
-from jaxpar.sharding import Plan
+from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, linear_cross_entropy
+from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.host_memory import on_device
+from jaxpar.parallel.linear import STORED, logits
+from jaxpar.parallel.remat import remat
+from jaxpar.parallel.token_order import TOKENS, halves, in_natural_order, in_order, whole_batch
 
 FAMILIES: dict[str, ModuleType] = {"gpt2": gpt2, "llama": llama}
 

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.kernels.call import BLIND, Call
-from jaxpar.masks import (
+from jaxpar.kernels.attention.call import BLIND, Call
+from jaxpar.kernels.masks import (
     BigBird,
     BlockSparse,
     Causal,
@@ -42,7 +42,7 @@ BLOCK = 32  # of the block masks here: kernels under test take tiles that divide
 
 
 class Case(NamedTuple):
-    """Sizes as in `jaxpar.kernels.call`; `mask` names one of MASKS."""
+    """Sizes as in `jaxpar.kernels.attention.call`; `mask` names one of MASKS."""
 
     mask: str
     B: int = 2

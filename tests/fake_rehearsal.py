@@ -7,19 +7,19 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.rehearsal.schema import SCHEMA, Rehearsal
+from jaxpar.rehearse.report.schema import SCHEMA, Rehearsal
 
 LANES = ["compute", "ici:x", "ici:y", "ici:z", "dma", "host"]
 SOURCES = {
     "block/attention/qkv": "models/llama.py:72",
-    "block/attention/kernel": "jaxpar/parallel.py:141",
+    "block/attention/kernel": "jaxpar/parallel/linear.py:141",
     "block/attention/out": "models/llama.py:84",
     "block/mlp/up": "models/llama.py:97",
     "block/mlp/down": "models/llama.py:101",
     "block/norm": "models/llama.py:66",
     "embed": "models/llama.py:120",
     "head/loss": "models/llama.py:133",
-    "optimizer": "jaxpar/optim.py:44",
+    "optimizer": "jaxpar/train/optimizer.py:44",
 }
 
 
@@ -249,7 +249,7 @@ def _findings() -> list[dict[str, Any]]:
          "source": "models/llama.py:133", "bytes": 131_072_000, "seconds": 3.1e-4,
          "message": "all-reduce over tensor of the logits (bf16[1,8192,32064]); the plan sums their maxima only"},
         {"rule": "large-copy", "severity": "warning", "axis": "heads", "scope": "block/attention/kernel",
-         "source": "jaxpar/parallel.py:141", "bytes": 33_000_000, "seconds": 2.9e-3,
+         "source": "jaxpar/parallel/linear.py:141", "bytes": 33_000_000, "seconds": 2.9e-3,
          "message": "copy of bf16[1,8192,8,128] from layout {3,2,1,0} to {3,1,2,0} in each of 64 trips"},
         {"rule": "replicated-activation", "severity": "note", "axis": "seq", "scope": "block/norm",
          "source": "models/llama.py:66", "bytes": 67_108_864, "seconds": 0.0,

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from jaxpar.rehearsal.lint import RULES
+from jaxpar.rehearse.report.lint import RULES
 
 AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
 PRESETS = ("gpt2_124m", "llama32_1b", "llama3_8b", "mixtral_8x7b")
@@ -90,8 +90,9 @@ def run(words: list[str], target: str, timeout: float) -> tuple[str, str, float]
         words = [*words, *small(words, target)]
     began = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxpar.cli", *command[:1], *words, *command[1:]], text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "400"},
+        [sys.executable, "-m", "jaxpar.cli.main", *command[:1], *words, *command[1:]],
+        text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "COLUMNS": "400"},
     )  # fmt: skip
     try:
         said, _ = process.communicate(timeout=timeout)

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.base.sharding import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
-from jaxpar.hlo.timeline import TaskTime
-from jaxpar.parallel import column_linear, row_linear
-from jaxpar.planned import Planned, planned
-from jaxpar.sharding import Plan
+from jaxpar.parallel.linear import column_linear, row_linear
+from jaxpar.rehearse.requested_collectives import Planned, planned
+from jaxpar.rehearse.timeline.timeline import TaskTime
 
 BATCH, SEQ, WIDTH, MLP = 16, 24, 512, 1024
 BYTES = 4 * WIDTH * MLP

@@ -19,12 +19,14 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from jaxpar import arguments, bench_commands, cli, commands
-from jaxpar.arguments import config_args
-from jaxpar.config import Config, ModelConfig, check, parse, presets
+from jaxpar.base.config import Config, ModelConfig, check, parse, presets
+from jaxpar.cli import arguments, commands
+from jaxpar.cli import bench as bench_commands
+from jaxpar.cli import main as cli
+from jaxpar.cli.arguments import config_args
 from jaxpar.models import Model
 from jaxpar.models.hf import export_hf
-from jaxpar.targets import compilers
+from jaxpar.rehearse.targets import compilers
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -53,7 +55,7 @@ DEAR = {"bench": "", "rehearse": "rehearse.md", "verify": "verify.md"}
 """What compiles for minutes, whatever is added: it runs on its own page, and elsewhere only parses."""
 PYTHON = {
     "attention.md": "import jax.numpy as jnp\nq = k = v = jnp.ones((1, 128, 2, 16))\n",
-    "rehearse.md": "import jaxpar.config as c\nreal = c.load_config\n"
+    "rehearse.md": "import jaxpar.base.config as c\nreal = c.load_config\n"
     "c.load_config = lambda name: c.override(real(name), {'model.layers': 2})\n",
 }
 """What stands before the Python of a page."""
@@ -159,7 +161,7 @@ def test_every_line_runs(page: Path, folder: Path) -> None:
             if words[:2] == ["train", "tiny"] and "--data.source" not in words:
                 added += ["--data.max-bytes", "200000"]
             place = 3 if words[0] == "convert" else 2
-            done = shell(["-m", "jaxpar.cli", *words[:place], *added, *words[place:]], folder)
+            done = shell(["-m", "jaxpar.cli.main", *words[:place], *added, *words[place:]], folder)
             where = f"{page.name}:{block.line} {' '.join(words)}\n{done.stdout}\n{done.stderr}"
             assert done.returncode == (2 if said.startswith("jaxpar: error: ") else 0), where
             if len(said.splitlines()) == 1:

@@ -4,8 +4,8 @@ import tomllib
 
 import pytest
 
-from jaxpar.config import Config, ModelConfig, check, load_config, parse, presets, to_toml
-from jaxpar.mesh import axis_sizes, devices_needed, resolve
+from jaxpar.base.config import Config, ModelConfig, check, load_config, parse, presets, to_toml
+from jaxpar.base.mesh import axis_sizes, devices_needed, resolve
 
 CONFIGS = presets("jaxpar.configs")
 

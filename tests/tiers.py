@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxpar.targets import compilers
+from jaxpar.rehearse.targets import compilers
 
 MARKS = {
     platform: (pytest.mark.slow, pytest.mark.skipif("pip" in found, reason=found))

@@ -11,15 +11,15 @@ from typing import Any
 
 import jax
 
-from jaxpar.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig, override
+from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig, override
+from jaxpar.base.mesh import MeshSpec, devices_needed
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
-from jaxpar.mesh import MeshSpec, devices_needed
 from jaxpar.models import Model
-from jaxpar.planned import Planned, planned
-from jaxpar.rehearsal.collectives import axes_of, in_float32, sent_bytes
-from jaxpar.step import make_plan, make_train_step, step_shapes
-from jaxpar.targets import load_target, target_devices
+from jaxpar.rehearse.report.collectives import axes_of, in_float32, sent_bytes
+from jaxpar.rehearse.requested_collectives import Planned, planned
+from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.train.step import make_plan, make_train_step, step_shapes
 
 Sent = dict[tuple[str, frozenset[str]], float]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from jaxpar.verdict import verdict
-from jaxpar.verify import Verification
+from jaxpar.verify.of_config import Verification
+from jaxpar.verify.report import verdict
 
 
 def print_table(

@@ -1,1 +1,4 @@
-"""Reading a compiled program: its task graph, what each task costs, and how the schedule plays out."""
+"""A compiled program, read from its text: instructions, trips of loops, collectives and their groups, FLOPs, bytes.
+
+It knows no config, no model and no mesh: a collective names its devices by their position in the program.
+"""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
 
-from jaxpar.errors import UserError
+from jaxpar.base.errors import UserError
 
 _MARK = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[{(\[\])},]')
 _OPEN, _CLOSE = "{([", "})]"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxpar.hlo import opcodes
 from jaxpar.hlo.classify import task_of
-from jaxpar.hlo.inherit import borrow_lines, inherit
+from jaxpar.hlo.line_of_origin import borrow_lines, inherit
 from jaxpar.hlo.origin import PackageDirs, default_dirs, place_of
 from jaxpar.hlo.parse import Computation, Instruction, Module, parse
 from jaxpar.hlo.slices import Devices, devices_of, paired_send

@@ -1,8 +1,8 @@
 """What a compiled step does, as data: tasks in schedule order, loops with their trip counts, and waits.
 
-A `Program` is read from scheduled HLO (`jaxpar.hlo.read`), priced (`jaxpar.hlo.cost`) and replayed
-(`jaxpar.hlo.timeline`). Nothing here knows a model or a mesh: a collective names its devices by their position in the
-program's device assignment, which is the mesh's devices in row-major order.
+A `Program` is read from scheduled HLO (`jaxpar.hlo.read`), priced (`jaxpar.rehearse.cost.cost`) and replayed
+(`jaxpar.rehearse.timeline.timeline`). Nothing here knows a model or a mesh: a collective names its devices by their
+position in the program's device assignment, which is the mesh's devices in row-major order.
 """
 
 from __future__ import annotations

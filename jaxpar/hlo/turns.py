@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from jaxpar.errors import UserError
+from jaxpar.base.errors import UserError
 from jaxpar.hlo.collectives import KINDS
 from jaxpar.hlo.parse import Computation, Instruction, Module, parse
 

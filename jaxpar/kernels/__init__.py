@@ -1,5 +1,5 @@
 """Attention kernels behind one function."""
 
-from jaxpar.kernels.dispatch import attention
+from jaxpar.kernels.attention.dispatch import attention
 
 __all__ = ["attention"]

@@ -1,0 +1,1 @@
+"""What everything stands on: errors, the console, configs, meshes, sharding rules, hardware, private JAX."""

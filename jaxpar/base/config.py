@@ -1,0 +1,467 @@
+"""The schema of an experiment as frozen dataclasses, and its value as TOML: load, check, save, compare."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxpar.base.activation_names import Keep, Policy
+from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.mesh import MeshAxis, MeshSpec
+from jaxpar.base.sharding import Context, Overlap, Pipeline, ShardingRules, fit_heads
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a model. What a family has no use for (RoPE in GPT-2) it refuses unless left at the default."""
+
+    family: str = "gpt2"
+    """Which model of `jaxpar.models`: gpt2 or llama."""
+    vocab_size: int = 256
+    vocab_multiple: int = 128
+    """The stored vocabulary is rounded up to a multiple of this, to divide over a mesh; the loss is the same."""
+    layers: int = 4
+    embed: int = 128
+    heads: int = 4
+    kv_heads: int = 0
+    """Key/value heads (grouped-query attention); 0 = as many as `heads`."""
+    head_dim: int = 0
+    """Size of a head; 0 = embed / heads."""
+    mlp: int = 512
+    """Hidden size of the MLP, or of one expert."""
+    experts: int = 0
+    """Experts of a block, each an MLP (LLaMA: Mixtral, arXiv:2401.04088); 0 = one MLP for every token."""
+    experts_per_token: int = 2
+    """How many experts a token is sent to."""
+    capacity_factor: float = 0.0
+    """Room of an expert, as a multiple of its even share of a device's tokens; 0 = no token is dropped."""
+    max_seq_len: int = 1024
+    """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
+    window: int = 0
+    """A token sees so many tokens up to itself (Mistral's sliding window, arXiv:2310.06825); 0 = all before it."""
+    logit_softcap: float = 0.0
+    """Scores of the vocabulary become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2); 0 = no cap."""
+    dropout: float = 0.0
+    tied_head: bool = True
+    """Use the embedding table as the output head."""
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    rope_theta: float = 10000.0
+    rope_factor: float = 1.0
+    """Context extension of the llama3 RoPE scaling; 1 = no scaling."""
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_seq_len: int = 8192
+    scan_layers: bool = True
+    """Run the blocks by `lax.scan` (one block is compiled) or unrolled (longer compile, faster on CPU)."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from, and how they become sequences."""
+
+    source: Literal["stdlib", "text", "tokens"] = "stdlib"
+    """stdlib = the text of this Python's own standard library; text = a file or folder; tokens = a .bin file."""
+    path: str = ""
+    """Text file, folder of text files, or training tokens (.bin)."""
+    val_path: str = ""
+    """Validation text or tokens; empty = the last `val_fraction` of `path`."""
+    val_fraction: float = 0.1
+    tokenizer: str = "bytes"
+    """bytes, chars, or the path of a tokenizer.json (needs the hf extra)."""
+    seq_len: int = 256
+    pack: bool = False
+    """Keep documents apart with segment ids and positions that restart, instead of plain windows."""
+    stride: int = 0
+    """Distance between the starts of training windows; 0 = seq_len (no overlap), 1 = every position, as nanoGPT."""
+    max_bytes: int = 8_000_000
+    """Size cap of the stdlib corpus."""
+    seed: int = 0
+    prefetch: int = 2
+    """Batches read ahead of the step."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation: global batch, AdamW, schedule, evaluation."""
+
+    steps: int = 1000
+    stop_at: int = 0
+    """Stop (and save) after this step without changing the schedule; 0 = run to `steps`."""
+    batch: int = 32
+    """Global batch in sequences = microbatch x accumulation x data-parallel degree (data x fsdp x expert)."""
+    accumulation: int = 1
+    init: str = ""
+    """Start from the weights of this run folder or Hugging Face folder, with a fresh optimizer; empty = from `seed`."""
+    seed: int = 0
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 1e-4
+    warmup_steps: int = 100
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    decay_steps: int = 0
+    """Steps of the final decay: wsd decays over the last of them (0 = a fifth of `steps`); cosine takes all."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices only: norms, biases and other per-feature vectors are left out."""
+    clip_norm: float = 1.0
+    """Largest global norm of the gradient; 0 = no clipping."""
+    z_loss: float = 0.0
+    """Weight of the squared log-normaliser (PaLM, arXiv:2204.02311, section 5)."""
+    balance_loss: float = 0.0
+    """Weight of the experts' load balance, sequence by sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+    router_z_loss: float = 0.0
+    """Weight of the router's squared log-normaliser (ST-MoE, arXiv:2202.08906, section 3.3)."""
+    eval_every: int = 250
+    eval_batches: int = 20
+    """Validation batches of an evaluation while training, spread evenly over the validation set, the same each time;
+    0 = all of it."""
+    final_eval_batches: int = 0
+    """As `eval_batches`, of the evaluation after the last step, and of `jaxpar eval`."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What the backward pass keeps, where, and what it computes again: see docs/memory.md."""
+
+    policy: Policy = "none"
+    """What each block keeps: none (everything, nothing is computed again), full (its input), block_inputs,
+    attention_out, selective, dots."""
+    keep: Keep = field(default_factory=Keep)
+    """Of single activations: save, offload (to host memory) or recompute, whatever the policy says."""
+    optimizer: Literal["device", "offload"] = "device"
+    """offload: the optimizer's state lies in host memory, and passes the device layer by layer in the update."""
+    parameters: Literal["device", "offload"] = "device"
+    """offload: the layers' parameters lie in host memory, and pass the device layer by layer, forward and backward."""
+    budget: str = ""
+    """Of a device, as in 14GiB, or auto (what it has, less 5 %): finds what to keep, offload and recompute for the
+    fastest step that fits, in place of `policy` and `keep`. Empty = as these say."""
+    may: tuple[Literal["optimizer", "parameters", "accumulation"], ...] = ("optimizer", "parameters")
+    """What a budget may decide besides: to offload the optimizer or the parameters, to accumulate."""
+    offload_anyway: bool = False
+    """Offload on versions and devices that are known to give wrong gradients."""
+    loss_mib: int = 4096
+    """MiB of a device that the loss may hold: scores of some tokens, and the gathered vocabulary matrix with its
+    gradient. Where these are more, or would cost more time, it goes by slices of the vocabulary, scores made twice."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Dtypes. Norms, softmax, the loss, sums of gradients over devices and the optimizer's arithmetic are float32."""
+
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """Of matmuls and activations."""
+    params: Literal["float32", "bfloat16"] = "float32"
+    """Of matrices as they are stored. In bfloat16 an update below a 256th of a parameter is rounded away, and a
+    microbatch's gradients are bfloat16 too."""
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    """Of what is added up over microbatches."""
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Of the optimizer's state; int8: codes in blocks with a scale, see `jaxpar.train.moments`."""
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """What computes, where there is a choice; `auto` takes the first that serves on the devices."""
+
+    attention: Literal[
+        "auto", "pallas_hopper", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
+    ] = "auto"  # fmt: skip
+    """See docs/attention.md."""
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """How programs are compiled."""
+
+    cache: str = "auto"
+    """Folder that keeps compiled programs for the next start; auto = `jaxpar/programs` in the user's cache folder,
+    off = none. JAX's own setting (JAX_COMPILATION_CACHE_DIR) comes before it. `rehearse` always compiles."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and what to keep."""
+
+    every: int = 500
+    """Steps between checkpoints; 0 = only at the end."""
+    keep: int = 2
+    """The newest this many are kept, besides the best."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the lowest validation loss."""
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """What is logged, and how often."""
+
+    log_every: int = 10
+    tensorboard: bool = False
+    """Also write TensorBoard event files into the run folder (needs the tensorboard extra)."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A complete experiment. A TOML file has one table per field."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    mesh: MeshSpec = field(default_factory=MeshSpec)
+    rules: ShardingRules = field(default_factory=ShardingRules)
+    overlap: Overlap = field(default_factory=Overlap)
+    context: Context = field(default_factory=Context)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+
+RESOLVED = "The resolved config of this run."
+"""The first line of a run folder's config.toml."""
+
+# A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
+# reported and kept. Any other difference is another experiment.
+RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compile", "checkpoint",
+             "metrics", "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches",
+             "train.final_eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
+
+
+def load_config(name: str) -> Config:
+    """A preset of `jaxpar.configs` by name, a TOML file by path, or the config of a run folder.
+
+    Raises:
+      UserError: no such preset, file or run folder, malformed TOML, an unknown key, or a value of the wrong type.
+    """
+    text, origin = find_toml(name, "jaxpar.configs")
+    return parse(text, origin)
+
+
+def presets(package: str) -> dict[str, Traversable]:
+    """The TOML files of a data package (`jaxpar.configs`, `jaxpar.meshes`) by name, sorted."""
+    files = [file for file in resources.files(package).iterdir() if file.name.endswith(".toml")]
+    return {file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)}
+
+
+def find_toml(name: str, package: str) -> tuple[str, str]:
+    """The text of a preset of a data package, or of a file, and what to call it in messages."""
+    known, listing = presets(package), package.removeprefix("jaxpar.")
+    if name in known:
+        return known[name].read_text(encoding="utf-8"), name
+    path = Path(name)
+    if path.is_dir() and (path / "config.toml").exists():
+        path = path / "config.toml"
+    if path.suffix != ".toml":
+        raise UserError(
+            f"no preset {name!r}{nearest(name, known)}: `jaxpar {listing}` lists them; a path ends in "
+            ".toml, or is that of a run folder"
+        )
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def parse(text: str, origin: str = "config") -> Config:
+    """A config from TOML text; `origin` names it in messages."""
+    try:
+        value = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{origin} is not valid TOML: {error}") from error
+    return from_dict(Config, value, origin)
+
+
+def from_dict(schema: type, value: dict[str, Any], origin: str, prefix: str = "") -> Any:
+    """An instance of dataclass `schema` from nested dicts, every key and type checked.
+
+    Raises:
+      UserError: an unknown key (with the nearest valid one), or a value of the wrong type.
+    """
+    hints = typing.get_type_hints(schema)
+    for key in value:
+        if key not in hints:
+            raise UserError(f"{origin}: unknown key {prefix}{key}{nearest(key, hints)}")
+    return schema(**{key: _coerce(hints[key], item, origin, prefix + key) for key, item in value.items()})
+
+
+def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
+    """`value` as the annotated type, or a UserError that names the key."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, dict):
+            return from_dict(hint, value, origin, key + ".")
+        raise UserError(f"{origin}: {key} is a table of settings, found {value!r}: write [{key}] or {key}.name = value")
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value in choices:
+            return value
+        raise UserError(
+            f"{origin}: {key} is one of {', '.join(map(str, choices))}, found {value!r}{nearest(str(value), choices)}"
+        )
+    if typing.get_origin(hint) is tuple:
+        (item_hint, *_), items = typing.get_args(hint), [value] if isinstance(value, str) else value
+        if isinstance(items, list):
+            return tuple(_coerce(item_hint, item, origin, key) for item in items)
+        raise UserError(
+            f"{origin}: {key} is a list of {'whole numbers' if item_hint is int else 'names'}, found {value!r}"
+        )
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is hint:
+        return value
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string in quotes"}[hint]
+    raise UserError(f"{origin}: {key} is {wanted}, found {value!r}")
+
+
+def to_toml(config: Any, header: str = "") -> str:
+    """A config (or any section of one) as TOML, every key written out; `parse` reads it back equal."""
+    lines = [f"# {line}" for line in header.splitlines()]
+
+    def table(value: Any, name: str) -> None:
+        nested = []
+        if name:
+            lines.extend(["", f"[{name}]"])
+        for item in dataclasses.fields(value):
+            entry = getattr(value, item.name)
+            if dataclasses.is_dataclass(entry):
+                nested.append((entry, f"{name}.{item.name}" if name else item.name))
+            else:
+                lines.append(f"{item.name} = {_toml_value(entry)}")
+        for entry, full_name in nested:
+            table(entry, full_name)
+
+    table(config, "")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    # JSON's strings, numbers and booleans are TOML's too, but for the control character DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"mesh.dcn.data": 1, ...}`: every leaf of a config by its dotted key."""
+    leaves: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | types.GenericAlias):
+            leaves |= flatten(value, f"{prefix}{item.name}.")
+        else:
+            leaves[prefix + item.name] = value
+    return leaves
+
+
+def override(config: Config, changes: dict[str, Any]) -> Config:
+    """A config with dotted keys changed: `override(config, {"train.steps": 20, "mesh.tensor": 4})`.
+
+    Raises:
+      UserError: an unknown key or a value of the wrong type.
+    """
+    tree: dict[str, Any] = {}
+    known = flatten(config)
+    for key in changes:
+        if key not in known:
+            raise UserError(f"override: unknown key {key}{nearest(key, known)}")
+    for key, value in (known | changes).items():
+        _put(tree, key, list(value) if isinstance(value, tuple) else value)
+    return from_dict(Config, tree, "override")
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = value
+
+
+def incompatible(old: Config, new: Config) -> list[str]:
+    """`["train.batch: 32 -> 64", ...]`: the differences that make `new` another experiment than `old`."""
+    before, after = flatten(old), flatten(new)
+    return [
+        f"{key}: {before[key]!r} -> {after[key]!r}"
+        for key in after
+        if before[key] != after[key] and not any(key == k or key.startswith(k + ".") for k in RESUMABLE)
+    ]
+
+
+def check(config: Config) -> Config:
+    """The config itself, after the checks that need no devices and no files.
+
+    Raises:
+      UserError: sizes that contradict each other, each with the key to change.
+    """
+    model, train, data = config.model, config.train, config.data
+    rules: list[tuple[bool, str]] = [
+        (min(model.vocab_size, model.vocab_multiple, model.layers, model.embed, model.heads, model.mlp) < 1,
+         "model sizes must be at least 1: look at vocab_size, vocab_multiple, layers, embed, heads, mlp"),
+        (model.head_dim == 0 and model.embed % max(model.heads, 1) != 0,
+         f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: set model.head_dim"),
+        (model.kv_heads > 0 and model.heads % model.kv_heads != 0,
+         f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
+        (model.window < 0, f"model.window={model.window} is below 0: 0 is no window"),
+        (model.logit_softcap < 0, f"model.logit_softcap={model.logit_softcap} is below 0: 0 is no cap"),
+        (config.memory.loss_mib < 1, f"memory.loss_mib={config.memory.loss_mib} is below 1: 4096 is the default"),
+        (model.experts != 0 and not 1 <= model.experts_per_token <= model.experts,
+         f"model.experts_per_token={model.experts_per_token} is not in 1..model.experts={model.experts}"),
+        (model.capacity_factor < 0, f"model.capacity_factor={model.capacity_factor} is below 0 (0 = drop no token)"),
+        (not 0 <= model.dropout < 1, f"model.dropout={model.dropout} is not in [0, 1)"),
+        (config.overlap.domino == "on" and model.dropout > 0,
+         f"overlap.domino with model.dropout={model.dropout}: halves of a batch would drop other entries than the "
+         "whole, leave one of them out"),
+        (data.seq_len < 1 or data.seq_len > model.max_seq_len,
+         f"data.seq_len={data.seq_len} is not in 1..model.max_seq_len={model.max_seq_len}"),
+        (min(data.seed, data.prefetch, data.stride) < 0, "data.seed, data.prefetch and data.stride are at least 0"),
+        (not 0 <= data.val_fraction < 1, f"data.val_fraction={data.val_fraction} is not in [0, 1)"),
+        (train.steps < 1 or train.batch < 1 or train.accumulation < 1,
+         "train.steps, train.batch and train.accumulation must be at least 1"),
+        (train.batch % max(train.accumulation, 1) != 0,
+         f"train.batch={train.batch} does not split into train.accumulation={train.accumulation} microbatches: "
+         f"try --train.batch {-(-train.batch // max(train.accumulation, 1)) * train.accumulation}"),
+        (train.warmup_steps >= train.steps and train.warmup_steps > 0,
+         f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
+         f"try --train.warmup-steps {train.steps // 10}"),
+        (not 0 <= train.stop_at <= train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
+        (min(train.eval_every, train.eval_batches, train.final_eval_batches) < 0,
+         "train.eval_every, eval_batches and final_eval_batches are at least 0"),
+        (config.metrics.log_every < 1, "metrics.log_every must be at least 1"),
+        (config.checkpoint.keep < 1, "checkpoint.keep must be at least 1"),
+    ]  # fmt: skip
+    for broken, message in rules:
+        if broken:
+            raise UserError(message)
+    return config
+
+
+def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
+    """The rules of a config's plan on a mesh of these sizes, more devices than heads made to do."""
+    model = config.model
+    return fit_heads(config.rules, model.heads, model.kv_heads or model.heads, sizes)[0]
+
+
+def require_settled(config: Config) -> None:
+    """Refuse a config that leaves something to be found.
+
+    Raises:
+      UserError: `overlap` is `auto` somewhere, or `memory.budget` is set; `jaxpar.plan.resolve` settles both.
+    """
+    overlap = [f"overlap.{key} = auto" for key, value in vars(config.overlap).items() if value == "auto"]
+    budget = [f"memory.budget = {config.memory.budget}"] if config.memory.budget else []
+    if still := [*overlap, *budget]:
+        raise UserError(f"{', '.join(still)}: still to be settled, by jaxpar.plan.resolve(config)")

@@ -1,0 +1,131 @@
+"""What a person sees of a run: start-up lines, progress, numbers. Tables and pictures are in `jaxpar.show`."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import describe
+from jaxpar.base.sharding import Plan
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def console() -> Console:
+    """Standard output: rich on a terminal, plain lines otherwise; nothing is wrapped or coloured in a pipe."""
+    out = Console(soft_wrap=True, highlight=False, markup=False)
+    if not out.is_terminal:
+        out.width = 1000  # rich takes 80 where it cannot ask, and would cut the columns of a table
+    return out
+
+
+def check_folders(*files: str | Path) -> None:
+    """Before minutes of work: the folders of the files that it is to write are there; an empty name is no file.
+
+    Raises:
+      UserError: one is not.
+    """
+    for file in files:
+        if file and not Path(file).parent.is_dir():
+            raise UserError(f"cannot write {file}: there is no folder {Path(file).parent}")
+
+
+def banner(plan: Plan, facts: dict[str, str]) -> list[str]:
+    """The start-up lines: versions, devices, mesh, and the facts given."""
+    devices = list(plan.mesh.devices.ravel())
+    platform, name = devices[0].platform, devices[0].device_kind
+    kind = platform if name == platform else f"{platform} ({name})"
+    processes = f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
+    simulated = ", simulated" if devices[0].platform == "cpu" and len(devices) > 1 else ""
+    lines = {
+        "versions": "jaxpar " + version("jaxpar") + ", " + ", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        "devices": f"{len(devices)} x {kind}{simulated}, {processes}",
+        "mesh": describe(dict(plan.mesh.shape)),
+        "precision": f"{plan.compute} compute, {plan.params} parameters, {plan.moments} moments, float32 reductions",
+        **facts,
+    }
+    return [f"{name:<12} {text}" for name, text in lines.items()]
+
+
+class ProgressLine:
+    """A bar with the latest numbers on a terminal, a line every so often elsewhere. Use as a context manager."""
+
+    def __init__(self, total: int, done: int, active: bool = True):
+        self._console = console() if active else Console(quiet=True)
+        # On a narrow terminal the bar is left out, and the numbers go on in more lines.
+        numbers = TextColumn("{task.fields[numbers]}", table_column=Column(overflow="fold"))
+        bar = [BarColumn(bar_width=24)] if self._console.width >= 110 else []
+        self._bar = Progress(
+            TextColumn("step"), MofNCompleteColumn(), *bar, TextColumn("ETA {task.fields[eta]} "), numbers,
+            console=self._console, transient=True, disable=not (active and self._console.is_terminal),
+        )  # fmt: skip
+        self._task = self._bar.add_task("step", total=total, completed=done, numbers="", eta="-")
+        self._total = total
+
+    def __enter__(self) -> ProgressLine:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, step: int, numbers: dict[str, Any], eta_seconds: float) -> None:
+        """Show the numbers of a step."""
+        text = numbers_text(numbers)
+        if self._bar.disable:
+            self._console.print(f"step {step}/{self._total}  {text}  ETA {duration_text(eta_seconds)}")
+        else:
+            self._bar.update(self._task, completed=step, numbers=text, eta=duration_text(eta_seconds))
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self._console.print(line)
+
+
+def numbers_text(numbers: dict[str, Any]) -> str:
+    """`loss 2.345  grad 0.81  lr 1.0e-03  12.3K tok/s  wait 1 %`, in this order, whatever is known."""
+    forms = {
+        "loss": lambda x: f"loss {x:.4f}",
+        "grad_norm": lambda x: f"grad {x:.3g}",
+        "learning_rate": lambda x: f"lr {x:.2e}",
+        "router_balance": lambda x: f"balance {x:.3f}",
+        "dropped": lambda x: f"dropped {100 * x:.1f} %",
+        "tokens_per_second": lambda x: f"{count_text(x)} tok/s",
+        "tflops_per_device": lambda x: f"{x:.1f} TFLOP/s/device",
+        "mfu": lambda x: f"MFU {100 * x:.1f} %",
+        "device_memory": lambda x: f"mem {bytes_text(x)}",
+        "data_wait": lambda x: f"data wait {100 * x:.0f} %",
+    }
+    return "  ".join(form(numbers[key]) for key, form in forms.items() if numbers.get(key) is not None)
+
+
+def duration_text(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, seconds = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def bytes_text(count: float) -> str:
+    """`1.41 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def count_text(count: float) -> str:
+    """`124.4M`."""
+    for unit in ("", "K", "M", "B"):
+        if abs(count) < 1000:
+            return f"{count:.4g}{unit}"
+        count /= 1000
+    return f"{count:.4g}T"

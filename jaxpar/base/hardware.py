@@ -1,0 +1,220 @@
+"""What a chip, its links and its network can do: the figures behind MFU and the cost model, from `jaxpar.meshes`."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxpar.base.config import find_toml, from_dict, presets
+from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.mesh import MeshSpec
+
+LANES = 128
+"""Entries of the last dim that a TPU's registers and tiles take at once."""
+
+CHIPS = "jaxpar.meshes.chips"
+
+
+@dataclass(frozen=True)
+class PeakFlops:
+    """Dense matmul FLOP/s of one device by dtype, structured sparsity left out; 0 = not in hardware, or no figure."""
+
+    float32: float = 0.0
+    """On GPUs the figure of TF32, which XLA uses for float32 matmuls unless told otherwise."""
+    bfloat16: float = 0.0
+    float8: float = 0.0
+    int8: float = 0.0
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """The fast network between chips: ICI inside a TPU slice, NVLink inside a GPU node."""
+
+    kind: Literal["none", "torus", "switch"] = "none"
+    """torus = links to neighbours only; switch = every chip reaches every other at full rate."""
+    shape: tuple[int, ...] = ()
+    """Chips along each physical axis: (4, 4, 4) for a v5p cube, (8,) for a GPU node."""
+    wraps: tuple[bool, ...] = ()
+    """Whether each axis closes into a ring. One that does not has half the bandwidth for an all-gather."""
+    links: int = 0
+    """Links of one chip: two an axis in a torus."""
+    link_bandwidth: float = 0.0
+    """Bytes/s of one link in one direction, as much of it as a program gets."""
+    chip_bandwidth: float = 0.0
+    """Bytes/s in one direction between the devices of one chip; 0 where a chip is one device."""
+
+    @property
+    def axis_bandwidth(self) -> float:
+        """Bytes/s one chip sends along one physical axis, all of that axis's links busy, if the axis wraps."""
+        return self.link_bandwidth * (2 if self.kind == "torus" else self.links)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One way to run a collective; of several the fastest for its size is taken."""
+
+    name: str = ""
+    start: float = 0.0
+    """Seconds before the first byte moves."""
+    hop: float = 0.0
+    """Seconds a step over one link takes however little it carries: a hop in a torus, a step through a switch."""
+    dcn_hop: float = 0.0
+    """The same over the data-centre network."""
+    share: float = 1.0
+    """Of the bandwidth that is left."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A system of equal chips. Figures are for one JAX device: a chip, or a half of a chip that JAX sees as two.
+
+    Bandwidths are for one direction; 0 = no figure.
+    """
+
+    chip: str = ""
+    device_kinds: tuple[str, ...] = ()
+    """What `jax.Device.device_kind` says on it."""
+    chips: int = 0
+    chips_per_host: int = 0
+    """Chips that share one machine's NICs and memory; a virtual machine, and so a JAX process, may have fewer."""
+    devices_per_chip: int = 1
+    """JAX devices of one chip."""
+    clock_hz: float = 0.0
+    """Clock of the matmul units: turns a compiler's cycles into seconds."""
+    hbm_bytes: int = 0
+    """Size of the device memory. A program gets a little less: the runtime keeps some."""
+    hbm_bandwidth: float = 0.0
+    """Bytes/s between the device and its memory."""
+    dcn_bandwidth: float = 0.0
+    """Bytes/s to other slices or nodes over the data-centre network."""
+    host_link_bandwidth: float = 0.0
+    """Bytes/s to the host's memory (PCIe): what offloading has."""
+    host_link_latency: float = 0.0
+    """Seconds before a copy to or from the host moves its first byte."""
+    launch_overhead: float = 0.0
+    """Seconds between the kernels of one stream; 0 where a program runs without launches, as on TPUs."""
+    peak_flops: PeakFlops = field(default_factory=PeakFlops)
+    ici: Interconnect = field(default_factory=Interconnect)
+    protocols: tuple[Protocol, ...] = ()
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Which TPU slices exist, and what their compiler calls them."""
+
+    name: str = ""
+    """As in `get_topology_desc(topology_name="v5p:4x4x4")`."""
+    shapes: tuple[str, ...] = ()
+    """Every slice (`2x2x1`), or where `cube` says more, those smaller than a cube."""
+    cube: int = 0
+    """Larger slices have sides that are multiples of this; 0 = there are none."""
+    most_chips: int = 0
+    ring: int = 0
+    """An axis is a ring where its length is this; 0 = where the slice is made of whole cubes."""
+    config: str = ""
+    """The compiler's `chip_config_name`; empty = its default."""
+    vendor: str = ""
+    """Google Cloud's name of a slice, `{cores}` or `{chips}` filled in."""
+
+
+@dataclass(frozen=True)
+class GpuCompiler:
+    """What XLA's GPU compiler must know of a chip that is not here (`GpuTargetConfigProto`)."""
+
+    core_count: int = 0
+    """Streaming multiprocessors."""
+    fpus_per_core: int = 0
+    shared_memory_per_core: int = 0
+    """Bytes."""
+    shared_memory_per_block_optin: int = 0
+    """Bytes a kernel may ask for."""
+    l2_cache_size: int = 0
+    """Bytes."""
+    clock_rate_ghz: float = 0.0
+    """Highest clock of a core."""
+    compute_capability: str = ""
+    """`9.0`, or `9.0a` for one with instructions of its own."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A file of `jaxpar.meshes.chips`; `hardware` says nothing of how many there are."""
+
+    hardware: Hardware = field(default_factory=Hardware)
+    slices: Slices = field(default_factory=Slices)
+    compiler: GpuCompiler = field(default_factory=GpuCompiler)
+
+
+@dataclass(frozen=True)
+class _MeshPreset:
+    chip: str = ""
+    mesh: MeshSpec = field(default_factory=MeshSpec)
+    hardware: Hardware = field(default_factory=Hardware)
+
+
+def load_chip(name: str) -> Chip:
+    """The chip of this name: a file of `jaxpar.meshes.chips`.
+
+    Raises:
+      UserError: no such chip.
+    """
+    return from_dict(Chip, _chip_tables(name), name)
+
+
+def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
+    """A mesh and the hardware it was made for: a preset of `jaxpar.meshes` by name, or a TOML file by path.
+
+    `chip = "v5p"` takes the figures of that chip; what the `[hardware]` table says comes on top. A file with neither
+    gives a `Hardware` that has no figures.
+
+    Raises:
+      UserError: no such preset, chip or file, malformed TOML, an unknown key, or a value of the wrong type.
+    """
+    text, origin = find_toml(name_or_path, "jaxpar.meshes")
+    try:
+        value = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{origin} is not valid TOML: {error}") from error
+    chip = value.get("chip")
+    if isinstance(chip, str) and chip:
+        value = value | {"hardware": _merged(_chip_tables(chip)["hardware"], value.get("hardware", {}))}
+    preset = from_dict(_MeshPreset, value, origin)
+    return preset.mesh, preset.hardware
+
+
+def _chip_tables(name: str) -> dict[str, Any]:
+    known = presets(CHIPS)
+    if name not in known:
+        raise UserError(f"no chip {name!r}{nearest(name, known)}: there are {', '.join(known)}")
+    return tomllib.loads(known[name].read_text(encoding="utf-8"))
+
+
+def _merged(base: dict[str, Any], changes: Any) -> Any:
+    """`base` with `changes` on top, table by table; a value that is no table replaces whatever stood there."""
+    if not isinstance(changes, dict):
+        return changes
+    return base | {
+        key: _merged(base[key], value) if isinstance(base.get(key), dict) else value for key, value in changes.items()
+    }
+
+
+def hardware_of(device_kind: str) -> Hardware | None:
+    """The figures of this chip, or None for an unknown one; `chips`, `ici.shape` and `ici.wraps` are empty.
+
+    Args:
+      device_kind: `jax.devices()[0].device_kind`, as it stands.
+    """
+    known = (load_chip(name).hardware for name in presets(CHIPS))
+    return next((hardware for hardware in known if device_kind in hardware.device_kinds), None)
+
+
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """Dense matmul FLOP/s of one device, or None when there is no figure: an unknown chip, a CPU, another dtype.
+
+    Args:
+      device_kind: `jax.devices()[0].device_kind`, as it stands.
+      dtype: a field of `PeakFlops`: float32, bfloat16, float8 or int8.
+    """
+    hardware = hardware_of(device_kind)
+    return getattr(hardware.peak_flops, dtype, None) or None if hardware else None

@@ -1,0 +1,144 @@
+"""What the library takes of JAX and XLA that no public name stands for, and that a new version may move or rename.
+
+Private imports, names of primitives, flags and messages of the compilers, all seen on jax 0.10.2. On another jax, run
+`tests/base/test_jax_compat.py` first: it has a test of each.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from jax.sharding import Mesh
+
+# Private modules. Each import stands in a function: what is gone breaks what needs it, and says so there.
+
+
+def cuda_version() -> int:
+    """The CUDA runtime's, 12080 for 12.8; 0 = not known."""
+    found = _cuda_versions()
+    return found.cuda_runtime_get_version() if found is not None else 0
+
+
+def cudnn_version() -> int:
+    """What jax finds of cuDNN; 0 = none. It needs it to compile for absent GPUs too."""
+    found = _cuda_versions()
+    try:
+        return found.cudnn_get_version() if found is not None else 0
+    except RuntimeError:
+        return 0
+
+
+def _cuda_versions() -> Any:
+    """The CUDA plugin's own module; None where it is not installed, or no longer where it was.
+
+    A GPU run then goes on, with kernels that ask for no version.
+    """
+    try:
+        from jax._src.lib import cuda_versions
+    except ImportError:
+        return None
+    return cuda_versions
+
+
+def gpu_interpreter() -> Any:
+    """What has Pallas interpret a Mosaic GPU kernel, and look for races in it."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams(detect_races=True)
+
+
+# Names of primitives, in traced functions.
+
+COLLECTIVES: dict[str, Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ppermute"]] = {
+    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_gather_reduced": "all-gather",
+    "reduce_scatter": "reduce-scatter", "unreduced_reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce", "psum_invariant": "all-reduce", "unreduced_psum": "all-reduce",
+    "pmax": "all-reduce", "pmin": "all-reduce", "all_to_all": "all-to-all", "ppermute": "ppermute",
+}  # fmt: skip
+STILL = ("axis_index", "pvary", "pcast", "preduced", "vary_unreduced_cast")
+"""How those begin that name mesh axes and send nothing."""
+SCAN, WHILE, COND, SHARD_MAP = "scan", "while", "cond", "shard_map"
+CHECKPOINT = ("checkpoint", "remat", "remat2")
+"""`jax.checkpoint`'s, by version."""
+NAME = "name"
+"""`checkpoint_name`'s."""
+CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
+
+# Compiler options by platform, each with its measured effect. They are options of one compilation, not environment
+# variables: nothing depends on what was imported first, and `rehearse` compiles with those that `train` uses.
+# `docs/benchmarks.md` has the commands and the figures.
+
+NO_CUDA_GRAPHS = "xla_gpu_enable_command_buffer"
+"""Empty = none: the kernels of a CUDA graph bear no instruction's name."""
+
+# Values that are only ever read as bfloat16 are rewritten to be bfloat16, and this reaches back through the loop over
+# layers to the float32 parameters: a bfloat16 copy of them all for the whole step. Without it LLaMA-3 8B below takes
+# 0.16 GiB less, and its step 0.1 % less time.
+_TPU = {"xla_jf_bf16_propagation": "false"}
+
+# LLaMA-3 8B, fsdp=16 x tensor=4, 64 v5p, 8k tokens (rehearsed, not run): all-gathers run beside matmuls, synchronous
+# communication 140 -> 99 ms a step, compute 351 -> 355 ms, temporaries 3.35 -> 3.63 GiB.
+_TPU_OVERLAP = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+}
+
+
+def compiler_options(mesh: Mesh) -> dict[str, str]:
+    """Options for `jax.jit(..., compiler_options=...)` of a step on this mesh.
+
+    Args:
+      mesh: its devices' platform decides, and whether there is something to overlap.
+    """
+    if mesh.devices.flat[0].platform != "tpu":
+        return {}
+    return _TPU | _TPU_OVERLAP if mesh.size > 1 else dict(_TPU)
+
+
+def once_options(mesh: Mesh) -> dict[str, str]:
+    """Options of a program that runs once, such as the initializers': on CPU less of LLVM's optimisation.
+
+    The initializers of the Shakespeare recipe then compile in 1.7 s of processor time for 5.6, to the same bits.
+    """
+    return {"xla_backend_optimization_level": "1"} if mesh.devices.flat[0].platform == "cpu" else {}
+
+
+# What compilers say.
+
+# XLA:TPU where a kernel's own memory is too small, on v5e and on v4. It says "RESOURCE_EXHAUSTED" of both, as of a
+# device that is full.
+_KERNELS_MEMORY = (
+    r"memory space (?P<space>[vs]mem) while allocating on stack for %(?P<kernel>[\w.-]+)"
+    r".*?Scoped allocation with size (?P<needs>[\d.]+\w?) and limit (?P<has>[\d.]+\w?)",
+    r"Used (?P<needs>[\d.]+\w?) of (?P<has>[\d.]+\w?) (?P<space>[vs]mem)"
+    r".*?XLA label: (?:[^\n]*HLO :: )?(?P<kernel>[\w.-]+)",
+)
+
+
+def kernel_too_large(message: str) -> str:
+    """Of a compiler's message that a kernel's memory is too small: which kernel, what it asks for, what it may have,
+    and what to try; of any other, nothing."""
+    for pattern in _KERNELS_MEMORY:
+        if found := re.search(pattern, message, re.DOTALL):
+            return (
+                f"the kernel {found['kernel']} asks for {found['needs']} of {found['space']} and may have "
+                f"{found['has']}; of attention, --kernels.attention chunked needs none"
+            )
+    return ""
+
+
+def compiler_said(message: str) -> str:
+    """A compiler's or a runtime's message in a line of at most 300 characters: `kernel_too_large`, or its first line
+    and those that a heading (`E1001: CompileTimeScopedVmemOom:`) announces."""
+    if found := kernel_too_large(message):
+        return found[:300]
+    words = []
+    for line in filter(None, map(str.strip, message.splitlines())):
+        words.append(line)
+        if not line.endswith(":"):
+            break
+    return " ".join(words)[:300]

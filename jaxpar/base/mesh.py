@@ -1,0 +1,166 @@
+"""Mesh axes, and a `jax.sharding.Mesh` from their sizes, in an order that follows the hardware's topology."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from jaxpar.base.errors import UserError
+
+MeshAxis = Literal["stage", "data", "fsdp", "context", "expert", "tensor"]
+
+# Outermost first. The last axes land on neighbouring devices, so those that talk most often (tensor: twice a layer)
+# come last and those that talk least (stage: one activation a tick) come first, as in Megatron-LM.
+MESH_AXES: tuple[MeshAxis, ...] = ("stage", "data", "fsdp", "context", "expert", "tensor")
+
+
+@dataclass(frozen=True)
+class DcnSpec:
+    """How many slices (or GPU nodes) each mesh axis spans over the data-centre network; 1 = stays inside a slice."""
+
+    stage: int = 1
+    data: int = 1
+    fsdp: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """Devices along each mesh axis inside a slice; one may be -1 = what is left. Sizes of `dcn` multiply these."""
+
+    stage: int = 1
+    data: int = 1
+    fsdp: int = 1
+    context: int = 1
+    expert: int = 1
+    tensor: int = 1
+    dcn: DcnSpec = field(default_factory=DcnSpec)
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    """`cpu` simulates as many CPU devices as the mesh needs; `tpu` and `gpu` refuse to run on anything else."""
+    distributed: bool = False
+    """Join a multi-process run with `jax.distributed.initialize()` before the first device is touched."""
+
+
+def axis_sizes(spec: MeshSpec) -> dict[MeshAxis, int]:
+    """The ICI sizes of a spec by axis, in mesh order (-1 left as it is)."""
+    sizes: dict[MeshAxis, int] = {axis: getattr(spec, axis) for axis in MESH_AXES}
+    return sizes
+
+
+def describe(sizes: Mapping[Any, int]) -> str:
+    """`data=2 x tensor=4`: the axes larger than one, or `1 device`."""
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1 device"
+
+
+def devices_needed(spec: MeshSpec) -> int:
+    """Number of devices of a spec, an axis of -1 counted as one."""
+    return math.prod(max(size, 1) for size in axis_sizes(spec).values()) * math.prod(asdict(spec.dcn).values())
+
+
+def total_sizes(mesh: MeshSpec) -> dict[MeshAxis, int]:
+    """Devices along each mesh axis, over all slices; an axis of -1 counts as 1."""
+    return {axis: max(size, 1) * getattr(mesh.dcn, axis) for axis, size in axis_sizes(mesh).items()}
+
+
+def resolve(spec: MeshSpec, device_count: int, available: str = "") -> dict[MeshAxis, int]:
+    """ICI sizes with -1 filled in, checked against `device_count`.
+
+    Args:
+      spec: sizes by axis.
+      device_count: devices of all slices.
+      available: what to say of them in a message; `64 are here` where empty.
+
+    Raises:
+      UserError: an axis of size 0 or below -1, two axes of -1, or a product that is not `device_count`.
+    """
+    sizes = axis_sizes(spec)
+    for name, size in [*sizes.items(), *((f"dcn.{axis}", n) for axis, n in asdict(spec.dcn).items())]:
+        if size < 1 and (size != -1 or name.startswith("dcn.")):
+            raise UserError(f"mesh.{name} is {size}: an axis has at least 1 device (or is -1 = what is left)")
+    free: list[MeshAxis] = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise UserError(
+            f"mesh has {' and '.join(free)} = -1: only one axis can take what is left, give the others a size"
+        )
+    slices = math.prod(asdict(spec.dcn).values())
+    fixed = math.prod(size for size in sizes.values() if size != -1) * slices
+    if free and device_count % fixed == 0:
+        sizes[free[0]] = device_count // fixed
+        return sizes
+    if not free and fixed == device_count:
+        return sizes
+    here = available or f"{device_count} {'is' if device_count == 1 else 'are'} here"
+    given = {axis: size for axis, size in sizes.items() if size not in (1, -1)}
+    shape = (describe(given) if given else "of 1 device") + (f" over {slices} slices" if slices > 1 else "")
+    needs = f"a multiple of {fixed} devices" if free else f"{fixed} device{'s' if fixed > 1 else ''}"
+    raise UserError(f"mesh {shape} needs {needs}, {here}: {_suggestion(sizes, device_count, slices)}")
+
+
+def _suggestion(sizes: dict[MeshAxis, int], device_count: int, slices: int) -> str:
+    """A change of one axis that fits, the largest axis that allows it."""
+    per_slice, rest = divmod(device_count, slices)
+    if rest:
+        return f"{slices} slices do not divide them, so change the --mesh.dcn. sizes"
+    for axis, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        others = math.prod(n for a, n in sizes.items() if a != axis and n != -1)
+        if size > 1 and per_slice % others == 0:
+            left = per_slice // others
+            fits = left if -1 not in sizes.values() else largest_divisor(left, size)
+            return f"try --mesh.{axis} {fits}"
+    if all(size == 1 for size in sizes.values()):
+        return f"try --mesh.data {per_slice}"
+    return "try --mesh.data -1 with the other axes 1, or --mesh.platform cpu to simulate the devices"
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return next(n for n in range(most, 0, -1) if number % n == 0)
+
+
+def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with all six axes (most of size 1), devices placed by topology.
+
+    On TPU the order follows the torus (`mesh_utils.create_device_mesh`); with `dcn` sizes the slices, or on GPU the
+    processes, form the outer blocks (`create_hybrid_device_mesh`). Axis types are always Auto, because under Explicit,
+    jax's default, `with_sharding_constraint` raises. On simulated devices so are the slices: consecutive devices.
+
+    Args:
+      spec: sizes by axis.
+      devices: the devices to use; all of `jax.devices()` when None.
+
+    Raises:
+      UserError: the sizes do not match the devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    ici = tuple(resolve(spec, len(devices)).values())
+    dcn = tuple(getattr(spec.dcn, axis) for axis in MESH_AXES)
+    if math.prod(dcn) > 1 and devices[0].platform == "cpu" and len({device.process_index for device in devices}) == 1:
+        grid = _simulated_slices(devices, ici, dcn)
+    elif math.prod(dcn) > 1:
+        has_slices = len({getattr(device, "slice_index", 0) for device in devices}) > 1
+        try:
+            grid = mesh_utils.create_hybrid_device_mesh(
+                ici, dcn, devices, process_is_granule=not has_slices, allow_split_physical_axes=True
+            )
+        except ValueError as error:
+            raise UserError(
+                f"mesh.dcn {dict(zip(MESH_AXES, dcn, strict=True))} does not fit the slices here: {error}"
+            ) from error
+    else:
+        grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _simulated_slices(devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...]) -> Any:
+    """The grid that `create_hybrid_device_mesh` would make if every so many consecutive devices were a slice."""
+    blocks = mesh_utils.create_device_mesh((*dcn, *ici), devices)
+    outer_inner = [place for axis in range(len(ici)) for place in (axis, len(ici) + axis)]
+    return blocks.transpose(outer_inner).reshape([outer * inner for outer, inner in zip(dcn, ici, strict=True)])

@@ -1,0 +1,256 @@
+"""What surrounds the library: the platform that JAX starts on, before the first device is touched; what is cached."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import sys
+import uuid
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec, devices_needed
+
+# JAX's default, and ours: a program of 10 ms is worth keeping (a run's first save compiles 80 of 20 ms each), and a
+# folder has an end.
+_CACHE = {
+    "jax_persistent_cache_min_compile_time_secs": (1.0, 0.01),
+    "jax_compilation_cache_max_size": (-1, 2 << 30),
+}
+_COMPILING = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+_BACKENDS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+_DEVICES = {"tpu": ("accel*", "vfio"), "gpu": ("nvidia*", "dxg")}  # dxg: the driver under Windows
+_FIX = {
+    "auto": "unset JAX_PLATFORMS",
+    "tpu": "pip install 'jaxpar[tpu]' on a machine that has one",
+    "gpu": "pip install 'jaxpar[cuda]' on a machine that has one",
+}
+
+
+def start(spec: MeshSpec, cache: str = "auto") -> list[jax.Device]:
+    """The devices for a mesh: simulated ones on `cpu`, else those that are here.
+
+    May be called again, and after JAX has started (a notebook): then it only checks.
+
+    Args:
+      spec: the mesh.
+      cache: where compiled programs are kept: see `keep_programs`.
+
+    Raises:
+      UserError: TPU or GPU asked for and absent, JAX already started with another platform or too few CPU devices, or
+        a cache that cannot be made.
+    """
+    keep_programs(cache)
+    if spec.platform != "auto":
+        jax.config.update("jax_platforms", _BACKENDS[spec.platform])
+    if spec.platform in ("auto", "cpu"):
+        keep_heap()
+    if spec.platform == "cpu":
+        with contextlib.suppress(RuntimeError):  # JAX has started: the devices are counted below
+            processes = int(os.environ.get("JAX_NUM_PROCESSES", "1")) if spec.distributed else 1
+            jax.config.update("jax_num_cpu_devices", max(devices_needed(spec) // processes, 1))
+    widen_cpu_pool(jax.config.values["jax_num_cpu_devices"])
+    if spec.distributed and not jax.distributed.is_initialized():
+        _join(spec.platform)
+    try:
+        with without_chips():
+            devices = jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+        raise UserError(
+            f"mesh.platform is {spec.platform!r} and JAX cannot start it ({reason}): {_FIX[spec.platform]}, "
+            "or --mesh.platform cpu to simulate the mesh here"
+        ) from error
+    found = devices[0].platform
+    if spec.platform not in ("auto", found):  # JAX also passes over `cuda` without a word where it sees no GPU
+        raise UserError(
+            f"mesh.platform is {spec.platform!r} and JAX runs on {found}: {_FIX[spec.platform]}, or --mesh.platform "
+            "cpu to simulate the mesh here (a notebook must restart first: JAX stays on the platform it began with)"
+        )
+    if spec.platform == "cpu" and jax.process_count() == 1:
+        needed = devices_needed(spec)
+        if len(devices) < needed:
+            raise UserError(
+                f"{needed} simulated CPU devices are needed and JAX has started with {len(devices)}: call "
+                f"jax.config.update('jax_num_cpu_devices', {needed}) before anything uses JAX, or restart the notebook"
+            )
+        devices = devices[:needed]
+    return devices
+
+
+def _join(platform: str) -> None:
+    """Join the other processes of a run.
+
+    On TPU pods, under Slurm and under MPI JAX finds them itself. Elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
+    and JAX_PROCESS_ID say who they are.
+
+    Raises:
+      UserError: they cannot be found; where the chips of `platform` are not here either, it says that first.
+    """
+    count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
+    try:
+        jax.distributed.initialize(
+            num_processes=None if count is None else int(count), process_id=None if index is None else int(index)
+        )
+    except (RuntimeError, ValueError) as error:
+        if platform in _DEVICES and not _device_files(platform):
+            raise UserError(
+                f"mesh.platform is {platform!r} and no {platform.upper()} is here: start it on each host that has "
+                "some; here `jaxpar show` and `verify` simulate the mesh, and `rehearse --target` compiles for it"
+            ) from error
+        raise UserError(
+            f"mesh.distributed is true and JAX cannot join the other processes ({str(error).splitlines()[0]}): start "
+            "it on a TPU pod or under Slurm, set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or "
+            "--mesh.distributed False for this machine alone"
+        ) from error
+
+
+def _device_files(platform: str) -> bool:
+    """Whether this machine's kernel knows any chip of `tpu` or `gpu`."""
+    return any(any(Path("/dev").glob(name)) for name in _DEVICES[platform])
+
+
+@contextlib.contextmanager
+def without_chips() -> Iterator[None]:
+    """Tell the libraries of chips that are not here what they would look for, and complain of, on this machine.
+
+    libtpu writes five lines of errors about the missing machine, and refuses a second process, which only a real chip
+    needs. The CUDA plugin wants libraries that only running needs, and else is left out, its compiler too. Both read
+    this once, when they are loaded.
+    """
+    settings = {}
+    if os.environ.get("TPU_SKIP_MDS_QUERY"):  # set by JAX where it sees no TPU
+        settings |= {
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        }
+    if not _device_files("gpu"):
+        settings["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    missing = {key: value for key, value in settings.items() if key not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for key in missing:
+            del os.environ[key]
+
+
+def keep_heap() -> bool:
+    """Keep freed memory in the process (glibc only); True when it was done. Must come before JAX's threads start.
+
+    XLA:CPU allocates a step's temporaries anew each step. glibc hands blocks above 32 MiB back to the kernel when they
+    are freed, and then every page of them is faulted in again: the Shakespeare recipe's step took 1.3x as long. It
+    still hands back those above 64 MiB, the most a thread's heap can hold; large pages (GLIBC_TUNABLES, which only the
+    shell can set) make that cheap, one heap for all threads (M_ARENA_MAX) makes small steps slower.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    return bool(mallopt(mmap_threshold, 1 << 30) and mallopt(trim_threshold, 2**31 - 1))
+
+
+def widen_cpu_pool(devices: int) -> None:
+    """Give XLA:CPU more threads than simulated devices; must come before JAX starts, and yields to a value set outside.
+
+    A collective blocks a thread of this pool until its peers arrive, and a device may be inside several at once, of
+    this step and of the next. With as many threads as devices, the default on a small machine, the last peer may find
+    none free. A small LLaMA on 8 devices and 2 cores: of 11 runs with 8 threads XLA's watchdog killed 3, and 4 more did
+    not finish in time; 9 of 9 with 32 threads or more finished.
+    """
+    if devices > 1:
+        os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, min(4 * devices, devices + 64))))
+
+
+def keep_programs(cache: str) -> None:
+    """Have JAX keep compiled programs in a folder, so that the next process reads them instead of compiling.
+
+    JAX's own setting comes first (JAX_COMPILATION_CACHE_DIR), as does an earlier call's in this process. What was used
+    longest ago goes once the folder is full; processes that share it wait for each other's reads and writes.
+
+    Args:
+      cache: auto = `programs` in `cache_folder()`, off = none, else a folder.
+
+    Raises:
+      UserError: a folder that cannot be made; where it is `auto`, the log says so instead.
+    """
+    values = jax.config.values
+    if cache == "off" or values["jax_compilation_cache_dir"] or not values["jax_enable_compilation_cache"]:
+        return
+    folder = (cache_folder() / "programs" if cache == "auto" else Path(cache).absolute()) / _processor()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"compiled programs cannot be kept in {folder} ({error.strerror})"
+        if cache != "auto":
+            raise UserError(f"{reason}: set compile.cache to another folder, or to off") from error
+        logging.getLogger(__name__).warning("%s: every start compiles anew", reason)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    for name, (default, ours) in _CACHE.items():
+        if values[name] == default:  # not set by the user
+            jax.config.update(name, ours)
+
+
+def _processor() -> str:
+    """The kind of this machine's processor: a CPU's programs use its instructions, and homes are shared."""
+    known = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        known += "-" + hashlib.sha256(flags.encode()).hexdigest()[:8]
+    return known
+
+
+def memory_of(device: Any) -> int:
+    """Bytes that a device here has; 0 = it does not say, is a CPU, or is not here."""
+    if device.platform == "cpu" or device not in jax.local_devices():
+        return 0
+    return (device.memory_stats() or {}).get("bytes_limit", 0)
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide what a program is compiled to, those that are installed."""
+    found = {}
+    for package in _COMPILING:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def compiler_flags() -> dict[str, str]:
+    """What the environment tells XLA: whatever is remembered of a compiled program hangs on it too."""
+    return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all, whoever writes it at the same time; its folder is made.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def cache_folder() -> Path:
+    """`jaxpar` under $XDG_CACHE_HOME, or ~/.cache where that is not set to an absolute path."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "jaxpar"

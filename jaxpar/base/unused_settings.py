@@ -1,0 +1,126 @@
+"""Settings that can have no effect: refused where a user gave one, with what would make it matter.
+
+Only what stands in the user's own flags or file is looked at. Presets and a run's config.toml hold keys for other
+layouts, `--on` brings another mesh, and what a program writes with `override` is its own affair.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+from jaxpar.base.config import RESOLVED, Config, find_toml, flatten, parse, presets, rules_of
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import total_sizes
+from jaxpar.base.sharding import LogicalAxis, ShardingRules, named_axes
+
+
+class Effect(NamedTuple):
+    """When some keys matter.
+
+    Attributes:
+      keys: dotted; one that ends in a dot is all of a table.
+      matters: whether they have an effect in a config.
+      because: why not, where they have none, and what to do.
+    """
+
+    keys: tuple[str, ...]
+    matters: Callable[[Config], bool]
+    because: str
+
+
+def _split(config: Config, axis: LogicalAxis, besides: LogicalAxis | None = None) -> bool:
+    """Whether a logical axis is split, or may be (-1), over mesh axes, those of another one left out."""
+    sizes = total_sizes(config.mesh)
+    rules: ShardingRules = rules_of(config, sizes)
+    left = named_axes(besides, rules) if besides else ()
+    return any(sizes[a] > 1 or getattr(config.mesh, a) == -1 for a in named_axes(axis, rules) if a not in left)
+
+
+def _validates(config: Config) -> bool:
+    return bool(config.data.val_path) or config.data.val_fraction > 0
+
+
+def _offloads(config: Config) -> bool:
+    memory = config.memory
+    return bool(memory.budget) or "offload" in (memory.optimizer, memory.parameters, *vars(memory.keep).values())
+
+
+EFFECTS = (
+    Effect(("data.path",), lambda c: c.data.source != "stdlib",
+           "data.source is stdlib, which is read from this Python: add --data.source text, or tokens"),
+    Effect(("data.max_bytes",), lambda c: c.data.source == "stdlib",
+           "it caps the stdlib corpus: add --data.source stdlib"),
+    Effect(("data.tokenizer",), lambda c: c.data.source != "tokens" or c.data.tokenizer.endswith(".json"),
+           "data.source is tokens, whose file brings its own: leave it out, or add --data.source text"),
+    Effect(("data.val_fraction",), lambda c: not c.data.val_path,
+           "data.val_path is the validation set: give one of them"),
+    Effect(("train.eval_every", "train.eval_batches", "train.final_eval_batches"), _validates,
+           "there is no validation set: set data.val_fraction or data.val_path"),
+    Effect(("train.min_learning_rate", "train.decay_steps"), lambda c: c.train.schedule != "constant",
+           "train.schedule is constant: add --train.schedule cosine, or wsd"),
+    Effect(("train.seed",), lambda c: not c.train.init or c.model.dropout > 0,
+           "the weights come from train.init, and nothing is dropped out: leave one of them out"),
+    Effect(("model.init_std",), lambda c: not c.train.init, "the weights come from train.init: leave one of them out"),
+    Effect(("model.experts_per_token", "model.capacity_factor", "train.balance_loss", "train.router_z_loss",
+            "rules.experts"), lambda c: c.model.experts > 0, "the model has no experts: add --model.experts 8"),
+    Effect(("model.rope_low_freq_factor", "model.rope_high_freq_factor", "model.rope_original_seq_len"),
+           lambda c: c.model.rope_factor != 1, "model.rope_factor is 1, no scaling: add --model.rope-factor 8"),
+    Effect(("overlap.gather", "overlap.scatter", "overlap.heads_gather", "overlap.heads_scatter",
+            "overlap.mlp_gather", "overlap.mlp_scatter"), lambda c: _split(c, "residual_seq", besides="seq"),
+           "no linear gathers a sequence on this mesh: add --mesh.tensor 4"),
+    Effect(("context.",), lambda c: _split(c, "attention_seq"),
+           "attention sees the whole sequence on this mesh: add --mesh.context 4"),
+    Effect(("pipeline.",), lambda c: _split(c, "stage"), "mesh.stage is 1, no pipeline: add --mesh.stage 4"),
+    Effect(("memory.policy", "memory.keep."), lambda c: not c.memory.budget,
+           "memory.budget finds what to keep: leave one of them out"),
+    Effect(("memory.may",), lambda c: bool(c.memory.budget), "there is no budget: add --memory.budget auto"),
+    Effect(("memory.offload_anyway",), _offloads, "nothing is offloaded: add --memory.optimizer offload, or a budget"),
+    Effect(("precision.gradients",), lambda c: c.train.accumulation > 1 or _split(c, "stage"),
+           "a step adds up no microbatches: add --train.accumulation 2"),
+)  # fmt: skip
+
+
+def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
+    """Refuse what the user gave that differs from its default and can have no effect.
+
+    Args:
+      name: of the config: a preset, whose keys are not looked at, a file or a run folder.
+      config: with the flags, and on the mesh that is asked for.
+      flags: the keys that were given on the command line.
+
+    Raises:
+      UserError: the first such key, and what would make it matter.
+    """
+    for key, because in idle(config):
+        if key in flags:
+            raise UserError(f"{key} has no effect: {because}")
+    if name in presets("jaxpar.configs"):
+        return
+    text, origin = find_toml(name, "jaxpar.configs")
+    if text.startswith(f"# {RESOLVED}"):
+        return
+    # What a flag has switched off mattered in the file as it is.
+    written, alone = set(_keys(tomllib.loads(text))), dict(idle(parse(text, origin)))
+    for key, because in idle(config):
+        if key in written and key in alone:
+            raise UserError(f"{origin}: {key} has no effect: {because}")
+
+
+def idle(config: Config) -> Iterator[tuple[str, str]]:
+    """The keys that differ from their defaults and have no effect, each with the reason."""
+    values, defaults = flatten(config), flatten(Config())
+    for effect in EFFECTS:
+        if not effect.matters(config):
+            tables = tuple(key for key in effect.keys if key.endswith("."))
+            found = [key for key in values if key in effect.keys or key.startswith(tables)]
+            yield from ((key, effect.because) for key in found if values[key] != defaults[key])
+
+
+def _keys(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key

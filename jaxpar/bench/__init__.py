@@ -1,0 +1,1 @@
+"""Comparisons: two or more ways of doing one thing, in turns, in one run."""

@@ -1,0 +1,241 @@
+"""The commands of `jaxpar`: each parses its words, calls the library and prints. `cli` lists and finds them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxpar.base.config import Config, check, presets
+from jaxpar.base.console import console
+from jaxpar.base.errors import UserError
+from jaxpar.cli.arguments import Overrides, asks_help, config_args, parse, places
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    """Train a config, or go on training its run."""
+
+    config: Overrides
+    run: str = ""
+    """Run folder; empty = runs/NAME, or the one that the config came from."""
+    verify: bool = False
+    """First compare the plan with one device on a small model (once: it is remembered); refuse it if it differs."""
+    on: str = ""
+    """Take the [mesh] table from this mesh preset or file instead."""
+
+
+@dataclass(frozen=True)
+class VerifyArgs:
+    """Loss and every gradient of a config's plan against one device, on a small model of the same kind."""
+
+    config: Overrides
+    on: str = ""
+    """Take the [mesh] table from this mesh preset or file instead."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class EvalArgs:
+    """Validation loss of a run's checkpoint."""
+
+    config: Overrides
+    step: int = 0
+    """Checkpoint to read; 0 = the best one, or the newest when none was evaluated."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class ShowArgs:
+    """Where the parameters of a config live, what its devices send, and pictures of the mesh and of one layer."""
+
+    config: Overrides
+    on: str = ""
+    """Take the [mesh] table from this mesh preset or file instead."""
+    out: str = ""
+    """Where the picture of the mesh goes; empty = NAME.png. That of a layer goes beside it: NAME_layer.svg."""
+    schedule: bool = False
+    """Show how microbatches go through the pipeline's stages instead, and draw that: NAME_schedule.png."""
+    json: bool = False
+    """Print the parameter table, or the schedule, as JSON."""
+
+
+@dataclass(frozen=True)
+class RehearseArgs:
+    """The training step compiled for hardware that is not here: does it fit, what takes the time, what is exposed."""
+
+    config: Overrides
+    target: str = ""
+    """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ... or here."""
+    on: str = ""
+    """Take the [mesh] table from this mesh preset or file instead."""
+    html: str = ""
+    """Write the report as one self-contained page."""
+    json: str = ""
+    """Write the report as JSON; - = print it, and nothing else."""
+    against: str = ""
+    """Compare with this: a stored JSON, or a config that is rehearsed on the same target."""
+    fail_on: str = ""
+    """Conditions that exit with 1: unplanned-collective,does-not-fit,memory+5%,time+3% (growth against --against)."""
+    tokens: float = 1e12
+    """Length of a training, for its days."""
+    no_timeline: bool = False
+    """Leave the timeline out of the JSON: it is most of the bytes."""
+
+
+@dataclass(frozen=True)
+class ConvertArgs:
+    """Hugging Face checkpoint to run folder, or run folder to Hugging Face checkpoint."""
+
+    config: Overrides
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of an export."""
+    step: int = 0
+    """Checkpoint to export; 0 = the best one, or the newest when none was evaluated."""
+
+
+@dataclass(frozen=True)
+class TokenizeArgs:
+    """Text (a file, a folder, or `stdlib`) to a .bin file of token ids."""
+
+    tokenizer: str = "bytes"
+    """bytes, chars, or the path of a tokenizer.json."""
+    max_bytes: int = 8_000_000
+    """Size cap of the stdlib corpus."""
+
+
+def train_command(words: list[str]) -> int:
+    """jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"""
+    from jaxpar.cli.train import train_config
+
+    name, args = config_args(train_command.__doc__, TrainArgs, words)
+    result = train_config(args.config, Path(args.run) if args.run else run_folder(name), args.verify)
+    return 130 if result.interrupted and not args.config.train.stop_at else 0
+
+
+def verify_command(words: list[str]) -> int:
+    """jaxpar verify CONFIG [--on MESH] [--json] [--section.key value ...]"""
+    from jaxpar.verify.of_config import verify
+    from jaxpar.verify.report import as_json, table, verdict
+
+    _, args = config_args(verify_command.__doc__, VerifyArgs, words)
+    out = console()
+    found = verify(args.config, say=(lambda line: None) if args.json else out.print)
+    if args.json:
+        out.print(json.dumps(as_json(found)))
+    else:
+        out.print(table(found))
+        out.print(verdict(found))
+    return 0 if found.equal else 1
+
+
+def eval_command(words: list[str]) -> int:
+    """jaxpar eval RUN_FOLDER [--step N] [--section.key value ...]"""
+    from jaxpar.train.evaluate import evaluate_run
+
+    name, args = config_args(eval_command.__doc__, EvalArgs, words, _run_config)
+    say = (lambda line: None) if args.json else console().print
+    result = evaluate_run(args.config, Path(name), args.step, say)
+    text = json.dumps(result._asdict()) if args.json else (
+        f"step {result.step}: validation loss {result.val_loss:.4f} nats a token, perplexity {result.perplexity:.3f}"
+    )  # fmt: skip
+    console().print(text)
+    return 0
+
+
+def show_command(words: list[str]) -> int:
+    """jaxpar show CONFIG [--on MESH] [--out PNG] [--schedule] [--section.key value ...]"""
+    from jaxpar.base.hardware import load_mesh_preset
+    from jaxpar.show.show import show, show_schedule
+
+    name, args = config_args(show_command.__doc__, ShowArgs, words)
+    config, picture = check(args.config), Path(args.out or Path(name).stem + ".png")
+    if args.schedule:
+        show_schedule(config, picture, args.json)
+    else:
+        show(config, picture, args.json, load_mesh_preset(args.on)[1].hbm_bytes if args.on else 0)
+    return 0
+
+
+def rehearse_command(words: list[str]) -> int:
+    """jaxpar rehearse CONFIG --target T [--html FILE] [--json FILE] [--against OTHER] [--section.key value ...]"""
+    from jaxpar.cli.rehearse import rehearse_words
+
+    name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
+    if args.no_timeline and not args.json:
+        raise UserError("--no-timeline has no effect: it leaves a part out of the JSON, so add --json FILE")
+    return rehearse_words(name, args.config, args, "jaxpar rehearse " + " ".join(words))
+
+
+def convert_command(words: list[str]) -> int:
+    """jaxpar convert HF_FOLDER RUN_FOLDER [--section.key value ...], or RUN_FOLDER HF_FOLDER [--dtype D]"""
+    from jaxpar.train import convert
+
+    if asks_help(words):
+        parse(convert_command.__doc__, ConvertArgs(Config()), ["--help"])
+    source, target = map(Path, places(convert_command.__doc__, words, 2))
+    exporting = (source / "config.toml").exists()
+    base = _run_config(words[0]) if exporting else convert.config_of(source, target)
+    args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
+    if exporting:
+        step = convert.export_run(args.config, source, target, args.step, args.dtype)
+        console().print(f"exported step {step} of {source} to {target} ({args.dtype} safetensors)")
+    else:
+        if args.dtype != ConvertArgs.dtype or args.step:
+            raise UserError(f"--dtype and --step have no effect: {source} is no run folder, so this is an import")
+        convert.import_run(args.config, source, target)
+        console().print(
+            f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on"
+        )
+        if not (target / convert.TOKENIZER).exists():
+            console().print(f"{source} has no {convert.TOKENIZER}: put it into {target}, or give --data.tokenizer")
+    return 0
+
+
+def tokenize_command(words: list[str]) -> int:
+    """jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"""
+    from jaxpar.base.config import DataConfig
+    from jaxpar.train.data import tokenize, unigram_entropy
+
+    if asks_help(words):
+        parse(tokenize_command.__doc__, TokenizeArgs(), ["--help"])
+    path, out = places(tokenize_command.__doc__, words, 2)
+    args = parse(tokenize_command.__doc__, TokenizeArgs(), words[2:])
+    source = "stdlib" if path == "stdlib" else "text"
+    if source == "text" and args.max_bytes != TokenizeArgs.max_bytes:
+        raise UserError("--max-bytes has no effect: it caps the stdlib corpus alone")
+    data = DataConfig(source=source, path=path, tokenizer=args.tokenizer, max_bytes=args.max_bytes)
+    tokens = tokenize(data, out)
+    console().print(
+        f"{out}: {len(tokens.tokens):,} tokens ({tokens.tokens.dtype}), "
+        f"unigram entropy {unigram_entropy(tokens.tokens):.3f} nats a token"
+    )
+    return 0
+
+
+def doctor_command(_: list[str]) -> int:
+    """jaxpar doctor"""
+    from jaxpar.cli.doctor import examine
+
+    facts, warnings = examine()
+    for line in [*facts, *(f"warning      {warning}" for warning in warnings)]:
+        console().print(line)
+    return 0
+
+
+def run_folder(name: str) -> Path:
+    """The run that a config's name stands for: where it is a run folder, or the config.toml in one, that; else
+    runs/NAME."""
+    path = Path(name)
+    folder = path.parent if path.name == "config.toml" else path
+    is_run = (folder / "config.toml").exists() and (path.is_dir() or (folder / "checkpoints").is_dir())
+    return folder if is_run and name not in presets("jaxpar.configs") else Path("runs") / path.stem
+
+
+def _run_config(folder: str) -> Config:
+    from jaxpar.train.restore import read_run_config
+
+    return read_run_config(Path(folder))

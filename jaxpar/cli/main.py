@@ -1,0 +1,128 @@
+"""`jaxpar`: finds the command that the first word names; a mistake of the user is a line and exit 2.
+
+What needs no JAX imports none: help, a version and a mistyped command take a tenth of a second. Each command's function
+is `NAME_command` of `commands`, a comparison's of `bench_commands`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any, NoReturn
+
+from jaxpar.base.errors import UserError, nearest
+
+COMMANDS = {
+    "train": "train a config; the same command resumes",
+    "verify": "compare a plan's loss and gradients with one device",
+    "eval": "validation loss of a run's checkpoint",
+    "convert": "to and from Hugging Face safetensors",
+    "tokenize": "text to a .bin file of token ids",
+    "configs": "list the config presets",
+    "meshes": "list the mesh presets",
+    "show": "parameter table and a picture of the sharding, or of the pipeline's schedule",
+    "rehearse": "compile the step for absent hardware: memory, time, exposed communication",
+    "bench": "comparisons: the step, rehearsals, forms of overlap, schedules, attention, a GPU",
+    "doctor": "versions, devices, known-bad combinations",
+}
+BENCHES = {
+    "step": "the training step against PyTorch, in turns",
+    "rehearse": "predicted steps against measured ones, on this machine",
+    "overlap": "a block in each form of overlap, rehearsed for a target",
+    "pipeline": "the step in every pipeline schedule, compiled for a target",
+    "attention": "every implementation of attention that serves here, in turns",
+    "gpu": "all that half an hour with a GPU is for, in pieces that can be taken up again",
+    "fusions": "what a compiler makes of a block's element-wise parts, for each target",
+}
+_HELP = ("-h", "--help", "help")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The entry point: runs one command and returns its exit code."""
+    if argv is None:
+        sys.unraisablehook = _unraisable
+    try:
+        try:
+            return _command(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has gone can be told
+    except UserError as error:
+        return fail(str(error))
+    except KeyboardInterrupt:
+        if argv is not None:
+            raise
+        _end_interrupted()
+    except BrokenPipeError:  # `| head` has read enough; what is still unsaid goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _end_interrupted() -> NoReturn:
+    print("jaxpar: interrupted", file=sys.stderr, flush=True)
+    os._exit(130)  # not by way of Python's end, which waits for threads: one may be compiling for minutes
+
+
+def _unraisable(what: Any) -> None:
+    """For `sys.unraisablehook`: a Ctrl-C that reaches Python inside a callback of the garbage collector, of which JAX
+    has one, is a Ctrl-C too. Python would print it and go on."""
+    if isinstance(what.exc_value, KeyboardInterrupt):
+        _end_interrupted()
+    sys.__unraisablehook__(what)
+
+
+def _command(words: list[str]) -> int:
+    if words[:1] == ["--version"]:
+        from importlib.metadata import version
+
+        print(f"jaxpar {version('jaxpar')}")
+        return 0
+    if words[:1] != ["bench"]:
+        return _run("jaxpar", "command", COMMANDS, words)
+    return _run("jaxpar bench", "bench", BENCHES, words[1:])
+
+
+def fail(message: str) -> int:
+    """Print a user's error on standard error, in one line even where a cause it quotes had several; its exit code."""
+    print("jaxpar: error: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def _run(name: str, kind: str, texts: Mapping[str, str], words: list[str]) -> int:
+    """Run the command, or the bench (`kind`), that the first word after `name` names; list them where none is named."""
+    if not words or words[0] in _HELP:
+        width = max(map(len, texts))
+        print(f"usage: {name} {kind.upper()} ...   ({name} {kind.upper()} --help lists its flags)\n")
+        print("\n".join(f"  {command:<{width}}  {text}" for command, text in texts.items()))
+        return 0
+    command, *rest = words
+    if command not in texts:
+        raise UserError(f"no {kind} {command!r}{nearest(command, texts)}: {name} --help lists them")
+    if command in ("configs", "meshes", "doctor"):
+        if rest and rest[0] in _HELP:
+            print(f"usage: {name} {command}\n\n{texts[command]}; takes no flags")
+            return 0
+        if rest:
+            raise UserError(f"{name} {command} takes no arguments, found {' '.join(rest)}")
+    if command in ("configs", "meshes"):
+        return _list_presets(command)
+    from jaxpar.cli import bench as bench_commands
+    from jaxpar.cli import commands
+
+    return getattr(bench_commands if kind == "bench" else commands, f"{command}_command")(rest)
+
+
+def _list_presets(folder: str) -> int:
+    """Every preset with the first line of its opening comment."""
+    files = [file for file in resources.files(f"jaxpar.{folder}").iterdir() if file.name.endswith(".toml")]
+    found = {file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)}
+    width = max(map(len, found))
+    for name, file in found.items():
+        print(f"{name:<{width}}  {file.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
+    print(f"\nuse: jaxpar train {'NAME' if folder == 'configs' else 'CONFIG --on NAME'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

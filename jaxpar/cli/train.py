@@ -1,0 +1,85 @@
+"""`jaxpar train`: a config settled and, if asked, verified; then trained, with pictures of its memory and its loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.base.config import Config, check
+from jaxpar.base.console import console, count_text
+from jaxpar.base.errors import UserError
+from jaxpar.base.hardware import Hardware, hardware_of
+from jaxpar.base.mesh import describe
+from jaxpar.base.processes import together
+from jaxpar.base.runtime import memory_of, start
+from jaxpar.base.sharding import Plan
+from jaxpar.models import Model
+from jaxpar.plan import resolve
+from jaxpar.plan.budget import out_of_memory, platform_of
+from jaxpar.plan.memory_account import ledger
+from jaxpar.rehearse.report.memory import CompiledBytes
+from jaxpar.show.memory import ledger_table, write_ledger
+from jaxpar.train.data import load_corpus
+from jaxpar.train.loop import OutOfMemory, Result, run
+from jaxpar.train.metrics import read_metrics
+from jaxpar.train.step import make_plan
+from jaxpar.verify.of_config import simulate_for
+from jaxpar.verify.remember import require
+
+
+def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
+    """What `jaxpar train` does: see `jaxpar.train.loop.run`.
+
+    Args:
+      config: the experiment; what it leaves open is settled for the devices at hand.
+      folder: the run folder.
+      verify: first compare the plan with one device on a small model (once: it is remembered); refuse it if it differs.
+
+    Raises:
+      UserError: see `run`; for too little memory it says what would fit.
+    """
+    check(config)
+    if verify:
+        simulate_for(config.mesh)
+    devices = start(config.mesh, config.compile.cache)
+    main = jax.process_index() == 0
+    say = console().print if main else lambda line: None
+    make_plan(config, devices)  # what is wrong with the layout or the data is said before a budget is solved
+    corpus = together(lambda: load_corpus(config.data, config.model.vocab_size))
+    settled = resolve(config, say=say)
+    if verify:
+        together(lambda: require(settled, devices, say))
+
+    def report_memory(config: Config, plan: Plan, compiled: Any) -> None:
+        if memory := compiled.memory_analysis():
+            device = plan.mesh.devices.flat[0]
+            title = f"{folder.name}: memory of a device on {describe(dict(plan.mesh.shape))}"
+            parts = ledger(config, plan, platform_of(device))
+            write_ledger(folder, parts, title, CompiledBytes.of(memory), memory_of(device))
+
+    try:
+        result = run(settled, folder, corpus, report_memory)
+    except OutOfMemory as error:
+        raise UserError(_what_would_fit(error, main)) from error
+    if main and (rows := read_metrics(folder)):
+        _draw_loss(settled, folder, rows, result.unigram_entropy)
+        say(f"wrote {folder / 'loss.png'}")
+    return result
+
+
+def _what_would_fit(error: OutOfMemory, main: bool) -> str:
+    device = error.plan.mesh.devices.flat[0]
+    platform, hardware = platform_of(device), hardware_of(device.device_kind) or Hardware()
+    if main:
+        console().print(ledger_table(ledger(error.config, error.plan, platform)))
+    return out_of_memory(error.said, error.config, error.plan, hardware, platform, memory_of(device))
+
+
+def _draw_loss(config: Config, folder: Path, rows: list[dict[str, Any]], entropy: float) -> None:
+    from jaxpar.show.figures import loss_figure, save_figure  # matplotlib, which no step waits for
+
+    parameters = count_text(Model(config.model).parameter_count())
+    title = f"{folder.name}: {config.model.family}, {parameters} parameters"
+    save_figure(loss_figure(rows, title, {"unigram entropy": entropy}), folder / "loss.png")

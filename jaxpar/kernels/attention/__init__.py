@@ -1,0 +1,1 @@
+"""Attention by the fastest implementation that serves a device, each held against `reference`."""

@@ -1,0 +1,241 @@
+"""Attention in plain XLA, a tile of scores at a time: memory grows with queries and keys, never with their product.
+
+The softmax's maximum and sum are carried along, and the backward makes the weights again from the log-sum-exp
+(FlashAttention-2, arXiv:2307.08691). A tile in which nothing is seen is left out: while tracing, where that is known by
+then, else by a branch. It serves every mask, shape and dtype on every platform.
+
+Shapes: as in `jaxpar.kernels.attention.call`; G query heads per kv head, r queries and c keys of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxpar.kernels.attention.call import BLIND, MASKED, Call, capped, grouped, product, through_cap, ungrouped
+from jaxpar.kernels.attention.reference import dropped
+from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Full, Mask, Segments, Tiles, tile_states
+
+ROWS, COLUMNS = 512, 1024  # of a tile, at most
+
+
+class Dropout(NamedTuple):
+    """Of the weights: a draw a tile. The same key on the whole array gives the same bits on every mesh."""
+
+    rate: float
+    key: jax.Array
+
+
+def forward(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    mask: Mask,
+    call: Call,
+    dropout: Dropout | None = None,
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
+    """(out, lse) as `jaxpar.kernels.attention.call` has them."""
+    work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
+    q_BKGSh, k_BKTh, v_BKTh = work.laid_out(q_BSHh, k_BTKh, v_BTKh)
+    rows = q_BKGSh.shape[:4]
+
+    def visit(state: tuple[Array, ...], at: _Tile) -> tuple[Array, ...]:
+        def seen() -> tuple[Array, ...]:
+            v_BKch = at.columns_of(v_BKTh)
+            scores = at.scores(q_BKGSh, k_BKTh)
+            highest = jnp.maximum(most, jnp.max(scores, axis=-1))
+            weights, kept = jnp.exp(scores - highest[..., None]), jnp.exp(most - highest)
+            added = product("BKGrc,BKch->BKGrh", at.dropped(weights).astype(v_BKch.dtype), v_BKch)
+            return out * kept[..., None] + added, highest, total * kept + jnp.sum(weights, axis=-1)
+
+        out, most, total = old = tuple(at.rows_of(x) for x in state)
+        return tuple(at.put_rows(x, new) for x, new in zip(state, at.where_seen(seen, old), strict=True))
+
+    nothing = jnp.zeros(q_BKGSh.shape, jnp.float32), jnp.full(rows, BLIND, jnp.float32), jnp.zeros(rows, jnp.float32)
+    out, most, total = (work.rows_only(x) for x in work.visit_all(visit, nothing))
+    total = jnp.where(total == 0, 1, total)
+    out_BSHh = ungrouped(out / total[..., None]).astype(call.out_dtype or q_BSHh.dtype)
+    return out_BSHh, (most + jnp.log(total)).reshape(out.shape[0], -1, out.shape[3])
+
+
+def backward(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    dout_BSHh: Float[Array, "B S H h"],
+    lse_BHS: Float[Array, "B H S"],
+    delta_BHS: Float[Array, "B H S"],
+    mask: Mask,
+    call: Call,
+    dropout: Dropout | None = None,
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
+    """(dq, dk, dv) as `jaxpar.kernels.attention.call` has them."""
+    work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
+    q_BKGSh, k_BKTh, v_BKTh = work.laid_out(q_BSHh, k_BTKh, v_BTKh)
+    dout_BKGSh = work.pad_rows(grouped(dout_BSHh.astype(v_BTKh.dtype), k_BTKh.shape[2]))
+    of_rows = (*q_BKGSh.shape[:3], lse_BHS.shape[-1])
+    lse, delta = (work.pad_rows(x.reshape(of_rows)) for x in (jnp.maximum(lse_BHS, BLIND), delta_BHS))
+
+    def visit(state: tuple[Array, ...], at: _Tile) -> tuple[Array, ...]:
+        def seen() -> tuple[Array, ...]:
+            q_BKGrh, dout_BKGrh = at.rows_of(q_BKGSh), at.rows_of(dout_BKGSh)
+            k_BKch, v_BKch = at.columns_of(k_BKTh), at.columns_of(v_BKTh)
+            scores = at.scores(q_BKGSh, k_BKTh)
+            weights = jnp.exp(scores - at.rows_of(lse)[..., None])
+            dweights = at.dropped(product("BKGrh,BKch->BKGrc", dout_BKGrh, v_BKch))
+            dscores = through_cap(weights * (dweights - at.rows_of(delta)[..., None]), scores, call.softcap)
+            dscores, weights = dscores.astype(k_BKch.dtype), at.dropped(weights).astype(v_BKch.dtype)
+            return (
+                dq + product("BKGrc,BKch->BKGrh", dscores, k_BKch),
+                dk + product("BKGrc,BKGrh->BKch", dscores, q_BKGrh),
+                dv + product("BKGrc,BKGrh->BKch", weights, dout_BKGrh),
+            )
+
+        dq, dk, dv = old = at.rows_of(state[0]), at.columns_of(state[1]), at.columns_of(state[2])
+        dq, dk, dv = at.where_seen(seen, old)
+        return at.put_rows(state[0], dq), at.put_columns(state[1], dk), at.put_columns(state[2], dv)
+
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_BKGSh, k_BKTh, v_BKTh))
+    dq, dk, dv = work.visit_all(visit, zeros)
+    scale = call.scale_of(q_BSHh)
+    dq_BSHh = ungrouped(work.rows_only(dq) * scale)
+    dk_BTKh, dv_BTKh = (work.columns_only(x).swapaxes(1, 2) for x in (dk * scale, dv))
+    gradients = (dq_BSHh, q_BSHh), (dk_BTKh, k_BTKh), (dv_BTKh, v_BTKh)
+    dq, dk, dv = (x.astype(call.out_dtype or of.dtype) for x, of in gradients)
+    return dq, dk, dv
+
+
+class _Work(NamedTuple):
+    """The tiles, all of one size; the last ones may reach past the end."""
+
+    tiles: Tiles
+    mask: Mask
+    call: Call
+    scale: float
+    dropout: Dropout | None
+
+    @staticmethod
+    def of(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, dropout: Dropout | None) -> _Work:
+        S, T = q_BSHh.shape[1], k_BTKh.shape[1]
+        tiles = Tiles(S, T, _even(S, ROWS), _even(T, COLUMNS), call.q_start, call.k_start, call.multiple)
+        return _Work(tiles, mask, call, call.scale_of(q_BSHh), dropout)
+
+    def laid_out(self, q_BSHh: Array, k_BTKh: Array, v_BTKh: Array) -> tuple[Array, Array, Array]:
+        """[B, K, G, S, h] and [B, K, T, h], filled up to whole tiles."""
+        k_BKTh, v_BKTh = (_padded(x.swapaxes(1, 2), 2, self.tiles.block_k) for x in (k_BTKh, v_BTKh))
+        return self.pad_rows(grouped(q_BSHh, k_BTKh.shape[2])), k_BKTh, v_BKTh
+
+    def pad_rows(self, x: Array) -> Array:
+        return _padded(x, 3, self.tiles.block_q)
+
+    def rows_only(self, x: Array) -> Array:
+        return jax.lax.slice_in_dim(x, 0, self.tiles.S, axis=3)
+
+    def columns_only(self, x: Array) -> Array:
+        return jax.lax.slice_in_dim(x, 0, self.tiles.T, axis=2)
+
+    def visit_all(self, visit: Callable[[Any, _Tile], Any], state: Any) -> Any:
+        """The state after every tile that may hold something to see."""
+        found = tile_states(self.mask, self.tiles)
+        known = isinstance(found, np.ndarray) and found.ndim == 2
+        likely = found if known else self._likely()
+        full = (likely == FULL) if known else np.zeros_like(likely, bool)
+        if self.tiles.T % self.tiles.block_k:
+            full[:, -1] = False
+        state_of = None if known else jnp.max(jnp.asarray(found), axis=0) if found.ndim == 3 else found
+        for places, masked in ((full, False), ((likely != EMPTY) & ~full, True)):
+            numbers = np.argwhere(places).astype(np.int32)
+            if len(numbers) == 1:
+                state = visit(state, _Tile(self, int(numbers[0][0]), int(numbers[0][1]), masked, state_of))
+            elif len(numbers):
+
+                def step(state: Any, number: Array, masked: bool = masked) -> tuple[Any, None]:
+                    return visit(state, _Tile(self, number[0], number[1], masked, state_of)), None
+
+                state, _ = jax.lax.scan(step, state, jnp.asarray(numbers))
+        return state
+
+    def _likely(self) -> np.ndarray:
+        """The states whatever ids and places turn out to be, at most."""
+        tiles = self.tiles
+        if isinstance(tiles.q_start, jax.Array) or isinstance(tiles.k_start, jax.Array):
+            return np.full(tiles.shape, PARTIAL, np.int8)
+        return np.array(tile_states(self.mask.replaced(_seen_if_packed), tiles))
+
+
+def _seen_if_packed(leaf: Mask) -> Mask:
+    return Full() if isinstance(leaf, Segments) else leaf
+
+
+class _Tile(NamedTuple):
+    """One of the tiles: its numbers, whether any of it may be hidden, the states of all if found at run time."""
+
+    work: _Work
+    row: int | Array
+    column: int | Array
+    masked: bool
+    states: Any
+
+    def rows_of(self, x: Array) -> Array:
+        size = self.work.tiles.block_q
+        return jax.lax.dynamic_slice_in_dim(x, self.row * size, size, axis=3)
+
+    def columns_of(self, x: Array) -> Array:
+        size = self.work.tiles.block_k
+        return jax.lax.dynamic_slice_in_dim(x, self.column * size, size, axis=2)
+
+    def put_rows(self, x: Array, part: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, part, self.row * self.work.tiles.block_q, axis=3)
+
+    def put_columns(self, x: Array, part: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, part, self.column * self.work.tiles.block_k, axis=2)
+
+    def where_seen(self, seen: Callable[[], Any], otherwise: Any) -> Any:
+        """`seen()`, or `otherwise` where ids or places leave nothing to see."""
+        if self.states is None:
+            return seen()
+        return jax.lax.cond(self.states[self.row, self.column] != EMPTY, seen, lambda: otherwise)
+
+    def scores(self, q_BKGSh: Array, k_BKTh: Array) -> Float[Array, "B K G r c"]:
+        """Float32, as the softmax takes them, what may not be seen masked out."""
+        work = self.work
+        scores = product("BKGrh,BKch->BKGrc", self.rows_of(q_BKGSh), self.columns_of(k_BKTh)) * work.scale
+        scores = capped(scores, work.call.softcap)
+        if not self.masked:
+            return scores
+        tiles = work.tiles
+        row = self.row * tiles.block_q + jnp.arange(tiles.block_q)
+        column = self.column * tiles.block_k + jnp.arange(tiles.block_k)
+
+        def of_tile(leaf: Mask) -> Mask:
+            if not isinstance(leaf, Segments):
+                return leaf
+            # Those past the end as the last: rows there are dropped, columns hidden below.
+            rows, columns = jnp.minimum(row, tiles.S - 1), jnp.minimum(column, tiles.T - 1)
+            return Segments(jnp.asarray(leaf.q_ids)[:, rows], jnp.asarray(leaf.kv_ids)[:, columns])
+
+        visible = work.mask.replaced(of_tile).visible(row[:, None] + tiles.q_start, column + tiles.k_start)
+        visible = visible & (column < tiles.T)
+        return jnp.where(visible if visible.ndim == 2 else visible[:, None, None], scores, MASKED)
+
+    def dropped(self, weights: Array) -> Array:
+        """The weights, some of them dropped."""
+        if self.work.dropout is None:
+            return weights
+        rate, key = self.work.dropout
+        return dropped(weights, rate, jax.random.fold_in(key, self.row * self.work.tiles.shape[1] + self.column))
+
+
+def _even(size: int, most: int) -> int:
+    """The size of as few equal parts as are at most so large; the last may be smaller."""
+    return -(-size // -(-size // most))
+
+
+def _padded(x: Array, dim: int, multiple: int) -> Array:
+    missing = -x.shape[dim] % multiple
+    return jnp.pad(x, [(0, missing if i == dim else 0) for i in range(x.ndim)]) if missing else x

@@ -1,0 +1,269 @@
+"""Attention behind one function: the fastest implementation that can serve what is asked.
+
+    out_BSHh, lse_BHS = attention(q_BSHh, k_BTKh, v_BTKh, Causal() & Window(1023))
+
+Softmax attention with grouped query heads (arXiv:2305.13245); the mask says what a query sees, whatever serves it.
+
+Shapes: as in `jaxpar.kernels.attention.call`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxpar.base.errors import UserError
+from jaxpar.kernels.attention import chunked, libraries
+from jaxpar.kernels.attention.call import DEFAULT, Call, Unserved
+from jaxpar.kernels.attention.reference import reference
+from jaxpar.kernels.masks import Mask
+
+Implementation = Literal[
+    "pallas_hopper", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
+]  # fmt: skip
+PAIRS = {"pallas_hopper": "hopper", "pallas_gpu": "triton", "pallas_tpu": "tpu", "chunked": "chunked"}
+"""Modules with a forward and a backward each: what a ring can use; see `pair`."""
+LIBRARIES: dict[str, Callable[..., Any]] = {"cudnn": libraries.cudnn, "splash": libraries.splash}
+_KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("splash", "pallas_tpu"), "gpu": ("cudnn", "pallas_gpu")}
+"""Of a platform, in order of speed; then plain XLA by tiles.
+
+The libraries' come first, as our own were interpreted and compiled for absent chips but have not run on one. For the
+same reason `pallas_hopper` serves by name only.
+"""
+log = logging.getLogger(__name__)
+
+
+class Asked(NamedTuple):
+    """What a choice depends on.
+
+    Attributes:
+      q, k: arrays, or their shapes and dtypes: [B, S, H, h] and [B, T, K, h].
+      mask: what a query sees.
+      call: scale, soft cap and so on.
+      with_lse: the log-sum-exp is asked for too.
+      dropping: weights are dropped out.
+      cut: why the arrays are not whole heads of one device, which only plain XLA takes; empty = they are.
+    """
+
+    q: Any
+    k: Any
+    mask: Mask
+    call: Call
+    with_lse: bool = True
+    dropping: bool = False
+    cut: str = ""
+
+
+def attention(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
+    implementation: str | None = None,
+    platform: str | None = None,
+    dropout_rate: float = 0.0,
+    key: jax.Array | None = None,
+    with_lse: bool = True,
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"] | None]:
+    """(out, lse): softmax attention, and the log-sum-exp of each query's scores; both have gradients.
+
+    A query that sees nothing has an output of zeros and an lse of about -1e30.
+
+    Args:
+      q_BSHh: queries, float32 or bfloat16; scores and softmax are float32.
+      k_BTKh, v_BTKh: keys and values, H a multiple of K.
+      mask: of `jaxpar.kernels.masks`.
+      scale: of the scores; None = 1 / sqrt(h).
+      softcap: scores become `softcap * tanh(score / softcap)`; 0 = as they are.
+      sinks: a score a head that takes part in the softmax and has no value (arXiv:2309.17453); lse has it too.
+      implementation: one of `Implementation`; None = the first that serves, in the platform's order.
+      platform: what it is compiled for; None = jax's default backend.
+      dropout_rate, key: dropout of the weights; none when key is None.
+      with_lse: False = lse may be None, which lets libraries serve that give none with a gradient.
+
+    Raises:
+      UserError: shapes that do not go together, ids of other lengths, an unknown implementation, or one that cannot
+        serve, with the reason and with those that can.
+    """
+    _check(q_BSHh, k_BTKh, v_BTKh, mask, sinks)
+    if (scale is not None and scale <= 0) or softcap < 0:
+        raise UserError(f"attention needs a scale above 0 and a soft cap of 0 or more: {scale=}, {softcap=}")
+    call = Call(scale=scale or 0.0, softcap=softcap)
+    dropping = key is not None and dropout_rate > 0
+    asked = Asked(q_BSHh, k_BTKh, mask, call, with_lse or sinks is not None, dropping)
+    name = choose(asked, platform or jax.default_backend(), implementation)[0]
+    out_BSHh: Any
+    lse_BHS: Any
+    if name == "reference":
+        out_BSHh, lse_BHS = reference(q_BSHh, k_BTKh, v_BTKh, mask, call, dropout_rate, key)
+    elif name in PAIRS:
+        rate = dropout_rate if dropping else 0.0
+        try:
+            out_BSHh, lse_BHS = _of_pair(name, call, rate, q_BSHh, k_BTKh, v_BTKh, mask, key)
+        except Unserved as unserved:  # what only laying out its tiles shows
+            raise UserError(f"attention by {name} cannot serve: {unserved}; chunked and reference do") from unserved
+    else:
+        out_BSHh, lse_BHS = LIBRARIES[name](q_BSHh, k_BTKh, v_BTKh, mask, call), None
+    return (out_BSHh, lse_BHS) if sinks is None else with_sinks(out_BSHh, lse_BHS, sinks)
+
+
+def with_sinks(
+    out_BSHh: Float[Array, "B S H h"], lse_BHS: Float[Array, "B H S"], sinks_H: Float[Array, " H"]
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
+    """The answer with one more score a head, which takes its share of the softmax."""
+    both_BHS = jnp.logaddexp(lse_BHS, sinks_H.astype(jnp.float32)[:, None])
+    share_BSH1 = jnp.exp(lse_BHS - both_BHS).swapaxes(1, 2)[..., None]
+    return (out_BSHh * share_BSH1).astype(out_BSHh.dtype), both_BHS
+
+
+def choose(asked: Asked, platform: str, implementation: str | None = None) -> tuple[str, str]:
+    """The implementation that serves, and why not those before it; said in the log, once.
+
+    Args:
+      implementation: None or "auto" = the first that serves.
+
+    Raises:
+      UserError: the one asked for is unknown or cannot serve.
+    """
+    if implementation not in (None, "auto"):
+        if implementation not in get_args(Implementation):
+            known = ", ".join(get_args(Implementation))
+            raise UserError(f"no implementation of attention is called {implementation!r}: try one of {known}")
+        why = refusal(implementation, asked, platform)
+        if why:
+            others = [name for name in get_args(Implementation) if not refusal(name, asked, platform)]
+            raise UserError(
+                f"attention by {implementation} was asked for, but: {why}; what serves: {', '.join(others)}"
+            )
+        return implementation, ""
+    name, why = _first(_KERNELS.get(platform, ()), asked, platform)
+    say_once(f"attention by {name}" + (f" ({why})" if why else ""))
+    return name, why
+
+
+def pair(name: str) -> ModuleType:
+    """A module of `PAIRS`, imported when it is asked for: Mosaic GPU takes long."""
+    return importlib.import_module(f"jaxpar.kernels.attention.{PAIRS[name]}")
+
+
+def pair_for(
+    q_BSHh: Any, k_BTKh: Any, mask: Mask, platform: str, implementation: str = "auto", call: Call = DEFAULT
+) -> tuple[str, str]:
+    """The first that serves of those with a forward and a backward of their own, a key of `PAIRS`, and why not those
+    before it.
+
+    Raises:
+      UserError: the one asked for has none, or cannot serve.
+    """
+    asked, kernels = Asked(q_BSHh, k_BTKh, mask, call), _KERNELS.get(platform, ())
+    if implementation != "auto":
+        if implementation not in PAIRS:
+            raise UserError(
+                f"attention by {implementation} was asked for, but: the sequence is split over devices, and it cannot "
+                f"merge parts; try one of {', '.join(PAIRS)}"
+            )
+        return choose(asked, platform, implementation)
+    return _first([name for name in kernels if name in PAIRS], asked, platform)
+
+
+def _first(kernels: Sequence[str], asked: Asked, platform: str) -> tuple[str, str]:
+    """The first that serves, and why not those before it; plain XLA where none does."""
+    reasons = []
+    for name in kernels:
+        why = refusal(name, asked, platform)
+        if not why:
+            return name, "; ".join(reasons)
+        reasons.append(f"{name}: {why}")
+    return "chunked", "; ".join(reasons)
+
+
+def refusal(name: str, asked: Asked, platform: str) -> str:
+    """Why an implementation cannot serve; empty = it can."""
+    if name in ("reference", "chunked"):
+        return ""
+    if asked.cut:
+        return asked.cut
+    if asked.dropping:
+        return "dropout of attention weights"
+    if name in LIBRARIES and asked.with_lse:
+        return "no log-sum-exp that has a gradient"
+    if name in PAIRS:
+        if platform != ("tpu" if name == "pallas_tpu" else "gpu"):
+            return f"on {platform}"
+        return pair(name).refusal(asked.q.shape, asked.k.shape, asked.q.dtype, asked.mask, asked.call)
+    return libraries.refusal(name, asked.q, asked.k, asked.mask, asked.call, platform)
+
+
+@lru_cache(maxsize=64)
+def say_once(line: str) -> None:
+    """A line for the log, the first time."""
+    log.info(line)
+
+
+def _check(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, sinks: Array | None) -> None:
+    shapes = f"q {q_BSHh.shape}, k {k_BTKh.shape}, v {v_BTKh.shape}"
+    if not q_BSHh.ndim == k_BTKh.ndim == v_BTKh.ndim == 4:
+        raise UserError(f"attention takes [batch, sequence, heads, head_dim], and was given {shapes}")
+    if not isinstance(mask, Mask):
+        raise UserError(
+            f"attention takes a mask of jaxpar.kernels.masks, such as Causal(), and was given {_kind(mask)}"
+        )
+    (B, S, H, h), (T, K) = q_BSHh.shape, k_BTKh.shape[1:3]
+    if k_BTKh.shape != v_BTKh.shape or k_BTKh.shape != (B, T, K, h):
+        raise UserError(f"attention needs k and v of one shape, and batch and head_dim as q has them: {shapes}")
+    if H % K:
+        raise UserError(f"attention needs heads ({H}) that are a multiple of kv heads ({K}): {shapes}")
+    if not q_BSHh.dtype == k_BTKh.dtype == v_BTKh.dtype:
+        raise UserError(f"attention needs q, k and v of one dtype: {q_BSHh.dtype}, {k_BTKh.dtype}, {v_BTKh.dtype}")
+    if sinks is not None and sinks.shape != (H,):
+        raise UserError(f"attention needs a sink a head, ({H},), and was given {sinks.shape}")
+    for leaf in mask.leaves():
+        leaf.check(B, S, T)
+
+
+def _kind(value: Any) -> str:
+    """What was given in a mask's place, and what to write for it."""
+    if isinstance(value, type) and issubclass(value, Mask):
+        return f"the class {value.__name__}: write {value.__name__}()"
+    if not hasattr(value, "shape"):
+        return f"{value!r}"
+    return f"an array {value.dtype}{list(value.shape)}: a map of what is seen is BlockSparse(map, block_q, block_k)"
+
+
+# What has a forward and a backward.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _of_pair(name: str, call: Call, rate: float, q: Array, k: Array, v: Array, mask: Mask, key: Any) -> Any:
+    return pair(name).forward(q, k, v, mask, call, *_dropout(rate, key))
+
+
+def _of_pair_forward(name, call, rate, q, k, v, mask, key):
+    out, lse = pair(name).forward(q, k, v, mask, call, *_dropout(rate, key))
+    return (out, lse), (q, k, v, mask, key, out, lse)
+
+
+def _of_pair_backward(name, call, rate, residuals, cotangents):
+    q, k, v, mask, key, out, lse = residuals
+    dout, dlse = cotangents
+    delta_BHS = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - dlse
+    return (*pair(name).backward(q, k, v, dout, lse, delta_BHS, mask, call, *_dropout(rate, key)), None, None)
+
+
+_of_pair.defvjp(_of_pair_forward, _of_pair_backward)
+
+
+def _dropout(rate: float, key: Any) -> tuple[chunked.Dropout, ...]:
+    return (chunked.Dropout(rate, key),) if rate else ()

@@ -1,0 +1,379 @@
+"""What the Hopper kernels share: a block of warpgroups, the ring of tiles that one of them fills and the others walk.
+
+A block has one or two warpgroups that compute, each on a strip of its own, 64 rows, and one more that only asks for
+tiles: the copy engine (TMA) fetches those that `visits` names into a ring of slots, barriers say when a slot has
+arrived and when all are done with it (FlashAttention-3, arXiv:2407.08608, section 3.1). Products are wgmma.
+
+Shapes: as in `jaxpar.kernels.attention.call`. Arrays are cut into tiles, [N, R, H, h], [N, H, R] and ids [N, L, R]: N
+counts those of all sequences, R is 64 of a strip and C of a tile in the ring, L leaves of the mask are `Segments`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from jaxpar.base.jax_compat import gpu_interpreter
+from jaxpar.kernels.attention.call import MASKED, Call, Unserved
+from jaxpar.kernels.attention.visits import check_blocks, in_tile, visits
+from jaxpar.kernels.masks import Mask, Segments, Tiles
+
+ROWS = 64
+"""Of a strip: what one wgmma takes."""
+LOG2E = math.log2(math.e)
+_SLOTS = 2
+_SHARED = 220 * 2**10  # bytes of a block's 227 KiB: the rest is for rows, ids and barriers
+_AXES = "head", "tile", "sequence", "warpgroup"
+
+
+class Job(NamedTuple):
+    """Sizes, mask, and how a kernel cuts them.
+
+    Attributes:
+      h: head_dim in the kernel, a multiple of 64.
+      out_dtype: of what the kernel gives.
+      strips: of a block, a warpgroup each.
+      ring: C, rows of a tile in the ring.
+      of_keys: strips are of keys and the ring's tiles of queries; else the other way round.
+    """
+
+    B: int
+    S: int
+    T: int
+    H: int
+    K: int
+    h: int
+    dtype: Any
+    out_dtype: Any
+    mask: Mask
+    call: Call
+    scale: float
+    strips: int = 2
+    ring: int = 128
+    of_keys: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.strips * ROWS
+
+    @property
+    def tiles(self) -> Tiles:
+        block_q, block_k = (self.ring, self.rows) if self.of_keys else (self.rows, self.ring)
+        call = self.call
+        return Tiles(self.S, self.T, block_q, block_k, call.q_start, call.k_start, call.multiple)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many blocks of strips, and tiles of the ring, a sequence has."""
+        Q, K = self.tiles.shape
+        return (K, Q) if self.of_keys else (Q, K)
+
+    def cut(self, of_keys: bool, tensors: tuple[int, int], *rings: int) -> Job:
+        """With the largest tiles, of one of these rings, that fit and do not cut the blocks of the mask.
+
+        Args:
+          tensors: how many have strips, and how many are walked.
+
+        Raises:
+          Unserved: none do.
+        """
+        refused = Unserved(f"head_dim {self.h} does not fit in shared memory")
+        for strips, ring in itertools.product((2, 1), rings):
+            job = self._replace(strips=strips, ring=ring, of_keys=of_keys)
+            if (tensors[0] * job.rows + tensors[1] * _SLOTS * ring) * 2 * self.h > _SHARED:
+                continue
+            try:
+                check_blocks(job.mask, job.tiles)
+            except Unserved as error:
+                refused = error
+            else:
+                return job
+        raise refused
+
+
+def job_of(q_shape: Sequence[int], k_shape: Sequence[int], dtype: Any, mask: Mask, call: Call) -> Job:
+    (B, S, H, h), (T, K) = q_shape, k_shape[1:3]
+    scale = call.scale or 1 / math.sqrt(h)
+    return Job(B, S, T, H, K, -(-h // 64) * 64, dtype, call.out_dtype or dtype, mask, call, scale)
+
+
+def launch(
+    kernel: Callable[..., list[Array]],
+    job: Job,
+    strips: Sequence[Array],
+    ring: Sequence[Sequence[Array]],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+) -> list[Array]:
+    """The outputs, of which `kernel(block, *strips, *ring)` gives one strip in registers.
+
+    Args:
+      kernel: is given refs of its strips [R, h] or [R], and of the slots of the ring, [slots, C, h] or [slots, C].
+      strips, outputs: arrays cut into strips, [B, S, H, h] or [B, H, S].
+      ring: arrays whose tiles are walked; those of an inner list arrive together.
+    """
+    listed = visits(job.mask, job.tiles, job.of_keys)
+    starts = jnp.stack([jnp.asarray(start, jnp.int32) for start in (job.call.q_start, job.call.k_start)])
+    guide = _Guide(jnp.asarray(listed.entries), jnp.asarray(listed.full), jnp.asarray(listed.some), starts)
+    cut, row_ids, ring_ids = partial(_cut, job, ROWS, job.rows), *_ids(job)
+    own = [*map(cut, strips), *row_ids]
+    stages = [[_cut(job, job.ring, job.ring, x) for x in stage] for stage in ring]
+    stages[0] += ring_ids
+    targets = [jax.eval_shape(cut, x) for x in outputs]
+    given = plgpu.kernel(
+        partial(_block, job, listed.bits, kernel),
+        out_type=targets,
+        scratch_types={
+            "own": [_smem(x, job.strips) for x in own],
+            "slots": [[_smem(x, _SLOTS) for x in stage] for stage in stages],
+            "ready": plgpu.Barrier(num_arrivals=len(own), num_barriers=job.strips),
+            "arrived": [plgpu.Barrier(num_arrivals=len(stage), num_barriers=_SLOTS) for stage in stages],
+            "done": plgpu.Barrier(num_arrivals=job.strips, num_barriers=_SLOTS),
+        },
+        grid=(job.K if job.of_keys else job.H, job.shape[0], job.B),
+        grid_names=_AXES[:3],
+        num_threads=job.strips + 1,
+        thread_name=_AXES[3],
+        kernel_name=f"attention_{kernel.__name__.strip('_')}",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=gpu_interpreter() if job.call.interpret else None,
+    )(guide, own, stages)
+    return [_joined(job, x, like) for x, like in zip(given, outputs, strict=True)]
+
+
+class _Guide(NamedTuple):
+    """What a block reads besides tensors: lists of visits, and the places of the first query and key."""
+
+    entries: Any
+    full: Any
+    some: Any
+    starts: Any
+
+
+def _ids(job: Job) -> tuple[list[Array], list[Array]]:
+    """Ids of strips and of tiles in the ring, if there are any."""
+    ids = [(leaf.kv_ids, leaf.q_ids) if job.of_keys else (leaf.q_ids, leaf.kv_ids) for leaf in _segments(job)]
+    if not ids:
+        return [], []
+    of_rows, of_ring = zip(*ids, strict=True)
+    return (
+        [jnp.stack([_tiled(x, ROWS, job.rows) for x in of_rows], axis=1)],
+        [jnp.stack([_tiled(x, job.ring, job.ring) for x in of_ring], axis=1)],
+    )
+
+
+def _segments(job: Job) -> list[Segments]:
+    return [leaf for leaf in job.mask.leaves() if isinstance(leaf, Segments)]
+
+
+# Arrays in memory, cut into tiles.
+
+
+def _cut(job: Job, size: int, multiple: int, x: Array) -> Array:
+    """[N, R, H, h] of [B, S, H, h] or [N, H, R] of [B, H, S], R being `size` and S filled up to a multiple."""
+    if x.ndim == 3:
+        return _tiled(x.swapaxes(1, 2), size, multiple).swapaxes(1, 2)
+    return _tiled(jnp.pad(x, [(0, 0)] * 3 + [(0, job.h - x.shape[3])]), size, multiple)
+
+
+def _tiled(x: Array, size: int, multiple: int) -> Array:
+    padded = jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple), *[(0, 0)] * (x.ndim - 2)])
+    return padded.reshape(-1, size, *x.shape[2:])
+
+
+def _joined(job: Job, x: Array, like: jax.ShapeDtypeStruct) -> Array:
+    """What `_cut` made `x` of."""
+    if x.ndim == 3:
+        return x.swapaxes(1, 2).reshape(job.B, -1, x.shape[1]).swapaxes(1, 2)[:, :, : like.shape[2]]
+    return x.reshape(job.B, -1, *x.shape[2:])[:, : like.shape[1], :, : like.shape[3]]
+
+
+def _smem(x: Any, *copies: int) -> Any:
+    """Room for one tile of a cut array, or for several."""
+    shape = (x.shape[1], x.shape[3]) if x.ndim == 4 else x.shape[1:] if x.dtype == jnp.int32 else x.shape[2:]
+    return plgpu.SMEM((*copies, *shape), x.dtype)
+
+
+def _tile(x: Any, n: Any, head: Any) -> Any:
+    """The ref of one tile."""
+    return x.at[n, :, head] if len(x.shape) == 4 else x.at[n] if x.dtype == jnp.int32 else x.at[n, head]
+
+
+# Inside a kernel.
+
+
+def _block(
+    job: Job, bits: int, kernel: Callable, guide: _Guide, own_arrays: list, stages: list, *targets: Any,
+    own: list, slots: list, ready: Any, arrived: list, done: Any,
+) -> None:  # fmt: skip
+    """What every warpgroup of a block does."""
+    head, tile, b, me = (lax.axis_index(name) for name in _AXES)
+    if not job.of_keys:  # The last queries, which see most under causal masks, go first: no long block is left alone.
+        tile = job.shape[0] - 1 - tile
+    block = Block(job, bits, guide, head, tile, b, me, own, slots, arrived, done)
+
+    @pl.when(me < job.strips)
+    def compute() -> None:
+        _take_registers(job, 240, "increase")
+        n = (b * job.shape[0] + tile) * job.strips + me
+        for source, target in zip(own_arrays, own, strict=True):
+            plgpu.copy_gmem_to_smem(_tile(source, n, head), target.at[me], ready.at[me])
+        plgpu.barrier_wait(ready.at[me])
+        ids = 1 if _segments(job) else 0
+        refs = [x.at[me] for x in own], slots[0][: len(slots[0]) - ids], *slots[1:]
+        results = kernel(block, *refs[0][: len(own) - ids], *itertools.chain(*refs[1:]))
+        for x, target in zip(results, targets, strict=True):
+            _tile(target, n, head)[...] = x.astype(target.dtype)
+
+    @pl.when(me == job.strips)
+    def move() -> None:
+        _take_registers(job, 24, "decrease")
+        block.fill(stages)
+
+
+def _take_registers(job: Job, count: int, action: Any) -> None:
+    if job.strips == 2:  # With one, there are as many for all warpgroups as a thread can name.
+        plgpu.set_max_registers(count, action=action)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block at work, as one of its warpgroups sees it.
+
+    Attributes:
+      bits: of an entry that are for `in_tile`.
+      head: of queries, or of keys where strips are of keys; `tile` and `b` its strips, `me` the warpgroup.
+      own, slots: refs of strips and of the ring, ids last of `own` and of the first stage.
+      arrived, done: barriers of the slots.
+    """
+
+    job: Job
+    bits: int
+    guide: _Guide
+    head: Any
+    tile: Any
+    b: Any
+    me: Any
+    own: list[Any]
+    slots: list[list[Any]]
+    arrived: list[Any]
+    done: Any
+
+    def listed(self) -> tuple[tuple[Any, Any], Any, Any, int]:
+        """The row of the lists, how many of it are full and how many there are, for each of how many heads."""
+        job, guide = self.job, self.guide
+        row = (self.b if guide.some.shape[0] > 1 else 0), self.tile
+        return row, guide.full[row], guide.some[row], job.H // job.K if job.of_keys else 1
+
+    def walk(self, step: Callable[[Visit, Any], Any], carry: Any) -> Any:
+        """`carry` through `step` over all tiles to visit, those that need no mask first."""
+        row, full, some, heads = self.listed()
+
+        def of_head(g: Any, carry: Any) -> Any:
+            def visit(n: Any, carry: Any, masked: bool) -> Any:
+                slot = lax.rem(g * some + n, _SLOTS)
+                carry = step(Visit(self, slot, self.guide.entries[*row, n] if masked else None), carry)
+                plgpu.barrier_arrive(self.done.at[slot])
+                return carry
+
+            carry = lax.fori_loop(0, full, partial(visit, masked=False), carry)
+            return lax.fori_loop(full, some, partial(visit, masked=True), carry)
+
+        return of_head(0, carry) if heads == 1 else lax.fori_loop(0, heads, of_head, carry)
+
+    def fill(self, stages: list[list[Any]]) -> None:
+        """Ask for the tiles of `walk`, each once all warpgroups have left its slot."""
+        job, (row, _, some, heads) = self.job, self.listed()
+
+        def left(n: Any) -> None:
+            plgpu.barrier_wait(self.done.at[lax.rem(n, _SLOTS)])
+
+        def turn(n: Any, _: None) -> None:
+            pl.when(n >= _SLOTS)(lambda: left(n))
+            slot, g = lax.rem(n, _SLOTS), lax.div(n, some) if heads > 1 else 0
+            place = self.b * job.shape[1] + (self.guide.entries[*row, n - g * some] >> self.bits)
+            head = self.head * heads + g if job.of_keys else lax.div(self.head, job.H // job.K)
+            for stage, slots, arrived in zip(stages, self.slots, self.arrived, strict=True):
+                for source, target in zip(stage, slots, strict=True):
+                    plgpu.copy_gmem_to_smem(_tile(source, place, head), target.at[slot], arrived.at[slot])
+
+        lax.fori_loop(0, heads * some, turn, None)
+        lax.fori_loop(lax.max(heads * some - _SLOTS, 0), heads * some, lambda n, _: left(n), None)
+
+    def product(self, a: Any, b: Any, onto: Array | None = None, transposed: bool = False) -> Array:
+        """`onto + a @ b` in float32: `a` a ref or registers, `b` a ref, or what is there transposed."""
+        if self.job.call.interpret:  # jax's interpreter has no wgmma of registers, nor of transposed refs
+            out = jnp.dot(a[...], b[...].T if transposed else b[...], preferred_element_type=jnp.float32)
+            return out if onto is None else onto + out
+        b = plgpu.transpose_ref(b, (1, 0)) if transposed else b
+        if onto is not None:
+            sums: Any = plgpu.WGMMAAccumulatorRef.init(onto)
+            return pl.run_state(lambda sums: plgpu.wgmma(sums, a, b))(sums)
+
+        def alone(sums: Any) -> Array:
+            plgpu.wgmma(sums, a, b)
+            return sums[...]
+
+        return pl.run_scoped(alone, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+
+
+class Visit(NamedTuple):
+    """A tile of the ring that a warpgroup is at; `entry` is that of the list, None where nothing is masked."""
+
+    block: Block
+    slot: Any
+    entry: Any
+
+    def wait(self, stage: int) -> None:
+        """Until a stage's tile has arrived."""
+        plgpu.barrier_wait(self.block.arrived[stage].at[self.slot])
+
+    def scores(self, products: Array) -> tuple[Array, Array | None]:
+        """Of products [R, C]: scores times log2(e), for exp2, and the slope of the soft cap, if there is one."""
+        job, slope = self.block.job, None
+        if cap := job.call.softcap:
+            # tanh by exp2: the hardware's own is good to 2^-11 only, and is multiplied by the cap.
+            tanh = 1 - 2 / (1 + jnp.exp2(products * (2 * LOG2E * job.scale / cap)))
+            scores, slope = tanh * (cap * LOG2E), 1 - tanh * tanh
+        else:
+            scores = products * (job.scale * LOG2E)
+        return scores if self.entry is None else jnp.where(self._seen(), scores, MASKED), slope
+
+    def _seen(self) -> Array:
+        """Which places of the tile are seen, [R, C]."""
+        (job, bits, guide), shape = (self.block.job, self.block.bits, self.block.guide), (ROWS, self.block.job.ring)
+        i = (self.block.tile * job.strips + self.block.me) * ROWS + lax.broadcasted_iota(jnp.int32, shape, 0)
+        j = (self.entry >> bits) * job.ring + lax.broadcasted_iota(jnp.int32, shape, 1)
+        own, ring = self.block.own[-1].at[self.block.me], self.block.slots[0][-1].at[self.slot]
+        ids = [(_Spread(own[n], 0, shape), _Spread(ring[n], 1, shape)) for n in range(len(_segments(job)))]
+        if job.of_keys:
+            i, j, ids = j, i, [(k, q) for q, k in ids]
+        seen = in_tile(job.mask, i + guide.starts[0], j + guide.starts[1], self.entry, ids)
+        return seen & (j < job.T) if job.T % job.tiles.block_k else seen
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Ids over a whole tile, however indexed: `Segments` would make [R, 1] of them, which Mosaic has no layout for."""
+
+    ids: Array
+    dim: int
+    shape: tuple[int, int]
+
+    def __getitem__(self, _: Any) -> Array:
+        return lax.broadcast_in_dim(self.ids, self.shape, (self.dim,))
+
+
+def over(x: Array, like: Array, dim: int = 0) -> Array:
+    """`x` along a dim of an array like that."""
+    return lax.broadcast_in_dim(x, like.shape, (dim,))

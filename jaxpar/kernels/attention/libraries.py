@@ -1,0 +1,174 @@
+"""Attention by the libraries: cuDNN on NVIDIA GPUs, jax's splash kernel on TPUs. They serve bands of keys and give no
+log-sum-exp that has a gradient.
+
+Shapes: as in `jaxpar.kernels.attention.call`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jaxtyping import Array, Float
+
+from jaxpar.base.hardware import LANES
+from jaxpar.base.jax_compat import cudnn_version
+from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.masks import EMPTY, And, Causal, Full, Mask, Segments, Tiles, Window, tile_states
+
+_COMPUTED = "computed="  # a name around splash's kernels, which say no cost: the share of all scores that they compute
+_CUDNN_HEAD_DIM = 128  # at most, in the backward on every chip
+
+
+class _Band(NamedTuple):
+    """Keys from `left` before the query to `right` after it, of the same document; None = however far."""
+
+    left: int | None = None
+    right: int | None = None
+    segments: Segments | None = None
+
+
+def refusal(name: str, q_BSHh: Any, k_BTKh: Any, mask: Mask, call: Call, platform: str) -> str:
+    """Why `cudnn` or `splash` cannot serve arrays or shapes like these; empty = it can."""
+    (S, h), T, band = (q_BSHh.shape[1], q_BSHh.shape[3]), k_BTKh.shape[1], _band_of(mask)
+    wanted = {"cudnn": "gpu", "splash": "tpu"}[name]
+    if platform != wanted and not call.interpret:
+        return f"on {platform}"
+    if name == "cudnn" and not has_cudnn():
+        return "cuDNN is not installed"
+    if band is None:
+        return f"no mask like {mask}"
+    reasons = {
+        "splash": [
+            (h % LANES != 0, f"head_dim {h} is no multiple of {LANES}"),
+            (S % LANES != 0, f"sequence length {S} is no multiple of {LANES}"),
+            (T % LANES != 0, f"sequence length {T} is no multiple of {LANES}"),
+        ],
+        "cudnn": [
+            (q_BSHh.dtype == jnp.float32, "float32"),
+            (band.segments is not None, "documents"),
+            (call.softcap != 0, "a soft cap"),
+            ((band.left, band.right) not in ((None, None), (band.left, 0)), f"no mask like {mask}"),
+            (h % 8 != 0 or h > _CUDNN_HEAD_DIM, f"head_dim {h} is no multiple of 8 up to {_CUDNN_HEAD_DIM}"),
+        ],
+    }
+    return next((why for applies, why in reasons[name] if applies), "")
+
+
+def has_cudnn() -> bool:
+    """Whether jax finds cuDNN, which it needs to compile for absent GPUs too."""
+    return cudnn_version() > 0
+
+
+def cudnn(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    mask: Mask,
+    call: Call,
+) -> Float[Array, "B S H h"]:
+    """The output, by `jax.nn.dot_product_attention`."""
+    band = _band_of(mask)
+    assert band is not None
+    return jax.nn.dot_product_attention(
+        q_BSHh, k_BTKh, v_BTKh, scale=call.scale_of(q_BSHh), is_causal=band.right == 0,
+        local_window_size=None if band.left is None else (band.left, 0), implementation="cudnn",
+    )  # fmt: skip
+
+
+def splash(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    mask: Mask,
+    call: Call,
+) -> Float[Array, "B S H h"]:
+    """The output, by jax's own Pallas kernel for TPUs; local arrays only (it cannot be split by the compiler)."""
+    band, (S, H), T = _band_of(mask), q_BSHh.shape[1:3], k_BTKh.shape[1]
+    assert band is not None
+    largest = _splash_block(q_BSHh, call)
+    block_q, block_k = math.gcd(S, largest), math.gcd(T, largest)
+    sizes = splash_kernel.BlockSizes(
+        block_q=block_q, block_kv=block_k, block_kv_compute=block_k, block_q_dkv=block_q, block_kv_dkv=block_k,
+        block_kv_dkv_compute=block_k, block_q_dq=block_q, block_kv_dq=block_k,
+    )  # fmt: skip
+    one: Any = splash_mask.FullMask((S, T))
+    if (band.left, band.right) == (None, 0):
+        one = splash_mask.CausalMask((S, T))
+    elif (band.left, band.right) != (None, None):
+        one = splash_mask.LocalMask((S, T), (band.left, band.right), 0)
+    kernel = splash_kernel.make_splash_mha(
+        splash_mask.MultiHeadMask([one] * H), head_shards=1, q_seq_shards=1, block_sizes=sizes,
+        attn_logits_soft_cap=call.softcap or None, interpret=call.interpret, residual_checkpoint_name="attention_out",
+    )  # fmt: skip
+
+    def of_sequence(q_HSh: Array, k_KTh: Array, v_KTh: Array, ids: Segments | None) -> Array:
+        segments: Any = None if ids is None else splash_kernel.SegmentIds(ids.q_ids, ids.kv_ids)
+        out_HSh: Any = kernel(q_HSh, k_KTh, v_KTh, segments)
+        return out_HSh
+
+    # The kernel does not scale. In float32, because the scale itself may not fit the dtype.
+    q_BHSh = (q_BSHh.swapaxes(1, 2).astype(jnp.float32) * call.scale_of(q_BSHh)).astype(q_BSHh.dtype)
+    with jax.named_scope(f"{_COMPUTED}{_computed_share(mask, Tiles(S, T, block_q, block_k))}"):
+        out_BHSh = jax.vmap(of_sequence)(q_BHSh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), band.segments)
+    return out_BHSh.swapaxes(1, 2)
+
+
+def _splash_block(q_BSHh: Any, call: Call) -> int:
+    """The largest tiles that compile, forward and backward, in the 16 MiB of VMEM that every chip lets a kernel have:
+    by compilers for v4 and v5e, with documents in a window."""
+    row = q_BSHh.shape[-1] * q_BSHh.dtype.itemsize
+    return 1024 if row <= 256 and not call.softcap else 512 if row <= 1024 else 256
+
+
+def _computed_share(mask: Mask, tiles: Tiles) -> float:
+    """Of all pairs of a query and a key, those in tiles that splash computes: it skips what the band leaves out, and no
+    tile for its documents."""
+    band = mask.replaced(lambda leaf: Full() if isinstance(leaf, Segments) else leaf)
+    return float(np.mean(tile_states(band, tiles) != EMPTY))
+
+
+def _band_of(mask: Mask) -> _Band | None:
+    """The mask as a band, None if it is none."""
+    if isinstance(mask, Full):
+        return _Band()
+    if isinstance(mask, Causal):
+        return _Band(right=mask.offset)
+    if isinstance(mask, Window):
+        return _Band(mask.left, mask.right)
+    if isinstance(mask, Segments):
+        return _Band(segments=mask)
+    if not isinstance(mask, And):
+        return None
+    bands = _band_of(mask.left), _band_of(mask.right)
+    if bands[0] is None or bands[1] is None or (bands[0].segments is not None and bands[1].segments is not None):
+        return None
+    left, right = (
+        [x for x in ends if x is not None] for ends in zip(*(band[:2] for band in bands if band), strict=True)
+    )
+    return _Band(min(left, default=None), min(right, default=None), bands[0].segments or bands[1].segments)
+
+
+def kernel_cost(name: str, path: str, shapes: list[tuple[int, ...]]) -> float | None:
+    """FLOPs of one call of a kernel, which the compiled program does not say; None for a kernel not from here.
+
+    Args:
+      name: the call's instruction name: `splash_mha_fwd_residuals.3`.
+      path: jax's path of the operation, in which `splash` leaves the share of the scores that are computed; taken as
+        half, of a causal mask, where another has called the kernel.
+      shapes: shapes of its operands.
+    """
+    matmuls = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+    count = next((n for prefix, n in matmuls.items() if name.startswith(prefix)), None)
+    arrays = [shape for shape in shapes if len(shape) >= 3 and shape[-1] % LANES == 0 and shape[-2] > 8]
+    share = re.search(rf"{_COMPUTED}([\d.e-]+)", path)
+    if count is None or len(arrays) < 2:
+        return None
+    (*batch, S, h), (*_, T, _) = arrays[:2]
+    return count * 2 * math.prod(batch) * h * S * T * (float(share[1]) if share else 0.5)

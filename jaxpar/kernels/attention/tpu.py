@@ -1,0 +1,442 @@
+"""Attention on TPUs: three Pallas kernels after FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2).
+
+A step of the grid is a visited tile. The tiles stand row after row in one flat list, a row being a tile of queries for
+the output and dq, a tile of keys for dk and dv. A grid of all rows by the longest would idle where rows differ in
+length, as with BigBird's global blocks. Where ids or places are traced, so is the number of steps. The list goes to
+SMEM ahead of the kernel (scalar prefetch), so that the arrays of a step are copied during the step before.
+
+A row's sums stay in VMEM from its first step to its last; dk and dv sum over the query heads of a kv head there too.
+Scores lie as [keys, queries], so that what a query has one of lies along the lanes: sums over its keys then need no
+shuffles between lanes. Of a tile of 512 x 512 and head_dim 128 libtpu 0.0.42 makes 1,440 bundles of instructions so on
+v5e and 1,058 on v6e (the forward), and 1,832 and 1,779 for scores the other way.
+
+Arrays whose head_dim fills no whole tiles of 128 lanes lie with their places along the lanes instead, [h, S]. They take
+no more of HBM than they have, half of what [S, 64] does, and XLA's matmuls read and write them as they are, where it
+copied every one of the others to a layout without gaps. A visited tile of 512 x 512 and head_dim 64 takes 1,166, 1,155
+and 1,899 bundles on v5e (forward, dq, dkv), against 1,196, 1,287 and 1,902 of [S, 64]. Two heads of 64 packed into one
+tile of lanes gained nothing: 1,178 bundles a head on v5e and 953 on v6e, against 1,197 and 942.
+
+Shapes: as in `jaxpar.kernels.attention.call`; Q tiles of q queries, N tiles of t keys; R rows of up to W visits; L
+steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from jaxpar.base.hardware import LANES
+from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Unserved, capped, through_cap
+from jaxpar.kernels.attention.visits import in_tile, most_steps, visits
+from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Blocks, Mask, Segments, Tiles
+
+TILE, LONG_TILE = 512, 1024
+"""Queries, and keys, of a tile at most; the long one past 16 of the other.
+
+It takes 10 to 22% fewer bundles for each score on v6e, and computes more scores that nobody sees.
+"""
+_SUBLANES = 8
+_HEAD_DIM = 256
+_LIST_BYTES = 3 * 2**18  # of a core's SMEM, which is 1 MiB
+
+Kind = Literal["queries", "keys", "per_query", "q_ids", "kv_ids"]
+"""Of arrays: [B, H, S, h], [B, K, T, h] (or [B, H, h, S], [B, K, h, T]: `_Walk.across`), [B, H, Q, 1, q], and ids
+[B, Q, 1, q] and [B, N, 1, t]."""
+
+
+def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: Any, mask: Mask, call: Call = DEFAULT) -> str:
+    """Why these cannot be served, or nothing."""
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        return f"{jnp.dtype(dtype).name} is not float32 or bfloat16"
+    if q_shape[-1] > _HEAD_DIM:
+        return f"head_dim {q_shape[-1]} is more than {_HEAD_DIM}"
+    try:
+        tiles = _tiles(q_shape, k_shape[1], dtype, mask, call)
+        batch = q_shape[0] if any(isinstance(leaf, Segments) for leaf in mask.leaves()) else 1
+        _check_list(batch * max(most_steps(mask, tiles, by_keys) for by_keys in (False, True)))
+    except Unserved as unserved:
+        return str(unserved)
+    return ""
+
+
+def forward(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    mask: Mask,
+    call: Call = DEFAULT,
+    tile: int = 0,
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
+    """(out, lse); `tile` is the most queries, and keys, of one; 0 = as fits."""
+    B, S, H, h = q_BSHh.shape
+    walk = _walk(q_BSHh, k_BTKh, mask, call, tile)
+    q, t = walk.tiles.block_q, walk.tiles.block_k
+    out, lse_BHQ1q = _launch(
+        _forward_kernel,
+        walk,
+        {"queries": [walk.by_head(q_BSHh, q)], "keys": [walk.by_head(k_BTKh, t), walk.by_head(v_BTKh, t)]},
+        outputs=[("queries", call.out_dtype or q_BSHh.dtype), ("per_query", jnp.float32)],
+        sums=[(1, q), (1, q), (h, q)],
+        products=2,
+    )
+    return walk.by_place(out, S), lse_BHQ1q.reshape(B, H, -1)[:, :, :S]
+
+
+def backward(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    dout_BSHh: Float[Array, "B S H h"],
+    lse_BHS: Float[Array, "B H S"],
+    delta_BHS: Float[Array, "B H S"],
+    mask: Mask,
+    call: Call = DEFAULT,
+    tile: int = 0,
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
+    """(dq, dk, dv); `tile` as of the forward."""
+    (S, h), T = q_BSHh.shape[1::2], k_BTKh.shape[1]
+    of_queries, of_keys = (_walk(q_BSHh, k_BTKh, mask, call, tile, by_keys) for by_keys in (False, True))
+    q, t = of_queries.tiles.block_q, of_queries.tiles.block_k
+    arrays: dict[Kind, list[Array]] = {
+        "queries": [of_queries.by_head(q_BSHh, q), of_queries.by_head(dout_BSHh.astype(v_BTKh.dtype), q)],
+        "keys": [of_keys.by_head(k_BTKh, t), of_keys.by_head(v_BTKh, t)],
+        "per_query": [_by_tile(jnp.maximum(lse_BHS, BLIND), q), _by_tile(delta_BHS, q)],
+    }
+    of_q, of_k, of_v = (call.out_dtype or x.dtype for x in (q_BSHh, k_BTKh, v_BTKh))
+    (dq,) = _launch(_dq_kernel, of_queries, arrays, [("queries", of_q)], sums=[(h, q)], products=3)
+    dk, dv = _launch(_dkv_kernel, of_keys, arrays, [("keys", of_k), ("keys", of_v)], sums=[(t, h), (t, h)], products=4)
+    return of_queries.by_place(dq, S), of_keys.by_place(dk, T), of_keys.by_place(dv, T)
+
+
+# The kernels: each takes a step, refs to the tile's arrays and outputs, and refs to the row's sums. Of an array `rows`
+# are [places, h], `columns` [h, places], whichever way it lies.
+
+
+def _forward_kernel(step: _Step, q, k, v, out, lse, most, total, weighted) -> None:
+    @pl.when(step.first)
+    def _() -> None:
+        most[...] = jnp.full_like(most, BLIND)
+        total[...] = jnp.zeros_like(total)
+        weighted[...] = jnp.zeros_like(weighted)
+
+    @step.visit
+    def _(shown: _Shown) -> None:
+        scores = shown(step.scores(q, k), MASKED)
+        before, now = most[...], jnp.maximum(most[...], jnp.max(scores, axis=0, keepdims=True))
+        weights, kept = jnp.exp(scores - now), jnp.exp(before - now)
+        most[...] = now
+        total[...] = total[...] * kept + jnp.sum(weights, axis=0, keepdims=True)
+        weighted[...] = weighted[...] * kept + _product(step.columns(v), weights.astype(v.dtype))
+
+    @pl.when(step.last)
+    def _() -> None:
+        divisor = jnp.where(total[...] == 0, 1, total[...])
+        out[...] = step.columns(weighted[...] / divisor).astype(out.dtype)
+        lse[...] = most[...] + jnp.log(divisor)
+
+
+def _dq_kernel(step: _Step, q, dout, k, v, lse, delta, dq, dq_sum) -> None:
+    @pl.when(step.first)
+    def _() -> None:
+        dq_sum[...] = jnp.zeros_like(dq_sum)
+
+    @step.visit
+    def _(shown: _Shown) -> None:
+        scores = step.scores(q, k)
+        weights = shown(jnp.exp(scores - lse[...]), 0.0)
+        dscores = step.dscores(weights * (_product(step.rows(v), step.columns(dout)) - delta[...]), scores)
+        dq_sum[...] += _product(step.columns(k), dscores.astype(k.dtype))
+
+    @pl.when(step.last)
+    def _() -> None:
+        dq[...] = step.columns(dq_sum[...] * step.scale).astype(dq.dtype)
+
+
+def _dkv_kernel(step: _Step, q, dout, k, v, lse, delta, dk, dv, dk_sum, dv_sum) -> None:
+    @pl.when(step.first)
+    def _() -> None:
+        dk_sum[...] = jnp.zeros_like(dk_sum)
+        dv_sum[...] = jnp.zeros_like(dv_sum)
+
+    @step.visit
+    def _(shown: _Shown) -> None:
+        scores = step.scores(q, k)
+        weights = shown(jnp.exp(scores - lse[...]), 0.0)
+        dv_sum[...] += _product(weights.astype(dout.dtype), step.rows(dout))
+        dscores = step.dscores(weights * (_product(step.rows(v), step.columns(dout)) - delta[...]), scores)
+        dk_sum[...] += _product(dscores.astype(q.dtype), step.rows(q))
+
+    @pl.when(step.last)
+    def _() -> None:
+        dk[...] = step.rows(dk_sum[...] * step.scale).astype(dk.dtype)
+        dv[...] = step.rows(dv_sum[...]).astype(dv.dtype)
+
+
+def _product(a: Array, b: Array) -> Array:
+    """Summed in float32; float32 factors keep all their bits."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+# Steps.
+
+_Shown = Callable[[Array, float], Array]
+"""From an array of a tile, and a value for the places that are not seen, to what may be summed."""
+
+
+class _Step(NamedTuple):
+    """A step of a kernel.
+
+    Attributes:
+      first, last: of its row: where sums begin, and are written.
+      state: EMPTY, PARTIAL or FULL, of its tile.
+      seen: which places of a partial tile are seen [t, q].
+      across: as of the walk.
+    """
+
+    call: Call
+    scale: float
+    first: Any
+    last: Any
+    state: Any
+    seen: Callable[[], Array]
+    across: bool
+
+    def rows(self, x: Any) -> Array:
+        """From an array as it lies to [places, h], and the other way."""
+        return x[...].T if self.across else x[...]
+
+    def columns(self, x: Any) -> Array:
+        """From an array as it lies to [h, places], and the other way."""
+        return x[...] if self.across else x[...].T
+
+    def scores(self, q: Any, k: Any) -> Array:
+        return capped(_product(self.rows(k), self.columns(q)) * self.scale, self.call.softcap)
+
+    def dscores(self, dcapped: Array, scores: Array) -> Array:
+        return through_cap(dcapped, scores, self.call.softcap)
+
+    def visit(self, body: Callable[[_Shown], None]) -> None:
+        pl.when(self.state == FULL)(lambda: body(lambda x, hidden: x))
+        pl.when(self.state == PARTIAL)(lambda: body(lambda x, hidden: jnp.where(self.seen(), x, hidden)))
+
+
+class _Walk(NamedTuple):
+    """The steps of a grid.
+
+    Attributes:
+      scale: of the scores.
+      of_keys: rows are tiles of keys.
+      rows: int32 [L], or [B * L] where sequences differ: the row of each step.
+      codes: as many: `entry << 2 | state`, of `Visits` and of the tile.
+      count: how many steps; on the device where ids or places are.
+      stride: of a sequence's steps in the lists; 0 = all have the same.
+      bits: of `Visits`.
+      across: arrays lie with their places along the lanes.
+    """
+
+    mask: Mask
+    call: Call
+    scale: float
+    tiles: Tiles
+    of_keys: bool
+    rows: Any
+    codes: Any
+    count: Any
+    stride: int
+    bits: int
+    across: bool
+
+    def by_head(self, x_BSHh: Array, block: int) -> Array:
+        """[B, H, S, h], or across [B, H, h, S], zeros up to whole tiles."""
+        x = x_BSHh.transpose((0, 2, 3, 1) if self.across else (0, 2, 1, 3))
+        missing = (0, -x_BSHh.shape[1] % block)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), missing) if self.across else ((0, 0), (0, 0), missing, (0, 0)))
+
+    def by_place(self, x: Array, S: int) -> Array:
+        """The inverse of `by_head`."""
+        return x[..., :S].transpose(0, 3, 1, 2) if self.across else x[:, :, :S].swapaxes(1, 2)
+
+    def at(self, b: Any, n: Any, rows: Any, codes: Any) -> tuple[Any, Any]:
+        """The tile of queries and the tile of keys of a step, by what lies in SMEM."""
+        row, tile = rows[self.stride * b + n], codes[self.stride * b + n] >> self.bits + 2
+        return (tile, row) if self.of_keys else (row, tile)
+
+
+def _walk(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, tile: int, of_keys: bool = False) -> _Walk:
+    tiles = _tiles(q_BSHh.shape, k_BTKh.shape[1], q_BSHh.dtype, mask, call, tile)
+    entries_BRW, full_BR, some_BR, bits = visits(mask, tiles, of_keys)
+    (B, R, W), traced = entries_BRW.shape, isinstance(entries_BRW, jax.Array)
+    xp: Any = jnp if traced else np
+    ends_BR = xp.cumsum(xp.maximum(some_BR, 1), axis=1)  # a row of none has a step too, which writes its zeros
+    count = xp.max(ends_BR[:, -1])
+    L = R * W if traced else int(count)
+    _check_list(B * L)
+    # A sequence of fewer steps than another stays at its last, and visits nothing.
+    n_BL = xp.minimum(np.arange(L), ends_BR[:, -1:] - 1)
+    rows_BL = xp.sum(ends_BR[:, None] <= n_BL[:, :, None], axis=2)
+    w_BL = n_BL - xp.take_along_axis(ends_BR - xp.maximum(some_BR, 1), rows_BL, axis=1)
+    entries_BL = xp.take_along_axis(entries_BRW.reshape(B, R * W), rows_BL * W + w_BL, axis=1)
+    full_BL, some_BL = (xp.take_along_axis(x, rows_BL, axis=1) for x in (full_BR, some_BR))
+    visited = (w_BL < some_BL) & (np.arange(L) < ends_BR[:, -1:])
+    states_BL = xp.where(visited, xp.where(w_BL < full_BL, FULL, PARTIAL), EMPTY)
+    rows, codes = (x.astype(np.int32).reshape(-1) for x in (rows_BL, entries_BL << 2 | states_BL))
+    stride = L if B > 1 else 0
+    across = q_BSHh.shape[3] % LANES != 0 and tiles.block_q % LANES == tiles.block_k % LANES == 0
+    count = count if traced else L
+    return _Walk(mask, call, call.scale_of(q_BSHh), tiles, of_keys, rows, codes, count, stride, bits, across)
+
+
+def _check_list(steps: int) -> None:
+    if 8 * steps > _LIST_BYTES:
+        raise Unserved(f"{steps} tiles to visit are more than SMEM holds")
+
+
+def _tiles(q_shape: Sequence[int], T: int, dtype: Any, mask: Mask, call: Call, tile: int = 0) -> Tiles:
+    _, S, _, h = q_shape
+    # A long tile of more bytes does not fit in the 16 MiB of VMEM that all chips have.
+    long = max(S, T) > 16 * TILE and h * jnp.dtype(dtype).itemsize <= 2 * LANES
+    tile = tile or (LONG_TILE if long else TILE)
+    blocks = [leaf for leaf in mask.leaves() if isinstance(leaf, Blocks)]
+    q_start, k_start = (call.multiple if isinstance(x, jax.Array) else x for x in (call.q_start, call.k_start))
+    block_q = _block(S, tile, [leaf.block_q for leaf in blocks], q_start)
+    block_k = _block(T, tile, [leaf.block_k for leaf in blocks], k_start)
+    return Tiles(S, T, block_q, block_k, call.q_start, call.k_start, call.multiple)
+
+
+def _block(length: int, most: int, blocks: list[int], start: int) -> int:
+    """Places of a tile: of the fewest equal ones, or as many as cut no block of a mask."""
+    if not blocks:
+        lanes = min(LANES, most)
+        return -(-math.ceil(length / math.ceil(length / most)) // lanes) * lanes
+    unit = math.gcd(*blocks, start)
+    sizes = [size for size in range(_SUBLANES, min(most, unit) + 1, _SUBLANES) if unit % size == 0]
+    if not sizes:
+        raise Unserved(f"blocks of {blocks[0]} places, the first at {start}, are no tiles of a multiple of {_SUBLANES}")
+    return sizes[-1]
+
+
+def _step(walk: _Walk, G: int, lists: Sequence[Any], q_ids: Sequence[Any], kv_ids: Sequence[Any]) -> _Step:
+    """The step that a kernel is at; the refs are of its lists, and of the ids of its tile."""
+    (rows, codes, starts), (_, T, block_q, block_k, *_) = lists, walk.tiles
+    of_n, of_g = (2, 3) if walk.of_keys else (3, 2)
+    b, g, n = pl.program_id(0), pl.program_id(of_g), pl.program_id(of_n)
+    at, end = walk.stride * b + n, rows.shape[0] - 1
+    first = (n == 0) | (rows[jnp.maximum(at - 1, 0)] != rows[at])
+    last = (n == pl.num_programs(of_n) - 1) | (rows[jnp.minimum(at + 1, end)] != rows[at])
+    if walk.of_keys:
+        first, last = first & (g == 0), last & (g == G - 1)
+    query_tile, key_tile = walk.at(b, n, rows, codes)
+    code = codes[at]
+
+    def seen() -> Array:
+        i = starts[0] + query_tile * block_q + jax.lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
+        column = key_tile * block_k + jax.lax.broadcasted_iota(jnp.int32, (block_k, 1), 0)
+        ids = [(of_keys[0], of_queries[0]) for of_keys, of_queries in zip(kv_ids, q_ids, strict=True)]
+        seen = in_tile(walk.mask, i, starts[1] + column, code >> 2, ids)
+        return seen & (column < T) if T % block_k else seen
+
+    return _Step(walk.call, walk.scale, first, last, code & 3, seen, walk.across)
+
+
+# Launching.
+
+
+def _launch(
+    kernel: Callable[..., None],
+    walk: _Walk,
+    arrays: dict[Kind, list[Array]],
+    outputs: list[tuple[Kind, Any]],
+    sums: list[tuple[int, int]],
+    products: int,
+) -> list[Array]:
+    """Run a kernel.
+
+    Args:
+      arrays: what it reads, filled up to whole tiles.
+      outputs: kind and dtype of what it writes.
+      sums: shapes of what it sums in float32.
+      products: how many it makes of a tile, for XLA's estimate of its time.
+    """
+    (B, H, *last), (K, tiles) = arrays["queries"][0].shape, (arrays["keys"][0].shape[1], walk.tiles)
+    h = last[0 if walk.across else 1]
+    segments = [leaf for leaf in walk.mask.leaves() if isinstance(leaf, Segments)]
+    ids: dict[Kind, list[Array]] = {
+        "q_ids": [_by_tile(leaf.q_ids, tiles.block_q) for leaf in segments],
+        "kv_ids": [_by_tile(leaf.kv_ids, tiles.block_k) for leaf in segments],
+    }
+    kinds, inputs = zip(*((kind, x) for kind, found in (ids | arrays).items() for x in found), strict=True)
+    specs = _specs(walk, H // K, h)
+
+    def body(*refs: Any) -> None:
+        n = len(segments)
+        lists, q_ids, kv_ids, others = refs[:3], refs[3 : 3 + n], refs[3 + n : 3 + 2 * n], refs[3 + 2 * n :]
+        kernel(_step(walk, H // K, lists, q_ids, kv_ids), *others)
+
+    shapes: dict[Kind, tuple[int, ...]] = {kind: found[0].shape for kind, found in arrays.items()}
+    shapes["per_query"] = B, H, tiles.shape[0], 1, tiles.block_q
+    places = B * H * (walk.stride or len(walk.rows)) * tiles.block_q * tiles.block_k
+    return pl.pallas_call(
+        body,
+        out_shape=[jax.ShapeDtypeStruct(shapes[kind], dtype) for kind, dtype in outputs],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(B, K, walk.count, H // K) if walk.of_keys else (B, K, H // K, walk.count),
+            in_specs=[specs[kind] for kind in kinds],
+            out_specs=[specs[kind] for kind, _ in outputs],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in sums],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary" if walk.of_keys else "parallel", "arbitrary")
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * products * places * h,
+            transcendentals=places,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in inputs),
+        ),
+        interpret=walk.call.interpret,
+        name=f"attention{kernel.__name__.removesuffix('_kernel')}",
+    )(walk.rows, walk.codes, jnp.stack([jnp.int32(tiles.q_start), jnp.int32(tiles.k_start)]), *inputs)
+
+
+def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
+    """Which block of each kind of array a step takes."""
+    q, t = walk.tiles.block_q, walk.tiles.block_k
+
+    def spec(shape: tuple[int | None, ...], index: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
+        """`index`: from a sequence, a kv head, a query head, a tile of queries and one of keys."""
+
+        def of_step(b: Any, kv_head: Any, outer: Any, inner: Any, rows: Any, codes: Any, _: Any) -> tuple[Any, ...]:
+            n, g = (outer, inner) if walk.of_keys else (inner, outer)
+            return index(b, kv_head, kv_head * G + g, *walk.at(b, n, rows, codes))
+
+        return pl.BlockSpec(shape, of_step)
+
+    def lying(block: int) -> tuple[int | None, ...]:
+        return (None, None, h, block) if walk.across else (None, None, block, h)
+
+    def place(tile: Any) -> tuple[Any, Any]:
+        return (0, tile) if walk.across else (tile, 0)
+
+    return {
+        "queries": spec(lying(q), lambda b, kv_head, head, Q, N: (b, head, *place(Q))),
+        "keys": spec(lying(t), lambda b, kv_head, head, Q, N: (b, kv_head, *place(N))),
+        "per_query": spec((None, None, None, 1, q), lambda b, kv_head, head, Q, N: (b, head, Q, 0, 0)),
+        "q_ids": spec((None, None, 1, q), lambda b, kv_head, head, Q, N: (b, Q, 0, 0)),
+        "kv_ids": spec((None, None, 1, t), lambda b, kv_head, head, Q, N: (b, N, 0, 0)),
+    }
+
+
+def _by_tile(x: Array, block: int) -> Array:
+    """[..., S] as [..., Q, 1, q], zeros up to whole tiles: a block has the last two dims whole, whatever q is."""
+    S = x.shape[-1]
+    filled = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -S % block)])
+    return filled.reshape(*x.shape[:-1], -1, 1, block)

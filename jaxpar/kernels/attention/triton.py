@@ -1,0 +1,396 @@
+"""Attention on NVIDIA GPUs by Pallas' Triton lowering, after FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2).
+
+Three kernels. One gives the output and its log-sum-exp, one dq: a program for each tile of queries of a head. One gives
+dk and dv: a program for each tile of keys of a kv head, which walks the query heads of that, so that nothing is added
+atomically. A program visits the tiles that `visits` lists, first those that need no mask.
+
+Arrays are read where they lie. What a tile has past the end of the sequence, or of a head_dim that is no power of two,
+is masked out of its loads and stores, and costs no copy. Exponentials are in base 2, the one that the hardware has.
+
+jax 0.12 still has this lowering, and warns that a later version will not.
+
+Shapes: as in `jaxpar.kernels.attention.call`; q and k places of a tile of queries and of keys.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Unserved
+from jaxpar.kernels.attention.tuned import Sizes, Tile, sizes_here
+from jaxpar.kernels.attention.visits import in_tile, visits
+from jaxpar.kernels.masks import Blocks, Mask, Segments, Tiles
+
+LOG2_E = math.log2(math.e)
+LEAST = 16
+"""Entries of a side of a tile, at least: what Triton's matrix products take."""
+MOST_HEAD_DIM = 256
+ONLY = np.int32(0)
+"""The head of a program that has one: of numpy, as the interpreter asks an index for its shape."""
+
+
+def refusal(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any, mask: Mask, call: Call = DEFAULT) -> str:
+    """Why these cannot be served, or nothing."""
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    if re.fullmatch(r"[1-7]\.\d", capability):
+        return f"compute capability {capability} is below 8.0"
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        return f"{jnp.dtype(dtype)} is neither float32 nor bfloat16"
+    if not LEAST <= q_shape[-1] <= MOST_HEAD_DIM:
+        return f"head_dim {q_shape[-1]} is not between {LEAST} and {MOST_HEAD_DIM}"
+    try:
+        _fitted(Tile(LEAST, LEAST), q_shape[1], k_shape[1], mask, call)
+    except Unserved as refused:
+        return str(refused)
+    return ""
+
+
+def forward(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    mask: Mask,
+    call: Call = DEFAULT,
+    sizes: Sizes | None = None,
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
+    """See `jaxpar.kernels.attention.call`; `sizes` of tiles, None = those for the chip.
+
+    Raises:
+      Unserved: see `refusal`.
+    """
+    why = refusal(q_BSHh.shape, k_BTKh.shape, q_BSHh.dtype, mask, call)
+    if why:
+        raise Unserved(why)
+    B, S, H, h = q_BSHh.shape
+    tile = (sizes or sizes_here(h, q_BSHh.dtype)).forward
+    outs = [
+        jax.ShapeDtypeStruct(q_BSHh.shape, call.out_dtype or q_BSHh.dtype),
+        jax.ShapeDtypeStruct((B, H, S), jnp.float32),
+    ]
+    out_BSHh, lse_BHS = _run(attention_forward, 2, tile, [q_BSHh, k_BTKh, v_BTKh], outs, mask, call)
+    return out_BSHh, lse_BHS
+
+
+def backward(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BTKh: Float[Array, "B T K h"],
+    v_BTKh: Float[Array, "B T K h"],
+    dout_BSHh: Float[Array, "B S H h"],
+    lse_BHS: Float[Array, "B H S"],
+    delta_BHS: Float[Array, "B H S"],
+    mask: Mask,
+    call: Call = DEFAULT,
+    sizes: Sizes | None = None,
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
+    """See `jaxpar.kernels.attention.call`; `sizes` of tiles, None = those for the chip."""
+    _, dq_tile, dkv_tile = sizes or sizes_here(q_BSHh.shape[-1], q_BSHh.dtype)
+    arrays = [q_BSHh, k_BTKh, v_BTKh, dout_BSHh.astype(v_BTKh.dtype), lse_BHS, delta_BHS]
+    dq, dk, dv = (jax.ShapeDtypeStruct(x.shape, call.out_dtype or x.dtype) for x in arrays[:3])
+    (dq_BSHh,) = _run(attention_dq, 3, dq_tile, arrays, [dq], mask, call)
+    dk_BTKh, dv_BTKh = _run(attention_dkv, 4, dkv_tile, arrays, [dk, dv], mask, call, of_keys=True)
+    return dq_BSHh, dk_BTKh, dv_BTKh
+
+
+class _Plan(NamedTuple):
+    """What a kernel knows while it is traced.
+
+    Attributes:
+      tiles: their places are those of the arrays; the kernel adds where queries and keys start.
+      bits: of an entry of `visits`.
+      h: head_dim.
+      scale: of the scores.
+      softcap: see `Call`.
+    """
+
+    mask: Mask
+    tiles: Tiles
+    bits: int
+    h: int
+    scale: float
+    softcap: float
+
+    @property
+    def unit(self) -> float:
+        """What makes scores in base 2 of what `_scores` gives."""
+        return (self.softcap or self.scale) * LOG2_E
+
+
+def _run(
+    kernel: Callable[..., None],
+    products: int,
+    tile: Tile,
+    arrays: Sequence[Array],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    mask: Mask,
+    call: Call,
+    of_keys: bool = False,
+) -> list[Array]:
+    """A program for each tile of queries of each head; with `of_keys`, of keys of each kv head.
+
+    `products` it makes of a visited tile: its FLOPs stand in the program for who reads it, at most where ids say which.
+    """
+    (B, S, H, h), (T, K) = arrays[0].shape, arrays[1].shape[1:3]
+    tile = _fitted(tile, S, T, mask, call)
+    tiles = Tiles(S, T, tile.block_q, tile.block_k, call.q_start, call.k_start, call.multiple)
+    *lists, bits = visits(mask, tiles, of_keys)
+    xp: Any = jnp if isinstance(call.q_start, jax.Array) or isinstance(call.k_start, jax.Array) else np
+    starts = xp.stack([xp.asarray(start, np.int32) for start in (call.q_start, call.k_start)])
+    ids = [(leaf.q_ids, leaf.kv_ids) for leaf in mask.leaves() if isinstance(leaf, Segments)]
+    heads = K if of_keys else H
+    given = [jnp.asarray(x) for x in lists], starts, ids, list(arrays)
+    plan = _Plan(mask, tiles, bits, h, call.scale_of(arrays[0]), call.softcap)
+    entries, _, some = lists
+    visited = (entries.size if isinstance(some, jax.Array) else int(some.sum())) * B // len(some)
+    flops = 2 * products * H * h * visited * tile.block_q * tile.block_k
+    moved = sum(x.size * x.dtype.itemsize for x in (*arrays, *outs))
+    return pl.pallas_call(
+        partial(kernel, plan),
+        grid=(lists[0].shape[1], heads, B),
+        in_specs=(
+            [_of_sequence(x) for x in lists], pl.BlockSpec((2,), lambda *_: (0,)),
+            [(_of_sequence(q), _of_sequence(kv)) for q, kv in ids], [_of_head(x, heads) for x in arrays],
+        ),
+        out_specs=[_of_head(x, heads) for x in outs],
+        out_shape=list(outs),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=call.interpret,
+        name=kernel.__name__,
+        metadata={"flops": str(flops), "bytes_accessed": str(moved)},
+    )(*given)  # fmt: skip
+
+
+def _fitted(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
+    """The tile, smaller where the sequence is short, or where a block mask's blocks would be cut.
+
+    Raises:
+      Unserved: such blocks as no tile divides.
+    """
+    q_start, k_start = (call.multiple if isinstance(x, jax.Array) else x for x in (call.q_start, call.k_start))
+    blocks = [leaf for leaf in mask.leaves() if isinstance(leaf, Blocks)]
+    block_q = min(tile.block_q, pl.next_power_of_2(max(S, LEAST)))
+    block_k = min(tile.block_k, pl.next_power_of_2(max(T, LEAST)))
+    if blocks:
+        block_q = math.gcd(block_q, q_start, *(leaf.block_q for leaf in blocks))
+        block_k = math.gcd(block_k, k_start, *(leaf.block_k for leaf in blocks))
+        if min(block_q, block_k) < LEAST:
+            raise Unserved(f"tiles of less than {LEAST} places: {block_q} x {block_k} of {', '.join(map(str, blocks))}")
+    warps = min(tile.warps, max(4, block_q * block_k // 256))  # eight would do the same work twice in a small tile
+    return tile._replace(block_q=block_q, block_k=block_k, warps=warps)
+
+
+def _of_sequence(x: Any) -> pl.BlockSpec:
+    """A sequence's part of an array [B, ...], or of one that all share [1, ...]."""
+    shared, rest = x.shape[0] == 1, x.shape[1:]
+    return pl.BlockSpec((None, *rest), lambda _, n, b: (0 if shared else b, *[0] * len(rest)))
+
+
+def _of_head(x: Any, programs: int) -> pl.BlockSpec:
+    """The heads of [B, S, H, h] or [B, H, S] that program n has: its own, or one that several programs share."""
+    H = x.shape[2] if x.ndim == 4 else x.shape[1]
+    own, sharing = max(H // programs, 1), max(programs // H, 1)
+    if x.ndim == 3:
+        return pl.BlockSpec((None, own, x.shape[2]), lambda _, n, b: (b, n // sharing, 0))
+    shape = None, x.shape[1], own, pl.next_power_of_2(x.shape[3])
+    return pl.BlockSpec(shape, lambda _, n, b: (b, 0, n // sharing, 0))
+
+
+# The kernels. They are given a plan; the lists of visits; where queries and keys start; ids; the arrays, as above.
+
+
+def attention_forward(plan: _Plan, lists: Any, starts: Any, ids: Any, arrays: Any, out_ref: Any, lse_ref: Any) -> None:
+    """A tile of queries: output and log-sum-exp, by a running maximum and total (algorithm 1)."""
+    q_ref, k_ref, v_ref = arrays
+    # Of a causal mask the last queries have the most to do: they come first, so that nothing long is left for the end.
+    row = plan.tiles.shape[0] - 1 - pl.program_id(0)
+    queries = _queries(plan, row)
+    q_qh = queries.load(q_ref, ONLY)
+
+    def visit(entry: Any, masked: bool, carry: Any) -> Any:
+        out_qh, most_q, total_q = carry
+        keys = _keys(plan, entry >> plan.bits, masked)
+        scores_qk = _scores(plan, q_qh, keys.load(k_ref, ONLY))
+        if masked:
+            scores_qk = jnp.where(_seen(plan, starts, ids, entry, queries, keys), scores_qk, -jnp.inf)
+        next_q = jnp.maximum(most_q, jnp.max(scores_qk, axis=1) * plan.unit)
+        weights_qk = jnp.exp2(scores_qk * plan.unit - next_q[:, None])
+        before_q = jnp.exp2(most_q - next_q)
+        v_kh = keys.load(v_ref, ONLY)
+        out_qh = out_qh * before_q[:, None] + _product(weights_qk.astype(v_kh.dtype), v_kh, 1, 0)
+        return out_qh, next_q, total_q * before_q + jnp.sum(weights_qk, axis=1)
+
+    # A finite maximum even where nothing is seen: what is hidden, at minus infinity, has weight 0 and not NaN.
+    begin = _zeros(q_qh.shape), jnp.full(q_qh.shape[:1], BLIND, jnp.float32), _zeros(q_qh.shape[:1])
+    out_qh, most_q, total_q = _walk(lists, row, visit, begin)
+    blind_q = total_q == 0
+    total_q = jnp.where(blind_q, 1, total_q)
+    queries.store(out_ref, ONLY, out_qh / total_q[:, None])
+    queries.store_row(lse_ref, ONLY, jnp.where(blind_q, MASKED, most_q / LOG2_E + jnp.log(total_q)))
+
+
+def attention_dq(plan: _Plan, lists: Any, starts: Any, ids: Any, arrays: Any, dq_ref: Any) -> None:
+    """A tile of queries: their gradient (algorithm 2, by rows)."""
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = arrays
+    row = plan.tiles.shape[0] - 1 - pl.program_id(0)
+    queries = _queries(plan, row)
+    q_qh, dout_qh = queries.load(q_ref, ONLY), queries.load(dout_ref, ONLY)
+    lse_q1, delta_q1 = (queries.load_row(ref, ONLY)[:, None] for ref in (lse_ref, delta_ref))
+
+    def visit(entry: Any, masked: bool, dq_qh: Any) -> Any:
+        keys = _keys(plan, entry >> plan.bits, masked)
+        k_kh = keys.load(k_ref, ONLY)
+        seen_qk = _seen(plan, starts, ids, entry, queries, keys) if masked else None
+        scores_qk = _scores(plan, q_qh, k_kh)
+        weights_qk = _weights(plan, scores_qk, seen_qk, lse_q1)
+        dweights_qk = _product(dout_qh, keys.load(v_ref, ONLY), 1, 1)
+        dscores_qk = _dscores(plan, scores_qk, weights_qk, dweights_qk, delta_q1)
+        return dq_qh + _product(dscores_qk.astype(k_kh.dtype), k_kh, 1, 0)
+
+    queries.store(dq_ref, ONLY, _walk(lists, row, visit, _zeros(q_qh.shape)) * plan.scale)
+
+
+def attention_dkv(plan: _Plan, lists: Any, starts: Any, ids: Any, arrays: Any, dk_ref: Any, dv_ref: Any) -> None:
+    """A tile of keys: gradients of keys and values (algorithm 2, by columns), tiles transposed."""
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = arrays
+    row = pl.program_id(0)
+    keys = _keys(plan, row, True)
+    k_kh, v_kh = keys.load(k_ref, ONLY), keys.load(v_ref, ONLY)
+
+    def of_head(head: Any, carry: Any) -> Any:
+        def visit(entry: Any, masked: bool, carry: Any) -> Any:
+            dk_kh, dv_kh = carry
+            queries = _queries(plan, entry >> plan.bits)
+            q_qh, dout_qh = queries.load(q_ref, head), queries.load(dout_ref, head)
+            lse_1q, delta_1q = (queries.load_row(ref, head)[None] for ref in (lse_ref, delta_ref))
+            seen_kq = _seen(plan, starts, ids, entry, queries, keys, transposed=True) if masked else None
+            scores_kq = _scores(plan, k_kh, q_qh)
+            weights_kq = _weights(plan, scores_kq, seen_kq, lse_1q)
+            dv_kh += _product(weights_kq.astype(dout_qh.dtype), dout_qh, 1, 0)
+            dscores_kq = _dscores(plan, scores_kq, weights_kq, _product(v_kh, dout_qh, 1, 1), delta_1q)
+            dk_kh += _product(dscores_kq.astype(q_qh.dtype), q_qh, 1, 0)
+            return dk_kh, dv_kh
+
+        return _walk(lists, row, visit, carry)
+
+    dk_kh, dv_kh = lax.fori_loop(0, q_ref.shape[1], of_head, (_zeros(k_kh.shape), _zeros(k_kh.shape)))
+    keys.store(dk_ref, ONLY, dk_kh * plan.scale)
+    keys.store(dv_ref, ONLY, dv_kh)
+
+
+def _walk(lists: Any, row: Any, visit: Callable[[Any, bool, Any], Any], carry: Any) -> Any:
+    """`visit(entry, masked, carry)` of each tile of a row: those seen in full, then the others."""
+    entries, full, some = lists
+    for masked, begin, end in ((False, 0, full[row]), (True, full[row], some[row])):
+        carry = lax.fori_loop(begin, end, lambda w, carry, masked=masked: visit(entries[row, w], masked, carry), carry)
+    return carry
+
+
+class _Part(NamedTuple):
+    """The places of a sequence that a tile has.
+
+    Attributes:
+      end: of the sequence, where the tile may go past it; else None.
+    """
+
+    start: Any
+    size: int
+    end: int | None
+    h: int
+
+    @property
+    def places(self) -> Array:
+        return self.start + jnp.arange(self.size)
+
+    def load(self, ref: Any, head: Any) -> Array:
+        """[size, h'] of [T, heads, h'], h' a power of two; zeros where there is nothing."""
+        mask = self._entries(ref.shape[-1])
+        return plt.load(ref.at[self._slice, head], mask=mask, other=None if mask is None else 0.0)
+
+    def store(self, ref: Any, head: Any, value: Array) -> None:
+        plt.store(ref.at[self._slice, head], value.astype(ref.dtype), mask=self._entries(ref.shape[-1]))
+
+    def load_row(self, ref: Any, *head: Any) -> Array:
+        """[size] of [heads, T], or of [T]; zeros where there is nothing."""
+        mask = self._rows
+        return plt.load(ref.at[*head, self._slice], mask=mask, other=None if mask is None else 0)
+
+    def store_row(self, ref: Any, head: Any, value: Array) -> None:
+        plt.store(ref.at[head, self._slice], value, mask=self._rows)
+
+    @property
+    def _slice(self) -> Any:
+        return pl.ds(self.start, self.size)
+
+    @property
+    def _rows(self) -> Any:
+        """Which places exist [size]; None = all."""
+        return None if self.end is None else self.places < self.end
+
+    def _entries(self, width: int) -> Any:
+        """Which entries exist [size, width]; None = all."""
+        rows, columns = self._rows, None if width == self.h else (jnp.arange(width) < self.h)[None]
+        if rows is None or columns is None:
+            return columns if rows is None else rows[:, None]
+        return rows[:, None] & columns
+
+
+def _queries(plan: _Plan, tile: Any) -> _Part:
+    block, S = plan.tiles.block_q, plan.tiles.S
+    return _Part(tile * block, block, S if S % block else None, plan.h)
+
+
+def _keys(plan: _Plan, tile: Any, last: bool) -> _Part:
+    """Only where it may be the last one can it go past the end."""
+    block, T = plan.tiles.block_k, plan.tiles.T
+    return _Part(tile * block, block, T if last and T % block else None, plan.h)
+
+
+def _seen(plan: _Plan, starts: Any, ids: Any, entry: Any, queries: _Part, keys: _Part, transposed: bool = False) -> Any:
+    """Which places of a partial tile are seen [q, k]; transposed [k, q]."""
+    pairs = [(queries.load_row(q_ids), keys.load_row(kv_ids)) for q_ids, kv_ids in ids]
+    if transposed:  # ids are compared for equality, so they may change places
+        i, j, pairs = queries.places[None], keys.places[:, None], [(kv_ids, q_ids) for q_ids, kv_ids in pairs]
+    else:
+        i, j = queries.places[:, None], keys.places[None]
+    seen = in_tile(plan.mask, i + starts[0], j + starts[1], entry, pairs)
+    return seen if keys.end is None else seen & (j < keys.end)
+
+
+def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
+    """Over one dim of each, in float32: of float32 too, which by default would be rounded to TF32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = ((dim_a,), (dim_b,)), ((), ())
+    return lax.dot_general(a, b, dims, precision, jnp.float32)
+
+
+def _scores(plan: _Plan, a: Array, b: Array) -> Array:
+    """Scores but for the factor `plan.unit`: products, or tanh of them."""
+    products = _product(a, b, 1, 1)
+    return jnp.tanh(products * (plan.scale / plan.softcap)) if plan.softcap else products
+
+
+def _weights(plan: _Plan, scores: Array, seen: Any, lse: Array) -> Array:
+    """Made again from the log-sum-exp."""
+    scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
+    return jnp.exp2(scores * plan.unit - jnp.maximum(lse, BLIND) * LOG2_E)
+
+
+def _dscores(plan: _Plan, scores: Array, weights: Array, dweights: Array, delta: Array) -> Array:
+    """The gradient by the products, but for the factor `plan.scale`."""
+    dscores = weights * (dweights - delta)
+    return dscores * (1 - scores * scores) if plan.softcap else dscores
+
+
+def _zeros(shape: tuple[int, ...]) -> Array:
+    return jnp.zeros(shape, jnp.float32)

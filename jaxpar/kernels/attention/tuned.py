@@ -1,0 +1,113 @@
+"""Tile sizes of the Triton kernels, by chip, head_dim and dtype: a table, and what `tuning` found on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.base.runtime import cache_folder, write_whole
+
+
+class Tile(NamedTuple):
+    """Of one kernel: queries and keys of a tile, warps of a program, stages of its software pipeline."""
+
+    block_q: int
+    block_k: int
+    warps: int = 4
+    stages: int = 2
+
+
+class Sizes(NamedTuple):
+    """Of the three kernels."""
+
+    forward: Tile
+    dq: Tile
+    dkv: Tile
+
+
+def _row(*sizes: tuple[int, int, int, int]) -> Sizes:
+    return Sizes(*(Tile(*size) for size in sizes))
+
+
+# The forward's begin with the defaults of PyTorch's FlexAttention, which were measured. All were compiled for their
+# chip: they fit its shared memory (227 KB a block of an H100, 163 KB of an A100, 99 KB of smaller chips), and of the
+# larger tiles tried they are those whose registers do not spill, or hardly. float32 is multiplied outside the tensor
+# cores, the same on all chips.
+_FLOAT32 = {
+    64: _row((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    128: _row((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2)),
+    256: _row((32, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 2)),
+}
+_BFLOAT16 = {
+    "hopper": {
+        64: _row((128, 128, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+        128: _row((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
+        256: _row((64, 32, 4, 3), (64, 64, 8, 2), (32, 64, 8, 2)),
+    },
+    "ampere": {
+        64: _row((128, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+        128: _row((128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2)),
+        256: _row((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+    },
+    "small": {
+        64: _row((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
+        128: _row((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
+        256: _row((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    },
+}
+_KINDS = {"H100": "hopper", "H200": "hopper", "GH200": "hopper", "B200": "hopper", "A100": "ampere"}
+"""What a `device_kind` has in it."""
+
+
+def sizes_for(h: int, dtype: Any, chip: str) -> Sizes:
+    """Those that were tuned for this chip here, else of the table.
+
+    In a run of several processes those of the table: each has a cache of its own, and all must run the same program.
+
+    Args:
+      h: head_dim.
+      chip: its `device_kind`.
+    """
+    found = kept_sizes().get(_key(h, dtype, chip)) if jax.process_count() == 1 else None
+    if found is not None:
+        return found
+    family = next((family for part, family in _KINDS.items() if part in chip), "small")
+    return (_FLOAT32 if jnp.dtype(dtype) == jnp.float32 else _BFLOAT16[family])[_width(h)]
+
+
+def sizes_here(h: int, dtype: Any) -> Sizes:
+    """Those for the devices of the mesh that a function is traced for; without one, for JAX's own."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return sizes_for(h, dtype, device.device_kind if device else jax.devices()[0].device_kind)
+
+
+def keep_sizes(h: int, dtype: Any, chip: str, sizes: Sizes) -> Path:
+    """Keep what was tuned; returns the file."""
+    file = _file()
+    write_whole(file, json.dumps(kept_sizes() | {_key(h, dtype, chip): sizes}, indent=1))
+    return file
+
+
+def kept_sizes() -> dict[str, Sizes]:
+    """What was tuned; nothing where the file cannot be read, which costs speed only."""
+    try:
+        return {key: _row(*sizes) for key, sizes in json.loads(_file().read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _file() -> Path:
+    return cache_folder() / "triton_tiles.json"
+
+
+def _key(h: int, dtype: Any, chip: str) -> str:
+    return f"{chip}, head_dim {_width(h)}, {jnp.dtype(dtype)}"
+
+
+def _width(h: int) -> int:
+    """Of a row of the table: one for all head_dims that take as much room."""
+    return next(width for width in (64, 128, 256) if h <= width)

@@ -1,0 +1,147 @@
+"""Which tiles a kernel visits: the non-empty ones of a mask, listed for each tile of queries, or of keys.
+
+A kernel walks its row of the list: first the tiles that are seen in full, which need no mask, then the others. Inside
+one of those, `in_tile` says which places are seen. Where a mask is known while tracing the lists are constants, else
+(ids, places of a device in a ring) they are made on the device.
+
+Shapes: B batch, or 1 where all sequences have the same; Q and K tiles of queries and of keys; W the longest row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxpar.kernels.attention.call import Unserved
+from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, And, Blocks, Full, Mask, Or, Segments, Tiles, tile_states
+
+
+class Visits(NamedTuple):
+    """The tiles to visit, numpy or jax int32.
+
+    Attributes:
+      entries: [B, Q, W]; `entry >> bits` is the number of the tile of keys, the bits below are for `in_tile`. Past
+        `some` they repeat the row's last, or are zero.
+      full: [B, Q], how many of a row are seen in full: the first ones.
+      some: [B, Q], how many are visited.
+      bits: how many an entry has for `in_tile`.
+    """
+
+    entries: Int[Array, "B Q W"]
+    full: Int[Array, "B Q"]
+    some: Int[Array, "B Q"]
+    bits: int
+
+
+def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
+    """The tiles of keys to visit for each tile of queries; with `of_keys`, the other way round.
+
+    The last tile of keys counts as partial where it is not full of keys: `in_tile` leaves out what lies past the end.
+
+    Raises:
+      Unserved: tiles that cut the blocks of a BlockSparse or BigBird mask.
+    """
+    check_blocks(mask, tiles)
+    states = tile_states(mask, tiles)
+    xp: Any = jnp if isinstance(states, jax.Array) else np
+    states = states if states.ndim == 3 else states[None]
+    if tiles.T % tiles.block_k:
+        states = xp.where(np.arange(tiles.shape[1]) == tiles.shape[1] - 1, xp.minimum(states, PARTIAL), states)
+    named = _looked_up(mask)
+    values: Any = np.zeros(tiles.shape, np.int32)
+    for n, leaf in enumerate(named):
+        values = values | ((leaf.states(tiles) == FULL) << n)
+    values = xp.broadcast_to(values, states.shape)
+    if of_keys:
+        states, values = states.swapaxes(1, 2), values.swapaxes(1, 2)
+    some, full = xp.sum(states != EMPTY, axis=2), xp.sum(states == FULL, axis=2)
+    # FULL > PARTIAL > EMPTY, and a stable sort: each kind stays in its order.
+    order = xp.argsort(-states, axis=2, stable=True)
+    W = max(1, int(some.max()) if xp is np else int(np.max(_at_most(mask, tiles, of_keys))))
+    entries = (order << len(named)) | xp.take_along_axis(values, order, axis=2)
+    place = xp.minimum(np.arange(W), xp.maximum(some - 1, 0)[..., None])
+    entries = xp.where(some[..., None] > 0, xp.take_along_axis(entries, place, axis=2), 0)
+    entries, full, some = (x.astype(np.int32) for x in (entries, full, some))
+    return Visits(entries, full, some, len(named))
+
+
+def _at_most(mask: Mask, tiles: Tiles, of_keys: bool) -> Any:
+    """How many tiles each row visits at most, whatever the ids."""
+    if isinstance(tiles.q_start, jax.Array) or isinstance(tiles.k_start, jax.Array):
+        rows, columns = tiles.shape[::-1] if of_keys else tiles.shape
+        return np.full(rows, columns)
+    # With everything of the ids' seen, and with nothing: a mask only ever grows with its parts.
+    states = tile_states(mask.replaced(lambda leaf: Full() if isinstance(leaf, Segments) else leaf), tiles)
+    return np.sum(np.asarray(states) != EMPTY, axis=0 if of_keys else 1)
+
+
+def most_steps(mask: Mask, tiles: Tiles, of_keys: bool = False) -> int:
+    """Of a list of all rows one after another, how many entries: at least one a row, and the longest where ids are."""
+    most = np.maximum(_at_most(mask, tiles, of_keys), 1)
+    known = not any(isinstance(leaf, Segments) for leaf in mask.leaves())
+    return int(np.sum(most) if known else len(most) * np.max(most))
+
+
+def check_blocks(mask: Mask, tiles: Tiles) -> None:
+    """Refuse tiles in which a block mask is neither seen nor hidden as a whole.
+
+    Raises:
+      Unserved: such ones.
+    """
+    q_start, k_start = (tiles.multiple if isinstance(x, jax.Array) else x for x in (tiles.q_start, tiles.k_start))
+    for leaf in mask.leaves():
+        if not isinstance(leaf, Blocks):
+            continue
+        rows_whole = leaf.block_q % tiles.block_q == 0 == q_start % tiles.block_q
+        if not (rows_whole and leaf.block_k % tiles.block_k == 0 == k_start % tiles.block_k):
+            raise Unserved(f"tiles of {tiles.block_q} x {tiles.block_k} cut the blocks of {leaf}")
+
+
+def in_tile(mask: Mask, i: Any, j: Any, entry: Any, ids: Sequence[tuple[Any, Any]] = ()) -> Any:
+    """Inside a kernel: which places of a partial tile are seen, keys past the end aside.
+
+    Args:
+      mask: as given to `visits`; its arrays are not touched.
+      i, j: places of the tile's queries [q, 1] and keys [1, k].
+      entry: the tile's of `Visits.entries`.
+      ids: for each `Segments` of the mask from the left, the ids of the tile's queries [q] and keys [k].
+    """
+    bits, of_tile = itertools.count(), iter(ids)
+    looked_up = _has_or(mask)
+
+    def of_leaf(leaf: Mask) -> Mask:
+        if isinstance(leaf, Segments):
+            return Segments(*next(of_tile))
+        if isinstance(leaf, Blocks):
+            return _Known((entry >> next(bits)) & 1) if looked_up else Full()
+        return leaf
+
+    return mask.replaced(of_leaf).visible(i, j)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Known(Mask):
+    """A block mask inside a tile: all of it or nothing."""
+
+    value: Any
+
+    def visible(self, i: Any, j: Any) -> Any:
+        return (i - j == i - j) & (self.value == 1)
+
+
+def _looked_up(mask: Mask) -> list[Blocks]:
+    """The block masks whose value a tile must be told: none where all of the mask must be seen, as then theirs is."""
+    if not _has_or(mask):
+        return []
+    return [leaf for leaf in mask.leaves() if isinstance(leaf, Blocks)]
+
+
+def _has_or(mask: Mask) -> bool:
+    return isinstance(mask, Or) or (isinstance(mask, And) and (_has_or(mask.left) or _has_or(mask.right)))

@@ -1,0 +1,474 @@
+"""Which keys a query may see: small frozen values, combined with `&` and `|`.
+
+    Causal() & Window(left=1023)
+    Causal() & Segments(documents_BS, documents_BS)
+    PrefixLM(64) | BigBird(length=4096, window=3, globals=2, random=3, seed=0)
+
+One algebra serves the reference (`visible` of all places), the kernels (`states` of tiles: which to leave out, which
+need no mask; `visible` inside the others) and context parallelism (places that begin anywhere). A mask without ids is
+hashable. All are pytrees, whose only arrays are the ids of `Segments`.
+
+Places are int32: i of a query, j of a key, d = i - j. Shapes: B batch, S queries, T keys, Q and K their tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxpar.base.errors import UserError
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+"""What of a tile may be seen: nothing, some of it, all of it."""
+_Kind = TypeVar("_Kind")
+_REFINED = 1 << 27  # places of partial tiles that are looked at one by one, at most
+
+
+class Tiles(NamedTuple):
+    """Queries and keys cut into tiles; the last ones may be smaller.
+
+    Attributes:
+      S, T: how many queries and keys.
+      block_q, block_k: of a tile.
+      q_start, k_start: places of the first query and the first key: int, or a traced scalar.
+      multiple: what traced ones are multiples of.
+    """
+
+    S: int
+    T: int
+    block_q: int
+    block_k: int
+    q_start: Any = 0
+    k_start: Any = 0
+    multiple: int = 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[Q, K]."""
+        return -(-self.S // self.block_q), -(-self.T // self.block_k)
+
+    def spans(self) -> tuple[Any, Any, Any, Any]:
+        """Places of each tile's first and last query [Q, 1] and first and last key [1, K]."""
+        Q, K = self.shape
+        rows, columns = np.arange(Q)[:, None] * self.block_q, np.arange(K)[None] * self.block_k
+        last_rows, last_columns = (
+            np.minimum(rows + self.block_q, self.S) - 1,
+            np.minimum(columns + self.block_k, self.T) - 1,
+        )
+        q, k = self.q_start, self.k_start
+        return rows + q, last_rows + q, columns + k, last_columns + k
+
+    def ahead(self) -> tuple[Any, Any]:
+        """The least and the greatest d of each tile [Q, K]; every one between them occurs."""
+        first_i, last_i, first_j, last_j = self.spans()
+        return first_i - last_j, last_i - first_j
+
+
+class Mask:
+    """The base of all masks."""
+
+    def visible(self, i: Any, j: Any) -> Any:
+        """Whether queries at places `i` may see keys at places `j`: bool, of their shapes broadcast.
+
+        Numpy or jax; inside kernels too, where what is looked up must be replaced first (see `kernels.visits`).
+        """
+        raise NotImplementedError
+
+    def states(self, tiles: Tiles) -> Any:
+        """`EMPTY`, `PARTIAL` or `FULL` of each tile, int8 [Q, K], or [B, Q, K] where ids say so.
+
+        Numpy where everything is known while tracing. Exact for every mask but combinations and ids, which may say
+        `PARTIAL` of a tile that is empty or full, never anything else wrong; see `tile_states`.
+        """
+        raise NotImplementedError
+
+    def check(self, B: int, S: int, T: int) -> None:
+        """Refuse a mask whose ids are not those of so many sequences, queries and keys.
+
+        Raises:
+          UserError: such a one.
+        """
+
+    def leaves(self) -> Iterator[Mask]:
+        """The masks that this one combines, from the left."""
+        yield self
+
+    def replaced(self, of_leaf: Callable[[Mask], Mask]) -> Mask:
+        """The same combination of other masks, `Full` left out where it changes nothing."""
+        return of_leaf(self)
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, other)
+
+
+def _state(some: Any, every: Any) -> Any:
+    return some.astype(np.int8) + every.astype(np.int8)
+
+
+@dataclass_transform(frozen_default=True)
+def _static(kind: type[_Kind]) -> type[_Kind]:
+    """A frozen dataclass, and a pytree without arrays."""
+    return jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(kind))
+
+
+@_static
+class Full(Mask):
+    """Everything."""
+
+    def visible(self, i: Any, j: Any) -> Any:
+        return i - j == i - j
+
+    def states(self, tiles: Tiles) -> Any:
+        return np.full(tiles.shape, FULL, np.int8)
+
+
+@_static
+class Causal(Mask):
+    """Keys at or before the query's place plus `offset`."""
+
+    offset: int = 0
+
+    def visible(self, i: Any, j: Any) -> Any:
+        return i - j >= -self.offset
+
+    def states(self, tiles: Tiles) -> Any:
+        least, most = tiles.ahead()
+        return _state(most >= -self.offset, least >= -self.offset)
+
+
+@_static
+class Window(Mask):
+    """Keys at most `left` places before the query and `right` after it; None = however far.
+
+    `Causal() & Window(1023)` sees 1024 keys, its own among them.
+    """
+
+    left: int | None = None
+    right: int | None = None
+
+    def visible(self, i: Any, j: Any) -> Any:
+        seen = i - j == i - j
+        seen = seen if self.left is None else i - j <= self.left
+        return seen if self.right is None else seen & (i - j >= -self.right)
+
+    def states(self, tiles: Tiles) -> Any:
+        (least, most), left, right = tiles.ahead(), self.left, self.right
+        some = every = least == least
+        if left is not None:
+            some, every = some & (least <= left), every & (most <= left)
+        if right is not None:
+            some, every = some & (most >= -right), every & (least >= -right)
+        return _state(some, every)
+
+
+@_static
+class PrefixLM(Mask):
+    """The first `n` keys, and those at or before the query (arXiv:1910.10683, section 3.2.1)."""
+
+    n: int
+
+    def visible(self, i: Any, j: Any) -> Any:
+        return (i - j >= 0) | (j < self.n)
+
+    def states(self, tiles: Tiles) -> Any:
+        (least, most), (_, _, first_j, last_j) = tiles.ahead(), tiles.spans()
+        return _state((most >= 0) | (first_j < self.n), (least >= 0) | (last_j < self.n))
+
+
+@_static
+class Dilated(Mask):
+    """Every `stride`-th key, up to `window - 1` of them on either side, and its own (arXiv:2004.05150, section 3.1)."""
+
+    window: int
+    stride: int
+
+    def visible(self, i: Any, j: Any) -> Any:
+        d, reach = i - j, (self.window - 1) * self.stride
+        return (d % self.stride == 0) & (d <= reach) & (d >= -reach)
+
+    def states(self, tiles: Tiles) -> Any:
+        (least, most), stride = tiles.ahead(), self.stride
+        reach = (self.window - 1) * stride
+        within = (least >= -reach) & (most <= reach)
+        # Of the places between, the last that is a multiple must not lie before the first.
+        last = (_minimum(most, reach) // stride) * stride
+        return _state(
+            last >= _maximum(least, -reach), within & (stride == 1 or (least == most) & (least % stride == 0))
+        )
+
+
+def _minimum(*both: Any) -> Any:
+    return (jnp if _traced(*both) else np).minimum(*both)
+
+
+def _maximum(*both: Any) -> Any:
+    return (jnp if _traced(*both) else np).maximum(*both)
+
+
+def _traced(*values: Any) -> bool:
+    return any(isinstance(value, jax.Array) for value in values)
+
+
+class Blocks(Mask):
+    """Whole blocks: what `BlockSparse` and `BigBird` share."""
+
+    block_q: int
+    block_k: int
+
+    @property
+    def map(self) -> Bool[np.ndarray, "M N"]:
+        raise NotImplementedError
+
+    @cached_property
+    def _area(self) -> Int[np.ndarray, "M+1 N+1"]:
+        """How many blocks are seen above and left of each corner."""
+        return np.pad(np.cumsum(np.cumsum(self.map, axis=0, dtype=np.int32), axis=1, dtype=np.int32), ((1, 0), (1, 0)))
+
+    def visible(self, i: Any, j: Any) -> Any:
+        (M, N), row, column = self.map.shape, i // self.block_q, j // self.block_k
+        inside = (row >= 0) & (row < M) & (column >= 0) & (column < N)
+        xp: Any = jnp if _traced(row, column) else np
+        return xp.asarray(self.map)[xp.clip(row, 0, M - 1), xp.clip(column, 0, N - 1)] & inside
+
+    def states(self, tiles: Tiles) -> Any:
+        first_i, last_i, first_j, last_j = tiles.spans()
+        top, bottom = first_i // self.block_q, last_i // self.block_q + 1
+        left, right = first_j // self.block_k, last_j // self.block_k + 1
+        (M, N), xp = self.map.shape, jnp if _traced(first_i, first_j) else np
+        area: Any = xp.asarray(self._area)
+
+        def up_to(row: Any, column: Any) -> Any:
+            return area[xp.clip(row, 0, M), xp.clip(column, 0, N)]
+
+        seen = up_to(bottom, right) - up_to(top, right) - up_to(bottom, left) + up_to(top, left)
+        return _state(seen > 0, seen == (bottom - top) * (right - left))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, repr=False)
+class BlockSparse(Blocks):
+    """The blocks of `block_q` queries by `block_k` keys that a map names; what lies outside the map is not seen.
+
+    Args:
+      block_map: bool [M, N], as an array or nested lists.
+    """
+
+    block_map: Any
+    block_q: int = 128
+    block_k: int = 128
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block_map, _Packed):
+            blocks = np.asarray(self.block_map, dtype=bool)
+            if blocks.ndim != 2 or 0 in blocks.shape:
+                raise UserError(f"BlockSparse needs a map of blocks [M, N], and was given shape {blocks.shape}")
+            object.__setattr__(self, "block_map", _Packed(blocks.shape, np.packbits(blocks).tobytes()))
+
+    @cached_property
+    def map(self) -> Bool[np.ndarray, "M N"]:
+        return self.block_map.blocks()
+
+    def __repr__(self) -> str:
+        M, N = self.map.shape
+        return f"BlockSparse({M} x {N} blocks of {self.block_q} x {self.block_k}, {np.mean(self.map):.0%} seen)"
+
+
+class _Packed(NamedTuple):
+    """A map of bits that can be hashed."""
+
+    shape: tuple[int, int]
+    bits: bytes
+
+    def blocks(self) -> Bool[np.ndarray, "M N"]:
+        count = math.prod(self.shape)
+        return np.unpackbits(np.frombuffer(self.bits, np.uint8), count=count).astype(bool).reshape(self.shape)
+
+
+@_static
+class BigBird(Blocks):
+    """A window of blocks, some that see and are seen by all, and some at random (arXiv:2007.14062, section 2).
+
+    Attributes:
+      length: of the sequence.
+      window: blocks around a query's own, that one among them; odd.
+      globals: blocks at the front that all queries see and whose queries see all.
+      random: blocks that each block of queries sees besides, or all that are left.
+      seed: of the draw.
+      block: places of a block.
+    """
+
+    length: int
+    window: int = 3
+    globals: int = 2
+    random: int = 3
+    seed: int = 0
+    block: int = 64
+
+    @property
+    def block_q(self) -> int:
+        return self.block
+
+    @property
+    def block_k(self) -> int:
+        return self.block
+
+    @cached_property
+    def map(self) -> Bool[np.ndarray, "M N"]:
+        n = -(-self.length // self.block)
+        row, column = np.arange(n)[:, None], np.arange(n)
+        seen = (abs(row - column) <= self.window // 2) | (row < self.globals) | (column < self.globals)
+        rng = np.random.default_rng(self.seed)
+        for blocks in seen[self.globals :]:
+            left = np.flatnonzero(~blocks)
+            blocks[rng.choice(left, min(self.random, len(left)), replace=False)] = True
+        return seen
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["q_ids", "kv_ids"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segments(Mask):
+    """Keys of the query's own document: of packed sequences.
+
+    Attributes:
+      q_ids, kv_ids: int [B, S] and [B, T], of the queries and keys at hand, wherever their places begin.
+    """
+
+    q_ids: Int[Array, "B S"]
+    kv_ids: Int[Array, "B T"]
+
+    def visible(self, i: Any, j: Any) -> Any:
+        """[B, S, T], which places `i` [S, 1] and `j` [1, T] do not matter for; in a kernel, of a tile's ids."""
+        return self.q_ids[..., :, None] == self.kv_ids[..., None, :]
+
+    def check(self, B: int, S: int, T: int) -> None:
+        for name, ids, shape in (("q_ids", self.q_ids, (B, S)), ("kv_ids", self.kv_ids, (B, T))):
+            if getattr(ids, "shape", None) != shape:
+                raise UserError(f"Segments needs {name} {shape}, an id for each token, and was given {_shape_of(ids)}")
+
+    def states(self, tiles: Tiles) -> Any:
+        """Exact where the ids of a sequence never fall."""
+        (first, last), (begin, end) = _ends(self.q_ids, tiles.block_q), _ends(self.kv_ids, tiles.block_k)
+        first, last, begin, end = first[:, :, None], last[:, :, None], begin[:, None], end[:, None]
+        some = (first <= end) & (begin <= last)
+        return _state(some, (first == last) & (begin == end) & (first == begin))
+
+    def __repr__(self) -> str:
+        return f"Segments({_shape_of(self.q_ids)}, {_shape_of(self.kv_ids)})"
+
+
+def _shape_of(ids: Any) -> Any:
+    return getattr(ids, "shape", ids)
+
+
+def _ends(ids: Any, block: int) -> tuple[Any, Any]:
+    """The least and the greatest id of each tile [B, Q]."""
+    B, S = ids.shape
+    xp: Any = jnp if _traced(ids) else np
+    tiled = xp.pad(ids, ((0, 0), (0, -S % block)), mode="edge").reshape(B, -1, block)
+    return tiled.min(axis=-1), tiled.max(axis=-1)
+
+
+class _Pair(Mask):
+    left: Mask
+    right: Mask
+
+    def leaves(self) -> Iterator[Mask]:
+        yield from self.left.leaves()
+        yield from self.right.leaves()
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class And(_Pair):
+    """What both masks show."""
+
+    left: Mask
+    right: Mask
+
+    def visible(self, i: Any, j: Any) -> Any:
+        return self.left.visible(i, j) & self.right.visible(i, j)
+
+    def states(self, tiles: Tiles) -> Any:
+        return _minimum(self.left.states(tiles), self.right.states(tiles))
+
+    def replaced(self, of_leaf: Callable[[Mask], Mask]) -> Mask:
+        left, right = self.left.replaced(of_leaf), self.right.replaced(of_leaf)
+        return right if isinstance(left, Full) else left if isinstance(right, Full) else And(left, right)
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({part})" if isinstance(part, Or) else f"{part}" for part in (self.left, self.right))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Or(_Pair):
+    """What either mask shows."""
+
+    left: Mask
+    right: Mask
+
+    def visible(self, i: Any, j: Any) -> Any:
+        return self.left.visible(i, j) | self.right.visible(i, j)
+
+    def states(self, tiles: Tiles) -> Any:
+        return _maximum(self.left.states(tiles), self.right.states(tiles))
+
+    def replaced(self, of_leaf: Callable[[Mask], Mask]) -> Mask:
+        left, right = self.left.replaced(of_leaf), self.right.replaced(of_leaf)
+        return Full() if isinstance(left, Full) or isinstance(right, Full) else Or(left, right)
+
+    def __repr__(self) -> str:
+        return " | ".join(f"{part}" for part in (self.left, self.right))
+
+
+def of_distance(mask: Mask) -> bool:
+    """Whether only d counts, so that places may begin anywhere as long as they begin together."""
+    return all(isinstance(leaf, Full | Causal | Window | Dilated) for leaf in mask.leaves())
+
+
+def dense(mask: Mask, tiles: Tiles) -> Any:
+    """Every place [S, T], or [B, S, T]: for the reference, and for short sequences."""
+    i, j = np.arange(tiles.S)[:, None] + tiles.q_start, np.arange(tiles.T)[None] + tiles.k_start
+    return mask.visible(i, j)
+
+
+def tile_states(mask: Mask, tiles: Tiles) -> Any:
+    """`mask.states`, exact for combinations too where all is known while tracing.
+
+    Of those, tiles that the parts leave partial are looked at place by place: once for each diagonal where only d
+    counts, else up to 134 million places; beyond, they stay partial.
+    """
+    if any(isinstance(leaf, Segments) for leaf in mask.leaves()) or _traced(tiles.q_start, tiles.k_start):
+        return mask.states(tiles)
+    return _known_states(mask, tiles)
+
+
+@lru_cache(maxsize=64)
+def _known_states(mask: Mask, tiles: Tiles) -> np.ndarray:
+    states = np.array(mask.states(tiles))
+    if isinstance(mask, _Pair):
+        partial_tiles = np.argwhere(states == PARTIAL)
+        places, found = len(partial_tiles) * tiles.block_q * tiles.block_k, {}
+        diagonal = of_distance(mask)
+        if diagonal or places <= _REFINED:
+            ends = [np.broadcast_to(end, states.shape) for end in tiles.spans()]
+            for place in map(tuple, partial_tiles):
+                first_i, last_i, first_j, last_j = (int(end[place]) for end in ends)
+                key = (first_i - first_j, last_i - first_i, last_j - first_j) if diagonal else place
+                if key not in found:
+                    seen = mask.visible(np.arange(first_i, last_i + 1)[:, None], np.arange(first_j, last_j + 1)[None])
+                    found[key] = FULL if seen.all() else PARTIAL if seen.any() else EMPTY
+                states[place] = found[key]
+    states.flags.writeable = False
+    return states

@@ -1,0 +1,174 @@
+"""Moves between layouts inside `shard_map`: what is gathered, what is summed, and over which mesh axes.
+
+Left to themselves, partial sums may become all-reduces and small gathers large ones: here every collective of an op is
+written where it stands, so that a plan's communication is known in closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.hardware import LANES
+from jaxpar.base.mesh import MeshAxis
+from jaxpar.base.sharding import Axes, LogicalAxis, Plan
+
+
+def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """`local` on every device's own part of the arrays; on one device `local` itself.
+
+    Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the other axes, also where
+    these have size 1: in what is manual over a part of the mesh only, XLA:CPU aborts at a bfloat16 `psum`, and Mosaic
+    kernels are refused.
+
+    Args:
+      local: a function of local arrays, which names its collectives.
+      plan: mesh and rules.
+      in_axes: logical axes of each argument, in trees of the arguments' forms (an argument's axes are a tuple).
+      out_axes: the same of what it returns.
+    """
+    around = jax.sharding.get_abstract_mesh().manual_axes
+    axes = frozenset(plan.mesh.axis_names).difference(around)
+    if not axes or (not around and plan.mesh.size == 1):
+        return local
+
+    def specs(axes: Any) -> Any:
+        return jax.tree.map(plan.spec, axes, is_leaf=is_axes)  # None, for an argument that is None, stays
+
+    return jax.shard_map(
+        local, mesh=None if around else plan.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes), axis_names=axes,
+        check_vma=False,
+    )  # fmt: skip
+
+
+def turn_after(turn: jax.Array | None, arrays: Any, axes: Any, plan: Plan) -> Any:
+    """`turn`, an int32 zero, but not there before these arrays: with `waits` an op comes after those that gave them.
+
+    Only XLA:CPU needs it, and elsewhere a turn is None. It starts collectives in the order of its schedule, but takes a
+    loop or a branch for started as soon as its first op is: what is inside may run beside a later collective, unless
+    that hangs on the loop's result. All collectives of a `shard_map` have one channel there, so wherever two devices
+    come to two such in different orders they exchange each other's data, or wait for ever. GPUs and TPUs run a loop to
+    its end before the op that follows it.
+
+    Args:
+      turn: of what came before, or None.
+      arrays: a tree of results of ops that may hold collectives.
+      axes: logical axes of each.
+      plan: mesh and rules.
+    """
+    if turn is None:
+        return None
+
+    def local(turn: jax.Array, arrays: Any) -> jax.Array:
+        for array in jax.tree.leaves(arrays):
+            bits = jax.lax.bitcast_convert_type(array[(0,) * array.ndim].astype(jnp.float32), jnp.int32)
+            turn = jnp.where(bits * bits & 3 < 2, turn, 1)  # true of every square, which XLA does not know
+        return turn
+
+    return manual(local, plan, ((), axes), ())(turn, arrays)
+
+
+def waits(x: Any, turn: jax.Array | None) -> Any:
+    """The same arrays, for ops that come after what `turn` comes after."""
+    return x if turn is None else jax.tree.map(lambda x: jnp.where(turn == 0, x, jnp.zeros_like(x)), x)
+
+
+def first_turn(plan: Plan) -> jax.Array | None:
+    """The turn before anything has run; None where the plan's devices keep collectives in order by themselves."""
+    return jnp.int32(0) if plan.mesh.devices.flat[0].platform == "cpu" else None
+
+
+def is_axes(tree: Any) -> bool:
+    """Whether a tree is the logical axes of one array."""
+    plain = isinstance(tree, tuple) and not hasattr(tree, "_fields")  # a NamedTuple is a tree
+    return plain and all(axis is None or isinstance(axis, str) for axis in tree)
+
+
+def gather(x: jax.Array, stored: Axes, used: Axes, plan: Plan) -> jax.Array:
+    """Inside `manual`: `x` from the layout it is stored in to the one it is used in, split over fewer mesh axes.
+
+    Raises:
+      UserError: the used layout splits a dim otherwise than by the first of the mesh axes that the stored one does.
+    """
+    for dim, moved in further_split(stored, used, plan):
+        x = jax.lax.all_gather(x, moved, axis=dim, tiled=True)
+    return x
+
+
+def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, plan: Plan) -> jax.Array:
+    """Inside `manual`: the transpose of `gather`, for an `x` that is a partial sum over the mesh axes `partial`.
+
+    Those that split a dim of the stored layout are reduce-scattered, the others all-reduced; of a dim that is split
+    over an axis where `x` is the same on every device, each keeps its piece.
+
+    Raises:
+      UserError: as `gather`.
+    """
+    left = set(partial)
+    for dim, moved in further_split(stored, used, plan):
+        for summed, run in groupby(moved, left.__contains__):  # outermost first: each cuts the piece left by the last
+            mesh_axes = tuple(run)
+            cut = reduce_scatter if summed else own_piece
+            x = cut(x, mesh_axes, dim, plan.pieces(mesh_axes))
+        left.difference_update(moved)
+    rest = tuple(axis for axis in plan.mesh.axis_names if axis in left)
+    return jax.lax.psum(x, rest) if rest else x
+
+
+def own_piece(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
+    """Inside `manual`, of an array that is the same along mesh axes, each device's piece of `dim`."""
+    size = x.shape[dim] // pieces
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(mesh_axes) * size, size, dim)
+
+
+def reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
+    """Inside `manual`, the sum over mesh axes, each device left with its piece of `dim`.
+
+    The pieces are moved to the front first, each as rows whose lanes are full where its dims allow. Of another form
+    XLA:TPU may make an all-reduce of the whole and a slice, twice the bytes: of a dim in the middle, of a last dim that
+    has 16 bits or pieces of half-full lanes, of a few long rows.
+    """
+    front, back, piece = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim] // pieces
+    if not back and piece % LANES == 0 and x.dtype.itemsize == 4:
+        return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dim, tiled=True)
+    widths = [math.prod(back[n:]) for n in range(len(back))] or [piece]
+    width = next((width for width in reversed(widths) if width % LANES == 0), widths[0])
+    if back:
+        x = jax.lax.optimization_barrier(x.reshape(*front, x.shape[dim], -1, width))
+    x = jnp.moveaxis(x.reshape(*front, pieces, -1, width), dim, 0).reshape(pieces, -1, width)
+    return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=0).reshape(*front, piece, *back)
+
+
+def split_over(axes: Axes, plan: Plan) -> tuple[MeshAxis, ...]:
+    """The mesh axes that split any of these logical axes: those over which a sum along them is partial."""
+    return tuple(mesh_axis for axis in axes for mesh_axis in plan.mesh_axes(axis))
+
+
+def further_split(stored: Axes, used: Axes, plan: Plan) -> list[tuple[int, tuple[MeshAxis, ...]]]:
+    """The dims that the stored layout splits further than the used one, and the mesh axes that make the difference.
+
+    Raises:
+      UserError: a dim that is used split otherwise than by the first of the mesh axes that it is stored split over.
+    """
+    moves = []
+    for dim, (outer, inner) in enumerate(zip(stored, used, strict=True)):
+        split, kept = plan.mesh_axes(outer), plan.mesh_axes(inner)
+        if split[: len(kept)] != kept:
+            fitting = " ".join((*kept, *(axis for axis in split if axis not in kept)))
+            raise UserError(
+                f"dim {dim} is used split over {_words(inner, kept)} and stored split over {_words(outer, split)}, "
+                f"which does not begin with it: try --rules.{outer} {fitting}"
+            )
+        if extra := split[len(kept) :]:
+            moves.append((dim, extra))
+    return moves
+
+
+def _words(axis: LogicalAxis | None, split: tuple[MeshAxis, ...]) -> str:
+    return f"{' x '.join(split) or 'nothing'} (rules.{axis})"

@@ -1,0 +1,337 @@
+"""Context parallelism: causal attention over a sequence that is split over devices.
+
+Three strategies. `ring` sends keys and values round the devices, and merges what each block contributes (Liu et al.
+2023, arXiv:2310.01889); `all_gather` gathers them (as LLaMA 3 does, arXiv:2407.21783, section 3.3.2); `ulysses` trades
+the split of the sequence for a split of the heads (Jacobs et al. 2023, arXiv:2309.14509).
+
+The first two keep tokens in zigzag order, so that every device has the same work: see `jaxpar.parallel.zigzag`;
+`batches.in_order` puts a batch in that order. A strategy runs inside `manual`, on local arrays.
+
+Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H heads, K kv heads, h head_dim; a leading 2
+counts a device's chunks, the early one first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import describe, largest_divisor
+from jaxpar.base.sharding import LogicalAxis, Plan, beside
+from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.attention.dispatch import pair, pair_for, say_once
+from jaxpar.kernels.masks import Mask
+from jaxpar.parallel import ring_attention
+from jaxpar.parallel.collectives import further_split, gather, manual, reduce
+from jaxpar.parallel.remat import named
+from jaxpar.parallel.zigzag import PARTS, Work, chunk_order, inverse, own_chunks, packed, reordered, stacked
+
+_Axes = tuple[LogicalAxis | None, ...]
+_Q: _Axes = ("batch", "attention_seq", "heads", None)
+# Log-sum-exps are kept as a device made them, [B, 1, H, S]: Ulysses has other heads and tokens than q and the output.
+_LSE: _Axes = ("batch", "attention_seq", "heads", None)
+_SEGMENTS: _Axes = ("batch", None)
+_SPLIT: _Axes = (None, "attention_seq", None, None)  # k and v
+_WHOLE: _Axes = (None,) * 4
+
+
+def check_chunks(plan: Plan, seq_len: int) -> None:
+    """Refuse a sequence that is not cut into equal chunks.
+
+    Raises:
+      UserError: such a one, with the nearest lengths that are.
+    """
+    chunks = max(plan.size("attention_seq"), len(chunk_order(plan)))
+    if seq_len % chunks:
+        below = seq_len // chunks * chunks
+        shorter = f"--data.seq-len {below} or " if below else ""
+        raise UserError(
+            f"data.seq_len={seq_len} is not cut into {chunks} equal chunks, which {plan.context.strategy} over "
+            f"{_sizes(plan)} needs: try {shorter}--data.seq-len {below + chunks}"
+        )
+
+
+def check_split(plan: Plan, seq_len: int, heads: int, kv_heads: int, dropout: float = 0.0) -> None:
+    """Refuse a sequence or heads that the plan's strategy cannot split.
+
+    Dropout is refused too: it draws its bits by the place of a token in the array, which depends on the plan here.
+
+    Args:
+      plan: mesh, rules and strategy.
+      seq_len: of the training sequences.
+      heads, kv_heads: of the model.
+      dropout: rate.
+
+    Raises:
+      UserError: what `check_chunks` refuses; dropout; heads too few for Ulysses; kv heads that are split where heads
+        are not; a mesh axis that splits both the sequence and the heads.
+    """
+    n = plan.size("attention_seq")
+    if n == 1:
+        return
+    check_chunks(plan, seq_len)
+    if dropout > 0:
+        raise UserError(
+            f"model.dropout={dropout} with the sequence split over {_sizes(plan)}: what is dropped would depend on the "
+            "mesh: try --model.dropout 0, or leave the sequence whole"
+        )
+    plan.sharding((*_Q[1:3], None), (seq_len, heads, 1), "queries")
+    plan.sharding(("attention_seq", "kv_heads"), (seq_len, kv_heads), "keys and values")
+    if plan.mesh_axes(beside("kv_heads", plan)) != plan.mesh_axes("heads"):
+        further_split(("heads",), ("kv_heads",), plan)
+    here, axis = heads // plan.size("heads"), plan.mesh_axes("attention_seq")[-1]
+    if plan.context.strategy == "ulysses" and here % n:
+        fits = largest_divisor(here, plan.mesh.shape[axis])
+        raise UserError(
+            f"Ulysses with too few heads: {_sizes(plan)} cannot share out {here} heads (model.heads={heads} over "
+            f"{plan.size('heads')} devices): try --context.strategy ring, or --mesh.{axis} {fits}"
+        )
+
+
+def _sizes(plan: Plan) -> str:
+    return describe({axis: plan.mesh.shape[axis] for axis in plan.mesh_axes("attention_seq")})
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def split_attention(
+    plan: Plan,
+    mask: Mask,
+    q_BSHh: Float[Array, "B S H h"],
+    k_BSKh: Float[Array, "B S K h"],
+    v_BSKh: Float[Array, "B S K h"],
+    segments_BS: Int[Array, "B S"] | None = None,
+) -> Float[Array, "B S H h"]:
+    """Attention by the plan's strategy, as `jaxpar.kernels` but for the order of the tokens.
+
+    Args:
+      plan: mesh, rules and strategy; `attention_seq` is split, or every device has whole sequences.
+      mask: what a query sees, documents aside: at most the keys at or before it.
+      q_BSHh, k_BSKh, v_BSKh: projections of one sequence in `chunk_order`, H a multiple of K; kv heads as
+        `parallel.column_linear` leaves them.
+      segments_BS: document of each token, in the same order. None = one document.
+    """
+    return _forward(plan, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)[0]
+
+
+def _forward(plan, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS):
+    def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None) -> tuple[Array, Array]:
+        work, (forward, _) = _work(plan, mask, segments_BT, q_BSHh, k_BSKh), _strategy(plan)
+        out_BSHh, lse_BHS = forward(q_BSHh, k_BSKh, v_BSKh, work)
+        return out_BSHh.astype(v_BSKh.dtype), lse_BHS[:, None]
+
+    kv = _kv_axes(plan)
+    layouts, outs = (_Q, kv, kv, _segment_axes(segments_BS)), (_Q, _LSE)
+    out_BSHh, lse = manual(local, plan, layouts, outs)(q_BSHh, k_BSKh, v_BSKh, segments_BS)
+    out_BSHh, lse = named(out_BSHh, "attention_out"), named(lse, "attention_lse")
+    return out_BSHh, (q_BSHh, k_BSKh, v_BSKh, segments_BS, out_BSHh, lse)
+
+
+def _backward(plan, mask, residuals, dout_BSHh):
+    q_BSHh, k_BSKh, v_BSKh, segments_BS, out_BSHh, lse = residuals
+
+    def local(
+        q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None, out_BSHh: Array, lse: Array,
+        dout_BSHh: Array,
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        if plan.size("attention_seq") > 1:
+            # They are sent again: what came by in the forward pass, the keys of all devices, is not to be kept.
+            q_BSHh, k_BSKh, v_BSKh = jax.lax.optimization_barrier((q_BSHh, k_BSKh, v_BSKh))
+        work, (_, backward) = _work(plan, mask, segments_BT, q_BSHh, k_BSKh), _strategy(plan)
+        delta_BSH = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1)
+        dout_BSHh = dout_BSHh.astype(v_BSKh.dtype)
+        dq, dk, dv = backward(q_BSHh, k_BSKh, v_BSKh, dout_BSHh, lse[:, 0], delta_BSH.swapaxes(1, 2), work)
+        return dq.astype(q_BSHh.dtype), dk.astype(k_BSKh.dtype), dv.astype(v_BSKh.dtype)
+
+    kv = _kv_axes(plan)
+    layouts = (_Q, kv, kv, _segment_axes(segments_BS), _Q, _LSE, _Q)
+    gradients = manual(local, plan, layouts, (_Q, kv, kv))(
+        q_BSHh, k_BSKh, v_BSKh, segments_BS, out_BSHh, lse, dout_BSHh
+    )
+    return *gradients, None
+
+
+split_attention.defvjp(_forward, _backward)
+
+
+def _strategy(plan: Plan) -> Any:
+    return _STRATEGIES[plan.context.strategy if plan.size("attention_seq") > 1 else "whole"]
+
+
+def kernel_for(plan: Plan, mask: Mask, q_BSHh: Any, k_BSKh: Any, platform: str) -> tuple[str, str]:
+    """The implementation that serves what the plan's strategy hands to it, and why not one before it.
+
+    Args:
+      plan: mesh, strategy, and the implementation that it asks for.
+      mask: what a query sees, documents too.
+      q_BSHh, k_BSKh: arrays of one device, or their shapes and dtypes.
+      platform: what it is compiled for.
+
+    Raises:
+      UserError: the one asked for cannot serve.
+    """
+    n, S = plan.size("attention_seq"), q_BSHh.shape[1]
+    C = S // 2
+    anywhere = PARTS._replace(q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=C)  # known at run time only
+    pieces = {"ring": (C, C, anywhere), "all_gather": (C, n * S, anywhere), "ulysses": (n * S, n * S, Call())}
+    of_q, of_k, call = pieces[plan.context.strategy] if n > 1 else (S, S, Call())
+    q, k = (
+        jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype)
+        for x, length in ((q_BSHh, of_q), (k_BSKh, of_k))
+    )
+    return pair_for(q, k, mask, platform, plan.attention, call)
+
+
+def _work(plan: Plan, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array) -> Work:
+    seen, platform = packed(mask, segments_BT, segments_BT), plan.mesh.devices.flat[0].platform
+    name, _ = kernel_for(plan, seen, q_BSHh, k_BSKh, platform)
+    if plan.size("attention_seq") > 1:
+        say_once(f"attention by {name}, {plan.context.strategy}")
+    return Work(plan, mask, segments_BT, pair(name))
+
+
+def _segment_axes(segments_BS: Array | None) -> Any:
+    return None if segments_BS is None else _SEGMENTS
+
+
+def _kv_axes(plan: Plan) -> _Axes:
+    return ("batch", "attention_seq", beside("kv_heads", plan), None)
+
+
+def needed_kv_heads(first: Any, heads: int, group: int) -> Array:
+    """The kv heads of query heads `first` to `first + heads - 1`, each once, or one a query head where groups are cut.
+
+    Args:
+      first: a multiple of `heads`.
+      heads: how many.
+      group: query heads per kv head.
+    """
+    if heads % group == 0 or group % heads == 0:
+        return first // group + jnp.arange(max(heads // group, 1))
+    return (first + jnp.arange(heads)) // group
+
+
+# Whole sequences.
+
+
+def _whole_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
+    return work.kernel.forward(q_BSHh, k_BSKh, v_BSKh, packed(work.mask, *[work.segments_BT] * 2), Call())
+
+
+def _whole_backward(
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: Work
+) -> tuple[Array, Array, Array]:
+    arrays = q_BSHh, k_BSKh, v_BSKh, dout_BSHh, lse_BHS, delta_BHS
+    return work.kernel.backward(*arrays, packed(work.mask, *[work.segments_BT] * 2), Call())
+
+
+# All-gather.
+
+
+def _gather_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
+    k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.plan), work) for x in (k_BSKh, v_BSKh))
+    parts = [
+        work.kernel.forward(q, k_BTKh[:, :T], v_BTKh[:, :T], mask, call)
+        for q, (T, mask, call) in zip(stacked(q_BSHh, 1), _against_all(work, k_BSKh), strict=True)
+    ]
+    return jnp.concatenate([out for out, _ in parts], axis=1), jnp.concatenate([lse for _, lse in parts], axis=2)
+
+
+def _gather_backward(
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: Work
+) -> tuple[Array, Array, Array]:
+    k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.plan), work) for x in (k_BSKh, v_BSKh))
+    of_rows = stacked(q_BSHh, 1), stacked(dout_BSHh, 1), stacked(lse_BHS, 2), stacked(delta_BHS, 2)
+    dqs, dk, dv = [], jnp.zeros(k_BTKh.shape, jnp.float32), jnp.zeros(v_BTKh.shape, jnp.float32)
+    for half, (T, mask, call) in enumerate(_against_all(work, k_BSKh)):
+        q, dout, lse, delta = (x[half] for x in of_rows)
+        keys = k_BTKh[:, :T], v_BTKh[:, :T]
+        dq, more_dk, more_dv = work.kernel.backward(q, *keys, dout, lse, delta, mask, call)
+        dqs.append(dq)
+        dk, dv = dk.at[:, :T].add(more_dk), dv.at[:, :T].add(more_dv)
+    order = chunk_order(work.plan)
+    dk, dv = (reduce(reordered(x, order, 1), work.axes, _WHOLE, _SPLIT, work.plan) for x in (dk, dv))
+    return jnp.concatenate(dqs, axis=1), dk, dv
+
+
+def _against_all(work: Work, k_BSKh: Array) -> list[tuple[int, Mask, Any]]:
+    """Of one's early and late chunk, how many keys from the first it may see, and how."""
+    C, n = k_BSKh.shape[1] // 2, work.size
+    segments_BT = None if work.segments_BT is None else _natural(work.segments_BT, work)
+    return [
+        (
+            T,
+            packed(work.mask, work.segments_of(chunk, C), None if segments_BT is None else segments_BT[:, :T]),
+            PARTS._replace(q_start=chunk * C, multiple=C),
+        )
+        for chunk, T in zip(own_chunks(work), (n * C, 2 * n * C), strict=True)
+    ]
+
+
+def _natural(x: Array, work: Work) -> Array:
+    return reordered(x, inverse(chunk_order(work.plan)), 1)
+
+
+# Ulysses.
+
+
+def _ulysses_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
+    shares = _Shares.of(q_BSHh, k_BSKh, work)
+    k, v, mask = shares.send_kv(k_BSKh), shares.send_kv(v_BSKh), packed(work.mask, *[work.segments_BT] * 2)
+    out, lse = work.kernel.forward(shares.to_heads(q_BSHh), k, v, mask, Call(out_dtype=v_BSKh.dtype))
+    return shares.to_sequence(out), lse
+
+
+def _ulysses_backward(
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHT: Array, delta_BHS: Array, work: Work
+) -> tuple[Array, Array, Array]:
+    shares = _Shares.of(q_BSHh, k_BSKh, work)
+    q, k, v = shares.to_heads(q_BSHh), shares.send_kv(k_BSKh), shares.send_kv(v_BSKh)
+    dout, delta_BTH1 = shares.to_heads(dout_BSHh), shares.to_heads(delta_BHS.swapaxes(1, 2)[..., None])
+    mask, delta_BHT = packed(work.mask, *[work.segments_BT] * 2), delta_BTH1[..., 0].swapaxes(1, 2)
+    dq, dk, dv = work.kernel.backward(q, k, v, dout, lse_BHT, delta_BHT, mask, Call())
+    return shares.to_sequence(dq), shares.back_kv(dk), shares.back_kv(dv)
+
+
+class _Shares(NamedTuple):
+    """How Ulysses deals out a device's heads: `sent` are the kv heads that each device is sent, one after another."""
+
+    work: Work
+    kv_heads: int
+    sent: Array
+
+    @staticmethod
+    def of(q_BSHh: Array, k_BSKh: Array, work: Work) -> _Shares:
+        H, K = q_BSHh.shape[2], k_BSKh.shape[2]
+        heads = H // work.size
+        sent = jnp.concatenate([needed_kv_heads(to * heads, heads, H // K) for to in range(work.size)])
+        return _Shares(work, K, sent)
+
+    def to_heads(self, x_BSHh: Array) -> Array:
+        """A share of the heads over the whole sequence."""
+        return jax.lax.all_to_all(x_BSHh, self.work.axes, split_axis=2, concat_axis=1, tiled=True)
+
+    def to_sequence(self, x_BTHh: Array) -> Array:
+        return jax.lax.all_to_all(x_BTHh, self.work.axes, split_axis=1, concat_axis=2, tiled=True)
+
+    def send_kv(self, x_BSKh: Array) -> Array:
+        return self.to_heads(jnp.take(x_BSKh, self.sent, axis=2))
+
+    def back_kv(self, dx_BTKh: Array) -> Array:
+        """The transpose of `send_kv`, summed in float32."""
+        dx_BSKh = self.to_sequence(dx_BTKh).astype(jnp.float32)
+        B, S, _, h = dx_BSKh.shape
+        return jnp.zeros((B, S, self.kv_heads, h), jnp.float32).at[:, :, self.sent].add(dx_BSKh)
+
+
+_STRATEGIES: dict[str, tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, Array, Array]]]] = {
+    "ring": (ring_attention.forward, ring_attention.backward),
+    "all_gather": (_gather_forward, _gather_backward),
+    "ulysses": (_ulysses_forward, _ulysses_backward),
+    "whole": (_whole_forward, _whole_backward),
+}

@@ -1,0 +1,388 @@
+"""A mixture-of-experts MLP whose experts lie on different devices: every token is sent to the experts it chooses.
+
+The router is Mixtral's (Jiang et al. 2024, arXiv:2401.04088, section 2.1): a float32 softmax over all experts, the k
+largest of it, and their weights made to add up to one. A device routes the tokens that it has of the residual stream;
+nothing is gathered before. For every chosen expert it writes the token as a row into a buffer for the device that has
+the expert, and an all-to-all over the mesh axes of `experts` exchanges the buffers. There the rows are gathered over
+the axes that split `mlp`, multiplied expert by expert, their sums scattered, and a second all-to-all brings them back.
+
+Shapes are static, so buffers have the size of the worst case. *Dropless*, which is the default: all tokens of a device
+may choose experts of the same device, but each of them at most min(k, experts there), so no buffer overflows. With a
+capacity factor each expert has room for so many times its even share of a device's tokens, and what comes later, by
+position, is dropped: that token goes without the expert.
+
+What one device sends over X devices along `experts` a layer, T tokens of dim D on a device, E experts: two all-to-alls
+forward and two backward, each of R D (X - 1) / X numbers in the compute dtype, R rows = X T min(k, E / X), or E C with
+C = ceil(T k / E factor). A block that is recomputed does the two of its forward again. Dropless, one of E integers
+(how many rows are meant for each expert) goes along, forward only.
+
+Shapes: B batch, S sequence, D embed, F mlp, E experts, K chosen experts of a token, X devices along `experts`, T tokens
+of a device, N = T K, R rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshAxis
+from jaxpar.base.sharding import LogicalAxis, Plan, state_axes
+from jaxpar.kernels.grouped_matmul import Groups, inverse
+from jaxpar.parallel.collectives import gather, manual, reduce, split_over
+from jaxpar.parallel.linear import GATHERED, STORED, use, used_axes
+from jaxpar.parallel.remat import named
+
+_Axes = tuple[LogicalAxis | None, ...]
+# Rows are [devices along batch, along the sequence, R, D]: each device has its own, so its part is [1, 1, R, D].
+_ROWS: _Axes = ("batch", "residual_seq", None, None)
+_USED: _Axes = ("batch", "seq", None, None)
+_HIDDEN: _Axes = ("batch", "seq", None, "mlp")
+_SOURCES: _Axes = ("batch", "residual_seq", None)
+_ROUTER: _Axes = ("embed", None)
+_UP: _Axes = ("experts", "embed", "mlp")
+_DOWN: _Axes = ("experts", "mlp", "embed")
+_SCALAR: Any = ()
+
+
+class RouterSums(NamedTuple):
+    """Sums over the tokens of a batch, or over its sequences, each of which weighs as many as it has tokens.
+
+    Attributes:
+      balance: load balance of a sequence, E sum_e f_e P_e of the share f of its choices that fall on an expert and the
+        expert's mean probability P (Switch, arXiv:2101.03961, section 2.2), which is 1 where all are alike. Taken
+        sequence by sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), so that it adds up over any layout.
+      z: squared log-normaliser of the router (ST-MoE, arXiv:2202.08906, section 3.3).
+      dropped: choices that found no room; no gradient flows through it.
+    """
+
+    balance: Float[Array, ""]
+    z: Float[Array, ""]
+    dropped: Float[Array, ""]
+
+
+class _Places(NamedTuple):
+    """Which row belongs to which token, of one device.
+
+    Attributes:
+      sources: [1, 1, R] token whose copy a row of the buffers that are sent is; -1 = the row is empty.
+      slots: [B, S, K] the row in which a token's choice is sent, and its answer comes back; -1 = dropped.
+      counts: [1, 1, X, E / X] rows from each device for each expert that is here; None with a capacity, where rows of
+        an expert stand at fixed places.
+      dropped: choices without a row, of all devices.
+    """
+
+    sources: Array
+    slots: Array
+    counts: Array | None
+    dropped: Array
+
+
+def expert_mlp(
+    x_BSD: Float[Array, "B S D"],
+    router_DE: Float[Array, "D E"],
+    gate_EDF: Float[Array, "E D F"],
+    up_EDF: Float[Array, "E D F"],
+    down_EFD: Float[Array, "E F D"],
+    chosen: int,
+    capacity_factor: float,
+    plan: Plan,
+) -> tuple[Float[Array, "B S D"], RouterSums]:
+    """The weighted sum of the SwiGLU of the experts that each token chooses.
+
+    Args:
+      x_BSD: the residual stream, normed, in its own layout.
+      router_DE: logical axes ("embed", None).
+      gate_EDF, up_EDF: logical axes ("experts", "embed", "mlp").
+      down_EFD: logical axes ("experts", "mlp", "embed").
+      chosen: experts a token.
+      capacity_factor: rows of an expert from a device, as a multiple of the even share; 0 = nothing is dropped.
+      plan: mesh, rules and compute dtype.
+
+    Returns:
+      The residual stream's layout [B, S, D] in the compute dtype, and the router's sums.
+
+    Raises:
+      UserError: rules that split experts over a mesh axis that splits no tokens.
+    """
+    tokens = split_over(GATHERED[:2], plan)
+    for axis in plan.mesh_axes("experts"):
+        if axis not in tokens:
+            raise UserError(
+                f"rules.experts splits the experts over {axis}={plan.mesh.shape[axis]}, which splits no tokens, so its "
+                f"devices would all send the same: add {axis} to --rules.batch, or take it out of --rules.experts"
+            )
+    with jax.named_scope("router"):
+        found: Any = _route(plan, chosen, x_BSD, router_DE)
+        weights_BSK, chosen_BSK, balance, z = found
+        places = _find_places(chosen_BSK, router_DE.shape[1], capacity_factor, plan)
+    with jax.named_scope("dispatch"):
+        rows: Any = _each(_copies, plan, (STORED, _SOURCES), _ROWS, x_BSD.astype(plan.dtype), places.sources)
+        rows = named(_exchange(plan, rows), "expert_input")
+    with jax.named_scope("experts"):
+        hidden: Any = _grouped(plan, False, rows, places.counts, (gate_EDF, up_EDF))
+        gate, up = named(hidden[0], "gate"), named(hidden[1], "up")
+        rows = _grouped(plan, True, named(jax.nn.silu(gate) * up, "mlp_hidden"), places.counts, (down_EFD,))
+    with jax.named_scope("combine"):
+        layouts = ((_ROWS, STORED), STORED)
+        rows = named(_exchange(plan, rows[0]), "expert_out")
+        y_BSD: Any = _each(_weighted, plan, layouts, STORED, (rows, weights_BSK), places.slots)
+    return y_BSD, RouterSums(balance, z, places.dropped)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _route(plan: Plan, k: int, x_BSD: Array, router_DE: Array) -> tuple[Array, Array, Array, Array]:
+    """Weights [B, S, K] in float32, chosen experts [B, S, K], and the sums of balance and z."""
+    return _route_forward(plan, k, x_BSD, router_DE)[0]
+
+
+def _route_forward(plan, k, x_BSD, router_DE):
+    def local(x_BSD: Array, router_DE: Array) -> Any:
+        logits_BSE = _router_logits(x_BSD, _whole_router(router_DE, plan))
+        chosen_BSK = jax.lax.top_k(logits_BSE, k)[1]
+        choices_BE = jnp.sum(jax.nn.one_hot(chosen_BSK, logits_BSE.shape[-1]), axis=(1, 2))
+        along, tokens = plan.mesh_axes("residual_seq"), split_over(STORED[:2], plan)
+        choices_BE = jax.lax.psum(choices_BE, along) if along else choices_BE
+        share_BE = choices_BE / (x_BSD.shape[1] * plan.size("residual_seq") * k)
+        weights_BSK, *sums = _weigh(logits_BSE, chosen_BSK, share_BE)
+        balance, z = jax.lax.psum(jnp.stack(sums), tokens) if tokens else sums
+        return (weights_BSK, chosen_BSK, balance, z), share_BE
+
+    outs = ((STORED, STORED, _SCALAR, _SCALAR), ("batch", None))
+    found, share_BE = manual(local, plan, (STORED, _ROUTER), outs)(x_BSD, router_DE)
+    return found, (x_BSD, router_DE, found[1], share_BE)
+
+
+def _route_backward(plan, k, residuals, cotangents):
+    def local(x_BSD: Array, router_DE: Array, chosen_BSK: Array, share_BE: Array, given: Any) -> tuple[Array, Array]:
+        whole_DE = _whole_router(router_DE, plan)
+        logits_BSE = _router_logits(x_BSD, whole_DE)
+        _, pull = jax.vjp(lambda logits_BSE: _weigh(logits_BSE, chosen_BSK, share_BE), logits_BSE)
+        (dlogits_BSE,) = pull(given)
+        _, pull = jax.vjp(_router_logits, x_BSD, whole_DE)
+        dx_BSD, drouter_DE = pull(dlogits_BSE)
+        return dx_BSD, reduce(drouter_DE, split_over(STORED[:2], plan), (None, None), state_axes(_ROUTER), plan)
+
+    dweights, _, dbalance, dz = cotangents
+    layouts = (STORED, _ROUTER, STORED, ("batch", None), (STORED, _SCALAR, _SCALAR))
+    run = manual(local, plan, layouts, (STORED, state_axes(_ROUTER)))
+    return run(*residuals, (dweights, dbalance, dz))
+
+
+_route.defvjp(_route_forward, _route_backward)
+
+
+def _whole_router(router_DE: Array, plan: Plan) -> Array:
+    return gather(router_DE.astype(jnp.float32), _ROUTER, (None, None), plan)
+
+
+def _router_logits(x_BSD: Array, router_DE: Array) -> Array:
+    # In full float32 on any device: a rounded score may choose another expert.
+    return jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+
+
+def _weigh(logits_BSE: Array, chosen_BSK: Array, share_BE: Array) -> tuple[Array, Array, Array]:
+    """Weights of the chosen experts; the sums of balance and z over a device's tokens, the shares taken as constant."""
+    probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
+    weights_BSK = jnp.take_along_axis(probabilities_BSE, chosen_BSK, axis=-1)
+    weights_BSK /= jnp.sum(weights_BSK, axis=-1, keepdims=True)
+    balance = logits_BSE.shape[-1] * jnp.sum(probabilities_BSE * share_BE[:, None])
+    return weights_BSK, balance, jnp.sum(jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)))
+
+
+def _find_places(chosen_BSK: Array, experts: int, capacity_factor: float, plan: Plan) -> _Places:
+    """A row for every choice: those of a buffer stand in the order of its experts, and then of the tokens."""
+    X = plan.size("experts")
+
+    def local(chosen_BSK: Array) -> _Places:
+        T, K = chosen_BSK.shape[0] * chosen_BSK.shape[1], chosen_BSK.shape[2]
+        expert_N = chosen_BSK.reshape(-1)
+        # A bucket is a range of rows that fills up by itself: of a device where nothing is dropped, else of an expert.
+        buckets, width = X, T * min(K, experts // X)
+        if capacity_factor:
+            buckets, width = experts, min(T, math.ceil(T * K / experts * capacity_factor))
+        bucket_N = expert_N // (experts // buckets)
+        order_N = jnp.argsort(expert_N, stable=True)
+        rank_N = inverse(order_N)
+        counts_E = jnp.sum(jax.nn.one_hot(expert_N, experts, dtype=jnp.int32), axis=0)
+        filled = jnp.sum(counts_E.reshape(buckets, -1), axis=1)
+        place_N = rank_N - (jnp.cumsum(filled) - filled)[bucket_N]
+        slot_N = jnp.where(place_N < width, bucket_N * width + place_N, -1)
+        fits_N = jnp.where(slot_N >= 0, slot_N, buckets * width)
+        sources_R = jnp.full(buckets * width, -1).at[fits_N].set(jnp.arange(T * K) // K, mode="drop")
+        dropped, tokens = jnp.sum(slot_N < 0).astype(jnp.float32), split_over(STORED[:2], plan)
+        counts = None if capacity_factor else _swap(counts_E.reshape(X, -1), plan)[None, None]
+        if not capacity_factor:
+            dropped = jnp.zeros(())
+        elif tokens:
+            dropped = jax.lax.psum(dropped, tokens)
+        return _Places(sources_R[None, None], slot_N.reshape(chosen_BSK.shape), counts, dropped)
+
+    outs = _Places(_SOURCES, STORED, None if capacity_factor else _ROWS, _SCALAR)  # pyright: ignore[reportArgumentType]
+    return manual(local, plan, (STORED,), outs)(chosen_BSK)
+
+
+def _swap(x: Array, plan: Plan) -> Array:
+    """Inside `manual`: of X blocks along dim 0, the i-th goes to the i-th device along `experts`; its own inverse."""
+    axes = plan.mesh_axes("experts")
+    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exchange(plan: Plan, rows: Array) -> Array:
+    """The buffers of rows, each to the device it is meant for. The way back is the same, and so is the gradient's."""
+
+    def local(rows: Array) -> Array:
+        return _swap(rows[0, 0], plan)[None, None]
+
+    return manual(local, plan, (_ROWS,), _ROWS)(rows) if plan.mesh_axes("experts") else rows
+
+
+_exchange.defvjp(lambda plan, rows: (_exchange(plan, rows), None), lambda plan, _, drows: (_exchange(plan, drows),))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _each(local: Callable[..., Array], plan: Plan, layouts: Any, out: Any, arrays: Any, places: Array) -> Array:
+    """`local` on each device's part of the arrays, without a word between devices, backward neither."""
+    return manual(local, plan, layouts, out)(arrays, places)
+
+
+def _each_forward(local, plan, layouts, out, arrays, places):
+    return _each(local, plan, layouts, out, arrays, places), (arrays, places)
+
+
+def _each_backward(local, plan, layouts, out, residuals, cotangent):
+    def back(arrays: Any, places: Array, cotangent: Array) -> Any:
+        return jax.vjp(lambda arrays: local(arrays, places), arrays)[1](cotangent)[0]
+
+    return manual(back, plan, (*layouts, out), layouts[0])(*residuals, cotangent), None
+
+
+_each.defvjp(_each_forward, _each_backward)
+
+
+def _copies(x_BSD: Array, sources: Array) -> Array:
+    """A row for each source, zeros where it is empty."""
+    return _taken(x_BSD.reshape(-1, x_BSD.shape[-1]), sources)
+
+
+def _weighted(rows_and_weights: tuple[Array, Array], slots_BSK: Array) -> Array:
+    """The answers to each token's choices, weighed and summed in float32."""
+    rows, weights_BSK = rows_and_weights
+    answers_BSKD = _taken(rows[0, 0], slots_BSK).astype(jnp.float32)
+    return jnp.sum(weights_BSK[..., None] * answers_BSKD, axis=2).astype(rows.dtype)
+
+
+def _taken(x: Array, index: Array) -> Array:
+    """Rows of `x`; zeros, and no gradient, where the index is -1."""
+    return jnp.where(index[..., None] >= 0, x[jnp.maximum(index, 0)], 0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _grouped(plan: Plan, sums: bool, x: Array, counts: Array | None, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Rows times the weights of their experts: column linears [E, D, F] of rows, or the row linear [E, F, D] of hidden
+    rows that stand in the order of the experts, its sums scattered (`sums`). As `parallel._linear`.
+
+    A row that is empty belongs to no expert, and what becomes of it is never read.
+    """
+
+    def local(x: Array, counts: Array | None, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+        groups, used = _groups(counts, weights, plan), _used(weights, sums, plan)
+        if sums:
+            return (_rows_from(groups, groups.product(x[0, 0], used[0]), plan),)
+        x_RD = _rows_to(groups, x.astype(plan.dtype), plan)
+        return tuple(groups.product(x_RD, weight)[None, None] for weight in used)
+
+    outs = (_ROWS,) if sums else (_HIDDEN,) * len(weights)
+    return manual(local, plan, _layouts(sums, counts, weights), outs)(x, counts, weights)
+
+
+def _grouped_forward(plan, sums, x, counts, weights):
+    return _grouped(plan, sums, x, counts, weights), (x, counts, weights)
+
+
+def _grouped_backward(plan, sums, residuals, dys):
+    def local(x: Array, counts: Array | None, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> Any:
+        groups, used = _groups(counts, weights, plan), _used(weights, sums, plan)
+        swapped = [jnp.swapaxes(weight, 1, 2) for weight in used]
+        if sums:
+            x_RI, dys_RO = x[0, 0], [_rows_to(groups, dys[0], plan)]
+            dx = groups.product(dys_RO[0], swapped[0])[None, None]
+        else:
+            x_RI, dys_RO = _rows_to(groups, x, plan), [dy[0, 0] for dy in dys]
+            products = [groups.product(dy, weight) for dy, weight in zip(dys_RO, swapped, strict=True)]
+            dx = _rows_from(groups, sum(products[1:], products[0]), plan)
+        # An expert's tokens are all where it is, but for those of axes that do not split experts.
+        others: list[MeshAxis] = [
+            axis for axis in split_over(GATHERED[:2], plan) if axis not in plan.mesh_axes("experts")
+        ]
+        axes = _DOWN if sums else _UP
+        dweights = tuple(
+            reduce(groups.transposed(x_RI, dy), others, used_axes(axes), state_axes(axes), plan).astype(weight.dtype)
+            for dy, weight in zip(dys_RO, weights, strict=True)
+        )
+        return dx, dweights
+
+    x, counts, weights = residuals
+    x_axes, counts_axes, weights_axes = _layouts(sums, counts, weights)
+    outs = (x_axes, tuple(state_axes(axes) for axes in weights_axes))
+    dys_axes = (_ROWS,) if sums else (_HIDDEN,) * len(weights)
+    run = manual(local, plan, (x_axes, counts_axes, weights_axes, dys_axes), outs)
+    dx, dweights = run(x, counts, weights, tuple(dys))
+    return dx, None, dweights
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _layouts(sums: bool, counts: Array | None, weights: Sequence[Array]) -> tuple[Any, Any, Any]:
+    return (
+        _HIDDEN if sums else _ROWS,
+        None if counts is None else _ROWS,
+        (_DOWN if sums else _UP,) * len(weights),
+    )
+
+
+def _used(weights: Sequence[Array], sums: bool, plan: Plan) -> list[Array]:
+    return [use(weight, _DOWN if sums else _UP, plan) for weight in weights]
+
+
+def _groups(counts: Array | None, weights: Sequence[Array], plan: Plan) -> Groups:
+    """Inside `manual`: the groups of the rows as they are used, gathered over the axes that split the sequence."""
+    experts = weights[0].shape[0]
+    return Groups(None if counts is None else gather(counts, _ROWS, _USED, plan).reshape(-1, experts), experts)
+
+
+def _rows_to(groups: Groups, x: Array, plan: Plan) -> Array:
+    """Inside `manual`: a device's rows [1, 1, R, D], gathered, in the order of the experts."""
+    x_RD = gather(x, _ROWS, _USED, plan).reshape(-1, x.shape[-1])
+    if groups.counts is None:
+        return _turned(x_RD, _buffers(plan), groups.experts)
+    order = groups.order(len(x_RD))
+    return x_RD if order is None else x_RD[order]
+
+
+def _rows_from(groups: Groups, y_RD: Array, plan: Plan) -> Array:
+    """Inside `manual`: the inverse of `_rows_to` for partial sums over `mlp`, which are summed on the way."""
+    if groups.counts is None:
+        y_RD = _turned(y_RD, groups.experts, _buffers(plan))
+    elif (order := groups.order(len(y_RD))) is not None:
+        y_RD = y_RD[inverse(order)]
+    parts = _buffers(plan) // plan.size("experts")
+    return reduce(y_RD.reshape(1, parts, -1, y_RD.shape[-1]), plan.mesh_axes("mlp"), _USED, _ROWS, plan)
+
+
+def _buffers(plan: Plan) -> int:
+    """How many buffers a device works on: one from each device along `experts`, for each it gathers from."""
+    return plan.size("experts") * plan.size("residual_seq") // plan.size("seq")
+
+
+def _turned(x_RD: Array, outer: int, inner: int) -> Array:
+    """Rows of [outer, inner, *] in the order of [inner, outer, *]."""
+    return x_RD.reshape(outer, inner, -1, x_RD.shape[-1]).swapaxes(0, 1).reshape(x_RD.shape)

@@ -1,0 +1,182 @@
+"""Which layers and how many microbatches a pipeline has.
+
+A stacked parameter is stored with its layers in the order of the stages that have them, so that each stage's are
+together: with several virtual stages, or where layers do not divide, that is another order than the model's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.base.config import Config
+from jaxpar.base.errors import UserError
+from jaxpar.base.sharding import Pipeline, Plan, named_axes
+from jaxpar.parallel.pipeline.schedules import check_sizes
+
+_MOST_A_STAGE = 4  # microbatches by default: the bubble of 1F1B is then below a fifth
+
+
+class Layers(NamedTuple):
+    """Where a pipeline has the layers of a model.
+
+    Attributes:
+      counts: layers of each virtual stage, in the model's order.
+      order: of each place in a stacked parameter the layer that is stored there; -1 = none, all zeros. A stage's
+        places are together, its chunks one after another, all of as many places.
+    """
+
+    counts: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def places(self) -> int:
+        """Of a virtual stage."""
+        return max(self.counts)
+
+    @property
+    def natural(self) -> bool:
+        """Whether layers are stored as the model has them."""
+        return self.order == tuple(range(len(self.order)))
+
+
+def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
+    """The layers of each stage.
+
+    Args:
+      layers: of the model.
+      stages: of the mesh.
+      pipeline: virtual stages, and layers of each where they are given.
+
+    Raises:
+      UserError: fewer layers than virtual stages, virtual stages that do not divide the layers, or given layers that
+        are not as many as there are.
+    """
+    v, given = pipeline.virtual, pipeline.layers
+    whole, rest = divmod(layers, stages * v)
+    of_stages = f"{stages} stages" + (f" x {v} virtual" if v > 1 else "")
+    if given:
+        if len(given) != stages * v or sum(given) != layers or min(given) < 1:
+            raise UserError(
+                f"pipeline.layers={list(given)} is {len(given)} virtual stages of {sum(given)} layers: {of_stages} of "
+                f"a model of {layers} layers need {stages * v} numbers of at least 1 that add up to {layers}"
+            )
+    elif not whole:
+        fits = "--pipeline.virtual 1" if layers >= stages else f"--mesh.stage {layers}"
+        raise UserError(f"model.layers={layers} are fewer than {of_stages}: try {fits}")
+    elif rest and v > 1:
+        fits = next(n for n in range(v, 0, -1) if layers % (stages * n) == 0 or n == 1)
+        even = " ".join(map(str, _even(layers, stages * v)))
+        raise UserError(
+            f"pipeline.virtual={v}: {of_stages} do not divide model.layers={layers}: try --pipeline.virtual {fits}, or "
+            f"say that they may differ: --pipeline.layers {even}"
+        )
+    counts = given or _even(layers, stages * v)
+    places, starts = max(counts), [sum(counts[:k]) for k in range(len(counts))]
+    order = [
+        starts[k] + j if j < counts[k] else -1
+        for s in range(stages) for k in range(s, stages * v, stages) for j in range(places)
+    ]  # fmt: skip
+    return Layers(tuple(counts), tuple(order))
+
+
+def _even(layers: int, parts: int) -> tuple[int, ...]:
+    """As even as can be; what is over goes to the middle first."""
+    whole, rest = divmod(layers, parts)
+    from_middle = sorted(range(parts), key=lambda k: (abs(2 * k - parts + 1), k))
+    return tuple(whole + (k in from_middle[:rest]) for k in range(parts))
+
+
+def layers_in(plan: Plan, layers: int) -> Layers | None:
+    """The layers of each stage of a plan; None where it has no stages. See `layers_of`."""
+    stages = plan.size("stage")
+    return layers_of(layers, stages, plan.pipeline) if stages > 1 else None
+
+
+def stored_order(plan: Plan, layers: int) -> tuple[int, ...] | None:
+    """In which order a plan stores the layers of stacked parameters (see `Layers.order`); None = as they are."""
+    found = layers_in(plan, layers)
+    return None if found is None or found.natural else found.order
+
+
+def reorder_layers(x: Any, before: Sequence[int] | None, after: Sequence[int] | None, layers: int) -> Any:
+    """A stacked array [places, ...] from one stored order to another: `None` is the model's own.
+
+    Args:
+      x: of jax or numpy.
+      before, after: see `stored_order`.
+      layers: of the model.
+    """
+    if before == after:
+        return x
+    there = {layer: place for place, layer in enumerate(before or range(layers))}
+    wanted = np.array([there.get(layer, -1) if layer >= 0 else -1 for layer in after or range(layers)])
+    library = np if isinstance(x, np.ndarray) else jnp
+    taken = library.take(x, np.maximum(wanted, 0), axis=0)
+    empty = (wanted < 0).reshape(-1, *[1] * (x.ndim - 1))
+    return library.where(empty, library.zeros((), x.dtype), taken) if empty.any() else taken
+
+
+def check_stages(plan: Plan, layers: int, count: int) -> None:
+    """Refuse a pipeline that cannot run: see `layers_of` and `schedules.schedule` too.
+
+    Args:
+      plan: with more than one stage.
+      layers: of the model.
+      count: microbatches.
+
+    Raises:
+      UserError: rules that split anything else over the stages' mesh axes, or stacked layers over other ones.
+    """
+    stages, rules = set(plan.mesh_axes("stage")), plan.rules
+    for field in fields(rules):
+        axis: Any = field.name
+        if axis not in ("layers", "stage") and (shared := stages.intersection(plan.mesh_axes(axis))):
+            raise UserError(
+                f"rules.{axis} splits over {' x '.join(shared)}, whose devices are stages of a pipeline: take it out "
+                f"of --rules.{axis}, or let rules.stage be another axis"
+            )
+    if set(plan.mesh_axes("layers")) != stages:
+        raise UserError(
+            f"rules.layers splits over {' x '.join(rules.layers)}, but a pipeline has its layers on its stages "
+            f"({' x '.join(rules.stage)}): leave --rules.layers empty"
+        )
+    check_sizes(plan.pipeline.schedule, plan.size("stage"), count, plan.pipeline.virtual)
+    layers_of(layers, plan.size("stage"), plan.pipeline)
+
+
+def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
+    """How many microbatches are in the pipeline together.
+
+    Args:
+      config: `pipeline.microbatches`, the batch and its accumulation.
+      sizes: devices along each mesh axis, of all slices.
+
+    Raises:
+      UserError: microbatches that do not divide the batch, or of fewer sequences than shards.
+    """
+    train, asked = config.train, config.pipeline.microbatches
+    if asked < 0:
+        raise UserError(f"pipeline.microbatches={asked} is below 0: 0 is as many as the batch allows")
+    shards, stages = (
+        math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, config.rules)) for axis in ("batch", "stage")
+    )
+    rows = train.batch // train.accumulation
+    allowed = [n for n in range(1, rows // shards + 1) if rows % (n * shards) == 0]
+    if not asked:
+        return max((n for n in allowed if n <= _MOST_A_STAGE * stages), default=1)
+    if asked not in allowed:
+        parts = f" / accumulation={train.accumulation}" if train.accumulation > 1 else ""
+        below = [n for n in allowed if n < asked]
+        fewer = f"--pipeline.microbatches {max(below)}, or " if below else ""
+        fitting = -(-rows // (asked * shards)) * asked * shards * train.accumulation
+        raise UserError(
+            f"train.batch={train.batch}{parts} does not split into pipeline.microbatches={asked} of a sequence for "
+            f"each of {shards} data-parallel shards: try {fewer}--train.batch {fitting}"
+        )
+    return asked

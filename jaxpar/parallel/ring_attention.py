@@ -1,0 +1,131 @@
+"""Ring attention: keys and values go round the devices, and what each block contributes is merged.
+
+Liu et al. 2023, arXiv:2310.01889, with tokens in zigzag order: of a causal mask every step has two full pairs of
+chunks, whichever device it is. A hop is written before the work that it should hide behind. All of it runs inside
+`manual`, on local arrays.
+
+Shapes: B batch, S sequence of one device, C chunk of it, H heads, K kv heads, h head_dim; a leading 2 counts a device's
+chunks, the early one first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxpar.kernels.attention.call import merge
+from jaxpar.parallel.zigzag import Work, joined, own_chunks, stacked
+
+UNROLLED = 8  # devices up to which every step of the ring is written out; beyond, the steps in the middle are a loop
+
+
+def forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
+    """Float32 output and log-sum-exp."""
+    q, kv, early, late = *_halved(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
+    C = q.shape[2]
+
+    def tile(q_half: Any, kv: Any, kv_half: Any, how: Any) -> tuple[Array, Array]:
+        return work.kernel.forward(q[q_half], kv[0][kv_half], kv[1][kv_half], *how)
+
+    def own() -> tuple[Array, Array]:
+        of_late = merge(tile(1, kv, 1, work.diagonal(late, C)), tile(1, kv, 0, work.pair(late, early, C)))
+        return jax.tree.map(lambda *x: jnp.stack(x), tile(0, kv, 0, work.diagonal(early, C)), of_late)
+
+    def visit(pairs: tuple[Array, Array], kv: Any, hops: Any) -> tuple[Array, Array]:
+        first, second = _visible(work, hops)
+        for q_half, kv_half, q_chunk, kv_chunk in (first, second):
+            old = pairs[0][q_half], pairs[1][q_half]
+            new = merge(old, tile(q_half, kv, kv_half, work.pair(q_chunk, kv_chunk, C)))
+            pairs = pairs[0].at[q_half].set(new[0]), pairs[1].at[q_half].set(new[1])
+        return pairs
+
+    out, lse = _around(work, kv, own, visit)
+    return joined(out, 1), joined(lse, 2)
+
+
+def backward(
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: Work
+) -> tuple[Array, Array, Array]:
+    """The sums of dk and dv follow their keys and values one step behind, so that they too travel beside the work.
+
+    A device's own pairs are split between the two ends of the loop: what two diagonals give is made while the first
+    keys are on their way, the full pair while the sums come home.
+    """
+    q, kv, early, late = *_halved(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
+    dout, lse, delta = stacked(dout_BSHh, 1), stacked(lse_BHS, 2), stacked(delta_BHS, 2)
+    C = q.shape[2]
+
+    def tile(sums: Any, q_half: Any, kv: Any, kv_half: Any, how: Any) -> Any:
+        """The sums (dq, dk, dv), each [2, ...], with what one pair of chunks adds."""
+        mine = q[q_half], kv[0][kv_half], kv[1][kv_half], dout[q_half], lse[q_half], delta[q_half]
+        places = q_half, kv_half, kv_half
+        return tuple(s.at[i].add(x) for s, i, x in zip(sums, places, work.kernel.backward(*mine, *how), strict=True))
+
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, *kv))
+
+    def diagonals() -> tuple[Any, Any, Any]:
+        sums = tile(zeros, 0, kv, 0, work.diagonal(early, C))
+        dq, *own = tile(sums, 1, kv, 1, work.diagonal(late, C))
+        return dq, tuple(own), None
+
+    def visit(state: tuple[Any, Any, Any], kv: Any, hops: Any) -> tuple[Any, Any, Any]:
+        dq, own, passing = state
+        passing = zeros[1:] if passing is None else work.hop(passing)
+        sums = dq, *passing
+        for q_half, kv_half, q_chunk, kv_chunk in _visible(work, hops):
+            sums = tile(sums, q_half, kv, kv_half, work.pair(q_chunk, kv_chunk, C))
+        return sums[0], own, sums[1:]
+
+    dq, own, passing = _around(work, kv, diagonals, visit)
+    home = work.hop(passing)
+    dq, *own = tile((dq, *own), 1, kv, 0, work.pair(late, early, C))
+    dk, dv = (a + b for a, b in zip(own, home, strict=True))
+    return joined(dq, 1), joined(dk, 1), joined(dv, 1)
+
+
+def _around(work: Work, kv: Any, own: Callable[[], Any], visit: Callable[[Any, Any, Any], Any]) -> Any:
+    """The state after the keys and values of every device; the next are on their way while some are at work.
+
+    Args:
+      work: the ring.
+      kv: this device's keys and values.
+      own: makes the state, from them.
+      visit: state, keys and values, and how many hops they have made -> state; the first may change its form.
+    """
+
+    def turn(carry: tuple[Any, Any], hops: Any) -> tuple[tuple[Any, Any], None]:
+        kv, state = carry
+        coming = work.hop(kv)
+        return (coming, visit(state, kv, hops)), None
+
+    last = work.size - 1
+    carry = work.hop(kv), own()
+    unrolled = range(1, last if work.size <= UNROLLED else 2)
+    for hops in unrolled:
+        carry, _ = turn(carry, hops)
+    if last > unrolled.stop:
+        carry, _ = jax.lax.scan(turn, carry, jnp.arange(unrolled.stop, last))
+    kv, state = carry
+    return visit(state, kv, last)
+
+
+def _visible(work: Work, hops: Any) -> Sequence[tuple[Any, Any, Any, Any]]:
+    """The two pairs of chunks with something to see in the block of the device so many hops behind.
+
+    Returns:
+      Which half of one's queries, which half of its keys, and the chunks' numbers. The late queries see its early
+      keys; beyond that, either the early queries see its early keys too, or the late queries its late keys.
+    """
+    early, late = own_chunks(work)
+    behind = (early - hops) % work.size
+    half = jnp.where(behind < early, 0, 1)
+    q_chunk, kv_chunk = jnp.where(half == 0, early, late), jnp.where(half == 0, behind, 2 * work.size - 1 - behind)
+    return (1, 0, late, behind), (half, half, q_chunk, kv_chunk)
+
+
+def _halved(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array) -> tuple[Array, tuple[Array, Array]]:
+    return stacked(q_BSHh, 1), (stacked(k_BSKh, 1), stacked(v_BSKh, 1))

@@ -1,0 +1,175 @@
+"""Collective matmuls: a matmul and the gather before it, or the sum and scatter after it, as one op.
+
+Wang et al. 2023, "Overlap communication with dependent computation via decomposition in large deep learning models"
+(ASPLOS): chunks of a gathered array are multiplied as they arrive, and each chunk of a product is added to the sum that
+comes by on its way to the device it belongs to. The loops are unrolled and a hop is written before the work it should
+hide behind, so that the compiler's scheduler sees every step. `jaxpar.parallel.linear` makes the two ops each other's
+transpose.
+
+Everything here runs inside `manual`, on local arrays whose dim 1 is the sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.mesh import MeshAxis
+from jaxpar.base.sharding import Axes, Form, Plan
+from jaxpar.parallel.collectives import further_split, gather, reduce
+
+
+def all_gather_matmul(
+    x: jax.Array, weights: Sequence[jax.Array], stored: Axes, used: Axes, dtype: str, plan: Plan, form: Form
+) -> tuple[jax.Array, list[jax.Array]]:
+    """`x` gathered, and its products with weights that share the gather.
+
+    Args:
+      x: array [B, S, *in], in the layout `stored`.
+      weights: arrays [*in, *out], as they are multiplied.
+      stored, used: layouts of x, before and after.
+      dtype: of the products.
+      plan: mesh and rules.
+      form: of the gather.
+
+    Returns:
+      x in the layout `used`, and one array [B, S, *out] a weight.
+
+    Raises:
+      UserError: a form that there is not.
+    """
+    ring = _ring(stored, used, form, plan)
+    if ring is None:
+        x = gather(x, stored, used, plan)
+        return x, [matmul(x, weight, dtype) for weight in weights]
+    rows = x.shape[1] * ring.size
+    wholes: list[Any] = [None] * (1 + len(weights))
+    for first, chunk in _gathered(x, ring):
+        for i, part in enumerate((chunk, *(matmul(chunk, weight, dtype) for weight in weights))):
+            wholes[i] = _put(wholes[i], part, first, rows)
+    return wholes[0], wholes[1:]
+
+
+def matmul_reduce_scatter(
+    products: Sequence[tuple[jax.Array, jax.Array]], partial: Collection[MeshAxis], used: Axes, stored: Axes,
+    dtype: str, plan: Plan, form: Form,
+) -> jax.Array:  # fmt: skip
+    """The sum of some matmuls, which is partial over mesh axes, in the layout it is stored in.
+
+    Args:
+      products: pairs of an array [B, S, *in] and a weight [*in, *out].
+      partial: mesh axes over which the sum is partial.
+      used, stored: layouts of the sum, before and after.
+      dtype: of the result, and of what travels; in a ring, sums are added in float32 and rounded at each hop.
+      plan: mesh and rules.
+      form: of the scatter.
+
+    Returns:
+      An array [B, S, *out].
+    """
+    ring = _ring(stored, used, form, plan)
+    if ring is None or set(partial) != set(ring.axes):
+        return reduce(_sum(matmul(x, weight, dtype) for x, weight in products), partial, used, stored, plan)
+
+    def summand(first: jax.Array, count: int) -> jax.Array:
+        rows = [(jax.lax.dynamic_slice_in_dim(x, first, count, axis=1), weight) for x, weight in products]
+        return _sum(matmul(x, weight, "float32") for x, weight in rows)
+
+    return _scattered(summand, products[0][0].shape[1] // ring.size, jnp.dtype(dtype), ring)
+
+
+def matmul(x: jax.Array, weight: jax.Array, dtype: str) -> jax.Array:
+    """[B, S, *in] times [*in, *out], as a matmul of flattened dims."""
+    out = weight.shape[x.ndim - 2 :]
+    x_TI = x.reshape(x.shape[0] * x.shape[1], -1)
+    y_TO = jnp.matmul(x_TI, weight.reshape(x_TI.shape[1], -1), preferred_element_type=jnp.dtype(dtype))
+    return y_TO.reshape(*x.shape[:2], *out)
+
+
+def _sum(parts: Iterator[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, parts)
+
+
+def _ring(stored: Axes, used: Axes, form: Form, plan: Plan) -> _Ring | None:
+    """The ring that takes the place of the gather from one layout to the other, or of its transpose; None = no ring."""
+    if form not in get_args(Form):
+        known = get_args(Form)
+        raise UserError(f"no form {form!r}{nearest(form, known)} of a gather or scatter: try one of {', '.join(known)}")
+    moves = further_split(stored, used, plan)
+    if form == "xla" or [dim for dim, _ in moves] != [1]:
+        return None
+    return _Ring(moves[0][1], plan.pieces(moves[0][1]), form)
+
+
+class _Ring(NamedTuple):
+    """Devices that hand chunks on to their neighbours.
+
+    Attributes:
+      axes: mesh axes, taken as one.
+      size: devices along them.
+      form: `ring` sends whole chunks one way, `bidirectional` one half of each chunk either way.
+    """
+
+    axes: tuple[MeshAxis, ...]
+    size: int
+    form: Literal["ring", "bidirectional"]
+
+    def lanes(self, rows: int) -> list[tuple[int, int, int]]:
+        """How a chunk of `rows` travels: (first row, rows, direction) of each part. A single row goes one way."""
+        half = rows // 2 if self.form == "bidirectional" else 0
+        return [(0, half, -1), (half, rows - half, 1)] if half else [(0, rows, 1)]
+
+    def hop(self, x: jax.Array, direction: int) -> jax.Array:
+        """What the neighbour behind has, seen in this direction."""
+        return jax.lax.ppermute(x, self.axes, [(i, (i + direction) % self.size) for i in range(self.size)])
+
+    def behind(self, hops: int, direction: int) -> jax.Array:
+        """The device so many hops behind this one."""
+        return (jax.lax.axis_index(self.axes) - direction * hops) % self.size
+
+
+def _gathered(x: jax.Array, ring: _Ring) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """The chunks of the all-gather of `x` as (first row, rows), one's own first; the next is under way meanwhile."""
+    rows = x.shape[1]
+    parts = [
+        (first, direction, jax.lax.slice_in_dim(x, first, first + count, axis=1))
+        for first, count, direction in ring.lanes(rows)
+    ]
+    for hops in range(ring.size):
+        last = hops == ring.size - 1
+        arriving = [] if last else [(first, way, ring.hop(part, way)) for first, way, part in parts]
+        for first, way, part in parts:
+            yield ring.behind(hops, way) * rows + first, part
+        parts = arriving
+
+
+def _scattered(summand: Callable[[jax.Array, int], jax.Array], rows: int, dtype: jnp.dtype, ring: _Ring) -> jax.Array:
+    """The reduce-scatter of an array whose local summand is made piece by piece.
+
+    Args:
+      summand: its float32 rows, from the first and how many.
+      rows: of the chunk that stays here.
+      dtype: of the result, and of the sums as they travel; they are added in float32.
+      ring: the devices that sum.
+    """
+    lanes = ring.lanes(rows)
+    sums: list[jax.Array] = []
+    for hops in reversed(range(ring.size)):  # the chunk with the longest way to go first, one's own last
+        arriving = [ring.hop(passing, way) for passing, (_, _, way) in zip(sums, lanes, strict=False)]
+        sums = []
+        for i, (first, count, way) in enumerate(lanes):
+            own = summand(ring.behind(-hops, way) * rows + first, count)
+            sums.append((own + arriving[i].astype(own.dtype) if arriving else own).astype(dtype))
+    return jnp.concatenate(sums, axis=1) if len(sums) > 1 else sums[0]
+
+
+def _put(whole: jax.Array | None, part: jax.Array, first: jax.Array, rows: int) -> jax.Array:
+    """`whole` with `part` from row `first` of its dim 1; None = an array of `rows` in which nothing stands yet."""
+    if whole is None:
+        whole = jnp.asarray(jax.lax.empty((part.shape[0], rows, *part.shape[2:]), part.dtype))
+    return jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=1)

@@ -1,0 +1,63 @@
+"""How a batch is laid out before a model's blocks see it: the order of its tokens, and halves of it.
+
+Shapes: B batch, S sequence, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxpar.base.sharding import LogicalAxis, Plan
+from jaxpar.parallel.collectives import manual
+from jaxpar.parallel.context import check_chunks
+from jaxpar.parallel.zigzag import chunk_order, inverse, reordered
+
+_Axes = tuple[LogicalAxis | None, ...]
+TOKENS: _Axes = ("batch", None)
+"""Arrays of a batch, one entry a token."""
+
+
+def in_order(batch: Mapping[str, Int[Array, "B S"]], plan: Plan) -> dict[str, Int[Array, "B S"]]:
+    """A batch with its tokens in the order in which the plan splits the sequence; `positions` says where they stood.
+
+    Args:
+      batch: int arrays [B, S], each sequence whole on every device; `positions` are made where there are none.
+      plan: mesh, rules and strategy.
+    """
+    tokens_BS, order = batch["tokens"], chunk_order(plan)
+    positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
+    batch = {"positions": positions_BS, **batch}
+    if len(order) == 1:
+        return batch
+    check_chunks(plan, tokens_BS.shape[1])
+    return {name: plan.constrain(reordered(x, order, 1), TOKENS) for name, x in batch.items()}
+
+
+def in_natural_order(x_BSV: Float[Array, "B S V"], plan: Plan) -> Float[Array, "B S V"]:
+    """What a model made of a batch `in_order`, its tokens as they were."""
+    order = chunk_order(plan)
+    return x_BSV if len(order) == 1 else reordered(x_BSV, inverse(order), 1)
+
+
+def halves(x: Array | None, axes: _Axes, plan: Plan) -> tuple[Any, ...]:
+    """What a block runs on, one after the other: the array, or under Domino two halves of each device's sequences.
+
+    Args:
+      x: array [B, ...], or None.
+      axes: its layout.
+      plan: mesh and rules, and whether Domino is on.
+    """
+    if x is None or plan.overlap.parts == 1:
+        return (x,) * plan.overlap.parts
+    return manual(lambda x: tuple(jnp.split(x, 2)), plan, (axes,), (axes, axes))(x)
+
+
+def whole_batch(parts: tuple[Array, ...], axes: _Axes, plan: Plan) -> Array:
+    """The inverse of `halves`."""
+    if len(parts) == 1:
+        return parts[0]
+    return manual(lambda *parts: jnp.concatenate(parts), plan, (axes,) * len(parts), axes)(*parts)

@@ -1,0 +1,32 @@
+"""A config with all that it leaves open settled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxpar.base.config import Config
+from jaxpar.plan.budget import fitted
+from jaxpar.plan.choose_overlap import chosen
+from jaxpar.rehearse.targets import Target
+
+
+def resolve(config: Config, target: Target | None = None, say: Callable[[str], None] = lambda line: None) -> Config:
+    """The config with every `overlap = auto` and its `memory.budget` replaced by what was found best.
+
+    Args:
+      config: the experiment. Its mesh must fit the target.
+      target: what to settle it for, from `jaxpar.rehearse.targets.load_target`; None = the devices at hand.
+      say: called with a line for each form that is tried and each compilation.
+
+    Raises:
+      UserError: a mesh that does not fit, or a budget below what the plan takes with the least kept.
+    """
+    return resolve_and_compile(config, target, say)[0]
+
+
+def resolve_and_compile(
+    config: Config, target: Target | None = None, say: Callable[[str], None] = lambda line: None
+) -> tuple[Config, Any]:
+    """As `resolve`, and the compiled step where a budget had it compiled; None otherwise."""
+    return fitted(chosen(config, target, say), target, say)

@@ -1,0 +1,291 @@
+"""`overlap auto`: the forms of a block's collective matmuls, each tried and the fastest kept.
+
+A few blocks, forward and backward, are compiled in one form after another: for a target that is not here their timeline
+is what counts, on the devices at hand their time. One site after another takes the form that is fastest there, the rest
+left alone, and at the end the block is tried on two halves of the batch. Choices are kept by shape, axis size and chip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxpar.base.config import Config, from_dict
+from jaxpar.base.errors import UserError
+from jaxpar.base.jax_compat import compiler_options
+from jaxpar.base.runtime import cache_folder, compiler_flags, versions, write_whole
+from jaxpar.base.sharding import Overlap, Plan, state_axes, tree_shardings
+from jaxpar.models import Model
+from jaxpar.parallel.collectives import further_split
+from jaxpar.parallel.linear import GATHERED, STORED
+from jaxpar.parallel.token_order import TOKENS
+from jaxpar.rehearse.simulate import play
+from jaxpar.rehearse.targets import Target, target_devices
+from jaxpar.train.step import make_plan
+
+LAYERS = 4
+"""Blocks of the program that is tried: a block's collectives also hide behind its neighbours."""
+SITES = ("mlp_scatter", "heads_scatter", "mlp_gather", "heads_gather")
+_CALLS = 10  # timed, where devices are at hand
+
+Say = Callable[[str], None]
+
+
+class Trial(NamedTuple):
+    """What one block takes in some form, per layer; seconds and bytes of one device.
+
+    Attributes:
+      overlap: the form.
+      seconds: forward and backward.
+      matmul: matmuls and what was fused into them; the timeline's, as the next ones (zero where it was timed).
+      compute: all but what waits for communication.
+      exposed: communication that compute waits for.
+      sent: bytes that collectives send.
+      temporaries: bytes of the program, all its blocks together.
+    """
+
+    overlap: Overlap
+    seconds: float
+    matmul: float = 0.0
+    compute: float = 0.0
+    exposed: float = 0.0
+    sent: float = 0.0
+    temporaries: int = 0
+
+
+def is_open(overlap: Overlap) -> bool:
+    """Whether something is left to choose."""
+    return "auto" in vars(overlap).values()
+
+
+def chosen(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
+    """The config with every `auto` of its overlap replaced by what was found fastest, now or on an earlier day.
+
+    Args:
+      config: an experiment whose mesh fits the target.
+      target: what to choose for; None = the devices at hand, which are timed.
+      say: called with a line for each form that is tried.
+    """
+    if not is_open(config.overlap):
+        return config
+    plan = open_plan(config, None if target is None else target_devices(target))
+    key = _key(config, plan, target)
+    overlap = _agreed(_usable(_kept().get(key)))
+    if overlap is None:
+        overlap = best(compare(config, plan, target, say)).overlap
+        _keep(key, overlap, say)
+    say(f"overlap auto: {words(overlap)}")
+    return dataclasses.replace(config, overlap=overlap)
+
+
+def open_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
+    """`make_plan`, whose checks may trace a block, which none can be while its forms are open."""
+    plan = make_plan(dataclasses.replace(config, overlap=closed(config.overlap)), devices)
+    return dataclasses.replace(plan, overlap=config.overlap)
+
+
+def compare(
+    config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None, also: Sequence[Overlap] = ()
+) -> list[Trial]:
+    """Every form that was tried on the way to the best, in that order; the first is `xla` wherever it may be chosen.
+
+    Args:
+      config: what is open in its overlap is tried.
+      plan: of the config.
+      target: as for `chosen`.
+      say: called with a line for each.
+      also: forms to try besides.
+    """
+    trials: list[Trial] = []
+
+    def take(overlap: Overlap) -> Trial:
+        found = next((trial for trial in trials if trial.overlap == overlap), None)
+        if found is None:
+            found = trial(config, dataclasses.replace(plan, overlap=overlap), target, say)
+            trials.append(found)
+            say(f"overlap auto: {words(overlap)}: {1e3 * found.seconds:.2f} ms a block")
+        return found
+
+    fastest = take(closed(config.overlap))
+    for candidates in _steps(config, plan):
+        for change in candidates:
+            fastest = best([fastest, take(dataclasses.replace(fastest.overlap, **change))])
+    if config.overlap.domino == "auto" and _halves(config, plan):
+        take(dataclasses.replace(trials[0].overlap, domino="on"))
+        take(dataclasses.replace(fastest.overlap, domino="on"))
+    for overlap in also:
+        take(overlap)
+    return trials
+
+
+def best(trials: Sequence[Trial]) -> Trial:
+    """The fastest."""
+    return min(trials, key=lambda trial: trial.seconds)
+
+
+def _steps(config: Config, plan: Plan) -> Iterator[list[dict[str, Any]]]:
+    """For each site that is open, the changes to try; none where no ring can run."""
+    if not further_split(STORED, GATHERED, plan):
+        return
+    for site in SITES:
+        move = site.rpartition("_")[2]
+        if getattr(config.overlap, site) == "same" and getattr(config.overlap, move) == "auto":
+            yield [{site: "ring"}, {site: "bidirectional"}]
+
+
+def closed(overlap: Overlap) -> Overlap:
+    """`auto` replaced by `xla` and no Domino, where the search starts from."""
+    start = {"gather": "xla", "scatter": "xla", "domino": "off"}
+    changes: Any = {name: form for name, form in start.items() if getattr(overlap, name) == "auto"}
+    return dataclasses.replace(overlap, **changes)
+
+
+def _halves(config: Config, plan: Plan) -> bool:
+    """Whether Domino can run at all."""
+    rows = config.train.batch // config.train.accumulation // plan.size("batch")
+    return rows % 2 == 0 and config.model.dropout == 0
+
+
+def words(overlap: Overlap) -> str:
+    """`mlp_scatter bidirectional, else xla`: the forms in a line."""
+    common = overlap.gather
+    if overlap.scatter != overlap.gather:
+        common = f"gather {overlap.gather}, scatter {overlap.scatter}"
+    sites = [f"{site} {getattr(overlap, site)}" for site in SITES if getattr(overlap, site) != "same"]
+    text = ", ".join([*sites, f"else {common}"] if sites else [common])
+    return f"domino, {text}" if overlap.domino == "on" else text
+
+
+# One trial.
+
+
+def trial(config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None) -> Trial:
+    """Some blocks, forward and backward, in the form of the plan: played for a target, or timed on its devices."""
+    layers = min(LAYERS, config.model.layers)
+    model = Model(dataclasses.replace(config.model, layers=layers, dropout=0.0))
+    traced, arguments = _blocks(model, config, plan)
+    if target is None:
+        seconds = _time(traced.lower().compile(), arguments) / layers
+        return Trial(plan.overlap, float(multihost_utils.broadcast_one_to_all(np.float64(seconds))))
+    compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
+    timeline = play(compiled.as_text(), plan, target, say).timeline
+    collectives = [row for row in timeline.tasks if row.task.collective]
+    matmul, exposed = timeline.busy.get("matmul", 0.0), timeline.exposed_communication
+    sent = sum(row.task.collective.sent_bytes * row.count for row in collectives if row.task.collective)
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    compute = timeline.seconds - exposed
+    seconds, matmul, compute, exposed, sent = (x / layers for x in (timeline.seconds, matmul, compute, exposed, sent))
+    return Trial(plan.overlap, seconds, matmul, compute, exposed, sent, temporaries)
+
+
+def _blocks(model: Model, config: Config, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
+    """The traced gradient of a stack of blocks, and its arguments' ShapeDtypeStructs: parameters, x, positions, dx."""
+    shapes, rows = model.shapes(), config.train.batch // config.train.accumulation
+    if plan.size("stage") > 1:  # each stage runs them on the same microbatch
+        plan, rows = (
+            dataclasses.replace(plan, rules=dataclasses.replace(plan.rules, layers=(), stage=())),
+            rows // plan.pipeline.microbatches,
+        )
+    params = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        shapes["blocks"],
+        tree_shardings(shapes, model.axes, plan)["blocks"],
+    )
+    S, D = config.data.seq_len, config.model.embed
+    x_BSD = jax.ShapeDtypeStruct((rows, S, D), plan.dtype, sharding=plan.sharding(STORED))
+    positions_BS = jax.ShapeDtypeStruct((rows, S), jnp.int32, sharding=plan.sharding(TOKENS))
+    axes = jax.tree.map(state_axes, model.axes["blocks"], is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+    def gradient(params: Any, x_BSD: jax.Array, positions_BS: jax.Array, dx_BSD: jax.Array) -> Any:
+        _, pull = jax.vjp(lambda params, x: model.blocks(params, x, positions_BS, None, plan)[0], params, x_BSD)
+        return pull(dx_BSD)
+
+    jitted = jax.jit(
+        gradient,
+        out_shardings=(tree_shardings(shapes["blocks"], axes, plan), plan.sharding(STORED)),
+        compiler_options=compiler_options(plan.mesh),
+    )
+    arguments = (params, x_BSD, positions_BS, x_BSD)
+    return jitted.trace(*arguments), arguments
+
+
+def _time(compiled: Any, arguments: Any) -> float:
+    """Seconds of a call, the median."""
+
+    def made(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.jit(lambda: jnp.ones(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
+
+    arrays = jax.tree.map(made, arguments)
+    seconds = []
+    for _ in range(2 + _CALLS):
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(*arrays))
+        seconds.append(time.perf_counter() - began)
+    return float(np.median(seconds[2:]))
+
+
+# What was chosen before.
+
+
+def _key(config: Config, plan: Plan, target: Target | None) -> str:
+    """Everything that a choice depends on."""
+    model = dataclasses.asdict(config.model) | {"layers": 0, "vocab_size": 0, "vocab_multiple": 0, "max_seq_len": 0}
+    # The whole plan, so that what is added to it one day is in the key too; the overlap in it is what was asked for.
+    how = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "mesh"}
+    facts = {
+        "chip": target.name if target else plan.mesh.devices.flat[0].device_kind,
+        "mesh": {axis: size for axis, size in plan.mesh.shape.items() if size > 1},
+        "plan": how, "model": model,
+        "rows": config.train.batch // config.train.accumulation, "seq_len": config.data.seq_len,
+        "versions": versions(), "flags": compiler_flags() | compiler_options(plan.mesh),
+    }  # fmt: skip
+    return json.dumps(facts, sort_keys=True, default=dataclasses.asdict)
+
+
+def _file() -> Path:
+    return cache_folder() / "overlap.json"
+
+
+def _kept() -> dict[str, Any]:
+    """Earlier choices; none where the file cannot be read, which costs a search and loses nothing."""
+    try:
+        kept = json.loads(_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def _usable(kept: Any) -> dict[str, Any] | None:
+    """A choice that was kept, or None where it is none that can be run: another version may have written it."""
+    try:
+        overlap = from_dict(Overlap, kept, str(_file()))
+    except (UserError, TypeError):
+        return None
+    return None if is_open(overlap) else dataclasses.asdict(overlap)
+
+
+def _agreed(kept: dict[str, Any] | None) -> Overlap | None:
+    """What the first process has kept: each has a cache of its own, and all must run the same program."""
+    text = np.zeros(1024, np.uint8)
+    found = json.dumps(kept).encode()
+    text[: len(found)] = np.frombuffer(found, np.uint8)
+    first = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(text)).tobytes().rstrip(b"\0"))
+    return None if first is None else Overlap(**first)
+
+
+def _keep(key: str, overlap: Overlap, say: Say) -> None:
+    if jax.process_index():
+        return
+    try:
+        write_whole(_file(), json.dumps(_kept() | {key: dataclasses.asdict(overlap)}, indent=1))
+    except OSError as error:
+        say(f"cannot remember this in {_file()} ({error.strerror}): it will be searched for again next time")

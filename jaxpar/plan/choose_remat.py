@@ -1,0 +1,232 @@
+"""What each way to treat an activation costs, and the fastest assignment within some bytes.
+
+The choices are few and each costs by itself: every named activation is needed by some backward, so making one again
+costs what its forward did, whatever becomes of the others. Of all combinations those are kept that no other beats in
+device bytes, host bytes and seconds together; the fastest of them that fits is then exact under the cost model.
+
+The model: FLOPs at `EFFICIENCY` of the chip's peak, bytes of elementwise ops at its memory's rate, what is sent again
+at its links' rate (`jaxpar.plan.communication`), and the host link, which hides behind the forward on the way out and
+behind the backward on the way in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from jaxpar.base.activation_names import Action, Keep
+from jaxpar.base.config import Config
+from jaxpar.base.hardware import Hardware, PeakFlops
+from jaxpar.base.sharding import Plan, beside
+from jaxpar.models import Model
+from jaxpar.parallel.pipeline.layers import layers_in, stored_order
+from jaxpar.plan.communication import arrays, sites
+from jaxpar.plan.communication.sites import one_block
+from jaxpar.train.saved_activations import Activation, activations, loss_cut, microbatches_of
+
+_UNKNOWN = Hardware(peak_flops=PeakFlops(1e12, 1e12), hbm_bandwidth=1e11, host_link_bandwidth=1e10)
+"""For a device without figures, such as a CPU: of no particular one, but a matmul costs more than a copy."""
+EFFICIENCY = 0.6
+"""Of the peak FLOP/s, that matmuls reach."""
+EXPOSED = 0.3
+"""Of the transfers of activations to host memory and back, that compute waits for, before a compiled program says: a
+loop over layers sends what a layer made before the next one starts."""
+_PASSES = 3  # over its array, that an elementwise op makes: it reads two and writes one
+
+
+class Choice(NamedTuple):
+    """One way to treat an activation, on one device in one step.
+
+    Attributes:
+      action: save, offload or recompute.
+      device: bytes that are there at a time on the device.
+      host: bytes that go to host memory, and come back.
+      seconds: of making it again.
+    """
+
+    action: Action
+    device: int
+    host: int
+    seconds: float
+
+
+class Item(NamedTuple):
+    """Activations that are decided together, and the choices."""
+
+    names: tuple[str, ...]
+    choices: tuple[Choice, ...]
+
+
+class Costs(NamedTuple):
+    """What a solution's time is made of, seconds of one device in one step.
+
+    Attributes:
+      forward, backward: compute.
+      link: bytes/s to host memory.
+      exposed: of the transfers of activations, that compute waits for at the least.
+    """
+
+    forward: float
+    backward: float
+    link: float
+    exposed: float = 0.0
+
+    def seconds(self, host: int, again: float, moved: float = 0.0) -> float:
+        """A step's time.
+
+        Args:
+          host: bytes of activations that go out in the forward and come back in the backward.
+          again: seconds of making activations again.
+          moved: seconds of other transfers, which nothing hides.
+        """
+        each = host / self.link if host else 0.0
+        too_long = max(each - self.forward, 0.0) + max(each - self.backward - again, 0.0)
+        return self.forward + self.backward + again + max(too_long, self.exposed * 2 * each) + moved
+
+
+class Solution(NamedTuple):
+    """An assignment of all items: bytes on the device, bytes to the host, seconds of making things again."""
+
+    device: int
+    host: int
+    again: float
+    actions: tuple[Action, ...]
+
+
+def frontier(items: Sequence[Item]) -> list[Solution]:
+    """Every assignment that no other beats in device bytes, host bytes and seconds together."""
+    found = [Solution(0, 0, 0.0, ())]
+    for item in items:
+        grown = sorted(
+            Solution(one.device + choice.device, one.host + choice.host, one.again + choice.seconds,
+                     (*one.actions, choice.action))
+            for one in found for choice in item.choices
+        )  # fmt: skip
+        # In order of device bytes; of those before only the ones that lead in (host, seconds) can beat the next.
+        found, leading = [], list[tuple[int, float]]()
+        for one in grown:
+            if any(host <= one.host and again <= one.again for host, again in leading):
+                continue
+            leading = [(h, a) for h, a in leading if not (one.host <= h and one.again <= a)]
+            leading.append((one.host, one.again))
+            found.append(one)
+    return found
+
+
+def solve(items: Sequence[Item], costs: Costs, room: int) -> Solution | None:
+    """The fastest assignment that takes at most `room` bytes of the device; None where none does."""
+    fits = [one for one in frontier(items) if one.device <= room]
+    return min(fits, key=lambda one: (costs.seconds(one.host, one.again), one.host, one.device), default=None)
+
+
+def items_of(config: Config, plan: Plan, hardware: Hardware, offload: bool) -> list[Item]:
+    """The named activations of a model under a plan, and what each choice costs.
+
+    Args:
+      config: the experiment.
+      plan: of the config.
+      hardware: whose figures count.
+      offload: host memory may be used.
+    """
+    listed = {one.name: one for one in activations(config, plan)}
+    seconds = {name: _seconds_again(name, one, config, plan, hardware) for name, one in listed.items()}
+    times = _blocks_a_step(config, plan)
+    groups = [("attention_out", "attention_lse")] if "attention_lse" in listed else [("attention_out",)]
+    found = []
+    for name, one in listed.items():
+        names = next((group for group in groups if name in group), (name,))
+        if name != names[0]:
+            continue
+        size, blocks = sum(listed[each].bytes for each in names), one.blocks
+        choices = [Choice("save", size * blocks, 0, 0.0)]
+        if offload:
+            choices.append(Choice("offload", 0, size * times, 0.0))
+        if name != "block_input":
+            choices.append(Choice("recompute", 0, 0, max(seconds[each] for each in names)))
+        found.append(Item(names, tuple(choices)))
+    return found
+
+
+def _blocks_a_step(config: Config, plan: Plan) -> int:
+    """How often a step runs a block on one device."""
+    layers = layers_in(plan, config.model.layers)
+    each = config.model.layers if layers is None else layers.places * plan.pipeline.virtual
+    return each * config.train.accumulation * microbatches_of(plan)
+
+
+def _seconds_again(name: str, one: Activation, config: Config, plan: Plan, hardware: Hardware) -> float:
+    """What making an activation again costs in a step: its matmul or its pass over memory, and what it sends."""
+    times, model = _blocks_a_step(config, plan), config.model
+    shapes = Model(model)
+    weights: dict[str, Any] = one_block(arrays(shapes.shapes(stored_order(plan, model.layers)), shapes.axes))
+    made_by = {"q": "q", "k": "k", "v": "v", "mlp_input": "out", "gate": "gate", "up": "up", "expert_out": "down"}
+    flops = 0.0
+    if name in made_by and made_by[name] in weights:
+        weight = weights[made_by[name]]
+        tokens = math.prod(one.shape[:2]) // (plan.size("batch") * plan.size("seq"))
+        dims = [(size, axis) for size, axis in zip(weight.shape, weight.axes, strict=True) if axis != "experts"]
+        flops = 2.0 * tokens * math.prod(size for size, _ in dims)
+        flops /= math.prod(plan.size(beside(axis, plan)) for _, axis in dims if axis != "embed")
+        if "experts" in weight.axes:  # rows, of which most buffers have more than there are tokens
+            rows = (
+                math.prod(one.shape[:3])
+                // plan.size("batch")
+                / plan.size("seq" if name != "expert_out" else "residual_seq")
+            )
+            flops *= rows / tokens
+    elif name == "attention_out":
+        rows, S = config.train.batch // config.train.accumulation // microbatches_of(plan), config.data.seq_len
+        pieces = plan.size("batch") * plan.size("attention_seq") * plan.size("heads")
+        width = model.heads * (model.head_dim or model.embed // model.heads)
+        flops = 4.0 * rows * S * min(S, model.window or S) * width / 2 / pieces
+    computed = flops / flops_rate(hardware, plan)
+    passed = _PASSES * one.bytes / (hardware.hbm_bandwidth or _UNKNOWN.hbm_bandwidth)
+    return times * max(computed, passed) + _sent_again(name, config, plan, hardware)
+
+
+def _sent_again(name: str, config: Config, plan: Plan, hardware: Hardware) -> float:
+    """Seconds of the collectives that making an activation again asks for."""
+    if plan.mesh.size == 1:
+        return 0.0
+    model = Model(config.model)
+    parameters = arrays(model.shapes(stored_order(plan, config.model.layers)), model.axes)
+    keep = dict.fromkeys(vars(Keep()), "save")
+    rate = hardware.ici.axis_bandwidth or hardware.dcn_bandwidth
+
+    def sent(keep: Mapping[str, Any]) -> float:
+        moves = sites(parameters, config, replace(plan, remat="full", keep=Keep(**keep)))
+        return sum(site.sent for site in moves if site.scope.startswith("block"))
+
+    return max(sent(keep | {name: "recompute"}) - sent(keep), 0.0) / rate if rate else 0.0
+
+
+def costs_of(config: Config, plan: Plan, hardware: Hardware) -> Costs:
+    """The step without making anything again: 2 of 6 parts of its model FLOPs are forward."""
+    tokens = config.train.batch * config.data.seq_len / plan.mesh.size
+    flops = Model(config.model).flops_per_token(config.data.seq_len) * tokens
+    compute = flops / flops_rate(hardware, plan)
+    return Costs(compute / 3, 2 * compute / 3, hardware.host_link_bandwidth or _UNKNOWN.host_link_bandwidth, EXPOSED)
+
+
+def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:
+    """What accumulation and the form of the loss add to a step: what is sent, as if nothing hid it, and the loss's
+    chunks or its scores made twice (see `jaxpar.parallel.cross_entropy.tiling`)."""
+    cut = loss_cut(config, plan)
+    times = config.train.accumulation * microbatches_of(plan)
+    again = 2.0 * cut.tokens / flops_rate(hardware, plan) if cut.tiling.slices > 1 else 0.0
+    added = 12.0 * cut.tiling.chunks / (hardware.hbm_bandwidth or _UNKNOWN.hbm_bandwidth)
+    loss = times * cut.rows * cut.embed * (again or added)
+    rate = hardware.ici.axis_bandwidth or hardware.dcn_bandwidth
+    if plan.mesh.size == 1 or not rate:
+        return loss
+    model = Model(config.model)
+    parameters = arrays(model.shapes(stored_order(plan, config.model.layers)), model.axes)
+    return loss + sum(site.sent for site in sites(parameters, config, plan)) / rate
+
+
+def flops_rate(hardware: Hardware, plan: Plan) -> float:
+    """FLOP/s of a device's matmuls."""
+    known = getattr(hardware.peak_flops, plan.compute) or hardware.peak_flops.bfloat16
+    return EFFICIENCY * (known or _UNKNOWN.peak_flops.float32)

@@ -1,0 +1,73 @@
+"""Where the bytes of a training step are: predicted part by part from shapes, beside what the compiler says."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+
+from jaxpar.base.activation_names import NAMES
+from jaxpar.base.config import Config
+from jaxpar.base.sharding import Plan
+from jaxpar.models import Model
+from jaxpar.train.saved_activations import activations, loss_cut, unnamed_bytes
+from jaxpar.train.state_bytes import state_of
+from jaxpar.train.step import param_shapes
+
+
+class Part(NamedTuple):
+    """A part of what a step holds, bytes of one device."""
+
+    name: str
+    what: str
+    device: int
+    host: int = 0
+
+
+def ledger(config: Config, plan: Plan, platform: str) -> list[Part]:
+    """The parts of a step, from shapes alone; the last is a guess.
+
+    What a block works with, the loss, and the update are not there at once: the larger counts.
+
+    Args:
+      config: the experiment.
+      plan: of the config.
+      platform: on `cpu` host memory is the device's own.
+    """
+    state, work = state_of(config, plan, platform), work_bytes(config, plan)
+    kept = [
+        Part(one.name, NAMES[one.name].what, one.kept if one.action == "save" or platform == "cpu" else 0,
+             one.kept if one.action == "offload" and platform != "cpu" else 0)
+        for one in activations(config, plan) if one.kept
+    ]  # fmt: skip
+    if unnamed := unnamed_bytes(config, plan):
+        kept.append(Part("no name", "what else the backward is given", unnamed))
+    held = sum(part.device for part in kept)
+    more = max(work, state.update - held)
+    what = "what a block and the loss work with" if work >= state.update - held else "what the update works with"
+    return [
+        Part("parameters", f"{plan.params}", state.parameters, state.host_parameters),
+        Part("optimizer", f"moments, {plan.moments}", state.optimizer, state.host_optimizer),
+        Part("gradients", "", state.gradients, state.host_gradients),
+        Part("batch", "", state.batch),
+        *kept,
+        Part("work", what + ", a guess", more),
+    ]
+
+
+def work_bytes(config: Config, plan: Plan) -> int:
+    """A first guess of what a block's backward or the loss works with, whichever is more; the compiler corrects it.
+
+    A block: a gradient of everything that has a name, what of that is not on the device, and its weights where they are
+    gathered. The loss: scores of some tokens in float32 and in the compute dtype, and the gathered vocabulary matrix
+    with its gradient. The lookup: the gathered table with its gradient.
+    """
+    model = Model(config.model)
+    shapes = param_shapes(model, plan)
+    layer = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(shapes["blocks"]))
+    gathered = layer * plan.dtype.itemsize // plan.size("mlp") if plan.mesh.size > 1 else 0
+    block = sum(one.bytes * (1 if one.action == "save" else 2) for one in activations(config, plan)) + gathered
+    (tokens, rows, D, (chunks, slices)), width = loss_cut(config, plan), plan.dtype.itemsize
+    table = rows * D * (width + 4) if plan.size("embed") > 1 else 0
+    return max(block, table, (rows * -(-tokens // chunks) * (4 + width) + table) // slices)

@@ -1,0 +1,1 @@
+"""Seconds and bytes of each instruction of a compiled program."""

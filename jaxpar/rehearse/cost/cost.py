@@ -1,0 +1,174 @@
+"""What each task of a program costs: seconds, and the lanes of the device that it holds meanwhile.
+
+The compiler's own cycles where it gives them; else the longer of arithmetic and memory traffic (the roofline of
+Williams, Waterman and Patterson, CACM 52(4), 2009). Collectives are priced by a function, since only a target knows
+its links.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from jaxpar.base.hardware import Hardware, PeakFlops
+from jaxpar.hlo.tasks import Collective, Loop, Node, Program, Task
+
+COMPUTE, DMA, SIDE, HOST = "compute", "dma", "side", "host"
+"""Lanes of every device (`side`: asynchronous work that is no copy); the links have theirs from the network model:
+`ici:x`, `nvlink`, `dcn`."""
+
+Path = tuple[int, ...]
+"""Where a node stands: its position in the program, then in the loop's body, and so on."""
+
+Basis = Literal["cycles", "flops", "bytes", "measured", "link", "host link", "none"]
+"""What a duration rests on; `none` = the task says nothing of its work, and was taken to cost nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One execution of a task."""
+
+    seconds: float
+    lanes: tuple[str, ...]
+    """Held from start to finish. A synchronous collective holds compute as well as its links."""
+    basis: Basis
+    launch: float = 0.0
+    """The part of `seconds` in which nothing is worked on yet."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The price of every task of one program."""
+
+    of: dict[Path, Cost]
+    notes: tuple[str, ...] = ()
+    """What was assumed on the way, each once: `no peak for f64: bytes only`."""
+
+
+class OnLinks(Protocol):
+    """What a network model answers."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def resources(self) -> tuple[str, ...]: ...
+
+
+class Speeds(Protocol):
+    """Measured speeds of a device, in place of the flat peaks (`jaxpar.rehearse.calibrate`)."""
+
+    def seconds(self, task: Task) -> float | None:
+        """One execution of a task, once launched, or None where nothing like it was measured."""
+        ...
+
+
+def price(
+    program: Program,
+    hardware: Hardware,
+    collective_time: Callable[[Collective], OnLinks],
+    speeds: Speeds | None = None,
+) -> Costs:
+    """Seconds and lanes of every task, by its path.
+
+    Args:
+      program: what runs on one device.
+      hardware: its figures.
+      collective_time: the network model, bound to a target.
+      speeds: measured speeds, asked before the roofline and after the compiler's cycles.
+    """
+    notes: Counter[str] = Counter()
+    of = {path: _cost(task, hardware, collective_time, speeds, notes) for path, task, _ in tasks(program.nodes)}
+    return Costs(of, tuple(f"{note} ({count} x)" if count > 1 else note for note, count in notes.items()))
+
+
+def tasks(nodes: tuple[Node, ...], times: int = 1, path: Path = ()) -> Iterator[tuple[Path, Task, int]]:
+    """Every task with its path and how often it runs in one step."""
+    for i, node in enumerate(nodes):
+        if isinstance(node, Loop):
+            yield from tasks(node.body, times * node.trips, (*path, i))
+        elif isinstance(node, Task):
+            yield (*path, i), node, times
+
+
+def seconds_by_basis(program: Program, costs: Costs) -> dict[str, float]:
+    """Seconds of all tasks of one step by what they rest on: how much is the compiler's and how much an estimate."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for path, _, count in tasks(program.nodes):
+        total[costs.of[path].basis] += count * costs.of[path].seconds
+    return dict(total)
+
+
+def _cost(
+    task: Task,
+    hardware: Hardware,
+    collective_time: Callable[[Collective], OnLinks],
+    speeds: Speeds | None,
+    notes: Counter[str],
+) -> Cost:
+    """The price of one task; what had to be assumed is counted in `notes`."""
+    if task.collective is not None:
+        on_links = collective_time(task.collective)
+        return Cost(on_links.seconds, _lanes(task, *on_links.resources), "link")
+    if task.kind == "host_copy":
+        if task.bytes and not hardware.host_link_bandwidth:
+            notes["no figure for the host link: its copies are taken to cost nothing"] += 1
+        seconds = hardware.host_link_latency + task.bytes / (hardware.host_link_bandwidth or math.inf)
+        return Cost(seconds, _lanes(task, HOST), "host link" if seconds else "none")
+    if task.cycles is not None and hardware.clock_hz:
+        return Cost(task.cycles / hardware.clock_hz, _lanes(task, *_beside(task)), "cycles")
+    if task.kind == "control" and not task.flops and not task.bytes:
+        return Cost(0.0, _lanes(task), "none")
+    measured = speeds.seconds(task) if speeds else None
+    if measured is not None:
+        launch = _launch(task, hardware)
+        return Cost(measured + launch, _lanes(task, *_beside(task)), "measured", launch)
+    return _roofline(task, hardware, notes)
+
+
+def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> Cost:
+    """The longer of arithmetic at the peak and traffic at the bandwidth of the memory, and a launch."""
+    arithmetic = 0.0
+    if task.flops:
+        peak = _peak(hardware.peak_flops, task.dtype)
+        if not peak:
+            notes[f"no peak for {task.dtype or 'an unknown dtype'}: its arithmetic is taken to cost nothing"] += 1
+        arithmetic = task.flops / (peak or math.inf)
+    if task.bytes and not hardware.hbm_bandwidth:
+        notes["no figure for the memory's bandwidth: traffic is taken to cost nothing"] += 1
+    traffic = task.bytes / (hardware.hbm_bandwidth or math.inf)
+    if not task.flops and not task.bytes:
+        notes[f"{task.opcode} says nothing of its work: taken to cost a launch"] += 1
+    basis: Basis = "flops" if arithmetic > traffic else "bytes" if traffic else "none"
+    launch = _launch(task, hardware)
+    return Cost(max(arithmetic, traffic) + launch, _lanes(task, *_beside(task)), basis, launch)
+
+
+def _launch(task: Task, hardware: Hardware) -> float:
+    return 0.0 if task.asynchronous else hardware.launch_overhead
+
+
+def _lanes(task: Task, *lanes: str) -> tuple[str, ...]:
+    """Of an asynchronous task its own lanes only; of any other compute as well."""
+    return tuple(lanes) if task.asynchronous else (COMPUTE, *lanes)
+
+
+def _beside(task: Task) -> tuple[str, ...]:
+    """Where an asynchronous task that is no collective runs: copies on the DMA engines, all else on a lane apart."""
+    return () if not task.asynchronous else (DMA,) if task.kind == "copy" else (SIDE,)
+
+
+_FIELD_OF_DTYPE = {"bf16": "bfloat16", "f16": "bfloat16", "bfloat16": "bfloat16", "float16": "bfloat16",
+                   "f32": "float32", "float32": "float32", "s8": "int8", "u8": "int8", "int8": "int8"}  # fmt: skip
+
+
+def _peak(peaks: PeakFlops, dtype: str) -> float:
+    """FLOP/s for matmuls of this dtype (as HLO or JAX writes it), 0 when there is no figure.
+
+    Where float32 has no figure, as on TPUs, XLA multiplies in bfloat16 passes: at jax's default precision, one.
+    """
+    name = "float8" if dtype.startswith(("f8", "float8")) else _FIELD_OF_DTYPE.get(dtype, "")
+    peak = getattr(peaks, name, 0.0)
+    return peak or (peaks.bfloat16 if name == "float32" else 0.0)

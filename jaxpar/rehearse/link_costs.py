@@ -1,0 +1,366 @@
+"""How long a collective takes on a target's links: latency and bandwidth (alpha and beta) over the actual topology.
+
+A collective of V bytes takes `start + hops x hop + load x V / bandwidth`: `hops` are steps one after another, `load` is
+what passes the busiest link, in one direction, as a part of V. With k devices in a group:
+
+  all-gather, reduce-scatter   ring: load (k-1)/k, and every device receives over all the links it has
+  all-reduce                   a reduce-scatter and an all-gather; on GPUs also a tree where that is faster
+  all-to-all                   every pair's bytes along its shortest way: on a ring of k, V k/8 on a link
+  ppermute                     every message along its shortest way
+
+(Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience", 2007; for
+tori Austin et al., "How to Scale Your Model", part 3, where V / 180 GB/s along an axis of v5p is this for large k; for
+GPUs the tuning model in NCCL.) Assumed besides:
+
+- A torus: data is split over the axes a group spans so that all of their links are busy at once. An axis that is no
+  ring gives one link where a ring gives two. Groups that share links (strided ones, both halves of a chip) share them
+  evenly. A group that is no box in the torus runs a ring in its own order. Twisted tori are not modelled.
+- Levels follow one another: between the halves of a chip, then ICI, then the data-centre network, each with what is
+  left to move there. On GPUs they overlap, as NCCL pipelines them: the slowest level decides.
+- Switches and the data-centre network never block; reductions cost what moving does; SHARP is not used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.hardware import Hardware
+from jaxpar.hlo.tasks import Collective, CollectiveKind
+from jaxpar.rehearse.targets import Position, Target
+
+Groups = tuple[tuple[int, ...], ...]
+AXES = "xyz"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime:
+    """What one execution of a collective takes."""
+
+    seconds: float
+    """Latency and transfer together."""
+    latency: float
+    """The part that would remain for zero bytes."""
+    resources: tuple[str, ...]
+    """Lanes it keeps busy: some of `ici:x+`, `ici:x-` (the two directions of an axis), `ici:y+` and so on, `nvlink`,
+    `dcn`, `chip` (between the devices of one chip), `memory` (simulated devices). Collectives that share one run one
+    after the other."""
+    links: str
+    """For people: `ring of 4 along z`."""
+    bytes_per_link: float
+    """Bytes through the busiest link in one direction, at the level that takes longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """One level of the network that a collective uses."""
+
+    lanes: tuple[str, ...]
+    load: float
+    """Bytes through the busiest link for each byte of the collective."""
+    bandwidth: float
+    """Bytes/s of that link in one direction."""
+    hops: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """One algorithm: its legs, one after another or all at once."""
+
+    legs: tuple[_Leg, ...]
+    together: bool
+
+
+def collective_time(collective: Collective, places: tuple[Position, ...], target: Target) -> CollectiveTime:
+    """Predicted time of one execution, every group running at once.
+
+    Args:
+      collective: groups of positions in the program's device order.
+      places: where those positions sit: `targets.places(mesh.devices.flat, target)`.
+      target: whose links.
+
+    Raises:
+      UserError: the target has no figure for a link that the collective uses.
+    """
+    hardware = target.hardware
+    routes = _routes(collective.kind, collective.groups, places, hardware)
+    best: CollectiveTime | None = None
+    for route in routes:
+        if not route.legs:
+            return CollectiveTime(0.0, 0.0, (), "nothing moves", 0.0)
+        for leg in route.legs:
+            if not leg.bandwidth:
+                raise UserError(
+                    f"target {target.name} ({hardware.chip}) has no figure for the bandwidth of {leg.lanes[0]}, which "
+                    f"a {collective.kind} over {leg.text} needs: rehearse for a known target, or calibrate this one"
+                )
+        found = _fastest(route, collective.bytes, hardware)
+        if best is None or found.seconds < best.seconds:
+            best = found
+    assert best is not None
+    return best
+
+
+def _fastest(route: _Route, size: int, hardware: Hardware) -> CollectiveTime:
+    """The time of a route with the protocol that suits this size best."""
+    moving = [leg.load * size / leg.bandwidth for leg in route.legs]
+    transfer = max(moving) if route.together else sum(moving)
+    times = []
+    for protocol in hardware.protocols:
+        waits = [leg.hops * (protocol.dcn_hop if leg.lanes == ("dcn",) else protocol.hop) for leg in route.legs]
+        latency = protocol.start + sum(waits)
+        times.append((latency + transfer / protocol.share, latency))
+    seconds, latency = min(times, default=(transfer, 0.0))
+    slowest = max(route.legs, key=lambda leg: leg.load / leg.bandwidth)
+    lanes = tuple(dict.fromkeys(lane for leg in route.legs for lane in leg.lanes))
+    text = (" and " if route.together else ", then ").join(leg.text for leg in route.legs)
+    return CollectiveTime(seconds, latency, lanes, text, slowest.load * size)
+
+
+@lru_cache(maxsize=1024)
+def _routes(
+    kind: CollectiveKind, groups: Groups, places: tuple[Position, ...], hardware: Hardware
+) -> tuple[_Route, ...]:
+    """The algorithms a collective may use here."""
+    apart = tuple(group for group in groups if len(set(group)) > 1)
+    if not apart:
+        return (_Route((), False),)
+    seats = tuple(tuple(places[position] for position in group) for group in apart)
+    if hardware.ici.kind == "torus":
+        return (_on_torus(kind, seats, hardware),)
+    return _on_switches(kind, seats, hardware)
+
+
+Seats = tuple[tuple[Position, ...], ...]
+
+
+# Switches: GPU nodes, and devices of one machine.
+
+
+def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tuple[_Route, ...]:
+    inside = hardware.ici.links * hardware.ici.link_bandwidth
+    lane = "nvlink" if hardware.ici.kind == "switch" else "memory"
+    if kind == "ppermute":
+        far = [start.slice != end.slice for start, end in groups]
+        near = _Leg((lane,), 1.0, inside, 1, "pairs in a node")
+        net = _Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1, "pairs in different nodes")
+        return (_Route(((near,) if not all(far) else ()) + ((net,) if any(far) else ()), True),)
+    size = max(map(len, groups))
+    counts = [Counter(position.slice for position in group).values() for group in groups]
+    nodes = max(map(len, counts))
+    # Devices of a group in one node: the fewest have the fewest NICs, the most have the most to exchange.
+    few, many = min(min(count) for count in counts), max(max(count) for count in counts)
+
+    def legs(in_node: float, across: float, hops: float, net_hops: float) -> tuple[_Leg, ...]:
+        found = []
+        if many > 1:
+            found.append(_Leg((lane,), in_node, inside, hops, f"{many} in a node"))
+        if nodes > 1:
+            found.append(_Leg(("dcn",), across, hardware.dcn_bandwidth, net_hops, f"{nodes} nodes"))
+        return tuple(found)
+
+    if kind == "all-to-all":
+        return (_Route(legs((many - 1) / size, (size - few) / size, many - 1, nodes - 1), True),)
+    ring = legs((size - 1) / size, (nodes - 1) / nodes / few, size - nodes, nodes - 1)
+    if kind != "all-reduce":
+        return (_Route(ring, True),)
+    # Up a tree and down again: a chain inside a node, halving across nodes. 0.92 is NCCL's factor for trees.
+    tree = legs(1 / 0.92, 1 / 0.92 / few, many - 1, math.ceil(math.log2(nodes)))
+    return tuple(_Route(tuple(_twice(leg) for leg in route), True) for route in (ring, tree))
+
+
+def _twice(leg: _Leg) -> _Leg:
+    return _Leg(leg.lanes, 2 * leg.load, leg.bandwidth, 2 * leg.hops, leg.text)
+
+
+# A torus, its slices, and the halves of its chips.
+
+
+def _on_torus(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> _Route:
+    if kind == "ppermute":
+        return _Route(_messages(groups, hardware), True)
+    slices = max(len({position.slice for position in group}) for group in groups)
+    cores = max(len({position.core for position in group}) for group in groups)
+    legs = []
+    # What one core of a chip does with its like, slice by slice; the other cores do the same at the same time.
+    inner = [_apart(group) for group in groups]
+    within = max(len(part) for parts in inner for part in parts)
+    if kind == "all-to-all":
+        size = max(map(len, groups))
+        if cores > 1:
+            legs.append(_chip_leg((cores - 1) / size, hardware, cores))
+        if within > 1:
+            legs.append(_all_to_all(tuple(part for parts in inner for part in parts), 1 / slices, hardware))
+        if slices > 1:
+            legs.append(_dcn_leg((slices - 1) / slices, hardware, slices))
+        return _Route(tuple(legs), False)
+    if cores > 1:
+        legs.append(_chip_leg((cores - 1) / cores, hardware, cores))
+    if within > 1:
+        legs.append(_gather(tuple(part for parts in inner for part in parts), 1 / cores, hardware))
+    if slices > 1:
+        legs.append(_dcn_leg((slices - 1) / slices / (cores * within), hardware, slices))
+    return _Route(tuple(_twice(leg) for leg in legs) if kind == "all-reduce" else tuple(legs), False)
+
+
+def _chip_leg(load: float, hardware: Hardware, cores: int) -> _Leg:
+    return _Leg(("chip",), load, hardware.ici.chip_bandwidth, 1, f"{cores} devices of a chip")
+
+
+def _dcn_leg(load: float, hardware: Hardware, slices: int) -> _Leg:
+    return _Leg(("dcn",), load, hardware.dcn_bandwidth, slices - 1, f"{slices} slices")
+
+
+def _apart(group: tuple[Position, ...]) -> list[tuple[Position, ...]]:
+    """A group's members by slice and core, in the group's order."""
+    parts: dict[tuple[int, int], list[Position]] = defaultdict(list)
+    for position in group:
+        parts[position.slice, position.core].append(position)
+    return [tuple(part) for part in parts.values()]
+
+
+class _Load:
+    """Bytes on each directed link of the slices, by axis."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.shape, self.wraps = hardware.ici.shape, hardware.ici.wraps
+        self.axes: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in self.shape]
+
+    def send(self, start: Position, end: Position, amount: float) -> int:
+        """Add a message along its shortest way, axis after axis; half each way round where both are as short."""
+        here, hops = list(start.coords), 0
+        for axis, (side, wraps) in enumerate(zip(self.shape, self.wraps, strict=True)):
+            ahead = end.coords[axis] - here[axis]
+            ways = {ahead: amount}
+            if wraps and ahead:
+                up, down = ahead % side, ahead % side - side
+                ways = (
+                    {up: amount} if up < -down else {down: amount} if -down < up else {up: amount / 2, down: amount / 2}
+                )
+            for way, part in ways.items():
+                step = 1 if way > 0 else -1
+                for hop in range(0, way, step):
+                    place = (*here[:axis], (here[axis] + hop) % side, *here[axis + 1 :])
+                    self.axes[axis][(start.slice, step, *place)] += part
+            hops += abs(next(iter(ways)))
+            here[axis] = end.coords[axis]
+        return hops
+
+    def busiest(self, axis: int) -> float:
+        return max(self.axes[axis].values(), default=0.0)
+
+    @property
+    def used(self) -> list[int]:
+        return [axis for axis, links in enumerate(self.axes) if links]
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        ways = [{step for _, step, *_ in links} for links in self.axes]
+        return tuple(
+            f"ici:{AXES[axis]}{'+' if step > 0 else '-'}" for axis in self.used for step in sorted(ways[axis])[::-1]
+        )
+
+
+def _sides(group: tuple[Position, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """The coordinates of a box along each axis, or None for a group that is none."""
+    sides = tuple(tuple(sorted(set(line))) for line in zip(*(position.coords for position in group), strict=True))
+    return sides if math.prod(map(len, sides)) == len({position.coords for position in group}) else None
+
+
+def _gather(groups: Seats, part: float, hardware: Hardware) -> _Leg:
+    """An all-gather or reduce-scatter of `part` of the bytes in each of these groups of one slice and core each."""
+    size = max(map(len, groups))
+    load, bandwidth = _Load(hardware), hardware.ici.link_bandwidth
+    boxes = [_sides(group) for group in groups]
+    if any(box is None for box in boxes):
+        for group in groups:
+            _ring(load, group)
+        busiest = max(load.busiest(axis) for axis in load.used)
+        hops = max(_ring(_Load(hardware), group) for group in groups) / 2
+        return _Leg(load.lanes, part * (size - 1) / size * busiest, bandwidth, hops, f"ring of {size} across the torus")
+    for group in groups:
+        for line in _lines(group):
+            _ring(load, line)
+    # Each axis takes data in proportion to what it can carry.
+    share = sum(1 / load.busiest(axis) for axis in load.used)
+    widths = [max(len(box[axis]) for box in boxes if box) for axis in range(len(hardware.ici.shape))]
+    hops = max(_reach(box, hardware) for box in boxes if box)
+    text = " and ".join(
+        f"{'ring' if hardware.ici.wraps[axis] and widths[axis] == hardware.ici.shape[axis] else 'line'} of "
+        f"{widths[axis]} along {AXES[axis]}"
+        for axis in load.used
+    )
+    return _Leg(load.lanes, part * (size - 1) / size / share, bandwidth, hops, text)
+
+
+def _reach(box: tuple[tuple[int, ...], ...], hardware: Hardware) -> int:
+    """Hops between the two members that are farthest from one another."""
+    spans = [side[-1] - side[0] for side in box]
+    return sum(
+        min(span, -(-size // 2)) if wraps else span
+        for span, size, wraps in zip(spans, hardware.ici.shape, hardware.ici.wraps, strict=True)
+    )
+
+
+def _lines(group: tuple[Position, ...]) -> list[tuple[Position, ...]]:
+    """The lines of a box along each axis on which it has more than one member, each in order."""
+    found = []
+    for axis in range(len(group[0].coords)):
+        lines: dict[tuple[int, ...], list[Position]] = defaultdict(list)
+        for position in sorted(group):
+            lines[(*position.coords[:axis], *position.coords[axis + 1 :])].append(position)
+        found += [tuple(line) for line in lines.values() if len(line) > 1]
+    return found
+
+
+def _ring(load: _Load, members: tuple[Position, ...]) -> int:
+    """Half of the data once round in each direction; returns the hops of a round."""
+    hops = 0
+    for here, there in pairwise((*members, members[0])):
+        hops += load.send(here, there, 0.5)
+        load.send(there, here, 0.5)
+    return hops
+
+
+def _all_to_all(groups: Seats, part: float, hardware: Hardware) -> _Leg:
+    """`part` of every member's bytes spread evenly over its group, along shortest ways."""
+    load, hops = _Load(hardware), 0
+    for group in groups:
+        box = _sides(group)
+        # In a box each axis can be looked at alone: whatever its other coordinates, a message moves along it once.
+        for line in _lines(group) if box else [group]:
+            for here in line:
+                for there in line:
+                    if here != there:
+                        hops = max(hops, load.send(here, there, part / len(line)))
+        hops = max(hops, _reach(box, hardware) if box else 0)
+    busiest = max(load.busiest(axis) for axis in load.used)
+    text = f"{max(map(len, groups))} along {' and '.join(AXES[axis] for axis in load.used)}"
+    return _Leg(load.lanes, busiest, hardware.ici.link_bandwidth, hops, text)
+
+
+def _messages(pairs: Seats, hardware: Hardware) -> tuple[_Leg, ...]:
+    """Each (source, target) pair's message on its way, all at the same time."""
+    load, hops, slices, cores = _Load(hardware), 0, False, False
+    for start, end in pairs:
+        if start.slice != end.slice:
+            slices = True
+        elif start.coords == end.coords:
+            cores = True
+        else:
+            hops = max(hops, load.send(start, end, 1.0))
+    legs = []
+    if cores:
+        legs.append(_chip_leg(1.0, hardware, 2))
+    if load.used:
+        busiest = max(load.busiest(axis) for axis in load.used)
+        text = f"{hops} hop{'s' if hops > 1 else ''} along {' and '.join(AXES[axis] for axis in load.used)}"
+        legs.append(_Leg(load.lanes, busiest, hardware.ici.link_bandwidth, hops, text))
+    if slices:
+        legs.append(_Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1, "another slice"))
+    return tuple(legs)

@@ -1,0 +1,1 @@
+"""The report of a rehearsal: its schema, tables, findings, comparison and page."""

@@ -1,0 +1,101 @@
+"""A replayed timeline as the report keeps it: columns of instructions, and events by number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxpar.hlo.tasks import Loop, Node, Program
+from jaxpar.rehearse.cost.cost import COMPUTE, DMA, HOST, SIDE, Path
+from jaxpar.rehearse.report.schema import LoopSpan, Timeline
+from jaxpar.rehearse.timeline.player import Event
+
+
+def timeline_of(program: Program, events: Sequence[Event]) -> Timeline:
+    """The report's timeline.
+
+    Args:
+      program: whose nodes the events' paths point at.
+      events: of `jaxpar.rehearse.timeline.timeline.replay`, seconds.
+
+    Returns:
+      The lanes that are in use (compute, links, then local copies and the host), one entry of the columns for each
+      instruction that ran, events in microseconds to the nearest nanosecond, and where loops begin and end.
+    """
+    lanes = sorted({event.lane for event in events}, key=_lane_order)
+    number: dict[Path, int] = {}
+    timeline: Timeline = {
+        "lanes": lanes, "names": [], "kinds": [], "scopes": [], "sources": [], "phases": [], "bytes": [],
+        "events": [], "loops": _loop_spans(program, events),
+    }  # fmt: skip
+    for event in events:
+        if event.path not in number:
+            number[event.path] = len(number)
+            _add_column(timeline, node_at(program, event.path))
+        start, end = round(1e6 * event.start, 3), round(1e6 * (event.start + event.duration), 3)
+        row = [lanes.index(event.lane), start, round(end - start, 3), number[event.path], event.repeats]
+        timeline["events"].append(row)
+    return timeline
+
+
+def node_at(program: Program, path: Path) -> Node:
+    """The node at a path: a position in the program, then one in the loop's body, and so on."""
+    nodes, node = program.nodes, None
+    for position in path:
+        node = nodes[position]
+        nodes = node.body if isinstance(node, Loop) else ()
+    assert node is not None, "a path has at least one position"
+    return node
+
+
+def _lane_order(lane: str) -> tuple[int, str]:
+    """Compute first, links by name, then what is local, then the host."""
+    return {COMPUTE: 0, DMA: 2, SIDE: 3, HOST: 4}.get(lane, 1), lane
+
+
+def _add_column(timeline: Timeline, node: Node) -> None:
+    """An instruction's entries; a bar that stands for trips of a loop has the loop's."""
+    place = getattr(node, "place", None)
+    collective = getattr(node, "collective", None)
+    timeline["names"].append(node.name)
+    kind = "loop" if isinstance(node, Loop) else collective.kind if collective else getattr(node, "kind", "control")
+    timeline["kinds"].append(kind)
+    timeline["scopes"].append(place.scope if place else "")
+    timeline["sources"].append(place.source if place else "")
+    timeline["phases"].append(place.phase if place else "other")
+    timeline["bytes"].append(int(collective.bytes if collective else getattr(node, "bytes", 0)))
+
+
+def _loop_spans(program: Program, events: Sequence[Event]) -> list[LoopSpan]:
+    """One span for each execution of a loop that shows on the compute lane.
+
+    An event knows the trip of its innermost loop only, so a loop inside another is taken to begin anew where its trip
+    number goes down, or where something of the outer loop ran in between.
+    """
+    spans: list[LoopSpan] = []
+    running: dict[Path, tuple[LoopSpan, int]] = {}
+    for event in sorted((event for event in events if event.lane == COMPUTE), key=lambda event: event.start):
+        inside = _loops_around(program, event.path)
+        running = {path: entry for path, entry in running.items() if path in inside}
+        if inside and inside[-1] in running and event.trip < running[inside[-1]][1]:
+            del running[inside[-1]]
+        end = 1e6 * (event.start + event.duration)
+        for depth, path in enumerate(inside):
+            loop = node_at(program, path)
+            assert isinstance(loop, Loop)
+            if path not in running:
+                name = loop.place.scope or loop.name
+                span: LoopSpan = {"name": name, "start_us": round(1e6 * event.start, 3), "duration_us": 0.0,
+                                  "trips": loop.trips, "depth": depth}  # fmt: skip
+                spans.append(span)
+                running[path] = span, 0
+            span = running[path][0]
+            span["duration_us"] = round(max(span["duration_us"], end - span["start_us"]), 3)
+        if inside:
+            running[inside[-1]] = running[inside[-1]][0], event.trip
+    return spans
+
+
+def _loops_around(program: Program, path: Path) -> list[Path]:
+    """The loops that a path lies in, outermost first, itself included where it is one."""
+    prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
+    return [prefix for prefix in prefixes if isinstance(node_at(program, prefix), Loop)]

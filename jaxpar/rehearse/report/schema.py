@@ -1,0 +1,294 @@
+"""What `jaxpar rehearse --json` writes: types that are also the check of a file. `docs/rehearse_json.md` explains them.
+
+Seconds, bytes and FLOPs are of one step on one device, except where a name or line says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
+
+from jaxpar.base.errors import UserError
+
+SCHEMA = 1
+"""Goes up when a key is renamed, removed or changes its meaning; a new key leaves it."""
+
+
+class Target(TypedDict):
+    """The hardware that was rehearsed."""
+
+    name: str
+    chip: str
+    chips: int
+    slices: int
+    topology: str
+    hbm_bytes: int
+    """Of one device."""
+    peak_flops: float | None
+    """Of one device in `dtype`, a second."""
+    dtype: str
+    note: NotRequired[str]
+
+
+class Model(TypedDict):
+    """The model, in numbers."""
+
+    family: str
+    parameters: int
+
+
+class Batch(TypedDict):
+    """What one step trains on, all devices together."""
+
+    sequences: int
+    seq_len: int
+    tokens: int
+    accumulation: int
+
+
+class Memory(TypedDict):
+    """Device memory by the compiler's account, and what it put into the host's."""
+
+    hbm_bytes: int
+    """What the device has."""
+    total: int
+    """What the step takes at its peak."""
+    fits: bool
+    categories: dict[str, int]
+    """Parts of `total`; what they leave over is shown as `other`."""
+    host: dict[str, int]
+    """In the host's memory, for this device."""
+    advice: list[str]
+
+
+class Time(TypedDict):
+    """The replayed timeline, in seconds. step = compute + exposed_communication + host_stall + copy_stall +
+    idle."""
+
+    step: float
+    compute: float
+    exposed_communication: float
+    """The compute units wait for a collective."""
+    host_stall: float
+    """They wait for a copy to or from the host's memory."""
+    copy_stall: float
+    """They wait for asynchronous work of the device itself: a copy, or a fusion beside them."""
+    idle: float
+    """The rest: launches."""
+    lower_bound: float
+    """No schedule of the same tasks can be shorter."""
+    list_schedule: float
+    """What a greedy scheduler makes of the same tasks."""
+    mfu: float | None
+    hfu: float | None
+    tokens_per_second: float
+    """All devices together."""
+    days: dict[str, float]
+    """Days of training by number of tokens: `{"1e12": 38.6}`."""
+    by_category: dict[str, float]
+    """Busy seconds by kind of task; those of collectives and host copies also where they run beside compute."""
+    estimated_without_cycles: float
+    """Share of the compute time, in [0, 1], that is roofline and not the compiler's own cycles."""
+
+
+class Line(TypedDict):
+    """One line of the model in one phase of the step."""
+
+    scope: str
+    source: str
+    phase: str
+    compute: float
+    communication: float
+    """Busy seconds of its collectives, overlapped or not."""
+    exposed: float
+    flops: float
+    bytes: int
+    count: int
+    """Tasks run."""
+
+
+class CollectiveRow(TypedDict):
+    """The collectives of one kind, over the same axes, from the same line."""
+
+    kind: str
+    axes: list[str]
+    """Mesh axes that the groups span."""
+    bytes: int
+    """Of one execution: one group's whole array."""
+    sent_bytes: float
+    count: int
+    asynchronous: bool
+    seconds: float
+    exposed: float
+    scope: str
+    source: str
+    phase: str
+    planned: bool
+    reason: str
+    """Why the plan has it, or why it is not the plan's."""
+    links: str
+
+
+class PathStep(TypedDict):
+    """A stretch of the critical path."""
+
+    name: str
+    kind: str
+    seconds: float
+    count: int
+    scope: str
+    source: str
+
+
+class LoopSpan(TypedDict):
+    """Where a loop stands in the timeline."""
+
+    name: str
+    start_us: float
+    duration_us: float
+    trips: int
+    depth: int
+    """0 for an outermost loop."""
+
+
+class Timeline(TypedDict):
+    """What runs when. `names` to `bytes` are columns with one entry an instruction; events point into them."""
+
+    lanes: list[str]
+    names: list[str]
+    kinds: list[str]
+    """A task's kind, for collectives the collective's: `matmul`, `all-gather`."""
+    scopes: list[str]
+    sources: list[str]
+    phases: list[str]
+    bytes: list[int]
+    events: list[list[float]]
+    """[lane, start_us, duration_us, instruction, repeats]: where `repeats` is not 0 the bar stands for so many trips of
+    a loop that are not drawn one by one. A synchronous collective stands on `compute` and on its links."""
+    loops: NotRequired[list[LoopSpan]]
+
+
+class Finding(TypedDict):
+    """What the linter has to say."""
+
+    rule: str
+    severity: Literal["error", "warning", "note"]
+    message: str
+    axis: str
+    """The logical axis, or an empty string."""
+    scope: str
+    source: str
+    bytes: float
+    seconds: float
+
+
+class ShardingRow(TypedDict):
+    """How one parameter lies on the mesh."""
+
+    name: str
+    shape: list[int]
+    axes: list[str | None]
+    spec: str
+    bytes_per_device: int
+
+
+class Rehearsal(TypedDict):
+    """The whole report."""
+
+    schema: int
+    config: str
+    overrides: dict[str, Any]
+    command: str
+    date: str
+    versions: dict[str, str]
+    target: Target
+    mesh: dict[str, int]
+    model: Model
+    batch: Batch
+    compile_seconds: float
+    memory: Memory
+    time: Time
+    lines: list[Line]
+    collectives: list[CollectiveRow]
+    critical_path: list[PathStep]
+    timeline: NotRequired[Timeline]
+    """Left out of files that are kept: it is most of the bytes."""
+    findings: list[Finding]
+    shardings: list[ShardingRow]
+    unknown: dict[str, int]
+    """Opcodes and custom-call targets that were not understood, and how often they stand in the program."""
+    notes: list[str]
+
+
+def read_rehearsal(path: Path) -> Rehearsal:
+    """A stored `--json`.
+
+    Raises:
+      UserError: no such file, not JSON, of another schema, or a key missing or of the wrong type.
+    """
+    try:
+        rehearsal = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}; make it with `jaxpar rehearse CONFIG --json FILE`") from error
+    found = rehearsal.get("schema") if isinstance(rehearsal, dict) else None
+    if found != SCHEMA:
+        raise UserError(f"{path} has schema {found!r}, this jaxpar reads {SCHEMA}: make it again")
+    for problem in problems(rehearsal):
+        raise UserError(f"{path}: {problem}")
+    return cast(Rehearsal, rehearsal)
+
+
+def problems(value: Any, kind: Any = Rehearsal, where: str = "") -> Iterator[str]:
+    """Where a value departs from the types above; keys that they do not name are let through.
+
+    Yields:
+      `memory.total: expected int, found 'x'`.
+    """
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is NotRequired:
+        yield from problems(value, inside[0], where)
+    elif is_typeddict(kind):
+        yield from _dict_problems(value, kind, where)
+    elif origin in (Union, types.UnionType):
+        if all(any(problems(value, choice, where)) for choice in inside):
+            yield _wrong(where, " or ".join(map(_name, inside)), value)
+    elif origin is Literal:
+        if value not in inside:
+            yield _wrong(where, "one of " + ", ".join(inside), value)
+    elif origin is list and isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from problems(item, inside[0], f"{where}[{i}]")
+    elif origin is dict and isinstance(value, dict):
+        for key, item in value.items():
+            yield from problems(item, inside[1], f"{where}.{key}" if where else key)
+    elif kind is not Any:
+        accepted = (int, float) if kind is float else origin or kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            yield _wrong(where, _name(kind), value)
+
+
+def _dict_problems(value: Any, kind: Any, where: str) -> Iterator[str]:
+    if not isinstance(value, dict):
+        yield _wrong(where, "a table", value)
+        return
+    hints = get_type_hints(kind, include_extras=True)
+    for key, hint in hints.items():
+        inner = f"{where}.{key}" if where else key
+        if key in value:
+            yield from problems(value[key], hint, inner)
+        elif get_origin(hint) is not NotRequired:
+            yield f"{inner} is missing"
+
+
+def _name(kind: Any) -> str:
+    return "None" if kind is type(None) else getattr(kind, "__name__", str(kind))
+
+
+def _wrong(where: str, expected: str, value: Any) -> str:
+    found = repr(value)
+    return f"{where or 'the report'}: expected {expected}, found {found if len(found) < 60 else found[:56] + ' ...'}"

@@ -1,0 +1,262 @@
+"""The collectives that a program asks for, read from its jaxpr: what the plan expects of the compiler.
+
+Every collective of this library stands in a `shard_map`, by mesh axis. Counted here with the trips of the scans around
+it, computed once where the same move of the same array is written twice (a recomputed gather and the backward's own),
+and not at all where nothing needs it, as the compiler will.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend import core
+from jax.sharding import Mesh
+
+from jaxpar.base.jax_compat import COLLECTIVES, COND, SCAN, STILL, WHILE
+from jaxpar.hlo.tasks import CollectiveKind
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One collective of one device group, as written."""
+
+    kind: CollectiveKind
+    axes: frozenset[str]
+    """Mesh axes of more than one device."""
+    bytes: int
+    """Of one group's whole array, as `hlo.tasks.Collective.bytes`."""
+    count: int
+    """How often it runs in one step."""
+    scope: str
+    """jax's name stack, its own wrappers among it: `transpose(jvp())/block/attention`."""
+    dtype: str
+    """Of what is sent: `bfloat16`."""
+
+
+@dataclass(eq=False)
+class _Value:
+    """A node of the graph: what it needs, and the collective it is, if any."""
+
+    needs: tuple[_Value, ...] = ()
+    collective: Planned | None = None
+
+
+def planned(jaxpr: core.ClosedJaxpr, mesh: Mesh, say: Callable[[str], None] = lambda line: None) -> list[Planned]:
+    """Collectives of a traced function: `planned(jax.jit(step).trace(*args).jaxpr, mesh)`.
+
+    Bytes are those of the arrays as they are sent, so in the compute dtype where the op casts before it gathers.
+
+    Args:
+      jaxpr: of the whole function.
+      mesh: whose axes the collectives name.
+      say: called with a line, once, for whatever could not be counted exactly: a loop whose trips are not known,
+        branches, a primitive that is not known.
+    """
+    reader = _Reader(mesh, say)
+    inputs = [_Value() for _ in jaxpr.in_avals]
+    counts: Counter[Planned] = Counter()
+    for found in _reached(reader.closed(jaxpr, inputs, "")):
+        counts[replace(found, count=1)] += found.count
+    return [replace(found, count=count) for found, count in counts.items()]
+
+
+class _Reader:
+    """Runs a jaxpr on values that stand for arrays; equal work on equal values is one value, inside one loop body."""
+
+    def __init__(self, mesh: Mesh, say: Callable[[str], None]):
+        self._sizes = dict(mesh.shape)
+        self._print, self._said = say, set[str]()
+        self._known: dict[Any, list[_Value]] = {}  # in the body that is being read
+        self._made: list[Planned] = []
+        self._trips = 1  # of the loops around what is being read
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._print(line)
+
+    def closed(self, jaxpr: Any, inputs: Sequence[_Value], scope: str) -> list[_Value]:
+        """The values of a jaxpr's results, whose constants are its own."""
+        constants = [self._once(("constant", id(array)), 1)[0] for array in getattr(jaxpr, "consts", ())]
+        return self._run(_open(jaxpr), [*constants, *inputs], scope)
+
+    def _run(self, jaxpr: core.Jaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
+        """`inputs` are the values of its constvars and invars."""
+        values: dict[Any, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+
+        def value(atom: Any) -> _Value:
+            if not isinstance(atom, core.Literal):
+                return values[atom]
+            scalar = not getattr(atom.val, "shape", ())
+            return self._once(("literal", str(atom) if scalar else id(atom.val)), 1)[0]
+
+        for eqn in jaxpr.eqns:
+            arguments = [value(atom) for atom in eqn.invars]
+            results = self._results(eqn, arguments, _joined(scope, str(eqn.source_info.name_stack)))
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [value(atom) for atom in jaxpr.outvars]
+
+    def _once(self, key: Any, count: int, needs: Sequence[_Value] = ()) -> list[_Value]:
+        """The `count` results of what this key describes, the same ones each time."""
+        if key not in self._known:
+            self._known[key] = [_Value(tuple(needs)) for _ in range(count)]
+        return self._known[key]
+
+    def _results(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+        name, params = eqn.primitive.name, eqn.params
+        if read := {SCAN: self._scan, WHILE: self._while, COND: self._cond}.get(name):
+            return read(eqn, arguments, scope)
+        inner = next((value for value in params.values() if _is_jaxpr(value)), None)
+        if inner is not None and _fits(inner, eqn):
+            fresh = [_Value((argument,)) for argument in arguments] if _kept_apart(params) else arguments
+            return self.closed(inner, fresh, scope)
+        axes = self._axes(params)
+        if axes and name in COLLECTIVES:
+            return self._collectives(eqn, axes, arguments, scope)
+        if axes and not name.startswith(STILL):
+            self._say(f"{scope or 'the step'}: {name} over {' x '.join(sorted(axes))} is not counted")
+        return self._once(_key(eqn, arguments), len(eqn.outvars), arguments)
+
+    def _collectives(self, eqn: Any, axes: frozenset[str], arguments: list[_Value], scope: str) -> list[_Value]:
+        """One collective for each of the arrays that are sent."""
+        name, key = eqn.primitive.name, _key(eqn, arguments)
+        if eqn.params.get("axis_index_groups"):
+            self._say(f"{scope or 'the step'}: {name} among parts of an axis is counted as over all of it")
+        if key in self._known:
+            return self._known[key]
+        results = []
+        for argument, before, after in zip(arguments, eqn.invars, eqn.outvars, strict=True):
+            aval = after.aval if COLLECTIVES[name] == "all-gather" else before.aval
+            size = math.prod(aval.shape) * aval.dtype.itemsize
+            sent = Planned(COLLECTIVES[name], axes, size, self._trips, scope, str(aval.dtype))
+            self._made.append(sent)
+            results.append(_Value((argument,), sent))
+        self._known[key] = results
+        return results
+
+    def _inside(self, jaxpr: Any, inputs: Sequence[_Value], scope: str, trips: int = 1) -> list[_Value]:
+        """A loop's body or a branch: the compiler merges nothing across its border."""
+        known, outside = self._known, self._trips
+        self._known, self._trips = {}, outside * trips
+        results = self.closed(jaxpr, inputs, scope)
+        self._known, self._trips = known, outside
+        return results
+
+    def _scan(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+        """The body is read once: constants are the values outside, carries and slices are new ones."""
+        params, body = eqn.params, _open(eqn.params["jaxpr"])
+        # How many are which is told by their ranks, alike in every jax: what is stacked has one more than its slice.
+        carries = sum(_rank(out) == _rank(inner) for out, inner in zip(eqn.outvars, body.outvars, strict=True))
+        whole = sum(_rank(given) == _rank(inner) for given, inner in zip(eqn.invars, body.invars, strict=True))
+        consts = whole - carries
+        fresh = [_Value((argument,)) for argument in arguments[consts:]]
+        results = self._inside(params["jaxpr"], [*arguments[:consts], *fresh], scope, params["length"])
+        _carry(fresh[:carries], results)
+        return [_Value((result,)) for result in results]
+
+    def _while(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+        params = eqn.params
+        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        fresh, made = [_Value((argument,)) for argument in arguments[second:]], len(self._made)
+        results = self._inside(params["body_jaxpr"], [*arguments[first:second], *fresh], scope)
+        again = self._inside(params["cond_jaxpr"], [*arguments[:first], *fresh], scope)
+        _carry(fresh, results)
+        if len(self._made) > made:
+            self._say(f"{scope or 'the step'}: a loop whose trips are not known, its collectives are counted once")
+        return [_Value((result, *again)) for result in results]  # the condition says how often it runs
+
+    def _cond(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+        """Whether it is taken is not known: of a branch that may be passed by, the bytes are an upper bound."""
+        made, read = len(self._made), []
+        for branch in eqn.params["branches"]:
+            before = len(self._made)
+            results = self._inside(branch, arguments[1:], scope)
+            moved = sum(sent.bytes * sent.count for sent in self._made[before:])
+            read.append((moved, results))
+        best, *others = (results for _, results in sorted(read, key=lambda branch: -branch[0]))
+        if len(self._made) > made:
+            self._say(f"{scope or 'the step'}: of {len(read)} branches the one that sends most is counted")
+        # Of the others counts what they need, and not what they send.
+        return [
+            _Value((result, arguments[0], *(x for results in others for x in _given(results[at], arguments[1:]))))
+            for at, result in enumerate(best)
+        ]
+
+    def _axes(self, params: Any) -> frozenset[str]:
+        names = params.get("axes") or params.get("axis_name") or ()
+        names = names if isinstance(names, tuple | list) else (names,)
+        return frozenset(str(axis) for axis in names if self._sizes.get(axis, 1) > 1)
+
+
+def _carry(values: Sequence[_Value], results: Sequence[_Value]) -> None:
+    """A loop's state needs what the trip before made of it."""
+    for value, result in zip(values, results, strict=False):
+        value.needs = (*value.needs, result)
+
+
+def _key(eqn: Any, arguments: Sequence[_Value]) -> Any:
+    """What makes two equations the same work: values live as long as the reader, so their ids are theirs alone."""
+    params = {name: value for name, value in eqn.params.items() if name != "sharding"}
+    shapes = tuple(str(var.aval) for var in eqn.outvars)
+    return eqn.primitive.name, tuple(map(id, arguments)), str(params), shapes
+
+
+def _reached(outputs: Sequence[_Value]) -> Iterator[Planned]:
+    """Every collective that the outputs need."""
+    left, seen = list(outputs), set[int]()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        left.extend(value.needs)
+        if value.collective:
+            yield value.collective
+
+
+def _given(result: _Value, arguments: Sequence[_Value]) -> list[_Value]:
+    """Those of the arguments that a result needs."""
+    left, seen, wanted, found = [result], set[int](), set(map(id, arguments)), []
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if id(value) in wanted:
+            found.append(value)
+        else:
+            left.extend(value.needs)
+    return found
+
+
+def _rank(atom: Any) -> int:
+    return len(getattr(atom.aval, "shape", ()))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+
+
+def _open(jaxpr: Any) -> core.Jaxpr:
+    return getattr(jaxpr, "jaxpr", jaxpr)  # newer jax has one class for both, which is its own
+
+
+def _fits(inner: Any, eqn: Any) -> bool:
+    """Whether a jaxpr among an equation's parameters takes its arguments and gives its results: a call."""
+    jaxpr, closed_over = _open(inner), len(getattr(inner, "consts", ()))
+    takes = len(jaxpr.constvars) + len(jaxpr.invars) - closed_over
+    return (takes, len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))
+
+
+def _kept_apart(params: Any) -> bool:
+    """Whether the compiler may not merge a recomputation with the forward pass: `jax.checkpoint(prevent_cse=True)`."""
+    barred = params.get("prevent_cse")
+    return bool(params.get("differentiated")) and (any(barred) if isinstance(barred, tuple) else bool(barred))
+
+
+def _joined(scope: str, names: str) -> str:
+    return f"{scope}/{names}" if scope and names else scope or names

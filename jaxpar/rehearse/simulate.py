@@ -1,0 +1,57 @@
+"""A compiled program, read, priced with a target's figures, and played out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from jaxpar.base.hardware import Hardware
+from jaxpar.base.sharding import Plan
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import Collective, Program
+from jaxpar.kernels.attention.libraries import kernel_cost
+from jaxpar.rehearse.calibrate import calibrated
+from jaxpar.rehearse.cost.cost import Costs, price
+from jaxpar.rehearse.link_costs import CollectiveTime, collective_time
+from jaxpar.rehearse.targets import Target, places
+from jaxpar.rehearse.timeline.timeline import Timeline, replay
+
+
+class Played(NamedTuple):
+    """A program as it runs on one device of a target."""
+
+    program: Program
+    costs: Costs
+    timeline: Timeline
+    hardware: Hardware
+    """Figures of one device; for `here` those that were measured."""
+    on_links: Callable[[Collective], CollectiveTime]
+
+
+def play(
+    text: str, plan: Plan, target: Target, say: Callable[[str], None] = lambda line: None, drawn_trips: int = 2,
+    most_events: int = 20_000,
+) -> Played:  # fmt: skip
+    """The timeline of a compiled program.
+
+    Args:
+      text: `compiled.as_text()`.
+      plan: on the target's devices.
+      target: from `load_target`.
+      say: called with a line if this machine is measured first (target `here`).
+      drawn_trips, most_events: see `replay`.
+    """
+    where = places(list(plan.mesh.devices.flat), target)
+    slice_of = [place.slice for place in where] if target.platform == "tpu" and target.slices > 1 else None
+    program = read_program(text, slice_of=slice_of, kernel_cost=kernel_cost)
+    speeds = None
+    if target.name == "here":
+        measured = calibrated(say)
+        target = replace(target, hardware=measured.hardware(target.hardware))
+        speeds = measured.speeds(plan.mesh.size)
+    on_links = partial(collective_time, places=where, target=target)
+    costs = price(program, target.hardware, on_links, speeds)
+    timeline = replay(program, costs, drawn_trips=drawn_trips, most_events=most_events)
+    return Played(program, costs, timeline, target.hardware, on_links)

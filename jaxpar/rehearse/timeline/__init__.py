@@ -1,0 +1,1 @@
+"""A priced program played out: what runs when, and what waits."""

@@ -1,0 +1,126 @@
+"""The schedule of a program played out on one device: when each task runs, and what compute waits for.
+
+The device takes the schedule in its order. A synchronous task runs when the one before is over; an asynchronous one
+starts when its turn comes, its inputs are there and its lanes are free, and runs beside what follows until a `Wait`.
+Two tasks on one lane run one after the other, in the order of their turns. `jaxpar.rehearse.timeline.player` plays.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxpar.base.hardware import Hardware
+from jaxpar.hlo.tasks import Collective, Program, Task
+from jaxpar.rehearse.cost.cost import COMPUTE, Costs, OnLinks, Path, Speeds, price, tasks
+from jaxpar.rehearse.timeline.player import Event, Player, prepare
+from jaxpar.rehearse.timeline.schedule import list_schedule, lower_bound
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTime:
+    """One task over the whole step."""
+
+    task: Task
+    path: Path
+    count: int
+    """How often it runs."""
+    seconds: float
+    """Of all its executions."""
+    exposed: float
+    """How long compute stood still for it; the whole of a synchronous collective or host copy, 0 for other
+    synchronous tasks (they are compute)."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step as it plays out. Seconds; `seconds = sum(busy) + sum(stalls) + idle`."""
+
+    seconds: float
+    busy: dict[str, float]
+    """Compute lane at work, by kind of task; synchronous collectives and host copies among them."""
+    stalls: dict[str, float]
+    """Compute lane standing still for an asynchronous task or a link in use, by kind of what it waited for."""
+    idle: float
+    """Compute lane between tasks: launches."""
+    lanes: dict[str, float]
+    """Seconds each lane was held."""
+    tasks: list[TaskTime]
+    """Every task, in program order."""
+    critical_path: list[tuple[Task, int, float]]
+    """The chain of tasks that ends last, each starting when the one before finished: (task, count, seconds), longest
+    first. The seconds add up to those of the step."""
+    lower_bound: float
+    """No schedule of this graph can be shorter: `jaxpar.rehearse.timeline.schedule.lower_bound`."""
+    list_schedule: float
+    """The better of this schedule and a greedy one, memory not considered: `schedule.list_schedule`."""
+    events: list[Event]
+
+    @property
+    def exposed(self) -> list[TaskTime]:
+        """Collectives, host copies and asynchronous tasks, those that compute waited for longest first."""
+        kinds = ("collective", "host_copy")
+        found = [row for row in self.tasks if row.task.asynchronous or row.task.kind in kinds]
+        return sorted(found, key=lambda row: -row.exposed)
+
+    @property
+    def exposed_communication(self) -> float:
+        """Seconds in which compute stood still for collectives."""
+        return sum(row.exposed for row in self.tasks if row.task.kind == "collective")
+
+    @property
+    def host_stall(self) -> float:
+        """Seconds in which compute stood still for copies from and to the host."""
+        return sum(row.exposed for row in self.tasks if row.task.kind == "host_copy")
+
+
+def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: int = 20_000) -> Timeline:
+    """Play the schedule out.
+
+    Args:
+      program: in schedule order.
+      costs: the price of each of its tasks.
+      drawn_trips: how many trips of every loop become events; one bar stands for the others.
+      most_events: events beyond these are left out.
+
+    Raises:
+      ValueError: a node that depends on a later one: not a schedule.
+    """
+    steps, where = prepare(program, costs)
+    player = Player(len(where), drawn_trips, most_events)
+    player.run(steps, {}, 0, True)
+    seconds = player.finish()
+    waited = dict(zip(where, player.waited, strict=True))
+    critical = {where[number]: count for number, count in player.critical().items()}
+    busy, stalls, lanes = (defaultdict[str, float](float) for _ in range(3))
+    rows, path_rows, idle = [], [], 0.0
+    for path, task, count in tasks(program.nodes):
+        cost, stalled = costs.of[path], waited[path]
+        if COMPUTE in cost.lanes:
+            busy[task.kind] += count * (cost.seconds - cost.launch)
+            idle += count * cost.launch
+        if stalled:
+            stalls[task.kind] += stalled
+        for lane in cost.lanes:
+            lanes[lane] += count * cost.seconds
+        blocking = task.kind in ("collective", "host_copy") and not task.asynchronous
+        total = count * cost.seconds
+        rows.append(TaskTime(task, path, count, total, stalled + (total if blocking else 0.0)))
+        if critical.get(path):
+            path_rows.append((task, critical[path], critical[path] * cost.seconds))
+    path_rows.sort(key=lambda row: -row[2])
+    return Timeline(
+        seconds, dict(busy), dict(stalls), idle, dict(lanes), rows, path_rows,
+        lower_bound(program, costs), min(list_schedule(program, costs, player.loop_seconds()), seconds), player.events,
+    )  # fmt: skip
+
+
+def step_time(
+    program: Program,
+    hardware: Hardware,
+    collective_time: Callable[[Collective], OnLinks],
+    speeds: Speeds | None = None,
+) -> Timeline:
+    """A program priced and played out: see `jaxpar.rehearse.cost.cost.price` for the arguments."""
+    return replay(program, price(program, hardware, collective_time, speeds))

@@ -1,0 +1,1 @@
+"""Tables and pictures of a plan: parameters, a layer, the pipeline's schedule, masks, memory."""

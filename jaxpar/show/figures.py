@@ -1,0 +1,163 @@
+"""Pictures: a run's loss curve, and how arrays lie on the mesh."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from jax.sharding import NamedSharding
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.sharding import Placement, Plan
+
+_TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
+_FEW = 5  # points of a curve that are drawn as such
+_ROOM, _LETTER = (185, 235), 4.3  # points: height and width of an array's drawing, width of a letter on it
+
+
+def loss_figure(rows: Sequence[dict[str, Any]], title: str, references: dict[str, float] | None = None) -> Figure:
+    """Training and validation loss by step.
+
+    Args:
+      rows: lines of `metrics.jsonl`.
+      title: of the figure.
+      references: horizontal lines by label, such as the text's unigram entropy (nats a token).
+    """
+    figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for key, label, color, marker in (("loss", "train", _TRAIN, None), ("val_loss", "validation", _VAL, "o")):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        if points:
+            dot = "." if len(points) < _FEW else marker  # a line through one point is none
+            line = axes.plot(
+                *zip(*points, strict=True), color=color, marker=dot, markersize=4 if dot == "o" else 8, linewidth=1.3
+            )[0]
+            line.set_label(f"{label} (last {points[-1][1]:.3f})")
+    for label, value in (references or {}).items():
+        axes.axhline(value, color=_REFERENCE, linestyle="--", linewidth=1, label=f"{label} ({value:.3f})")
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a PNG, or what else the path's suffix says, whole or not at all; an SVG is the same each time.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    partial, form = path.with_suffix(".partial"), path.suffix.removeprefix(".")
+    try:
+        if form == "svg":
+            with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):  # text stays text
+                figure.savefig(partial, format=form, metadata={"Date": None})
+        else:
+            figure.savefig(partial, format="png")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def mesh_figure(placements: Sequence[Placement], plan: Plan, title: str, most: int = 6) -> Figure:
+    """How the largest arrays lie on the mesh: each a rectangle cut into shards, coloured by the device that holds it.
+
+    Dims are flattened to the two that are split (or the last two); of more split dims, several share an axis, each
+    unrolled inside every part of the one before it, with thick lines between the parts. A shard that several devices
+    hold lists them (where that leaves no room: the first of them and a plus, or nothing).
+    """
+    largest = sorted(placements, key=lambda row: -math.prod(row.shape))[:most]
+    columns = min(3, len(largest))
+    lines = -(-len(largest) // columns)
+    figure = Figure(figsize=(4.3 * columns, 3.4 * lines + 0.5), dpi=110, layout="constrained")
+    figure.suptitle(title)
+    grid = np.atleast_1d(figure.subplots(lines, columns)).ravel()
+    for axes, row in zip(grid, largest, strict=False):
+        _draw_array(axes, row, plan)
+    for axes in grid[len(largest) :]:
+        axes.set_visible(False)
+    return figure
+
+
+def _draw_array(axes: Any, row: Placement, plan: Plan) -> None:
+    """One array as a grid of shards."""
+    sharding = NamedSharding(plan.mesh, row.spec)
+    ids = {device: i for i, device in enumerate(plan.mesh.devices.ravel())}
+    holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for device, index in sharding.devices_indices_map(row.shape).items():
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, row.shape, strict=True))
+        holders.setdefault(bounds, []).append(ids[device])
+    split = [d for d in range(len(row.shape)) if d < len(row.spec) and row.spec[d] is not None]
+    whole = [d for d in reversed(range(len(row.shape))) if d not in split]
+    dims = sorted([*split, *whole][: max(2, len(split))])
+    half = max(1, len(dims) // 2)
+    down, across = dims[:-half], dims[-half:]  # the dims along y and along x, outer ones first
+    spans = [(_span(bounds, row.shape, down), _span(bounds, row.shape, across)) for bounds in holders]
+    high, wide = (points / len(set(cuts)) for points, cuts in zip(_ROOM, zip(*spans, strict=True), strict=True))
+    texts, size = _labels(list(holders.values()), high, wide)
+    edge = min(1, 0.4 * high, 0.4 * wide)
+    colors = matplotlib.colormaps["tab20" if len(ids) <= 20 else "turbo"]
+    for devices, ((top, bottom), (left, right)), text in zip(holders.values(), spans, texts, strict=True):
+        tint = colors(devices[0] % 20) if len(ids) <= 20 else colors(devices[0] / len(ids))
+        shard = Rectangle((left, top), right - left, bottom - top, facecolor=tint, edgecolor="white", alpha=0.75)
+        shard.set_linewidth(edge)
+        axes.add_patch(shard)
+        if text:
+            axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center", fontsize=size)
+    for axis, dims, line, most in ((axes.yaxis, down, axes.axhline, 16), (axes.xaxis, across, axes.axvline, 4)):
+        ticks = {0, row.shape[dims[0]] if dims else 1}
+        for depth in range(1, len(dims)):
+            starts = {_span(bounds, row.shape, dims[:depth])[0] for bounds in holders}
+            for start in starts - {0}:
+                line(start, color="white", linewidth=3 * edge * (len(dims) - depth))
+            if depth == 1 and len(starts) <= most:  # the parts of the outermost dim, whose units the axis has
+                ticks |= starts
+        axis.set_ticks(sorted(ticks))
+        axis.set_label_text(", then ".join(_dim_label(row, dim) for dim in dims), fontsize=9)
+    rows, cols = (row.shape[dims[0]] if dims else 1 for dims in (down, across))
+    axes.set(xlim=(0, cols), ylim=(rows, 0))
+    axes.set_title(f"{row.name}\n{tuple(row.shape)}  {row.spec}", fontsize=9)
+
+
+def _span(bounds: Sequence[tuple[int, int]], shape: Sequence[int], dims: Sequence[int]) -> tuple[float, float]:
+    """From where to where a shard reaches along an axis of these dims, in units of the first: each inside the last."""
+    start, stop = bounds[dims[0]] if dims else (0, 1)
+    for dim in dims[1:]:
+        start, stop = (start + (stop - start) * bound / shape[dim] for bound in bounds[dim])
+    return start, stop
+
+
+def _labels(holders: Sequence[list[int]], high: float, wide: float) -> tuple[list[str], int]:
+    """What fits on shards of so many points, and its font size: every one's devices, the first of them, or nothing."""
+    width = max(1, int(wide / _LETTER))
+    lists = [textwrap.fill(_device_list(devices), width, break_long_words=False) for devices in holders]
+    firsts = [f"{min(devices)}{'+' if len(devices) > 1 else ''}" for devices in holders]
+    for texts, size, most in ((lists, 8, 16), (firsts, 6, 256)):
+        lines = max(text.count("\n") + 1 for text in texts)
+        letters = max(len(line) for text in texts for line in text.split("\n"))
+        if len(holders) <= most and (1.2 * lines - 0.3) * size <= high and letters * _LETTER <= wide:
+            return texts, size
+    return [""] * len(holders), size
+
+
+def _dim_label(row: Placement, dim: int) -> str:
+    entry = row.spec[dim] if dim < len(row.spec) else None
+    over = "" if entry is None else " over " + (entry if isinstance(entry, str) else ", ".join(entry))
+    return f"{row.axes[dim] or 'dim ' + str(dim)}{over}"
+
+
+def _device_list(devices: list[int]) -> str:
+    shown = ", ".join(map(str, sorted(devices)[:8]))
+    return f"device{'s' if len(devices) > 1 else ''} {shown}" + (" ..." if len(devices) > 8 else "")

@@ -1,0 +1,221 @@
+"""Pictures of pipeline schedules: which microbatch each stage works on and when, and what it keeps meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from jaxpar.parallel.pipeline.schedules import Action, Kind, Table
+from jaxpar.parallel.pipeline.simulator import UNIT, Compared, Simulation, Times, simulate
+
+# Blue, orange and green of Okabe and Ito's palette, which all kinds of colour vision tell apart.
+_COLORS: dict[Kind, str] = {"forward": "#0072b2", "backward": "#e69f00", "input": "#e69f00", "weight": "#009e73"}
+_LABELS: dict[Kind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "input": "backward: gradient of the input",
+    "weight": "backward: gradients of the weights",
+}
+_HEIGHT = 0.86  # of a bar, of a row
+
+
+def schedule_figure(table: Table, times: Times, title: str, lockstep: bool = True) -> Figure:
+    """A schedule in time, a row a stage, each action with its microbatch; below, the inputs that each stage keeps.
+
+    Chunks of a stage are lighter the later they come. Numbers are left out where there is no room for them.
+
+    Args:
+      table: what to draw.
+      times: of one action of one virtual stage.
+      title: what it is; how much of it is idle is added.
+      lockstep: as for `simulate`.
+
+    Raises:
+      ValueError: the table is not valid.
+    """
+    found = simulate(table, times, lockstep)
+    width = float(np.clip(2.2 + 0.32 * len(table.ticks), 8, 17))
+    rows = float(np.clip(0.34 * table.stages, 1.1, 6.5))
+    figure = Figure(figsize=(width, rows + 3.1), dpi=130, layout="constrained")
+    gantt, curve = figure.subplots(2, 1, sharex=True, height_ratios=[rows + 0.5, 1.7])
+    _draw(gantt, table, times, found, 72 * (width - 1.9))
+    gantt.set_title(f"{title}: {_facts(found)}", fontsize=11)
+    _draw_stash(curve, table, times, found)
+    curve.set_xlabel("time" if times == UNIT else f"time (forward {times.forward:.3g}, backward {times.backward:.3g})")
+    _legend(figure, [table])
+    return figure
+
+
+def schedules_figure(panels: Mapping[str, tuple[Table, Times, bool]], title: str) -> Figure:
+    """Several schedules, one below the other on the same axis of time.
+
+    Args:
+      panels: by name: the table, its times, and whether it runs in lockstep.
+      title: of the figure.
+    """
+    found = [simulate(*panel) for panel in panels.values()]
+    longest, stages = max(f.makespan for f in found), max(table.stages for table, *_ in panels.values())
+    width = 14.0
+    size = width, (0.2 * stages + 0.5) * len(panels) + 1.1
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, name, (table, times, _), one in zip(grid, panels, panels.values(), found, strict=True):
+        _draw(axes, table, times, one, 72 * (width - 1.6) * one.makespan / longest)
+        axes.set_title(f"{name}: {_facts(one)}", fontsize=9, loc="left")
+        axes.set_xlim(0, longest)
+    grid[-1].set_xlabel("time")
+    _legend(figure, [table for table, *_ in panels.values()])
+    return figure
+
+
+def _draw(axes: Any, table: Table, times: Times, found: Simulation, points: float) -> None:
+    """The bars of a schedule, on axes `points` wide."""
+    scale = points / max(found.makespan, 1e-9)
+    for s in range(table.stages):
+        column = [(t, tick[s]) for t, tick in enumerate(table.ticks)]
+        actions = [(float(found.starts[t, s]), action) for t, action in column if action]
+        shades = [_shade(action, table.virtual) for _, action in actions]
+        spans = [(start, times.of(action.kind)) for start, action in actions]
+        axes.broken_barh(
+            spans, (s - _HEIGHT / 2, _HEIGHT), facecolors=shades, edgecolor="white",
+            linewidth=min(0.8, 0.08 * scale * min(length for _, length in spans)),
+        )  # fmt: skip
+        for (start, length), shade, (_, action) in zip(spans, shades, actions, strict=True):
+            size = min(8.0, length * scale / (0.74 * len(str(table.microbatches - 1))))
+            if size >= 4.5:
+                color, middle = "white" if _dark(shade) else "black", start + length / 2
+                axes.text(middle, s, action.microbatch, size=size, color=color, ha="center", va="center_baseline")
+    axes.set(ylim=(table.stages - 0.5, -0.5), xlim=(0, found.makespan), ylabel="stage", yticks=_some(table.stages, 16))
+    axes.tick_params(length=0, labelsize=8)
+    axes.spines[:].set_visible(False)
+
+
+def _draw_stash(axes: Any, table: Table, times: Times, found: Simulation) -> None:
+    """The curve of what each stage keeps: up where a forward starts, down where the last of its backward ends."""
+    colors = matplotlib.colormaps["viridis"]
+    named = {*_some(table.stages, 8), table.stages - 1}
+    for s in range(table.stages):
+        steps = {0.0: 0, found.makespan: 0}  # by time: what ends as the next begins is no step
+        for t, tick in enumerate(table.ticks):
+            action, start = tick[s], float(found.starts[t, s])
+            if action and action.kind == "forward":
+                steps[start] = steps.get(start, 0) + 1
+            elif action and action.kind in ("backward", "weight"):
+                end = start + times.of(action.kind)
+                steps[end] = steps.get(end, 0) - 1
+        when = sorted(steps)
+        label = f"stage {s}: {found.stash[s]}" if s in named else None
+        shade = colors(0.9 * s / max(table.stages - 1, 1))
+        axes.step(when, np.cumsum([steps[t] for t in when]), where="post", color=shade, linewidth=1.3, label=label)
+    axes.set(ylim=(0, max(found.stash) * 1.08 + 0.2), ylabel="inputs kept")
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(
+        title="at most", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=7, title_fontsize=7
+    )
+
+
+def _facts(found: Simulation) -> str:
+    most = max(found.stash)
+    return f"bubble {100 * found.bubble:.1f} %, at most {most} input{'s' if most > 1 else ''} kept"
+
+
+def _legend(figure: Figure, tables: Sequence[Table]) -> None:
+    """The colours of these tables' actions and the shades of their chunks, below."""
+    virtual = max(table.virtual for table in tables)
+    kinds = {action.kind for table in tables for tick in table.ticks for action in tick if action}
+    labels = _LABELS | ({"backward": "backward, or only the gradient of its input"} if "input" in kinds else {})
+    shown: list[Kind] = [kind for kind in _COLORS if kind in kinds and not (kind == "input" and "backward" in kinds)]
+    chunks = {*_some(virtual, 4), virtual - 1} if virtual > 1 else set()
+    keys = [
+        *(Patch(color=_COLORS[kind], label=labels[kind]) for kind in shown),
+        *(Patch(color=_lighter("#666666", c, virtual), label=f"chunk {c}") for c in sorted(chunks)),
+    ]
+    figure.legend(handles=keys, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+
+
+def _some(count: int, most: int) -> range:
+    """At most so many of 0, 1, ... in even steps."""
+    return range(0, count, -(-count // most))
+
+
+def _shade(action: Action, virtual: int) -> str:
+    return _lighter(_COLORS[action.kind], action.chunk, virtual)
+
+
+def _lighter(color: str, chunk: int, virtual: int) -> str:
+    """A kind's colour, lighter the later the chunk."""
+    share = 0.6 * chunk / max(virtual - 1, 1)
+    r, g, b = (x + (1 - x) * share for x in to_rgb(color))
+    return to_hex((r, g, b))
+
+
+def _dark(color: str) -> bool:
+    return float(np.dot(to_rgb(color), (0.299, 0.587, 0.114))) < 0.5
+
+
+def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
+    """A schedule for a terminal: a row a stage, a cell a tick (`F3` forward, `B3` backward, `I3`, `W3` its halves, of
+    microbatch 3; `F3b` with the second of its chunks), then the most inputs that each stage keeps, and the bubble.
+
+    Args:
+      table: what to draw.
+      width: columns; of a table that is longer the first and the last ticks are shown.
+      times: of one action of one virtual stage.
+    """
+    found, ticks = simulate(table, times), table.ticks
+    lettered = 1 < table.virtual <= 26
+
+    def cell(action: Action) -> str:
+        return f"{action.kind[0].upper()}{action.microbatch}" + (chr(ord("a") + action.chunk) if lettered else "")
+
+    wide = max(len(cell(action)) for tick in ticks for action in tick if action)
+    head = len(f"stage {table.stages - 1} ")
+    room = max((width - head - len(" keeps 999") - 2) // (wide + 1), 2)
+    front = len(ticks) if len(ticks) <= room else -(-room // 2)
+    shown = list(range(front)) + list(range(len(ticks) - (room - front), len(ticks)) if front < len(ticks) else [])
+    text = Text()
+    for s in range(table.stages):
+        text.append(f"stage {s}".ljust(head))
+        for t in shown:
+            action = ticks[t][s]
+            if t == len(ticks) - (room - front) and front < len(ticks):
+                text.append("\u2026 ")
+            if action is None:
+                text.append(".".ljust(wide + 1), style="dim")
+            else:
+                shade = _shade(action, table.virtual)
+                text.append(cell(action).ljust(wide), style=f"{'#ffffff' if _dark(shade) else '#000000'} on {shade}")
+                text.append(" ")
+        text.append(f"keeps {found.stash[s]}\n")
+    cut = f" ({len(shown)} shown)" if len(shown) < len(ticks) else ""
+    halves = any(action and action.kind == "input" for tick in ticks for action in tick)
+    back = "I and W backward, of the input and of the weights" if halves else "B backward"
+    text.append(f"{len(ticks)} ticks{cut}, bubble {100 * found.bubble:.1f} %; F forward, {back}")
+    text.append(", then the microbatch" + (" and the chunk" if lettered else ""))
+    return text
+
+
+def comparison_table(rows: Sequence[Compared]) -> RichTable:
+    """Schedules for the same stages and microbatches, one a line."""
+    titles = "schedule", "runs as", "ticks", "time", "bubble", "inputs kept", "sent"
+    table = RichTable(*titles, box=None, pad_edge=False)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        name = row.schedule + (f", {row.virtual} chunks" if row.virtual > 1 else "")
+        runs = "one program" if row.programs == "one" else "a program per stage"
+        bubble = f"{100 * row.bubble:.1f} %"
+        table.add_row(name, runs, str(row.ticks), f"{row.makespan:g}", bubble, str(row.stash), str(row.sent))
+    return table

@@ -1,0 +1,157 @@
+"""Where a config's parameters live, what its devices keep and send, how its pipeline goes: tables and pictures, for any
+mesh, without hardware.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from jaxpar.base.config import Config
+from jaxpar.base.console import check_folders, console, count_text
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import describe, total_sizes
+from jaxpar.base.runtime import start
+from jaxpar.base.sharding import placements
+from jaxpar.models import Model
+from jaxpar.parallel.pipeline.layers import layers_of, microbatches
+from jaxpar.parallel.pipeline.schedules import Table, schedule
+from jaxpar.parallel.pipeline.simulator import UNIT, Compared, compare, simulate
+from jaxpar.plan.choose_overlap import closed, is_open
+from jaxpar.plan.communication import arrays, sites
+from jaxpar.plan.memory_account import ledger
+from jaxpar.show.figures import mesh_figure, save_figure
+from jaxpar.show.layer import layer_figure
+from jaxpar.show.memory import ledger_figure, ledger_table
+from jaxpar.show.schedule import comparison_table, schedule_figure, schedule_text
+from jaxpar.show.tables import activation_table, communication_table, sharding_table
+from jaxpar.train.saved_activations import activations
+from jaxpar.train.step import make_plan, param_shapes, plan_notes
+
+
+def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> None:
+    """Print where a config's parameters live and what each device sends in a step; draw the largest arrays on the mesh
+    and, in an SVG beside that picture (`tiny_layer.svg` of `tiny.png`), what one layer moves.
+
+    The devices are simulated on this CPU, however many the mesh needs; an axis of -1 counts as 1.
+
+    Args:
+      config: what to show.
+      picture: the PNG to write.
+      as_json: print a JSON list of rows in place of the table.
+      has: bytes of a device's memory, a line in the picture of it; 0 = not known.
+
+    Raises:
+      UserError: a mesh that the model does not fit, or a picture that cannot be written.
+    """
+    check_folders(picture)
+    mesh = dataclasses.replace(config.mesh, platform="cpu", distributed=False)
+    unchosen = is_open(config.overlap)
+    config = dataclasses.replace(config, mesh=mesh, overlap=closed(config.overlap))
+    plan, model = make_plan(config, start(mesh, config.compile.cache)), Model(config.model)
+    shapes = param_shapes(model, plan)
+    rows, parameters = placements(shapes, model.axes, plan), arrays(shapes, model.axes)
+    moves = sites(parameters, config, plan)
+    title = (
+        f"{config.model.family}, {count_text(model.parameter_count())} parameters, on {describe(dict(plan.mesh.shape))}"
+    )
+    out = console()
+    if as_json:
+        table = [{**row._asdict(), "spec": [list(e) if isinstance(e, tuple) else e for e in row.spec]} for row in rows]
+        out.print(json.dumps(table))
+    else:
+        out.print(title)
+        for note in plan_notes(config, plan):
+            out.print(note)
+        if unchosen:
+            out.print("overlap auto: shown as xla, without Domino; train and rehearse choose")
+        out.print(sharding_table(rows))
+        out.print("")
+        out.print(activation_table(activations(config, plan)))
+        out.print("")
+        parts = ledger(config, plan, "tpu")  # a device whose host memory is another
+        out.print(ledger_table(parts))
+        if config.memory.budget:
+            out.print(
+                f"memory.budget {config.memory.budget}: shown as policy and keep say; train and rehearse solve it"
+            )
+        out.print("")
+        out.print(communication_table(moves) if moves else "no collectives: one device")
+    save_figure(mesh_figure(rows, plan, title), picture)
+    layer = picture.with_name(f"{picture.stem}_layer.svg")
+    save_figure(layer_figure(parameters, moves, config, plan, title), layer)
+    if not as_json:
+        memory = picture.with_name(f"{picture.stem}_memory.png")
+        save_figure(ledger_figure(parts, title, has=has), memory)
+        out.print(f"memory: {memory}")
+        out.print(f"one layer: {layer}")
+        out.print(f"picture: {picture}")
+
+
+def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
+    """Print which microbatch each stage of a config's pipeline works on in each tick, and what other schedules would
+    cost; draw it beside the picture of the mesh (`tiny_schedule.png` of `tiny.png`).
+
+    It needs no devices, not even simulated ones. A stage's forward takes a time of 1, its backward 2, half of it for
+    the weights' gradients; a transfer takes none.
+
+    Args:
+      config: what to show.
+      picture: where the picture of the mesh would go.
+      as_json: print one JSON object in place of the text.
+
+    Raises:
+      UserError: a mesh of one stage, or a pipeline that there cannot be.
+    """
+    check_folders(picture)
+    name, v, mesh = config.pipeline.schedule, config.pipeline.virtual, config.mesh
+    stages = mesh.stage * mesh.dcn.stage
+    if stages < 2:
+        raise UserError(f"mesh.stage={mesh.stage}: a pipeline has two stages or more to schedule, try --mesh.stage 4")
+    table = schedule(name, stages, microbatches(config, total_sizes(mesh)), v)
+    layers = layers_of(config.model.layers, stages, config.pipeline)
+    chunks = v if v > 1 else 2 if config.model.layers % (2 * stages) == 0 else 1
+    compared = compare(stages, table.microbatches, chunks)
+    title = (
+        f"{name}, {stages} stages"
+        + (f" x {v} chunks" if v > 1 else "")
+        + f", {table.microbatches} microbatch{'es' if table.microbatches > 1 else ''}"
+    )
+    out = console()
+    if as_json:
+        out.print(json.dumps(_schedule_json(name, table, compared)))
+    else:
+        counts = " or ".join(map(str, sorted(set(layers.counts))))
+        out.print(f"{title}, {counts} layer{'' if counts == '1' else 's'} in each {'chunk' if v > 1 else 'stage'}\n")
+        if few := _few_note(config, stages, table.microbatches):
+            out.print(few + "\n")
+        out.print(schedule_text(table, out.width if out.is_terminal else 160, UNIT.chunk(v)))
+        out.print("\nforward 1, backward 2 (of which the weights' gradients 1), transfers 0:")
+        out.print(comparison_table(compared))
+    path = picture.with_name(f"{picture.stem}_schedule.png")
+    save_figure(schedule_figure(table, UNIT.chunk(v), title), path)
+    if not as_json:
+        out.print(f"picture: {path}")
+
+
+def _few_note(config: Config, stages: int, count: int) -> str:
+    """Why a pipeline has fewer microbatches than stages, and the batch for four a stage; empty where it has not."""
+    if count >= stages or config.pipeline.microbatches:
+        return ""
+    batch = config.train.batch
+    return (
+        f"most stages are idle, since train.batch={batch} has no more microbatches on this mesh: "
+        f"try --train.batch {batch // count * 4 * stages}, or fewer devices along data and fsdp"
+    )
+
+
+def _schedule_json(name: str, table: Table, compared: list[Compared]) -> dict[str, object]:
+    """A table with its figures; a cell is null or `[kind, microbatch, chunk]`."""
+    found = simulate(table, UNIT.chunk(table.virtual))
+    return {
+        "schedule": name, "stages": table.stages, "microbatches": table.microbatches, "virtual": table.virtual,
+        "bubble": found.bubble, "stash": found.stash, "waiting": found.waiting, "arrived": found.arrived,
+        "forwards": found.forwards, "backwards": found.backwards, "ticks": table.ticks,
+        "compared": [row._asdict() for row in compared],
+    }  # fmt: skip

@@ -1,0 +1,61 @@
+"""Tables of a plan: where its parameters live, what becomes of its activations, what its devices send."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from heapq import nlargest
+from operator import itemgetter
+
+from rich.table import Table
+
+from jaxpar.base.activation_names import NAMES
+from jaxpar.base.console import bytes_text
+from jaxpar.base.mesh import MESH_AXES
+from jaxpar.base.sharding import Placement
+from jaxpar.plan.communication import Site
+from jaxpar.train.saved_activations import Activation
+
+
+def sharding_table(rows: Sequence[Placement]) -> Table:
+    """Every parameter: name, shape, logical axes, spec, bytes per device; and the sum."""
+    table = Table("parameter", "shape", "logical axes", "spec", "bytes/device", box=None, pad_edge=False)
+    table.columns[-1].justify = "right"
+    for column in table.columns:
+        column.overflow = "fold"
+    for row in rows:
+        axes = ", ".join(axis or "-" for axis in row.axes)
+        table.add_row(row.name, " x ".join(map(str, row.shape)), axes, str(row.spec), bytes_text(row.bytes_per_device))
+    table.add_row("all", "", "", "", bytes_text(sum(row.bytes_per_device for row in rows)))
+    return table
+
+
+def activation_table(rows: Sequence[Activation]) -> Table:
+    """What becomes of each named activation, and its bytes: of one layer, and of all that are there at a time."""
+    table = Table(
+        "activation", "what", "a layer's shape", "kept", "bytes/layer", "device", "host", box=None, pad_edge=False
+    )
+    for column in table.columns[4:]:
+        column.justify = "right"
+    for row in rows:
+        device, host = (bytes_text(row.kept) if row.action == action else "" for action in ("save", "offload"))
+        shape = " x ".join(map(str, row.shape)) + f" {row.dtype}"
+        table.add_row(row.name, NAMES[row.name].what, shape, row.action, bytes_text(row.bytes), device, host)
+    sums = [sum(row.kept for row in rows if row.action == action) for action in ("save", "offload")]
+    table.add_row("all", f"{rows[0].blocks} layers" if rows else "", "", "", "", *map(bytes_text, sums))
+    return table
+
+
+def communication_table(sites: Sequence[Site], most: int = 3) -> Table:
+    """What one device sends in a step, by collective and mesh axes, most first, and what the largest parts are for."""
+    groups: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for site in sites:
+        groups[site.kind, " x ".join(axis for axis in MESH_AXES if axis in site.axes)][site.what] += site.sent
+    table = Table("collective", "over", "sent a step", "for", box=None, pad_edge=False)
+    table.columns[2].justify = "right"
+    for (kind, over), parts in sorted(groups.items(), key=lambda item: -sum(item[1].values())):
+        whole = sum(parts.values())
+        shares = [f"{what} {100 * size / whole:.0f} %" for what, size in nlargest(most, parts.items(), itemgetter(1))]
+        table.add_row(kind, over, bytes_text(whole), "; ".join([*shares, *["..."] * (len(parts) > most)]))
+    table.add_row("all", "", bytes_text(sum(site.sent for site in sites)), "")
+    return table

@@ -1,0 +1,135 @@
+"""Checkpoints: Orbax's manager behind four verbs, with the data iterator's state beside the training state."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
+
+from jaxpar.base.config import CheckpointConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.sharding import path_name
+
+METRIC = "val_loss"
+
+
+def _text(array: tuple[tuple[int, ...], jnp.dtype] | None) -> str:
+    return "absent" if array is None else f"{array[1]}{list(array[0])}"
+
+
+def _worst_first(metrics: dict[str, float]) -> float:
+    return -metrics[METRIC] if math.isfinite(metrics[METRIC]) else -math.inf  # a NaN has no place in an order
+
+
+class Checkpoints:
+    """The checkpoints of one run: written in the background, the newest few kept and the best one.
+
+    Args:
+      folder: made when absent by who writes.
+      config: how many to keep; None = only read: nothing in the folder is made or removed. A training run may be
+        writing there, and what it has not finished is a folder that one who writes would clear away as left over.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig | None = None):
+        self._writes = config is not None
+        # The policies say what is kept; `best_fn` is what makes Orbax store the metric at all.
+        policies: list[Any] = [managers.LatestN(config.keep if config else None)]
+        if config and config.keep_best:
+            policies.append(managers.BestN(get_metric_fn=_worst_first, n=1, keep_checkpoints_without_metrics=False))
+        # Not Orbax's `read_only`: it writes a warning on every opening, and skips a save without a word.
+        options = ocp.CheckpointManagerOptions(
+            best_fn=lambda metrics: metrics[METRIC],
+            best_mode="min",
+            preservation_policy=managers.AnyPreservationPolicy(policies),
+            create=self._writes,
+            cleanup_tmp_directories=self._writes,
+            enable_async_checkpointing=True,
+        )
+        self.folder = folder.absolute()
+        handlers: dict[str, Any] = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+
+    def latest(self) -> int | None:
+        """The newest finished step, or None."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Every finished step, sorted."""
+        return sorted(self._manager.all_steps())
+
+    def best(self) -> int | None:
+        """The step with the lowest validation loss among those kept, or None."""
+        scored = [(self._manager.metrics(step), step) for step in self._manager.all_steps()]
+        losses = [(metrics[METRIC], step) for metrics, step in scored if metrics and math.isfinite(metrics[METRIC])]
+        return min(losses, default=(None, None))[1]
+
+    def save(self, step: int, state: Any, data_state: dict[str, Any], val_loss: float | None) -> None:
+        """Save in the background; a step already there is left alone. One that was not evaluated is never the best."""
+        assert self._writes, "opened for reading"
+        if step in self._manager.all_steps():
+            return
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_state))
+        self._manager.save(step, args=items, metrics={METRIC: math.inf if val_loss is None else val_loss})
+
+    def data(self, step: int) -> dict[str, Any]:
+        """What `save` was given beside the state.
+
+        Raises:
+          UserError: it cannot be read.
+        """
+        try:
+            found: Any = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
+        except (ValueError, KeyError, OSError) as error:
+            raise self._unreadable(step, error) from error
+        return found.data
+
+    def restore(self, step: int, shapes: Any, shardings: Any) -> tuple[Any, dict[str, Any]]:
+        """The state of a step, on the given shardings, and the data iterator's state.
+
+        Args:
+          step: a finished step.
+          shapes: the state as ShapeDtypeStructs; names, shapes and dtypes must be those that were saved.
+          shardings: a tree of the same form.
+
+        Raises:
+          UserError: files missing or cut short, or another model's state.
+        """
+        target = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+        )
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore())
+        try:
+            self._check(step, shapes)
+            restored: Any = self._manager.restore(step, args=items)
+        except (ValueError, KeyError, OSError) as error:
+            raise self._unreadable(step, error) from error
+        return restored.state, restored.data
+
+    def _unreadable(self, step: int, error: Exception) -> UserError:
+        reason = str(error).strip().splitlines()[0][:200]
+        return UserError(
+            f"checkpoint {self.folder / str(step)} cannot be read ({reason}): "
+            "delete that folder to fall back to an older one"
+        )
+
+    def _check(self, step: int, shapes: Any) -> None:
+        """Compare names, shapes and dtypes with what was saved, before anything is read: Orbax casts without a word."""
+        self._manager.wait_until_finished()
+        found: Any = self._manager.item_metadata(step)
+        saved, wanted = (
+            {path_name(path): (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for path, leaf in leaves}
+            for leaves in map(jax.tree_util.tree_leaves_with_path, (found.state, shapes))
+        )
+        for name in sorted(saved.keys() | wanted.keys()):
+            if saved.get(name) != wanted.get(name):
+                raise ValueError(f"{name} is {_text(saved.get(name))} there and {_text(wanted.get(name))} here")
+
+    def close(self) -> None:
+        """Wait for what is being written; raises what went wrong in the background (a full disk, say)."""
+        self._manager.wait_until_finished()
+        self._manager.close()

@@ -1,0 +1,70 @@
+"""Hugging Face checkpoint to run folder and back."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from jaxpar.base.config import Config, DataConfig, check
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.runtime import start
+from jaxpar.models import Model
+from jaxpar.models.hf import export_hf, import_hf, model_config_from_hf
+from jaxpar.train.checkpoint import Checkpoints
+from jaxpar.train.loop import open_run
+from jaxpar.train.restore import beside_state, pick_step, require_model, restore_state, unstaged
+from jaxpar.train.step import init_state, make_plan
+
+TOKENIZER = "tokenizer.json"
+_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
+"""Files of a Hugging Face folder that say what its ids mean; they come along both ways."""
+
+
+def config_of(source: Path, target: Path) -> Config:
+    """A config whose model is that of a Hugging Face folder, and its tokenizer the one beside it, as it will lie in the
+    run folder `target`; the rest is default, to be overridden. It has no data: training asks for some."""
+    model = model_config_from_hf(source)
+    seq_len = min(DataConfig.seq_len, model.max_seq_len)
+    data = DataConfig(source="text", tokenizer=str(target / TOKENIZER), seq_len=seq_len)
+    return Config(model=model, mesh=MeshSpec(data=-1), data=data)
+
+
+def import_run(config: Config, source: Path, target: Path) -> None:
+    """Make a run folder whose checkpoint at step 0 holds the weights of a Hugging Face folder.
+
+    Raises:
+      UserError: a config whose model is another, a target that holds another run or has trained already, or a bad
+        checkpoint (see `import_hf`).
+    """
+    require_model(model_config_from_hf(source), config.model, source)
+    plan, model = make_plan(check(config), start(config.mesh, config.compile.cache)), Model(config.model)
+    params = import_hf(source, model, unstaged(plan))
+    open_run(target, config)
+    checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
+    if checkpoints.latest() is not None:
+        raise UserError(f"{target} has checkpoints already: import into a new run folder")
+    _carry(source, target)
+    checkpoints.save(0, init_state(model, config, plan, params), beside_state(plan, config, None, None), None)
+    checkpoints.close()
+
+
+def export_run(config: Config, source: Path, target: Path, step: int, dtype: Literal["float32", "bfloat16"]) -> int:
+    """Write a run's checkpoint as a Hugging Face folder, its tokenizer too; returns the step that was exported."""
+    plan, model = unstaged(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
+    checkpoints = Checkpoints(source / "checkpoints")
+    step = pick_step(checkpoints, step)
+    state, _ = restore_state(checkpoints, step, model, config, plan)
+    export_hf(state.params, model, target, dtype=dtype)
+    if jax.process_index() == 0:
+        _carry(source, target)
+    return step
+
+
+def _carry(source: Path, target: Path) -> None:
+    for name in _BESIDE:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)

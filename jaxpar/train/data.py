@@ -1,0 +1,406 @@
+"""Text and token files to batches: plain windows or packed documents, the same batches on any number of processes.
+
+Shapes: N tokens of a stream, B rows of this process, S sequence length, T = S + 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import grain
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from rich.console import Console
+from rich.progress import track
+
+from jaxpar.base.config import DataConfig
+from jaxpar.base.errors import UserError
+from jaxpar.train.tokenizer import (
+    Tokenizer,
+    encode_files,
+    load_tokenizer,
+    make_tokenizer,
+    read_text,
+    reading,
+    token_dtype,
+)
+
+# Folders of the standard library that are somebody else's, tests, generated tables, or often not installed.
+STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests",
+                   "encodings", "pydoc_data", "idlelib", "lib2to3", "turtledemo"}  # fmt: skip
+
+Batch = dict[str, np.ndarray]
+"""int32 [B, S] each: `tokens`, `labels` (the next token; -1 = not counted), packed also `segments` and `positions`."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A stream of tokens, in memory or memory-mapped.
+
+    Attributes:
+      tokens: ids [N], unsigned.
+      document_starts: where each document begins [documents], int64, sorted, the first 0; None = not known.
+      origin: the file, folder or corpus, for messages.
+      offset: how many tokens of `origin` come before these.
+    """
+
+    tokens: np.ndarray
+    document_starts: np.ndarray | None
+    origin: str
+    offset: int = 0
+
+
+class Corpus(NamedTuple):
+    """`val` is None when nothing is held out, `tokenizer` when a .bin file came without one."""
+
+    train: Tokens
+    val: Tokens | None
+    tokenizer: Tokenizer | None
+
+
+def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
+    """The training and validation tokens of a config, checked against the model's vocabulary and `data.seq_len`.
+
+    Raises:
+      UserError: a source that is missing, empty, not text, cut short, too short for one window, without the document
+        offsets that `data.pack` needs, or with more tokens in its vocabulary than the model has.
+    """
+    train, val, tokenizer = _load_tokens(data) if data.source == "tokens" else _load_text(data)
+    if val is None and data.val_fraction > 0:
+        train, val = split(train, data.val_fraction)
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"the tokenizer of {train.origin} has {tokenizer.vocab_size} tokens, model.vocab_size={vocab_size}: "
+            f"try --model.vocab-size {tokenizer.vocab_size}, or another tokenizer"
+        )
+    for what, stream, fix in (
+        ("training", train, "add text"),
+        ("validation", val, "raise data.val_fraction, or give data.val_path"),
+    ):
+        if stream is not None and len(stream.tokens) < data.seq_len + 1:
+            raise UserError(
+                f"{stream.origin} has {len(stream.tokens)} {what} tokens, one window takes data.seq_len + 1 = "
+                f"{data.seq_len + 1}: {fix}, or try --data.seq-len {max(len(stream.tokens) - 1, 1)}"
+            )
+        if stream is not None and data.pack and stream.document_starts is None:
+            raise UserError(
+                f"{stream.origin} has no document offsets (.bin.docs) beside it, which data.pack needs: "
+                "write it with `jaxpar tokenize`, or leave data.pack off"
+            )
+    return Corpus(train, val, tokenizer)
+
+
+def split(stream: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
+    """The stream without its last `val_fraction`, and that; a document may be cut in two, as in nanoGPT's split."""
+    cut = int(len(stream.tokens) * (1 - val_fraction))
+    train_starts = val_starts = stream.document_starts
+    if train_starts is not None and val_starts is not None:
+        running = np.searchsorted(train_starts, cut, side="right") - 1
+        train_starts = train_starts[: np.searchsorted(train_starts, cut)]
+        val_starts = np.maximum(val_starts[running:] - cut, 0)
+    return (
+        replace(stream, tokens=stream.tokens[:cut], document_starts=train_starts),
+        replace(stream, tokens=stream.tokens[cut:], document_starts=val_starts, offset=cut),
+    )
+
+
+def unigram_entropy(tokens: np.ndarray, sample: int = 2**24) -> float:
+    """Nats per token of the frequencies of the first `sample` tokens: the best loss without looking at context."""
+    counts = np.bincount(tokens[:sample])
+    frequency = counts[counts > 0] / counts.sum()
+    return float(-(frequency * np.log(frequency)).sum())
+
+
+# Text: each file is a document.
+
+
+def _load_text(data: DataConfig) -> Corpus:
+    files, origin = _source_files(data)
+    val_files = text_files(data.val_path) if data.val_path else []
+    tokenizer = make_tokenizer(data.tokenizer, map(read_text, files + val_files))
+    val = _encode_files(val_files, tokenizer, data.val_path) if data.val_path else None
+    return Corpus(_encode_files(files, tokenizer, origin), val, tokenizer)
+
+
+def _source_files(data: DataConfig) -> tuple[list[Path], str]:
+    """The documents of a text source, and what to call it."""
+    if data.source == "stdlib":
+        return stdlib_files(data.max_bytes), f"the standard library of Python {platform.python_version()}"
+    if not data.path:
+        raise UserError(f"data.source={data.source} needs data.path: the file or folder to read")
+    return text_files(data.path), data.path
+
+
+def stdlib_files(max_bytes: int) -> list[Path]:
+    """This Python's own library sources, sorted by path, as many as fit in `max_bytes`; no tests, no tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    # _sysconfigdata is written by the build, with that machine's paths.
+    sources = [file for file in _files_below(root, STDLIB_LEFT_OUT) if file.match("*.py")]
+    files = [file for file in sources if not file.name.startswith("_sysconfigdata")]
+    total = np.cumsum([file.stat().st_size for file in files])
+    files = files[: np.searchsorted(total, max_bytes, side="right")]
+    if not files:
+        raise UserError(f"no standard library source in {root} fits in data.max_bytes={max_bytes}: raise it")
+    return files
+
+
+def text_files(path: str) -> list[Path]:
+    """The file at `path`, or every file of text in the folder, sorted by path.
+
+    Left out of a folder are hidden and empty files, and files with a NUL byte in their first 8 KiB (git's test for
+    binary): a picture among the texts does no harm.
+    """
+    root = Path(path)
+    if root.is_file():
+        if root.stat().st_size == 0:
+            raise UserError(f"{path} is empty: give a file with text in it")
+        return [root]
+    if not root.is_dir():
+        raise UserError(f"no file or folder {path}: look at data.path and data.val_path")
+    files = [file for file in _files_below(root) if not _looks_binary(file)]
+    if not files:
+        raise UserError(f"folder {path} has no text in it: hidden, empty and binary files do not count")
+    return files
+
+
+def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
+    """The files of a folder, sorted by relative path; none that is empty, hidden, or in a folder of `left_out`."""
+    found = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if not name.startswith(".") and name not in left_out]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    found = [file for file in found if file.is_file() and file.stat().st_size]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _looks_binary(file: Path) -> bool:
+    with reading(file), file.open("rb") as opened:
+        return b"\0" in opened.read(8192)
+
+
+def _encode_files(files: Iterable[Path], tokenizer: Tokenizer, origin: str) -> Tokens:
+    documents = list(encode_files(files, tokenizer))
+    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
+    return Tokens(np.concatenate(documents), np.concatenate([[0], ends[:-1]]), origin)
+
+
+# Token files: NAME.bin (raw ids), and beside it NAME.bin.json (dtype and counts), NAME.bin.docs (raw int64 document
+# starts) and NAME.bin.tokenizer.json. A .bin alone is nanoGPT's: uint16, documents and tokenizer not known.
+
+
+def tokenize(data: DataConfig, out: str | Path) -> Tokens:
+    """Write the text source of a config (`source`, `path`, `tokenizer`, `max_bytes`) as a token file, and open it.
+
+    One document is in memory at a time, progress goes to stderr, and each file appears whole or not at all.
+
+    Raises:
+      UserError: a bad source, a name without .bin, or a file that cannot be written.
+    """
+    out = Path(out)
+    if out.suffix != ".bin" or data.source == "tokens":
+        raise UserError(f"tokenize writes text to a .bin file, found source={data.source} and {out}: try tokens.bin")
+    files, _ = _source_files(data)
+    tokenizer = make_tokenizer(data.tokenizer, map(read_text, files))
+    dtype, count = token_dtype(tokenizer.vocab_size), 0
+    with replacing(out.with_suffix(".bin.docs")) as starts, replacing(out) as ids:
+        progress = track(files, "tokenizing", console=Console(stderr=True))
+        for document in encode_files(progress, tokenizer):
+            starts.write(np.array(count, "<i8").tobytes())
+            ids.write(document.tobytes())
+            count += len(document)
+    meta = {"dtype": dtype.name, "tokens": count, "documents": len(files)}
+    for suffix, text in ((".bin.json", json.dumps(meta)), (".bin.tokenizer.json", tokenizer.to_json())):
+        with replacing(out.with_suffix(suffix)) as file:
+            file.write(text.encode())
+    return open_tokens(out)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the name `path` when all of it is written, and is gone when the writing fails."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            yield file
+        unfinished.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        if unfinished.is_file():
+            unfinished.unlink()
+
+
+def _load_tokens(data: DataConfig) -> Corpus:
+    if not data.path:
+        raise UserError("data.source=tokens needs data.path: a .bin file, such as `jaxpar tokenize` writes")
+    train, tokenizer = open_tokens(data.path), stored_tokenizer(data.path)
+    # Presets name a file that need not be there: a .bin brings its own.
+    if data.tokenizer.endswith(".json") and (tokenizer is None or Path(data.tokenizer).exists()):
+        asked = load_tokenizer(data.tokenizer)
+        if tokenizer is not None and tokenizer.to_json() != asked.to_json():
+            raise UserError(
+                f"{data.path} was tokenized otherwise than data.tokenizer={data.tokenizer} says: write it again with "
+                f"`jaxpar tokenize --tokenizer {data.tokenizer}`, or leave data.tokenizer out"
+            )
+        tokenizer = asked
+    if not data.val_path:
+        return Corpus(train, None, tokenizer)
+    val, val_tokenizer = open_tokens(data.val_path), stored_tokenizer(data.val_path)
+    if tokenizer and val_tokenizer and tokenizer.to_json() != val_tokenizer.to_json():
+        raise UserError(
+            f"{data.val_path} was tokenized otherwise than {data.path}, so its ids mean something else: "
+            f"write it again with `jaxpar tokenize --tokenizer {Path(data.path).with_suffix('.bin.tokenizer.json')}`"
+        )
+    return Corpus(train, val, tokenizer)
+
+
+def open_tokens(path: str | Path) -> Tokens:
+    """A token file, memory-mapped, with what lies beside it.
+
+    Raises:
+      UserError: a file that is missing, empty, cut short, or not the one that its .json describes.
+    """
+    path = Path(path)
+    if path.suffix != ".bin":
+        raise UserError(f"{path} is not a .bin file, which data.source=tokens reads: for text set data.source=text")
+    meta = _read_meta(path.with_suffix(".bin.json"))
+    tokens = _memory_map(path, np.dtype(meta["dtype"]).newbyteorder("<"))
+    docs = path.with_suffix(".bin.docs")
+    starts = _memory_map(docs, np.dtype("<i8")) if docs.exists() else None
+    for what, found in (("tokens", tokens), ("documents", starts)):
+        if found is not None and len(found) != meta.get(what, len(found)):
+            raise UserError(
+                f"{path} has {len(found)} {what}, its .json says {meta[what]}: "
+                "one of them was cut short or is from another run, so write them again with `jaxpar tokenize`"
+            )
+    return Tokens(tokens, starts, str(path))
+
+
+def stored_tokenizer(path: str | Path) -> Tokenizer | None:
+    """The tokenizer that `tokenize` left beside a token file."""
+    stored = Path(path).with_suffix(".bin.tokenizer.json")
+    return load_tokenizer(stored) if stored.exists() else None
+
+
+def _read_meta(path: Path) -> dict:
+    try:
+        meta = json.loads(path.read_bytes()) if path.exists() else {"dtype": "uint16"}
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(meta, dict) or meta.get("dtype") not in ("uint16", "uint32"):
+        raise UserError(f'{path} describes a token file, so it must say "dtype": "uint16" or "uint32"')
+    return meta
+
+
+def _memory_map(path: Path, dtype: np.dtype) -> np.ndarray:
+    with reading(path):
+        size = path.stat().st_size
+        if size == 0 or size % dtype.itemsize:
+            raise UserError(
+                f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize} ({dtype.name}): "
+                "it was cut short, or needs a .bin.json beside it that gives another dtype"
+            )
+        return np.memmap(path, dtype, mode="r")
+
+
+# Batches.
+
+
+def train_batches(
+    stream: Tokens, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int
+) -> grain.DatasetIterator[Batch]:
+    """This process's rows of every global batch, without end: each window once an epoch, each epoch in a new order.
+
+    The order comes from `data.seed` alone, so the global batch is the same whatever the number of processes. The
+    iterator's `get_state()` is a small JSON-able dict; after `set_state` the next batch is the one that would have
+    followed, whatever had been read ahead.
+
+    Args:
+      stream: training tokens, at least data.seq_len + 1.
+      data: how to cut them: seq_len, stride, pack, seed, prefetch.
+      batch: rows of the global batch.
+      rows: which of them to read (see `sharding.local_rows`).
+      vocab_size: ids of the model; one beyond it raises a UserError from `next`.
+    """
+    stride = data.stride or data.seq_len
+    local = np.asarray(rows)
+
+    def fetch(window_B: np.ndarray) -> Batch:
+        return read_windows(stream, window_B[local] * stride, data.seq_len, data.pack, vocab_size)
+
+    # Indices are shuffled and batched before anything is read: what other processes hold costs this one nothing.
+    windows = grain.MapDataset.range(window_count(stream, data.seq_len, stride)).seed(data.seed).shuffle().repeat()
+    batches = windows.batch(batch, drop_remainder=True).map(fetch)
+    threads = min(data.prefetch, 4)
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=data.prefetch)))
+
+
+def val_batches(
+    stream: Tokens, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int, limit: int = 0
+) -> Iterator[Batch]:
+    """This process's rows of the validation batches: windows side by side, each once, in order.
+
+    With a limit, as many as fill so many batches, at even distances over the whole stream: its beginning alone may be
+    easier or harder than the rest.
+
+    The last batch is filled up with rows whose labels are all -1, so that a mean over counted labels is exact. Tokens
+    after the last whole window are not seen.
+
+    Args:
+      stream: validation tokens, at least data.seq_len + 1.
+      data: seq_len and pack; the stride here is seq_len.
+      batch, rows, vocab_size: as for `train_batches`.
+      limit: so many batches at most; 0 = all windows.
+    """
+    windows = window_count(stream, data.seq_len, data.seq_len)
+    count = min(limit * batch or windows, windows)
+    for first in range(0, count, batch):
+        place_B = first + np.asarray(rows)
+        window_B = np.minimum(place_B, count - 1) * windows // count
+        rows_read = read_windows(stream, window_B * data.seq_len, data.seq_len, data.pack, vocab_size)
+        rows_read["labels"][place_B >= count] = -1
+        yield rows_read
+
+
+def window_count(stream: Tokens, seq_len: int, stride: int) -> int:
+    """How many windows of seq_len tokens, and the label of the last, begin at multiples of `stride`."""
+    return max((len(stream.tokens) - seq_len - 1) // stride + 1, 0)
+
+
+def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool, vocab_size: int) -> Batch:
+    """The windows that begin at `starts_B`, as a batch.
+
+    Packed, `segments` numbers the documents of a window from 1, `positions` counts from the start of the document
+    or, where it began earlier, of the window, and the last token of a document has label -1.
+
+    Raises:
+      UserError: an id that the vocabulary does not have.
+    """
+    ids_BT = sliding_window_view(stream.tokens, seq_len + 1)[starts_B]
+    if ids_BT.max() >= vocab_size:
+        row, place = np.unravel_index(ids_BT.argmax(), ids_BT.shape)
+        found = int(ids_BT[row, place])  # as a uint16, found + 1 could overflow
+        raise UserError(
+            f"{stream.origin} has id {found} at token {stream.offset + starts_B[row] + place}, "
+            f"model.vocab_size={vocab_size}: raise it to at least {found + 1}, or use another tokenizer"
+        )
+    batch = {"tokens": ids_BT[:, :-1].astype(np.int32), "labels": ids_BT[:, 1:].astype(np.int32)}
+    if not pack:
+        return batch
+    assert stream.document_starts is not None, "load_corpus refuses data.pack without document starts"
+    where_BT = starts_B[:, None] + np.arange(seq_len + 1)
+    document_BT = np.searchsorted(stream.document_starts, where_BT, side="right") - 1
+    begin_BT = np.maximum(stream.document_starts[document_BT], starts_B[:, None])
+    batch["labels"][document_BT[:, 1:] != document_BT[:, :-1]] = -1
+    batch["segments"] = (document_BT - document_BT[:, :1] + 1)[:, :-1].astype(np.int32)
+    batch["positions"] = (where_BT - begin_BT)[:, :-1].astype(np.int32)
+    return batch

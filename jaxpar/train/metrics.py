@@ -1,0 +1,82 @@
+"""Numbers of a run: throughput, MFU, device memory, and the file they are written to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.hardware import peak_flops
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, devices: list[jax.Device], dtype: str) -> float | None:
+    """Model FLOPs utilisation in [0, 1], or None where the peak is not known, and always on CPU."""
+    peak = None if devices[0].platform == "cpu" else peak_flops(devices[0].device_kind, dtype)
+    return tokens_per_second * flops_per_token / (peak * len(devices)) if peak else None
+
+
+def device_memory(devices: list[jax.Device]) -> int | None:
+    """Largest peak of bytes in use over this process's devices, or None where the backend does not say (CPU)."""
+    stats = [device.memory_stats() for device in devices if device.process_index == jax.process_index()]
+    peaks = [entry["peak_bytes_in_use"] for entry in stats if entry and "peak_bytes_in_use" in entry]
+    return max(peaks, default=None)
+
+
+class MetricsLog:
+    """`metrics.jsonl`, one object a line, flushed as written; lines of steps to be run again are dropped on resume.
+    A context manager.
+
+    Args:
+      folder: the run folder.
+      first_step: the run goes on after this step.
+      tensorboard: write event files beside it.
+      active: False on all processes but the first, which then write nothing.
+    """
+
+    def __init__(self, folder: Path, first_step: int = 0, tensorboard: bool = False, active: bool = True):
+        self._file, self._board = None, None
+        if not active:
+            return
+        path = folder / "metrics.jsonl"
+        kept = [row for row in read_metrics(folder) if row["step"] <= first_step]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+        if tensorboard:
+            try:
+                from tensorboardX import SummaryWriter
+            except ImportError as error:
+                raise UserError("metrics.tensorboard needs the extra: pip install 'jaxpar[tensorboard]'") from error
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+
+    def write(self, step: int, **values: Any) -> None:
+        """One line: the step and whatever was measured at it; Nones are left out."""
+        values = {key: value for key, value in values.items() if value is not None}
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for key, value in values.items():
+                self._board.add_scalar(key, value, step)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sink in (self._file, self._board):
+            if sink is not None:
+                sink.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's `metrics.jsonl`; a last line cut short by a crash is left out."""
+    path = folder / "metrics.jsonl"
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows

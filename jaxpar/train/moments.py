@@ -1,0 +1,120 @@
+"""AdamW's moments in fewer bits: bfloat16, or 8-bit codes in blocks that share a scale.
+
+The second is the blockwise quantization of Dettmers et al. 2022 (arXiv:2110.02861, section 2) with other codes: theirs
+are looked up in a table, which a TPU does slowly; these are roots, which are arithmetic. The first moment keeps the
+signed square root of a value's share of its block's largest, in 127 steps either way; the second the fourth root, in
+255 steps. Near the largest value a step is then 1.6 % of it, and a second moment down to 1e-9 of the largest is not
+zero: rounded to nothing it would make the update as large as can be, so a code is 0 for zeros only.
+
+Shapes: a matrix [..., n] is cut along its last dim into blocks of b values; codes [..., n], scales [..., n / b].
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from jaxpar.base.sharding import Axes, Plan
+
+Precision = Literal["float32", "bfloat16", "int8"]
+_BLOCKS = (256, 128, 64, 32)
+_FIRST, _SECOND = 127, 255  # largest codes
+
+
+class Quantized(NamedTuple):
+    """A moment in 8 bits: codes [..., n], int8 (first) or uint8 (second), and float32 scales [..., n / b]."""
+
+    codes: Any
+    scales: Any
+
+
+def block(n: int) -> int:
+    """How many values along a last dim of `n` share a scale: all of them where no power of two from 32 divides it."""
+    return next((size for size in _BLOCKS if n % size == 0), n)
+
+
+def quantize(x: Array, second: bool) -> Quantized:
+    """The codes of a moment [..., n]."""
+    b = block(x.shape[-1])
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, b)
+    scales = jnp.max(jnp.abs(blocks), axis=-1)
+    share = blocks / jnp.where(scales > 0, scales, 1)[..., None]
+    if second:
+        codes = jnp.round(_SECOND * jnp.sqrt(jnp.sqrt(share)))
+        codes = jnp.maximum(codes, share > 0).astype(jnp.uint8)
+    else:
+        codes = jnp.round(_FIRST * jnp.sign(share) * jnp.sqrt(jnp.abs(share))).astype(jnp.int8)
+    return Quantized(codes.reshape(x.shape), scales)
+
+
+def dequantize(q: Quantized) -> Array:
+    """The float32 values of codes [..., n]."""
+    root = q.codes.astype(jnp.float32).reshape(*q.scales.shape, -1)
+    if q.codes.dtype == jnp.uint8:
+        share = jnp.square(jnp.square(root / _SECOND))
+    else:
+        share = jnp.square(root / _FIRST) * jnp.sign(root)
+    return (share * q.scales[..., None]).reshape(q.codes.shape)
+
+
+def scales_sharding(moment: Quantized, axes: Axes, plan: Plan) -> NamedSharding:
+    """Where the scales of a moment live: beside their codes, whole along the last dim where its blocks are too few."""
+    whole = moment.codes.shape[-1] // plan.size(axes[-1]) % block(moment.codes.shape[-1])
+    return plan.sharding((*axes[:-1], None if whole else axes[-1]), moment.scales.shape)
+
+
+def packed(state: Any, matrices: Any, precision: Precision) -> Any:
+    """An optimizer's state with the moments of matrices in this precision; those of vectors stay float32.
+
+    Args:
+      state: of `optax.adamw`, its moments float32.
+      matrices: whether a parameter is one, in a tree of the parameters' form.
+      precision: of the moments.
+    """
+
+    def pack(second: bool, x: Array, matrix: bool) -> Any:
+        if not matrix or precision == "float32":
+            return x
+        return x.astype(jnp.bfloat16) if precision == "bfloat16" else quantize(x, second)
+
+    first, second = moments_of(state)
+    return with_moments(
+        state, jax.tree.map(partial(pack, False), first, matrices), jax.tree.map(partial(pack, True), second, matrices)
+    )
+
+
+def unpacked(state: Any) -> Any:
+    """The inverse of `packed`, as far as the bits go."""
+
+    def value(x: Any) -> Array:
+        return dequantize(x) if isinstance(x, Quantized) else x.astype(jnp.float32)
+
+    return with_moments(
+        state,
+        *(jax.tree.map(value, moments, is_leaf=lambda x: isinstance(x, Quantized)) for moments in moments_of(state)),
+    )
+
+
+def moments_of(state: Any) -> tuple[Any, Any]:
+    """The first and second moments in an optimizer's state, each in the parameters' form."""
+    adam = next(leaf for leaf in jax.tree.leaves(state, is_leaf=_is_adam) if _is_adam(leaf))
+    return adam.mu, adam.nu
+
+
+def with_moments(state: Any, first: Any, second: Any) -> Any:
+    """An optimizer's state with other moments."""
+
+    def replaced(part: Any) -> Any:
+        return part._replace(mu=first, nu=second) if _is_adam(part) else part
+
+    return jax.tree.map(replaced, state, is_leaf=_is_adam)
+
+
+def _is_adam(part: Any) -> bool:
+    return isinstance(part, optax.ScaleByAdamState)

@@ -1,0 +1,192 @@
+"""What a plan keeps on a device for its backward pass, activation by activation: read from one traced block.
+
+Shapes: B batch, S sequence, D embed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxpar.base.activation_names import NAMES, Action, Keep
+from jaxpar.base.config import Config, ModelConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.jax_compat import NAME, SHARD_MAP
+from jaxpar.base.sharding import Plan, beside
+from jaxpar.models import Model
+from jaxpar.parallel.cross_entropy import Tiling, tiling
+from jaxpar.parallel.linear import STORED
+from jaxpar.parallel.pipeline.layers import layers_in
+from jaxpar.parallel.pipeline.program import program
+from jaxpar.parallel.pipeline.schedules import schedule
+from jaxpar.parallel.token_order import TOKENS, halves
+
+_OF_ROWS = ("batch", "seq", None, "mlp")  # hidden rows of experts
+
+
+class Activation(NamedTuple):
+    """A named activation under a plan.
+
+    Attributes:
+      name: one of `activations.NAMES`.
+      action: what the plan does with it.
+      shape: of a microbatch in one block, global.
+      dtype: of its entries.
+      bytes: of one block on one device.
+      blocks: how many blocks' are there at a time: the layers, or those of a stage's microbatches.
+    """
+
+    name: str
+    action: Action
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    blocks: int
+
+    @property
+    def kept(self) -> int:
+        """Bytes that are there at a time, on the device or in host memory, if it is kept."""
+        return 0 if self.action == "recompute" else self.bytes * self.blocks
+
+
+def activations(config: Config, plan: Plan) -> list[Activation]:
+    """The named activations of a block, in the order in which it makes them.
+
+    Args:
+      config: model, batch and sequence length.
+      plan: from `jaxpar.train.step.make_plan`; one on an `AbstractMesh` will do.
+    """
+    found, blocks = dict[str, tuple[tuple[int, ...], Any, int]](), blocks_kept(config, plan)
+    for name, aval, local in _named(traced_block(config, plan)[0].jaxpr, False):
+        axes: Any = _OF_ROWS if len(aval.shape) == 4 and NAMES[name].axes[-1] == "mlp" else NAMES[name].axes
+        pieces = 1 if local else math.prod(plan.size(beside(axis, plan)) for axis in axes)
+        size = math.prod(aval.shape) * aval.dtype.itemsize // pieces
+        before = found.get(name, (aval.shape, aval.dtype, 0))
+        found[name] = aval.shape, aval.dtype, before[2] + size  # Domino has two halves of each
+    return [
+        Activation(name, plan.action(name), *_shape_and_dtype(found[name]), found[name][2], blocks)
+        for name in NAMES if name in found
+    ]  # fmt: skip
+
+
+def unnamed_bytes(config: Config, plan: Plan) -> int:
+    """Bytes on one device, at a time, of what a plan that makes nothing again keeps and that has no name.
+
+    Such an array is taken to be divided over the whole mesh, but for its stages, as blocks divide their work.
+    """
+    if plan.recomputes:
+        return 0
+    traced, made = traced_block(config, plan)
+    given = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
+    kept = {var for var in traced.jaxpr.outvars[made:] if isinstance(var, core.Var)} - given
+    arrays: list[Any] = [var.aval for var in kept]
+    total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    named = sum(one.bytes for one in activations(config, plan))
+    return max(total * plan.size("stage") // plan.mesh.size - named, 0) * blocks_kept(config, plan)
+
+
+def _shape_and_dtype(found: tuple[tuple[int, ...], Any, int]) -> tuple[tuple[int, ...], str]:
+    return tuple(found[0]), str(found[1])
+
+
+def blocks_kept(config: Config, plan: Plan) -> int:
+    """How many blocks a device keeps activations of at a time, each of one microbatch."""
+    layers = layers_in(plan, config.model.layers)
+    if layers is None:
+        return config.model.layers
+    pipeline = plan.pipeline
+    table = schedule(pipeline.schedule, plan.size("stage"), pipeline.microbatches, pipeline.virtual)
+    by_stage = plan.recomputes and pipeline.stash == "stage"
+    return layers.places * (1 if by_stage else program(table).stash)
+
+
+def check_names(config: Config, plan: Plan) -> None:
+    """Refuse what `memory.keep` says of activations that cannot be, or that the model does not have.
+
+    Raises:
+      UserError: a name that the model does not have, or a block's input that would be made again.
+    """
+    asked = [name for name, choice in vars(plan.keep).items() if choice != "policy"]
+    if not asked:
+        return
+    if plan.keep.block_input == "recompute":
+        raise UserError(
+            "memory.keep.block_input = recompute: a block is made again from its input, which has to be kept: save or "
+            "offload it (with stages, pipeline.stash = stage keeps the input of a whole stage alone)"
+        )
+    there = [one.name for one in activations(config, plan)]
+    for name in asked:
+        if name not in there:
+            raise UserError(
+                f"memory.keep.{name}: {config.model.family} under this plan has no activation of that name: it has "
+                f"{', '.join(there)}"
+            )
+
+
+def traced_block(config: Config, plan: Plan) -> tuple[core.ClosedJaxpr, int]:
+    """One block's forward of a microbatch as autodiff runs it, everything kept: its results are what the block makes,
+    so many, and what the backward is given."""
+    rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
+    everything = replace(plan, remat="none", keep=Keep())
+    return _traced_block(config.model, rows, config.data.seq_len, config.data.pack, everything)
+
+
+@lru_cache(maxsize=16)
+def _traced_block(
+    config: ModelConfig, rows: int, S: int, packed: bool, everything: Plan
+) -> tuple[core.ClosedJaxpr, int]:
+    model = Model(config)
+    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), model.shapes()["blocks"])
+    ids = jax.ShapeDtypeStruct((rows, S), jnp.int32)
+    key = jax.random.key(0) if config.dropout else None
+
+    def forward(layer: Any, x_BSD: Any, positions_BS: Any, segments_BS: Any) -> Any:
+        places = zip(*(halves(x, TOKENS, everything) for x in (positions_BS, segments_BS)), strict=True)
+        xs, places = halves(x_BSD, STORED, everything), list(places)
+        return jax.vjp(lambda layer, xs: model.layer(layer, xs, places, everything, key), layer, xs)
+
+    segments = ids if packed else None
+    x_BSD = jax.ShapeDtypeStruct((rows, S, config.embed), everything.dtype)
+    traced, (made, _) = jax.make_jaxpr(forward, return_shape=True)(layer, x_BSD, ids, segments)
+    return traced, len(jax.tree.leaves(made))
+
+
+class LossCut(NamedTuple):
+    """A device's tokens of a microbatch, its part [rows, embed] of the vocabulary matrix, and the loss's tiling."""
+
+    tokens: int
+    rows: int
+    embed: int
+    tiling: Tiling
+
+
+def loss_cut(config: Config, plan: Plan) -> LossCut:
+    """How the loss goes over a microbatch under a plan."""
+    V, D = Model(config.model).shapes()["embed"]["tokens"].shape
+    sequences = config.train.batch // config.train.accumulation // microbatches_of(plan) // plan.size("batch")
+    tokens = max(sequences * config.data.seq_len // plan.size("seq") // plan.size("stage"), 1)
+    rows = V // plan.size("vocab")
+    return LossCut(tokens, rows, D, tiling(tokens, rows, D, plan))
+
+
+def microbatches_of(plan: Plan) -> int:
+    """Of a plan's pipeline; 1 where it has no stages."""
+    return plan.pipeline.microbatches if plan.size("stage") > 1 else 1
+
+
+def _named(jaxpr: Any, local: bool) -> Iterator[tuple[str, Any, bool]]:
+    """Every name in a jaxpr and what it wraps; whether that is one device's part."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == NAME and eqn.params["name"] in NAMES:
+            yield eqn.params["name"], eqn.outvars[0].aval, local
+        for value in eqn.params.values():
+            if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+                inner = getattr(value, "jaxpr", value)
+                yield from _named(inner, local or eqn.primitive.name == SHARD_MAP)

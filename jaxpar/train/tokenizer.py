@@ -1,0 +1,228 @@
+"""Text to token ids and back: bytes, the characters of a text, or a Hugging Face tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxpar.base.errors import UserError, nearest
+
+# The document separators of GPT-2 and Qwen, LLaMA 3, LLaMA 2 and Mistral, Gemma.
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """What the rest of the library asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that closes a document; None when there is none to spare."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids [N], int32."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of some ids; what is no text, or no id of this vocabulary, becomes U+FFFD or nothing."""
+        ...
+
+    def to_json(self) -> str:
+        """All that `load_tokenizer` needs to make this tokenizer again."""
+        ...
+
+
+class BytesTokenizer:
+    """The bytes of UTF-8: any text, 256 ids."""
+
+    vocab_size = 256
+    end_of_text = None
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        # A model may have more ids than 256; the byte 255 is never UTF-8, so they too become U+FFFD.
+        return np.minimum(ids, 255).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def to_json(self) -> str:
+        return json.dumps({"tokenizer": "bytes"})
+
+
+@dataclass(frozen=True)
+class CharsTokenizer:
+    """One id per character of a fixed set, in code point order: nanoGPT's character-level data."""
+
+    chars: str
+    end_of_text = None
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.chars)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids [N], int32.
+
+        Raises:
+          UserError: a character outside the set.
+        """
+        known, points = _code_points(self.chars), _code_points(text)
+        ids = np.searchsorted(known, points).astype(np.int32)
+        unknown = known[np.minimum(ids, len(known) - 1)] != points
+        if unknown.any():
+            where = int(unknown.argmax())
+            raise UserError(
+                f"character {text[where]!r} at position {where} is not one of the {len(self.chars)} characters "
+                "of the chars tokenizer, which are those of its training text: leave it out, or use the bytes tokenizer"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return "".join(self.chars[i] if i < len(self.chars) else "\ufffd" for i in ids)
+
+    def to_json(self) -> str:
+        return json.dumps({"tokenizer": "chars", "chars": self.chars})
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
+
+
+@dataclass(frozen=True)
+class HFTokenizer:
+    """A tokenizer.json of Hugging Face; no special token is added to a text, none is hidden from it."""
+
+    inner: Any
+    vocab_size: int
+    end_of_text: int | None
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self.inner.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self.inner.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        return self.inner.to_str()
+
+
+def make_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`: `bytes`, `chars`, or the path of a JSON file (see `load_tokenizer`).
+
+    Args:
+      name: the value of `data.tokenizer`.
+      texts: what the characters of `chars` are taken from; not read otherwise.
+
+    Raises:
+      UserError: no such tokenizer, or a file that is not one.
+    """
+    if name == "bytes":
+        return BytesTokenizer()
+    if name == "chars":
+        return CharsTokenizer("".join(sorted(set().union(*texts))))
+    if not name.endswith(".json"):
+        hint = nearest(name, ("bytes", "chars"))
+        raise UserError(f"no tokenizer {name!r}{hint}: bytes, chars, or a path ending in .json")
+    return load_tokenizer(name)
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
+    """Write a tokenizer as JSON; a Hugging Face one stays a tokenizer.json that its own library reads."""
+    Path(path).write_text(tokenizer.to_json(), encoding="utf-8")
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """A tokenizer from a file of `save_tokenizer`, or from a Hugging Face tokenizer.json.
+
+    Raises:
+      UserError: the file cannot be read or is not a tokenizer, or the `hf` extra is missing.
+    """
+    try:
+        with reading(path):
+            text = Path(path).read_text(encoding="utf-8")
+        value = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"tokenizer {path} is not JSON: {error}") from error
+    match value:
+        case {"tokenizer": "bytes"}:
+            return BytesTokenizer()
+        case {"tokenizer": "chars", "chars": str(chars)}:
+            return CharsTokenizer(chars)
+        case {"model": dict()}:
+            return _hf_tokenizer(text, path)
+    raise UserError(f"{path} is no tokenizer: expected a tokenizer.json of Hugging Face, or one that jaxpar saved")
+
+
+def _hf_tokenizer(text: str, path: str | Path) -> HFTokenizer:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UserError(f"tokenizer {path} needs the tokenizers package: pip install 'jaxpar[hf]'") from error
+    try:
+        inner = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the package raises nothing narrower
+        raise UserError(f"tokenizers cannot load {path}: {error}") from error
+    # Files made for a classifier cut and pad to its length, which would lose the rest of a document.
+    inner.no_truncation()
+    inner.no_padding()
+    vocab = inner.get_vocab()
+    end_of_text = next((vocab[token] for token in END_OF_TEXT if token in vocab), None)
+    return HFTokenizer(inner, max(vocab.values(), default=-1) + 1, end_of_text)
+
+
+def encode_files(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The ids of each file, in the dtype of `token_dtype`, closed by the end-of-text id where there is one.
+
+    Raises:
+      UserError: a file that cannot be read, is not text, or has a character that the tokenizer does not know.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    closing = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype)
+    for file in files:
+        text = read_text(file)
+        try:
+            ids = tokenizer.encode(text)
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from error
+        yield np.concatenate([ids.astype(dtype), closing])
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """How ids are stored: little-endian uint16, or uint32 for a vocabulary beyond it."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def read_text(file: Path) -> str:
+    """The text of a UTF-8 file, line ends as they are.
+
+    Raises:
+      UserError: the file cannot be read, or is not text.
+    """
+    with reading(file):
+        content = file.read_bytes()
+    if b"\0" in content:
+        raise UserError(f"{file} is binary (NUL at byte {content.index(0)}), not text: is it data.source=tokens?")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first") from error
+
+
+@contextmanager
+def reading(file: str | Path) -> Iterator[None]:
+    """What the system refuses inside, as a UserError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error

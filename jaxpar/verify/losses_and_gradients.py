@@ -1,0 +1,263 @@
+"""The two answers that `verify` compares: loss and gradients on one device, and under a plan.
+
+The reference is as plain as it can be: one device, a few rows after another, the ops of `jaxpar.verify.reference_ops`,
+nothing recomputed, layers unrolled.
+
+Shapes: B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxpar.base.config import Config, ModelConfig, PrecisionConfig
+from jaxpar.base.jax_compat import compiler_options
+from jaxpar.base.mesh import MeshSpec, make_mesh
+from jaxpar.base.sharding import Plan, path_name, replicated, tree_shardings
+from jaxpar.hlo.turns import require_order
+from jaxpar.models import FAMILIES, Model, Params
+from jaxpar.models import model as model_module
+from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.host_memory import on_device
+from jaxpar.parallel.pipeline import reorder_layers, stored_order
+from jaxpar.parallel.token_order import TOKENS
+from jaxpar.train import step
+from jaxpar.verify import reference_ops as plain
+
+Gradients = Callable[..., tuple[LossSums, Params]]
+"""The function under test, called as `jaxpar.train.step.gradients` is."""
+Rows = dict[str, np.ndarray]
+PLAIN: Mapping[str, Callable[..., Any]] = {
+    op.__name__: op
+    for op in (
+        plain.column_linear,
+        plain.row_linear,
+        plain.lookup,
+        plain.attention,
+        plain.expert_mlp,
+        plain.linear_cross_entropy,
+    )
+}
+_ROWS = 2  # sequences that the reference takes at a time
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run: the shrunk model, its plan's devices, parameters [...] and a batch [B, S] on the host."""
+
+    config: Config
+    model: Model
+    devices: list[jax.Device]
+    params: Params
+    batch: Rows
+    gradients: Gradients
+
+    def plan(self, precision: str) -> Plan:
+        """The plan under test, in another precision."""
+        config = dataclasses.replace(self.config, precision=PrecisionConfig(precision))  # pyright: ignore[reportArgumentType]
+        return step.make_plan(config, self.devices)
+
+
+class Answer(NamedTuple):
+    """Loss sums; gradients by name, on the host [copies, ...], one copy if not distributed; as they lie on devices."""
+
+    sums: LossSums
+    grads: dict[str, np.ndarray]
+    arrays: dict[str, jax.Array]
+
+
+def one_device(
+    case: Case,
+    precision: str,
+    exact: bool,
+    ops: Mapping[str, Callable[..., Any]] = PLAIN,
+    model: ModelConfig | None = None,
+) -> Callable[[Params, Rows], Answer]:
+    """Loss and gradients of a batch on the first device: the reference, where the ops are the plain ones.
+
+    Args:
+      case: its parameters and batch are not used.
+      precision: compute dtype.
+      exact: float32 matmuls in full float32 also where the device would take less.
+      ops: by name, what the model calls in place of the library's own.
+      model: another than the case's.
+    """
+    plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
+    unrolled = Model(dataclasses.replace(model or case.config.model, scan_layers=False))
+    weights = step.loss_weights(case.config.train)
+
+    def loss_and_gradients(params: Params, batch: Rows) -> tuple[LossSums, Params]:
+        def loss(params: Params) -> tuple[jax.Array, LossSums]:
+            sums = unrolled.loss(params, batch, plan, None, weights)  # pyright: ignore[reportArgumentType]
+            return sums.loss, sums
+
+        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return sums, grads
+
+    jitted = jax.jit(loss_and_gradients, compiler_options=_untuned(case.devices))
+
+    def run(params: Params, batch: Rows) -> Answer:
+        """Sums over the rows, a few after another, added up in float64; rows without a label to count are left out."""
+        here = jax.device_put(params, case.devices[0])
+        starts = range(0, len(batch["labels"]), _ROWS)
+        parts = [{name: rows[at : at + _ROWS] for name, rows in batch.items()} for at in starts]
+        total = None
+        with _matmuls(exact), _ops_replaced(unrolled.config.family, ops):
+            for part in [part for part in parts if np.any(part["labels"] >= 0)] or parts[:1]:
+                answer = jax.tree.map(lambda x: np.asarray(x, np.float64), jitted(here, part))
+                total = answer if total is None else jax.tree.map(np.add, total, answer)
+        assert total is not None
+        sums, grads = total
+        return Answer(jax.tree.map(float, sums), {name: leaf[None] for name, leaf in _named(grads).items()}, {})
+
+    return run
+
+
+@contextlib.contextmanager
+def _ops_replaced(family: str, ops: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """The ops that a model calls, replaced while it is traced.
+
+    No config can ask for other ops, let alone wrong ones, so there is no argument that would carry them.
+    """
+    with contextlib.ExitStack() as undo:
+        for name, op in ops.items():
+            modules = (*FAMILIES.values(), model_module)
+            assert any(hasattr(module, name) for module in modules), f"no model calls {name} any more"
+            for home in [module for module in (FAMILIES[family], model_module) if hasattr(module, name)]:
+                undo.callback(setattr, home, name, getattr(home, name))
+                setattr(home, name, op)
+        yield
+
+
+def under_plan(case: Case, precision: str, exact: bool) -> Answer:
+    """Loss and gradients under the plan, by the function under test, laid out as in training."""
+    plan, train = case.plan(precision), case.config.train
+    shapes = step.param_shapes(case.model, plan)
+    shardings, stored = tree_shardings(shapes, case.model.axes, plan), step.param_shardings(shapes, case.model, plan)
+
+    def run(params: Params, batch: Any) -> tuple[LossSums, Params]:
+        weights = step.loss_weights(train)
+        sums, grads = case.gradients(case.model, params, batch, plan, None, train.accumulation, weights)
+        return sums, jax.tree.map(on_device, grads)
+
+    batch_sharding = plan.sharding(TOKENS)
+    jitted = jax.jit(
+        run,
+        in_shardings=(stored, batch_sharding),
+        out_shardings=(replicated(plan), shardings),
+        compiler_options=compiler_options(plan.mesh) | _untuned(case.devices),  # those of `train`
+    )
+    layers = case.model.config.layers
+    order = stored_order(plan, layers)
+    params = case.params | {
+        "blocks": jax.tree.map(lambda x: reorder_layers(x, None, order, layers), case.params["blocks"])
+    }
+    given = jax.device_put(params, stored), jax.device_put(case.batch, batch_sharding)
+    with _matmuls(exact):
+        compiled = jitted.lower(*given).compile()
+        require_order(compiled, case.devices)
+        sums, grads = compiled(*given)
+    return _answer(sums, grads, partial(in_model_order, plan=plan, layers=layers))
+
+
+def in_model_order(name: str, copies: np.ndarray, plan: Plan, layers: int) -> np.ndarray:
+    """Copies [n, *shape] of a parameter, its layers in the model's order and not as the plan stores them."""
+    if not name.startswith("blocks."):
+        return copies
+    return reorder_layers(copies.swapaxes(0, 1), stored_order(plan, layers), None, layers).swapaxes(0, 1)
+
+
+def _untuned(devices: list[jax.Device]) -> dict[str, Any]:
+    """On CPU half the compile time: the collectives and where they stand are the same, machine code is not tuned."""
+    return {"xla_backend_optimization_level": 0} if devices[0].platform == "cpu" else {}
+
+
+def _matmuls(exact: bool) -> contextlib.AbstractContextManager[Any]:
+    """Float32 matmuls in float32: GPUs take TF32 and TPUs bfloat16 unless told."""
+    return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
+
+
+def _answer(sums: LossSums, grads: Params, ordered: Callable[[str, np.ndarray], np.ndarray]) -> Answer:
+    arrays = _named(grads)
+    sums = jax.tree.map(_worst_scalar, sums)
+    return Answer(sums, {name: ordered(name, copies(array)) for name, array in arrays.items()}, arrays)
+
+
+def _named(tree: Params) -> dict[str, Any]:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _worst_scalar(x: jax.Array) -> float:
+    """The copy of a scalar that is furthest from the first: the first itself where all agree."""
+    values = copies(x)
+    return float(values[int(np.argmax(np.abs(values - values[0])))])
+
+
+def copies(array: jax.Array) -> np.ndarray:
+    """Every copy of an array that this process's devices hold, [copies, *shape]."""
+    shards = array.addressable_shards
+    found = np.empty((1 + max(shard.replica_id for shard in shards), *array.shape), array.dtype)
+    for shard in shards:
+        found[(shard.replica_id, *shard.index)] = np.asarray(shard.data)
+    return found
+
+
+def parameter_order(model: Model) -> list[str]:
+    """Parameter names in the order the model declares them, which is the order of its forward pass."""
+    family, order = FAMILIES[model.config.family], []
+
+    def declared(part: nnx.Module, prefix: str) -> None:
+        for name, value in vars(part).items():
+            if isinstance(value, nnx.Module):
+                declared(value, f"{prefix}{name}.")
+            elif isinstance(value, nnx.Variable):
+                order.append(prefix + name)
+
+    def declare() -> int:
+        declared(family.Embed(model.config, nnx.Rngs(0)), "embed.")
+        declared(family.Block(model.config, nnx.Rngs(0)), "blocks.")
+        declared(family.Head(model.config, nnx.Rngs(0)), "head.")
+        return 0
+
+    jax.eval_shape(declare)
+    return order
+
+
+def random_params(model: Model, seed: int = 0) -> Params:
+    """Parameters that hide nothing: norm scales, biases and projections all random, activations of order one.
+
+    A fresh model would not do: scales of 1 and biases of 0 cancel mistakes, and its attention is close to uniform.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> np.ndarray:
+        dims = [size for size, axis in zip(leaf.shape, axes, strict=True) if axis not in ("layers", "experts")]
+        std = 1.0 if len(dims) == 1 else 1 / math.sqrt(dims[0])
+        return (std * rng.standard_normal(leaf.shape)).astype(np.float32)
+
+    return jax.tree.map(draw, model.shapes(), model.axes)
+
+
+def random_batch(config: Config, seed: int = 1) -> Rows:
+    """Random tokens [B, S] with a tenth of the labels left out, unevenly; packed: some three documents a row."""
+    rng = np.random.default_rng(seed)
+    shape = (config.train.batch, config.data.seq_len)
+    tokens, labels = rng.integers(0, config.model.vocab_size, (2, *shape)).astype(np.int32)
+    batch = {"tokens": tokens, "labels": np.where(rng.random(shape) < 0.1, -1, labels).astype(np.int32)}
+    if config.data.pack:
+        starts = rng.random(shape) < 3 / shape[1]
+        starts[:, 0] = True
+        places = np.broadcast_to(np.arange(shape[1]), shape)
+        batch["segments"] = np.cumsum(starts, axis=1).astype(np.int32)
+        batch["positions"] = (places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)).astype(np.int32)
+    return batch

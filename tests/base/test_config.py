@@ -1,0 +1,184 @@
+"""The schema: what TOML it takes and refuses, that it is written back whole, and what makes two runs differ."""
+
+import dataclasses
+import typing
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.base.config import Config, check, flatten, incompatible, load_config, override, parse, to_toml
+from jaxpar.base.errors import UserError
+
+pytestmark = pytest.mark.quick
+
+LEAVES: dict[type, st.SearchStrategy] = {
+    int: st.integers(),
+    float: st.floats(allow_nan=False),
+    bool: st.booleans(),
+    str: st.text(st.characters(exclude_categories=["Cs"])),  # a lone surrogate has no UTF-8
+}
+
+
+def values(hint: Any) -> st.SearchStrategy:
+    """Any value of an annotated type."""
+    if dataclasses.is_dataclass(hint):
+        return st.builds(hint, **{name: values(inner) for name, inner in typing.get_type_hints(hint).items()})
+    if typing.get_origin(hint) is Literal:
+        return st.sampled_from(typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return st.lists(values(typing.get_args(hint)[0]), max_size=3).map(tuple)
+    return LEAVES[hint]
+
+
+def test_the_default_survives_toml():
+    assert parse(to_toml(Config(), "A header\nof two lines.")) == Config()
+
+
+@given(values(Config))
+def test_every_config_survives_toml(config):
+    assert parse(to_toml(config)) == config
+
+
+@given(values(Config), values(Config))
+def test_override_with_every_key_of_another_config_gives_that_config(one, other):
+    assert override(one, flatten(other)) == other
+
+
+def test_a_file_may_be_partial():
+    assert parse("[train]\nsteps = 7\n") == override(Config(), {"train.steps": 7})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[trian]\nsteps = 1", "unknown key trian (did you mean 'train'?)"),
+        ("[train]\nstep = 1", "unknown key train.step (did you mean 'steps'?)"),
+        ("[mesh.dcn]\ntensr = 1", "unknown key mesh.dcn.tensr (did you mean 'tensor'?)"),
+        ("[train]\nxyzzy = 1", "unknown key train.xyzzy"),
+        ("[train]\nsteps = 1.5", "train.steps is a whole number, found 1.5"),
+        ("[train]\nsteps = true", "train.steps is a whole number, found True"),
+        ('[train]\nlearning_rate = "fast"', "train.learning_rate is a number, found 'fast'"),
+        ("[train]\nlearning_rate = false", "train.learning_rate is a number, found False"),
+        ("[data]\npack = 1", "data.pack is true or false, found 1"),
+        ("[data]\npath = 3", "data.path is a string in quotes, found 3"),
+        ("[data]\npath = 2024-01-01", "data.path is a string in quotes, found datetime.date(2024, 1, 1)"),
+        ('[train]\nschedule = "cosin"', "one of cosine, wsd, constant, found 'cosin' (did you mean 'cosine'?)"),
+        ("[train]\nschedule = 3", "train.schedule is one of cosine, wsd, constant, found 3"),
+        ("[rules]\nbatch = 3", "rules.batch is a list of names, found 3"),
+        ("[pipeline]\nlayers = 3", "pipeline.layers is a list of whole numbers, found 3"),
+        ('[rules]\nbatch = ["data", "tensr"]', "found 'tensr' (did you mean 'tensor'?)"),
+        ("train = 3", "train is a table of settings, found 3"),
+        ("[train", "is not valid TOML"),
+    ],
+)
+def test_a_mistake_is_named_with_its_file_and_key(text, message):
+    with pytest.raises(UserError) as error:
+        parse(text, "mine.toml")
+    assert str(error.value).startswith("mine.toml")
+    assert message in str(error.value)
+
+
+def test_a_rule_is_a_name_or_a_list_of_names():
+    assert parse('[rules]\nmlp = "tensor"') == parse('[rules]\nmlp = ["tensor"]')
+    assert parse("[rules]\nmlp = []").rules.mlp == ()
+
+
+def test_a_whole_number_is_a_number():
+    rate = parse("[train]\nlearning_rate = 1").train.learning_rate
+    assert (rate, type(rate)) == (1.0, float)
+
+
+def test_override_names_the_nearest_key():
+    with pytest.raises(UserError, match=r"train\.stepz \(did you mean 'train\.steps'"):
+        override(Config(), {"train.stepz": 3})
+
+
+def changed(key: str, value: Any) -> Config:
+    """The default config with another value at `key`."""
+    kinds = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 1, tuple: lambda v: (*v, "stage")}
+    others = dict.fromkeys(flatten(Config().overlap, "overlap."), "ring") | {
+        **dict.fromkeys(flatten(Config().memory.keep, "memory.keep."), "save"),
+        "data.source": "text", "train.schedule": "wsd", "mesh.platform": "cpu", "memory.policy": "full",
+        "precision.compute": "bfloat16", "precision.params": "bfloat16", "precision.gradients": "bfloat16",
+        "precision.moments": "int8", "memory.optimizer": "offload", "memory.parameters": "offload",
+        "memory.may": ["optimizer"],         "overlap.domino": "on", "context.strategy": "ulysses",
+        "kernels.attention": "chunked", "pipeline.schedule": "zb_h1", "pipeline.stash": "stage",
+        "pipeline.layers": [1, 2],
+    }  # fmt: skip
+    return override(Config(), {key: others.get(key) or kinds.get(type(value), lambda v: v + "x")(value)})
+
+
+@pytest.mark.parametrize(("key", "value"), flatten(Config()).items())
+def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
+    """The answer does not depend on them."""
+    tables = "mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compile", "checkpoint", "metrics"
+    free = key.split(".")[0] in tables or key in (
+        "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches", "train.final_eval_batches",
+        "data.prefetch", "model.scan_layers",
+    )  # fmt: skip
+    differences = incompatible(Config(), changed(key, value))
+    assert not differences if free else (len(differences) == 1 and differences[0].startswith(f"{key}: {value!r} -> "))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.layers": 0}, "model sizes must be at least 1"),
+        ({"model.heads": 3}, "model.embed=128 is not a multiple of model.heads=3"),
+        ({"model.kv_heads": 3}, "model.heads=4 is not a multiple of model.kv_heads=3"),
+        ({"model.experts": 1}, "model.experts_per_token=2 is not in 1..model.experts=1"),
+        ({"model.experts": -1}, "model.experts_per_token=2 is not in 1..model.experts=-1"),
+        ({"model.capacity_factor": -1.0}, "model.capacity_factor=-1.0 is below 0"),
+        ({"model.dropout": 1.0}, "model.dropout=1.0 is not in"),
+        ({"data.seq_len": 2048}, "data.seq_len=2048 is not in 1..model.max_seq_len=1024"),
+        ({"data.val_fraction": 1.0}, "data.val_fraction=1.0 is not in"),
+        ({"train.batch": 0}, "must be at least 1"),
+        ({"train.accumulation": 0}, "must be at least 1"),
+        ({"train.accumulation": 5}, "try --train.batch 35"),
+        ({"train.steps": 50}, "try --train.warmup-steps 5"),
+        ({"train.stop_at": 1001}, "train.stop_at=1001 is not in 0..1000"),
+        ({"metrics.log_every": 0}, "metrics.log_every must be at least 1"),
+        ({"checkpoint.keep": 0}, "checkpoint.keep must be at least 1"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused(changes, message):
+    assert check(Config()) == Config()
+    with pytest.raises(UserError) as error:
+        check(override(Config(), changes))
+    assert message in str(error.value)
+
+
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_the_suggested_batch_splits_into_the_microbatches(batch, accumulation):
+    config = override(Config(), {"train.batch": batch, "train.accumulation": accumulation})
+    try:
+        check(config)
+    except UserError as error:
+        suggested = int(str(error).rpartition("--train.batch ")[2])
+        check(override(config, {"train.batch": suggested}))
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(UserError, match=r"no preset 'tinny' \(did you mean 'tiny'\?\)"):
+        load_config("tinny")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "No such file"), (b"[train\n", "not valid TOML"), (b"# caf\xe9\n", "utf-8"), (b"\xff\xfe", "utf-8")],
+)
+def test_an_unreadable_file_is_named(tmp_path, content, message):
+    path = tmp_path / "mine.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        load_config(str(path))
+    assert str(path) in str(error.value)
+
+
+def test_a_folder_is_no_config(tmp_path):
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(UserError, match="Is a directory"):
+        load_config(str(tmp_path / "folder.toml"))

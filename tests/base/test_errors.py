@@ -1,0 +1,17 @@
+"""The hint in an error message."""
+
+import pytest
+
+from jaxpar.base.errors import nearest
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(("word", "hint"), [("trian", "train"), ("tokenise", "tokenize"), ("eval", "eval")])
+def test_the_closest_choice_is_named(word, hint):
+    assert nearest(word, ["train", "eval", "tokenize"]) == f" (did you mean {hint!r}?)"
+
+
+def test_nothing_is_named_when_nothing_is_close():
+    assert nearest("xyz", ["train", "eval"]) == ""
+    assert nearest("train", []) == ""

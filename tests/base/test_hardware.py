@@ -1,0 +1,213 @@
+"""Chips and mesh presets: every figure positive and sourced, meshes that fit their chips, look-ups by device kind."""
+
+import math
+import re
+
+import pytest
+
+from jaxpar.base.config import flatten, presets
+from jaxpar.base.errors import UserError
+from jaxpar.base.hardware import CHIPS, Hardware, hardware_of, load_chip, load_mesh_preset, peak_flops
+from jaxpar.base.mesh import MeshSpec, devices_needed
+
+MESHES = presets("jaxpar.meshes")
+ACCELERATORS = [name for name in MESHES if not name.startswith("cpu")]
+ALL_CHIPS = presets(CHIPS)
+CHIP_NAMES = [name for name in ALL_CHIPS if name != "cpu"]
+GPUS = [name for name in CHIP_NAMES if not load_chip(name).slices.name]
+# What is said of the system, not of one chip.
+SYSTEM = {"chips", "ici.shape", "ici.wraps"}
+
+every_mesh = pytest.mark.parametrize("name", MESHES)
+every_accelerator = pytest.mark.parametrize("name", ACCELERATORS)
+every_chip = pytest.mark.parametrize("name", CHIP_NAMES)
+
+
+def test_the_presets():
+    assert set(MESHES) == {"cpu_8", "v5e_8", "v5p_64", "v6e_256", "h100_8", "h100_64"}
+    assert set(CHIP_NAMES) == {"v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200"}
+
+
+@every_mesh
+def test_the_mesh_uses_every_chip(name):
+    spec, hardware = load_mesh_preset(name)
+    assert hardware.chips == devices_needed(spec) == int(name.rpartition("_")[2])
+    assert hardware.chips % hardware.chips_per_host == 0
+    assert spec.platform in ("cpu", "tpu", "gpu")
+    assert spec.distributed == (hardware.chips > hardware.chips_per_host)
+
+
+@every_chip
+def test_figures_are_positive(name):
+    hardware = load_chip(name).hardware
+    figures = {key: value for key, value in flatten(hardware).items() if isinstance(value, int | float)}
+    missing = {key for key, value in figures.items() if value <= 0}
+    allowed = {"peak_flops.float8", "chips"} | (set() if name in GPUS else {"peak_flops.float32", "launch_overhead"})
+    if hardware.devices_per_chip == 1:
+        allowed.add("ici.chip_bandwidth")
+    if name == "tpu7x":
+        allowed.add("peak_flops.int8")  # it has float8 in its place
+    assert missing <= allowed
+    assert hardware.peak_flops.bfloat16 > 1e14
+    assert hardware.hbm_bandwidth > hardware.ici.axis_bandwidth > hardware.dcn_bandwidth > 1e9
+
+
+@every_chip
+def test_latencies_are_those_of_a_network(name):
+    for protocol in load_chip(name).hardware.protocols:
+        assert 1e-7 < protocol.hop < protocol.start < 1e-4
+        assert protocol.hop < protocol.dcn_hop < 1e-3
+        assert 0.4 < protocol.share <= 1
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_what_the_gpu_compiler_must_know_is_there(name):
+    chip = load_chip(name).compiler
+    assert all(value for value in flatten(chip).values())
+    assert chip.shared_memory_per_block_optin < chip.shared_memory_per_core < chip.l2_cache_size
+
+
+@every_chip
+def test_only_tpus_come_in_slices(name):
+    slices = load_chip(name).slices
+    assert bool(slices.shapes) == bool(slices.most_chips) == bool(slices.vendor) == (name not in GPUS)
+
+
+@every_accelerator
+def test_the_interconnect_spans_what_the_mesh_spans(name):
+    spec, hardware = load_mesh_preset(name)
+    ici = hardware.ici
+    assert math.prod(ici.shape) * math.prod(vars(spec.dcn).values()) == hardware.chips
+    assert len(ici.wraps) == len(ici.shape)
+    assert ici.kind == "switch" or ici.links == 2 * len(ici.shape)
+
+
+def test_v5p_sends_180_gb_a_second_along_an_axis():
+    assert load_mesh_preset("v5p_64")[1].ici.axis_bandwidth == 180e9
+
+
+@pytest.mark.parametrize(("name", "bandwidth"), [("a100", 240e9), ("h100", 370.8e9), ("b200", 721.8e9)])
+def test_nvlink_gives_what_nccl_gets_of_it(name, bandwidth):
+    assert load_chip(name).hardware.ici.axis_bandwidth == pytest.approx(bandwidth)
+
+
+def test_half_of_a_tpu7x_chip_is_a_device():
+    hardware = load_chip("tpu7x").hardware
+    assert hardware.devices_per_chip * hardware.peak_flops.bfloat16 == 2307e12
+    assert hardware.devices_per_chip * hardware.hbm_bytes == 192 * 2**30
+
+
+@every_mesh
+def test_opens_with_what_it_is(name):
+    assert re.match(r"# \w+", MESHES[name].read_text(encoding="utf-8"))
+
+
+@every_chip
+def test_every_figure_names_its_source(name):
+    text = ALL_CHIPS[name].read_text(encoding="utf-8")
+    assert re.match(r"# \w+", text)
+    opening, _, tables = text.partition("[hardware]\n")
+    sources = set(re.findall(r"^# (\[\d\]) ", opening, re.MULTILINE))
+    assert opening.count("https://") == len(sources)
+    figures = [line for line in tables.splitlines() if "=" in line and not line.startswith(("chip ", "name "))]
+    cited = {line: set(re.findall(r"\[\d\]", line.partition("  # ")[2])) for line in figures}
+    assert not [line for line, found in cited.items() if not found and "# assumed" not in line]
+    assert set.union(*cited.values()) == sources
+
+
+@every_mesh
+def test_a_mesh_repeats_no_figure_of_its_chip(name):
+    text = MESHES[name].read_text(encoding="utf-8")
+    assert re.search(r'^chip = "\w+"$', text, re.MULTILINE)
+    assert not re.search(r"bandwidth|hbm|clock|peak|latency", text)
+
+
+def test_no_figure_for_simulated_devices():
+    assert hardware_of("cpu").chip == "simulated CPU device"
+    assert peak_flops("cpu", "float32") is None
+    assert peak_flops("cpu", "bfloat16") is None
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "bfloat16"),
+    [
+        ("TPU v4", 275e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("TPU v5p", 459e12),
+        ("TPU v6 lite", 918e12),
+        ("TPU7x", 1153.5e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA B200", 2250e12),
+    ],
+)
+def test_look_up_by_device_kind(device_kind, bfloat16):
+    assert device_kind in hardware_of(device_kind).device_kinds
+    assert peak_flops(device_kind, "bfloat16") == bfloat16
+
+
+def test_unknown_chips_and_dtypes_have_no_figure():
+    assert hardware_of("TPU v99") is None
+    assert peak_flops("TPU v99", "bfloat16") is None
+    assert peak_flops("TPU v5", "float32") is None
+    assert peak_flops("TPU v5", "complex64") is None
+
+
+@every_mesh
+def test_a_mesh_has_the_figures_of_its_chip(name):
+    hardware = load_mesh_preset(name)[1]
+    (chip,) = [load_chip(other).hardware for other in ALL_CHIPS if load_chip(other).hardware.chip == hardware.chip]
+    ours, its = flatten(hardware), flatten(chip)
+    assert {key for key in ours if ours[key] != its[key]} <= SYSTEM | ({"chips_per_host"} if name == "cpu_8" else set())
+
+
+def test_no_device_kind_belongs_to_two_chips():
+    kinds = [kind for name in ALL_CHIPS for kind in load_chip(name).hardware.device_kinds]
+    assert len(kinds) == len(set(kinds))
+
+
+def test_unknown_preset_names_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'h100_8'"):
+        load_mesh_preset("h100-8")
+
+
+def test_unknown_chip_names_the_nearest():
+    with pytest.raises(UserError, match=r"no chip 'h10'.*did you mean 'h100'"):
+        load_chip("h10")
+
+
+def test_a_file_may_leave_the_hardware_out(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("[mesh]\ntensor = 2\n")
+    assert load_mesh_preset(str(path)) == (MeshSpec(tensor=2), Hardware())
+
+
+def test_a_file_may_change_a_figure_of_a_chip(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('chip = "v5p"\n[hardware]\nchips = 128\n[hardware.ici]\nlink_bandwidth = 1e9\n')
+    mine, chip = load_mesh_preset(str(path))[1], load_chip("v5p").hardware
+    assert (mine.chips, mine.ici.link_bandwidth, mine.ici.links) == (128, 1e9, chip.ici.links)
+    assert mine.peak_flops == chip.peak_flops
+    assert mine.protocols == chip.protocols
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('chip = "v5pp"\n', "no chip 'v5pp'.*did you mean 'v5p'.*there are a100"),
+        ('chip = "v5p"\n[hardware]\nici = 3\n', "hardware.ici is a table"),
+        ("chip = 5\n", "chip is a string"),
+        ('chip = "v5p"\nhardware = 5\n', "hardware is a table"),
+        ("[hardware]\nhbm_byte = 1\n", "did you mean 'hbm_bytes'"),
+        ("[hardware.peak_flops]\nbfloat61 = 1e12\n", "did you mean 'bfloat16'"),
+        ('[hardware]\nhbm_bytes = "80 GB"\n', "hardware.hbm_bytes is a whole number"),
+        ("[mesh\n", "not valid TOML"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path, text, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_mesh_preset(str(path))

@@ -1,0 +1,139 @@
+"""Everything that the library takes of JAX without a public name, as this jax has it: on a new one, run this first.
+
+A failure here names what was moved or renamed. Mend `jaxpar/base/jax_compat.py`, and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+from jax.sharding import PartitionSpec as P
+from tiers import needs_libtpu
+
+from jaxpar.base import jax_compat
+from jaxpar.base.mesh import MeshSpec, make_mesh
+from jaxpar.rehearse.targets import load_target, target_devices
+
+X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+
+def primitives(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):
+                    yield from primitives(getattr(inner, "jaxpr", inner))
+
+
+def traced(function: Callable[..., Any]) -> set[str]:
+    return set(primitives(jax.make_jaxpr(function)(X).jaxpr))
+
+
+# Private modules.
+
+
+def test_the_cuda_plugins_versions_are_where_they_were() -> None:
+    from jax._src.lib import cuda_versions  # None without the plugin
+
+    for asked in ("cuda_runtime_get_version", "cudnn_get_version"):
+        assert cuda_versions is None or callable(getattr(cuda_versions, asked))
+    assert jax_compat.cuda_version() >= 0 and jax_compat.cudnn_version() >= 0
+
+
+def test_a_moved_module_breaks_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax._src.lib
+
+    monkeypatch.delattr(jax._src.lib, "cuda_versions")
+    assert jax_compat.cuda_version() == jax_compat.cudnn_version() == 0
+
+
+def test_mosaic_gpu_kernels_can_be_interpreted() -> None:
+    assert jax_compat.gpu_interpreter().detect_races
+
+
+def test_nobody_else_looks_inside_jax() -> None:
+    root = Path(__file__).parents[2]
+    private = re.compile(r"jax\._src|\bjaxlib\.|import jaxlib|--?xla_")
+    files = [file for folder in ("jaxpar", "models") for file in (root / folder).rglob("*.py")]
+    found = [file.name for file in files if private.search(file.read_text(encoding="utf-8"))]
+    assert found == ["jax_compat.py"]
+
+
+# Names of primitives.
+
+MOVES: dict[str, tuple[str, Callable[[jax.Array], Any]]] = {
+    "all_gather": ("all-gather", lambda x: jax.lax.all_gather(x, "fsdp")),
+    "psum_scatter": ("reduce-scatter", lambda x: jax.lax.psum_scatter(x, "fsdp", tiled=True)),
+    "psum": ("all-reduce", lambda x: jax.lax.psum(x, "fsdp")),
+    "pmax": ("all-reduce", lambda x: jax.lax.pmax(x, "fsdp")),
+    "pmin": ("all-reduce", lambda x: jax.lax.pmin(x, "fsdp")),
+    "all_to_all": ("all-to-all", lambda x: jax.lax.all_to_all(x, "fsdp", 0, 1, tiled=True)),
+    "ppermute": ("ppermute", lambda x: jax.lax.ppermute(x, "fsdp", [(0, 1), (1, 0)])),
+}
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["varying axes checked", "not checked"])
+@pytest.mark.parametrize("move", MOVES)
+def test_collectives_are_known_by_name(move: str, checked: bool) -> None:
+    kind, function = MOVES[move]
+    mesh = make_mesh(MeshSpec(fsdp=2), jax.devices()[:2])
+    out = P() if kind == "all-reduce" else P("fsdp")
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P("fsdp"), out_specs=out, check_vma=checked)
+    found = traced(mapped)
+    assert jax_compat.SHARD_MAP in found
+    known = {jax_compat.COLLECTIVES[name] for name in found if name in jax_compat.COLLECTIVES}
+    assert known == {kind}, found
+    left = [name for name in found - set(jax_compat.COLLECTIVES) if not name.startswith(jax_compat.STILL)]
+    assert left == [jax_compat.SHARD_MAP], "primitives that are neither"
+
+
+PLAIN: dict[str, Callable[[jax.Array], Any]] = {
+    "SCAN": lambda x: jax.lax.scan(lambda total, row: (total + row, None), x[0], x)[0],
+    "WHILE": lambda x: jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: x + 1, x),
+    "COND": lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
+    "CHECKPOINT": jax.checkpoint(jnp.sin),
+    "NAME": lambda x: checkpoint_name(x, "a name"),
+}
+
+
+@pytest.mark.parametrize("which", PLAIN)
+def test_what_a_trace_is_read_by_is_in_it(which: str) -> None:
+    names = getattr(jax_compat, which)
+    assert traced(PLAIN[which]).intersection(names if isinstance(names, tuple) else (names,))
+
+
+def test_cudnns_attention_is_known_by_name() -> None:
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    assert attention._dot_product_attention_fwd_p_wrapper.name == jax_compat.CUDNN_ATTENTION
+
+
+# Flags. An unknown one is an error of the compiler's.
+
+
+def test_the_cpu_compiler_knows_its_options_and_the_gpus() -> None:
+    mesh = make_mesh(MeshSpec(), jax.devices()[:1])
+    options = {**jax_compat.once_options(mesh), jax_compat.NO_CUDA_GRAPHS: ""}
+    assert len(options) == 2
+    jax.jit(jnp.sin, compiler_options=options).lower(X).compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_of_nobody"):
+        jax.jit(jnp.sin, compiler_options={"xla_of_nobody": "1"}).lower(X).compile()
+
+
+@needs_libtpu
+def test_the_tpu_compiler_knows_its_options() -> None:
+    mesh = make_mesh(MeshSpec(fsdp=4), target_devices(load_target("v5e-4")))
+    options = jax_compat.compiler_options(mesh)
+    assert len(options) > 5
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=jax.NamedSharding(mesh, P("fsdp")))
+    jitted = jax.jit(jnp.sin, compiler_options=options)
+    jitted.trace(x).lower(lowering_platforms=("tpu",)).compile()

@@ -1,0 +1,63 @@
+"""What one process of several cannot do, none does: tests/train/test_multiprocess.py has it with real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.processes import Batches, together
+
+pytestmark = pytest.mark.quick
+
+
+def failing() -> Iterator[int]:
+    yield 1
+    raise UserError("the second cannot be read")
+
+
+@pytest.fixture
+def several(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`several(other_fails)`: this is process 0 of two, and what the other one says."""
+
+    def pretend(other_fails: bool) -> None:
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.array([mine, other_fails]))
+
+    return pretend
+
+
+def test_one_process_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multihost_utils, "process_allgather", pytest.fail)
+    assert together(lambda: 3) == 3
+    batches = Batches(failing(), 0)
+    assert next(batches) == 1
+    with pytest.raises(UserError, match="second"):
+        next(batches)
+    batches.require()
+
+
+def test_an_error_here_or_there_is_raised_on_both(several: Callable[..., None]) -> None:
+    several(other_fails=False)
+    assert together(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        together(lambda: 1 // 0)
+    several(other_fails=True)
+    with pytest.raises(UserError, match="process 1 cannot go on"):
+        together(lambda: 3)
+    with pytest.raises(ZeroDivisionError):
+        together(lambda: 1 // 0)
+
+
+def test_batches_go_on_empty_until_all_have_stopped(several: Callable[..., None]) -> None:
+    several(other_fails=False)
+    asked = list[str]()
+    batches = Batches(failing(), 0, lambda: asked.append("to stop"))
+    assert [next(batches) for _ in range(4)] == [1, 0, 0, 0] and asked == ["to stop"]
+    with pytest.raises(UserError, match="second"):
+        batches.require()
+    assert list(Batches(iter([1, 2]), 0)) == [1, 2]

@@ -1,0 +1,126 @@
+"""Starting JAX: in this process it runs on 8 CPU devices already; a fresh process gets what it asks for."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxpar.base import runtime
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.runtime import keep_heap, keep_programs, start
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(autouse=True)
+def same_platform_afterwards() -> Iterator[None]:
+    yield
+    jax.config.update("jax_platforms", "cpu")
+
+
+def test_auto_takes_every_device():
+    assert start(MeshSpec()) == jax.devices()
+
+
+def test_cpu_takes_as_many_devices_as_the_mesh_needs():
+    assert start(MeshSpec(platform="cpu", data=2, tensor=3)) == jax.devices()[:6]
+    assert start(MeshSpec(platform="cpu", data=-1, fsdp=2)) == jax.devices()[:2]
+
+
+@pytest.fixture
+def programs(cache: Path) -> Iterator[Path]:
+    """The folder of `auto`, with JAX's cache on, which conftest turns off."""
+    names = [name for name in jax.config.values if "compilation_cache" in name or "persistent_cache" in name]
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+    yield cache / "jaxpar" / "programs"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_a_program_is_compiled_once_and_then_read(programs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def compute() -> float:
+        return float(jax.jit(lambda x: x * 3 + 1)(2.0))  # a new function each time: JAX remembers none of it
+
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the user's own, left as it is
+    keep_programs("auto")
+    with caplog.at_level(logging.DEBUG, "jax._src.lru_cache"):
+        assert (compute(), compute()) == (7.0, 7.0)
+    (folder,) = programs.iterdir()
+    assert len(list(folder.glob("jit__lambda*-cache"))) == 1
+    assert len([line for line in caplog.messages if line.startswith("Cache hit for key: 'jit__lambda")]) == 1
+    assert jax.config.values["jax_persistent_cache_min_compile_time_secs"] == 0.0
+    assert jax.config.values["jax_compilation_cache_max_size"] == 2 << 30
+
+
+def test_programs_are_kept_where_and_only_when_they_are_asked_to(programs: Path, tmp_path: Path) -> None:
+    keep_programs("off")
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+    start(MeshSpec(), str(tmp_path / "mine"))
+    assert Path(jax.config.values["jax_compilation_cache_dir"]).parent == tmp_path / "mine"
+    keep_programs("auto")  # JAX's own setting comes first
+    assert Path(jax.config.values["jax_compilation_cache_dir"]).parent == tmp_path / "mine"
+    assert not programs.exists()
+
+
+def test_a_folder_that_cannot_be_made(programs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    programs.parent.write_text("a file")
+    with pytest.raises(
+        UserError, match=r"cannot be kept in .*mine.* \(Not a directory\): set compile.cache to another"
+    ):
+        keep_programs(str(programs.parent / "mine"))
+    keep_programs("auto")
+    assert re.search(r"cannot be kept in .*programs.* \(Not a directory\): every start compiles anew", caplog.text)
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+
+
+def test_too_few_cpu_devices_once_jax_runs_are_refused_with_both_numbers():
+    with pytest.raises(UserError, match="16 simulated CPU devices are needed and JAX has started with 8"):
+        start(MeshSpec(platform="cpu", data=16))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_another_platform_once_jax_runs_is_refused(platform):
+    with pytest.raises(UserError, match=f"mesh.platform is '{platform}' and JAX runs on cpu: pip install"):
+        start(MeshSpec(platform=platform))
+
+
+def test_a_fresh_process_simulates_as_many_devices_as_the_mesh_needs():
+    program = "from jaxpar import MeshSpec, start; print(len(start(MeshSpec(platform='cpu', data=3))))"
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
+def test_keeping_the_heap_says_whether_it_did():
+    assert keep_heap() is (os.confstr("CS_GNU_LIBC_VERSION") is not None if sys.platform == "linux" else False)
+
+
+def test_the_heap_is_only_kept_on_linux(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert keep_heap() is False
+
+
+def test_a_file_is_written_whole_by_whoever_is_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another writer at the same time has a file of its own until it is done."""
+    path, own = tmp_path / "new" / "cache.json", Path.write_text
+
+    def meanwhile(self: Path, text: str, **options: Any) -> int:
+        monkeypatch.setattr(Path, "write_text", own)
+        runtime.write_whole(path, "of another")
+        return own(self, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", meanwhile)
+    runtime.write_whole(path, "ours")
+    assert path.read_text() == "ours" and list(path.parent.iterdir()) == [path]

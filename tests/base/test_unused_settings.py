@@ -1,0 +1,115 @@
+"""Settings without an effect: the table knows every key that may have none, and only what the user gave is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpar.base.config import RESOLVED, Config, flatten, load_config, override, presets, to_toml
+from jaxpar.base.errors import UserError
+from jaxpar.base.unused_settings import EFFECTS, idle
+from jaxpar.cli.arguments import config_args
+from jaxpar.cli.commands import TrainArgs
+
+pytestmark = pytest.mark.quick
+
+# Another value of a key, what makes it idle, and what makes it matter.
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "data.path": ("a.txt", {}, {"data.source": "text"}),
+    "data.max_bytes": (1, {"data.source": "text"}, {"data.source": "stdlib"}),
+    "data.tokenizer": ("chars", {"data.source": "tokens"}, {"data.tokenizer": "a.json"}),
+    "data.val_fraction": (0.2, {"data.val_path": "b.txt"}, {"data.val_path": ""}),
+    "train.eval_every": (5, {"data.val_fraction": 0.0}, {"data.val_path": "b.txt"}),
+    "train.eval_batches": (5, {"data.val_fraction": 0.0}, {"data.val_fraction": 0.1}),
+    "train.final_eval_batches": (5, {"data.val_fraction": 0.0}, {"data.val_fraction": 0.1}),
+    "train.min_learning_rate": (0.0, {"train.schedule": "constant"}, {"train.schedule": "cosine"}),
+    "train.decay_steps": (5, {"train.schedule": "constant"}, {"train.schedule": "wsd"}),
+    "train.seed": (1, {"train.init": "runs/a"}, {"model.dropout": 0.1}),
+    "model.init_std": (0.1, {"train.init": "runs/a"}, {"train.init": ""}),
+    "model.experts_per_token": (1, {}, {"model.experts": 4}),
+    "model.capacity_factor": (1.0, {}, {"model.experts": 4}),
+    "train.balance_loss": (0.1, {}, {"model.experts": 4}),
+    "train.router_z_loss": (0.1, {}, {"model.experts": 4}),
+    "rules.experts": (("expert", "tensor"), {}, {"model.experts": 4}),
+    "model.rope_low_freq_factor": (2.0, {}, {"model.rope_factor": 8.0}),
+    "model.rope_high_freq_factor": (2.0, {}, {"model.rope_factor": 8.0}),
+    "model.rope_original_seq_len": (2, {}, {"model.rope_factor": 8.0}),
+    "overlap.gather": ("ring", {"mesh.context": 2}, {"mesh.tensor": 2}),
+    "overlap.scatter": ("auto", {}, {"mesh.tensor": -1}),
+    "overlap.heads_gather": ("ring", {}, {"mesh.dcn.tensor": 2}),
+    "overlap.heads_scatter": ("ring", {}, {"mesh.tensor": 2}),
+    "overlap.mlp_gather": ("ring", {}, {"mesh.fsdp": 2, "rules.residual_seq": ("fsdp",)}),
+    "overlap.mlp_scatter": ("ring", {}, {"mesh.tensor": 2}),
+    "context.strategy": ("ulysses", {"mesh.tensor": 4}, {"mesh.tensor": 8}),  # more devices than the four heads
+    "pipeline.schedule": ("gpipe", {}, {"mesh.stage": 2}),
+    "pipeline.microbatches": (4, {}, {"mesh.dcn.stage": 2}),
+    "pipeline.virtual": (2, {}, {"mesh.data": 2, "rules.stage": ("data",)}),
+    "pipeline.layers": ((1, 3), {}, {"mesh.stage": -1}),
+    "pipeline.stash": ("stage", {}, {"mesh.stage": 2}),
+    "memory.policy": ("full", {"memory.budget": "auto"}, {"memory.budget": ""}),
+    "memory.keep.up": ("save", {"memory.budget": "auto"}, {"memory.budget": ""}),
+    "memory.may": ((), {}, {"memory.budget": "1GiB"}),
+    "memory.offload_anyway": (True, {}, {"memory.keep.block_input": "offload"}),
+    "precision.gradients": ("bfloat16", {}, {"train.accumulation": 2}),
+}
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_key_is_idle_until_what_makes_it_matter(key: str) -> None:
+    value, off, on = CASES[key]
+    config = override(Config(), {key: value} | off)
+    assert key in dict(idle(config))
+    assert key not in dict(idle(override(config, on)))
+
+
+def test_every_row_of_the_table_is_a_case_and_a_key() -> None:
+    known, listed = flatten(Config()), [key for effect in EFFECTS for key in effect.keys]
+    keep = [key for key in known if key.startswith("memory.keep.")]
+    covered = {key for key in known if key in listed or key.startswith(tuple(k for k in listed if k[-1] == "."))}
+    assert covered - set(keep) == set(CASES) - set(keep)
+    assert all(key in known or key[-1] == "." for key in listed)
+    assert not dict(idle(Config()))
+
+
+def parsed(*words: str) -> Config:
+    return config_args("jaxpar train CONFIG", TrainArgs, list(words))[1].config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("tiny --data.path nowhere.txt", "data.path has no effect: data.source is stdlib"),
+        ("tiny --data.path=nowhere.txt", "add --data.source text, or tokens"),
+        ("tiny --pipeline.microbatches 4", "pipeline.microbatches has no effect: mesh.stage is 1, no pipeline: add"),
+        ("llama3_8b --memory.budget 6GiB --memory.policy full", "memory.budget finds what to keep"),
+        ("llama3_8b --on h100_8 --overlap.mlp-gather ring", "overlap.mlp_gather has no effect: no linear gathers"),
+    ],
+)
+def test_a_flag_without_an_effect_is_refused(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parsed(*words.split())
+
+
+@pytest.mark.parametrize("preset", presets("jaxpar.configs"))
+def test_a_preset_may_hold_what_a_flag_or_a_mesh_switches_off(preset: str) -> None:
+    one = [word for axis in ("data", "fsdp", "context", "tensor", "stage") for word in (f"--mesh.{axis}", "1")]
+    parsed(preset, "--on", "h100_8")
+    parsed(preset, *one, "--data.source", "stdlib", "--train.schedule", "constant", "--pipeline.virtual", "1")
+
+
+def test_of_a_file_what_never_had_an_effect_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[mesh]\nstage = 4\n[pipeline]\nmicrobatches = 8\nvirtual = 1\n[memory.keep]\nup = "save"\n')
+    assert parsed(str(file), "--mesh.stage", "1").pipeline.microbatches == 8
+    assert parsed(str(file), "--on", "cpu_8").pipeline.microbatches == 8
+    file.write_text("[pipeline]\nmicrobatches = 8\n")
+    assert parsed(str(file), "--mesh.stage", "4").mesh.stage == 4
+    with pytest.raises(UserError, match=r"mine\.toml: pipeline\.microbatches has no effect: mesh\.stage is 1"):
+        parsed(str(file))
+
+
+def test_the_config_of_a_run_holds_every_key(tmp_path: Path) -> None:
+    """Values for another layout too."""
+    config = override(load_config("tiny"), {"pipeline.microbatches": 8, "data.path": "a.txt"})
+    (tmp_path / "config.toml").write_text(to_toml(config, RESOLVED))
+    assert parsed(str(tmp_path)) == config

@@ -1,0 +1,93 @@
+"""Predicted against measured: the comparison, its summary and its picture, on programs of known length."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpar.base.config import Config, check, override
+from jaxpar.base.errors import UserError
+from jaxpar.base.hardware import Hardware
+from jaxpar.bench import rehearse as bench_rehearse
+from jaxpar.bench.rehearse import Prediction, compare, configs, prediction_figure, prediction_table, rank_correlation
+from jaxpar.hlo.tasks import Collective, Loop, Program, Task
+from jaxpar.rehearse.calibrate import STEPS, Calibration
+from jaxpar.rehearse.cost.speeds import Sample
+from jaxpar.rehearse.cost.stopwatch import Ready
+from jaxpar.show.figures import save_figure
+
+DOT = Task("dot", "dot", "matmul", flops=1e7, dtype="f32", shape="f32[10,10]")
+CALIBRATION = Calibration({"platform": "cpu", "processor": "Z80"}, (Sample("matmul dot f32", (0, 3, 3, 16), 1e9),), 0.0)
+HARDWARE = CALIBRATION.hardware(Hardware())
+STATS = SimpleNamespace(
+    argument_size_in_bytes=5, output_size_in_bytes=4, alias_size_in_bytes=3, temp_size_in_bytes=100,
+    generated_code_size_in_bytes=10, host_argument_size_in_bytes=0, host_temp_size_in_bytes=0,
+)  # fmt: skip
+
+
+def sleeper(config: Config, name: str) -> Ready:
+    """A program of `layers` matmuls that are said to take 10 ms each and take 11."""
+    layers = config.model.layers
+    nodes = (Loop("layers", layers, (DOT,)),)
+    return Ready(Program(name, nodes), {}, lambda: time.sleep(0.011 * layers), 0.011 * layers, STATS)
+
+
+def test_each_config_is_predicted_and_timed(monkeypatch):
+    monkeypatch.setattr(bench_rehearse, "ready_step", sleeper)
+    shapes = {f"{n} layers": override(Config(), {"model.layers": n}) for n in (3, 1)}
+    said: list[str] = []
+    rows = compare(shapes, HARDWARE, CALIBRATION.speeds(), rounds=2, patience=0.0, say=said.append)
+    assert [(row.name, row.predicted) for row in rows] == [
+        ("3 layers", pytest.approx(0.03)), ("1 layers", pytest.approx(0.01)),
+    ]  # fmt: skip
+    assert {row.predicted_bytes for row in rows} == {116}
+    assert all(row.fastest >= 1.1 * row.predicted for row in rows)
+    assert all(row.median >= row.fastest for row in rows)
+    assert said == ["compiling 3 layers", "compiling 1 layers", "timing, round 1/2", "timing, round 2/2"]
+
+
+def test_a_step_over_several_devices_is_refused(monkeypatch):
+    gather = Task("ag", "all-gather", "collective", collective=Collective("all-gather", ((0, 1),), 8, "f32"))
+    ready = Ready(Program("step", (gather,)), {}, lambda: None, 1.0, STATS)
+    monkeypatch.setattr(bench_rehearse, "ready_step", lambda config, name: ready)
+    with pytest.raises(UserError, match=r"between devices .all-gather."):
+        compare({"one": Config()}, HARDWARE, rounds=1, patience=0.0)
+
+
+def rows(*pairs: tuple[float, float]) -> list[Prediction]:
+    return [Prediction(f"config {i}", predicted, fastest, 2 * fastest) for i, (predicted, fastest) in enumerate(pairs)]
+
+
+def test_rank_correlation():
+    assert rank_correlation(rows((1, 10), (2, 20), (3, 21), (9, 500))) == 1.0
+    assert rank_correlation(rows((1, 3), (2, 2), (3, 1))) == -1.0
+    assert rank_correlation(rows((1, 1), (2, 3), (3, 2), (4, 4))) == pytest.approx(0.8)
+
+
+def test_the_table_states_every_error_and_the_worst():
+    text = prediction_table(rows((0.010, 0.010), (0.030, 0.020), (0.070, 0.100)))
+    assert "| config 1 | 30.0 | 20.0 | 40.0 | 1.50 |" in text
+    assert "correlation (Spearman) 1.000 over 3 configs; error 30 % at the median, 27 % on average" in text
+    assert text.endswith("worst 1.50 x (config 1).")
+
+
+def test_the_picture_has_a_point_and_a_name_for_every_config(tmp_path: Path):
+    figure = prediction_figure(rows((0.01, 0.01), (0.03, 0.02), (0.7, 0.9)), "here")
+    axes = figure.axes[0]
+    assert len(axes.collections[-1].get_offsets()) == 3
+    assert [text.get_text() for text in axes.texts[:-1]] == ["1", "2", "3"]
+    assert axes.texts[-1].get_text() == " 1  config 0\n 2  config 1\n 3  config 2"
+    save_figure(figure, tmp_path / "scatter.png")
+    assert (tmp_path / "scatter.png").stat().st_size > 10_000
+
+
+def test_the_configs_are_sound_and_none_is_one_that_the_calibration_timed():
+    shapes = configs()
+    assert len(shapes) >= 10
+    timed = [override(Config(), changes) for changes in STEPS.values()]
+    for config in shapes.values():
+        assert check(config) not in timed
+    assert len(set(shapes.values())) == len(shapes)

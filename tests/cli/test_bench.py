@@ -1,0 +1,100 @@
+"""`jaxpar bench`: the list, the flags of each and of no other, and what reaches the measuring."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from jaxpar.base.config import load_config, override
+from jaxpar.bench.fusions import FusionBenchArgs
+from jaxpar.cli import bench as bench_commands
+from jaxpar.cli.main import BENCHES, main
+from jaxpar.rehearse.targets import load_target
+
+pytestmark = pytest.mark.quick
+
+CONFIG = ["step", "overlap", "pipeline"]  # those that take one
+FLAGS = {
+    "step": {"--rounds", "--calls"},
+    "rehearse": {"--picture"},
+    "overlap": {"--target", "--step"},
+    "pipeline": {"--target"},
+    "attention": {"--seq-lens", "--head-dims", "--masks", "--implementations", "--tokens", "--heads", "--kv-heads",
+                  "--dtype", "--rounds", "--tune", "--json", "--picture"},
+    "fusions": {"--targets", "--seq-len", "--tensor"},
+    "gpu": {"--out", "--pieces", "--small"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_every_bench_is_listed_with_what_it_is(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 0
+    usage, _, *lines = capsys.readouterr().out.splitlines()
+    assert usage.startswith("usage: jaxpar bench BENCH ...")
+    assert [line.split(maxsplit=1) for line in lines] == [[name, text] for name, text in BENCHES.items()]
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_help_shows_a_bench_its_own_flags(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", bench, "--help"])
+    assert stop.value.code == 0
+    text, usage = capsys.readouterr().out, str(getattr(bench_commands, f"{bench}_command").__doc__)
+    assert text.startswith(f"usage: jaxpar bench {bench}")
+    shown = set(re.findall(r"^\W (--[a-z][a-z.-]*)", text, re.MULTILINE))
+    assert {flag for flag in shown if "." not in flag} == FLAGS[bench]
+    assert ("--train.learning-rate" in shown) == (bench in CONFIG)
+    assert set(re.findall(r"--[a-z-]+", usage)) - {"--section"} <= FLAGS[bench]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("setp", "no bench 'setp' (did you mean 'step'?): jaxpar bench --help lists them"),
+        ("tiny", "no bench 'tiny'"),
+        ("step", "usage: jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...]"),
+        ("overlap --target v5e-8", "usage: jaxpar bench overlap CONFIG --target T [--step] [--section.key value ...]"),
+        ("overlap tiny", "bench overlap needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them"),
+        ("pipeline tiny", "bench pipeline needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them"),
+        ("step tiny --target v5e-8", "jaxpar bench step takes no --target"),
+        ("overlap tiny --rounds 3", "jaxpar bench overlap takes no --rounds"),
+        ("pipeline tiny --step", "jaxpar bench pipeline takes no --step"),
+        ("rehearse --calls 3", "jaxpar bench rehearse takes no --calls: jaxpar bench rehearse --help lists its flags"),
+        ("attention --target v5e-8", "jaxpar bench attention takes no --target"),
+        ("fusions --target v5e-8", "jaxpar bench fusions takes no --target (did you mean '--targets'?)"),
+    ],
+)
+def test_a_mistaken_command_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"jaxpar: error: {message}")
+
+
+TINY = override(load_config("tiny"), {"model.mlp": 32})
+
+
+@pytest.mark.parametrize(
+    ("words", "measure", "table", "wanted"),
+    [
+        ("step tiny --model.mlp 32 --rounds 2", "bench.alternate.bench_step", "bench.alternate.table", (TINY, 2, 10)),
+        ("overlap tiny --model.mlp 32 --target v5e-8 --step", "bench.overlap.compare_forms",
+         "bench.overlap.overlap_table", (TINY, load_target("v5e-8"), True)),
+        ("pipeline tiny --model.mlp 32 --target v5e-8", "bench.pipeline.compare_schedules",
+         "bench.pipeline.schedules_table", (TINY, load_target("v5e-8"))),
+        ("fusions --targets v5e-8 --tensor 2", "bench.fusions.bench_fusions", "bench.fusions.fusion_table",
+         (FusionBenchArgs(("v5e-8",), tensor=2),)),
+    ],
+)  # fmt: skip
+def test_the_words_reach_the_measuring_and_its_table_is_printed(
+    words: str, measure: str, table: str, wanted: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Measuring itself takes minutes: `wanted` is what it would be given, before `say`."""
+    given: list[Any] = []
+    monkeypatch.setattr(f"jaxpar.{measure}", lambda *values: given.extend(values))
+    monkeypatch.setattr(f"jaxpar.{table}", lambda rows: "the table")
+    assert main(["bench", *words.split()]) == 0
+    assert tuple(given[: len(wanted)]) == wanted
+    assert capsys.readouterr().out == "the table\n"

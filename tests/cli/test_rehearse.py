@@ -1,0 +1,183 @@
+"""`jaxpar rehearse`: what it refuses, prints and writes, around reports that are made up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_rehearsal import fake_rehearsal
+
+from jaxpar.base.config import Config, TrainConfig, to_toml
+from jaxpar.cli import rehearse as subject
+from jaxpar.cli.main import main
+from jaxpar.rehearse import of_config, targets
+from jaxpar.rehearse.report.schema import Rehearsal, problems
+from jaxpar.rehearse.targets import Target
+
+# What is refused, each in one line.
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line of a refused command, which says nothing else."""
+    assert main(["rehearse", *words]) == 2
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert said.out == ""
+    return line.removeprefix("jaxpar: error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("tiny", "rehearse needs --target: v5p-64, v5e-8, h100x64, here, ...: docs/targets.md lists them"),
+        ("tiny --target v5q-8", "no target 'v5q-8' (did you mean 'v5p-8'?): chips are a100, "),
+        ("tiny --target v5e-7", "target 'v5e-7': no v5e slice has 7 chips, the nearest are v5e-4 and v5e-8"),
+        ("tiny --target h100x12", "target 'h100x12': GPUs come 8 to a node"),
+        ("tinny --target v5e-8", "no preset 'tinny' (did you mean 'tiny'?)"),
+        ("tiny --target v5e-8 --mesh.data 3",
+         "mesh data=3 x fsdp=2 x tensor=2 needs 12 devices, v5e-8 has 8 (2x4): try --mesh.data 2"),
+        ("tiny --target v5e-8 --fail-on unplaned-collective",
+         "--fail-on unplaned-collective: unknown condition (did you mean 'unplanned-collective'?)"),
+        ("tiny --target v5e-8 --fail-on memory+5%", "--fail-on memory+5% compares with another report: name it"),
+        ("tiny --target v5e-8 --against no.json", "cannot read no.json: No such file or directory"),
+        ("tiny --target v5e-8 --against tinny", "no preset 'tinny' (did you mean 'tiny'?)"),
+        ("tiny --target v5e-8 --json no/report.json", "cannot write no/report.json: there is no folder no"),
+        ("tiny --target v5e-8 --html no/report.html", "cannot write no/report.html: there is no folder no"),
+        ("tiny --target v5e-8 --no-timelime", "jaxpar rehearse takes no --no-timelime (did you mean '--no-timeline'?)"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_a_line_before_anything_is_compiled(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(of_config, "make_train_step", lambda *_: pytest.fail("compiled all the same"))
+    monkeypatch.setattr(targets, "_missing", lambda platform: pytest.fail("looked for a compiler"))
+    assert refused(capsys, *words.split()).startswith(message)
+
+
+@pytest.mark.parametrize(("target", "package"), [("v5e-8", "libtpu"), ("h100x8", "jax-cuda12-plugin")])
+def test_a_missing_compiler_is_named_with_how_to_install_it(target, package, capsys, monkeypatch):
+    monkeypatch.setattr(targets, "_version", lambda name: "")
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    line = refused(capsys, "tiny", "--target", target)
+    assert line.startswith(f"target {target} needs ") and "pip install" in line and package in line
+
+
+def test_a_report_of_another_kind_is_refused(tmp_path, capsys):
+    broken = fake_rehearsal(layers=1)
+    broken["memory"]["total"] = "much"  # type: ignore[typeddict-item]
+    for name, text, message in [
+        ("old", json.dumps({"schema": 0}), "has schema 0, this jaxpar reads 1: make it again"),
+        ("text", "no JSON", "is not JSON"),
+        ("broken", json.dumps(broken), "memory.total: expected int, found 'much'"),
+    ]:
+        (tmp_path / f"{name}.json").write_text(text)
+        assert message in refused(capsys, "tiny", "--target", "v5e-8", "--against", str(tmp_path / f"{name}.json"))
+
+
+# What is printed and written.
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config, float]]:
+    """What is rehearsed: names, configs, tokens; each report is made up, its memory grown with the layers."""
+    calls: list[tuple[str, Config, float]] = []
+
+    def made_up(config: Config, target: Target, name: str, command: str, tokens: float, say, program) -> Rehearsal:
+        calls.append((name, config, tokens))
+        say(f"compiling for {target.name}")
+        report = fake_rehearsal(layers=2, config=name, command=command)
+        report["memory"]["categories"]["temporaries"] += config.model.layers * 2**20
+        report["memory"]["total"] += config.model.layers * 2**20
+        return report
+
+    monkeypatch.setattr(subject, "on_target", lambda config, target: (config, []))
+    monkeypatch.setattr(subject, "rehearse", made_up)
+    return calls
+
+
+def run(*words: str) -> int:
+    return main(["rehearse", "tiny", "--target", "v5e-8", *words])
+
+
+def on_one_line(text: str) -> str:
+    """Without the terminal's line breaks."""
+    return text.replace("\n", "")
+
+
+def test_the_terminal_has_the_report(asked, capsys):
+    assert run("--model.layers", "3", "--tokens", "1e9") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("compiling for v5e-8\n")
+    assert "memory of a device" in out and "by line of the model" in out
+    ((name, config, tokens),) = asked
+    assert (name, config.model.layers, tokens) == ("tiny", 3, 1e9)
+
+
+def test_json_alone_on_the_terminal(asked, capsys):
+    assert run("--json", "-", "--model.layers", "3", "--mesh.data", "1") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(problems(report)) == [] and "timeline" in report
+    assert report["overrides"] == {"model.layers": 3, "mesh.data": 1}
+    assert report["command"] == "jaxpar rehearse tiny --target v5e-8 --json - --model.layers 3 --mesh.data 1"
+
+
+def test_files(asked, tmp_path, capsys):
+    page, kept, short = (tmp_path / name for name in ("report.html", "report.json", "short.json"))
+    assert run("--html", str(page), "--json", str(kept)) == 0
+    out = on_one_line(capsys.readouterr().out)
+    assert f"wrote {page}" in out and f"wrote {kept}" in out
+    assert page.read_text().lower().startswith("<!doctype html>")
+    assert "timeline" in json.loads(kept.read_text())
+    assert run("--json", str(short), "--no-timeline") == 0
+    without = json.loads(short.read_text())
+    assert "timeline" not in without and list(problems(without)) == []
+    assert short.read_text().count("\n") > 50, "for people, and for diff"
+
+
+def test_files_that_cannot_be_written(asked, tmp_path, capsys):
+    assert run("--json", str(tmp_path)) == 2
+    assert capsys.readouterr().err == f"jaxpar: error: cannot write {tmp_path}: Is a directory\n"
+
+
+def test_against_a_stored_report(asked, tmp_path, capsys):
+    kept = tmp_path / "before.json"
+    run("--json", str(kept), "--no-timeline", "--model.layers", "1")
+    assert run("--against", str(kept), "--fail-on", "memory+5%", "--model.layers", "2") == 0
+    capsys.readouterr()
+    assert run("--against", str(kept), "--fail-on", "memory+5%,time+0%", "--model.layers", "900") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("jaxpar: failed: memory: ") and "5 % allowed" in line
+    assert len(asked) == 3, "a stored one is not rehearsed again"
+
+
+def test_against_another_config(asked, tmp_path, capsys):
+    other, config = tmp_path / "other.toml", Config(train=TrainConfig(batch=7))
+    other.write_text(to_toml(config))
+    assert run("--against", str(other), "--tokens", "1e9") == 0
+    assert [(name, tokens) for name, _, tokens in asked] == [("tiny", 1e9), ("other", 1e9)]
+    assert asked[1][1] == config
+    assert f"and {other}, to compare with" in on_one_line(capsys.readouterr().out)
+
+
+def test_findings_that_fail_a_run(asked, capsys):
+    assert run("--fail-on", "unplanned-collective,does-not-fit") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("jaxpar: failed: unplanned-collective: all-reduce over tensor at models/llama.py:133")
+    assert run("--fail-on", "does-not-fit", "--json", "-") == 0
+    json.loads(capsys.readouterr().out)
+    assert run("--fail-on", "large-copy", "--json", "-") == 1, "any rule of the linter"
+
+
+def test_the_mesh_of_a_preset(asked):
+    assert main(["rehearse", "gpt2_124m", "--target", "v5e-8", "--on", "v5e_8"]) == 0
+    assert asked[0][1].mesh.fsdp == 8
+
+
+def test_help_names_every_switch(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["rehearse", "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: jaxpar rehearse CONFIG --target T")
+    own = text.partition("model options")[0]
+    for flag in ("--target", "--on", "--html", "--json", "--against", "--fail-on", "--tokens", "--no-timeline"):
+        assert flag in own
+    assert "v5p-128x4 (four slices)" in own and "--mesh.fsdp" in text

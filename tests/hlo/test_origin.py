@@ -1,0 +1,142 @@
+"""Named scopes, phases and source lines, from jax's paths and stack frames."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxpar.hlo.origin import decode, default_dirs, place_of, source_line, split_by
+from jaxpar.hlo.parse import Frame, parse
+from jaxpar.hlo.tasks import Place
+
+pytestmark = pytest.mark.quick
+
+DIRS = (("/repo/models", "models"), ("/repo/jaxpar", "jaxpar"))
+CALL = "jit(step)/transpose(jvp())/while/body/closed_call"
+TICK = "jit(step)/shard_map/while/body/closed_call"
+
+
+@pytest.mark.parametrize(
+    ("path", "scope", "phase"),
+    [
+        ("jit(step)/jvp(loss)/dot_general", "loss", "forward"),
+        ("jit(step)/jvp()/while/body/closed_call/block/attention/dot_general", "block/attention", "forward"),
+        (f"{CALL}/checkpoint/block/mlp/dot_general", "block/mlp", "backward"),
+        (f"{CALL}/checkpoint/rematted_computation/block/mlp/dot_general", "block/mlp", "recomputed"),
+        ("jit(step)/transpose(jvp())/while/body/eval_jaxpr/checkpoint/block/mlp/mul", "block/mlp", "backward"),
+        ("jit(step)/transpose(jvp(loss))/dot_general", "loss", "backward"),
+        ("jit(step)/transpose(jvp(embed))/shard_map/jit(_where)/select_n", "embed", "backward"),
+        ("jit(step)/jvp(checkpoint)/block/attention/jit(silu)/mul", "block/attention", "forward"),
+        ("jit(step)/transpose(jvp(checkpoint))/rematted_computation/block/mlp/mul", "block/mlp", "recomputed"),
+        (f"{CALL}/checkpoint/block/attention/BSKGh,BTKh->BKGST/dot_general", "block/attention", "backward"),
+        ("jit(step)/update/mul", "update", "update"),
+        ("jit(step)/update/mul;jit(step)", "update", "update"),
+        ("jit(step)/while/body/closed_call/jvp(loss)/add", "loss", "forward"),
+        ("jit(step)/block/attention/pow", "block/attention", "forward"),
+        ("jit(step)/jvp()/while/body/jit(dynamic_index_in_dim)/dynamic_slice", "", "forward"),
+        ("jit(step)/transpose(jvp())/while", "", "backward"),
+        ("jit(step)/cond/branch_1_fun/block/mul", "block", "forward"),
+        ("jit(step)/jvp()/block/core/splash/splash/pallas_call", "block/core", "forward"),
+        ("jit(step)/jvp()/block/core/splash/splash/reshape", "block/core", "forward"),
+        ("jit(step)/add", "", "other"),
+        ("convert.4", "", "other"),
+        ("", "", "other"),
+    ],
+)
+def test_paths(path: str, scope: str, phase: str) -> None:
+    assert decode(path) == (scope, phase)
+
+
+@pytest.mark.parametrize(
+    ("path", "scope", "phase"),
+    [
+        ("forward/embed/shard_map/all_gather", "embed", "forward"),
+        ("forward/while/body/closed_call/block/mlp/dot_general", "block/mlp", "forward"),
+        ("forward/while/body/closed_call/jvp(block)/mlp/dot_general", "block/mlp", "forward"),
+        ("forward/jvp(loss)/dot_general", "loss", "forward"),
+        ("forward/transpose(jvp(head))/mul", "head", "backward"),
+        ("forward/cond/branch_1_fun/jvp(loss)/dot_general", "loss", "forward"),
+        ("forward/send/shard_map/ppermute", "send", "forward"),
+        ("forward/add", "", "forward"),
+        ("backward/while/body/closed_call/jvp(block)/mlp/dot_general", "block/mlp", "recomputed"),
+        ("backward/while/body/transpose(jvp(jvp()))/rematted_computation/block/mlp/mul", "block/mlp", "recomputed"),
+        ("backward/while/body/transpose(jvp(jvp()))/block/mlp/dot_general", "block/mlp", "backward"),
+        ("backward/transpose(backward)/jvp(embed)/scatter-add", "embed", "backward"),
+        ("input/while/body/closed_call/block/attention/dot_general", "block/attention", "backward"),
+        ("input/rematted_computation/block/attention/mul", "block/attention", "recomputed"),
+        ("weight/while/body/closed_call/block/mlp/dot_general", "block/mlp", "backward"),
+        ("weight/add", "", "backward"),
+    ],
+)
+def test_in_a_pipelines_ticks_the_scopes_are_the_models(path: str, scope: str, phase: str) -> None:
+    assert decode(f"{TICK}/{path}") == (scope, phase)
+
+
+def test_operations_made_one_have_the_scope_that_they_share() -> None:
+    inside = "jit(step)/jvp()/while/body/closed_call/block"
+    assert decode(f"{inside}/(attention/mul:attention/convert:mlp/mul)") == ("block", "forward")
+    assert decode(f"{inside}/(attention/mul:attention/dot)") == ("block/attention", "forward")
+    assert decode("jit(step)/(transpose(jvp(embed))/mul:transpose(jvp(loss))/mul)") == ("", "backward")
+
+
+def test_the_innermost_line_of_a_model_comes_before_the_librarys() -> None:
+    frames = [
+        Frame("/site-packages/optax/base.py", 9, "f", 0),
+        Frame("/repo/jaxpar/parallel/linear.py", 104, "_linear", 0),
+        Frame("/repo/models/layers.py", 55, "RMSNorm", 0),
+        Frame("/repo/models/llama.py", 66, "Block", 0),
+    ]
+    assert source_line(frames, DIRS) == "models/layers.py:55"
+    assert source_line(frames[:2], DIRS) == "jaxpar/parallel/linear.py:104"
+    assert source_line(frames[:1], DIRS) == ""
+    assert source_line([Frame("/repo/models_of_mine/x.py", 1, "", 0)], DIRS) == ""
+
+
+def test_models_and_the_library_are_found_where_they_are_installed() -> None:
+    import jaxpar.models
+
+    dirs = default_dirs()
+    assert [shown for _, shown in dirs] == ["models", "jaxpar"]
+    file = str(jaxpar.models.__file__)
+    assert source_line([Frame(file, 3, "", 0)], dirs) == "models/__init__.py:3"
+
+
+def test_a_fusion_without_metadata_is_taken_for_what_it_wraps() -> None:
+    module = parse("""HloModule m
+
+%fused (a: f32[2]) -> f32[2] {
+  %a = f32[2]{0} parameter(0)
+  %n = f32[2]{0} negate(%a), metadata={op_name="jit(step)/jvp(head)/neg"}
+  ROOT %b = f32[2]{0} bitcast(%n)
+}
+
+ENTRY %main (a: f32[2]) -> f32[2] {
+  %a = f32[2]{0} parameter(0), metadata={op_name="state.params['x']"}
+  ROOT %f = f32[2]{0} fusion(%a), kind=kLoop, calls=%fused
+}
+""")
+    entry = module.computations["main"]
+    assert place_of(module, entry.instructions["f"], DIRS) == Place("head", "", "forward")
+    assert place_of(module, entry.instructions["a"], DIRS) == Place()
+
+
+@pytest.mark.parametrize(
+    ("path", "author"),
+    [
+        ("jit(step)/jvp()/while/body/closed_call/block/mlp/shard_map/dot_general", "author"),
+        ("jit(step)/jvp(loss)/shard_map/while/body/closed_call/dot_general", "author"),
+        (f"{TICK}/forward/while/body/closed_call/jvp(block)/mlp/shard_map/dot_general", "author"),
+        (f"{TICK}/backward/(jvp(block)/mlp/add:jvp(block)/mlp/shard_map/reduce_scatter)", "author"),
+        ("jit(step)/jvp()/while/body/closed_call/block/mlp/mul", "compiler"),
+        (f"{TICK}/forward/while/body/closed_call/jvp(block)/mlp/mul", "compiler"),
+        ("copy.4", ""),
+        ("", ""),
+    ],
+)
+def test_who_split_an_array(path: str, author: str) -> None:
+    """In a `shard_map` around an op its author; around the stages of a pipeline that leaves the other axes to XLA."""
+    metadata = f', metadata={{op_name="{path}"}}' if path else ""
+    body = f"  %p = f32[4] parameter(0)\n  ROOT %a = f32[4] add(%p, %p){metadata}\n"
+    text = f"HloModule m\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n{body}}}\n"
+    module = parse(text)
+    instruction = module.computations["main"].instructions["a"]
+    assert split_by(module, instruction) == author

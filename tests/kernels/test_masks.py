@@ -1,0 +1,157 @@
+"""Masks: tile states against the dense mask, for masks and combinations at random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jaxpar.base.errors import UserError
+from jaxpar.kernels.masks import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    And,
+    BigBird,
+    BlockSparse,
+    Causal,
+    Dilated,
+    Full,
+    Mask,
+    Or,
+    PrefixLM,
+    Segments,
+    Tiles,
+    Window,
+    dense,
+    tile_states,
+)  # fmt: skip
+
+pytestmark = pytest.mark.quick
+
+small = st.integers(-9, 9)
+sizes = st.integers(1, 5)
+
+
+@st.composite
+def block_maps(draw: st.DrawFn) -> BlockSparse:
+    M, N = draw(sizes), draw(sizes)
+    blocks = draw(st.lists(st.lists(st.booleans(), min_size=N, max_size=N), min_size=M, max_size=M))
+    return BlockSparse(blocks, draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+
+
+reaches = st.none() | small
+LEAVES = st.one_of(
+    st.just(Full()),
+    st.builds(Causal, small),
+    st.builds(Window, reaches, reaches),
+    st.builds(PrefixLM, st.integers(0, 12)),
+    st.builds(Dilated, sizes, sizes),
+    st.builds(BigBird, st.integers(1, 40), st.sampled_from((1, 3)), sizes, sizes, sizes, st.integers(1, 7)),
+    block_maps(),
+)
+MASKS = st.recursive(LEAVES, lambda masks: st.builds(And, masks, masks) | st.builds(Or, masks, masks), max_leaves=3)
+TILES = st.builds(Tiles, st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(1, 12), small, small)
+
+
+def from_dense(seen: np.ndarray, tiles: Tiles) -> np.ndarray:
+    """States by the definition [..., Q, K], from every place [..., S, T]."""
+    Q, K = tiles.shape
+    found = np.empty((*seen.shape[:-2], Q, K), np.int8)
+    for q in range(Q):
+        for k in range(K):
+            rows, columns = (
+                slice(q * tiles.block_q, (q + 1) * tiles.block_q),
+                slice(k * tiles.block_k, (k + 1) * tiles.block_k),
+            )
+            part = seen[..., rows, columns]
+            every, some = part.all(axis=(-1, -2)), part.any(axis=(-1, -2))
+            found[..., q, k] = np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+    return found
+
+
+@settings(max_examples=300)
+@given(MASKS, TILES)
+def test_states_are_those_of_the_dense_mask(mask: Mask, tiles: Tiles) -> None:
+    np.testing.assert_array_equal(tile_states(mask, tiles), from_dense(np.asarray(dense(mask, tiles)), tiles))
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(MASKS, TILES)
+def test_places_known_at_run_time_only_give_the_same_or_partial(mask: Mask, tiles: Tiles) -> None:
+    """One leaf is exact; of a combination, an empty or full tile may be called partial."""
+    want = from_dense(np.asarray(dense(mask, tiles)), tiles)
+    traced = tiles._replace(q_start=jnp.int32(tiles.q_start), k_start=jnp.int32(tiles.k_start))
+    found = np.asarray(tile_states(mask, traced))
+    same = found == want
+    assert np.all(same if len(list(mask.leaves())) == 1 else same | (found == PARTIAL))
+    np.testing.assert_array_equal(dense(mask, traced), dense(mask, tiles))
+
+
+def ids(seed: int, B: int, S: int, rising: bool) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.cumsum(rng.random((B, S)) < 0.2, axis=1) if rising else rng.integers(0, 3, (B, S))
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(MASKS, TILES, st.integers(0, 99), st.booleans(), st.booleans())
+def test_ids_are_exact_where_they_rise_and_never_wrongly_empty(
+    mask: Mask, tiles: Tiles, seed: int, rising: bool, on_device: bool
+) -> None:
+    given_ids: list[Any] = [ids(seed, 2, tiles.S, rising), ids(seed + 1, 2, tiles.T, rising)]
+    given_ids = [jnp.asarray(x) for x in given_ids] if on_device else given_ids
+    for packed in (Segments(*given_ids), mask & Segments(*given_ids), mask | Segments(*given_ids)):
+        want = from_dense(np.asarray(dense(packed, tiles)), tiles)
+        found = np.asarray(tile_states(packed, tiles))
+        exact = rising and isinstance(packed, Segments)
+        assert np.all((found == want) | ((not exact) & (found == PARTIAL)))
+
+
+LOCAL = 5 / 1024
+
+
+@pytest.mark.parametrize(
+    ("mask", "share"), [(Causal(), 0.5), (Window(1023, 0), LOCAL), (Causal() & Window(1023), LOCAL)], ids=str
+)
+def test_a_long_sequence_costs_no_square(mask: Mask, share: float) -> None:
+    tiles = Tiles(1 << 18, 1 << 18, 256, 256)
+    states = tile_states(mask, tiles)
+    assert np.mean(states != EMPTY) == pytest.approx(share, rel=0.01)
+    assert np.sum(states == PARTIAL) <= 3 * tiles.shape[0]
+
+
+def test_bigbird_has_the_blocks_that_it_names() -> None:
+    mask = BigBird(1024, window=3, globals=2, random=3, seed=1, block=64)
+    blocks = mask.map
+    assert blocks[:2].all()
+    assert blocks[:, :2].all()
+    np.testing.assert_array_equal(blocks[6:-1].sum(axis=1), 2 + 3 + 3)
+    assert (blocks == BigBird(1024, 3, 2, 3, 1, 64).map).all()
+    assert (blocks != BigBird(1024, 3, 2, 3, 2, 64).map).any()
+
+
+def test_masks_are_values() -> None:
+    mask = Causal() & (Window(3) | BlockSparse(np.eye(2)))
+    assert hash(mask) == hash(Causal(0) & (Window(3) | BlockSparse([[1, 0], [0, 1]])))
+    assert mask == Causal(0) & (Window(3) | BlockSparse([[1, 0], [0, 1]]))
+    assert (
+        str(mask)
+        == "Causal(offset=0) & (Window(left=3, right=None) | BlockSparse(2 x 2 blocks of 128 x 128, 50% seen))"
+    )
+    leaves, tree = jax.tree.flatten(mask)
+    assert leaves == []
+    assert hash(tree) == hash(jax.tree.structure(mask))
+    assert jax.tree.leaves(mask & Segments(np.zeros((1, 4)), np.ones((1, 4))))[0].shape == (1, 4)
+
+
+@pytest.mark.parametrize("wrong", [[True], np.zeros((0, 2)), np.zeros((2, 2, 2))])
+def test_a_map_of_blocks_has_two_dims(wrong: Any) -> None:
+    with pytest.raises(UserError, match=r"BlockSparse needs a map of blocks \[M, N\]"):
+        BlockSparse(wrong)

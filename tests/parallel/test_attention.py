@@ -1,0 +1,440 @@
+"""Attention as it is called: which implementation serves, the libraries', gradients of all that comes out, and plans.
+
+`jaxpar.kernels.attention.reference` is what they are held against (tests/kernels/test_reference.py has it against the
+definition); tolerances are those of tests/attention_cases.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, get_args, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import EVERY_MASK, Answer, Case, answer, assert_right, inputs
+
+import jaxpar.parallel.linear
+from jaxpar.base.config import KernelsConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.sharding import Context, Plan, ShardingRules
+from jaxpar.hlo.origin import decode
+from jaxpar.kernels.attention import chunked, dispatch, libraries
+from jaxpar.kernels.attention.call import DEFAULT, Call, Unserved
+from jaxpar.kernels.attention.libraries import kernel_cost
+from jaxpar.kernels.attention.reference import reference
+from jaxpar.kernels.masks import BigBird, Causal, Full, Mask, PrefixLM, Segments, Window
+from jaxpar.parallel.context import kernel_for
+from jaxpar.parallel.linear import attention, attention_choice
+from jaxpar.verify import reference_ops as plain
+
+pytestmark = pytest.mark.quick
+
+Tensors = tuple[jax.Array, ...]
+RATE = 0.3
+
+
+def plan_on(spec: MeshSpec, **rules: Any) -> Plan:
+    return Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]), ShardingRules(**rules))
+
+
+def projections(B: int, S: int, H: int, K: int, h: int, dtype: str = "float32", seed: int = 0) -> Tensors:
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.standard_normal((B, S, heads, h)), dtype) for heads in (H, K, K))
+
+
+def documents(B: int, S: int) -> jax.Array:
+    """Random documents of eight tokens on average; the first of a row may be one token long."""
+    return jnp.asarray(np.cumsum(np.random.default_rng(1).random((B, S)) < 1 / 8, axis=1), jnp.int32)
+
+
+def values_and_gradients(function: Callable[..., Any], args: Tensors) -> Tensors:
+    """The output and the gradients of a random projection of it."""
+    towards = jnp.asarray(np.random.default_rng(2).standard_normal(args[0].shape), jnp.float32)
+
+    def projected(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = function(*args)
+        return jnp.sum(out.astype(jnp.float32) * towards), out
+
+    argnums = tuple(range(len(args)))
+    (_, out), gradients = jax.jit(jax.value_and_grad(projected, argnums, has_aux=True))(*args)
+    return out, *gradients
+
+
+def assert_close(found: Tensors, want: Tensors, tolerance: float = 1e-5) -> None:
+    for ours, theirs in zip(found, want, strict=True):
+        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+        assert np.max(np.abs(ours - theirs)) <= tolerance * np.max(np.abs(theirs))
+
+
+def of(mask: Mask, **options: Any) -> Callable[..., Any]:
+    return lambda q, k, v: dispatch.attention(q, k, v, mask, **options)[0]
+
+
+def by_reference(mask: Mask, call: Call | None = None) -> Callable[..., Any]:
+    return lambda q, k, v: reference(q, k, v, mask, call or Call())[0]
+
+
+# What comes out has gradients.
+
+
+@pytest.mark.parametrize("name", ["chunked", "reference"])
+@pytest.mark.parametrize(
+    "case", [EVERY_MASK[0], EVERY_MASK[3], EVERY_MASK[9], Case("unsorted", H=4, softcap=3.0)], ids=str
+)
+def test_out_and_lse_have_gradients(case: Case, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "ROWS", 24)
+    monkeypatch.setattr(chunked, "COLUMNS", 24)
+    given = inputs(case)
+
+    @jax.jit
+    def found() -> Answer:
+        def projected(q: Any, k: Any, v: Any) -> Any:
+            out, lse = dispatch.attention(q, k, v, given.mask, softcap=case.softcap, implementation=name)
+            return jnp.sum(out * given.dout) + jnp.sum(lse * given.dlse), (out, lse)
+
+        gradients, (out, lse) = jax.grad(projected, (0, 1, 2), has_aux=True)(given.q, given.k, given.v)
+        return Answer(out, lse, *gradients)
+
+    assert_right(found(), answer(case, given), case.dtype)
+
+
+@pytest.mark.parametrize("name", ["chunked", "reference"])
+def test_a_sink_is_a_key_without_a_value(name: str) -> None:
+    """As one more key with that score for every query, and a value of zeros."""
+    q, k, v = projections(2, 40, 4, 2, 8)
+    sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0])
+
+    def by_definition(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bskgh,btkh->bkgst", q.reshape(2, 40, 2, 2, 8), k) / jnp.sqrt(8)
+        scores = jnp.where(jnp.tril(jnp.ones((40, 40), bool)), scores, -jnp.inf)
+        more = jnp.broadcast_to(sinks.reshape(2, 2, 1, 1), (2, 2, 2, 40, 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, more], axis=-1), axis=-1)[..., :-1]
+        return jnp.einsum("bkgst,btkh->bskgh", weights, v).reshape(2, 40, 4, 8)
+
+    def ours(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+        return dispatch.attention(q, k, v, Causal(), sinks=sinks, implementation=name)[0]
+
+    args = q, k, v, sinks
+    assert_close(values_and_gradients(ours, args), values_and_gradients(by_definition, args))
+
+
+def test_the_scale_may_be_another() -> None:
+    args = projections(1, 40, 2, 1, 8)
+    ours = values_and_gradients(of(Causal(), scale=0.7, implementation="chunked"), args)
+    assert_close(ours, values_and_gradients(by_reference(Causal(), Call(scale=0.7)), args))
+
+
+# Which one serves.
+
+
+def asked(seq_len: int, head_dim: int, mask: Mask, dtype: str = "bfloat16", **options: Any) -> dispatch.Asked:
+    one = jax.ShapeDtypeStruct((1, seq_len, 1, head_dim), jnp.dtype(dtype))
+    return dispatch.Asked(one, one, mask, Call(), **{"with_lse": False, **options})
+
+
+IDS = Segments(jnp.zeros((1, 1024), jnp.int32), jnp.zeros((1, 1024), jnp.int32))
+DROPS = "dropout of attention weights"
+CHOICES: list[tuple[str, dispatch.Asked, str, str]] = [
+    ("tpu", asked(8192, 128, Causal()), "splash", ""),
+    ("tpu", asked(1024, 256, Causal() & Window(100) & IDS), "splash", ""),
+    ("tpu", asked(1024, 64, Causal()), "pallas_tpu", "splash: head_dim 64 is no multiple of 128"),
+    ("tpu", asked(1000, 128, Causal()), "pallas_tpu", "splash: sequence length 1000 is no multiple of 128"),
+    ("tpu", asked(1024, 128, PrefixLM(9)), "pallas_tpu", "splash: no mask like PrefixLM(n=9)"),
+    ("tpu", asked(1024, 128, Causal(), with_lse=True), "pallas_tpu", "splash: no log-sum-exp that has a gradient"),
+    ("tpu", asked(1024, 128, Causal(), dropping=True), "chunked", f"splash: {DROPS}; pallas_tpu: {DROPS}"),
+    ("tpu", asked(1024, 128, Causal(), cut="split oddly"), "chunked", "splash: split oddly; pallas_tpu: split oddly"),
+    (
+        "tpu",
+        asked(1024, 320, Causal()),
+        "chunked",
+        "splash: head_dim 320 is no multiple of 128; pallas_tpu: head_dim 320 is more than 256",
+    ),
+    (
+        "tpu",
+        asked(1 << 20, 64, Causal()),
+        "chunked",
+        "splash: head_dim 64 is no multiple of 128; pallas_tpu: 524800 tiles to visit are more than SMEM holds",
+    ),
+    ("tpu", asked(1 << 20, 64, Causal() & Window(4095)), "pallas_tpu", "splash: head_dim 64 is no multiple of 128"),
+    ("gpu", asked(8192, 128, Causal()), "cudnn", ""),
+    ("gpu", asked(8192, 64, Causal() & Window(1023)), "cudnn", ""),
+    ("gpu", asked(8192, 64, Full()), "cudnn", ""),
+    ("gpu", asked(1024, 64, Causal() & IDS), "pallas_gpu", "cudnn: documents"),
+    ("gpu", asked(1024, 64, Window(3, 3)), "pallas_gpu", "cudnn: no mask like Window(left=3, right=3)"),
+    ("gpu", asked(1024, 256, Causal()), "pallas_gpu", "cudnn: head_dim 256 is no multiple of 8 up to 128"),
+    ("gpu", asked(1024, 64, Causal(), "float32"), "pallas_gpu", "cudnn: float32"),
+    ("gpu", asked(1024, 64, Causal(), dropping=True), "chunked", f"cudnn: {DROPS}; pallas_gpu: {DROPS}"),
+    ("cpu", asked(512, 64, Causal()), "chunked", ""),
+    ("cpu", asked(513, 64, BigBird(513)), "chunked", ""),
+]
+
+
+@pytest.mark.parametrize(("platform", "case", "name", "why"), CHOICES)
+def test_the_choice_and_its_reason(
+    platform: str, case: dispatch.Asked, name: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libraries, "has_cudnn", lambda: True)
+    assert dispatch.choose(case, platform) == (name, why)
+
+
+def test_the_log_says_what_runs_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    dispatch.say_once.cache_clear()
+    for _ in range(2):
+        dispatch.choose(asked(1000, 128, Causal()), "tpu")
+    assert caplog.messages == ["attention by pallas_tpu (splash: sequence length 1000 is no multiple of 128)"]
+
+
+def bad(**changes: Any) -> Any:
+    q, k, v = projections(2, 16, 4, 2, 8)
+    mask = changes.pop("mask", Causal())
+    arrays = {"q": q, "k": k, "v": v} | {name: changes.pop(name) for name in ("q", "k", "v") if name in changes}
+    return dispatch.attention(arrays["q"], arrays["k"], arrays["v"], mask, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"q": jnp.ones((2, 16, 8))}, r"takes \[batch, sequence, heads, head_dim\], and was given q \(2, 16, 8\)"),
+        ({"v": jnp.ones((2, 15, 2, 8))}, r"k and v of one shape"),
+        ({"q": jnp.ones((3, 16, 4, 8))}, r"batch and head_dim as q has them: q \(3, 16, 4, 8\)"),
+        ({"q": jnp.ones((2, 16, 3, 8))}, r"heads \(3\) that are a multiple of kv heads \(2\)"),
+        ({"q": jnp.ones((2, 16, 4, 8), jnp.bfloat16)}, r"one dtype: bfloat16, float32, float32"),
+        ({"sinks": jnp.ones(3)}, r"a sink a head, \(4,\), and was given \(3,\)"),
+        ({"mask": "causal"}, r"a mask of jaxpar.kernels.masks, such as Causal\(\), and was given 'causal'"),
+        ({"mask": Causal}, r"was given the class Causal: write Causal\(\)"),
+        ({"mask": jnp.ones((16, 16), bool)}, r"was given an array bool\[16, 16\]: a map of .* is BlockSparse"),
+        ({"mask": Segments(None, None)}, r"Segments needs q_ids \(2, 16\), an id for each token, and was given None"),
+        ({"mask": Causal() & Segments(jnp.ones((2, 16)), jnp.ones((2, 9)))}, r"kv_ids \(2, 16\).* was given \(2, 9\)"),
+        ({"scale": -1.0}, r"a scale above 0 and a soft cap of 0 or more: scale=-1.0"),
+        ({"implementation": "flash"}, r"no implementation of attention is called 'flash': try one of "),
+        ({"implementation": "splash", "with_lse": False}, r"by splash was asked for, but: on cpu; what serves: chun"),
+        ({"implementation": "cudnn"}, r"by cudnn was asked for, but: no log-sum-exp that has a gradient; what serv"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_in_a_line(changes: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        bad(**changes)
+
+
+def test_what_only_the_tiles_show_is_refused_in_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unserved(*_: Any) -> Any:
+        raise Unserved("9 tiles to visit are more than SMEM holds")
+
+    monkeypatch.setattr(chunked, "forward", unserved)
+    with pytest.raises(
+        UserError, match="attention by chunked cannot serve: 9 tiles to visit are more than SMEM holds; "
+    ):
+        bad()
+
+
+# Libraries.
+
+INTERPRET = Call(interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("B", "S", "H", "K", "dtype", "mask"),
+    [
+        (2, 256, 4, 2, "float32", Causal()),
+        (1, 256, 4, 2, "bfloat16", Causal() & Segments(documents(1, 256), documents(1, 256))),
+        (1, 384, 2, 1, "float32", Causal()),  # blocks of 128: gcd(384, 1024)
+        (1, 256, 2, 1, "float32", Causal() & Window(99)),
+        (1, 256, 2, 1, "float32", Window(50, 20)),
+        (1, 256, 2, 1, "float32", Full()),
+    ],
+    ids=str,
+)
+def test_splash_is_the_reference(B: int, S: int, H: int, K: int, dtype: str, mask: Mask) -> None:
+    args = projections(B, S, H, K, 128, dtype)
+    assert libraries.refusal("splash", args[0], args[1], mask, INTERPRET, "cpu") == ""
+    ours = values_and_gradients(lambda q, k, v: libraries.splash(q, k, v, mask, INTERPRET), args)
+    assert {x.dtype for x in ours} == {jnp.dtype(dtype)}
+    want = values_and_gradients(by_reference(mask), tuple(x.astype(jnp.float32) for x in args))
+    assert_close(ours, want, 2**-6 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "matmuls"), [("fwd_residuals.3", 2), ("dq_no_residuals", 3), ("dkv_no_residuals.1", 4)]
+)
+def test_the_flops_of_splash_are_those_of_the_share_that_it_says(name: str, matmuls: int) -> None:
+    B, H, K, S, T, h = 2, 8, 4, 1024, 2048, 128
+    shapes: list[tuple[int, ...]] = [(3, 4), (8, 1024), (B, H, S, h), (B, K, T, h), (B, K, T, h), (B, H, S)]
+    path = "jit(step)/transpose(jvp())/block/attention/core/shard_map/computed=0.25/splash_mha/splash_mha/pallas_call"
+    assert kernel_cost(f"splash_mha_{name}", path, shapes) == 2 * matmuls * B * H * S * T * h / 4
+    assert kernel_cost(f"splash_mha_{name}", "another/pallas_call", shapes) == 2 * matmuls * B * H * S * T * h / 2
+    assert kernel_cost(f"splash_mha_{name}", path, shapes[:2]) is None
+    assert kernel_cost(f"ring_{name}", path, shapes) is None
+    assert decode(path) == ("block/attention/core", "backward")
+
+
+@pytest.mark.parametrize(
+    ("mask", "share"),
+    [
+        (Full(), 1),
+        (Causal(), 36 / 64),
+        (Causal() & Window(1024), 15 / 64),  # a query sees 1025 keys: of two tiles at most
+        (Causal() & Window(2000) & Segments(documents(1, 8192), documents(1, 8192)), 21 / 64),
+    ],
+    ids=["full", "causal", "window", "window and documents"],
+)
+def test_splash_says_which_share_of_the_scores_it_computes(mask: Mask, share: float) -> None:
+    """In tiles of 1,024; it skips none for its documents."""
+    q, k = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for heads in (2, 1))
+    traced = jax.jit(lambda q, k: libraries.splash(q, k, k, mask, DEFAULT)).trace(q, k)
+    assert f"computed={share}" in traced.lower(lowering_platforms=("tpu",)).as_text(debug_info=True)
+
+
+@pytest.mark.parametrize(
+    ("h", "dtype", "softcap", "block"),
+    [(128, "bfloat16", 0.0, 1024), (128, "bfloat16", 30.0, 512), (128, "float32", 0.0, 512),
+     (256, "bfloat16", 0.0, 512), (256, "float32", 0.0, 512), (512, "float32", 0.0, 256)],
+)  # fmt: skip
+def test_splash_takes_smaller_tiles_of_wider_heads(h: int, dtype: str, softcap: float, block: int) -> None:
+    q = jax.ShapeDtypeStruct((1, 8192, 2, h), dtype)
+    assert libraries._splash_block(q, Call(softcap=softcap)) == block
+
+
+# Plans.
+
+OTHERWISE = "kv heads are split otherwise than heads"
+LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
+    ({"tensor": 8}, {}, ("splash", "")),
+    ({"context": 2, "tensor": 4}, {}, ("ring", "the sequence is split over devices")),
+    ({"tensor": 8}, {"kv_heads": ()}, ("splash", "")),  # column_linear copies them
+    ({"fsdp": 2, "tensor": 4}, {"kv_heads": ("fsdp",)}, ("chunked", f"splash: {OTHERWISE}; pallas_tpu: {OTHERWISE}")),
+    (
+        {"tensor": 8},
+        {"heads": (), "kv_heads": (), "attention_seq": ("tensor",)},
+        ("ring", "the sequence is split over devices"),
+    ),
+    ({"fsdp": 8}, {"kv_heads": ()}, ("splash", "")),
+    (
+        {"tensor": 8},
+        {"heads": (), "kv_heads": (), "head_dim": ("tensor",)},
+        ("chunked", "splash: heads are split inside; pallas_tpu: heads are split inside"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "rules", "want"), LAYOUTS)
+def test_the_choice_minds_how_the_plan_splits(mesh: dict[str, int], rules: Any, want: tuple[str, str]) -> None:
+    assert attention_choice(plan_on(MeshSpec(**mesh), **rules), 1024, 128, False, platform="tpu") == want
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"), [("ring", "pallas_tpu"), ("all_gather", "pallas_tpu"), ("ulysses", "chunked")]
+)
+def test_a_strategy_takes_what_serves_its_pieces(strategy: Any, name: str) -> None:
+    """Of a million tokens over eight devices: a device of Ulysses has them all, more tiles than a list holds."""
+    plan = dataclasses.replace(plan_on(MeshSpec(context=8)), context=Context(strategy))
+    one = jax.ShapeDtypeStruct((1, 1 << 17, 8, 64), jnp.bfloat16)
+    assert kernel_for(plan, Causal(), one, one, "tpu")[0] == name
+    named = dataclasses.replace(plan, attention="pallas_tpu")
+    if name == "pallas_tpu":
+        assert attention_choice(named, 1 << 20, 64, False, platform="tpu")[0] == strategy
+    else:
+        with pytest.raises(UserError, match="by pallas_tpu was asked for, but: 524800 tiles to visit are more than"):
+            attention_choice(named, 1 << 20, 64, False, platform="tpu")
+
+
+def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    assert get_args(get_type_hints(KernelsConfig)["attention"]) == ("auto", *get_args(dispatch.Implementation))
+    caplog.set_level(logging.INFO)
+    dispatch.say_once.cache_clear()
+    args, segments = projections(4, 20, 8, 4, 6), documents(4, 20)
+    plan = dataclasses.replace(plan_on(MeshSpec(fsdp=2, tensor=4)), attention="reference")
+    want = values_and_gradients(by_reference(Causal() & Segments(segments, segments)), args)
+    assert_close(values_and_gradients(lambda q, k, v: attention(q, k, v, plan, segments), args), want)
+    assert caplog.messages == ["attention by reference, which kernels.attention asks for"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name", "says"),
+    [
+        ({"fsdp": 2}, "pallas_tpu", "by pallas_tpu was asked for, but: on cpu; what serves: chunked, reference"),
+        ({"context": 2}, "pallas_tpu", "by pallas_tpu was asked for, but: on cpu; what serves: chunked, reference"),
+        ({"context": 2}, "splash", "but: the sequence is split over devices, and it cannot merge parts; try one of pa"),
+    ],
+)
+def test_an_implementation_that_a_plan_cannot_have_is_refused(mesh: dict[str, int], name: str, says: str) -> None:
+    plan = dataclasses.replace(plan_on(MeshSpec(**mesh)), attention=name)
+    with pytest.raises(UserError, match=says):
+        attention(*projections(2, 16, 4, 2, 8), plan)
+
+
+@pytest.mark.parametrize(("packed", "name"), [(False, "cudnn"), (True, "pallas_gpu")])
+def test_packed_documents_are_not_given_to_a_library_that_takes_none(
+    packed: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choosing and computing see the same mask: what is chosen serves."""
+    monkeypatch.setattr(libraries, "has_cudnn", lambda: True)
+    monkeypatch.setattr(jaxpar.parallel.linear, "_platform", lambda plan: "gpu")
+    monkeypatch.setitem(dispatch.LIBRARIES, "cudnn", lambda q, k, v, mask, call: reference(q, k, v, mask, call)[0])
+    args, segments = projections(2, 32, 4, 2, 16, "bfloat16"), documents(2, 32) if packed else None
+    plan = dataclasses.replace(plan_on(MeshSpec(fsdp=2)), compute="bfloat16")
+    assert attention_choice(plan, 32, 16, False, packed=packed)[0] == name
+    mask = Causal() if segments is None else Causal() & Segments(segments, segments)
+    out = attention(*args, plan, segments)
+    assert_close((out,), (reference(*args, mask)[0],), 2**-6)
+
+
+PLANS = {
+    "fsdp2.tensor4": (MeshSpec(fsdp=2, tensor=4), {}),
+    "kv heads whole": (MeshSpec(fsdp=2, tensor=4), {"kv_heads": ()}),
+    "heads split inside": (MeshSpec(tensor=2), {"heads": (), "kv_heads": (), "head_dim": ("tensor",)}),
+}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "ROWS", 12)
+    monkeypatch.setattr(chunked, "COLUMNS", 12)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.usefixtures("small_tiles")
+def test_tiles_on_a_mesh_are_the_reference_on_one_device(plan: str) -> None:
+    args, segments = projections(4, 20, 8, 4, 6), documents(4, 20)
+    want = values_and_gradients(by_reference(Causal() & Segments(segments, segments)), args)
+    spec, rules = PLANS[plan]
+    on = plan_on(spec, **rules)
+    assert attention_choice(on, 20, 6, False)[0] == "chunked"
+    assert_close(values_and_gradients(lambda q, k, v: attention(q, k, v, on, segments), args), want)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_dropout_is_the_same_on_every_mesh() -> None:
+    args, key = projections(4, 20, 4, 4, 6), jax.random.key(7)
+    one, many = (
+        jax.jit(lambda q, k, v, plan=plan: attention(q, k, v, plan, None, RATE, key))(*args)
+        for plan in (plan_on(MeshSpec()), plan_on(MeshSpec(fsdp=2, tensor=4)))
+    )
+    assert_close((many,), (one,))
+
+
+@pytest.mark.parametrize(("packed", "rules"), [(False, {}), (True, {"kv_heads": ()})])  # copied kv heads lie likewise
+def test_splash_on_a_mesh_is_the_reference_on_one_device(
+    packed: bool, rules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "choose", lambda *_: ("splash", ""))
+    monkeypatch.setitem(dispatch.LIBRARIES, "splash", lambda *args: libraries.splash(*args[:-1], INTERPRET))
+    args, segments = projections(2, 128, 4, 2, 128), documents(2, 128) if packed else None
+    plan = plan_on(MeshSpec(fsdp=2, tensor=2), **rules)
+    ours = values_and_gradients(lambda q, k, v: attention(q, k, v, plan, segments), args)
+    mask = Causal() if segments is None else Causal() & Segments(segments, segments)
+    assert_close(ours, values_and_gradients(by_reference(mask), args))
+
+
+@pytest.mark.parametrize("window", [2, 5, 13, 40])
+def test_a_window_is_that_of_the_definition(window: int) -> None:
+    """`plain.attention` is the definition."""
+    args, segments = projections(2, 33, 4, 2, 6), documents(2, 33)
+    on = plan_on(MeshSpec())
+    want = values_and_gradients(lambda *x: plain.attention(*x, on, segments, window=window), args)
+    assert_close(values_and_gradients(lambda *x: attention(*x, on, segments, window=window), args), want)

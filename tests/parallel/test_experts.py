@@ -1,0 +1,213 @@
+"""Experts on any layout give the answer of every expert on every token; what is sent is what the docstring says.
+
+Tolerance: as in test_collective_matmul, sums of at most a few hundred float32 terms in another order: 1e-5 of the
+largest entry.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.sharding import Plan, ShardingRules
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import walk
+from jaxpar.parallel.experts import RouterSums, expert_mlp
+from jaxpar.rehearse.requested_collectives import planned
+from jaxpar.verify import reference_ops as plain
+
+pytestmark = pytest.mark.quick
+
+B, S, D, F, E, K = 8, 24, 12, 24, 8, 3
+
+
+def plan_on(rules: ShardingRules | None = None, compute: str = "float32", **mesh: int) -> Plan:
+    spec = MeshSpec(**mesh)
+    return Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]), rules or ShardingRules(), compute)  # pyright: ignore[reportArgumentType]
+
+
+@functools.cache
+def given() -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(0)
+    shapes = (B, S, D), (D, E), (E, D, F), (E, D, F), (E, F, D)
+    x, *weights = (rng.standard_normal(shape) for shape in shapes)
+    return tuple(jnp.asarray(a, jnp.float32) for a in (x, *(w / np.sqrt(w.shape[-2]) for w in weights)))
+
+
+def values_and_gradients(op: Any, plan: Plan, factor: float = 0.0) -> Any:
+    """The answer, the router's sums, and the gradients of a loss that has all of them."""
+
+    def loss(args: Any) -> Any:
+        y, sums = op(*args, K, factor, plan)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))) + 0.3 * sums.balance + 0.2 * sums.z, (y, sums)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(given())
+
+
+@functools.cache
+def expected() -> Any:
+    return values_and_gradients(plain.expert_mlp, plan_on())
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert a.shape == b.shape
+        assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(b))
+
+
+ZERO1 = ShardingRules(state_embed=("fsdp", "data"))
+WHOLE = ShardingRules(residual_seq=("context",))  # the residual stream is the same on the devices along tensor
+LAYOUTS = {
+    "one device": (None, {}),
+    "expert=2": (None, {"expert": 2}),
+    "expert=8": (None, {"expert": 8}),
+    "expert x fsdp x tensor": (None, {"expert": 2, "fsdp": 2, "tensor": 2}),
+    "expert x context": (None, {"expert": 4, "context": 2}),
+    "context x tensor": (None, {"context": 2, "tensor": 4}),
+    "expert x tensor, residual stream whole": (WHOLE, {"expert": 2, "tensor": 4}),
+    "mlp whole": (ShardingRules(mlp=()), {"expert": 2, "tensor": 4}),
+    "data x fsdp x expert, ZeRO-1": (ZERO1, {"data": 2, "fsdp": 2, "expert": 2}),
+    "experts over context": (ShardingRules(experts=("context",)), {"context": 4, "tensor": 2}),
+    "experts over data x context": (ShardingRules(experts=("data", "context")), {"data": 2, "context": 4}),
+    "experts on every device": (ShardingRules(experts=()), {"expert": 2, "fsdp": 2, "tensor": 2}),
+}
+
+
+ROOMY = ("one device", "expert x fsdp x tensor", "expert x context", "experts over data x context")
+
+
+@pytest.mark.parametrize(
+    ("layout", "factor"),
+    [(layout, 0.0) for layout in LAYOUTS] + [(layout, E / K) for layout in ROOMY],  # E / K: room for all
+    ids=str,
+)
+def test_every_layout_gives_the_plain_answer(layout, factor):
+    rules, mesh = LAYOUTS[layout]
+    found = values_and_gradients(expert_mlp, plan_on(rules, **mesh), factor)
+    assert_close(found, expected())
+    assert found[0][1][1].dropped == 0
+
+
+def test_bfloat16_is_as_far_off_as_in_plain_form():
+    """The same rounded arrays are routed, in float32, so the choices are the same; the rest rounds a few times more."""
+    plan = plan_on(compute="bfloat16", expert=2, fsdp=2, tensor=2)
+    (_, (y, _)), _ = values_and_gradients(expert_mlp, plan)
+    (_, (wanted, _)), _ = values_and_gradients(plain.expert_mlp, plan_on(compute="bfloat16"))
+    assert y.dtype == jnp.bfloat16
+    assert_close(y, wanted, 2**-6)
+
+
+# What is dropped.
+
+
+def one_sided(plan: Plan, factor: float) -> tuple[jax.Array, RouterSums]:
+    """Tokens that all choose the first K experts, which lie on one device."""
+    x, _, *experts = given()
+    x = x.at[..., 0].set(1.0)
+    router = jnp.zeros((D, E)).at[0].set(-jnp.arange(E, dtype=jnp.float32))
+    answer, _ = jax.jit(lambda *args: expert_mlp(*args, K, factor, plan))(x, router, *experts), None
+    wanted = plain.expert_mlp(x, router, *experts, K, 0.0, plan_on())[0]
+    return answer[0] - wanted, answer[1]
+
+
+def test_no_buffer_overflows_where_all_tokens_choose_one_device():
+    off, sums = one_sided(plan_on(expert=2, tensor=2), 0.0)
+    assert np.max(np.abs(off)) < 1e-5
+    assert sums.dropped == 0
+    assert sums.balance > B * S * 1.5  # of at most E / K
+
+
+@pytest.mark.parametrize("mesh", [{}, {"expert": 4}, {"expert": 2, "tensor": 2}], ids=str)
+def test_what_finds_no_room_is_dropped_by_position(mesh):
+    plan = plan_on(**mesh)
+    off, sums = one_sided(plan, 1.0)
+    tokens = B * S // plan.mesh.size
+    room = -(-tokens * K // E)
+    assert sums.dropped == K * (tokens - room) * plan.mesh.size
+    # All choices of a token have the same place, so it keeps all of its experts or none.
+    kept = np.max(np.abs(off), axis=-1) < 1e-5
+    assert kept.sum() == room * plan.mesh.size
+    for rows in np.split(kept, plan.size("batch")):
+        for piece in np.split(rows, plan.size("residual_seq"), axis=1):
+            assert piece.reshape(-1)[:room].all()
+
+
+def test_rows_without_a_group_change_nothing():
+    """What a ragged matmul makes of rows past its groups is not ours to say: here they are poisoned."""
+    own = jax.lax.ragged_dot
+
+    def poisoned(x, weight, sizes, **rest):
+        return jnp.where(jnp.arange(len(x))[:, None] < jnp.sum(sizes), own(x, weight, sizes, **rest), jnp.nan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.lax, "ragged_dot", poisoned)
+        assert_close(values_and_gradients(expert_mlp, plan_on(expert=2, tensor=2)), expected())
+
+
+# What is refused.
+
+
+def test_experts_over_an_axis_that_splits_no_tokens_are_refused():
+    plan = plan_on(ShardingRules(batch=("data", "fsdp")), expert=2)
+    with pytest.raises(UserError, match=r"rules.experts splits .* over expert=2, which splits no tokens.*rules.batch"):
+        expert_mlp(*given(), K, 0.0, plan)
+
+
+def test_experts_that_do_not_divide_are_refused_with_what_does():
+    plan = plan_on(expert=3)
+    with pytest.raises(UserError) as error:
+        plan.sharding(("layers", "experts", "embed", "mlp"), (2, 8, 12, 24), "blocks.gate")
+    assert str(error.value) == (
+        "blocks.gate: dim 1 (experts) has size 8, which expert=3 does not divide: "
+        "try --mesh.expert 2, or take expert out of --rules.experts"
+    )
+
+
+# What is sent.
+
+
+def sent(plan: Plan, function: Any, *args: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Operand bytes of all-to-alls of one device, as asked for and as compiled, by element type."""
+    traced = jax.jit(function).trace(*args)
+    asked, made = defaultdict(int), defaultdict(int)
+    for one in planned(traced.jaxpr, plan.mesh):
+        if one.kind == "all-to-all":
+            asked[one.dtype] += one.bytes * one.count
+    for task, times in walk(read_program(traced.lower().compile().as_text()).nodes):
+        if task.collective and task.collective.kind == "all-to-all":
+            made["all"] += times * task.collective.bytes
+    return dict(asked), dict(made)
+
+
+@pytest.mark.parametrize("mesh", [{"expert": 2}, {"expert": 8}, {"expert": 2, "tensor": 4}], ids=str)
+@pytest.mark.parametrize("factor", [0.0, 1.25])
+def test_two_all_to_alls_forward_and_two_backward(mesh, factor):
+    plan = plan_on(**mesh)
+    X, T = mesh["expert"], B * S // plan.mesh.size
+    rows = E * -(-int(T * K / E * factor * 1000) // 1000) if factor else X * T * min(K, E // X)
+    counts = {} if factor else {"int32": E * 4}
+
+    def forward(*args: Any) -> Any:
+        return expert_mlp(*args, K, factor, plan)[0]
+
+    def both(*args: Any) -> Any:
+        return jax.grad(lambda args: jnp.sum(jnp.sin(forward(*args))))(args)
+
+    for function, moves in ((forward, 2), (both, 4)):
+        asked, made = sent(plan, function, *given())
+        assert asked == {"float32": moves * rows * D * 4} | counts
+        assert made["all"] == sum(asked.values())
+
+
+def test_one_device_along_expert_sends_no_rows():
+    plan = plan_on(fsdp=4, tensor=2)
+    assert sent(plan, lambda *args: expert_mlp(*args, K, 0.0, plan), *given()) == ({}, {})

@@ -1,0 +1,109 @@
+"""Host memory: refused where it is wrong or absent, and a check that sees a wrong gradient."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from traced_steps import config_of
+
+from jaxpar.base.config import override
+from jaxpar.base.errors import UserError
+from jaxpar.parallel import host_memory as offload
+from jaxpar.parallel.host_memory import KNOWN_BAD, check_offload, gradient_error, known_bad, require_right_gradients
+from jaxpar.train.step import make_plan, plan_notes
+
+pytestmark = pytest.mark.quick
+
+
+class Device:
+    """A device of another kind: what `check_offload` asks of one."""
+
+    device_kind = "a chip"
+
+    def __init__(self, platform: str, *kinds: str):
+        self.platform, self._kinds = platform, kinds
+
+    def addressable_memories(self) -> list[Any]:
+        if not self._kinds:
+            raise NotImplementedError("an absent device")
+        return [type("Memory", (), {"kind": kind}) for kind in self._kinds]
+
+
+def test_the_gradient_here_is_right():
+    assert gradient_error(jax.devices()[0]) == 0
+
+
+def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in openxla/xla#46231: the backward pass reads another layer's activations."""
+    own = offload.checkpoint_name
+
+    @jax.custom_vjp
+    def shifted(x):
+        return x
+
+    shifted.defvjp(lambda x: (x, None), lambda _, dx: (jnp.roll(dx, 1, axis=0),))
+    asked = []
+
+    def named(x, name):
+        asked.append(name)
+        return own(x, name) if len(asked) == 1 else shifted(own(x, name))  # the second program is the offloaded one
+
+    monkeypatch.setattr(offload, "checkpoint_name", named)
+
+
+def test_a_wrong_gradient_is_caught(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    wrong(monkeypatch)
+    with pytest.raises(UserError, match=r"wrong gradients here .*offload nothing"):
+        require_right_gradients(jax.devices()[0], print)
+    assert not (cache / "jaxpar" / "offload.json").exists()
+
+
+def test_the_check_is_made_once(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    said: list[str] = []
+    require_right_gradients(jax.devices()[0], said.append)
+    assert len(said) == 1 and "the same" in said[0]
+    monkeypatch.setattr(offload, "gradient_error", lambda device: float("nan"))
+    require_right_gradients(jax.devices()[0], said.append)  # remembered
+    assert len(said) == 1
+    path = cache / "jaxpar" / "offload.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps([facts[0].replace("jaxlib", "other")]))
+    with pytest.raises(UserError):
+        require_right_gradients(jax.devices()[0], said.append)
+    path.write_text("{damaged")
+    with pytest.raises(UserError):
+        require_right_gradients(jax.devices()[0], said.append)
+
+
+def test_known_bad_versions_are_refused_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "46231" in known_bad("gpu", "0.11.0")
+    assert not known_bad("gpu", "0.11.1") and not known_bad("tpu", "0.11.0")
+    monkeypatch.setattr(offload, "version", lambda name: KNOWN_BAD[0].jaxlib)
+    gpu = Device("gpu", "device", "pinned_host")
+    with pytest.raises(UserError, match=r"46231.*--memory.offload-anyway"):
+        check_offload("memory.keep.up = offload", gpu, anyway=False)
+    check_offload("memory.keep.up = offload", gpu, anyway=True)
+    check_offload("memory.keep.up = offload", Device("tpu", "device", "pinned_host"), anyway=False)
+
+
+def test_a_device_without_host_memory_is_refused() -> None:
+    with pytest.raises(UserError, match=r"a chip has no host memory .*only device: save it, or recompute it"):
+        check_offload("memory.keep.up = offload", Device("tpu", "device"), anyway=False)
+    check_offload("memory.keep.up = offload", Device("tpu"), anyway=False)  # an absent one does not say
+
+
+def test_a_plan_asks_and_its_notes_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = override(config_of("llama", "full"), {"memory.keep.block_input": "offload"})
+    plan = make_plan(config, jax.devices()[:1])
+    assert plan.offloads == ("block_input",)
+    (note,) = [note for note in plan_notes(config, plan) if "host memory" in note]
+    assert "on CPU" in note
+    monkeypatch.setattr(offload, "KNOWN_BAD", (offload.KnownBad("cpu", offload.version("jaxlib"), "it is wrong"),))
+    with pytest.raises(UserError, match=r"memory\.keep\.block_input = offload: it is wrong"):
+        make_plan(config, jax.devices()[:1])
+    make_plan(override(config, {"memory.offload_anyway": True}), jax.devices()[:1])

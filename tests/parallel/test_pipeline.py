@@ -1,0 +1,456 @@
+"""The pipeline's parts: where layers are stored, slots of buffers, ticks of the compiled program, memory, dropout."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.base.config import Config, override
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import devices_needed, total_sizes
+from jaxpar.base.sharding import Pipeline, Plan, replicated, tree_shardings
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import Loop
+from jaxpar.models import Model
+from jaxpar.parallel.pipeline import layers_of, microbatches, reorder_layers, schedule, stored_order
+from jaxpar.parallel.pipeline.notes import _memory, _state_bytes
+from jaxpar.parallel.pipeline.program import program
+from jaxpar.parallel.pipeline.split_backward import kept, split
+from jaxpar.parallel.token_order import TOKENS
+from jaxpar.train import step
+from jaxpar.train.state_bytes import state_of
+from jaxpar.verify.losses_and_gradients import random_batch, random_params
+
+SMALL = {"model.vocab_size": 90, "model.embed": 16, "model.heads": 2, "model.mlp": 24, "model.layers": 4,
+         "data.seq_len": 10, "model.max_seq_len": 16, "train.batch": 16}  # fmt: skip
+
+
+def config_of(**changes: Any) -> Config:
+    return override(Config(), SMALL | {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def plan_of(config: Config) -> Plan:
+    return step.make_plan(config, jax.devices()[: devices_needed(config.mesh)])
+
+
+# Layers.
+
+
+def test_layers_are_even_or_have_more_in_the_middle() -> None:
+    def counts(total: int, stages: int, **pipeline: Any) -> tuple[int, ...]:
+        return layers_of(total, stages, Pipeline(**pipeline)).counts
+
+    assert counts(8, 4) == (2, 2, 2, 2)
+    assert counts(30, 4) == (7, 8, 8, 7)
+    assert counts(9, 4) == (2, 3, 2, 2)
+    assert counts(8, 2, virtual=2, schedule="interleaved") == (2, 2, 2, 2)
+    assert counts(7, 4, layers=(1, 2, 3, 1)) == (1, 2, 3, 1)
+
+
+def test_a_stage_has_its_chunks_together() -> None:
+    found = layers_of(8, 2, Pipeline(virtual=2))
+    assert found.order == (0, 1, 4, 5, 2, 3, 6, 7)  # virtual stages 0 and 2 on the first stage
+    assert not found.natural
+    assert layers_of(8, 2, Pipeline()).natural
+    assert layers_of(5, 2, Pipeline(layers=(2, 3))).order == (0, 1, -1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("library", [np, jnp])
+def test_orders_lead_from_one_to_another_and_back(library: Any) -> None:
+    x = library.arange(14.0).reshape(7, 2) + 1
+    uneven = layers_of(7, 4, Pipeline(layers=(1, 2, 3, 1))).order
+    virtual = layers_of(7, 2, Pipeline(virtual=2, layers=(2, 2, 2, 1))).order
+    there = reorder_layers(x, None, uneven, 7)
+    assert there.shape == (12, 2)
+    assert (np.asarray(there)[np.array(uneven) < 0] == 0).all()
+    np.testing.assert_array_equal(reorder_layers(there, uneven, None, 7), x)
+    np.testing.assert_array_equal(
+        reorder_layers(reorder_layers(there, uneven, virtual, 7), virtual, None, 7), reorder_layers(x, None, None, 7)
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "pipeline", "said"),
+    [
+        (4, 8, {}, "model.layers=4 are fewer than 8 stages: try --mesh.stage 4"),
+        (4, 4, {"virtual": 2}, "fewer than 4 stages x 2 virtual: try --pipeline.virtual 1"),
+        (12, 4, {"virtual": 2}, "do not divide model.layers=12: try --pipeline.virtual 1, or say that they may differ: "
+         "--pipeline.layers 1 1 2 2 2 2 1 1"),
+        (24, 4, {"virtual": 4}, "try --pipeline.virtual 3"),
+        (8, 4, {"layers": (2, 2, 4)}, "4 numbers of at least 1 that add up to 8"),
+        (8, 4, {"layers": (2, 2, 2, 3)}, "is 4 virtual stages of 9 layers"),
+        (8, 4, {"layers": (0, 3, 3, 2)}, "at least 1"),
+    ],
+)  # fmt: skip
+def test_layers_that_do_not_fit_are_refused(layers: int, stages: int, pipeline: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        layers_of(layers, stages, Pipeline(**pipeline))
+    assert said in str(refused.value)
+
+
+# Microbatches, and other input.
+
+
+def microbatches_of(**changes: Any) -> int:
+    config = config_of(**changes)
+    return microbatches(config, total_sizes(config.mesh))
+
+
+def test_microbatches_are_as_many_as_the_batch_allows() -> None:
+    assert microbatches_of(mesh__stage=4, train__batch=64) == 16  # four a stage
+    assert microbatches_of(mesh__stage=4, train__batch=12) == 12
+    assert microbatches_of(mesh__stage=4, mesh__data=2, train__batch=12) == 6
+    assert microbatches_of(mesh__stage=2, train__batch=14) == 7
+    assert microbatches_of(mesh__stage=2, train__batch=16, train__accumulation=4) == 4
+
+
+def test_stages_that_are_all_devices_count_in_the_microbatches() -> None:
+    config = config_of(mesh__stage=-1, train__batch=64)
+    assert step.make_plan(config, jax.devices()[:4]).pipeline.microbatches == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pipeline__microbatches": 3}, "train.batch=16 does not split into pipeline.microbatches=3 of a sequence for "
+         "each of 1 data-parallel shards: try --pipeline.microbatches 2, or --train.batch 18"),
+        ({"pipeline__microbatches": 32}, "try --pipeline.microbatches 16, or --train.batch 32"),
+        ({"pipeline__microbatches": 16, "mesh__data": 2}, "each of 2 data-parallel shards: try --pipeline.micro"),
+        ({"pipeline__microbatches": -1}, "pipeline.microbatches=-1 is below 0"),
+        ({"mesh__stage": 8}, "model.layers=4 are fewer than 8 stages: try --mesh.stage 4"),
+        ({"pipeline__virtual": 2}, "pipeline.schedule 1f1b has one virtual stage a stage, found pipeline.virtual=2: "
+         "try --pipeline.schedule interleaved, or --pipeline.virtual 1"),
+        ({"pipeline__virtual": 4, "pipeline__schedule": "looped"}, "fewer than 2 stages x 4 virtual"),
+        ({"rules__batch": ("data", "stage")}, "rules.batch splits over stage"),
+        ({"rules__mlp": ("tensor", "stage")}, "rules.mlp splits over stage"),
+        ({"rules__layers": ("fsdp",), "mesh__fsdp": 2}, "rules.layers"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_with_what_to_change(changes: dict[str, Any], said: str) -> None:
+    config = config_of(**{"mesh__stage": 2} | changes)
+    with pytest.raises(UserError) as refused:
+        plan_of(config)
+    assert said in str(refused.value)
+
+
+# The program.
+
+
+@pytest.mark.parametrize(
+    ("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("looped", 3), ("zb_h1", 1)]
+)
+@pytest.mark.parametrize(("P", "M"), [(2, 2), (2, 7), (3, 2), (4, 8), (4, 13), (8, 3)])
+def test_slots_hold_what_is_read_from_them(name: Any, v: int, P: int, M: int) -> None:
+    """The buffers run as the executor runs them, with names in place of arrays."""
+    steps = program(schedule(name, P, M, v))
+    empty: dict[str, list[Any]] = {"stash": [None] * steps.stash, "inbox": [None] * steps.inbox}
+    empty |= {"cotangents": [None] * steps.cotangents, "waiting": [None] * steps.waiting}
+    buffers = [{name: list(slots) for name, slots in empty.items()} for _ in range(P)]
+    leaving: list[Any] = [None] * P
+    done: set[Any] = set()
+    for segment in steps.segments:
+        for r in range(segment.rounds):
+            before, entering = list(leaving), []
+            for kind, rows in segment.ticks.items():
+                sent = [None] * P
+                for s in range(P if kind in ("backward", "input") else 0):
+                    buffers[s]["cotangents"][rows.arrives[r, s]] = before[(s + 1) % P]
+                for s in range(P):
+                    row = {field: getattr(rows, field)[r, s] for field in rows._fields[:-3]}
+                    unit = (int(row["microbatch"]), int(row["chunk"]) * P + s) if row["on"] else None
+                    mine = buffers[s]
+                    if kind == "forward":
+                        if unit and unit[1]:
+                            assert mine["inbox"][row["taken"]] == ("activation", unit)
+                        assert bool(row["ends"]) == (unit is not None and unit[1] == 0)
+                        mine["stash"][row["kept"]] = unit
+                        last = unit is not None and unit[1] == P * v - 1
+                        assert bool(row["scores"]) == last
+                        mine["cotangents"][row["cotangent"]] = ("cotangent", unit) if last else None
+                        sent[s] = ("activation", (unit[0], unit[1] + 1)) if unit else None
+                    elif unit is None:
+                        if kind == "input":
+                            mine["waiting"][row["waits"]] = None
+                        leaving[s] = None if kind != "weight" else leaving[s]
+                    elif kind == "weight":
+                        assert mine["waiting"][row["waits"]] == mine["stash"][row["kept"]] == unit
+                        done.add((kind, unit))
+                    else:
+                        assert mine["stash"][row["kept"]] == unit
+                        assert mine["cotangents"][row["taken"]] == ("cotangent", unit)
+                        assert bool(row["ends"]) == (unit[1] == 0)
+                        leaving[s] = ("cotangent", (unit[0], unit[1] - 1))
+                        if kind == "input":
+                            mine["waiting"][row["waits"]] = unit
+                        done.add((kind, unit))
+                entering = sent if kind == "forward" else entering
+            for s in range(P if "forward" in segment.ticks else 0):
+                buffers[s]["inbox"][segment.ticks["forward"].arrives[r, s]] = entering[s - 1]
+    kinds = ("input", "weight") if name == "zb_h1" else ("backward",)
+    assert done == {(kind, (i, k)) for kind in kinds for i in range(M) for k in range(P * v)}
+
+
+def test_buffers_do_not_grow_with_microbatches() -> None:
+    for name, v in (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)):
+        few, many = (program(schedule(name, 4, M, v))[1:] for M in (8, 64))
+        assert few == many
+    assert program(schedule("1f1b", 4, 64)).stash == 7
+    assert program(schedule("gpipe", 4, 64)).stash > 64
+
+
+# Functions taken apart.
+
+
+def test_what_depends_on_the_last_argument_is_kept_and_the_rest_computed_again() -> None:
+    def function(w: Any, x: Any) -> list[Any]:
+        doubled = 2 * w
+        return [w, doubled, x, jnp.sin(x), doubled + x, x]
+
+    w, x = jnp.arange(3.0), jnp.arange(3.0) + 7
+    found = kept(function, w, x)
+    assert found.places == (2, 3, 4)
+    arrays = [function(w, x)[at] for at in found.places]
+    for got, want in zip(found.restore(arrays, w), function(w, x), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_gradients_of_weights_wait_with_nothing_but_their_matmul_left(policy: str) -> None:
+    def layer(w: dict[str, Any], x: Any) -> Any:
+        return x + jnp.tanh((w["scale"] * x) @ w["up"]) @ w["down"]
+
+    layer = jax.checkpoint(layer) if policy == "full" else layer
+    rng = np.random.default_rng(0)
+    w = {"up": rng.normal(size=(4, 6)), "down": rng.normal(size=(6, 4)), "scale": rng.normal(size=4)}
+    x, dy = rng.normal(size=(5, 4)), rng.normal(size=(5, 4))
+
+    def backward(x: Any, w: Any, dy: Any) -> Any:
+        return jax.vjp(layer, w, x)[1](dy)
+
+    now = {"up": False, "down": False, "scale": True}, True
+    parts = split(backward, (x, w, dy), now, again=(1,))
+    (dw, dx), needed = parts.first(x, w, dy)
+    later, _ = parts.second(needed, w)
+    want_dw, want_dx = backward(x, w, dy)
+    close = partial(np.testing.assert_allclose, rtol=3e-6)  # compiled one operation at a time
+    close(dx, want_dx)
+    close(dw["scale"], want_dw["scale"])
+    assert dw["up"] is None
+    for name in ("up", "down"):
+        close(later[name], want_dw[name])
+    text = str(jax.make_jaxpr(parts.second)(needed, w))
+    assert text.count("dot_general") == 2
+    assert "tanh" not in text
+
+
+# The compiled step.
+
+
+def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
+    """Loss sums and gradients in the model's own order of layers."""
+    plan, model = plan_of(config), Model(config.model)
+    order, L = stored_order(plan, config.model.layers), config.model.layers
+    params = random_params(model)
+    params["blocks"] = jax.tree.map(lambda x: reorder_layers(x, None, order, L), params["blocks"])
+    places = tree_shardings(step.param_shapes(model, plan), model.axes, plan)
+
+    def run(params: Any, batch: Any) -> Any:
+        weights = step.loss_weights(config.train)
+        return step.gradients(model, params, batch, plan, key, config.train.accumulation, weights)
+
+    tokens = plan.sharding(TOKENS)
+    jitted = jax.jit(run, in_shardings=(places, tokens), out_shardings=(replicated(plan), places))
+    sums, grads = jax.device_get(jitted(jax.device_put(params, places), jax.device_put(random_batch(config), tokens)))
+    grads["blocks"] = jax.tree.map(lambda x: reorder_layers(x, order, None, L), grads["blocks"])
+    return sums, grads
+
+
+def mostly_slow(*cases: Any) -> list[Any]:
+    """The first in the fast suite, all of them in the slow one."""
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "policy"),
+    [(name, policy) for name in ("interleaved", "1f1b", "zb_h1") for policy in ("full", "none")],
+)
+def test_dropout_is_that_of_accumulated_microbatches(schedule: str, policy: str) -> None:
+    """The same keys, so the same bits: whatever the schedule, a pipeline drops what accumulation drops."""
+    dropping = config_of(model__dropout=0.3, memory__policy=policy)
+    want, want_grads = gradients(override(dropping, {"train.accumulation": 8}), jax.random.key(3))
+    piped = {"mesh.stage": 2, "pipeline.microbatches": 8, "pipeline.schedule": schedule,
+             "pipeline.virtual": 2 if schedule == "interleaved" else 1}  # fmt: skip
+    got, grads = gradients(override(dropping, piped), jax.random.key(3))
+    plain, _ = gradients(dropping)
+    assert abs(got.loss - plain.loss) > 1.0  # it drops at all
+    np.testing.assert_allclose(got.loss, want.loss, rtol=1e-6)
+    # Float32 sums in another order; a gradient that is zero by mathematics is rounding of the others' size.
+    floor = 0.1 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(want_grads))
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+        scale = max(np.abs(other).max(), floor)
+        np.testing.assert_allclose(one / scale, other / scale, atol=1e-5)
+
+
+def compiled(config: Config) -> Any:
+    plan, model = plan_of(config), Model(config.model)
+    return step.make_train_step(model, config, plan).lower(*step.step_shapes(model, config, plan)).compile()
+
+
+def loops(nodes: Any) -> list[int]:
+    """Trips of the loops that have loops inside."""
+    found = []
+    for node in nodes:
+        if isinstance(node, Loop):
+            inner = [n for n in node.body if isinstance(n, Loop)]
+            found += [node.trips] if inner else loops(node.body)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "v"), mostly_slow(("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("looped", 2), ("zb_h1", 1))
+)
+def test_the_compiled_program_runs_the_ticks_of_the_schedule(name: Any, v: int) -> None:
+    config = config_of(
+        mesh__stage=4, pipeline__microbatches=16, pipeline__schedule=name, pipeline__virtual=v, model__layers=16
+    )
+    text = compiled(config).as_text()
+    want = [segment.rounds for segment in program(schedule(name, 4, 16, v)).segments]
+    ticks = sum(segment.rounds * len(segment.ticks) for segment in program(schedule(name, 4, 16, v)).segments)
+    assert ticks == len(schedule(name, 4, 16, v).ticks)
+    assert sorted(loops(read_program(text).nodes)) == sorted(want)
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "policy"),
+    [(*form, policy) for form in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb_h1", 1))
+     for policy in ("none", "full")],
+)  # fmt: skip
+@pytest.mark.slow
+def test_memory_does_not_grow_with_microbatches_but_for_gpipe(name: Any, v: int, policy: str) -> None:
+    def temporaries(M: int) -> int:
+        config = config_of(
+            mesh__stage=4, pipeline__microbatches=M, pipeline__schedule=name, pipeline__virtual=v, model__layers=8,
+            train__batch=M, data__seq_len=64, model__max_seq_len=64, memory__policy=policy,
+        )  # fmt: skip
+        return compiled(config).memory_analysis().temp_size_in_bytes
+
+    few, many = temporaries(8), temporaries(32)
+    activation = 4 * 64 * 16
+    tokens = 4 * 64 * 24 * 4  # ids, positions and labels of 24 more microbatches
+    if name == "gpipe":
+        assert many - few > 24 * activation
+    else:
+        assert many - few <= tokens
+
+
+# Training.
+
+
+def test_evaluation_in_a_pipeline_is_that_of_one_device() -> None:
+    config = config_of(mesh__stage=4, pipeline__microbatches=8)
+    batch, sums = random_batch(config), {}
+    for stages in (1, 4):
+        one = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, stage=stages))
+        plan, model = plan_of(one), Model(one.model)
+        params = jax.device_put(random_params(model), tree_shardings(model.shapes(), model.axes, plan))
+        sums[stages] = step.make_eval_step(model, plan)(params, jax.device_put(batch, plan.sharding(TOKENS)))
+    np.testing.assert_allclose(sums[4], sums[1], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_stages(tmp_path: Path) -> None:
+    """Layers are stored in another order and with gaps; the losses go on as if nothing had happened."""
+    from jaxpar.cli.train import train_config as train
+    from jaxpar.train.metrics import read_metrics
+
+    text = tmp_path / "text.txt"
+    text.write_text("in the beginning was the word, and the word was with code. " * 60)
+    base = {"data.source": "text", "data.path": str(text), "train.steps": 8, "train.warmup_steps": 2,
+            "checkpoint.every": 2, "metrics.log_every": 1, "train.eval_every": 4, "model.vocab_size": 256,
+            "model.layers": 5, "mesh.platform": "cpu", "train.batch": 8, "model.max_seq_len": 16}  # fmt: skip
+    virtual = {"mesh.stage": 2, "pipeline.schedule": "interleaved", "pipeline.virtual": 2,
+               "pipeline.layers": (1, 2, 1, 1), "mesh.data": 4}  # fmt: skip
+    uneven = {"mesh.stage": 4, "mesh.data": 2}
+    layouts = [({"mesh.data": 8}, 2), (virtual, 4), (uneven, 6), ({"mesh.data": 8}, 8)]
+    for layout, stop in layouts:
+        train(override(config_of(), base | layout | {"train.stop_at": stop}), tmp_path / "moved")
+    train(override(config_of(), base | {"mesh.data": 8}), tmp_path / "still")
+    moved, still = (
+        [row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("moved", "still")
+    )
+    np.testing.assert_allclose(moved, still, rtol=2e-5)
+
+
+def test_sums_in_bfloat16_take_gradients_in_float32() -> None:
+    config = config_of(mesh__stage=2, pipeline__microbatches=2, precision__gradients="bfloat16")
+    plan, model = plan_of(config), Model(config.model)
+    traced = step.make_train_step(model, config, plan).trace(*step.step_shapes(model, config, plan))
+    assert {leaf.dtype for leaf in jax.tree.leaves(traced.out_info[0].params)} == {jnp.dtype("float32")}
+
+
+# Notes.
+
+
+def notes_of(config: Config) -> list[str]:
+    return step.plan_notes(config, plan_of(config))
+
+
+def test_the_log_has_the_schedule_in_figures() -> None:
+    (line,) = notes_of(config_of(mesh__stage=4, pipeline__microbatches=16))
+    assert line == "pipeline: 1f1b, 4 stages, 16 microbatches: 38 ticks, idle 16 %, a stage keeps 7 inputs at most"
+    assert notes_of(config_of()) == []
+    assert notes_of(config_of(pipeline__microbatches=4)) == ["pipeline.microbatches does nothing: mesh.stage is 1"]
+
+
+def test_a_long_bubble_is_explained() -> None:
+    _, said = notes_of(config_of(mesh__stage=4, pipeline__microbatches=4))
+    assert said.startswith("a pipeline of 4 with 4 microbatches idles 43 %; with 16 it would 16 %: try")
+    uneven = notes_of(config_of(mesh__stage=4, model__layers=6))
+    assert "virtual stages have 1, 2, 2, 1 layers: each tick lasts as long as the largest, 2, on all of them" in uneven
+    twice = notes_of(config_of(mesh__stage=2, train__accumulation=2))
+    assert (
+        "the pipeline fills and drains 2 times a step: train.accumulation 1 and --pipeline.microbatches 16" in twice[1]
+    )
+
+
+def test_a_pipeline_that_fsdp_could_spare_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpar.parallel.pipeline.notes._memory", lambda plan: 95 * 2**30)
+    config = config_of(mesh__stage=8, model__layers=8, pipeline__microbatches=8)
+    _, said = notes_of(config)
+    assert said.startswith(
+        "fsdp alone fits: about 0.0 of 95 GiB a device with --mesh.stage 1 --mesh.fsdp 8 and memory.policy"
+    )
+    assert said.endswith("a pipeline of 8 with 8 microbatches idles 47 %")
+    monkeypatch.setattr("jaxpar.parallel.pipeline.notes._memory", lambda plan: 2**10)
+    assert "fsdp" not in notes_of(config)[1]
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"train__accumulation": 2}, {"precision__params": "bfloat16", "precision__moments": "int8"},
+    {"precision__gradients": "bfloat16", "precision__moments": "bfloat16", "train__accumulation": 2},
+    {"memory__optimizer": "offload"}, {"memory__optimizer": "offload", "memory__parameters": "offload"},
+])  # fmt: skip
+def test_what_fsdp_alone_would_hold_is_what_the_ledger_counts(changes: dict[str, Any]) -> None:
+    sizes = {"model__vocab_size": 2**14, "model__embed": 512, "model__mlp": 2048}
+    config = config_of(mesh__fsdp=8, **sizes, **changes)
+    plan, held = plan_of(config), state_of(config, plan_of(config), "tpu")
+    found = _state_bytes(config, plan, Model(config.model).parameter_count()) / 8
+    assert found == pytest.approx(held.parameters + held.optimizer + held.gradients, rel=0.05)
+
+
+def test_the_memory_of_a_chip_is_known_by_its_name() -> None:
+    def plan_on(device_kind: str, platform: str) -> Any:
+        device = SimpleNamespace(device_kind=device_kind, platform=platform)
+        return SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device])))
+
+    assert _memory(plan_on("cpu", "cpu")) == 0
+    assert _memory(plan_on("TPU v5 lite", "tpu")) == 16 * 2**30

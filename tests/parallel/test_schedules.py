@@ -1,0 +1,482 @@
+"""Pipeline schedules: valid, and as long, as small and as talkative as the closed forms of the literature say."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.sharding import Schedule
+from jaxpar.parallel.pipeline.schedules import Action, Table, own_programs, schedule
+from jaxpar.parallel.pipeline.simulator import Times, check, compare, simulate
+
+pytestmark = pytest.mark.quick
+
+NAMES: tuple[Schedule, ...] = get_args(Schedule)
+CHUNKED: tuple[Schedule, ...] = ("interleaved", "looped")
+STAGES = (1, 2, 3, 4, 5, 8)
+
+every_schedule = pytest.mark.parametrize("name", NAMES)
+every_stages = pytest.mark.parametrize("P", STAGES)
+
+
+def batches(P: int) -> list[int]:
+    """M to try."""
+    return sorted({1, 2, max(P - 1, 1), P, P + 1, 2 * P, 2 * P + 1, 3 * P, 3 * P + 2})
+
+
+def sizes(name: Schedule, P: int) -> list[tuple[int, int]]:
+    """M and v to try."""
+    return [(M, v) for M in batches(P) for v in ((1, 2, 3) if name in CHUNKED else (1,))]
+
+
+def some_times(*seed: Any, count: int = 3) -> list[Times]:
+    """Unit times, and some at random, in whole numbers so that sums are exact."""
+    draw = random.Random(str(seed))
+    weights = [draw.randint(1, 8) for _ in range(count)]
+    return [Times(), *(Times(draw.randint(1, 9), draw.randint(1, 5) + W, W) for W in weights)]
+
+
+def split(times: Times) -> tuple[float, float, float]:
+    """F, I and W."""
+    return times.forward, times.backward - times.weight, times.weight
+
+
+def group(P: int, M: int) -> int:
+    """The largest group that goes through the chunks together: P, or what more it takes to share out M."""
+    groups = max(M // P, 1)
+    return max(P, -(-M // groups))
+
+
+# Valid tables.
+
+
+@every_stages
+@every_schedule
+def test_every_table_is_valid_in_ticks_of_one_kind(name, P):
+    for M, v in sizes(name, P):
+        table = schedule(name, P, M, v)
+        check(table)
+        kinds = [{action.kind for action in tick if action} for tick in table.ticks]
+        assert {len(kind) for kind in kinds} == {1}
+        ticks = M * v + P - 1 if M >= P else v * P + M - 1
+        halves = {"input": ticks, "weight": M} if name == "zb_h1" else {"backward": ticks}
+        assert {kind: kinds.count({kind}) for kind in ("forward", *halves)} == {"forward": ticks, **halves}
+        assert len(kinds) == ticks + sum(halves.values())
+
+
+@every_stages
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_programs_of_their_own_are_valid(name, P):
+    for M in batches(P):
+        check(own_programs(name, P, M))
+
+
+# Time. In one program, where a transfer takes none.
+
+
+@every_stages
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "zb_h1"])
+def test_time_of_whole_backwards(name, P):
+    """(M v + P - 1)(f + b): GPipe (Huang et al. 2018, arXiv:1811.06965), 1F1B (Narayanan et al. 2021, arXiv:2104.04473,
+    section 2.2), and with chunks f = F/v, an idle time of (P - 1)(F + B)/v: interleaved (ibid.), looped (Lamy-Poirier
+    2022, arXiv:2211.05953). Interleaved is given for M a multiple of P; these tables need M >= P only. With less, a
+    microbatch is back at the first stage after P ticks and finds it idle: (v P + M - 1)(f + b).
+    """
+    for (M, v), times in itertools.product(sizes(name, P), some_times(name, P)):
+        found = simulate(schedule(name, P, M, v), times)
+        one = times.forward + times.backward
+        assert found.makespan == (M * v + P - 1 if M >= P else v * P + M - 1) * one
+        assert found.busy == (M * v * one,) * P
+        if M >= P:
+            assert found.makespan - M * v * one == (P - 1) * one
+            assert found.bubble == pytest.approx((P - 1) / (M * v + P - 1))
+
+
+@every_stages
+def test_time_of_zb_h1(P):
+    """(M + P - 1)(F + I) + M W in ticks of one kind; each stage computes M (F + I + W) of it."""
+    for M, times in itertools.product(batches(P), some_times(P)):
+        found, (F, I, W) = simulate(schedule("zb_h1", P, M), times), split(times)
+        assert found.makespan == (M + P - 1) * (F + I) + M * W
+        assert found.busy == (M * (F + I + W),) * P
+        assert found.makespan <= simulate(schedule("1f1b", P, M), times).makespan
+
+
+@every_stages
+def test_time_of_1f1b_in_programs_of_its_own(P):
+    """(M + P - 1)(F + B), no less than in one program."""
+    for M, times in itertools.product(batches(P), some_times(P)):
+        found = simulate(own_programs("1f1b", P, M), times, lockstep=False)
+        assert found.makespan == (M + P - 1) * (times.forward + times.backward)
+
+
+@every_stages
+def test_time_of_zb_h1_in_programs_of_its_own(P):
+    """Qi et al. 2023, arXiv:2401.10241, table 2: an idle time of (P - 1)(F + I - W).
+
+    That holds for M >= P and W <= F, I, as in a transformer (ibid. table 1: W < F < I); with a longer W the idle time
+    is (P - 1)(F + I - min(F, I, W)). With fewer microbatches than stages there are too few W to fill it.
+    """
+    for M, times in itertools.product(batches(P), some_times(P, count=8)):
+        found, (F, I, W) = simulate(own_programs("zb_h1", P, M), times, lockstep=False), split(times)
+        if M >= P:
+            assert found.makespan == M * (F + I + W) + (P - 1) * (F + I - min(F, I, W))
+        elif min(F, I) >= W:
+            assert found.makespan == (M + P - 1) * (F + I) + W
+        assert found.makespan >= M * (F + I + W) + (P - 1) * (F + I - W)
+
+
+def shortest(P: int, M: int, F: int, I: int, W: int) -> int:
+    """The least time of M microbatches through P stages in ticks of one kind, of all ways to fill every tick.
+
+    A tick is of forwards, of input gradients, of weights' gradients, or of both of these; in it each stage does any of
+    what it could, or nothing. Dijkstra's search over what is done.
+    """
+    bit = {place: 1 << n for n, place in enumerate(itertools.product("FIW", range(M), range(P)))}
+
+    def ready(kind: str, i: int, s: int, done: int) -> bool:
+        if kind == "F":
+            return s == 0 or bool(done & bit["F", i, s - 1])
+        if kind == "I":
+            return bool(done & bit["F", i, s]) and (s == P - 1 or bool(done & bit["I", i, s + 1]))
+        return bool(done & bit["I", i, s])
+
+    def after(done: int, kind: str) -> Iterator[int]:
+        """What can be done at the end of a tick."""
+        choices: list[list[int]] = []
+        for s in range(P):
+            free = [i for i in range(M) if not done & bit[kind[0], i, s] and ready(kind[0], i, s, done)]
+            choices.append([0, *(sum(bit[k, i, s] for k in kind) for i in free)])
+        return (done | sum(picked) for picked in itertools.product(*choices))
+
+    costs, all_done = {"F": F, "I": I, "W": W, "IW": I + W}, sum(bit.values())
+    best, queue = {0: 0}, [(0, 0)]
+    while queue:
+        time, done = heapq.heappop(queue)
+        if done == all_done:
+            return time
+        if time > best[done]:
+            continue
+        for kind, cost in costs.items():
+            for state in after(done, kind):
+                if state != done and time + cost < best.get(state, 1 << 30):
+                    best[state] = time + cost
+                    heapq.heappush(queue, (time + cost, state))
+    raise AssertionError("a pipeline always ends")
+
+
+@pytest.mark.parametrize(("P", "M"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2)])
+@pytest.mark.parametrize("times", [(1, 1, 1), (3, 4, 2), (1, 2, 5)])
+def test_no_ticks_of_one_kind_are_shorter_than_those_of_zb_h1(P, M, times):
+    """The last stage needs M forward ticks after the P - 1 that bring the first microbatch to it; the first stage M
+    ticks of input gradients, alone or with weights' ones, after P - 1; and any stage M of weights' gradients. No tick
+    serves two of these, but a whole backward, which costs both. So (M + P - 1)(F + I) + M W is the least, and here the
+    search finds no less.
+    """
+    F, I, W = times
+    least = shortest(P, M, F, I, W)
+    assert least == (M + P - 1) * (F + I) + M * W
+    assert simulate(schedule("zb_h1", P, M), Times(F, I + W, W)).makespan == least
+
+
+# Memory.
+
+
+@every_stages
+@every_schedule
+def test_stash(name, P):
+    """GPipe keeps all M inputs, looped all M v. 1F1B in one program keeps 2(P - s) - 1 at most, the warm-up of "eager"
+    1F1B (Zhuang et al. 2022, arXiv:2211.05322); interleaved (v - 1) G + 2(P - 1 - s) + 1, for G = P the warm-up of
+    Megatron-LM (`num_warmup_microbatches`) and one. ZB-H1 keeps each until the first stage has its input gradient:
+    2P - 1 - s inputs, and s + 1 cotangents. So at most 2P - 1 without chunks.
+    """
+    for M, v in sizes(name, P):
+        found, G = simulate(schedule(name, P, M, v)), group(P, M)
+        formulas = {
+            "gpipe": lambda s, M=M: M,
+            "1f1b": lambda s, M=M: min(M, 2 * (P - s) - 1),
+            "interleaved": lambda s, M=M, v=v, G=G: min(M * v, (v - 1) * G + 2 * (P - 1 - s) + 1) if M >= P else
+                           (v - 1) * M + min(M, 2 * (P - 1 - s) + 1),
+            "looped": lambda s, M=M, v=v: M * v,
+            "zb_h1": lambda s, M=M: min(M, 2 * P - 1 - s),
+        }  # fmt: skip
+        assert list(found.stash) == [formulas[name](s) for s in range(P)]
+        assert list(found.waiting) == [min(M, s + 1) if name == "zb_h1" else 0 for s in range(P)]
+        assert found.stash_over_time.shape == found.starts.shape
+        assert tuple(found.stash_over_time.max(axis=0)) == found.stash
+
+
+@every_stages
+def test_stash_in_programs_of_their_own(P):
+    """1F1B: P - s (Narayanan et al. 2021, section 2.2). ZB-H1: P, of which s wait for their weights' gradients when a
+    forward makes them so many (Qi et al. 2023, section 2.3: (P - s) M_B + s M_W).
+    """
+    for M in batches(P):
+        assert list(simulate(own_programs("1f1b", P, M)).stash) == [min(M, P - s) for s in range(P)]
+        table = own_programs("zb_h1", P, M)
+        found = simulate(table)
+        assert list(found.stash) == [min(M, P)] * P
+        assert list(found.waiting) == [min(M, s + 1) for s in range(P)]
+        for s, column in enumerate(zip(*table.ticks, strict=True)):
+            kinds = [action and action.kind for action in column]
+            for t in np.flatnonzero(found.stash_over_time[:, s] == P):
+                if kinds[t] == "forward":
+                    assert kinds[:t].count("input") - kinds[:t].count("weight") == s
+
+
+@every_stages
+@every_schedule
+def test_what_has_arrived(name, P):
+    """One activation or cotangent waits for the other ticks of its round (ZB-H1: one of each). With chunks, also what
+    is back at the first or the last stage while others of its group still go through: M - P in looped, none in groups
+    of P.
+    """
+    for M, v in sizes(name, P):
+        most = max(simulate(schedule(name, P, M, v)).arrived)
+        late = {"looped": max(M - P, 0) if v > 1 else 0, "interleaved": group(P, M) - P if v > 1 else 0}
+        in_round = {"gpipe": 0, "looped": 0, "zb_h1": 2}
+        assert most <= late.get(name, 0) + in_round.get(name, 1)
+        if name == "looped" or (name == "1f1b" and P > 1 and M > 1):
+            assert most == late.get(name, 1)
+
+
+# Transfers.
+
+
+@every_stages
+@every_schedule
+def test_transfers_are_counted(name, P):
+    for M, v in sizes(name, P):
+        found = simulate(schedule(name, P, M, v))
+        assert found.forwards == found.backwards == (M * (P * v - 1) if P > 1 else 0)
+
+
+@pytest.mark.parametrize("P", STAGES[1:])
+@every_schedule
+def test_what_transfers_cost(name, P):
+    """What no other tick of their round hides, though it would have the time: in 1F1B the warm-up's P - 1 and as many
+    at the end, in ZB-H1 (M >= P) the first of these, with chunks P v - 1 of each; without other ticks every one.
+    """
+    times = Times(5, 12, 5, transfer=2)
+    for M, v in sizes(name, P):
+        late = {
+            "gpipe": 2 * (M + P - 2),
+            "1f1b": 2 * (P - 1),
+            "interleaved": 2 * (P * v - 1),
+            "looped": 2 * (M * v + P - 2),
+            "zb_h1": P - 1 + max(P - M, 0),
+        }
+        if M % P == 0 or (name not in CHUNKED) or (name == "looped" and M > P):
+            table = schedule(name, P, M, v)
+            cost = simulate(table, times).makespan - simulate(table, times._replace(transfer=0)).makespan
+            assert cost == late[name] * times.transfer
+
+
+def test_a_transfer_by_hand():
+    """Two stages, one microbatch: forward 0-3, sent until 5, forward 5-8, backward 8-12, sent until 14, backward."""
+    times = Times(3, 4, 1, transfer=2)
+    for lockstep in (True, False):
+        found = simulate(schedule("gpipe", 2, 1), times, lockstep)
+        expected = [[0, np.nan], [np.nan, 5], [np.nan, 8], [14, np.nan]]
+        np.testing.assert_array_equal(found.starts, expected)
+        assert (found.makespan, found.busy, found.bubble) == (18, (7, 7), pytest.approx(1 - 14 / 36))
+    assert simulate(schedule("gpipe", 1, 4), times).makespan == 28  # a stage sends nothing to itself
+
+
+def test_a_tick_of_two_kinds_by_hand():
+    """F0-, F1F0, -B0, B0F1, -B1, B1-: in lockstep the last stage waits with B1 for the first one's longer B0."""
+    table, times = own_programs("1f1b", 2, 2), Times(1, 3, 1)
+    assert np.nanmax(simulate(table, times).starts, axis=1).tolist() == [0, 1, 2, 5, 8, 11]
+    assert simulate(table, times).makespan == 14
+    assert simulate(table, times, lockstep=False).makespan == 12
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+@every_schedule
+def test_no_stage_does_two_things_and_nothing_comes_early(name, lockstep):
+    P, M, v = 4, 9, 2 if name in CHUNKED else 1
+    table, times = schedule(name, P, M, v), Times(2, 7, 3, transfer=4)
+    found = simulate(table, times, lockstep)
+    begin = {(a, s): found.starts[t, s] for t, tick in enumerate(table.ticks) for s, a in enumerate(tick) if a}
+    by_stage = [sorted((time, a) for (a, stage), time in begin.items() if stage == s) for s in range(P)]
+    for column in by_stage:
+        assert all(after >= time + times.of(a.kind) for (time, a), (after, _) in itertools.pairwise(column))
+    for (action, s), time in begin.items():
+        place = action.chunk * P + s
+        before = place - 1 if action.kind == "forward" else place + 1
+        if action.kind != "weight" and 0 <= before < P * v:
+            sender = action._replace(chunk=before // P)
+            assert time >= begin[sender, before % P] + times.of(action.kind) + times.transfer
+
+
+# The checker.
+
+
+def first_of_stage_1_before_its_input(rows: list[list[Action | None]]) -> None:
+    rows[0][1], rows[1][1] = rows[1][1], None
+
+
+def last_stage_a_tick_early(rows: list[list[Action | None]]) -> None:
+    column = [row[-1] for row in rows[1:]] + [None]
+    for row, action in zip(rows, column, strict=True):
+        row[-1] = action
+
+
+def last_microbatch_dropped(rows: list[list[Action | None]]) -> None:
+    last = max(action.microbatch for row in rows for action in row if action)
+    for row in rows:
+        row[:] = [None if action and action.microbatch == last else action for action in row]
+
+
+def weights_of_one_forgotten(rows: list[list[Action | None]]) -> None:
+    kinds = "weight", "backward"
+    t, s = next((t, s) for t, row in enumerate(rows) for s, a in enumerate(row) if a and a.kind in kinds)
+    rows[t][s] = None
+
+
+def one_microbatch_twice(rows: list[list[Action | None]]) -> None:
+    rows.append([next(action for action in rows[0] if action), *[None] * (len(rows[0]) - 1)])
+
+
+def two_ticks_swapped(rows: list[list[Action | None]]) -> None:
+    rows[1], rows[2] = rows[2], rows[1]
+
+
+def last_tick_first(rows: list[list[Action | None]]) -> None:
+    rows.insert(0, rows.pop())
+
+
+def chunks_taken_for_each_other(rows: list[list[Action | None]]) -> None:
+    for row in rows:
+        if row[0] and row[0].kind == "forward":
+            row[0] = row[0]._replace(chunk=1 - row[0].chunk)
+
+
+def changed(table: Table, change: Callable[[list[list[Action | None]]], None]) -> Table:
+    rows = [list(tick) for tick in table.ticks]
+    change(rows)
+    return Table(table.stages, table.microbatches, table.virtual, (tuple(tuple(row) for row in rows),))
+
+
+FAULTS = [
+    (first_of_stage_1_before_its_input, "1f1b", 1,
+     "tick 0, stage 1: forward of microbatch 0, chunk 0 needs forward of microbatch 0, chunk 0 of stage 0: "
+     "is done in tick 0"),
+    (last_stage_a_tick_early, "1f1b", 1, "tick 2, stage 3: forward of microbatch 0"),
+    (last_microbatch_dropped, "gpipe", 1, "stage 0: the end, and forward of microbatch 4, chunk 0 is never done"),
+    (last_microbatch_dropped, "zb_h1", 1, "stage 0: the end, and forward of microbatch 4, chunk 0 is never done"),
+    (one_microbatch_twice, "looped", 2, "stage 0: forward of microbatch 0, chunk 0: done before, in tick 0"),
+    (two_ticks_swapped, "gpipe", 1, "tick 1, stage 1: forward of microbatch 1, chunk 0 needs .* is done in tick 2"),
+    (last_tick_first, "gpipe", 1, "tick 0, stage 0: backward of microbatch 4, chunk 0 needs .* is done in tick"),
+    (weights_of_one_forgotten, "zb_h1", 1, "the end, and weight of microbatch 0, chunk 0 is never done"),
+    (weights_of_one_forgotten, "interleaved", 2, "needs backward of microbatch 0, chunk 1 of stage 3: is never done"),
+    (chunks_taken_for_each_other, "interleaved", 2,
+     "tick 0, stage 0: forward of microbatch 0, chunk 1 needs forward of microbatch 0, chunk 0 of stage 3"),
+    (chunks_taken_for_each_other, "1f1b", 1, "tick 0, stage 0: forward of microbatch 0, chunk 1: chunks are 0 to 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "name", "v", "message"), FAULTS)
+def test_a_fault_is_found_and_named(change, name, v, message):
+    table = schedule(name, 4, 5, v)
+    check(changed(table, lambda rows: None))
+    with pytest.raises(ValueError, match=f"tick .*{message}" if not message.startswith("tick") else message):
+        check(changed(table, change))
+    with pytest.raises(ValueError):
+        simulate(changed(table, change))
+
+
+def test_cells_that_no_table_has():
+    one = Action("forward", 0), Action("backward", 0)
+    for ticks, message in [
+        (((one[0],), (None, one[1])), "tick 1 has 2 stages, not 1"),
+        (((one[0],), (Action("backward", 1),)), "tick 1, stage 0: backward of microbatch 1, chunk 0: microbatches are"),
+        (((Action("rest", 0),),), "tick 0, stage 0: rest of microbatch 0, chunk 0: no such kind"),  # type: ignore
+        (((one[0],), (one[1],), (Action("input", 0),), (Action("weight", 0),)), "tick 1, .* also done as input"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check(Table(1, 1, 1, (ticks,)))
+
+
+def is_valid(table: Table) -> bool:
+    """The definition by tick numbers: a microbatch's ticks rise along the stages and fall back."""
+    P, M, v = table.stages, table.microbatches, table.virtual
+    when: dict[tuple[str, int, int], list[int]] = {}
+    for t, tick in enumerate(table.ticks):
+        for s, a in enumerate(tick):
+            if a:
+                when.setdefault((a.kind, a.microbatch, a.chunk * P + s), []).append(t)
+    back = "input" if any(kind == "input" for kind, *_ in when) else "backward"
+    chain = [[(kind, i, p) for p in places] for i in range(M) for kind, places in
+             (("forward", range(P * v)), (back, range(P * v - 1, -1, -1)))]  # fmt: skip
+    paths = [chain[2 * i] + chain[2 * i + 1] for i in range(M)]
+    late = [[(back, i, p), ("weight", i, p)] for i in range(M) for p in range(P * v)] if back == "input" else []
+    if any(len(when.get(place, [])) != 1 for path in paths + late for place in path):
+        return False
+    return all(when[a][0] < when[b][0] for path in paths + late for a, b in itertools.pairwise(path))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_checker_finds_what_the_definition_does(name):
+    """Two cells of a stage exchanged, at random: sometimes it matters, and sometimes not."""
+    table, draw = schedule(name, 3, 4, 2 if name in CHUNKED else 1), random.Random(name)
+    found = []
+    for _ in range(300):
+        s, (a, b) = draw.randrange(3), draw.sample(range(len(table.ticks)), 2)
+
+        def exchange(rows: list[list[Action | None]], s: int = s, a: int = a, b: int = b) -> None:
+            rows[a][s], rows[b][s] = rows[b][s], rows[a][s]
+
+        other = changed(table, exchange)
+        try:
+            check(other)
+            found.append(True)
+        except ValueError:
+            found.append(False)
+        assert found[-1] == is_valid(other)
+    assert {True, False} == set(found)
+
+
+# What is refused, and the comparison.
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("1f1", 4, 8, 1), r"no schedule '1f1' \(did you mean '1f1b'\?\): gpipe, 1f1b, interleaved, looped, zb_h1"),
+        (("1f1b", 0, 8, 1), "at least one stage, microbatch and virtual stage, found 0, 8, 1"),
+        (("1f1b", 4, 0, 1), "found 4, 0, 1"),
+        (("looped", 4, 8, 0), "found 4, 8, 0"),
+        (("1f1b", 4, 8, 2), "1f1b has one virtual stage a stage, found pipeline.virtual=2: try --pipeline.schedule"),
+        (("zb_h1", 4, 8, 2), "or --pipeline.virtual 1"),
+        (("gpipe", 4, 8, 3), "found pipeline.virtual=3"),
+    ],
+)
+def test_schedules_that_there_are_not(words, message):
+    with pytest.raises(UserError, match=message):
+        schedule(*words)
+
+
+def test_the_comparison():
+    rows = {(row.schedule, row.programs): row for row in compare(4, 8, 2)}
+    assert list(rows) == [("gpipe", "one"), ("1f1b", "one"), ("1f1b", "own"), ("interleaved", "one"), ("looped", "one"),
+                          ("zb_h1", "one"), ("zb_h1", "own")]  # fmt: skip
+    times = {key: row.makespan for key, row in rows.items()}
+    assert times["gpipe", "one"] == times["1f1b", "one"] == times["1f1b", "own"] == 11 * 3
+    assert times["interleaved", "one"] == times["looped", "one"] == 19 * 1.5
+    assert (times["zb_h1", "one"], times["zb_h1", "own"]) == (11 * 2 + 8, 8 * 3 + 3)
+    assert [row.stash for row in rows.values()] == [8, 7, 4, 11, 16, 7, 4]
+    assert [row.sent for row in rows.values()] == [48, 48, 48, 112, 112, 48, 48]
+    assert [row.ticks for row in rows.values()] == [22, 22, 22, 38, 38, 30, 27]
+    assert {row.schedule for row in compare(4, 8)} == {"gpipe", "1f1b", "zb_h1"}
+
+
+def test_the_bubble_of_as_many_microbatches_as_stages():
+    assert simulate(schedule("1f1b", 8, 8)).bubble == pytest.approx(7 / 15)

@@ -1,0 +1,169 @@
+"""`overlap auto`: what is tried, what is kept, and that a trial is of the blocks that train."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import pytest
+from tiers import needs_libtpu
+
+from jaxpar.base.config import Config, override
+from jaxpar.base.sharding import Overlap
+from jaxpar.bench.overlap import PURE, Row, overlap_table
+from jaxpar.plan import choose_overlap as auto
+from jaxpar.plan.choose_overlap import SITES, Trial, best, chosen, compare, trial, words
+from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.train.step import make_plan
+
+
+def config_of(overlap: Overlap, **changes: Any) -> Config:
+    sizes = {"model.layers": 2, "model.embed": 32, "model.mlp": 64, "data.seq_len": 32, "train.batch": 8}
+    mesh = {"mesh.data": 2, "mesh.tensor": 4}
+    return dataclasses.replace(override(Config(), sizes | mesh | changes), overlap=overlap)
+
+
+def priced(monkeypatch: pytest.MonkeyPatch, gains: dict[tuple[str, str], float]) -> list[Overlap]:
+    """Trials that cost ten seconds, less what each site's form gains; returns the forms in the order of the trials."""
+    tried: list[Overlap] = []
+
+    def trial(config: Config, plan: Any, target: Any, say: Any) -> Trial:
+        tried.append(plan.overlap)
+        forms = vars(plan.overlap).items()
+        return Trial(plan.overlap, 10.0 - sum(gains.get(item, 0.0) for item in forms))
+
+    monkeypatch.setattr(auto, "trial", trial)
+    return tried
+
+
+def test_each_site_takes_its_fastest_form_and_keeps_it(monkeypatch, cache):
+    gains = {("mlp_scatter", "bidirectional"): 2.0, ("mlp_scatter", "ring"): 1.0, ("heads_gather", "ring"): -1.0,
+             ("heads_scatter", "ring"): 0.5, ("domino", "on"): -0.1}  # fmt: skip
+    tried, said = priced(monkeypatch, gains), list[str]()
+    config = config_of(Overlap("auto", "auto", domino="auto"))
+    found = chosen(config, say=said.append).overlap
+    assert found == Overlap("xla", "xla", heads_scatter="ring", mlp_scatter="bidirectional")
+    assert len(tried) == len(set(tried)) == 1 + 2 * len(SITES) + 2, "each site twice, and Domino with and without rings"
+    assert said[0] == "overlap auto: xla: 10000.00 ms a block"
+    assert said[-1] == "overlap auto: mlp_scatter bidirectional, heads_scatter ring, else xla"
+    assert chosen(config).overlap == found
+    assert len(tried) == 11, "the choice was kept"
+    wider = override(config, {"model.embed": 64, "model.mlp": 64})
+    assert chosen(wider).overlap == found
+    assert len(tried) == 22, "for another shape it is made anew"
+    assert len(json.loads((cache / "jaxpar" / "overlap.json").read_text())) == 2
+
+
+def test_what_is_not_open_is_left_alone(monkeypatch, cache):
+    tried = priced(monkeypatch, {("mlp_gather", "ring"): 5.0, ("mlp_scatter", "ring"): 1.0, ("domino", "on"): 5.0})
+    asked = Overlap("bidirectional", "auto", heads_scatter="ring")
+    assert chosen(config_of(asked)).overlap == dataclasses.replace(asked, scatter="xla", mlp_scatter="ring")
+    assert len(tried) == 3, "one site is open, and Domino is off"
+    closed = config_of(Overlap("ring"))
+    assert chosen(closed) is closed
+
+
+def test_without_a_ring_only_domino_is_open(monkeypatch, cache):
+    tried = priced(monkeypatch, {("domino", "on"): 1.0})
+    everything = Overlap("auto", "auto", domino="auto")
+    config = override(config_of(everything), {"mesh.data": 8, "mesh.tensor": 1, "train.batch": 16})
+    assert chosen(config).overlap == Overlap(domino="on")
+    assert chosen(override(config, {"train.batch": 8})).overlap == Overlap(), "one sequence a device has no half"
+    assert len(tried) == 3
+
+
+def test_a_damaged_cache_costs_a_search(monkeypatch, cache):
+    tried = priced(monkeypatch, {})
+    (cache / "jaxpar").mkdir()
+    (cache / "jaxpar" / "overlap.json").write_text("{")
+    assert chosen(config_of(Overlap("xla", "auto"))).overlap == Overlap()
+    assert tried
+
+
+STALE = {
+    "an unknown field": {"gather": "xla", "gone": "ring"},
+    "an unknown form": {"gather": "windmill"},
+    "open": {"gather": "auto"},
+    "no choice": ["ring"],
+}
+
+
+@pytest.mark.parametrize("kept", STALE.values(), ids=STALE)
+def test_a_choice_of_another_version_costs_a_search(monkeypatch, cache, kept):
+    tried, config = priced(monkeypatch, {}), config_of(Overlap("xla", "auto"))
+    file = cache / "jaxpar" / "overlap.json"
+    chosen(config)
+    (key,) = json.loads(file.read_text())
+    file.write_text(json.dumps({key: kept}))
+    tried.clear()
+    assert chosen(config).overlap == Overlap() and tried
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory.policy": "full", "memory.keep.block_input": "offload"},
+        {"kernels.attention": "chunked"},
+        "XLA_FLAGS",
+        "jaxlib",
+    ],
+    ids=str,
+)
+def test_a_choice_holds_for_what_it_was_made_with(monkeypatch, cache, change):
+    tried, config = priced(monkeypatch, {}), override(config_of(Overlap("xla", "auto")), {"memory.policy": "full"})
+    chosen(config)
+    tried.clear()
+    chosen(config)
+    assert not tried
+    if change == "XLA_FLAGS":
+        monkeypatch.setenv(change, "--xla_another")
+    elif change == "jaxlib":
+        monkeypatch.setattr(auto, "versions", lambda: {"jaxlib": "another"})
+    else:
+        config = override(config, change)
+    chosen(config)
+    assert tried
+
+
+def test_a_cache_that_cannot_be_written_is_said(monkeypatch, cache):
+    priced(monkeypatch, {})
+    (cache / "jaxpar").write_text("a file where the folder would be")
+    said = list[str]()
+    assert chosen(config_of(Overlap("xla", "auto")), say=said.append).overlap == Overlap()
+    assert any("cannot remember" in line for line in said)
+
+
+def test_blocks_are_timed_on_the_devices_at_hand(monkeypatch):
+    monkeypatch.setattr(auto, "_CALLS", 2)
+    config = config_of(Overlap("xla", "ring"))
+    found = trial(config, make_plan(config, jax.devices()), None)
+    assert found.overlap == config.overlap
+    assert found.seconds > 0
+
+
+@needs_libtpu
+def test_blocks_are_played_for_a_target():
+    target = load_target("v5e-8")
+    config = override(config_of(Overlap("xla", "auto")), {"model.embed": 256, "model.mlp": 512, "model.heads": 8})
+    plan = make_plan(config, target_devices(target))
+    found = compare(config, plan, target)
+    first = ["xla", "mlp_scatter ring, else xla", "mlp_scatter bidirectional, else xla"]
+    assert [words(one.overlap) for one in found[:3]] == first
+    assert len(found) == 5
+    for one in found:
+        assert one.seconds == pytest.approx(one.compute + one.exposed)
+        assert 0 < one.matmul < one.compute
+    # Rings send as many bytes as a reduce-scatter, in other pieces.
+    assert found[1].sent == pytest.approx(found[0].sent, rel=0.01)
+    assert best(found).seconds == min(one.seconds for one in found)
+
+
+def test_the_table_marks_the_fastest_and_says_by_how_much():
+    trials = [Trial(overlap, seconds, 2e-3, 3e-3, 1e-3, 4e6) for overlap, seconds in zip(
+        (Overlap(), *PURE), (4e-3, 3e-3, 5e-3), strict=True)]  # fmt: skip
+    table = overlap_table([Row(one, None) for one in trials]).splitlines()
+    assert table[0] == "| form | block, ms | matmul | other compute | exposed | sent, MB |"
+    assert table[3] == "| **ring** | 3.00 | 2.00 | 1.00 | 1.00 | 4 |"
+    assert table[-1] == "Fastest block: ring, 25.0 % less than xla."

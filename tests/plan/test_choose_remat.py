@@ -1,0 +1,109 @@
+"""The best assignment of activations: as good as trying all, and its costs those of the model."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from traced_steps import config_of, staged
+
+from jaxpar.base.config import override
+from jaxpar.base.hardware import Hardware
+from jaxpar.plan.choose_remat import Choice, Costs, Item, Solution, costs_of, frontier, items_of, solve
+from jaxpar.rehearse.targets import load_target
+from jaxpar.train.saved_activations import activations
+from jaxpar.train.step import make_plan
+
+pytestmark = pytest.mark.quick
+
+choices = st.tuples(
+    st.sampled_from(["save", "offload", "recompute"]), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)
+).map(lambda row: Choice(row[0], row[1], row[2], float(row[3])))
+items = st.lists(st.lists(choices, min_size=1, max_size=3).map(tuple), min_size=1, max_size=5).map(
+    lambda rows: [Item((f"a{n}",), row) for n, row in enumerate(rows)]
+)
+
+
+def every(found: list[Item]) -> list[Solution]:
+    """All assignments, one by one."""
+    return [
+        Solution(
+            sum(c.device for c in row), sum(c.host for c in row), sum(c.seconds for c in row),
+            tuple(c.action for c in row),
+        )
+        for row in itertools.product(*(item.choices for item in found))
+    ]  # fmt: skip
+
+
+@given(items, st.integers(0, 45), st.floats(0, 5), st.floats(0, 5), st.floats(0.1, 10), st.floats(0, 1))
+def test_the_best_is_that_of_trying_all(found, room, forward, backward, link, exposed):
+    costs = Costs(forward, backward, link, exposed)
+    best, fits = solve(found, costs, room), [one for one in every(found) if one.device <= room]
+    assert (best is None) == (not fits)
+    if best is not None:
+        assert best.device <= room
+        assert costs.seconds(best.host, best.again) == min(costs.seconds(one.host, one.again) for one in fits)
+
+
+@given(items)
+def test_nothing_on_the_frontier_is_beaten(found):
+    left = frontier(found)
+    for one in every(found):
+        assert any(a.device <= one.device and a.host <= one.host and a.again <= one.again for a in left)
+
+
+def test_transfers_hide_behind_compute_and_no_further():
+    costs = Costs(forward=2.0, backward=4.0, link=10.0)
+    assert costs.seconds(20, 0.0) == 6.0  # 2 s out behind 2 s, 2 s in behind 4 s
+    assert costs.seconds(50, 0.0) == 6.0 + 3.0 + 1.0
+    assert costs.seconds(50, 1.0) == 6.0 + 1.0 + 3.0  # what is made again hides a transfer too
+    assert costs.seconds(0, 0.0, moved=1.5) == 7.5
+    exposed = costs._replace(exposed=0.25)
+    assert exposed.seconds(20, 0.0) == 6.0 + 1.0  # a quarter of 2 s out and 2 s in
+    assert exposed.seconds(50, 0.0) == costs.seconds(50, 0.0)  # more than that is waited for anyway
+
+
+def test_what_is_made_again_costs_its_matmul():
+    """LLaMA's up projection on fsdp=4 x tensor=2: B=16, S=64, D=64, F=256, two layers; and what it gathers again."""
+    config = override(config_of("llama", fsdp=4, tensor=2), {"precision.compute": "bfloat16", "train.batch": 64})
+    plan = make_plan(config, jax.devices())
+    peak = Hardware(hbm_bandwidth=1e30, host_link_bandwidth=1.0)
+    found = {item.names[0]: item for item in items_of(config, plan, peak, offload=True)}
+    up = {choice.action: choice for choice in found["up"].choices}
+    size = 64 * 64 * 256 * 2 // 8
+    assert up["save"] == Choice("save", 2 * size, 0, 0.0)
+    assert up["offload"] == Choice("offload", 0, 2 * size, 0.0)
+    flops = 2 * (2 * 64 * 64 * 64 * 256) / 8
+    assert up["recompute"].seconds == pytest.approx(flops / (0.6 * 1e12), rel=1e-9)
+    assert {choice.action for choice in found["block_input"].choices} == {"save", "offload"}
+    assert found["attention_out"].names == ("attention_out", "attention_lse")
+    assert all(len(item.choices) == 2 or item.names[0] != "block_input" for item in found.values())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of("gpt2", data=2, context=2),
+        staged(config_of("llama", stage=2, fsdp=2), "1f1b", 4),
+        override(config_of("llama", expert=2, tensor=2), {"model.experts": 4, "model.experts_per_token": 2}),
+    ],
+    ids=["gpt2", "stages", "experts"],
+)
+def test_every_activation_of_a_plan_is_decided(config: Any) -> None:
+    sizes = vars(config.mesh)
+    count = sizes["data"] * sizes["context"] * sizes["stage"] * sizes["fsdp"] * sizes["expert"] * sizes["tensor"]
+    plan, hardware = make_plan(config, jax.devices()[:count]), load_target("v5p-8").hardware
+    found = items_of(config, plan, hardware, offload=False)
+    assert sorted(name for item in found for name in item.names) == sorted(
+        one.name for one in activations(config, plan)
+    )
+    assert {choice.action for item in found for choice in item.choices} == {"save", "recompute"}
+    for item in found:
+        for choice in item.choices:
+            assert choice.seconds > 0 if choice.action == "recompute" else choice.seconds == 0
+    costs = costs_of(config, plan, hardware)
+    assert costs.backward == 2 * costs.forward > 0 and 0 < costs.exposed < 1

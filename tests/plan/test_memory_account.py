@@ -1,0 +1,139 @@
+"""Where the bytes are: parts that add up to what the compiled program has, and help when they are too many."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from rich.console import Console
+from traced_steps import config_of
+
+from jaxpar.base.activation_names import NAMES
+from jaxpar.base.config import Config, load_config, override
+from jaxpar.base.errors import UserError
+from jaxpar.cli.train import train_config as train
+from jaxpar.models import Model
+from jaxpar.plan.budget import out_of_memory
+from jaxpar.plan.memory_account import Part, ledger
+from jaxpar.rehearse.report.memory import CompiledBytes
+from jaxpar.rehearse.targets import load_target
+from jaxpar.show.memory import ledger_figure, ledger_table
+from jaxpar.train import loop as train_module
+from jaxpar.train.step import make_plan, make_train_step, step_shapes
+
+FSDP = config_of("llama", "dots", fsdp=2)
+
+
+def plan_for(config: Config) -> Any:
+    return make_plan(config, jax.devices()[:2])
+
+
+def test_the_state_is_what_the_compiled_step_is_given():
+    config = override(FSDP, {"precision.moments": "int8", "precision.params": "bfloat16"})
+    plan, model = plan_for(config), Model(config.model)
+    parts = {part.name: part for part in ledger(config, plan, "cpu")}
+    stats = make_train_step(model, config, plan).lower(*step_shapes(model, config, plan)).compile().memory_analysis()
+    given = sum(parts[name].device for name in ("parameters", "optimizer", "batch"))
+    assert CompiledBytes.of(stats).arguments == pytest.approx(given, abs=64)  # the step's own counter
+    assert parts["optimizer"].device < 1.2 * parts["parameters"].device  # two bytes each of bfloat16's two
+
+
+def test_what_is_offloaded_is_on_the_host():
+    state = {"memory.optimizer": "offload", "memory.parameters": "offload", "memory.keep.block_input": "offload"}
+    config = override(FSDP, state)
+    parts = {part.name: part for part in ledger(config, plan_for(config), "tpu")}
+    plain = {part.name: part for part in ledger(FSDP, plan_for(FSDP), "tpu")}
+    for name in ("parameters", "optimizer", "gradients", "block_input"):
+        assert parts[name].host > 0
+        assert parts[name].device + parts[name].host == plain[name].device
+    assert not any(part.host for part in ledger(config, plan_for(config), "cpu")), "the device's own memory"
+
+
+def test_accumulated_gradients_are_there_twice():
+    config = override(
+        FSDP, {"train.accumulation": 2, "precision.params": "bfloat16", "precision.gradients": "bfloat16"}
+    )
+    parts = {part.name: part.device for part in ledger(config, plan_for(config), "tpu")}
+    assert parts["gradients"] == pytest.approx(2 * parts["parameters"], rel=0.05)  # but for vectors
+
+
+def test_the_table_and_the_picture_say_the_same():
+    parts = [Part("parameters", "float32", 3 * 2**30), Part("gate", "gate of the MLP", 2**30, 2**29)]
+    compiled = CompiledBytes(3 * 2**30, 2 * 2**30, 0, 2**29)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(ledger_table(parts, compiled))
+    text = console.export_text()
+    assert "4.00 GiB" in text and "5.00 GiB" in text and "-20 %" in text and "512.00 MiB" in text
+    (axes,) = ledger_figure(parts, "a title", compiled, 6 * 2**30).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "device, predicted", "device, compiled", "host, predicted",
+    ]  # fmt: skip
+    assert sorted(patch.get_width() for patch in axes.patches) == [0.5, 1, 2, 3, 3]
+    (capacity,) = axes.lines
+    assert list(capacity.get_xdata()) == [6, 6]
+    (axes,) = ledger_figure(parts, "a title", compiled, 95 * 2**30).axes
+    assert not axes.lines and axes.get_xlim()[1] < 10
+    assert "a device has 95 GiB: far to the right" in [text.get_text() for text in axes.texts]
+
+
+def test_names_can_be_read_on_every_color():
+    """Contrast of WCAG, at least that of large text."""
+
+    def light(color: Any) -> float:
+        rgb = np.array(to_rgb(color))
+        return float(np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722))
+
+    for name in (*NAMES, "parameters", "work", "no name", "gradients", "temporaries", "optimizer"):
+        (axes,) = ledger_figure([Part(name, "", 2**30)], "a title").axes
+        ink, paper = sorted((light(axes.texts[0].get_color()), light(axes.patches[0].get_facecolor()[:3])))
+        assert (paper + 0.05) / (ink + 0.05) > 3, name
+
+
+def test_a_run_writes_its_report(tmp_path: Path):
+    config = override(load_config("tiny"), {"train.stop_at": 1, "mesh.data": 1, "train.eval_batches": 1})
+    train(override(config, {"mesh.fsdp": 1, "mesh.tensor": 1}), tmp_path / "run")
+    found = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert {part["name"] for part in found["predicted"]} >= {"parameters", "optimizer", "gradients", "work"}
+    assert found["compiled"]["arguments"] > 0
+    assert (tmp_path / "run" / "memory.png").stat().st_size > 5000
+
+
+def test_out_of_memory_ends_with_what_would_fit():
+    """LLaMA-3 8B, nothing recomputed, on a device that has 12 GiB."""
+    config = override(load_config("llama3_8b"), {"memory.policy": "none", "mesh.fsdp": 8, "mesh.tensor": 1})
+    target = load_target("v5p-8")
+    plan = make_plan(
+        dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=False)), jax.devices()
+    )
+    said = out_of_memory("RESOURCE_EXHAUSTED: no", config, plan, target.hardware, "tpu", 40 * 2**30)
+    assert "out of memory: a step was predicted to take" in said and "a device has 40.00 GiB" in said
+    assert "try --memory.policy full" in said and "RESOURCE_EXHAUSTED: no" in said
+    hopeless = out_of_memory("RESOURCE_EXHAUSTED: no", config, plan, target.hardware, "tpu", 2**20)
+    assert "--mesh.fsdp 16" in hopeless
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        ("Out of memory allocating 123 bytes.", "^out of memory: .* predicted .* what a device has is not known; try"),
+        ("Used 18.71M of 16.00M vmem.\n XLA label: k.1 = x", "^the compiler refuses this step: the kernel k.1 asks"),
+    ],
+    ids=["of the device", "of a kernel"],
+)
+def test_a_step_that_runs_out_of_memory_is_no_traceback(
+    message: str, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def exhausted(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
+
+    config = override(load_config("tiny"), {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1})
+    monkeypatch.setattr(train_module, "init_state", exhausted)
+    with pytest.raises(UserError, match=match):
+        train(config, tmp_path / "run")

@@ -1,0 +1,131 @@
+"""What a task costs: the compiler's cycles first, else the roofline; links, host and DMA engines on their own lanes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from jaxpar.base.hardware import Hardware, PeakFlops, load_mesh_preset
+from jaxpar.hlo.tasks import Collective, Loop, Program, Task, Wait
+from jaxpar.rehearse.cost.cost import Cost, Costs, price, seconds_by_basis
+from jaxpar.rehearse.timeline.timeline import step_time
+
+pytestmark = pytest.mark.quick
+
+TPU = load_mesh_preset("v5p_64")[1]
+GPU = Hardware(
+    hbm_bandwidth=2e12, host_link_bandwidth=5e10, host_link_latency=1e-5, launch_overhead=1e-6,
+    peak_flops=PeakFlops(float32=4e14, bfloat16=1e15, float8=2e15, int8=2e15),
+)  # fmt: skip
+GATHER = Task(
+    "ag", "all-gather", "collective", bytes=1 << 20, collective=Collective("all-gather", ((0, 1),), 1 << 20, "bf16")
+)
+
+
+class Moved(NamedTuple):
+    seconds: float
+    resources: tuple[str, ...]
+
+
+def links(collective: Collective) -> Moved:
+    return Moved(collective.bytes / 1e11, ("ici:x",))
+
+
+def costs(*nodes: Task | Loop | Wait, hardware: Hardware = GPU, speeds: object = None) -> Costs:
+    return price(Program("test", nodes), hardware, links, speeds)  # type: ignore[arg-type]
+
+
+def cost(task: Task, hardware: Hardware = GPU, speeds: object = None) -> Cost:
+    return costs(task, hardware=hardware, speeds=speeds).of[0,]
+
+
+def dot(**changes: object) -> Task:
+    values = {"flops": 1e12, "bytes": 1_000_000, "dtype": "bf16"} | changes
+    return Task("dot", "dot", "matmul", **values)  # type: ignore[arg-type]
+
+
+def test_the_compilers_cycles_come_first():
+    found = cost(dot(cycles=1_750_000), TPU)
+    assert found == Cost(pytest.approx(1e-3), ("compute",), "cycles")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "peak"),
+    [("bf16", 1e15), ("f16", 1e15), ("float32", 4e14), ("f32", 4e14), ("f8e4m3fn", 2e15), ("s8", 2e15)],
+)
+def test_arithmetic_at_the_peak_of_its_dtype(dtype, peak):
+    assert cost(dot(dtype=dtype)) == Cost(pytest.approx(1e12 / peak + 1e-6), ("compute",), "flops", launch=1e-6)
+
+
+def test_traffic_where_it_takes_longer():
+    assert cost(dot(flops=1e9, bytes=10**9)) == Cost(pytest.approx(5e-4 + 1e-6), ("compute",), "bytes", launch=1e-6)
+
+
+def test_a_tpu_kernel_without_cycles_is_an_estimate_and_counted_as_one():
+    kernel = Task("attention", "custom-call", "kernel", flops=459e9, dtype="bf16")
+    layers = Loop("layers", 10, (dot(cycles=1_750_000), kernel))
+    program = Program("test", (layers,))
+    found = seconds_by_basis(program, price(program, TPU, links))
+    assert found == {"cycles": pytest.approx(0.01), "flops": pytest.approx(0.01)}
+
+
+def test_float32_without_a_figure_is_multiplied_in_bfloat16():
+    assert cost(dot(dtype="f32"), TPU).seconds == pytest.approx(1e12 / 459e12)
+
+
+def test_collectives_are_priced_by_the_network_and_block_compute_unless_asynchronous():
+    assert cost(GATHER) == Cost(pytest.approx((1 << 20) / 1e11), ("compute", "ici:x"), "link")
+    started = Task("ag", "all-gather-start", "collective", collective=GATHER.collective, asynchronous=True, cycles=7)
+    assert cost(started, TPU) == Cost(pytest.approx((1 << 20) / 1e11), ("ici:x",), "link")
+
+
+@pytest.mark.parametrize(("asynchronous", "lanes"), [(True, ("host",)), (False, ("compute", "host"))])
+def test_host_copies_take_the_host_link(asynchronous, lanes):
+    task = Task("offload", "copy", "host_copy", bytes=5 * 10**9, asynchronous=asynchronous)
+    assert cost(task) == Cost(pytest.approx(0.1 + 1e-5), lanes, "host link")
+
+
+def test_copies_beside_compute_have_a_lane_of_their_own():
+    copy = Task("prefetch", "copy-start", "copy", bytes=2 * 10**9, asynchronous=True)
+    assert cost(copy) == Cost(pytest.approx(1e-3), ("dma",), "bytes")
+    assert cost(Task("apart", "async-start", "fusion", bytes=2 * 10**9, asynchronous=True)).lanes == ("side",)
+
+
+def test_what_had_to_be_assumed_is_said_once_with_its_count():
+    found = costs(dot(dtype="f64"), dot(dtype="f64"), Task("call", "custom-call", "kernel"))
+    assert found.notes == (
+        "no peak for f64: its arithmetic is taken to cost nothing (2 x)",
+        "custom-call says nothing of its work: taken to cost a launch",
+    )
+    assert [found.of[i,].basis for i in range(3)] == ["bytes", "bytes", "none"]
+    nothing_known = costs(dot(), Task("out", "copy", "host_copy", bytes=8), hardware=Hardware())
+    assert len(nothing_known.notes) == 3
+    assert sum(item.seconds for item in nothing_known.of.values()) == 0.0
+
+
+def test_control_costs_nothing_and_says_nothing():
+    found = costs(Task("token", "after-all", "control"))
+    assert found.of[0,].seconds == 0.0
+    assert found.notes == ()
+
+
+class Twice:
+    """Measured: matmuls take 2 s, nothing else is known."""
+
+    def seconds(self, task: Task) -> float | None:
+        return 2.0 if task.kind == "matmul" else None
+
+
+def test_measured_speeds_come_before_the_roofline_and_after_cycles():
+    assert cost(dot(), speeds=Twice()) == Cost(pytest.approx(2.0 + 1e-6), ("compute",), "measured", launch=1e-6)
+    assert cost(dot(cycles=1750), TPU, Twice()).basis == "cycles"
+    assert cost(Task("add", "fusion", "fusion", bytes=2 * 10**6), speeds=Twice()).basis == "bytes"
+
+
+def test_step_time_prices_and_plays():
+    started = Task("ag", "all-gather-start", "collective", collective=GATHER.collective, asynchronous=True)
+    found = step_time(Program("test", (started, dot(), Wait("done", 0))), GPU, links)
+    assert found.seconds == pytest.approx(1e-3 + 1e-6)
+    assert found.idle == pytest.approx(1e-6)
+    assert found.exposed_communication == 0.0

@@ -1,0 +1,78 @@
+"""From a replayed program to the report's timeline."""
+
+import pytest
+
+from jaxpar.hlo.tasks import Collective, Loop, Place, Program, Task, Wait
+from jaxpar.rehearse.cost.cost import Cost, Costs, tasks
+from jaxpar.rehearse.report.drawing import node_at, timeline_of
+from jaxpar.rehearse.report.schema import Timeline, problems
+from jaxpar.rehearse.timeline.player import Event
+from jaxpar.rehearse.timeline.timeline import replay
+
+pytestmark = pytest.mark.quick
+
+GATHER = Task(
+    "ag", "all-gather", "collective", Place("block/mlp", "models/llama.py:97", "forward"), bytes=9,
+    collective=Collective("all-gather", ((0, 1),), 1024, "bf16"), asynchronous=True,
+)  # fmt: skip
+DOT = Task("dot", "dot", "matmul", Place("block", "models/llama.py:9", "forward"), bytes=64)
+INNER = Loop("while.2", 2, (DOT,))
+OUTER = Loop("while.1", 3, (GATHER, DOT, INNER, Wait("done", 0)), place=Place("layers"))
+PROGRAM = Program("step", (DOT, OUTER, DOT))
+
+
+def drawn(program: Program, drawn_trips: int) -> Timeline:
+    """Every task a microsecond, the gather on a link."""
+    lanes = {"ag": ("ici:x",)}
+    costs = {path: Cost(1e-6, lanes.get(task.name, ("compute",)), "cycles") for path, task, _ in tasks(program.nodes)}
+    return timeline_of(program, replay(program, Costs(costs), drawn_trips).events)
+
+
+def test_columns_come_from_the_instructions():
+    found = drawn(PROGRAM, 9)
+    assert list(problems(found, Timeline)) == []
+    assert found["lanes"] == ["compute", "ici:x"]
+    at = found["names"].index("ag")
+    columns = [found[key][at] for key in ("kinds", "scopes", "sources", "phases", "bytes")]
+    assert columns == ["all-gather", "block/mlp", "models/llama.py:97", "forward", 1024]
+    assert found["names"].count("dot") == 4, "one entry an instruction, not a name"
+
+
+def test_events_are_in_microseconds_one_for_every_execution():
+    found = drawn(PROGRAM, 9)
+    compute = sorted(event[1:3] for event in found["events"] if event[0] == 0)
+    assert compute == [[float(i), 1.0] for i in range(1 + 3 * 3 + 1)]
+    assert all(event[4] == 0 for event in found["events"])
+
+
+def test_every_execution_of_a_loop_has_its_span():
+    spans = [(row["name"], row["start_us"], row["duration_us"], row["trips"], row["depth"])
+             for row in drawn(PROGRAM, 9)["loops"]]  # fmt: skip
+    assert spans == [
+        ("layers", 1, 9, 3, 0), ("while.2", 2, 2, 2, 1), ("while.2", 5, 2, 2, 1), ("while.2", 8, 2, 2, 1),
+    ]  # fmt: skip
+
+
+def test_a_loop_that_runs_again_at_once_begins_anew():
+    program = Program("step", (Loop("outer", 2, (Loop("inner", 3, (DOT,)),)),))
+    spans = [(row["name"], row["start_us"], row["duration_us"]) for row in drawn(program, 9)["loops"]]
+    assert spans == [("outer", 0, 6), ("inner", 0, 3), ("inner", 3, 3)]
+
+
+def test_a_bar_for_many_trips_says_how_many_and_belongs_to_its_loop():
+    program = Program("step", (Loop("while.1", 30, (DOT,), place=Place("layers")),))
+    found = drawn(program, 2)
+    assert found["events"][-1][1:] == [2, 28, 1, 28]
+    assert (found["names"][1], found["kinds"][1]) == ("while.1", "loop")
+    assert [(row["start_us"], row["duration_us"], row["trips"]) for row in found["loops"]] == [(0, 30, 30)]
+
+
+def test_lanes_are_ordered_compute_links_local_host():
+    events = [Event(lane, 0, 1e-6, "dot", (0,)) for lane in ("host", "dma", "ici:y", "dcn", "side", "compute", "ici:x")]
+    found = timeline_of(PROGRAM, events)
+    assert found["lanes"] == ["compute", "dcn", "ici:x", "ici:y", "dma", "side", "host"]
+
+
+def test_a_path_leads_to_its_node():
+    assert node_at(PROGRAM, (1, 2)) is INNER
+    assert node_at(PROGRAM, (1, 2, 0)) is DOT

@@ -1,0 +1,266 @@
+"""`rehearse` from config to report, for absent chips and for this machine (the command: test_rehearse_command)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import traced_steps
+from tiers import needs_cuda, needs_libtpu
+
+from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig, to_toml
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec
+from jaxpar.cli.main import main
+from jaxpar.models import Model
+from jaxpar.rehearse import calibrate
+from jaxpar.rehearse import of_config as subject
+from jaxpar.rehearse.calibrate import Calibration, calibration_file, machine, save_calibration
+from jaxpar.rehearse.cost.speeds import Sample
+from jaxpar.rehearse.of_config import Compiled, compile_step, rehearse
+from jaxpar.rehearse.report.schema import Rehearsal, problems
+from jaxpar.rehearse.targets import load_target
+
+BATCH, SEQ, EMBED, LAYERS = 16, 128, 128, 2
+
+
+def config_of(family: str = "llama", **mesh: int) -> Config:
+    model = ModelConfig(
+        family, vocab_size=500, vocab_multiple=128, layers=LAYERS, embed=EMBED, heads=4, mlp=384, max_seq_len=SEQ,
+        tied_head=family == "gpt2",
+    )  # fmt: skip
+    return Config(
+        model=model, data=DataConfig(seq_len=SEQ), train=TrainConfig(batch=BATCH), mesh=MeshSpec(**mesh),
+        memory=MemoryConfig(policy="full"), precision=PrecisionConfig(compute="bfloat16"),
+    )  # fmt: skip
+
+
+CONFIG = config_of(fsdp=4, tensor=2)
+SPEEDS = Calibration(
+    {}, (Sample("matmul dot f32", (0.0, 7.0, 7.0, 7.0), 1e11), Sample("fusion plain f32", (25.0, -1.0), 3e10)),
+    launch=1e-6, devices=8, collective_start=1e-4, collective_bandwidth=1e9,
+)  # fmt: skip
+
+
+@pytest.fixture
+def calibrated(cache: Path) -> Calibration:
+    """A calibration of this machine, made up."""
+    measured = dataclasses.replace(SPEEDS, machine=machine())
+    save_calibration(measured)
+    return measured
+
+
+@functools.cache
+def compiled(config: Config, target: str) -> Compiled:
+    return compile_step(config, load_target(target))
+
+
+def report_of(config: Config, target: str, monkeypatch: pytest.MonkeyPatch, **figures: Any) -> Rehearsal:
+    """A report of a step that is compiled once; `figures` of the hardware replaced."""
+    found = compiled(config, target)
+    hardware = dataclasses.replace(found.target.hardware, **figures)
+    found = found._replace(target=dataclasses.replace(found.target, hardware=hardware))
+    monkeypatch.setattr(subject, "compile_step", lambda *_: found)
+    return rehearse(config, found.target, "mini", "jaxpar rehearse mini", 2e9)
+
+
+# The report.
+
+
+def unattributed(report: Rehearsal) -> float:
+    """Share of the step in lines that have neither scope nor source."""
+    seconds = [row["compute"] + row["exposed"] for row in report["lines"] if not row["scope"] and not row["source"]]
+    return sum(seconds) / report["time"]["step"]
+
+
+def assert_consistent(report: Rehearsal, config: Config, devices: int) -> None:
+    """What holds of every report."""
+    assert list(problems(report)) == []
+    assert_times_add_up(report, config)
+    memory = report["memory"]
+    assert sum(memory["categories"].values()) == memory["total"] > 0
+    assert min(memory["categories"].values()) >= 0
+    assert unattributed(report) <= 0.02
+    assert report["batch"] == {
+        "sequences": BATCH, "seq_len": SEQ, "tokens": BATCH * SEQ, "accumulation": config.train.accumulation,
+    }  # fmt: skip
+    assert report["target"]["chips"] == devices
+    (table,) = [row for row in report["shardings"] if row["name"] == "embed.tokens"]
+    assert table["bytes_per_device"] == 4 * 512 * EMBED // devices
+    assert report["unknown"] == {}
+    json.dumps(report, allow_nan=False)
+
+
+def assert_times_add_up(report: Rehearsal, config: Config) -> None:
+    time = report["time"]
+    parts = [time["compute"], time["exposed_communication"], time["host_stall"], time["copy_stall"], time["idle"]]
+    assert time["step"] == pytest.approx(sum(parts), rel=1e-9)
+    assert min(parts) >= 0
+    assert 0 < time["lower_bound"] <= time["list_schedule"] * (1 + 1e-9) <= time["step"] * (1 + 2e-9)
+    assert time["tokens_per_second"] == pytest.approx(BATCH * SEQ / time["step"])
+    assert time["days"] == {"2e+09": pytest.approx(2e9 / time["tokens_per_second"] / 86400)}
+    assert sum(row["exposed"] for row in report["collectives"]) == pytest.approx(
+        time["exposed_communication"], rel=1e-6
+    )
+    assert sum(row["compute"] for row in report["lines"]) == pytest.approx(time["compute"] + time["idle"], rel=1e-6)
+    assert sum(row["seconds"] for row in report["critical_path"]) <= time["step"] * (1 + 1e-9)
+
+
+def assert_utilisation_adds_up(report: Rehearsal, config: Config) -> None:
+    """MFU is of the model's FLOPs as PaLM counts them, HFU of those in the program: recomputation and padding too."""
+    time, target = report["time"], report["target"]
+    peak = target["peak_flops"]
+    assert peak and time["mfu"] and time["hfu"]
+    flops = Model(config.model).flops_per_token(SEQ) * BATCH * SEQ / target["chips"]
+    assert time["mfu"] == pytest.approx(flops / (peak * time["step"]))
+    done = sum(row["flops"] for row in report["lines"])
+    assert time["hfu"] == pytest.approx(done / (peak * time["step"]))
+    assert 1.05 < time["hfu"] / time["mfu"] < 1.5, "with recomputation"
+
+
+def assert_all_planned(report: Rehearsal) -> None:
+    assert report["collectives"] and all(row["planned"] for row in report["collectives"])
+
+
+@needs_libtpu
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_report_for_absent_tpus(family, monkeypatch):
+    config = config_of(family, fsdp=4, tensor=2)
+    report = report_of(config, "v5e-8", monkeypatch)
+    assert_consistent(report, config, 8)
+    assert_utilisation_adds_up(report, config)
+    assert_all_planned(report)
+    assert report["time"]["estimated_without_cycles"] < 0.05
+    assert {row["phase"] for row in report["lines"]} >= {"forward", "recomputed", "backward", "update"}
+    assert (report["config"], report["command"], report["mesh"]) == (
+        "mini", "jaxpar rehearse mini", {"fsdp": 4, "tensor": 2}
+    )  # fmt: skip
+    assert report["memory"]["fits"] and report["memory"]["advice"] == []
+    assert report["versions"]["libtpu"]
+    timeline = report.get("timeline")
+    assert timeline and timeline["lanes"][0] == "compute" and timeline["events"]
+
+
+@needs_cuda
+def test_a_report_for_absent_gpus(monkeypatch):
+    report = report_of(CONFIG, "h100x8", monkeypatch)
+    assert_consistent(report, CONFIG, 8)
+    assert_utilisation_adds_up(report, CONFIG)
+    assert_all_planned(report)
+    assert report["time"]["estimated_without_cycles"] == 1.0
+    assert report["time"]["idle"] > 0, "launches"
+    # A device's part of the residual stream for each layer, in bfloat16.
+    assert report["memory"]["categories"]["activations"] == LAYERS * 2 * BATCH * SEQ * EMBED // 8
+
+
+def test_a_report_for_this_machine(calibrated, monkeypatch):
+    report = report_of(CONFIG, "here", monkeypatch)
+    assert_consistent(report, CONFIG, 8)
+    assert_all_planned(report)
+    assert report["target"]["name"] == "here"
+    assert report["target"]["peak_flops"] is None, "no bfloat16 matmul was measured"
+    assert report["time"]["mfu"] is report["time"]["hfu"] is None
+    assert report["memory"]["hbm_bytes"] == 0 and report["memory"]["fits"]
+    gathers = [row for row in report["collectives"] if row["kind"] == "all-gather" and row["axes"] == ["fsdp"]]
+    assert 4 * EMBED * EMBED // 2 in {row["bytes"] for row in gathers}, "XLA:CPU sends float32"
+
+
+def test_a_machine_is_measured_once(cache, monkeypatch):
+    rounds: list[int] = []
+
+    def measure(**_: Any) -> Calibration:
+        rounds.append(1)
+        return dataclasses.replace(SPEEDS, machine=machine())
+
+    found, said = compiled(CONFIG, "here"), list[str]()
+    monkeypatch.setattr(calibrate, "calibrate", measure)
+    monkeypatch.setattr(subject, "compile_step", lambda *_: found)
+    first = rehearse(CONFIG, found.target, say=said.append)
+    assert calibration_file().exists()
+    second = rehearse(CONFIG, found.target, say=said.append)
+    assert rounds == [1]
+    assert [line for line in said if "calibration" in line] == [
+        "no calibration of this machine yet: measuring it, about a minute"
+    ]
+    assert first["time"]["step"] == second["time"]["step"]
+
+
+def test_a_step_that_compiles_but_does_not_fit_says_what_would_help(calibrated, monkeypatch):
+    report = report_of(CONFIG, "here", monkeypatch, hbm_bytes=2**20)
+    assert not report["memory"]["fits"]
+    assert report["memory"]["advice"][0].startswith("saves about ")
+    assert list(problems(report)) == []
+
+
+def test_part_of_the_devices_here(calibrated):
+    """One of eight: the figures are those of one device."""
+    config = dataclasses.replace(config_of("gpt2"), mesh=MeshSpec(platform="cpu"))
+    report = rehearse(config, load_target("here"), tokens=2e9)
+    assert_consistent(report, config, 1)
+    assert report["collectives"] == [] and report["mesh"] == {}
+
+
+def test_a_simulated_mesh_is_rehearsed_here(calibrated, tmp_path, capsys, monkeypatch):
+    name = tmp_path / "mini.toml"
+    name.write_text(to_toml(dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, platform="cpu"))))
+    found = compiled(CONFIG, "here")
+    monkeypatch.setattr(subject, "compile_step", lambda *_: found)
+    assert main(["rehearse", str(name), "--target", "here", "--json", "-", "--fail-on", "unplanned-collective"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(problems(report)) == []
+    assert report["config"] == "mini" and report["overrides"] == {}
+
+
+# What the compiler refuses.
+
+
+def test_a_compiler_that_gives_up_for_another_reason_is_quoted(monkeypatch):
+    class Refusing:
+        jaxpr = jax.make_jaxpr(lambda: ())()
+
+        def trace(self, *_: Any) -> Any:
+            return self
+
+        def lower(self, **_: Any) -> Any:
+            raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed\nmore of it")
+
+    monkeypatch.setattr(subject, "make_train_step", lambda *_: Refusing())
+    with pytest.raises(UserError, match=r"^the compiler for here refuses this step: INTERNAL: Mosaic failed$"):
+        compile_step(CONFIG, load_target("here"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
+    """The one line of a refused command."""
+    assert main(["rehearse", *words.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("jaxpar: error: ")
+
+
+@needs_libtpu
+def test_a_model_that_cannot_fit_says_by_how_much_and_what_helps(capsys):
+    line = refused(capsys, "llama3_70b --target v5e-8 --mesh.fsdp 8 --mesh.tensor 1 --train.batch 8")
+    assert line.startswith("this llama does not fit v5e-8: a step needs 1")
+    assert "GiB more than its 15.75 GiB; " in line
+    assert "16 times the chips (mesh.fsdp 32 x mesh.tensor 4): parameters, optimizer and gradients are 1.0" in line
+
+
+@needs_libtpu
+def test_a_model_of_copies_that_cannot_fit_is_told_to_split_them(capsys):
+    sizes = "--model.layers 4 --mesh.data 8 --mesh.fsdp 1 --mesh.tensor 1 --train.batch 8 --data.seq-len 1024"
+    line = refused(capsys, f"llama3_8b --target v5e-8 {sizes}")
+    assert ", enough: --mesh.fsdp 2 --mesh.data 4 (splits parameters, optimizer and gradients)" in line
+
+
+@needs_libtpu
+def test_no_copy_of_all_parameters_in_bfloat16_is_kept_on_a_tpu() -> None:
+    """What a compiler option turns off: the loop over layers reading a bfloat16 copy of all of them, made before it."""
+    config = traced_steps.config_of("llama", "full", compute="bfloat16", fsdp=4)
+    text = compile_step(config, load_target("v5e-4")).text
+    shard = f"{config.model.layers},{config.model.embed // 4},{config.model.mlp}"  # of gate and up, on one device
+    assert f"f32[{shard}]" in text
+    assert f"bf16[{shard}]" not in text

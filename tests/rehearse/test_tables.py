@@ -1,0 +1,138 @@
+"""A rehearsal on a terminal."""
+
+import copy
+import io
+import re
+
+import pytest
+from fake_rehearsal import fake_rehearsal
+from rich.console import Console
+
+from jaxpar.base.console import console
+from jaxpar.rehearse.report.difference import difference
+from jaxpar.rehearse.report.tables import (
+    collective_table,
+    difference_parts,
+    finding_lines,
+    line_table,
+    note_lines,
+    report_parts,
+    seconds_text,
+    summary_lines,
+)
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def report():
+    return fake_rehearsal(layers=4)
+
+
+def printed(*parts, width: int = 400) -> list[str]:
+    """What a console of this width makes of them."""
+    out = Console(file=io.StringIO(), width=width, soft_wrap=True, highlight=False, markup=False)
+    for part in parts:
+        out.print(part)
+    return [line.rstrip() for line in out.file.getvalue().splitlines()]
+
+
+def cells(line: str) -> list[str]:
+    return re.split(" {2,}", line.strip())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0"), (12.34, "12.3 s"), (0.99996, "1.00 s"), (0.437, "437 ms"), (0.0999, "99.9 ms"), (1.5e-3, "1.50 ms"),
+     (8e-4, "800 us"), (-3e-6, "-3.00 us"), (4e-9, "4 ns")],
+)  # fmt: skip
+def test_seconds_keep_three_digits(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+def test_the_summary_says_what_fits_and_how_long_a_step_takes(report):
+    lines = dict(line.split(maxsplit=1) for line in summary_lines(report) if not line.startswith(" "))
+    assert lines["target"].startswith("v5p-64: 64 x TPU v5p, 4x4x4 (64 chips; ")
+    assert lines["mesh"] == "fsdp=16 x tensor=4"
+    assert lines["memory"] == "fits, 90.11 GiB to spare: 4.89 GiB of 95.00 GiB a device"
+    assert re.fullmatch(r"[\d.]+ ms a step: compute .* ms, exposed communication .* ms, waits .* us", lines["time"])
+    assert lines["throughput"].endswith("tokens/s, MFU 44.3 %, HFU 57.8 %")
+
+
+def test_the_summary_of_what_does_not_fit_has_the_advice_and_no_figure_that_is_not_known(report):
+    report["memory"].update(fits=False, hbm_bytes=4 * 2**30, advice=["--mesh.fsdp 32 saves 0.94 GiB"])
+    report["time"].update(mfu=None, hfu=None)
+    lines = summary_lines(report)
+    at = next(i for i, line in enumerate(lines) if line.startswith("memory"))
+    assert "does not fit: 915.00 MiB too much: 4.89 GiB of 4.00 GiB" in lines[at]
+    assert lines[at + 1].strip() == "--mesh.fsdp 32 saves 0.94 GiB"
+    assert not any("MFU" in line or "HFU" in line for line in lines)
+
+
+def test_lines_come_the_most_exposed_first_and_the_rest_is_counted(report):
+    _, *rows, rest = printed(line_table(report, most=5))
+    exposed = sorted((row["exposed"] for row in report["lines"]), reverse=True)
+    assert [cells(row)[0] for row in rows] == [seconds_text(value) for value in exposed[:5]]
+    assert rest.strip() == f"and {len(report['lines']) - 5} more"
+
+
+def test_unplanned_collectives_come_first(report):
+    _, first, second, *_ = printed(collective_table(report, most=20))
+    assert cells(first)[-5:] == ["all-reduce", "tensor", "UNPLANNED", "forward", "models/llama.py:133"]
+    assert "planned" in cells(second)
+
+
+def test_findings_read_as_a_compilers_do(report):
+    report["findings"].reverse()
+    first, second, third = finding_lines(report["findings"])
+    assert first.startswith("models/llama.py:133: error: unplanned-collective: all-reduce over tensor of the logits")
+    assert first.endswith("(310 us, 125.00 MiB)")
+    assert ": warning: large-copy: " in second
+    assert ": note: replicated-activation: " in third
+    assert finding_lines([]) == ["the linter found nothing to report"]
+
+
+def test_notes_say_what_was_not_understood(report):
+    assert note_lines(report)[-1] == "note: instructions not understood: custom-call:Foo x 2"
+    report.update(unknown={}, notes=[])
+    assert note_lines(report) == []
+
+
+def test_the_report_has_every_part_and_prints_strings_as_they_are(report, capsys):
+    report["lines"][0]["scope"] = "block[bold]"
+    for part in report_parts(report, most=100):
+        console().print(part)
+    text = capsys.readouterr().out
+    for title in ("memory of a device", "memory of the host", "busy by kind", "by line of the model: ",
+                  "collectives: 1 unplanned", "critical path", "error: unplanned-collective"):  # fmt: skip
+        assert title in text
+    assert "block[bold]" in text
+    assert len(re.findall("UNPLANNED", text)) == 1
+
+
+def test_a_narrow_terminal_folds_the_tables(report):
+    lines = printed(line_table(report, most=20), width=84)
+    assert max(map(len, lines)) <= 84
+    assert not any("\u2026" in line for line in lines)
+
+
+def test_a_difference_says_both_sides_the_change_and_the_share(report):
+    old = copy.deepcopy(report)
+    report["memory"]["categories"]["temporaries"] += 655 * 2**20  # half of what it was
+    report["lines"][0]["compute"] += 0.001
+    next(row for row in report["collectives"] if row["kind"] == "all-reduce")["count"] += 2
+    gone = old["findings"][0]
+    report["findings"] = report["findings"][1:]
+    lines = printed(*difference_parts(difference(report, old)))
+    assert lines[0] == "llama3_8b on v5p-64 against llama3_8b on v5p-64"
+    (row,) = [cells(line) for line in lines if line.endswith("temporaries")]
+    assert row == ["1.28 GiB", "1.92 GiB", "+655.00 MiB", "+50.0 %", "temporaries"]
+    (row,) = [cells(line) for line in lines if line.endswith("  step")]
+    assert row[2:] == ["=", "step"]
+    assert any("+1.00 ms" in line and report["lines"][0]["source"] in line for line in lines)
+    assert ["1 -> 3", "all-reduce", "tensor", "forward", "models/llama.py:133"] in [cells(line)[4:] for line in lines]
+    assert lines[lines.index("no longer found") + 1].endswith(finding_lines([gone])[0])
+
+
+def test_a_difference_of_nothing_says_so(report):
+    assert printed(*difference_parts(difference(report, report)))[-1] == "no line, collective or finding differs"

@@ -1,0 +1,198 @@
+"""`show`: the parameter table of a config and its picture, on simulated devices; and the schedule of its pipeline."""
+
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+from matplotlib.figure import Figure
+
+from jaxpar.base.config import Config, load_config
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import DcnSpec, MeshSpec
+from jaxpar.base.sharding import Pipeline
+from jaxpar.models import Model
+from jaxpar.parallel.pipeline.schedules import Action, schedule
+from jaxpar.show.figures import save_figure
+from jaxpar.show.show import show, show_schedule
+
+pytestmark = pytest.mark.quick
+
+TINY = load_config("tiny")
+
+
+@pytest.fixture
+def picture(tmp_path):
+    return tmp_path / "tiny.png"
+
+
+def table(config: Config, picture, capsys) -> dict[str, dict]:
+    show(config, picture, as_json=True)
+    return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_the_table_and_the_picture(picture, capsys):
+    show(TINY, picture)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "gpt2, 446K parameters, on data=2 x fsdp=2 x tensor=2"
+    assert any(line.startswith("blocks.up ") and "P(None, 'fsdp', 'tensor')" in line for line in lines)
+    layer = picture.with_name("tiny_layer.svg")
+    assert lines[-2:] == [f"one layer: {layer}", f"picture: {picture}"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "gradients of up" in layer.read_text()
+
+
+@pytest.mark.parametrize("draw", [show, show_schedule])
+def test_a_picture_that_cannot_be_written_is_said_first(draw, tmp_path):
+    with pytest.raises(UserError, match=r"cannot write .*x\.png: there is no folder .*nowhere"):
+        draw(TINY, tmp_path / "nowhere" / "x.png")
+    (tmp_path / "x_layer.partial").mkdir()
+    with pytest.raises(UserError, match=r"cannot write .*x_layer\.svg: Is a directory"):
+        save_figure(Figure(), tmp_path / "x_layer.svg")
+
+
+def test_what_each_device_sends(picture, capsys):
+    show(replace(TINY, mesh=MeshSpec(data=2)), picture)
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (row,) = [line for line in words if line[:2] == ["all-reduce", "data"]]
+    count = Model(TINY.model).parameter_count()  # of which the position table's and all others' gradients are summed
+    size = float(row[2]) * {"MiB": 2**20, "KiB": 2**10}[row[3]]
+    assert size == pytest.approx(4 * (count + TINY.model.vocab_size * TINY.model.embed), rel=0.01)
+
+
+def test_one_device_sends_nothing(picture, capsys):
+    show(replace(TINY, mesh=MeshSpec()), picture)
+    assert "no collectives: one device" in capsys.readouterr().out.splitlines()
+
+
+def test_the_rows_as_json(picture, capsys):
+    row = table(TINY, picture, capsys)["blocks.up"]
+    assert row == {
+        "name": "blocks.up", "shape": [2, 128, 512], "axes": ["layers", "embed", "mlp"],
+        "spec": [None, "fsdp", "tensor"], "bytes_per_device": 2 * 64 * 256 * 4, "bytes": 2 * 128 * 512 * 4,
+    }  # fmt: skip
+
+
+def test_a_mesh_for_another_platform_is_simulated(picture, capsys):
+    tpu = replace(TINY, mesh=MeshSpec(fsdp=4, tensor=2, platform="tpu", distributed=True))
+    assert table(tpu, picture, capsys)["blocks.up"]["bytes_per_device"] == 2 * 32 * 256 * 4
+
+
+def test_what_is_left_is_one_device(picture, capsys):
+    assert table(replace(TINY, mesh=MeshSpec(data=-1, fsdp=2)), picture, capsys)["blocks.up"]["spec"] == [None, "fsdp"]
+
+
+def test_a_mesh_that_the_model_does_not_fit_is_refused(picture):
+    with pytest.raises(UserError, match=r"blocks\.down: dim 1 \(mlp\) has size 512, which tensor=3 does not divide"):
+        show(replace(TINY, mesh=MeshSpec(tensor=3)), picture)
+    assert not picture.exists()
+
+
+def test_more_devices_than_heads_are_said(picture, capsys):
+    show(replace(TINY, mesh=MeshSpec(tensor=8)), picture)
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "tensor=8 does not divide 4 heads: attention is split over the sequence"
+
+
+def test_slices_are_simulated_too(picture, capsys):
+    two_slices = replace(TINY, mesh=MeshSpec(fsdp=2, tensor=2, dcn=DcnSpec(data=2)))
+    assert table(two_slices, picture, capsys)["blocks.up"]["bytes_per_device"] == 2 * 64 * 256 * 4
+
+
+def test_a_pipeline_has_its_layers_as_they_are_stored(picture, capsys):
+    """Of three layers two on a stage, and one with an empty place."""
+    config = staged(MeshSpec(stage=2, fsdp=2), layers=3, microbatches=4)
+    row = table(config, picture, capsys)["blocks.up"]
+    assert (row["shape"], row["spec"]) == ([4, 128, 512], ["stage", "fsdp"])
+    assert row["bytes_per_device"] == 2 * 64 * 512 * 4
+    show(config, picture)
+    words = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("ppermute stage ") and "activations 50 %; gradients of activations 50 %" in line
+               for line in words)  # fmt: skip
+    assert any(line.startswith("reduce-scatter stage ") and "last stage's output" in line for line in words)
+    assert any(line.startswith("all-reduce stage ") and "gradients of embedding and head" in line for line in words)
+    assert "between the 2 stages" in picture.with_name("tiny_layer.svg").read_text()
+
+
+# The schedule of a pipeline.
+
+
+def staged(mesh: MeshSpec, layers: int = 8, **pipeline) -> Config:
+    return replace(TINY, mesh=mesh, model=replace(TINY.model, layers=layers), pipeline=Pipeline(**pipeline))
+
+
+@pytest.fixture
+def no_devices(monkeypatch):
+    def touched(*_):
+        raise AssertionError("a schedule needs no devices")
+
+    monkeypatch.setattr("jaxpar.show.show.start", touched)
+    monkeypatch.setattr(jax, "devices", touched)
+
+
+def test_the_schedule_and_its_picture(picture, capsys, no_devices):
+    show_schedule(staged(MeshSpec(stage=4), microbatches=8), picture)
+    title, _, *rest = capsys.readouterr().out.splitlines()
+    rows, (said, _, times, _, gpipe, one, own, interleaved, *_, last) = rest[:4], rest[4:]
+    assert title == "1f1b, 4 stages, 8 microbatches, 2 layers in each stage"
+    assert rows[3].split() == [
+        "stage", "3", *[".", ".", ".", "F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"],
+        *["F4", "B4", "F5", "B5", "F6", "B6", "F7", "B7", ".", ".", "."], "keeps", "1",
+    ]  # fmt: skip
+    assert said.startswith("22 ticks, bubble 27.3 %; ")
+    assert times == "forward 1, backward 2 (of which the weights' gradients 1), transfers 0:"
+    assert gpipe.split() == ["gpipe", "one", "program", "22", "33", "27.3", "%", "8", "48"]
+    assert (one.split()[-2], own.split()[-2]) == ("7", "4")
+    assert interleaved.startswith("interleaved, 2 chunks ")
+    drawn = picture.with_name("tiny_schedule.png")
+    assert last == f"picture: {drawn}"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert not picture.exists()
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("interleaved", 2), ("looped", 2), ("zb_h1", 1)])
+def test_the_schedule_as_json(name, virtual, picture, capsys, no_devices):
+    """Stages inside slices times slices; the cells are the table's."""
+    mesh = MeshSpec(stage=2, dcn=DcnSpec(stage=2))
+    show_schedule(staged(mesh, schedule=name, microbatches=4, virtual=virtual), picture, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    table = schedule(name, 4, 4, virtual)
+    cells = [tuple(cell and Action(*cell) for cell in tick) for tick in found["ticks"]]
+    assert tuple(cells) == table.ticks
+    assert (found["schedule"], found["stages"], found["microbatches"], found["virtual"]) == (name, 4, 4, virtual)
+    assert found["forwards"] == found["backwards"] == 4 * (4 * virtual - 1)
+    assert found["bubble"] == pytest.approx(0.3333 if name == "zb_h1" else 3 / (4 * virtual + 3), abs=1e-4)
+    assert {row["schedule"] for row in found["compared"]} == {"gpipe", "1f1b", "interleaved", "looped", "zb_h1"}
+
+
+def test_microbatches_are_as_many_as_the_batch_allows(picture, capsys, no_devices):
+    """Four a stage, where the batch and its shards divide."""
+    config = staged(MeshSpec(stage=2, data=2))
+    show_schedule(replace(config, train=replace(config.train, batch=32)), picture, as_json=True)
+    assert json.loads(capsys.readouterr().out)["microbatches"] == 8
+
+
+def test_a_pipeline_with_too_few_microbatches_says_why_and_what_to_try(picture, capsys, no_devices):
+    config = staged(MeshSpec(stage=4, data=16))
+    show_schedule(replace(config, train=replace(config.train, batch=16)), picture)
+    title, _, note = capsys.readouterr().out.splitlines()[:3]
+    assert ", 1 microbatch, " in title
+    assert "train.batch=16 has no more microbatches on this mesh: try --train.batch 256, or fewer devices" in note
+    show_schedule(replace(config, train=replace(config.train, batch=256)), picture)
+    assert capsys.readouterr().out.startswith("1f1b, 4 stages, 16 microbatches, 2 layers in each stage\n\nstage 0 F0")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TINY, "mesh.stage=1: a pipeline has two stages or more to schedule, try --mesh.stage 4"),
+        (staged(MeshSpec(stage=-1)), "mesh.stage=-1: a pipeline has two stages or more"),
+        (staged(MeshSpec(stage=2), virtual=2), "1f1b has one virtual stage a stage"),
+        (staged(MeshSpec(stage=2), schedule="looped", virtual=0), "found 2, .*, 0"),
+        (staged(MeshSpec(stage=16)), "model.layers=8 are fewer than 16 stages"),
+    ],
+)
+def test_a_pipeline_that_there_cannot_be(config, message, picture):
+    with pytest.raises(UserError, match=message):
+        show_schedule(config, picture)
+    assert not list(picture.parent.iterdir())

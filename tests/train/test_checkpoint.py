@@ -1,0 +1,119 @@
+"""What is saved comes back to the bit on any mesh; the newest and the best are kept; damage is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.base.config import CheckpointConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.sharding import Plan, replicated
+from jaxpar.train.checkpoint import Checkpoints
+
+pytestmark = pytest.mark.quick
+
+
+def state_on(plan: Plan, scale: float = 1.0) -> dict[str, Any]:
+    weight = scale * jax.random.normal(jax.random.key(0), (8, 16))
+    return {
+        "step": jax.device_put(jnp.int32(3), replicated(plan)),
+        "w": jax.device_put(weight, plan.sharding(("embed", "mlp"))),
+    }
+
+
+def shardings_on(plan: Plan) -> dict[str, Any]:
+    return {"step": replicated(plan), "w": plan.sharding(("embed", "mlp"))}
+
+
+def test_a_state_comes_back_to_the_bit_on_another_mesh(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+    state = state_on(plan_of(fsdp=4, tensor=2))
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(3, state, {"iterator": {"next_index": 7}}, 1.5)
+    checkpoints.close()
+    other = plan_of(fsdp=2, tensor=4)
+    again = Checkpoints(tmp_path)
+    assert again.latest() == again.best() == 3
+    restored, data = again.restore(3, jax.eval_shape(lambda: state), shardings_on(other))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert restored["w"].sharding.is_equivalent_to(other.sharding(("embed", "mlp")), 2)
+    assert restored["step"].sharding.is_fully_replicated
+    assert data == {"iterator": {"next_index": 7}}
+
+
+def test_the_newest_are_kept_and_the_best_is_too(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+    state = state_on(plan_of())
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2))
+    for step, loss in ((1, 2.0), (2, 1.0), (3, math.nan), (4, None), (5, 4.0)):
+        checkpoints.save(step, state, {}, loss)
+    checkpoints.close()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [2, 4, 5]
+    assert Checkpoints(tmp_path).best() == 2
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=False))
+    checkpoints.save(6, state, {}, 9.0)
+    checkpoints.close()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [6]
+
+
+def test_a_reader_leaves_alone_what_a_run_is_writing(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+    """A save under way is a folder that ends in `-tmp`; who writes clears away those that a killed run left."""
+    state = state_on(plan_of())
+    running = Checkpoints(tmp_path, CheckpointConfig())
+    running.save(1, state, {}, 1.0)
+    running.close()
+    unfinished = tmp_path / "2.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    reader = Checkpoints(tmp_path)
+    assert reader.latest() == reader.best() == 1 and reader.data(1) == {}
+    with pytest.raises(AssertionError, match="reading"):
+        reader.save(3, state, {}, None)
+    reader.close()
+    assert unfinished.exists()
+    resumed = Checkpoints(tmp_path, CheckpointConfig())
+    resumed.save(3, state, {}, None)  # which waits until the folder is cleared up
+    resumed.close()
+    assert not unfinished.exists()
+    assert Checkpoints(tmp_path / "none").steps() == [] and not (tmp_path / "none").exists()
+
+
+def test_a_step_that_is_there_is_left_alone(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+    plan = plan_of()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(1, state_on(plan), {}, None)
+    checkpoints.save(1, state_on(plan, scale=2.0), {}, None)
+    restored, _ = checkpoints.restore(1, jax.eval_shape(lambda: state_on(plan)), shardings_on(plan))
+    np.testing.assert_array_equal(restored["w"], state_on(plan)["w"])
+    checkpoints.close()
+
+
+DAMAGES = {
+    "missing": "cannot be read",
+    "another shape": r"w is float32\[8, 16\] there and float32\[8, 12\] here",
+    "another dtype": r"w is float32\[8, 16\] there and bfloat16\[8, 16\] here",
+    "another name": r"v is absent there and float32\[8, 16\] here",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_cannot_be_read_is_said_with_a_way_out(tmp_path: Path, plan_of: Callable[..., Plan], damage: str) -> None:
+    plan = plan_of()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(1, state_on(plan), {}, None)
+    checkpoints.close()
+    shapes = jax.eval_shape(lambda: state_on(plan))
+    if damage == "missing":
+        for file in (tmp_path / "1" / "state").rglob("*"):
+            if file.is_file():
+                file.unlink()
+    else:
+        shape, dtype = ((8, 12) if "shape" in damage else (8, 16)), (jnp.bfloat16 if "dtype" in damage else jnp.float32)
+        shapes = {"step": shapes["step"], "v" if "name" in damage else "w": jax.ShapeDtypeStruct(shape, dtype)}
+    shardings = {"step": replicated(plan), **dict.fromkeys(shapes.keys() - {"step"}, replicated(plan))}
+    with pytest.raises(UserError, match=DAMAGES[damage] + ".* delete that folder to fall back"):
+        Checkpoints(tmp_path).restore(1, shapes, shardings)

@@ -1,0 +1,247 @@
+"""Runs: stopping and resuming to the bit, run folders, evaluation, interruption."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxpar.train.loop as train_module
+from jaxpar.base.config import Config, ModelConfig, load_config, override
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec
+from jaxpar.cli.train import train_config as train
+from jaxpar.kernels.attention import dispatch
+from jaxpar.models import Model
+from jaxpar.train.checkpoint import Checkpoints
+from jaxpar.train.evaluate import evaluate_run
+from jaxpar.train.metrics import read_metrics
+from jaxpar.train.optimizer import learning_rate
+from jaxpar.train.restore import read_run_config, restore_state
+from jaxpar.train.step import make_plan
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    rng = np.random.default_rng(0)
+    words = ["tensor", "mesh", "shard", "ring", "gather", "scatter", "host", "slice"]
+    text.write_text(" ".join(rng.choice(words, 3000)), encoding="utf-8")
+    sizes = {"layers": 2, "embed": 32, "heads": 4, "mlp": 64, "max_seq_len": 32, "dropout": 0.1}
+    return override(
+        Config(model=ModelConfig(**sizes), mesh=MeshSpec(data=2, fsdp=2, tensor=2)),
+        {
+            "data.source": "text", "data.path": str(text), "data.seq_len": 32, "train.steps": 20, "train.batch": 8,
+            "train.accumulation": 2, "train.warmup_steps": 2, "train.eval_every": 5, "train.eval_batches": 2,
+            "checkpoint.every": 5, "metrics.log_every": 1, "mesh.platform": "cpu",
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps, never stopped."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    result = train(config, folder)
+    assert result.step == 20 and not result.interrupted
+    return folder
+
+
+def final_state(folder: Path, config: Config) -> Any:
+    checkpoints = Checkpoints(folder / "checkpoints")
+    step = checkpoints.latest()
+    assert step is not None
+    model = Model(config.model)
+    return step, *restore_state(checkpoints, step, model, config, make_plan(config))
+
+
+def losses(folder: Path) -> dict[int, tuple[float, float]]:
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in read_metrics(folder) if "loss" in row}
+
+
+def logged(folder: Path, key: str) -> dict[int, float]:
+    return {row["step"]: row[key] for row in read_metrics(folder) if key in row}
+
+
+def test_stopped_after_seven_steps_and_resumed_equals_the_uninterrupted_run_to_the_bit(
+    config: Config, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "stopped"
+    stopped = train(override(config, {"train.stop_at": 7}), folder)
+    assert stopped.step == 7
+    resumed = train(config, folder)
+    assert resumed.step == 20
+    assert losses(folder) == losses(whole) and sorted(losses(whole)) == list(range(1, 21))
+    (step, state, data), (want_step, want, want_data) = final_state(folder, config), final_state(whole, config)
+    assert step == want_step == 20
+    jax.tree.map(np.testing.assert_array_equal, state, want)
+    assert data == want_data
+    assert resumed.val_loss == logged(whole, "final_val_loss")[20]
+    assert logged(folder, "val_loss").items() > logged(whole, "val_loss").items()  # and of step 7, where it stopped
+
+
+def test_a_run_learns_and_leaves_its_folder_complete(config: Config, whole: Path) -> None:
+    curve = losses(whole)
+    assert curve[20][0] < curve[1][0] - 0.5
+    assert read_run_config(whole) == config
+    assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (whole / "tokenizer.json").exists()
+    checkpoints = Checkpoints(whole / "checkpoints")
+    assert checkpoints.latest() == 20 and checkpoints.best() == 20
+    # Of the same few batches each time, which the best checkpoint goes by; of the whole set once, at the end.
+    assert sorted(logged(whole, "val_loss")) == [5, 10, 15, 20] and sorted(logged(whole, "final_val_loss")) == [20]
+    assert 0 < abs(logged(whole, "val_loss")[20] - logged(whole, "final_val_loss")[20]) < 0.1
+
+
+def test_a_checkpoint_evaluates_to_the_logged_loss_on_another_mesh(config: Config, whole: Path) -> None:
+    other = override(config, {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2})
+    result = evaluate_run(other, whole)
+    assert result.step == 20
+    np.testing.assert_allclose(result.val_loss, logged(whole, "final_val_loss")[20], rtol=1e-5)
+
+
+def test_why_no_kernel_serves_is_said_once(
+    config: Config, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a run as it starts, and by an evaluation, which drops nothing out: as if CPUs had kernels that never serve."""
+    monkeypatch.setitem(dispatch._KERNELS, "cpu", ("splash", "pallas_tpu"))
+    line = "attention by plain XLA, in tiles, and no kernel"
+    train(config, whole)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count(line) == said.count(f"{line} (splash: dropout of attention weights; pallas_tpu: dropout of") == 1
+    found: list[str] = []
+    evaluate_run(config, whole, say=found.append)
+    assert found == [f"{line} (splash: on cpu; pallas_tpu: on cpu)"]
+
+
+def test_a_finished_run_is_not_run_again(config: Config, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (whole / "metrics.jsonl").read_text()
+    assert train(config, whole).step == 20
+    assert "done already" in capsys.readouterr().out
+    assert (whole / "metrics.jsonl").read_text() == before
+
+
+def test_a_folder_of_another_config_is_refused_and_kept(config: Config, whole: Path, tmp_path: Path) -> None:
+    before = (whole / "config.toml").read_text()
+    with pytest.raises(UserError, match=r"another config \(train.learning_rate: 0.001 -> 0.5\)"):
+        train(override(config, {"train.learning_rate": 0.5}), whole)
+    assert (whole / "config.toml").read_text() == before
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="no run folder"):
+        train(config, tmp_path)
+
+
+def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
+    config: Config, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, real_put = tmp_path / "interrupted", train_module.put_batch
+    real_eval, calls, evaluations = train_module.compile_eval_step, list[int](), list[int]()
+
+    def put_and_interrupt(rows: Any, plan: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real_put(rows, plan)
+
+    def note_and_make(*args: Any) -> Any:
+        evaluations.append(len(calls))
+        return real_eval(*args)
+
+    monkeypatch.setattr(train_module, "put_batch", put_and_interrupt)
+    monkeypatch.setattr(train_module, "compile_eval_step", note_and_make)
+    result = train(config, folder)
+    assert result.interrupted and result.step == 3
+    assert len(evaluations) == 1 and evaluations[0] >= 1  # its compilation kept no step waiting
+    monkeypatch.undo()
+    train(config, folder)
+    assert losses(folder) == losses(whole)
+
+
+def test_a_diverging_run_stops_with_the_reason_and_saves_nothing_that_is_not_finite(
+    config: Config, tmp_path: Path
+) -> None:
+    """Between log lines too: no step of this run is logged before its last."""
+    wild = override(config, {"train.learning_rate": 1e30, "train.min_learning_rate": 1e30, "train.clip_norm": 0.0})
+    wild = override(wild, {"metrics.log_every": 100, "checkpoint.every": 1})
+    with pytest.raises(UserError, match=r"at step 2: the run diverged; .* the checkpoint of step 1 is kept"):
+        train(wild, tmp_path / "wild")
+    step, state, _ = final_state(tmp_path / "wild", wild)
+    assert step == 1 and all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
+
+
+def test_the_demo_preset_is_the_mesh_it_says() -> None:
+    config = load_config("tiny")
+    assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.platform) == (2, 2, 2, "cpu")
+
+
+def test_missing_data_is_said_before_a_budget_is_solved(config: Config, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(
+        "jaxpar.cli.train.resolve", lambda *_, **__: pytest.fail("solved before the data was looked for")
+    )
+    config = override(config, {"data.source": "tokens", "data.path": "nowhere.bin", "memory.budget": "1GiB"})
+    with pytest.raises(UserError, match=r"cannot read nowhere\.bin"):
+        train(config, tmp_path / "run")
+
+
+def test_a_finished_run_goes_on_with_more_steps_and_says_what_its_schedule_does(
+    config: Config, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    assert train(override(config, {"train.steps": 22, "train.eval_every": 0}), folder).step == 22
+    old, new = (float(learning_rate(replace(config.train, steps=steps))(20)) for steps in (20, 22))
+    assert (
+        f"train.steps 20 -> 22: the cosine schedule now ends there, and the learning rate goes on at {new:.2e} "
+        f"where it would have been {old:.2e}"
+    ) in capsys.readouterr().out
+    assert logged(folder, "learning_rate")[21] == pytest.approx(new)
+    assert read_run_config(folder).train.steps == 22
+
+
+def test_weights_of_another_run_on_another_mesh(config: Config, whole: Path, tmp_path: Path) -> None:
+    """Those of its best step in another dtype, with a fresh optimizer: a step at a learning rate of 0 leaves them."""
+    changes = {
+        "train.init": str(whole),
+        "mesh.data": 8,
+        "mesh.fsdp": 1,
+        "mesh.tensor": 1,
+        "precision.params": "bfloat16",
+    }
+    changes |= {"train.learning_rate": 0.0, "train.min_learning_rate": 0.0, "train.steps": 1, "train.warmup_steps": 0}
+    changes |= {"train.accumulation": 1}
+    started = override(config, changes)
+    assert train(started, tmp_path / "tuned").step == 1
+    checkpoints = Checkpoints(whole / "checkpoints")
+    best, theirs = checkpoints.best(), read_run_config(whole)
+    assert best
+    want, _ = restore_state(checkpoints, best, Model(theirs.model), theirs, make_plan(theirs))
+    _, found, _ = final_state(tmp_path / "tuned", started)
+    for there, here in zip(jax.tree.leaves(want.params), jax.tree.leaves(found.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(there.astype(here.dtype)), np.asarray(here))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model.mlp": 32}, r"is not the model of this config: mlp is 64 there and 32 here"),
+        (
+            {"model.max_seq_len": 64},
+            r"has embed\.positions \[32, 32\], this config \[64, 32\]: take its",
+        ),
+        (
+            {"train.init": "nowhere"},
+            r"there is no nowhere: give a run folder, or",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    changes: dict[str, Any], says: str, config: Config, whole: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=says):
+        train(override(config, {"train.init": str(whole)} | changes), tmp_path / "run")

@@ -1,0 +1,114 @@
+"""Numbers of a run, and the file that keeps them through crashes and resumes."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.base.console import bytes_text, count_text
+from jaxpar.base.hardware import peak_flops
+from jaxpar.train.metrics import MetricsLog, device_memory, mfu, read_metrics
+from jaxpar.train.state_bytes import local_bytes
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
+
+
+def write(folder, steps, first_step=0):
+    with MetricsLog(folder, first_step) as log:
+        for step in steps:
+            log.write(step, loss=step / 3)
+
+
+@given(st.integers(0, 20), st.integers(0, 20))
+def test_a_resumed_run_drops_the_rows_it_runs_again(folder, reached, saved):
+    write(folder, [])
+    (folder / "metrics.jsonl").unlink()
+    write(folder, range(1, reached + 1))
+    write(folder, range(saved + 1, 23), first_step=saved)
+    steps = [row["step"] for row in read_metrics(folder)]
+    assert steps == [*range(1, min(reached, saved) + 1), *range(saved + 1, 23)]
+
+
+@given(st.data())
+def test_a_last_line_cut_short_is_left_out(folder, data):
+    path = folder / "metrics.jsonl"
+    path.unlink(missing_ok=True)
+    write(folder, [1, 2, 3])
+    whole, rows = path.read_bytes(), read_metrics(folder)
+    keep = data.draw(st.integers(0, len(whole)))
+    path.write_bytes(whole[:keep])
+    assert read_metrics(folder) == rows[: (whole[:keep] + whole[keep : keep + 1]).count(b"\n")]
+    write(folder, [4], first_step=3)
+    assert read_metrics(folder)[-1]["step"] == 4
+
+
+def test_a_line_is_there_as_soon_as_it_is_written_without_what_is_unknown(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.write(1, loss=2.5, mfu=None)
+        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5}
+
+
+def test_only_the_first_process_writes(tmp_path):
+    with MetricsLog(tmp_path, active=False) as log:
+        log.write(1, loss=2.5)
+    assert list(tmp_path.iterdir()) == []
+    assert read_metrics(tmp_path) == []
+
+
+def test_event_files_for_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX", reason="needs the tensorboard extra")
+    with MetricsLog(tmp_path, tensorboard=True) as log:
+        log.write(1, loss=2.5)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"loss" in events.read_bytes()
+
+
+def test_mfu_is_the_share_of_the_chips_peak():
+    chips = [SimpleNamespace(platform="tpu", device_kind="TPU v5p")] * 4
+    peak = peak_flops("TPU v5p", "bfloat16")
+    assert mfu(1000.0, 0.4 * peak / 1000, chips, "bfloat16") == pytest.approx(0.1)
+
+
+def test_mfu_is_not_made_up():
+    assert mfu(1e6, 1e9, jax.devices(), "float32") is None
+    assert mfu(1e6, 1e9, [SimpleNamespace(platform="tpu", device_kind="TPU v99")], "bfloat16") is None
+
+
+def test_device_memory_is_the_largest_peak_of_this_process():
+    def device(process, stats):
+        return SimpleNamespace(process_index=process, memory_stats=lambda: stats)
+
+    here = [device(0, {"peak_bytes_in_use": 3}), device(0, {"peak_bytes_in_use": 7}), device(0, None), device(0, {})]
+    assert device_memory([*here, device(1, {"peak_bytes_in_use": 9})]) == 7
+    assert device_memory(jax.devices()) is None
+
+
+def test_local_bytes_counts_what_one_device_holds(plan_of):
+    plan = plan_of(data=2, tensor=2)
+    split = jax.device_put(np.zeros((8, 6), np.float32), plan.sharding(("batch", "mlp")))
+    whole = jax.device_put(np.zeros(5, np.int8), plan.sharding((None,)))
+    assert local_bytes({"split": split, "whole": whole}) == 4 * 3 * 4 + 5
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.41 * 2**30, "1.41 GiB"), (3 * 2**50, "3072.00 TiB")],
+)
+def test_bytes_text(count, text):
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (999, "999"), (124_439_808, "124.4M"), (8_030_261_248, "8.03B"), (2e15, "2000T")]
+)
+def test_count_text(count, text):
+    assert count_text(count) == text

@@ -1,0 +1,114 @@
+"""Two real processes, four devices each, over gloo: the losses of one process with eight."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.train.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+
+FLAGS = [
+    "--model.layers", "1", "--model.embed", "32", "--model.mlp", "64", "--data.max-bytes", "200000",
+    "--data.seq-len", "32", "--train.batch", "8", "--train.steps", "6", "--train.warmup-steps", "1",
+    "--train.eval-every", "3", "--train.eval-batches", "2", "--train.final-eval-batches", "2",
+    "--checkpoint.every", "3", "--metrics.log-every", "1",
+]  # fmt: skip
+
+
+LONG = ("--train.steps", "100000", "--train.eval-every", "0", "--checkpoint.every", "20")
+
+Process = subprocess.Popen[str]
+
+
+def launch(folder: Path, environment: dict[str, str], *flags: str) -> Process:
+    command = [sys.executable, "-m", "jaxpar.cli.main", "train", "tiny", "--run", str(folder), *FLAGS, *flags]
+    # Files, not pipes: nobody reads them while the other process is waited for.
+    return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL, text=True)
+
+
+def launch_pair(folder: Path, *flags: str, only: tuple[Sequence[str], Sequence[str]] = ((), ())) -> list[Process]:
+    """Two processes with the same flags, and each with `only` its own besides."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    return [
+        launch(
+            folder,
+            {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)},
+            "--mesh.distributed", "True", *flags, *only[index],
+        )
+        for index in range(2)
+    ]  # fmt: skip
+
+
+def wait(pair: list[Process]) -> list[int]:
+    """Their exit codes; neither outlives the test."""
+    try:
+        return [process.wait(timeout=240) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+
+
+def test_two_processes_read_their_own_rows_and_reach_the_losses_of_one(tmp_path: Path) -> None:
+    for stop_at in ("4", "0"):  # stopped after step 4 and resumed, both processes together
+        assert wait(launch_pair(tmp_path / "two", "--train.stop-at", stop_at)) == [0, 0]
+    assert launch(tmp_path / "one", {}).wait(timeout=240) == 0
+
+    def curve(folder: Path, key: str, steps: list[int]) -> list[float]:
+        return [row[key] for row in read_metrics(folder) if key in row and row["step"] in steps]
+
+    for key, steps in (("loss", [1, 2, 3, 4, 5, 6]), ("val_loss", [3, 6])):
+        two, one = (curve(tmp_path / name, key, steps) for name in ("two", "one"))
+        assert len(one) == len(steps)
+        # Collectives of gloo and of one process sum in different orders.
+        np.testing.assert_allclose(two, one, rtol=1e-5)
+
+
+def test_a_folder_that_one_process_refuses_is_refused_by_both(tmp_path: Path) -> None:
+    (tmp_path / "a_file").write_text("of the user's")
+    assert wait(launch_pair(tmp_path)) == [2, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_that_reaches_one_stops_both_after_the_same_step(tmp_path: Path, told: int) -> None:
+    pair = launch_pair(tmp_path / "run", *LONG, "--checkpoint.every", "0")
+    try:
+        until = time.monotonic() + 200
+        while not read_metrics(tmp_path / "run") and time.monotonic() < until:
+            time.sleep(0.2)
+        pair[told].send_signal(signal.SIGTERM)
+    finally:
+        codes = wait(pair)
+    assert codes == [130, 130]
+    (saved,) = (int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == max(row["step"] for row in read_metrics(tmp_path / "run"))
+
+
+def tokens_file(path: Path, *ids: int) -> Sequence[str]:
+    np.resize(np.array([*range(200), *ids], np.uint16), 40_000).tofile(path)
+    return "--data.source", "tokens", "--data.path", str(path)
+
+
+@pytest.mark.parametrize("bad", ["id", "file"])
+def test_what_one_process_cannot_read_ends_both(tmp_path: Path, bad: str) -> None:
+    """An id that comes up in the second process's batches, from the first on; or a file that it lacks."""
+    fine, foul = tokens_file(tmp_path / "a.bin"), tokens_file(tmp_path / "b.bin", *([] if bad == "file" else [999]))
+    if bad == "file":
+        (tmp_path / "b.bin").unlink()
+    began = time.monotonic()
+    assert wait(launch_pair(tmp_path / "run", *LONG, "--data.val-fraction", "0.5", only=(fine, foul))) == [2, 2]
+    assert time.monotonic() - began < 120
+    assert not any((tmp_path / "run" / "checkpoints").glob("[0-9]*"))

@@ -1,0 +1,66 @@
+"""Schedules, the decay mask, and AdamW against its equations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.base.config import ModelConfig, TrainConfig
+from jaxpar.models import Model
+from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer
+
+pytestmark = pytest.mark.quick
+
+TRAIN = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)
+
+
+def rates(train: TrainConfig) -> np.ndarray:
+    return np.array([float(learning_rate(train)(step)) for step in range(train.steps)])
+
+
+def test_cosine_rises_evenly_from_above_zero_and_falls_to_the_floor() -> None:
+    found = rates(TRAIN)
+    np.testing.assert_allclose(found[:11], (np.arange(11) + 1) / 11, rtol=1e-6)
+    want = [0.1 + 0.45 * (1 + math.cos(math.pi * (step - 10) / 90)) for step in range(10, 100)]
+    np.testing.assert_allclose(found[10:], want, rtol=1e-5)
+
+
+def test_wsd_holds_and_decays_over_the_last_steps() -> None:
+    found = rates(dataclasses.replace(TRAIN, schedule="wsd", decay_steps=30))
+    assert np.all(found[10:70] == 1.0)
+    np.testing.assert_allclose(found[70:], 1 - 0.9 * np.arange(30) / 30, rtol=1e-5)
+    assert rates(dataclasses.replace(TRAIN, schedule="wsd"))[79] == 1.0 > rates(TRAIN)[79]
+
+
+def test_constant_stays() -> None:
+    assert np.all(rates(dataclasses.replace(TRAIN, schedule="constant"))[10:] == 1.0)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_matrices_decay_and_norms_and_biases_do_not(family: str) -> None:
+    model = Model(ModelConfig(family=family, embed=16, heads=2, mlp=32, tied_head=False))
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(model.axes))
+    decayed = {jax.tree_util.keystr(path, simple=True, separator=".") for path, yes in mask if yes}
+    kept = {jax.tree_util.keystr(path, simple=True, separator=".") for path, yes in mask if not yes}
+    assert {"blocks.q", "blocks.down", "embed.tokens", "head.table"} <= decayed
+    assert kept and all("bias" in name or "norm" in name for name in kept)
+    assert not any("bias" in name or "norm" in name for name in decayed)
+
+
+def test_a_step_is_adamw_on_clipped_gradients() -> None:
+    train = dataclasses.replace(TRAIN, warmup_steps=0, schedule="constant", clip_norm=1.0, weight_decay=0.1)
+    params = {"w": jnp.asarray([[1.0, -2.0]]), "scale": jnp.asarray([3.0])}
+    axes = {"w": ("embed", "mlp"), "scale": ("embed",)}
+    grads = {"w": jnp.asarray([[3.0, 0.0]]), "scale": jnp.asarray([4.0])}  # norm 5: clipped to a fifth
+    optimizer = make_optimizer(train, axes)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    # First step: the moments' bias corrections cancel, so the step is g / (|g| + eps), that is the sign.
+    np.testing.assert_allclose(updates["w"], [[-1 - 0.1 * 1.0, 0.1 * 2.0]], atol=1e-6)
+    np.testing.assert_allclose(updates["scale"], [-1.0], atol=1e-6)
+    second, _ = optimizer.update(jax.tree.map(lambda g: 10 * g, grads), optimizer.init(params), params)
+    np.testing.assert_allclose(second["w"], updates["w"], atol=1e-6)

@@ -1,0 +1,239 @@
+"""The optimizer's step, its state and the parameters in host memory or in fewer bits: the same training."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from traced_steps import config_of, staged
+
+from jaxpar.base.config import CheckpointConfig, Config, TrainConfig, override
+from jaxpar.base.sharding import Plan
+from jaxpar.models import Model
+from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.host_memory import on_device, on_host
+from jaxpar.train.checkpoint import Checkpoints
+from jaxpar.train.moments import Quantized, moments_of, packed, with_moments
+from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer
+from jaxpar.train.restore import restore_state
+from jaxpar.train.step import TrainState, init_state, make_plan, make_train_step, put_batch
+from jaxpar.train.update import update
+
+OPTIMIZER = {"memory.optimizer": "offload"}
+PARAMETERS = {"memory.parameters": "offload", "memory.policy": "full"}
+STATE = OPTIMIZER | PARAMETERS
+BLOCK_INPUT = {"memory.policy": "full", "memory.keep.block_input": "offload"}
+ZERO1 = {"rules.embed": (), "rules.state_embed": ("data",)}
+SMALL = {"data.seq_len": 32, "model.vocab_size": 250, "train.steps": 10, "train.warmup_steps": 2}
+
+PLANS: dict[str, tuple[Config, dict[str, Any]]] = {
+    "optimizer, alone": (config_of("gpt2"), OPTIMIZER),
+    "optimizer, fsdp x tensor": (config_of("llama", fsdp=4, tensor=2), OPTIMIZER),
+    "optimizer, ZeRO-1": (override(config_of("llama", data=4), ZERO1), OPTIMIZER),
+    "optimizer, stages": (staged(config_of("llama", stage=2, fsdp=2), "1f1b", 2), OPTIMIZER),
+    "parameters, alone": (config_of("llama"), PARAMETERS),
+    "parameters, none recomputed": (config_of("gpt2"), {"memory.parameters": "offload"}),
+    "parameters, fsdp x tensor, unrolled": (config_of("gpt2", scan=False, fsdp=2, tensor=2), PARAMETERS),
+    "parameters, context, rings, accumulation": (
+        override(config_of("llama", accumulation=2, context=2, tensor=2), {"overlap.gather": "ring"}), PARAMETERS,
+    ),
+    "parameters and optimizer, fsdp x tensor": (config_of("llama", "dots", fsdp=2, tensor=2), STATE | BLOCK_INPUT),
+    "parameters and optimizer, context": (config_of("gpt2", context=2, data=2), STATE | {"memory.policy": "dots"}),
+    "parameters and optimizer, stages": (staged(config_of("gpt2", stage=2, tensor=2), "zb_h1", 4), STATE),
+    "parameters and optimizer, stages, blocks": (
+        staged(config_of("llama", stage=2), "1f1b", 4, pipeline_stash="blocks"), STATE | BLOCK_INPUT,
+    ),
+}  # fmt: skip
+FAST = ("parameters and optimizer, stages, blocks",)
+IN_CI = (
+    "optimizer, fsdp x tensor",
+    "optimizer, stages",
+    "parameters, context, rings, accumulation",
+    "parameters and optimizer, stages",
+)
+# Float32 over three steps, root mean squares: a loop over layers may be fused otherwise than all of them at once, an
+# ulp (6e-8) here or there, which AdamW's first steps make more of where a gradient is small.
+TOLERANCE = 1e-5
+
+
+def batches(config: Config, count: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    shape = (config.train.batch, config.data.seq_len + 1)
+    ids = [rng.integers(0, config.model.vocab_size, shape, np.int32) for _ in range(count)]
+    return [{"tokens": rows[:, :-1], "labels": rows[:, 1:]} for rows in ids]
+
+
+def trained(config: Config, steps: int = 3) -> tuple[TrainState, list[float], Any]:
+    """The state after some steps, the losses and gradient norms, and the compiled step's plan."""
+    count = math.prod(config.mesh.__dict__[axis] for axis in ("data", "fsdp", "stage", "context", "tensor", "expert"))
+    plan, model = make_plan(config, jax.devices()[:count]), Model(config.model)
+    state, step = init_state(model, config, plan), make_train_step(model, config, plan)
+    numbers = []
+    for batch in batches(config, steps):
+        state, metrics = step(state, put_batch(batch, plan))
+        numbers += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    return state, numbers, plan
+
+
+@functools.cache
+def plain(name: str) -> tuple[Any, list[float]]:
+    config = override(PLANS[name][0], SMALL)
+    state, numbers, _ = trained(config)
+    return jax.tree.map(np.asarray, state), numbers
+
+
+def marked(name: str) -> Any:
+    return name if name in FAST else pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.long)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in PLANS])
+def test_training_is_the_same_with_state_in_host_memory(name: str) -> None:
+    config, changes = PLANS[name]
+    state, numbers, plan = trained(override(config, SMALL | changes))
+    want, want_numbers = plain(name)
+    np.testing.assert_allclose(numbers, want_numbers, rtol=TOLERANCE)
+    ours = jax.tree_util.tree_leaves_with_path(jax.tree.map(np.asarray, state))
+    for (path, x), y in zip(ours, jax.tree.leaves(want), strict=True):
+        if "k_bias" not in str(path):  # its gradient is zero by mathematics, and AdamW makes steps of what is rounding
+            assert np.linalg.norm(x - y) <= TOLERANCE * np.linalg.norm(y), path
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params["blocks"])}
+    assert kinds == {"pinned_host" if plan.parameters == "offload" else "device"}
+    assert state.params["embed"]["tokens"].sharding.memory_kind == "device"
+    for moments in moments_of(state.opt_state):
+        kinds = jax.tree.map(lambda leaf: leaf.sharding.memory_kind, moments)
+        wanted = jax.tree.map(
+            lambda matrix: "pinned_host" if matrix and plan.optimizer == "offload" else "device",
+            decay_mask(Model(config.model).axes),
+        )
+        assert kinds == wanted
+
+
+def test_a_state_in_host_memory_is_saved_and_restored(tmp_path: Any) -> None:
+    """Onto the device, too: where it lies is no part of a checkpoint."""
+    config = override(config_of("llama", fsdp=2), SMALL | STATE)
+    state, _, plan = trained(config, 1)
+    with_state = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    with_state.save(1, state, {"iterator": None, "training_tokens": None, "layer_order": None}, None)
+    for changes in (STATE, {"memory.optimizer": "device", "memory.parameters": "device"}):
+        other = override(config, changes)
+        plan = make_plan(other, jax.devices()[:2])
+        found, _ = restore_state(with_state, 1, Model(config.model), other, plan)
+        jax.tree.map(np.testing.assert_array_equal, found, state)
+        kind = "pinned_host" if changes is STATE else "device"
+        assert found.params["blocks"]["q"].sharding.memory_kind == kind
+    with_state.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", ["int8", "bfloat16"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param({"fsdp": 4, "tensor": 2}, id="fsdp x tensor"),
+        pytest.param({"stage": 2, "fsdp": 2}, id="stages"),
+    ],
+)
+def test_moments_in_fewer_bits_train_alike(moments: str, mesh: dict[str, int]) -> None:
+    """The update of three steps, relative to that of float32 moments: a bfloat16 has 8 bits, a code's step is a few
+    percent of what it stands for, and a moment's root goes into the update."""
+    config = override(config_of("llama", **mesh), SMALL | {"precision.moments": moments, "train.learning_rate": 1e-3})
+    config = staged(config, "1f1b", 2) if "stage" in mesh else config
+    exact = override(config, {"precision.moments": "float32"})
+    (state, _, plan), (want, _, _) = trained(config), trained(exact)
+    start = init_state(Model(config.model), config, plan)
+    moved, wanted = (
+        jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), x.params, start.params) for x in (state, want)
+    )
+    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(wanted), strict=True):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < (0.02 if moments == "bfloat16" else 0.2), error
+    first, _ = moments_of(state.opt_state)
+    if moments == "int8":
+        assert isinstance(first["blocks"]["q"], Quantized) and first["blocks"]["q"].codes.dtype == jnp.int8
+    else:
+        assert first["blocks"]["q"].dtype == jnp.bfloat16
+    assert first["head"]["norm"]["scale"].dtype == jnp.float32
+
+
+def test_the_update_is_adamw_on_clipped_gradients() -> None:
+    """Beside optax's own chain, from the gradients that the step itself reports nothing of but their norm."""
+    config = override(config_of("llama"), SMALL | {"train.clip_norm": 0.1})
+    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
+    state = init_state(model, config, plan)
+    (batch,) = batches(config, 1)
+
+    def mean(params: Any) -> Any:
+        sums = model.loss(params, batch, plan)
+        return sums.loss / sums.tokens
+
+    grads = jax.jit(jax.grad(mean))(state.params)
+    train = config.train
+    want = optax.chain(
+        optax.clip_by_global_norm(0.1),
+        optax.adamw(
+            learning_rate(train), train.beta1, train.beta2, train.eps, weight_decay=train.weight_decay,
+            mask=decay_mask(model.axes),
+        ),
+    )  # fmt: skip
+    updates, _ = jax.jit(lambda grads, params: want.update(grads, want.init(params), params))(grads, state.params)
+    wanted = jax.tree.map(np.asarray, optax.apply_updates(state.params, updates))
+    new, metrics = make_train_step(model, config, plan)(state, put_batch(batch, plan))
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-5)
+    # A first step is the sign of a gradient, but for those near eps; a gradient is off by some 1e-6 of the largest.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), new.params, wanted)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(
+            {"optimizer": "offload", "parameters": "offload", "moments": "int8"}, marks=pytest.mark.slow, id="streamed"
+        ),
+    ],
+)
+def test_a_step_that_is_not_finite_changes_nothing(changes: dict[str, Any], plan_of: Callable[..., Plan]) -> None:
+    """Nor does a number that overflows in a step whose loss and gradients are finite: it stays as it was."""
+    plan, axes = dataclasses.replace(plan_of(fsdp=2), **changes), {"blocks": {"w": ("layers", "embed", "mlp")}}
+    train = TrainConfig(learning_rate=1e3, warmup_steps=1, clip_norm=0.0)
+    largest = float(jnp.finfo(jnp.float32).max)
+    params = {"blocks": {"w": jnp.ones((2, 4, 32)).at[0, 0, 0].set(largest)}}
+    matrices = decay_mask(axes)
+    opt_state = packed(make_optimizer(train, axes).init(params), matrices, plan.moments)
+
+    @jax.jit
+    def stepped(opt_state: Any, slope: jax.Array, nll: jax.Array) -> Any:
+        grads = {"blocks": {"w": jnp.ones((2, 4, 32)).at[1, 2, 3].set(slope)}}
+        place = on_host if plan.streams else lambda x: x
+        moments = (jax.tree.map(place, moment) for moment in moments_of(opt_state))
+        state = jax.tree.map(place, params), with_moments(opt_state, *moments)
+        new = update(*state, grads, LossSums(nll, nll, jnp.float32(8)), axes, train, plan)
+        return jax.tree.map(on_device, (new.params, new.opt_state))
+
+    first = jax.tree.map(np.asarray, stepped(opt_state, 2.0, 5.0))
+    weights = first[0]["blocks"]["w"]
+    assert weights[0, 0, 0] == largest and np.all(weights[1] < 0) and np.all(np.isfinite(weights))
+    assert not np.array_equal(moments_of(first[1])[0]["blocks"]["w"], 0)
+    for slope, nll in ((math.nan, 5.0), (-math.inf, 5.0), (2.0, math.nan), (1e30, 5.0)):
+        new_params, new_state = stepped(first[1], slope, nll)
+        jax.tree.map(np.testing.assert_array_equal, (new_params, new_state), (params, first[1]))
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])  # untied, and tied
+def test_matrices_in_bfloat16(family: str) -> None:
+    config = override(config_of(family, fsdp=2), SMALL | {"precision.params": "bfloat16", "train.accumulation": 2})
+    state, numbers, _ = trained(config)
+    want = trained(override(config, {"precision.params": "float32"}))[1]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16"), jnp.dtype("float32")}
+    assert (
+        state.params["blocks"]["q"].dtype == jnp.bfloat16 and state.params["head"]["norm"]["scale"].dtype == "float32"
+    )
+    np.testing.assert_allclose(numbers, want, rtol=0.01)  # weights of 8 bits

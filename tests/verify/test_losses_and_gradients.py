@@ -1,0 +1,102 @@
+"""Both sides of a comparison: the order of parameters, every copy of an array, the ops that are put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.base.config import Config, override
+from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.sharding import Plan, path_name
+from jaxpar.models import FAMILIES, Model
+from jaxpar.models import model as model_module
+from jaxpar.parallel.cross_entropy import LossWeights
+from jaxpar.train import step
+from jaxpar.verify import losses_and_gradients as answers
+from jaxpar.verify.losses_and_gradients import (
+    PLAIN,
+    Case,
+    copies,
+    parameter_order,
+    random_batch,
+    random_params,
+    under_plan,
+)
+from jaxpar.verify.shrink import shrink
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_stand_in_the_order_of_the_forward_pass(family: str, tied: bool) -> None:
+    model = Model(override(Config(), {"model.family": family, "model.tied_head": tied}).model)
+    order = parameter_order(model)
+    names = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model.shapes())}
+    assert len(order) == len(set(order))
+    assert set(order) == names
+    places = [order.index(name) for name in ("embed.tokens", "blocks.attention_norm.scale", "blocks.q", "blocks.out",
+              "blocks.mlp_norm.scale", "blocks.up", "blocks.down", "head.norm.scale")]  # fmt: skip
+    assert places == sorted(places)
+
+
+def test_every_copy_is_fetched(plan_of: Callable[..., Plan]) -> None:
+    plan = plan_of(data=2, tensor=2)
+
+    def local(x: jax.Array) -> jax.Array:
+        return x + 10 * jax.lax.axis_index("data")
+
+    x = jnp.arange(4.0)
+    wrong = jax.jit(jax.shard_map(local, mesh=plan.mesh, in_specs=P("tensor"), out_specs=P("tensor"), check_vma=False))
+    np.testing.assert_array_equal(copies(wrong(x)), [x, x + 10])
+    np.testing.assert_array_equal(copies(x), [x])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ops_are_put_back_whatever_happens(family: str) -> None:
+    homes = (FAMILIES[family], model_module)
+
+    def ops() -> dict[tuple[ModuleType, str], object]:
+        return {(home, name): getattr(home, name, None) for home in homes for name in PLAIN}
+
+    own = ops()
+    with pytest.raises(ZeroDivisionError), answers._ops_replaced(family, PLAIN):
+        called = {place for place, op in own.items() if op is not None}
+        assert {ops()[home, name] == PLAIN[name] for home, name in called} == {True}
+        raise ZeroDivisionError
+    assert ops() == own
+    with (
+        pytest.raises(AssertionError, match="no model calls flash any more"),
+        answers._ops_replaced(family, {"flash": abs}),
+    ):
+        pass
+
+
+def test_the_plan_is_run_as_in_training() -> None:
+    """The training step's arguments, float32 matmuls in full when asked, gradients laid out as parameters."""
+    small, _ = shrink(
+        override(Config(), {"train.accumulation": 3, "train.z_loss": 0.1, "train.balance_loss": 0.2}),
+        MeshSpec(data=2, tensor=2),
+    )
+    model, seen = Model(small.model), []
+
+    def gradients(*args: object) -> object:
+        seen.append((*args[3:], jax.config.jax_default_matmul_precision))  # pyright: ignore[reportAttributeAccessIssue]
+        return step.LossSums(*jnp.ones(3)), args[1]
+
+    case = Case(small, model, jax.devices()[:4], random_params(model), random_batch(small), cast(Any, gradients))
+    for precision, exact in (("float32", True), ("bfloat16", False)):
+        answer = under_plan(case, precision, exact)
+        plan, key, accumulation, weights, matmuls = seen.pop()
+        assert (plan.compute, plan.mesh.shape["tensor"], key, accumulation) == (precision, 2, None, 3)
+        assert weights == LossWeights(z_loss=0.1, balance_loss=0.2)
+        assert matmuls == ("highest" if exact else None)
+    assert answer.arrays["blocks.up"].sharding.spec == P(None, None, "tensor")
+    np.testing.assert_array_equal(answer.grads["blocks.up"], np.stack([case.params["blocks"]["up"]] * 2))

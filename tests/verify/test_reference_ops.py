@@ -1,0 +1,119 @@
+"""The plain ops: what they compute, and that no derivative among them was written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.base.config import Config, override
+from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.sharding import Plan
+from jaxpar.models import FAMILIES, Model
+from jaxpar.train import step
+from jaxpar.verify import losses_and_gradients as answers
+from jaxpar.verify import reference_ops as plain
+from jaxpar.verify.losses_and_gradients import PLAIN, Case, one_device, random_batch, random_params
+from jaxpar.verify.shrink import shrink
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def plan(plan_of: Any) -> Plan:
+    return plan_of()
+
+
+def drawn(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(len(shape)).standard_normal(shape), jnp.float32)
+
+
+def test_linears_contract_and_add_their_bias(plan: Plan) -> None:
+    x, q, up, bias = drawn(2, 3, 4), drawn(4, 5, 6), drawn(4, 7), drawn(5, 6)
+    ys = plain.column_linear(x, (q, up), None, plan, (bias, None))
+    np.testing.assert_allclose(ys[0], np.einsum("bsd,dhk->bshk", x, q) + bias, rtol=1e-5)
+    np.testing.assert_allclose(ys[1], np.einsum("bsd,df->bsf", x, up), rtol=1e-5)
+    y = plain.row_linear(ys[0], drawn(5, 6, 4), None, plan, drawn(4))
+    np.testing.assert_allclose(y, np.einsum("bshk,hkd->bsd", ys[0], drawn(5, 6, 4)) + drawn(4), rtol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_by_loops(plan: Plan, packed: bool) -> None:
+    q, k, v = drawn(2, 5, 4, 3), 2 * drawn(2, 5, 2, 3), drawn(2, 5, 2, 3) + 1
+    segments = np.asarray([[0, 0, 0, 0, 0], [0, 0, 1, 1, 2]]) if packed else np.zeros((2, 5), int)
+    out = plain.attention(q, k, v, plan, jnp.asarray(segments) if packed else None)
+    for b, t, h in np.ndindex(2, 5, 4):
+        seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
+        scores = np.asarray([np.dot(q[b, t, h], k[b, s, h // 2]) for s in seen]) / np.sqrt(3)
+        weights = np.exp(scores) / np.sum(np.exp(scores))
+        np.testing.assert_allclose(out[b, t, h], weights @ np.asarray([v[b, s, h // 2] for s in seen]), rtol=1e-5)
+
+
+def test_a_shifted_mask_is_another(plan: Plan) -> None:
+    q, k, v = drawn(2, 5, 2, 3), drawn(2, 5, 2, 3), drawn(2, 5, 2, 3)
+    later = plain.attention(q, k, v, plan, offset=1)
+    np.testing.assert_allclose(later[:, -1], plain.attention(q, k, v, plan)[:, -1], rtol=1e-6)
+    assert np.max(np.abs(later[:, 0] - v[:, 0])) > 0.1
+    np.testing.assert_allclose(plain.attention(q, k, v, plan, offset=-1)[:, 1], v[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(plain.attention(q, k, v, plan, offset=-1)[:, 0], v.mean(axis=1), rtol=1e-5)
+    np.testing.assert_array_equal(plain.attention(q, k, v, plan, offset=-1, blind="zero")[:, 0], 0)
+
+
+def test_loss_by_loops(plan: Plan) -> None:
+    x, head, labels = drawn(2, 3, 4), drawn(8, 4), np.asarray([[0, 5, -1], [2, -1, 1]])
+    sums = plain.linear_cross_entropy(x, head, jnp.asarray(labels), 6, plan, z_loss=0.1)
+    nll = squares = 0.0
+    for b, s in np.argwhere(labels >= 0):
+        scores = np.asarray(head[:6]) @ np.asarray(x[b, s])
+        lse = np.log(np.sum(np.exp(scores)))
+        nll, squares = nll + lse - scores[labels[b, s]], squares + lse**2
+    np.testing.assert_allclose([sums.loss, sums.nll, sums.tokens], [nll + 0.1 * squares, nll, 4], rtol=1e-5)
+
+
+def primitives(jaxpr: Any) -> set[str]:
+    """Every primitive of a jaxpr, those inside others too."""
+    found = set()
+    for equation in jaxpr.eqns:
+        found.add(equation.primitive.name)
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            found |= primitives(inner) if hasattr(inner, "eqns") else set()
+    return found
+
+
+def case_of(family: str) -> Case:
+    config = override(Config(), {"model.family": family, "data.pack": True, "train.z_loss": 1e-3})
+    small, _ = shrink(config, MeshSpec())
+    model = Model(small.model)
+    return Case(small, model, jax.devices()[:1], random_params(model), random_batch(small), step.gradients)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_holds_no_derivative_written_by_hand(family: str, plan: Plan) -> None:
+    case = case_of(family)
+
+    def of_loss() -> set[str]:
+        traced = jax.make_jaxpr(lambda params, batch: case.model.loss(params, batch, plan).loss)
+        return primitives(traced(case.params, case.batch).jaxpr)
+
+    with answers._ops_replaced(family, PLAIN):
+        assert not [name for name in of_loss() if "custom_vjp" in name]
+    assert [name for name in of_loss() if "custom_vjp" in name], "the library's own ops are not back"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_a_few_at_a_time_add_up(family: str) -> None:
+    case = case_of(family)
+    one = one_device(case, "float32", exact=True)
+    whole = one(case.params, case.batch)
+    assert whole.sums.tokens == np.sum(case.batch["labels"] >= 0)
+    first = np.arange(len(case.batch["labels"]))[:, None] < 1
+    kept = (np.where(mask, case.batch["labels"], -1) for mask in (first, ~first))
+    parts = [one(case.params, case.batch | {"labels": labels}) for labels in kept]
+    assert sum(part.sums.loss for part in parts) == pytest.approx(whole.sums.loss)
+    largest = max(np.max(np.abs(grad)) for grad in whole.grads.values())
+    for name, grad in whole.grads.items():
+        np.testing.assert_allclose(sum(part.grads[name] for part in parts), grad, atol=1e-6 * largest, rtol=1e-4)

@@ -1,0 +1,80 @@
+"""What a verification says: a row for each parameter, a line that names the first difference, JSON as documented."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpar.base.config import Config
+from jaxpar.base.mesh import MeshSpec
+from jaxpar.verify.mistakes import Finding
+from jaxpar.verify.of_config import Check, Row, Setup, Verification
+from jaxpar.verify.report import as_json, table, verdict
+
+pytestmark = pytest.mark.quick
+
+SETUP = Setup(Config(mesh=MeshSpec(data=2)), MeshSpec(data=-1), jax.devices()[:2], ("a note",))
+RIGHT = Row("embed.tokens", (4, 3), 1e-7, 1e-5)
+SIGN = Row("blocks.up", (2, 3, 4), 2.0, 1e-5, Finding("sign", "minus the reference", 1e-7))
+TWICE = Row("head.table", (4, 3), 1.0, 1e-5, Finding("sum doubled", "2 times the reference", 1e-7))
+
+
+def found(*rows: Row, loss_error: float = 0.0, origin: str = "", alone: bool = False) -> Verification:
+    check = Check("float32", 10.0, 10.0, loss_error, 1e-6, True, rows, origin, alone)
+    return Verification(SETUP, (check,), 12.3)
+
+
+def test_an_equal_plan() -> None:
+    said = found(RIGHT)
+    assert said.equal
+    assert verdict(said) == "EQUAL: loss and 1 gradients on data=2 (2 x cpu) as on one device; float32; 12 s"
+
+
+def test_the_first_difference_and_the_one_nearest_to_the_loss() -> None:
+    line = verdict(found(RIGHT, SIGN, TWICE, origin="head.table"))
+    assert line == (
+        "DIFFERS on data=2 (2 x cpu), float32: 2 of 3 gradients (1 x sign, 1 x sum doubled); "
+        "first blocks.up [2 x 3 x 4], off by 2.0e+00: sign, it is minus the reference; "
+        "nearest to the loss: head.table, sum doubled, it is 2 times the reference"
+    )
+
+
+def test_where_the_loss_differs_the_backward_order_says_nothing() -> None:
+    line = verdict(found(RIGHT, SIGN, loss_error=0.5, origin="blocks.up of layer 1", alone=True))
+    assert ": the loss, by 5.0e-01 and 1 of 2 gradients (1 x sign); first blocks.up" in line
+    assert "nearest" not in line
+    assert line.endswith("; on one device the library's ops differ likewise")
+
+
+def test_only_the_loss_differs() -> None:
+    said = found(RIGHT, loss_error=0.5)
+    assert not said.equal
+    assert verdict(said).endswith("float32: the loss, by 5.0e-01")
+
+
+def test_the_table_has_a_row_for_the_loss_and_each_parameter() -> None:
+    rows = table(found(RIGHT, SIGN, loss_error=0.5))
+    columns = [list(column.cells) for column in rows.columns]
+    assert columns[0] == ["loss", "embed.tokens", "blocks.up"]
+    assert columns[1] == ["", "4 x 3", "2 x 3 x 4"]
+    assert columns[2] == ["5.0e-01", "1.0e-07", "2.0e+00"]
+    assert columns[4] == ["DIFFERS", "ok", "DIFFERS: sign"]
+
+
+def test_json_is_complete_documented_and_free_of_what_json_has_not() -> None:
+    said = as_json(found(RIGHT, SIGN._replace(error=math.inf), origin="blocks.up of layer 1"))
+    assert json.loads(json.dumps(said, allow_nan=False)) == json.loads(json.dumps(said))
+    assert said["first"] == "blocks.up"
+    assert said["nearest_to_loss"] == "blocks.up of layer 1"
+    assert (said["mesh"]["data"], said["mesh_asked"]["data"]) == (2, 1)
+    wrong = said["checks"][0]["parameters"][1]
+    assert wrong["error"] == "inf"
+    assert wrong["finding"] == {"kind": "sign", "says": "minus the reference", "residual": 1e-7, "fits": True}
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text(encoding="utf-8")
+    _, _, fields = page.partition("\n## JSON\n")
+    for key in [*said, *said["checks"][0], *wrong, *wrong["finding"]]:
+        assert f"`{key}`" in fields, key
