@@ -1,30 +1,47 @@
-"""jaxpar: GPT-2 and LLaMA in JAX under any mix of parallelisms, the same answer on every layout."""
+"""jaxpar: language models in JAX under any mix of parallelisms, one answer on every layout, and parts for any model.
+
+    mesh   = jaxpar.make_mesh(data=2, fsdp=-1, tensor=2)
+    layout = jaxpar.Layout(mesh, jaxpar.ShardingRules(), compute="bfloat16")
+
+The wings: `parallel` (ops, and what they are made of), `kernels`, `verify` (is it the same answer?), `rehearse` (what
+will it cost?), `plan`, `train`, `models`, `show`. Each is loaded when it is first asked for.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpar import kernels, models, parallel, plan, rehearse, show, train, verify
     from jaxpar.base.config import Config, check, load_config, override
     from jaxpar.base.errors import UserError
     from jaxpar.base.mesh import DcnSpec, MeshSpec, make_mesh
+    from jaxpar.base.plan import Plan
     from jaxpar.base.runtime import start
-    from jaxpar.base.sharding import Plan, ShardingRules, placements, spec_for
+    from jaxpar.base.sharding import Layout, ShardingRules, placements, spec_for
+    from jaxpar.rehearse.targets import load_target
 
-__all__ = [
-    "Config", "DcnSpec", "MeshSpec", "Plan", "ShardingRules", "UserError", "check", "load_config", "make_mesh",
-    "override", "placements", "spec_for", "start",
-]  # fmt: skip
+_NAMES = {
+    "base.config": ("Config", "check", "load_config", "override"),
+    "base.errors": ("UserError",),
+    "base.mesh": ("DcnSpec", "MeshSpec", "make_mesh"),
+    "base.plan": ("Plan",),
+    "base.runtime": ("start",),
+    "base.sharding": ("Layout", "ShardingRules", "placements", "spec_for"),
+    "rehearse.targets": ("load_target",),
+}
 _WINGS = ("kernels", "models", "parallel", "plan", "rehearse", "show", "train", "verify")
-_ROOMS = ("errors", "config", "mesh", "runtime", "sharding")
+__all__ = [
+    "Config", "DcnSpec", "Layout", "MeshSpec", "Plan", "ShardingRules", "UserError", "check", "kernels", "load_config",
+    "load_target", "make_mesh", "models", "override", "parallel", "placements", "plan", "rehearse", "show", "spec_for",
+    "start", "train", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """A wing, or a name of `__all__`, when it is first asked for: help and a version have no use for JAX."""
+    """A wing, or a name of one, when it is first asked for: help and a version have no use for JAX."""
     if name in _WINGS:
         return import_module(f"jaxpar.{name}")
-    if name in __all__:
-        for room in _ROOMS:
-            found = vars(import_module(f"jaxpar.base.{room}"))
-            if name in found:
-                return globals().setdefault(name, found[name])
+    for module, names in _NAMES.items():
+        if name in names:
+            return globals().setdefault(name, getattr(import_module(f"jaxpar.{module}"), name))
     raise AttributeError(f"module 'jaxpar' has no attribute {name!r}")

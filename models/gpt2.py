@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import LogicalAxis, Plan
+from jaxpar.base.sharding import LogicalAxis
 from jaxpar.models.layers import LayerNorm, VocabHead, normal, param, vocab_table, zeros
-from jaxpar.parallel.linear import attention, column_linear, dropout, lookup, row_linear
+from jaxpar.parallel.embedding import dropout
+from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.remat import named
 
 _HEADS: tuple[LogicalAxis, ...] = ("heads", "head_dim")
@@ -38,11 +39,10 @@ class Embed(nnx.Module):
         self.positions = param(rngs, normal(config.init_std), _positions=config.max_seq_len, embed=config.embed)
 
     def __call__(
-        self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], plan: Plan, key: jax.Array | None
+        self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], ops: Ops, key: jax.Array | None
     ) -> Float[Array, "B S D"]:
-        x_BSD = lookup(self.tokens[...], tokens_BS, "vocab", plan) + lookup(
-            self.positions[...], positions_BS, None, plan
-        )
+        x_BSD = ops.lookup(self.tokens[...], tokens_BS, "vocab")
+        x_BSD += ops.lookup(self.positions[...], positions_BS, None)
         return dropout(x_BSD, self.dropout, key)
 
 
@@ -75,26 +75,26 @@ class Block(nnx.Module):
         x_BSD: Float[Array, "B S D"],
         positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None,
-        plan: Plan,
+        ops: Ops,
         key: jax.Array | None,
     ) -> tuple[Float[Array, "B S D"], None]:
         weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
         x_BSD = named(x_BSD, "block_input")
         with jax.named_scope("attention"):
             normed_BSD = named(self.attention_norm(x_BSD), "attention_norm")
-            q, k, v = column_linear(
-                normed_BSD, (self.q[...], self.k[...], self.v[...]), (_HEADS, _HEADS, _HEADS), plan,
+            q, k, v = ops.column_linear(
+                normed_BSD, (self.q[...], self.k[...], self.v[...]), (_HEADS, _HEADS, _HEADS),
                 (self.q_bias[...], self.k_bias[...], self.v_bias[...]), "attention_seq",
             )  # fmt: skip
             q, k, v = named(q, "q"), named(k, "k"), named(v, "v")
-            mixed_BSHh = attention(q, k, v, plan, segments_BS, self.dropout, weights_key, self.window)
-            out_BSD = row_linear(mixed_BSHh, self.out[...], _HEADS, plan, self.out_bias[...], "attention_seq")
+            mixed_BSHh = ops.attention(q, k, v, segments_BS, self.dropout, weights_key, self.window)
+            out_BSD = ops.row_linear(mixed_BSHh, self.out[...], _HEADS, self.out_bias[...], "attention_seq")
             x_BSD = named(x_BSD + dropout(out_BSD, self.dropout, attention_key), "mlp_input")
         with jax.named_scope("mlp"):
             normed_BSD = named(self.mlp_norm(x_BSD), "mlp_norm")
-            (up_BSF,) = column_linear(normed_BSD, (self.up[...],), (("mlp",),), plan, (self.up_bias[...],))
+            (up_BSF,) = ops.column_linear(normed_BSD, (self.up[...],), (("mlp",),), (self.up_bias[...],))
             hidden_BSF = named(jax.nn.gelu(named(up_BSF, "up"), approximate=True), "mlp_hidden")
-            down_BSD = row_linear(hidden_BSF, self.down[...], ("mlp",), plan, self.down_bias[...])
+            down_BSD = ops.row_linear(hidden_BSF, self.down[...], ("mlp",), self.down_bias[...])
             return x_BSD + dropout(down_BSD, self.dropout, mlp_key), None
 
 

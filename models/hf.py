@@ -25,7 +25,8 @@ from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 
 from jaxpar.base.errors import UserError, nearest
-from jaxpar.base.sharding import LogicalAxis, Plan, path_name, tree_shardings
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import LogicalAxis, path_name, tree_shardings
 from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf, model_type
 from jaxpar.models.model import Model, Params
 

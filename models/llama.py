@@ -13,10 +13,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.sharding import LogicalAxis, Plan
+from jaxpar.base.sharding import LogicalAxis
 from jaxpar.models.layers import RMSNorm, VocabHead, normal, param, rotary_frequencies, rotate, vocab_table
-from jaxpar.parallel.experts import RouterSums, expert_mlp
-from jaxpar.parallel.linear import attention, column_linear, dropout, lookup, row_linear
+from jaxpar.parallel.embedding import dropout
+from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.remat import named
 
 _HEADS: tuple[LogicalAxis, ...] = ("heads", "head_dim")
@@ -31,9 +32,9 @@ class Embed(nnx.Module):
         self.tokens = vocab_table(config, rngs)
 
     def __call__(
-        self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], plan: Plan, key: jax.Array | None
+        self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], ops: Ops, key: jax.Array | None
     ) -> Float[Array, "B S D"]:
-        return dropout(lookup(self.tokens[...], tokens_BS, "vocab", plan), self.dropout, key)
+        return dropout(ops.lookup(self.tokens[...], tokens_BS, "vocab"), self.dropout, key)
 
 
 class Block(nnx.Module):
@@ -64,38 +65,37 @@ class Block(nnx.Module):
         x_BSD: Float[Array, "B S D"],
         positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None,
-        plan: Plan,
+        ops: Ops,
         key: jax.Array | None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         rate = self.config.dropout
         weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
         x_BSD = named(x_BSD, "block_input")
         with jax.named_scope("attention"):
-            q_BSHh, k_BSKh, v_BSKh = column_linear(
+            q_BSHh, k_BSKh, v_BSKh = ops.column_linear(
                 named(self.attention_norm(x_BSD), "attention_norm"),
                 (self.q[...], self.k[...], self.v[...]),
                 (_HEADS, _KV_HEADS, _KV_HEADS),
-                plan,
                 seq="attention_seq",
             )
             frequencies = rotary_frequencies(self.config)
             q_BSHh, k_BSKh = rotate(q_BSHh, positions_BS, frequencies), rotate(k_BSKh, positions_BS, frequencies)
             q_BSHh, k_BSKh, v_BSKh = named(q_BSHh, "q"), named(k_BSKh, "k"), named(v_BSKh, "v")
-            mixed_BSHh = attention(q_BSHh, k_BSKh, v_BSKh, plan, segments_BS, rate, weights_key, self.config.window)
-            out_BSD = row_linear(mixed_BSHh, self.out[...], _HEADS, plan, seq="attention_seq")
+            mixed_BSHh = ops.attention(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, weights_key, self.config.window)
+            out_BSD = ops.row_linear(mixed_BSHh, self.out[...], _HEADS, seq="attention_seq")
             x_BSD = named(x_BSD + dropout(out_BSD, rate, attention_key), "mlp_input")
         with jax.named_scope("mlp"):
-            y_BSD, routed = self._mlp(named(self.mlp_norm(x_BSD), "mlp_norm"), plan)
+            y_BSD, routed = self._mlp(named(self.mlp_norm(x_BSD), "mlp_norm"), ops)
             return x_BSD + dropout(y_BSD, rate, mlp_key), routed
 
-    def _mlp(self, x_BSD: Float[Array, "B S D"], plan: Plan) -> tuple[Float[Array, "B S D"], RouterSums | None]:
+    def _mlp(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         gate, up, down = self.gate[...], self.up[...], self.down[...]
         if self.config.experts:
             chosen, factor = self.config.experts_per_token, self.config.capacity_factor
-            return expert_mlp(x_BSD, self.router[...], gate, up, down, chosen, factor, plan)
-        gate_BSF, up_BSF = column_linear(x_BSD, (gate, up), (("mlp",), ("mlp",)), plan)
+            return ops.expert_mlp(x_BSD, self.router[...], gate, up, down, chosen, factor)
+        gate_BSF, up_BSF = ops.column_linear(x_BSD, (gate, up), (("mlp",), ("mlp",)))
         gate_BSF, up_BSF = named(gate_BSF, "gate"), named(up_BSF, "up")
-        return row_linear(named(jax.nn.silu(gate_BSF) * up_BSF, "mlp_hidden"), down, ("mlp",), plan), None
+        return ops.row_linear(named(jax.nn.silu(gate_BSF) * up_BSF, "mlp_hidden"), down, ("mlp",)), None
 
 
 class Head(VocabHead):

@@ -21,12 +21,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, nearest
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.models import gpt2, llama
-from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights, linear_cross_entropy
+from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device
-from jaxpar.parallel.linear import STORED, logits
+from jaxpar.parallel.linear import STORED
+from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.remat import remat
 from jaxpar.parallel.token_order import TOKENS, halves, in_natural_order, in_order, whole_batch
 
@@ -41,14 +42,15 @@ class Model:
 
     Attributes:
       config: its sizes.
+      ops: makes what its blocks call, of a plan: `jaxpar.parallel.Ops`, or a class with the same methods.
       axes: the logical axes of every parameter, in a dict of the same form as the parameters.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, ops: Callable[[Plan], Ops] = Ops):
         if config.family not in FAMILIES:
             hint = nearest(config.family, FAMILIES)
             raise UserError(f"no model family {config.family!r}{hint}: model.family is one of {', '.join(FAMILIES)}")
-        self.config = config
+        self.config, self.ops = config, ops
         self._parts = _parts(config)
         self._graphs, axes = _split(config)
         self.axes = copy.deepcopy(axes)
@@ -88,7 +90,7 @@ class Model:
     ) -> Float[Array, "B S D"]:  # fmt: skip
         """Tokens to the residual stream."""
         with jax.named_scope("embed"):
-            return nnx.merge(self._graphs["embed"], params["embed"])(tokens_BS, positions_BS, plan, key)
+            return nnx.merge(self._graphs["embed"], params["embed"])(tokens_BS, positions_BS, self.ops(plan), key)
 
     def block(
         self, layer: Params, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"],
@@ -96,7 +98,7 @@ class Model:
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:  # fmt: skip
         """One block; `layer` is one slice of `params["blocks"]`. The sums are those of its router, if it has one."""
         with jax.named_scope("block"):
-            return nnx.merge(self._graphs["blocks"], layer)(x_BSD, positions_BS, segments_BS, plan, key)
+            return nnx.merge(self._graphs["blocks"], layer)(x_BSD, positions_BS, segments_BS, self.ops(plan), key)
 
     def head(self, params: Params, x_BSD: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Float[Array, "V D"]]:
         """The final norm's output and the vocabulary matrix that multiplies it."""
@@ -161,7 +163,7 @@ class Model:
           key: dropout key; None = no dropout.
           weights: of what is added to the likelihood.
         """
-        batch = in_order(batch, plan)
+        batch = in_order(batch, plan, plan.context.strategy)
         x_BSD, routed = self.hidden(params, batch, plan, key)
         sums = self.score(params, x_BSD, batch["labels"], plan, weights)
         if routed is None:
@@ -177,17 +179,17 @@ class Model:
         x_BSD, head_VD = self.head(params, x_BSD)
         with jax.named_scope("loss"):
             sizes = self.config
-            return linear_cross_entropy(
-                x_BSD, head_VD, labels_BS, sizes.vocab_size, plan, weights.z_loss, sizes.logit_softcap
+            return self.ops(plan).linear_cross_entropy(
+                x_BSD, head_VD, labels_BS, sizes.vocab_size, weights.z_loss, sizes.logit_softcap
             )
 
     def logits(self, params: Params, batch: Batch, plan: Plan) -> Float[Array, "B S V"]:
         """Float32 next-token scores of the true vocabulary; `batch` as in `loss`, labels not needed."""
-        x_BSD, _ = self.hidden(params, in_order(batch, plan), plan)
+        x_BSD, _ = self.hidden(params, in_order(batch, plan, plan.context.strategy), plan)
         x_BSD, head_VD = self.head(params, x_BSD)
         sizes = self.config
-        scores_BSV = logits(x_BSD, head_VD, sizes.vocab_size, plan, sizes.logit_softcap)[..., : sizes.vocab_size]
-        return in_natural_order(scores_BSV, plan)
+        scores_BSV = self.ops(plan).logits(x_BSD, head_VD, sizes.vocab_size, sizes.logit_softcap)
+        return in_natural_order(scores_BSV[..., : sizes.vocab_size], plan, plan.context.strategy)
 
     def parameter_count(self) -> int:
         """Number of parameters, without the padding of the vocabulary."""

@@ -14,8 +14,8 @@ import jax
 import pytest
 
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
+from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import widen_cpu_pool
-from jaxpar.base.sharding import Plan
 
 # Tests read values and programs, not speed: as plain machine code a step compiles in an eighth of the time. Without the
 # fusion emitters, of which jax 0.12 has no choice, in a half.

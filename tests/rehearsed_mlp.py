@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
-from jaxpar.parallel.linear import column_linear, row_linear
-from jaxpar.rehearse.requested_collectives import Planned, planned
+from jaxpar.parallel.ops import Ops
+from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.timeline.timeline import TaskTime
 
 BATCH, SEQ, WIDTH, MLP = 16, 24, 512, 1024
@@ -24,8 +24,8 @@ BYTES = 4 * WIDTH * MLP
 
 def library(up: Any, down: Any, x: Any, plan: Plan) -> Any:
     with jax.named_scope("block"), jax.named_scope("mlp"):
-        (h,) = column_linear(x, [up], [("mlp",)], plan)
-        return jnp.sum(jnp.square(row_linear(jnp.tanh(h), down, ("mlp",), plan)))
+        (h,) = Ops(plan).column_linear(x, [up], [("mlp",)])
+        return jnp.sum(jnp.square(Ops(plan).row_linear(jnp.tanh(h), down, ("mlp",))))
 
 
 def plain(up: Any, down: Any, x: Any, plan: Plan) -> Any:
@@ -48,7 +48,7 @@ def turned(up: Any, down: Any, x: Any, plan: Plan) -> Any:
 
 
 @functools.cache
-def tasks_of(form: Callable[..., Any], plan: Plan) -> tuple[list[TaskTime], list[Planned]]:
+def tasks_of(form: Callable[..., Any], plan: Plan) -> tuple[list[TaskTime], list[Requested]]:
     """The step's tasks as compiled for the devices here, a second for each GB, and the collectives it asks for."""
     weights = [plan.sharding(("embed", "mlp")), plan.sharding(("mlp", "embed"))]
     rows = plan.sharding(("batch", "residual_seq", None))
@@ -66,4 +66,4 @@ def tasks_of(form: Callable[..., Any], plan: Plan) -> tuple[list[TaskTime], list
         TaskTime(task, (number,), count, 1e-9 * task.bytes * count, 0.0)
         for number, (task, count) in enumerate(walk(read_program(text, [(str(Path(__file__).parent), "tests")]).nodes))
     ]
-    return found, planned(traced.jaxpr, plan.mesh)
+    return found, requested_collectives(traced.jaxpr, plan.mesh)

@@ -17,8 +17,8 @@ from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.models import Model
 from jaxpar.rehearse.report.collectives import axes_of, in_float32, sent_bytes
-from jaxpar.rehearse.requested_collectives import Planned, planned
-from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
+from jaxpar.rehearse.targets import load_target
 from jaxpar.train.step import make_plan, make_train_step, step_shapes
 
 Sent = dict[tuple[str, frozenset[str]], float]
@@ -50,23 +50,23 @@ def staged(config: Config, name: str, microbatches: int, **more: Any) -> Config:
     return override(config, values | {key.replace("_", ".", 1): value for key, value in more.items()})
 
 
-def traced(config: Config, devices: list[jax.Device]) -> tuple[Any, list[Planned], dict[str, int]]:
+def traced(config: Config, devices: list[jax.Device]) -> tuple[Any, list[Requested], dict[str, int]]:
     """The traced step, what it asks for, and the mesh."""
     plan, model = make_plan(config, devices), Model(config.model)
     step = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
     said: list[str] = []
-    found = planned(step.jaxpr, plan.mesh, said.append)
+    found = requested_collectives(step.jaxpr, plan.mesh, said.append)
     allowed = {f"{tick}: of 2 branches the one that sends most is counted" for tick in ("forward", "backward", "input")}
     assert set(said) <= (allowed if plan.size("stage") > 1 else set())
     return step, found, dict(plan.mesh.shape)
 
 
-def asked_here(config: Config) -> tuple[list[Planned], dict[str, int]]:
+def asked_here(config: Config) -> tuple[list[Requested], dict[str, int]]:
     _, found, mesh = traced(config, jax.devices()[: devices_needed(config.mesh)])
     return found, mesh
 
 
-def sent(found: Iterable[Planned], mesh: Mapping[str, int]) -> Sent:
+def sent(found: Iterable[Requested], mesh: Mapping[str, int]) -> Sent:
     total: Sent = defaultdict(float)
     for one in found:
         total[one.kind, one.axes] += sent_bytes(one, mesh) * one.count
@@ -83,7 +83,7 @@ FAST = {"cpu": {"xla_backend_optimization_level": "0"}}  # of machine code: the 
 def compiled(config: Config, target: str = "") -> tuple[Sent, Sent]:
     """What the plan asks for, and what the compiled program sends."""
     platform = load_target(target).platform if target else "cpu"
-    devices = list(target_devices(load_target(target))) if target else jax.devices()[: devices_needed(config.mesh)]
+    devices = load_target(target).devices() if target else jax.devices()[: devices_needed(config.mesh)]
     step, found, mesh = traced(config, devices)
     text = step.lower(lowering_platforms=(platform,)).compile(compiler_options=FAST.get(platform)).as_text()
     made: Sent = defaultdict(float)

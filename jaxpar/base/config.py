@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
 from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MeshAxis, MeshSpec
-from jaxpar.base.sharding import Context, Overlap, Pipeline, ShardingRules, fit_heads
+from jaxpar.base.plan import Context, Overlap, Pipeline
+from jaxpar.base.sharding import ShardingRules
 
 
 @dataclass(frozen=True)
@@ -452,7 +454,7 @@ def check(config: Config) -> Config:
 def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
     """The rules of a config's plan on a mesh of these sizes, more devices than heads made to do."""
     model = config.model
-    return fit_heads(config.rules, model.heads, model.kv_heads or model.heads, sizes)[0]
+    return fit_rules(config.rules, model.heads, model.kv_heads or model.heads, sizes)[0]
 
 
 def require_settled(config: Config) -> None:

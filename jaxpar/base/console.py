@@ -13,7 +13,7 @@ from rich.table import Column
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import describe
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 

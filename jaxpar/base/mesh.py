@@ -11,7 +11,7 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, nearest
 
 MeshAxis = Literal["stage", "data", "fsdp", "context", "expert", "tensor"]
 
@@ -125,7 +125,7 @@ def largest_divisor(number: int, most: int) -> int:
     return next(n for n in range(most, 0, -1) if number % n == 0)
 
 
-def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
     """A mesh with all six axes (most of size 1), devices placed by topology.
 
     On TPU the order follows the torus (`mesh_utils.create_device_mesh`); with `dcn` sizes the slices, or on GPU the
@@ -135,10 +135,18 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Me
     Args:
       spec: sizes by axis.
       devices: the devices to use; all of `jax.devices()` when None.
+      sizes: in place of a spec, devices along each axis: `make_mesh(data=2, fsdp=-1)`; -1 = what is left.
 
     Raises:
-      UserError: the sizes do not match the devices.
+      UserError: an axis that there is not, or sizes that do not match the devices.
     """
+    for axis in sizes:
+        if axis not in MESH_AXES:
+            known = f"{nearest(axis, MESH_AXES)}: mesh axes are {', '.join(MESH_AXES)}"
+            raise UserError(f"make_mesh: no mesh axis {axis!r}{known}")
+    if spec is not None and sizes:
+        raise UserError(f"make_mesh takes a MeshSpec or sizes, and was given both: {describe(sizes)}")
+    spec = spec or MeshSpec(**sizes)  # pyright: ignore[reportArgumentType]
     devices = list(jax.devices() if devices is None else devices)
     ici = tuple(resolve(spec, len(devices)).values())
     dcn = tuple(getattr(spec.dcn, axis) for axis in MESH_AXES)

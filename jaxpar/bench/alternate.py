@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
+from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
-from jaxpar.base.sharding import Plan
 from jaxpar.models import Model
 from jaxpar.rehearse.calibrate import random_batch
 from jaxpar.train.step import init_state, make_plan, make_train_step

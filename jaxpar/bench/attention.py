@@ -65,7 +65,7 @@ class AttentionBenchArgs:
     """Where to draw TFLOP/s by sequence length (PNG)."""
 
 
-class Row(NamedTuple):
+class AttentionRow(NamedTuple):
     """One implementation on one mask; seconds are medians, of the forward alone and of forward and backward."""
 
     mask: str
@@ -97,7 +97,7 @@ def tune_first(bench: AttentionBenchArgs, say: Callable[[str], None] = lambda li
         say("kept: " + "; ".join(f"{kernel} {'x'.join(map(str, tile))}" for kernel, tile in sizes._asdict().items()))
 
 
-def bench_attention(bench: AttentionBenchArgs, say: Callable[[str], None] = lambda line: None) -> list[Row]:
+def bench_attention(bench: AttentionBenchArgs, say: Callable[[str], None] = lambda line: None) -> list[AttentionRow]:
     """The rows, in the order of the lists; what does not serve is said and left out.
 
     Raises:
@@ -109,7 +109,7 @@ def bench_attention(bench: AttentionBenchArgs, say: Callable[[str], None] = lamb
             raise UserError(f"bench attention knows no {word!r}{nearest(word, choices)}: try {', '.join(choices)}")
     if bench.heads % bench.kv_heads:
         raise UserError(f"{bench.heads} heads, no multiple of {bench.kv_heads} kv heads: try --heads {bench.kv_heads}")
-    rows: list[Row] = []
+    rows: list[AttentionRow] = []
     for h in bench.head_dims:
         for S in bench.seq_lens:
             for name in bench.masks:
@@ -117,7 +117,7 @@ def bench_attention(bench: AttentionBenchArgs, say: Callable[[str], None] = lamb
     return rows
 
 
-def _of_case(bench: AttentionBenchArgs, name: str, S: int, h: int, say: Callable[[str], None]) -> list[Row]:
+def _of_case(bench: AttentionBenchArgs, name: str, S: int, h: int, say: Callable[[str], None]) -> list[AttentionRow]:
     B = max(1, bench.tokens // S)
     mask = MASKS[name](B, S)
     rng = np.random.default_rng(0)
@@ -148,7 +148,9 @@ def _of_case(bench: AttentionBenchArgs, name: str, S: int, h: int, say: Callable
             times.setdefault((implementation, direction), []).append(seconds)
     flops = 4 * h * bench.heads * visible_places(mask, B, S)
     return [
-        Row(name, S, h, one, float(np.median(times[one, "forward"])), float(np.median(times[one, "both"])), flops)
+        AttentionRow(
+            name, S, h, one, float(np.median(times[one, "forward"])), float(np.median(times[one, "both"])), flops
+        )
         for one in ready
     ]
 
@@ -186,7 +188,7 @@ def _documents(B: int, S: int) -> Segments:
     return Segments(jnp.asarray(ids), jnp.asarray(ids))
 
 
-def attention_table(rows: Sequence[Row]) -> str:
+def attention_table(rows: Sequence[AttentionRow]) -> str:
     """A Markdown table, the fastest forward and backward of each case marked, and the formula."""
     head = "| mask | sequence | head_dim | implementation | forward, ms | TFLOP/s | forward + backward, ms | TFLOP/s |"
     lines = [head, "|---" * 8 + "|"]
@@ -200,14 +202,14 @@ def attention_table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, "", formula])
 
 
-def attention_json(bench: AttentionBenchArgs, rows: Sequence[Row]) -> dict[str, Any]:
+def attention_json(bench: AttentionBenchArgs, rows: Sequence[AttentionRow]) -> dict[str, Any]:
     """Everything, with what it ran on."""
     device = jax.devices()[0]
     where = {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
     return {**where, "bench": dataclasses.asdict(bench), "rows": [row._asdict() for row in rows]}
 
 
-def attention_figure(rows: Sequence[Row], title: str) -> Figure:
+def attention_figure(rows: Sequence[AttentionRow], title: str) -> Figure:
     """TFLOP/s of forward and backward by sequence length: a panel a mask and head_dim, a line an implementation."""
     from matplotlib.figure import Figure
 

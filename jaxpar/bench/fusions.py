@@ -18,10 +18,11 @@ from jax.extend.core import Jaxpr, Literal
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.sharding import Plan, replicated
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import replicated
 from jaxpar.models.layers import LayerNorm, RMSNorm, rotary_frequencies, rotate
-from jaxpar.rehearse.simulate import play
-from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.rehearse.simulate import simulate
+from jaxpar.rehearse.targets import load_target
 
 _MODEL = ModelConfig(embed=4096, heads=32, rope_theta=500000.0)  # LLaMA-3-8B, arXiv:2407.21783, table 3
 _MLP = 14336
@@ -36,7 +37,7 @@ class FusionBenchArgs:
     tensor: int = 4
 
 
-class Row(NamedTuple):
+class FusionRow(NamedTuple):
     """A part on a target. Bytes of device memory and seconds: `fused` by XLA, `alone` = every operation by itself."""
 
     target: str
@@ -50,26 +51,26 @@ class Row(NamedTuple):
     alone: float
 
 
-def bench_fusions(bench: FusionBenchArgs, say: Callable[[str], None] = lambda line: None) -> list[Row]:
+def bench_fusions(bench: FusionBenchArgs, say: Callable[[str], None] = lambda line: None) -> list[FusionRow]:
     """The rows, target after target."""
     rows = []
     for name in bench.targets:
         target = load_target(name)
-        devices = target_devices(target)
+        devices = target.devices()
         plan = Plan(make_mesh(MeshSpec(data=len(devices)), devices))
 
         def played(function: Callable[..., Any], args: Sequence[Any], plan: Plan = plan, target: Any = target) -> Any:
             placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(plan)) for x in args]
             jitted = jax.jit(function, compiler_options=compiler_options(plan.mesh))
             compiled: Any = jitted.trace(*placed).lower(lowering_platforms=(target.platform,)).compile()
-            timeline = play(compiled.as_text(), plan, target).timeline
+            timeline = simulate(compiled.as_text(), plan.mesh, target).timeline
             return sum(row.task.bytes * row.count for row in timeline.tasks), timeline.seconds
 
         for part, (function, args) in parts(bench).items():
             for direction, (run, given) in directions(function, args).items():
                 least = size(given) + size(jax.eval_shape(run, *given))
                 needed = least / target.hardware.hbm_bandwidth
-                row = Row(name, part, direction, least, needed, *played(run, given), *played(unfused(run), given))
+                row = FusionRow(name, part, direction, least, needed, *played(run, given), *played(unfused(run), given))
                 say(f"{name}: {part} {direction}: {1e6 * row.fused:.0f} us, of which {1e6 * row.least:.0f} are needed")
                 rows.append(row)
     return rows
@@ -152,7 +153,7 @@ def size(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def fusion_table(rows: Sequence[Row]) -> str:
+def fusion_table(rows: Sequence[FusionRow]) -> str:
     """Markdown, microseconds and MB."""
     names = "target", "part", "", "least, MB", "XLA, MB", "alone, MB", "least, us", "XLA, us", "alone, us"
     lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]

@@ -28,7 +28,7 @@ from jaxpar.base.jax_compat import NO_CUDA_GRAPHS
 from jaxpar.bench.alternate import alternate, mean_seconds, train_steps
 from jaxpar.bench.attention import LEAST_SECONDS, MASKS, AttentionBenchArgs, bench_attention
 from jaxpar.bench.gpu_pieces import Found, Piece, check_folder, facts_here, read_piece, report, run_piece
-from jaxpar.bench.rehearse import compare, no_links
+from jaxpar.bench.rehearse import compare_predictions, no_links
 from jaxpar.hlo.tasks import Task, walk
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call, Unserved
@@ -215,7 +215,7 @@ def _torch(config: Config, small: bool) -> Callable[[int], Found]:
 
 def _prediction(preset: str, changes: dict[str, Any], small: bool, out: Path) -> Found:
     figures, notes = _figures(small)
-    (row,) = compare({"": _config(preset, changes, small)}, figures, patience=0.0)
+    (row,) = compare_predictions({"": _config(preset, changes, small)}, figures, patience=0.0)
     peak = device_memory(jax.devices()[:1])
     return {"notes": notes, "rows": [{
         "predicted, ms": 1e3 * row.predicted, "fastest, ms": 1e3 * row.fastest, "median, ms": 1e3 * row.median,

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxpar.base.config import Config
-from jaxpar.base.sharding import Overlap
-from jaxpar.plan.choose_overlap import Trial, best, compare, open_plan, words
+from jaxpar.base.plan import Overlap
+from jaxpar.plan.choose_overlap import Trial, best, open_plan, time_forms, words
 from jaxpar.rehearse.of_config import rehearse
 from jaxpar.rehearse.report.schema import Rehearsal
-from jaxpar.rehearse.targets import Target, check_mesh, target_devices
+from jaxpar.rehearse.targets import Target, check_mesh
 
 OPEN = Overlap("auto", "auto", domino="auto")
 PURE = (Overlap("ring", "ring"), Overlap("bidirectional", "bidirectional"))
 
 
-class Row(NamedTuple):
+class OverlapRow(NamedTuple):
     """A form: one block, and the step where it was rehearsed."""
 
     block: Trial
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 def compare_forms(
     config: Config, target: Target, steps: bool, say: Callable[[str], None] = lambda line: None
-) -> list[Row]:
+) -> list[OverlapRow]:
     """Every form for the block; with `steps`, the whole step in the pure forms, Domino, and the block's fastest.
 
     Args:
@@ -37,7 +37,7 @@ def compare_forms(
     """
     check_mesh(config.mesh, target)
     config = dataclasses.replace(config, overlap=OPEN)
-    trials = compare(config, open_plan(config, target_devices(target)), target, say, PURE)
+    trials = time_forms(config, open_plan(config, target.devices()), target, say, PURE)
     whole = {trials[0].overlap, *PURE, best(trials).overlap} if steps else set()
     whole |= {trial.overlap for trial in trials if steps and trial.overlap.domino == "on"}
     rows = []
@@ -46,11 +46,11 @@ def compare_forms(
         if trial.overlap in whole:
             say(f"the step: {words(trial.overlap)}")
             step = rehearse(dataclasses.replace(config, overlap=trial.overlap), target)
-        rows.append(Row(trial, step))
+        rows.append(OverlapRow(trial, step))
     return rows
 
 
-def overlap_table(rows: Sequence[Row]) -> str:
+def overlap_table(rows: Sequence[OverlapRow]) -> str:
     """A Markdown table, the fastest block marked, and a line that says by how much."""
     names = ("form", "block, ms", "matmul", "other compute", "exposed", "sent, MB")
     stepped = any(row.step for row in rows)

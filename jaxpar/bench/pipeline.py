@@ -8,19 +8,19 @@ from typing import NamedTuple, get_args
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Schedule
+from jaxpar.base.plan import Schedule
 from jaxpar.parallel.pipeline import schedule
-from jaxpar.parallel.pipeline.simulator import simulate
+from jaxpar.parallel.pipeline.simulator import simulate_schedule
 from jaxpar.plan import resolve
 from jaxpar.rehearse.of_config import compile_step
-from jaxpar.rehearse.simulate import play
-from jaxpar.rehearse.targets import Target, check_mesh, target_devices
+from jaxpar.rehearse.simulate import simulate
+from jaxpar.rehearse.targets import Target, check_mesh
 from jaxpar.train.step import make_plan
 
 _TIMES = (2, 4, 16)  # microbatches a stage
 
 
-class Row(NamedTuple):
+class ScheduleRow(NamedTuple):
     """One compiled step.
 
     Attributes:
@@ -44,7 +44,9 @@ class Row(NamedTuple):
     tokens_per_second: float
 
 
-def compare_schedules(config: Config, target: Target, say: Callable[[str], None] = lambda line: None) -> list[Row]:
+def compare_schedules(
+    config: Config, target: Target, say: Callable[[str], None] = lambda line: None
+) -> list[ScheduleRow]:
     """Every schedule with two to sixteen microbatches a stage, each of as many sequences as the config's.
 
     Args:
@@ -56,7 +58,7 @@ def compare_schedules(config: Config, target: Target, say: Callable[[str], None]
       UserError: a config without stages, or what `compile_step` refuses.
     """
     check_mesh(config.mesh, target)
-    plan = make_plan(config, target_devices(target))
+    plan = make_plan(config, target.devices())
     stages, given = plan.size("stage"), plan.pipeline
     if stages == 1:
         raise UserError("bench pipeline compares schedules of a config with stages: try --mesh.stage 4")
@@ -78,19 +80,19 @@ def compare_schedules(config: Config, target: Target, say: Callable[[str], None]
     return found
 
 
-def _row(config: Config, target: Target, stages: int) -> Row:
-    compiled, pipeline = compile_step(resolve(config, target), target), config.pipeline
-    stats, seconds = compiled.stats, play(compiled.text, compiled.plan, target).timeline.seconds
+def _row(config: Config, target: Target, stages: int) -> ScheduleRow:
+    compiled, pipeline = compile_step(resolve(config, target), target).compiled, config.pipeline
+    stats, seconds = compiled.stats, simulate(compiled.text, compiled.mesh, target).timeline.seconds
     table = schedule(pipeline.schedule, stages, pipeline.microbatches, pipeline.virtual)
     peak = getattr(stats, "peak_memory_in_bytes", 0)
-    return Row(
-        pipeline.schedule, pipeline.virtual, pipeline.microbatches, len(table.ticks), simulate(table).bubble,
+    return ScheduleRow(
+        pipeline.schedule, pipeline.virtual, pipeline.microbatches, len(table.ticks), simulate_schedule(table).bubble,
         stats.temp_size_in_bytes, peak - stats.argument_size_in_bytes if peak else 0, seconds,
         config.train.batch * config.data.seq_len / seconds,
     )  # fmt: skip
 
 
-def schedules_table(rows: Sequence[Row]) -> str:
+def schedules_table(rows: Sequence[ScheduleRow]) -> str:
     """A Markdown table."""
     head = (
         "schedule", "microbatches", "ticks", "bubble", "temporaries, GiB", "peak less arguments", "step, s", "tokens/s",
@@ -99,7 +101,7 @@ def schedules_table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, *map(_line, rows)])
 
 
-def _line(row: Row) -> str:
+def _line(row: ScheduleRow) -> str:
     name = row.schedule + (f", {row.virtual} chunks" if row.virtual > 1 else "")
     peak = f"{row.peak / 2**30:.2f}" if row.peak else ""
     cells = [name, str(row.microbatches), str(row.ticks), f"{100 * row.bubble:.1f} %"]

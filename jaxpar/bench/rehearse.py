@@ -71,7 +71,7 @@ class Prediction(NamedTuple):
         return self.predicted / self.fastest
 
 
-def compare(
+def compare_predictions(
     shapes: Mapping[str, Config],
     hardware: Hardware,
     speeds: Speeds | None = None,

@@ -66,7 +66,7 @@ def rehearse_command(words: list[str]) -> int:
     from jaxpar.base.hardware import Hardware
     from jaxpar.base.mesh import MeshSpec
     from jaxpar.base.runtime import start
-    from jaxpar.bench.rehearse import compare, configs, prediction_figure, prediction_table
+    from jaxpar.bench.rehearse import compare_predictions, configs, prediction_figure, prediction_table
     from jaxpar.rehearse.calibrate import calibrated
     from jaxpar.show.figures import save_figure
 
@@ -75,7 +75,7 @@ def rehearse_command(words: list[str]) -> int:
     start(MeshSpec(), "off")  # as `rehearse`: it reads what the compiler writes
     say = console().print
     kept = calibrated(say)
-    rows = compare(configs(), kept.hardware(Hardware()), kept.speeds(), say=say)
+    rows = compare_predictions(configs(), kept.hardware(Hardware()), kept.speeds(), say=say)
     say(prediction_table(rows))
     if args.picture:
         save_figure(prediction_figure(rows, "predicted and measured steps, one device here"), Path(args.picture))

@@ -19,7 +19,7 @@ from jaxpar.rehearse.targets import compilers
 OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "transformers", "torch")
 
 
-class KnownBad(NamedTuple):
+class KnownTrouble(NamedTuple):
     """A combination that is known to go wrong: when, and what happens."""
 
     applies: Callable[[dict[str, str], str], bool]
@@ -28,21 +28,21 @@ class KnownBad(NamedTuple):
 
 KNOWN_BAD = (
     *(
-        KnownBad(
+        KnownTrouble(
             lambda versions, backend, bad=bad: (backend, versions.get("jaxlib")) == (bad.platform, bad.jaxlib), bad.what
         )
         for bad in offload.KNOWN_BAD
     ),
-    KnownBad(
+    KnownTrouble(
         lambda versions, _: versions.get("jax", "").split(".")[:2] != versions.get("jaxlib", "").split(".")[:2],
         "jax and jaxlib are of different releases: install both at the same version",
     ),
-    KnownBad(
+    KnownTrouble(
         lambda versions, backend: backend == "cpu" and any("cuda" in name for name in versions),
         "a CUDA plugin is installed and JAX runs on CPU: no driver or no GPU is visible (see `nvidia-smi`); "
         "all is well if it is there to rehearse",
     ),
-    KnownBad(
+    KnownTrouble(
         lambda versions, _: versions.get("orbax-checkpoint") == "0.12.8",
         "orbax-checkpoint 0.12.8 restores a flipped bit without a word: keep checkpoints on storage that checksums",
     ),

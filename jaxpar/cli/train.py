@@ -12,15 +12,15 @@ from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, hardware_of
 from jaxpar.base.mesh import describe
+from jaxpar.base.plan import Plan
 from jaxpar.base.processes import together
 from jaxpar.base.runtime import memory_of, start
-from jaxpar.base.sharding import Plan
 from jaxpar.models import Model
 from jaxpar.plan import resolve
 from jaxpar.plan.budget import out_of_memory, platform_of
-from jaxpar.plan.memory_account import ledger
+from jaxpar.plan.memory_account import memory_account
 from jaxpar.rehearse.report.memory import CompiledBytes
-from jaxpar.show.memory import ledger_table, write_ledger
+from jaxpar.show.memory import memory_table, write_memory_account
 from jaxpar.train.data import load_corpus
 from jaxpar.train.loop import OutOfMemory, Result, run
 from jaxpar.train.metrics import read_metrics
@@ -56,8 +56,8 @@ def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
         if memory := compiled.memory_analysis():
             device = plan.mesh.devices.flat[0]
             title = f"{folder.name}: memory of a device on {describe(dict(plan.mesh.shape))}"
-            parts = ledger(config, plan, platform_of(device))
-            write_ledger(folder, parts, title, CompiledBytes.of(memory), memory_of(device))
+            parts = memory_account(config, plan, platform_of(device))
+            write_memory_account(folder, parts, title, CompiledBytes.of(memory), memory_of(device))
 
     try:
         result = run(settled, folder, corpus, report_memory)
@@ -73,7 +73,7 @@ def _what_would_fit(error: OutOfMemory, main: bool) -> str:
     device = error.plan.mesh.devices.flat[0]
     platform, hardware = platform_of(device), hardware_of(device.device_kind) or Hardware()
     if main:
-        console().print(ledger_table(ledger(error.config, error.plan, platform)))
+        console().print(memory_table(memory_account(error.config, error.plan, platform)))
     return out_of_memory(error.said, error.config, error.plan, hardware, platform, memory_of(device))
 
 

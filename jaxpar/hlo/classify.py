@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpar.hlo import opcodes
 from jaxpar.hlo.collectives import collective_of
-from jaxpar.hlo.flops import Work, backend_config, work_of
+from jaxpar.hlo.flops import Multiplied, backend_config, work_of
 from jaxpar.hlo.origin import split_by
 from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
 from jaxpar.hlo.slices import Devices
@@ -54,7 +54,7 @@ def _shown(shape: Shape) -> str:
     return f"{largest} and {len(list(shape.leaves())) - 1} more"
 
 
-def _kind(module: Module, computation: Computation, instruction: Instruction, work: Work) -> Kind:
+def _kind(module: Module, computation: Computation, instruction: Instruction, work: Multiplied) -> Kind:
     target = opcodes.target(instruction)
     if target:
         return "matmul" if target.startswith(opcodes.GEMM_TARGETS) else "kernel"
@@ -111,7 +111,7 @@ def _operand_dtype(computation: Computation, instruction: Instruction) -> str:
     return max(shapes, key=lambda shape: shape.bytes).dtype if shapes else ""
 
 
-def _stated_cost(call: Instruction, dtype: str, bytes_: int) -> tuple[Work, int]:
+def _stated_cost(call: Instruction, dtype: str, bytes_: int) -> tuple[Multiplied, int]:
     """FLOPs and bytes that a Pallas kernel's author stated; no FLOPs and the arrays' bytes where none did."""
     estimate: Any = backend_config(call)
     for key in ("custom_call_config", "cost_estimate"):
@@ -120,5 +120,5 @@ def _stated_cost(call: Instruction, dtype: str, bytes_: int) -> tuple[Work, int]
     if noted := re.search(r'serialized_metadata = "([^"]*)"', call.attributes.get("backend_config", "")):
         estimate = json.loads(noted[1].replace("\\22", '"'))
     if not estimate:
-        return Work(), bytes_
-    return Work(float(estimate.get("flops", 0)), dtype), int(estimate.get("bytes_accessed", bytes_))
+        return Multiplied(), bytes_
+    return Multiplied(float(estimate.get("flops", 0)), dtype), int(estimate.get("bytes_accessed", bytes_))

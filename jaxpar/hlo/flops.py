@@ -21,23 +21,23 @@ _CONVOLUTION = "__cudnn$conv"
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Multiplied:
     """What a task multiplies: FLOPs, and the operand type of the largest of its matmuls (empty when there is none)."""
 
     flops: float = 0.0
     dtype: str = ""
 
-    def plus(self, other: Work) -> Work:
+    def plus(self, other: Multiplied) -> Multiplied:
         """Both one after another."""
         larger = self if self.flops >= other.flops else other
-        return Work(self.flops + other.flops, larger.dtype)
+        return Multiplied(self.flops + other.flops, larger.dtype)
 
 
-def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
+def work_of(module: Module, computation: Computation, instruction: Instruction) -> Multiplied:
     """The matmuls of one instruction, those in the computations it calls included (a loop inside counts once)."""
     shapes = [operand.shape for operand in computation.operands(instruction)]
     if len(shapes) < len(instruction.operands):
-        return Work()  # a text cut short
+        return Multiplied()  # a text cut short
     match instruction.base:
         case "dot" | "ragged-dot":
             flops = dot_flops(instruction, shapes[0])
@@ -48,12 +48,12 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
         case "fusion" | "call" | "async":
             return _called_work(module, instruction)
         case _:
-            return Work()
-    return Work(flops, shapes[0].dtype) if flops else Work()
+            return Multiplied()
+    return Multiplied(flops, shapes[0].dtype) if flops else Multiplied()
 
 
-def _called_work(module: Module, instruction: Instruction) -> Work:
-    total = Work()
+def _called_work(module: Module, instruction: Instruction) -> Multiplied:
+    total = Multiplied()
     for name in instruction.called:
         inner = module.computations.get(name)
         for called in inner.instructions.values() if inner else ():

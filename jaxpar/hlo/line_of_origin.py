@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from jaxpar.hlo.origin import PackageDirs
+from jaxpar.hlo.origin import PackageDirs, most_telling
 from jaxpar.hlo.tasks import Loop, Node, Place, Task, Wait
 
 
@@ -75,16 +75,15 @@ def borrow_lines(nodes: tuple[Node, ...], dirs: PackageDirs) -> tuple[Node, ...]
 
     (The backward of a custom_vjp may be traced without the frames of its caller.)
     """
-    best = f"{dirs[0][1]}/" if dirs else ""
     lines: dict[str, Counter[str]] = defaultdict(Counter)
     for task in _tasks(nodes):
-        if task.place.phase in ("forward", "recomputed") and task.place.source.startswith(best) and task.flops:
+        if task.place.phase in ("forward", "recomputed") and most_telling(task.place.source, dirs) and task.flops:
             lines[task.place.scope][task.place.source] += 1
 
     def mended(node: Node) -> Node:
         if isinstance(node, Loop):
             return replace(node, body=tuple(mended(inner) for inner in node.body))
-        if isinstance(node, Wait) or node.place.source.startswith(best) or not node.place.scope:
+        if isinstance(node, Wait) or most_telling(node.place.source, dirs) or not node.place.scope:
             return node
         candidates = lines[node.place.scope]
         if len(candidates) != 1 or node.place.phase not in ("backward", "recomputed"):

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sysconfig
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Literal
 
+import jax
+
 from jaxpar.hlo.parse import Frame, Instruction, Module, words
 from jaxpar.hlo.tasks import Phase, Place
 
 PackageDirs = Sequence[tuple[str, str]]
-"""(directory, name shown) pairs, the most telling first: ("/home/me/jaxpar/models", "models")."""
+"""(directory, name shown) pairs, the most telling first: ("/home/me/jaxpar/models", "models"). `OWN` stands for all
+files of neither an installed package nor Python nor this library."""
+OWN = ("", "")
 
 _WRAPPERS = words(
     "while body cond closed_call eval_jaxpr checkpoint rematted_computation remat custom_vjp_call custom_jvp_call"
@@ -41,6 +46,11 @@ def default_dirs() -> PackageDirs:
         spec = importlib.util.find_spec(module)
         found += [(folder, shown) for folder in (spec.submodule_search_locations or ())] if spec else []
     return tuple(found)
+
+
+def own_dirs() -> PackageDirs:
+    """Of a program that somebody else wrote: their files first."""
+    return OWN, *default_dirs()
 
 
 def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Place:
@@ -141,6 +151,28 @@ def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
     """`models/llama.py:72`: the innermost frame in the first directory that has any; empty when none has."""
     for folder, shown in dirs:
         for frame in frames:
-            if frame.file.startswith(folder.rstrip("/") + "/"):
+            if (folder, shown) == OWN and not any(_inside(frame.file, other) for other in _packages()):
+                file, here = Path(frame.file), Path.cwd()
+                return f"{file.relative_to(here) if file.is_relative_to(here) else file.name}:{frame.line}"
+            if folder and _inside(frame.file, folder):
                 return f"{shown}/{Path(frame.file).relative_to(folder).as_posix()}:{frame.line}"
     return ""
+
+
+def most_telling(source: str, dirs: PackageDirs) -> bool:
+    """Whether a source line is one of the first of the directories."""
+    if not dirs or dirs[0] != OWN:
+        return source.startswith(f"{dirs[0][1]}/" if dirs else "")
+    return bool(source) and not source.startswith(tuple(f"{shown}/" for _, shown in dirs[1:]))
+
+
+def _inside(file: str, folder: str) -> bool:
+    return file.startswith(folder.rstrip("/") + "/")
+
+
+@lru_cache(maxsize=1)
+def _packages() -> tuple[str, ...]:
+    """Where Python, what is installed and this library lie."""
+    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    others = [str(Path(jax.__file__).parents[1]), *(folder for folder, _ in default_dirs())]
+    return tuple(dict.fromkeys([*installed, *others]))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, reduce
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 import jax
@@ -430,6 +430,39 @@ class Or(_Pair):
 
     def __repr__(self) -> str:
         return " | ".join(f"{part}" for part in (self.left, self.right))
+
+
+def looks_back(mask: Mask) -> bool:
+    """Whether no query sees a key after its own place, as far as the mask's form says."""
+    if isinstance(mask, And):
+        return looks_back(mask.left) or looks_back(mask.right)
+    if isinstance(mask, Or):
+        return looks_back(mask.left) and looks_back(mask.right)
+    return isinstance(mask, Causal) and mask.offset <= 0
+
+
+def apart_from_segments(mask: Mask) -> tuple[Mask, Any]:
+    """A mask without its `Segments`, and their ids [B, S]; None where it has none.
+
+    Raises:
+      UserError: segments that are combined otherwise than by `&`, or with other ids for keys than for queries.
+    """
+    parts = list(_conjuncts(mask))
+    ids = [part for part in parts if isinstance(part, Segments)]
+    if len(ids) > 1 or sum(isinstance(leaf, Segments) for leaf in mask.leaves()) > len(ids):
+        raise UserError(f"over several devices a mask has its Segments once, joined by &, and was given {mask}")
+    if ids and ids[0].q_ids is not ids[0].kv_ids:
+        raise UserError("over several devices queries and keys are of one sequence: write Segments(ids, ids)")
+    rest = [part for part in parts if not isinstance(part, Segments)]
+    return reduce(And, rest) if rest else Full(), ids[0].q_ids if ids else None
+
+
+def _conjuncts(mask: Mask) -> Iterator[Mask]:
+    if isinstance(mask, And):
+        yield from _conjuncts(mask.left)
+        yield from _conjuncts(mask.right)
+    else:
+        yield mask
 
 
 def of_distance(mask: Mask) -> bool:

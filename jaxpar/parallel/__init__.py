@@ -1,5 +1,19 @@
 """What a model calls in place of a matmul, a lookup, attention, experts and a loss, and what those are made of.
 
-Linear layers with their collectives (`linear`, `ring_matmul`), attention over a split sequence (`context`,
-`ring_attention`, `zigzag`), `experts`, the loss (`cross_entropy`), recomputation (`remat`), host memory, the pipeline.
+Each op takes a `jaxpar.Layout` and keyword options, is trainable, and stands inside any jitted function. `Ops` are the
+same bound to a plan. Behind them: collectives inside `shard_map` (`collectives`, `ring_matmul`), attention over a
+sequence that is split (`context`, `ring_attention`, `zigzag`), recomputation (`remat`), host memory, the pipeline.
 """
+
+from jaxpar.parallel._attention import attention, fit_heads
+from jaxpar.parallel.cross_entropy import LossSums, linear_cross_entropy
+from jaxpar.parallel.embedding import dropout, lookup
+from jaxpar.parallel.experts import RouterSums, expert_mlp
+from jaxpar.parallel.linear import column_linear, logits, row_linear
+from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.token_order import in_natural_order, in_order
+
+__all__ = [
+    "LossSums", "Ops", "RouterSums", "attention", "column_linear", "dropout", "expert_mlp", "fit_heads",
+    "in_natural_order", "in_order", "linear_cross_entropy", "logits", "lookup", "row_linear",
+]  # fmt: skip

@@ -1,7 +1,7 @@
 """Moves between layouts inside `shard_map`: what is gathered, what is summed, and over which mesh axes.
 
 Left to themselves, partial sums may become all-reduces and small gathers large ones: here every collective of an op is
-written where it stands, so that a plan's communication is known in closed form.
+written where it stands, so that a layout's communication is known in closed form.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import LANES
 from jaxpar.base.mesh import MeshAxis
-from jaxpar.base.sharding import Axes, LogicalAxis, Plan
+from jaxpar.base.sharding import Axes, Layout, LogicalAxis, is_axes
 
 
-def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+def manual(local: Callable[..., Any], layout: Layout, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
     """`local` on every device's own part of the arrays; on one device `local` itself.
 
     Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the other axes, also where
@@ -29,25 +29,25 @@ def manual(local: Callable[..., Any], plan: Plan, in_axes: Any, out_axes: Any) -
 
     Args:
       local: a function of local arrays, which names its collectives.
-      plan: mesh and rules.
+      layout: mesh and rules.
       in_axes: logical axes of each argument, in trees of the arguments' forms (an argument's axes are a tuple).
       out_axes: the same of what it returns.
     """
     around = jax.sharding.get_abstract_mesh().manual_axes
-    axes = frozenset(plan.mesh.axis_names).difference(around)
-    if not axes or (not around and plan.mesh.size == 1):
+    axes = frozenset(layout.mesh.axis_names).difference(around)
+    if not axes or (not around and layout.mesh.size == 1):
         return local
 
     def specs(axes: Any) -> Any:
-        return jax.tree.map(plan.spec, axes, is_leaf=is_axes)  # None, for an argument that is None, stays
+        return jax.tree.map(layout.spec, axes, is_leaf=is_axes)  # None, for an argument that is None, stays
 
     return jax.shard_map(
-        local, mesh=None if around else plan.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes), axis_names=axes,
-        check_vma=False,
+        local, mesh=None if around else layout.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes),
+        axis_names=axes, check_vma=False,
     )  # fmt: skip
 
 
-def turn_after(turn: jax.Array | None, arrays: Any, axes: Any, plan: Plan) -> Any:
+def turn_after(turn: jax.Array | None, arrays: Any, axes: Any, layout: Layout) -> Any:
     """`turn`, an int32 zero, but not there before these arrays: with `waits` an op comes after those that gave them.
 
     Only XLA:CPU needs it, and elsewhere a turn is None. It starts collectives in the order of its schedule, but takes a
@@ -60,7 +60,7 @@ def turn_after(turn: jax.Array | None, arrays: Any, axes: Any, plan: Plan) -> An
       turn: of what came before, or None.
       arrays: a tree of results of ops that may hold collectives.
       axes: logical axes of each.
-      plan: mesh and rules.
+      layout: mesh and rules.
     """
     if turn is None:
         return None
@@ -71,7 +71,7 @@ def turn_after(turn: jax.Array | None, arrays: Any, axes: Any, plan: Plan) -> An
             turn = jnp.where(bits * bits & 3 < 2, turn, 1)  # true of every square, which XLA does not know
         return turn
 
-    return manual(local, plan, ((), axes), ())(turn, arrays)
+    return manual(local, layout, ((), axes), ())(turn, arrays)
 
 
 def waits(x: Any, turn: jax.Array | None) -> Any:
@@ -79,29 +79,28 @@ def waits(x: Any, turn: jax.Array | None) -> Any:
     return x if turn is None else jax.tree.map(lambda x: jnp.where(turn == 0, x, jnp.zeros_like(x)), x)
 
 
-def first_turn(plan: Plan) -> jax.Array | None:
-    """The turn before anything has run; None where the plan's devices keep collectives in order by themselves."""
-    return jnp.int32(0) if plan.mesh.devices.flat[0].platform == "cpu" else None
+def platform_of(layout: Layout) -> str:
+    """`cpu`, `gpu` or `tpu`: what the layout's devices are."""
+    return layout.mesh.devices.flat[0].platform
 
 
-def is_axes(tree: Any) -> bool:
-    """Whether a tree is the logical axes of one array."""
-    plain = isinstance(tree, tuple) and not hasattr(tree, "_fields")  # a NamedTuple is a tree
-    return plain and all(axis is None or isinstance(axis, str) for axis in tree)
+def first_turn(layout: Layout) -> jax.Array | None:
+    """The turn before anything has run; None where the layout's devices keep collectives in order by themselves."""
+    return jnp.int32(0) if platform_of(layout) == "cpu" else None
 
 
-def gather(x: jax.Array, stored: Axes, used: Axes, plan: Plan) -> jax.Array:
+def gather(x: jax.Array, stored: Axes, used: Axes, layout: Layout) -> jax.Array:
     """Inside `manual`: `x` from the layout it is stored in to the one it is used in, split over fewer mesh axes.
 
     Raises:
       UserError: the used layout splits a dim otherwise than by the first of the mesh axes that the stored one does.
     """
-    for dim, moved in further_split(stored, used, plan):
+    for dim, moved in further_split(stored, used, layout):
         x = jax.lax.all_gather(x, moved, axis=dim, tiled=True)
     return x
 
 
-def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, plan: Plan) -> jax.Array:
+def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, layout: Layout) -> jax.Array:
     """Inside `manual`: the transpose of `gather`, for an `x` that is a partial sum over the mesh axes `partial`.
 
     Those that split a dim of the stored layout are reduce-scattered, the others all-reduced; of a dim that is split
@@ -111,13 +110,13 @@ def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, 
       UserError: as `gather`.
     """
     left = set(partial)
-    for dim, moved in further_split(stored, used, plan):
+    for dim, moved in further_split(stored, used, layout):
         for summed, run in groupby(moved, left.__contains__):  # outermost first: each cuts the piece left by the last
             mesh_axes = tuple(run)
             cut = reduce_scatter if summed else own_piece
-            x = cut(x, mesh_axes, dim, plan.pieces(mesh_axes))
+            x = cut(x, mesh_axes, dim, layout.pieces(mesh_axes))
         left.difference_update(moved)
-    rest = tuple(axis for axis in plan.mesh.axis_names if axis in left)
+    rest = tuple(axis for axis in layout.mesh.axis_names if axis in left)
     return jax.lax.psum(x, rest) if rest else x
 
 
@@ -145,12 +144,12 @@ def reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, piec
     return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=0).reshape(*front, piece, *back)
 
 
-def split_over(axes: Axes, plan: Plan) -> tuple[MeshAxis, ...]:
+def split_over(axes: Axes, layout: Layout) -> tuple[MeshAxis, ...]:
     """The mesh axes that split any of these logical axes: those over which a sum along them is partial."""
-    return tuple(mesh_axis for axis in axes for mesh_axis in plan.mesh_axes(axis))
+    return tuple(mesh_axis for axis in axes for mesh_axis in layout.mesh_axes(axis))
 
 
-def further_split(stored: Axes, used: Axes, plan: Plan) -> list[tuple[int, tuple[MeshAxis, ...]]]:
+def further_split(stored: Axes, used: Axes, layout: Layout) -> list[tuple[int, tuple[MeshAxis, ...]]]:
     """The dims that the stored layout splits further than the used one, and the mesh axes that make the difference.
 
     Raises:
@@ -158,7 +157,7 @@ def further_split(stored: Axes, used: Axes, plan: Plan) -> list[tuple[int, tuple
     """
     moves = []
     for dim, (outer, inner) in enumerate(zip(stored, used, strict=True)):
-        split, kept = plan.mesh_axes(outer), plan.mesh_axes(inner)
+        split, kept = layout.mesh_axes(outer), layout.mesh_axes(inner)
         if split[: len(kept)] != kept:
             fitting = " ".join((*kept, *(axis for axis in split if axis not in kept)))
             raise UserError(

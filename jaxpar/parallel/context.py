@@ -22,15 +22,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.heads import beside
 from jaxpar.base.mesh import describe, largest_divisor
-from jaxpar.base.sharding import LogicalAxis, Plan, beside
+from jaxpar.base.plan import Strategy
+from jaxpar.base.sharding import Layout, LogicalAxis
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.dispatch import pair, pair_for, say_once
 from jaxpar.kernels.masks import Mask
 from jaxpar.parallel import ring_attention
-from jaxpar.parallel.collectives import further_split, gather, manual, reduce
+from jaxpar.parallel.collectives import further_split, gather, manual, platform_of, reduce
 from jaxpar.parallel.remat import named
-from jaxpar.parallel.zigzag import PARTS, Work, chunk_order, inverse, own_chunks, packed, reordered, stacked
+from jaxpar.parallel.zigzag import PARTS, ContextTask, chunk_order, inverse, own_chunks, packed, reordered, stacked
 
 _Axes = tuple[LogicalAxis | None, ...]
 _Q: _Axes = ("batch", "attention_seq", "heads", None)
@@ -41,29 +43,32 @@ _SPLIT: _Axes = (None, "attention_seq", None, None)  # k and v
 _WHOLE: _Axes = (None,) * 4
 
 
-def check_chunks(plan: Plan, seq_len: int) -> None:
+def check_chunks(layout: Layout, strategy: Strategy, seq_len: int) -> None:
     """Refuse a sequence that is not cut into equal chunks.
 
     Raises:
       UserError: such a one, with the nearest lengths that are.
     """
-    chunks = max(plan.size("attention_seq"), len(chunk_order(plan)))
+    chunks = max(layout.size("attention_seq"), len(chunk_order(layout, strategy)))
     if seq_len % chunks:
         below = seq_len // chunks * chunks
         shorter = f"--data.seq-len {below} or " if below else ""
         raise UserError(
-            f"data.seq_len={seq_len} is not cut into {chunks} equal chunks, which {plan.context.strategy} over "
-            f"{_sizes(plan)} needs: try {shorter}--data.seq-len {below + chunks}"
+            f"data.seq_len={seq_len} is not cut into {chunks} equal chunks, which {strategy} over "
+            f"{_sizes(layout)} needs: try {shorter}--data.seq-len {below + chunks}"
         )
 
 
-def check_split(plan: Plan, seq_len: int, heads: int, kv_heads: int, dropout: float = 0.0) -> None:
-    """Refuse a sequence or heads that the plan's strategy cannot split.
+def check_split(
+    layout: Layout, strategy: Strategy, seq_len: int, heads: int, kv_heads: int, dropout: float = 0.0
+) -> None:
+    """Refuse a sequence or heads that a strategy cannot split.
 
-    Dropout is refused too: it draws its bits by the place of a token in the array, which depends on the plan here.
+    Dropout is refused too: it draws its bits by the place of a token in the array, which depends on the layout here.
 
     Args:
-      plan: mesh, rules and strategy.
+      layout: mesh and rules.
+      strategy: of a sequence that is split.
       seq_len: of the training sequences.
       heads, kv_heads: of the model.
       dropout: rate.
@@ -72,85 +77,104 @@ def check_split(plan: Plan, seq_len: int, heads: int, kv_heads: int, dropout: fl
       UserError: what `check_chunks` refuses; dropout; heads too few for Ulysses; kv heads that are split where heads
         are not; a mesh axis that splits both the sequence and the heads.
     """
-    n = plan.size("attention_seq")
+    n = layout.size("attention_seq")
     if n == 1:
         return
-    check_chunks(plan, seq_len)
+    check_chunks(layout, strategy, seq_len)
     if dropout > 0:
         raise UserError(
-            f"model.dropout={dropout} with the sequence split over {_sizes(plan)}: what is dropped would depend on the "
-            "mesh: try --model.dropout 0, or leave the sequence whole"
+            f"model.dropout={dropout} with the sequence split over {_sizes(layout)}: what is dropped would depend on "
+            "the mesh: try --model.dropout 0, or leave the sequence whole"
         )
-    plan.sharding((*_Q[1:3], None), (seq_len, heads, 1), "queries")
-    plan.sharding(("attention_seq", "kv_heads"), (seq_len, kv_heads), "keys and values")
-    if plan.mesh_axes(beside("kv_heads", plan)) != plan.mesh_axes("heads"):
-        further_split(("heads",), ("kv_heads",), plan)
-    here, axis = heads // plan.size("heads"), plan.mesh_axes("attention_seq")[-1]
-    if plan.context.strategy == "ulysses" and here % n:
-        fits = largest_divisor(here, plan.mesh.shape[axis])
+    layout.sharding((*_Q[1:3], None), (seq_len, heads, 1), "queries")
+    layout.sharding(("attention_seq", "kv_heads"), (seq_len, kv_heads), "keys and values")
+    if layout.mesh_axes(beside("kv_heads", layout)) != layout.mesh_axes("heads"):
+        further_split(("heads",), ("kv_heads",), layout)
+    here, axis = heads // layout.size("heads"), layout.mesh_axes("attention_seq")[-1]
+    if strategy == "ulysses" and here % n:
+        fits = largest_divisor(here, layout.mesh.shape[axis])
         raise UserError(
-            f"Ulysses with too few heads: {_sizes(plan)} cannot share out {here} heads (model.heads={heads} over "
-            f"{plan.size('heads')} devices): try --context.strategy ring, or --mesh.{axis} {fits}"
+            f"Ulysses with too few heads: {_sizes(layout)} cannot share out {here} heads (model.heads={heads} over "
+            f"{layout.size('heads')} devices): try --context.strategy ring, or --mesh.{axis} {fits}"
         )
 
 
-def _sizes(plan: Plan) -> str:
-    return describe({axis: plan.mesh.shape[axis] for axis in plan.mesh_axes("attention_seq")})
+def _sizes(layout: Layout) -> str:
+    return describe({axis: layout.mesh.shape[axis] for axis in layout.mesh_axes("attention_seq")})
+
+
+class Split(NamedTuple):
+    """How attention runs on several devices.
+
+    Attributes:
+      layout: mesh and rules.
+      strategy: of a sequence that is split.
+      implementation: one of `kernels.Implementation`, or `auto`.
+    """
+
+    layout: Layout
+    strategy: Strategy = "ring"
+    implementation: str = "auto"
+
+    @property
+    def devices(self) -> int:
+        """Over how many devices the sequence is split."""
+        return self.layout.size("attention_seq")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def split_attention(
-    plan: Plan,
+    split: Split,
     mask: Mask,
     q_BSHh: Float[Array, "B S H h"],
     k_BSKh: Float[Array, "B S K h"],
     v_BSKh: Float[Array, "B S K h"],
     segments_BS: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S H h"]:
-    """Attention by the plan's strategy, as `jaxpar.kernels` but for the order of the tokens.
+    """Attention by a strategy, as `jaxpar.kernels` but for the order of the tokens.
 
     Args:
-      plan: mesh, rules and strategy; `attention_seq` is split, or every device has whole sequences.
+      split: layout, strategy and implementation; `attention_seq` is split, or every device has whole sequences.
       mask: what a query sees, documents aside: at most the keys at or before it.
       q_BSHh, k_BSKh, v_BSKh: projections of one sequence in `chunk_order`, H a multiple of K; kv heads as
         `parallel.column_linear` leaves them.
       segments_BS: document of each token, in the same order. None = one document.
     """
-    return _forward(plan, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)[0]
+    return _forward(split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)[0]
 
 
-def _forward(plan, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS):
+def _forward(split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS):
     def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None) -> tuple[Array, Array]:
-        work, (forward, _) = _work(plan, mask, segments_BT, q_BSHh, k_BSKh), _strategy(plan)
+        work, (forward, _) = _work(split, mask, segments_BT, q_BSHh, k_BSKh), _strategy(split)
         out_BSHh, lse_BHS = forward(q_BSHh, k_BSKh, v_BSKh, work)
         return out_BSHh.astype(v_BSKh.dtype), lse_BHS[:, None]
 
-    kv = _kv_axes(plan)
+    kv = _kv_axes(split.layout)
     layouts, outs = (_Q, kv, kv, _segment_axes(segments_BS)), (_Q, _LSE)
-    out_BSHh, lse = manual(local, plan, layouts, outs)(q_BSHh, k_BSKh, v_BSKh, segments_BS)
+    out_BSHh, lse = manual(local, split.layout, layouts, outs)(q_BSHh, k_BSKh, v_BSKh, segments_BS)
     out_BSHh, lse = named(out_BSHh, "attention_out"), named(lse, "attention_lse")
     return out_BSHh, (q_BSHh, k_BSKh, v_BSKh, segments_BS, out_BSHh, lse)
 
 
-def _backward(plan, mask, residuals, dout_BSHh):
+def _backward(split, mask, residuals, dout_BSHh):
     q_BSHh, k_BSKh, v_BSKh, segments_BS, out_BSHh, lse = residuals
 
     def local(
         q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None, out_BSHh: Array, lse: Array,
         dout_BSHh: Array,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
-        if plan.size("attention_seq") > 1:
+        if split.devices > 1:
             # They are sent again: what came by in the forward pass, the keys of all devices, is not to be kept.
             q_BSHh, k_BSKh, v_BSKh = jax.lax.optimization_barrier((q_BSHh, k_BSKh, v_BSKh))
-        work, (_, backward) = _work(plan, mask, segments_BT, q_BSHh, k_BSKh), _strategy(plan)
+        work, (_, backward) = _work(split, mask, segments_BT, q_BSHh, k_BSKh), _strategy(split)
         delta_BSH = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1)
         dout_BSHh = dout_BSHh.astype(v_BSKh.dtype)
         dq, dk, dv = backward(q_BSHh, k_BSKh, v_BSKh, dout_BSHh, lse[:, 0], delta_BSH.swapaxes(1, 2), work)
         return dq.astype(q_BSHh.dtype), dk.astype(k_BSKh.dtype), dv.astype(v_BSKh.dtype)
 
-    kv = _kv_axes(plan)
+    kv = _kv_axes(split.layout)
     layouts = (_Q, kv, kv, _segment_axes(segments_BS), _Q, _LSE, _Q)
-    gradients = manual(local, plan, layouts, (_Q, kv, kv))(
+    gradients = manual(local, split.layout, layouts, (_Q, kv, kv))(
         q_BSHh, k_BSKh, v_BSKh, segments_BS, out_BSHh, lse, dout_BSHh
     )
     return *gradients, None
@@ -159,15 +183,15 @@ def _backward(plan, mask, residuals, dout_BSHh):
 split_attention.defvjp(_forward, _backward)
 
 
-def _strategy(plan: Plan) -> Any:
-    return _STRATEGIES[plan.context.strategy if plan.size("attention_seq") > 1 else "whole"]
+def _strategy(split: Split) -> Any:
+    return _STRATEGIES[split.strategy if split.devices > 1 else "whole"]
 
 
-def kernel_for(plan: Plan, mask: Mask, q_BSHh: Any, k_BSKh: Any, platform: str) -> tuple[str, str]:
-    """The implementation that serves what the plan's strategy hands to it, and why not one before it.
+def kernel_for(split: Split, mask: Mask, q_BSHh: Any, k_BSKh: Any, platform: str) -> tuple[str, str]:
+    """The implementation that serves what a strategy hands to it, and why not one before it.
 
     Args:
-      plan: mesh, strategy, and the implementation that it asks for.
+      split: layout, strategy, and the implementation that is asked for.
       mask: what a query sees, documents too.
       q_BSHh, k_BSKh: arrays of one device, or their shapes and dtypes.
       platform: what it is compiled for.
@@ -175,32 +199,32 @@ def kernel_for(plan: Plan, mask: Mask, q_BSHh: Any, k_BSKh: Any, platform: str) 
     Raises:
       UserError: the one asked for cannot serve.
     """
-    n, S = plan.size("attention_seq"), q_BSHh.shape[1]
+    n, S = split.devices, q_BSHh.shape[1]
     C = S // 2
     anywhere = PARTS._replace(q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=C)  # known at run time only
     pieces = {"ring": (C, C, anywhere), "all_gather": (C, n * S, anywhere), "ulysses": (n * S, n * S, Call())}
-    of_q, of_k, call = pieces[plan.context.strategy] if n > 1 else (S, S, Call())
+    of_q, of_k, call = pieces[split.strategy] if n > 1 else (S, S, Call())
     q, k = (
         jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype)
         for x, length in ((q_BSHh, of_q), (k_BSKh, of_k))
     )
-    return pair_for(q, k, mask, platform, plan.attention, call)
+    return pair_for(q, k, mask, platform, split.implementation, call)
 
 
-def _work(plan: Plan, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array) -> Work:
-    seen, platform = packed(mask, segments_BT, segments_BT), plan.mesh.devices.flat[0].platform
-    name, _ = kernel_for(plan, seen, q_BSHh, k_BSKh, platform)
-    if plan.size("attention_seq") > 1:
-        say_once(f"attention by {name}, {plan.context.strategy}")
-    return Work(plan, mask, segments_BT, pair(name))
+def _work(split: Split, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array) -> ContextTask:
+    seen, platform = packed(mask, segments_BT, segments_BT), platform_of(split.layout)
+    name, _ = kernel_for(split, seen, q_BSHh, k_BSKh, platform)
+    if split.devices > 1:
+        say_once(f"attention by {name}, {split.strategy}")
+    return ContextTask(split.layout, mask, segments_BT, pair(name))
 
 
 def _segment_axes(segments_BS: Array | None) -> Any:
     return None if segments_BS is None else _SEGMENTS
 
 
-def _kv_axes(plan: Plan) -> _Axes:
-    return ("batch", "attention_seq", beside("kv_heads", plan), None)
+def _kv_axes(layout: Layout) -> _Axes:
+    return ("batch", "attention_seq", beside("kv_heads", layout), None)
 
 
 def needed_kv_heads(first: Any, heads: int, group: int) -> Array:
@@ -219,12 +243,12 @@ def needed_kv_heads(first: Any, heads: int, group: int) -> Array:
 # Whole sequences.
 
 
-def _whole_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
+def _whole_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
     return work.kernel.forward(q_BSHh, k_BSKh, v_BSKh, packed(work.mask, *[work.segments_BT] * 2), Call())
 
 
 def _whole_backward(
-    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: Work
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: ContextTask
 ) -> tuple[Array, Array, Array]:
     arrays = q_BSHh, k_BSKh, v_BSKh, dout_BSHh, lse_BHS, delta_BHS
     return work.kernel.backward(*arrays, packed(work.mask, *[work.segments_BT] * 2), Call())
@@ -233,8 +257,8 @@ def _whole_backward(
 # All-gather.
 
 
-def _gather_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
-    k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.plan), work) for x in (k_BSKh, v_BSKh))
+def _gather_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
+    k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.layout), work) for x in (k_BSKh, v_BSKh))
     parts = [
         work.kernel.forward(q, k_BTKh[:, :T], v_BTKh[:, :T], mask, call)
         for q, (T, mask, call) in zip(stacked(q_BSHh, 1), _against_all(work, k_BSKh), strict=True)
@@ -243,9 +267,9 @@ def _gather_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> 
 
 
 def _gather_backward(
-    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: Work
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: ContextTask
 ) -> tuple[Array, Array, Array]:
-    k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.plan), work) for x in (k_BSKh, v_BSKh))
+    k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.layout), work) for x in (k_BSKh, v_BSKh))
     of_rows = stacked(q_BSHh, 1), stacked(dout_BSHh, 1), stacked(lse_BHS, 2), stacked(delta_BHS, 2)
     dqs, dk, dv = [], jnp.zeros(k_BTKh.shape, jnp.float32), jnp.zeros(v_BTKh.shape, jnp.float32)
     for half, (T, mask, call) in enumerate(_against_all(work, k_BSKh)):
@@ -254,12 +278,12 @@ def _gather_backward(
         dq, more_dk, more_dv = work.kernel.backward(q, *keys, dout, lse, delta, mask, call)
         dqs.append(dq)
         dk, dv = dk.at[:, :T].add(more_dk), dv.at[:, :T].add(more_dv)
-    order = chunk_order(work.plan)
-    dk, dv = (reduce(reordered(x, order, 1), work.axes, _WHOLE, _SPLIT, work.plan) for x in (dk, dv))
+    order = chunk_order(work.layout, "all_gather")
+    dk, dv = (reduce(reordered(x, order, 1), work.axes, _WHOLE, _SPLIT, work.layout) for x in (dk, dv))
     return jnp.concatenate(dqs, axis=1), dk, dv
 
 
-def _against_all(work: Work, k_BSKh: Array) -> list[tuple[int, Mask, Any]]:
+def _against_all(work: ContextTask, k_BSKh: Array) -> list[tuple[int, Mask, Any]]:
     """Of one's early and late chunk, how many keys from the first it may see, and how."""
     C, n = k_BSKh.shape[1] // 2, work.size
     segments_BT = None if work.segments_BT is None else _natural(work.segments_BT, work)
@@ -273,14 +297,14 @@ def _against_all(work: Work, k_BSKh: Array) -> list[tuple[int, Mask, Any]]:
     ]
 
 
-def _natural(x: Array, work: Work) -> Array:
-    return reordered(x, inverse(chunk_order(work.plan)), 1)
+def _natural(x: Array, work: ContextTask) -> Array:
+    return reordered(x, inverse(chunk_order(work.layout, "all_gather")), 1)
 
 
 # Ulysses.
 
 
-def _ulysses_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
+def _ulysses_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
     shares = _Shares.of(q_BSHh, k_BSKh, work)
     k, v, mask = shares.send_kv(k_BSKh), shares.send_kv(v_BSKh), packed(work.mask, *[work.segments_BT] * 2)
     out, lse = work.kernel.forward(shares.to_heads(q_BSHh), k, v, mask, Call(out_dtype=v_BSKh.dtype))
@@ -288,7 +312,7 @@ def _ulysses_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) ->
 
 
 def _ulysses_backward(
-    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHT: Array, delta_BHS: Array, work: Work
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHT: Array, delta_BHS: Array, work: ContextTask
 ) -> tuple[Array, Array, Array]:
     shares = _Shares.of(q_BSHh, k_BSKh, work)
     q, k, v = shares.to_heads(q_BSHh), shares.send_kv(k_BSKh), shares.send_kv(v_BSKh)
@@ -301,12 +325,12 @@ def _ulysses_backward(
 class _Shares(NamedTuple):
     """How Ulysses deals out a device's heads: `sent` are the kv heads that each device is sent, one after another."""
 
-    work: Work
+    work: ContextTask
     kv_heads: int
     sent: Array
 
     @staticmethod
-    def of(q_BSHh: Array, k_BSKh: Array, work: Work) -> _Shares:
+    def of(q_BSHh: Array, k_BSKh: Array, work: ContextTask) -> _Shares:
         H, K = q_BSHh.shape[2], k_BSKh.shape[2]
         heads = H // work.size
         sent = jnp.concatenate([needed_kv_heads(to * heads, heads, H // K) for to in range(work.size)])

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.base.sharding import LogicalAxis, Plan, state_axes
+from jaxpar.base.sharding import Layout, LogicalAxis, state_axes
 from jaxpar.kernels.attention.call import MASKED, capped, through_cap
 from jaxpar.kernels.attention.dispatch import say_once
 from jaxpar.parallel.collectives import further_split, gather, manual, reduce, split_over
@@ -64,10 +64,12 @@ def linear_cross_entropy(
     x_BSD: Float[Array, "B S D"],
     head_VD: Float[Array, "V D"],
     labels_BS: Int[Array, "B S"],
-    vocab_size: int,
-    plan: Plan,
+    layout: Layout,
+    *,
+    vocab_size: int = 0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    loss_mib: int = 4096,
 ) -> LossSums:
     """Summed cross-entropy of `x @ head.T` against the labels; a label below zero does not count.
 
@@ -75,16 +77,19 @@ def linear_cross_entropy(
       x_BSD: final hidden states in the residual stream's layout.
       head_VD: vocabulary matrix, logical axes ("vocab", "embed"); its rows past `vocab_size` are padding.
       labels_BS: next tokens.
-      vocab_size: the true vocabulary.
-      plan: mesh, rules, compute dtype, and how many scores there may be at a time.
+      layout: mesh, rules and compute dtype.
+      vocab_size: the true vocabulary; 0 = all rows.
       z_loss: weight of the squared log-normaliser (arXiv:2204.02311, section 5).
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
+      loss_mib: MiB of a device that the loss may hold: see `tiling`.
 
     Raises:
       UserError: rules that split tokens and vocabulary over the same mesh axis.
     """
-    plan.sharding((*GATHERED[:2], "vocab"), name="loss")
-    sums: Any = _sums(plan, _Scores(vocab_size, z_loss, softcap), x_BSD, head_VD, labels_BS)
+    layout.sharding((*GATHERED[:2], "vocab"), name="loss")
+    sums: Any = _sums(
+        layout, _Scores(vocab_size or head_VD.shape[0], z_loss, softcap, loss_mib), x_BSD, head_VD, labels_BS
+    )
     return LossSums(sums.loss, jax.lax.stop_gradient(sums.nll), sums.tokens)
 
 
@@ -94,62 +99,63 @@ class _Scores(NamedTuple):
     vocab_size: int
     z_loss: float
     softcap: float
+    loss_mib: int
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sums(plan: Plan, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
+def _sums(layout: Layout, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
     def local(x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
-        x_BSD = gather(x_BSD.astype(plan.dtype), STORED, GATHERED, plan)
-        slices = tiling(labels_BS.size, head_VD.shape[0], x_BSD.shape[-1], plan).slices
-        if slices > 1:
+        x_BSD = gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout)
+        tiles = tiling(labels_BS.size, head_VD.shape[0], x_BSD.shape[-1], layout, how.loss_mib)
+        if tiles.slices > 1:
             x_TD, labels_T = x_BSD.reshape(labels_BS.size, -1), labels_BS.reshape(-1)
-            seen = _over_slices(x_TD, labels_T, _sliced(head_VD, slices), plan, how)
-            return _over_devices(_sums_of(seen, labels_T, plan, how)[0], plan)
-        head_VD = use(head_VD, _HEAD, plan)
+            seen = _over_slices(x_TD, labels_T, _sliced(head_VD, tiles.slices), layout, how)
+            return _over_devices(_sums_of(seen, labels_T, layout, how)[0], layout)
+        head_VD = use(head_VD, _HEAD, layout)
 
         def add(total: LossSums, chunk: tuple[Array, Array]) -> tuple[LossSums, None]:
-            sums, _ = _chunk_sums(*chunk, head_VD, plan, how)
+            sums, _ = _chunk_sums(*chunk, head_VD, layout, how)
             return jax.tree.map(jnp.add, total, sums), None
 
-        total, _ = jax.lax.scan(add, LossSums(*jnp.zeros(3)), _chunks(x_BSD, labels_BS, head_VD, plan))
-        return _over_devices(total, plan)
+        total, _ = jax.lax.scan(add, LossSums(*jnp.zeros(3)), _chunks(x_BSD, labels_BS, tiles.chunks))
+        return _over_devices(total, layout)
 
     layouts = (STORED, _HEAD, GATHERED[:2])
-    return manual(local, plan, layouts, LossSums(*_SCALARS))(x_BSD, head_VD, labels_BS)
+    return manual(local, layout, layouts, LossSums(*_SCALARS))(x_BSD, head_VD, labels_BS)
 
 
-def _sums_forward(plan, how, x_BSD, head_VD, labels_BS):
+def _sums_forward(layout, how, x_BSD, head_VD, labels_BS):
     def local(x_BSD: Array, head_VD: Array, labels_BS: Array) -> tuple[LossSums, Array, Array]:
-        stored, x_BSD = x_BSD, gather(x_BSD.astype(plan.dtype), STORED, GATHERED, plan)
-        slices = tiling(labels_BS.size, head_VD.shape[0], x_BSD.shape[-1], plan).slices
-        if slices > 1:
-            total, dx_BSD, dhead_VD = _by_slices(x_BSD, _sliced(head_VD, slices), labels_BS, plan, how)
-            dx_BSD = reduce(dx_BSD, plan.mesh_axes("vocab"), GATHERED, STORED, plan)
-            return _over_devices(total, plan), dx_BSD.astype(stored.dtype), dhead_VD.astype(head_VD.dtype)
-        used_VD = use(head_VD, _HEAD, plan)
+        stored, x_BSD = x_BSD, gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout)
+        tiles = tiling(labels_BS.size, head_VD.shape[0], x_BSD.shape[-1], layout, how.loss_mib)
+        if tiles.slices > 1:
+            total, dx_BSD, dhead_VD = _by_slices(x_BSD, _sliced(head_VD, tiles.slices), labels_BS, layout, how)
+            dx_BSD = reduce(dx_BSD, layout.mesh_axes("vocab"), GATHERED, STORED, layout)
+            return _over_devices(total, layout), dx_BSD.astype(stored.dtype), dhead_VD.astype(head_VD.dtype)
+        used_VD = use(head_VD, _HEAD, layout)
 
         def add(carry: tuple[LossSums, Array], chunk: tuple[Array, Array]) -> tuple[tuple[LossSums, Array], Array]:
             (total, dhead_VD), x_TD = carry, chunk[0]
-            sums, dlogits_TV = _chunk_sums(*chunk, used_VD, plan, how)
-            dlogits_TV = dlogits_TV.astype(plan.dtype)
+            sums, dlogits_TV = _chunk_sums(*chunk, used_VD, layout, how)
+            dlogits_TV = dlogits_TV.astype(layout.dtype)
             dhead_VD += jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
-            dx_TD = jnp.matmul(dlogits_TV, used_VD, preferred_element_type=plan.dtype)
+            dx_TD = jnp.matmul(dlogits_TV, used_VD, preferred_element_type=layout.dtype)
             return (jax.tree.map(jnp.add, total, sums), dhead_VD), dx_TD
 
         zeros = LossSums(*jnp.zeros(3)), jnp.zeros(used_VD.shape, jnp.float32)
-        (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_BSD, labels_BS, used_VD, plan))
+        (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_BSD, labels_BS, tiles.chunks))
         dx_BSD = dx_NTD.reshape(-1, x_BSD.shape[-1])[: labels_BS.size].reshape(x_BSD.shape)
-        dx_BSD = reduce(dx_BSD, plan.mesh_axes("vocab"), GATHERED, STORED, plan)
-        dhead_VD = reduce(dhead_VD, split_over(GATHERED[:2], plan), ("vocab", None), state_axes(_HEAD), plan)
-        return _over_devices(total, plan), dx_BSD.astype(stored.dtype), dhead_VD.astype(head_VD.dtype)
+        dx_BSD = reduce(dx_BSD, layout.mesh_axes("vocab"), GATHERED, STORED, layout)
+        dhead_VD = reduce(dhead_VD, split_over(GATHERED[:2], layout), ("vocab", None), state_axes(_HEAD), layout)
+        return _over_devices(total, layout), dx_BSD.astype(stored.dtype), dhead_VD.astype(head_VD.dtype)
 
     layouts = (STORED, _HEAD, GATHERED[:2])
     outs = (LossSums(*_SCALARS), STORED, state_axes(_HEAD))
-    sums, dx_BSD, dhead_VD = manual(local, plan, layouts, outs)(x_BSD, head_VD, labels_BS)
+    sums, dx_BSD, dhead_VD = manual(local, layout, layouts, outs)(x_BSD, head_VD, labels_BS)
     return sums, (dx_BSD, dhead_VD)
 
 
-def _sums_backward(plan, how, residuals, cotangents):
+def _sums_backward(layout, how, residuals, cotangents):
     dx_BSD, dhead_VD = residuals
     scale = cotangents.loss
     return (dx_BSD * scale).astype(dx_BSD.dtype), (dhead_VD * scale).astype(dhead_VD.dtype), None
@@ -165,8 +171,8 @@ class Tiling(NamedTuple):
     slices: int
 
 
-def tiling(tokens: int, rows: int, embed: int, plan: Plan) -> Tiling:
-    """The form of the loss that costs less, and that holds no more than the plan's `loss_mib`, as far as it can.
+def tiling(tokens: int, rows: int, embed: int, layout: Layout, loss_mib: int) -> Tiling:
+    """The form of the loss that costs less, and that holds no more than `loss_mib`, as far as it can.
 
     Each chunk of tokens reads the matrix twice, and reads and writes its float32 gradient: 12 bytes an entry. Slices
     make scores twice, 2 FLOPs a token and entry, and gather the matrix again. Where a chip has 160 to 300 FLOPs in the
@@ -176,11 +182,12 @@ def tiling(tokens: int, rows: int, embed: int, plan: Plan) -> Tiling:
       tokens: of a device.
       rows: of the vocabulary matrix that it has.
       embed: of a row.
-      plan: says what may be held: scores, and where the matrix is split over `embed` too what of it is gathered, with
-        its float32 gradient. There slices spare these as well; else chunks are made larger instead.
+      layout: mesh, rules and compute dtype.
+      loss_mib: MiB that may be held: scores, and where the matrix is split over `embed` too what of it is gathered,
+        with its float32 gradient. There slices spare these as well; else chunks are made larger instead.
     """
-    most, moved = plan.loss_mib * 2**20, further_split(state_axes(_HEAD), (_HEAD[0], None), plan)
-    of_row = embed * (plan.dtype.itemsize + 4) if moved else 0
+    most, moved = loss_mib * 2**20, further_split(state_axes(_HEAD), (_HEAD[0], None), layout)
+    of_row = embed * (layout.dtype.itemsize + 4) if moved else 0
     left = most - rows * of_row
     fitting = max(min(left, _SCORES if moved else max(_SCORES, 4 * rows * _CHUNK)), 0) // (4 * rows)
     by_chunks = Tiling(-(-tokens // max(fitting // _ROWS * _ROWS, _ROWS)), 1)
@@ -192,27 +199,23 @@ def tiling(tokens: int, rows: int, embed: int, plan: Plan) -> Tiling:
     if not slices and left >= 4 * rows * min(tokens, _ROWS):
         return by_chunks
     slices = slices or max(divisors, default=1)
-    instead = f"in place of chunks of {fitting} tokens: memory.loss_mib is {plan.loss_mib}"
+    instead = f"in place of chunks of {fitting} tokens: memory.loss_mib is {loss_mib}"
     say_once(f"loss by {slices} slices of the vocabulary, scores made twice, {instead}")
     return Tiling(1, slices)
 
 
-def _chunks(x_BSD: Array, labels_BS: Array, head_VD: Array, plan: Plan) -> tuple[Array, Array]:
-    """A device's tokens in as few equal chunks [N, T, D] and [N, T] as the plan's memory allows.
-
-    The last chunk is filled up with tokens that do not count.
-    """
-    N = tiling(labels_BS.size, head_VD.shape[0], head_VD.shape[1], plan).chunks
+def _chunks(x_BSD: Array, labels_BS: Array, N: int) -> tuple[Array, Array]:
+    """A device's tokens in N equal chunks [N, T, D] and [N, T]; the last is filled up with tokens that do not count."""
     missing = -labels_BS.size % N
     x_TD = jnp.pad(x_BSD.reshape(labels_BS.size, -1), ((0, missing), (0, 0)))
     labels_T = jnp.pad(labels_BS.reshape(-1), (0, missing), constant_values=-1)
     return x_TD.reshape(N, -1, x_BSD.shape[-1]), labels_T.reshape(N, -1)
 
 
-def _chunk_sums(x_TD: Array, labels_T: Array, head_VD: Array, plan: Plan, how: _Scores) -> tuple[LossSums, Array]:
+def _chunk_sums(x_TD: Array, labels_T: Array, head_VD: Array, layout: Layout, how: _Scores) -> tuple[LossSums, Array]:
     """Inside `manual`: the sums of these tokens, and the loss's gradient by their float32 scores [T, V of a device]."""
-    logits_TV, is_label_TV = _scores(x_TD, labels_T, head_VD, _first_row(head_VD.shape[0], plan), how)
-    sums, dlse_T, lse_T = _sums_of(_seen(logits_TV, is_label_TV), labels_T, plan, how)
+    logits_TV, is_label_TV = _scores(x_TD, labels_T, head_VD, _first_row(head_VD.shape[0], layout), how)
+    sums, dlse_T, lse_T = _sums_of(_seen(logits_TV, is_label_TV), labels_T, layout, how)
     return sums, _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how)
 
 
@@ -224,8 +227,8 @@ class _Seen(NamedTuple):
     label_T: Array
 
 
-def _first_row(rows: int, plan: Plan) -> Any:
-    vocab = plan.mesh_axes("vocab")
+def _first_row(rows: int, layout: Layout) -> Any:
+    vocab = layout.mesh_axes("vocab")
     return jax.lax.axis_index(vocab) * rows if vocab else 0
 
 
@@ -243,9 +246,9 @@ def _seen(logits_TV: Array, is_label_TV: Array) -> _Seen:
     return _Seen(most_T, total_T, jnp.sum(jnp.where(is_label_TV, logits_TV, 0), axis=-1))
 
 
-def _sums_of(seen: _Seen, labels_T: Array, plan: Plan, how: _Scores) -> tuple[LossSums, Array, Array]:
+def _sums_of(seen: _Seen, labels_T: Array, layout: Layout, how: _Scores) -> tuple[LossSums, Array, Array]:
     """Over all devices: the sums, the loss's gradient by each token's log-sum-exp, and the log-sum-exps."""
-    vocab, (most_T, total_T, label_T) = plan.mesh_axes("vocab"), seen
+    vocab, (most_T, total_T, label_T) = layout.mesh_axes("vocab"), seen
     if vocab:
         most_T = jax.lax.pmax(most_T, vocab)
         total_T, label_T = jax.lax.psum((total_T * jnp.exp(seen.most_T - most_T), label_T), vocab)
@@ -270,46 +273,46 @@ def _sliced(head_VD: Array, slices: int) -> Array:
     return head_VD.reshape(slices, -1, head_VD.shape[1])
 
 
-def _rows_of(head_NVD: Array, plan: Plan) -> tuple[Array, Array]:
+def _rows_of(head_NVD: Array, layout: Layout) -> tuple[Array, Array]:
     """The slices, and each one's first row in the whole matrix."""
     N, rows, _ = head_NVD.shape
-    return head_NVD, _first_row(N * rows, plan) + rows * jnp.arange(N)
+    return head_NVD, _first_row(N * rows, layout) + rows * jnp.arange(N)
 
 
-def _over_slices(x_TD: Array, labels_T: Array, head_NVD: Array, plan: Plan, how: _Scores) -> _Seen:
+def _over_slices(x_TD: Array, labels_T: Array, head_NVD: Array, layout: Layout, how: _Scores) -> _Seen:
     def add(seen: _Seen, part: tuple[Array, Array]) -> tuple[_Seen, None]:
-        new = _seen(*_scores(x_TD, labels_T, use(part[0], _HEAD, plan), part[1], how))
+        new = _seen(*_scores(x_TD, labels_T, use(part[0], _HEAD, layout), part[1], how))
         most_T = jnp.maximum(seen.most_T, new.most_T)
         total_T = seen.total_T * jnp.exp(seen.most_T - most_T) + new.total_T * jnp.exp(new.most_T - most_T)
         return _Seen(most_T, total_T, seen.label_T + new.label_T), None
 
     nothing = jnp.zeros(labels_T.shape)
-    return jax.lax.scan(add, _Seen(nothing + MASKED, nothing, nothing), _rows_of(head_NVD, plan))[0]
+    return jax.lax.scan(add, _Seen(nothing + MASKED, nothing, nothing), _rows_of(head_NVD, layout))[0]
 
 
 def _by_slices(
-    x_BSD: Array, head_NVD: Array, labels_BS: Array, plan: Plan, how: _Scores
+    x_BSD: Array, head_NVD: Array, labels_BS: Array, layout: Layout, how: _Scores
 ) -> tuple[LossSums, Array, Array]:
     """The sums, and the gradients of x and of the matrix: x's still to be summed over the vocabulary's devices."""
     x_TD, labels_T = x_BSD.reshape(labels_BS.size, -1), labels_BS.reshape(-1)
-    sums, dlse_T, lse_T = _sums_of(_over_slices(x_TD, labels_T, head_NVD, plan, how), labels_T, plan, how)
-    tokens = split_over(GATHERED[:2], plan)
+    sums, dlse_T, lse_T = _sums_of(_over_slices(x_TD, labels_T, head_NVD, layout, how), labels_T, layout, how)
+    tokens = split_over(GATHERED[:2], layout)
 
     def pull(dx_TD: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
-        used_VD = use(part[0], _HEAD, plan)
+        used_VD = use(part[0], _HEAD, layout)
         logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, part[1], how)
-        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(plan.dtype)
+        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(layout.dtype)
         # Rows last: a scatter over the first dim stays one in this loop, where XLA:TPU makes another an all-reduce.
         dhead_DV = jnp.matmul(x_TD.T, dlogits_TV, preferred_element_type=jnp.float32)
         dx_TD += jnp.matmul(dlogits_TV, used_VD, preferred_element_type=jnp.float32)
-        return dx_TD, reduce(dhead_DV, tokens, (None, _HEAD[0]), state_axes(_HEAD)[::-1], plan)
+        return dx_TD, reduce(dhead_DV, tokens, (None, _HEAD[0]), state_axes(_HEAD)[::-1], layout)
 
-    dx_TD, dhead_NDV = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), _rows_of(head_NVD, plan))
+    dx_TD, dhead_NDV = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), _rows_of(head_NVD, layout))
     dhead_VD = dhead_NDV.swapaxes(1, 2).reshape(-1, dhead_NDV.shape[1])
-    return sums, dx_TD.astype(plan.dtype).reshape(x_BSD.shape), dhead_VD
+    return sums, dx_TD.astype(layout.dtype).reshape(x_BSD.shape), dhead_VD
 
 
-def _over_devices(sums: LossSums, plan: Plan) -> LossSums:
+def _over_devices(sums: LossSums, layout: Layout) -> LossSums:
     """Inside `manual`: sums over the devices that hold different tokens."""
-    axes = split_over(GATHERED[:2], plan)
+    axes = split_over(GATHERED[:2], layout)
     return jax.lax.psum(sums, axes) if axes else sums

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshAxis
-from jaxpar.base.sharding import LogicalAxis, Plan, state_axes
+from jaxpar.base.sharding import Layout, LogicalAxis, state_axes
 from jaxpar.kernels.grouped_matmul import Groups, inverse
 from jaxpar.parallel.collectives import gather, manual, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, use, used_axes
@@ -90,9 +90,10 @@ def expert_mlp(
     gate_EDF: Float[Array, "E D F"],
     up_EDF: Float[Array, "E D F"],
     down_EFD: Float[Array, "E F D"],
-    chosen: int,
-    capacity_factor: float,
-    plan: Plan,
+    layout: Layout,
+    *,
+    experts_per_token: int,
+    capacity_factor: float = 0.0,
 ) -> tuple[Float[Array, "B S D"], RouterSums]:
     """The weighted sum of the SwiGLU of the experts that each token chooses.
 
@@ -101,9 +102,9 @@ def expert_mlp(
       router_DE: logical axes ("embed", None).
       gate_EDF, up_EDF: logical axes ("experts", "embed", "mlp").
       down_EFD: logical axes ("experts", "mlp", "embed").
-      chosen: experts a token.
+      layout: mesh, rules and compute dtype.
+      experts_per_token: that each token is sent to.
       capacity_factor: rows of an expert from a device, as a multiple of the even share; 0 = nothing is dropped.
-      plan: mesh, rules and compute dtype.
 
     Returns:
       The residual stream's layout [B, S, D] in the compute dtype, and the router's sums.
@@ -111,75 +112,75 @@ def expert_mlp(
     Raises:
       UserError: rules that split experts over a mesh axis that splits no tokens.
     """
-    tokens = split_over(GATHERED[:2], plan)
-    for axis in plan.mesh_axes("experts"):
+    tokens = split_over(GATHERED[:2], layout)
+    for axis in layout.mesh_axes("experts"):
         if axis not in tokens:
             raise UserError(
-                f"rules.experts splits the experts over {axis}={plan.mesh.shape[axis]}, which splits no tokens, so its "
-                f"devices would all send the same: add {axis} to --rules.batch, or take it out of --rules.experts"
+                f"rules.experts splits the experts over {axis}={layout.mesh.shape[axis]}, which splits no tokens, so "
+                f"its devices would all send the same: add {axis} to --rules.batch, or take it out of --rules.experts"
             )
     with jax.named_scope("router"):
-        found: Any = _route(plan, chosen, x_BSD, router_DE)
+        found: Any = _route(layout, experts_per_token, x_BSD, router_DE)
         weights_BSK, chosen_BSK, balance, z = found
-        places = _find_places(chosen_BSK, router_DE.shape[1], capacity_factor, plan)
+        places = _find_places(chosen_BSK, router_DE.shape[1], capacity_factor, layout)
     with jax.named_scope("dispatch"):
-        rows: Any = _each(_copies, plan, (STORED, _SOURCES), _ROWS, x_BSD.astype(plan.dtype), places.sources)
-        rows = named(_exchange(plan, rows), "expert_input")
+        rows: Any = _each(_copies, layout, (STORED, _SOURCES), _ROWS, x_BSD.astype(layout.dtype), places.sources)
+        rows = named(_exchange(layout, rows), "expert_input")
     with jax.named_scope("experts"):
-        hidden: Any = _grouped(plan, False, rows, places.counts, (gate_EDF, up_EDF))
+        hidden: Any = _grouped(layout, False, rows, places.counts, (gate_EDF, up_EDF))
         gate, up = named(hidden[0], "gate"), named(hidden[1], "up")
-        rows = _grouped(plan, True, named(jax.nn.silu(gate) * up, "mlp_hidden"), places.counts, (down_EFD,))
+        rows = _grouped(layout, True, named(jax.nn.silu(gate) * up, "mlp_hidden"), places.counts, (down_EFD,))
     with jax.named_scope("combine"):
         layouts = ((_ROWS, STORED), STORED)
-        rows = named(_exchange(plan, rows[0]), "expert_out")
-        y_BSD: Any = _each(_weighted, plan, layouts, STORED, (rows, weights_BSK), places.slots)
+        rows = named(_exchange(layout, rows[0]), "expert_out")
+        y_BSD: Any = _each(_weighted, layout, layouts, STORED, (rows, weights_BSK), places.slots)
     return y_BSD, RouterSums(balance, z, places.dropped)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _route(plan: Plan, k: int, x_BSD: Array, router_DE: Array) -> tuple[Array, Array, Array, Array]:
+def _route(layout: Layout, k: int, x_BSD: Array, router_DE: Array) -> tuple[Array, Array, Array, Array]:
     """Weights [B, S, K] in float32, chosen experts [B, S, K], and the sums of balance and z."""
-    return _route_forward(plan, k, x_BSD, router_DE)[0]
+    return _route_forward(layout, k, x_BSD, router_DE)[0]
 
 
-def _route_forward(plan, k, x_BSD, router_DE):
+def _route_forward(layout, k, x_BSD, router_DE):
     def local(x_BSD: Array, router_DE: Array) -> Any:
-        logits_BSE = _router_logits(x_BSD, _whole_router(router_DE, plan))
+        logits_BSE = _router_logits(x_BSD, _whole_router(router_DE, layout))
         chosen_BSK = jax.lax.top_k(logits_BSE, k)[1]
         choices_BE = jnp.sum(jax.nn.one_hot(chosen_BSK, logits_BSE.shape[-1]), axis=(1, 2))
-        along, tokens = plan.mesh_axes("residual_seq"), split_over(STORED[:2], plan)
+        along, tokens = layout.mesh_axes("residual_seq"), split_over(STORED[:2], layout)
         choices_BE = jax.lax.psum(choices_BE, along) if along else choices_BE
-        share_BE = choices_BE / (x_BSD.shape[1] * plan.size("residual_seq") * k)
+        share_BE = choices_BE / (x_BSD.shape[1] * layout.size("residual_seq") * k)
         weights_BSK, *sums = _weigh(logits_BSE, chosen_BSK, share_BE)
         balance, z = jax.lax.psum(jnp.stack(sums), tokens) if tokens else sums
         return (weights_BSK, chosen_BSK, balance, z), share_BE
 
     outs = ((STORED, STORED, _SCALAR, _SCALAR), ("batch", None))
-    found, share_BE = manual(local, plan, (STORED, _ROUTER), outs)(x_BSD, router_DE)
+    found, share_BE = manual(local, layout, (STORED, _ROUTER), outs)(x_BSD, router_DE)
     return found, (x_BSD, router_DE, found[1], share_BE)
 
 
-def _route_backward(plan, k, residuals, cotangents):
+def _route_backward(layout, k, residuals, cotangents):
     def local(x_BSD: Array, router_DE: Array, chosen_BSK: Array, share_BE: Array, given: Any) -> tuple[Array, Array]:
-        whole_DE = _whole_router(router_DE, plan)
+        whole_DE = _whole_router(router_DE, layout)
         logits_BSE = _router_logits(x_BSD, whole_DE)
         _, pull = jax.vjp(lambda logits_BSE: _weigh(logits_BSE, chosen_BSK, share_BE), logits_BSE)
         (dlogits_BSE,) = pull(given)
         _, pull = jax.vjp(_router_logits, x_BSD, whole_DE)
         dx_BSD, drouter_DE = pull(dlogits_BSE)
-        return dx_BSD, reduce(drouter_DE, split_over(STORED[:2], plan), (None, None), state_axes(_ROUTER), plan)
+        return dx_BSD, reduce(drouter_DE, split_over(STORED[:2], layout), (None, None), state_axes(_ROUTER), layout)
 
     dweights, _, dbalance, dz = cotangents
     layouts = (STORED, _ROUTER, STORED, ("batch", None), (STORED, _SCALAR, _SCALAR))
-    run = manual(local, plan, layouts, (STORED, state_axes(_ROUTER)))
+    run = manual(local, layout, layouts, (STORED, state_axes(_ROUTER)))
     return run(*residuals, (dweights, dbalance, dz))
 
 
 _route.defvjp(_route_forward, _route_backward)
 
 
-def _whole_router(router_DE: Array, plan: Plan) -> Array:
-    return gather(router_DE.astype(jnp.float32), _ROUTER, (None, None), plan)
+def _whole_router(router_DE: Array, layout: Layout) -> Array:
+    return gather(router_DE.astype(jnp.float32), _ROUTER, (None, None), layout)
 
 
 def _router_logits(x_BSD: Array, router_DE: Array) -> Array:
@@ -196,9 +197,9 @@ def _weigh(logits_BSE: Array, chosen_BSK: Array, share_BE: Array) -> tuple[Array
     return weights_BSK, balance, jnp.sum(jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)))
 
 
-def _find_places(chosen_BSK: Array, experts: int, capacity_factor: float, plan: Plan) -> _Places:
+def _find_places(chosen_BSK: Array, experts: int, capacity_factor: float, layout: Layout) -> _Places:
     """A row for every choice: those of a buffer stand in the order of its experts, and then of the tokens."""
-    X = plan.size("experts")
+    X = layout.size("experts")
 
     def local(chosen_BSK: Array) -> _Places:
         T, K = chosen_BSK.shape[0] * chosen_BSK.shape[1], chosen_BSK.shape[2]
@@ -216,8 +217,8 @@ def _find_places(chosen_BSK: Array, experts: int, capacity_factor: float, plan: 
         slot_N = jnp.where(place_N < width, bucket_N * width + place_N, -1)
         fits_N = jnp.where(slot_N >= 0, slot_N, buckets * width)
         sources_R = jnp.full(buckets * width, -1).at[fits_N].set(jnp.arange(T * K) // K, mode="drop")
-        dropped, tokens = jnp.sum(slot_N < 0).astype(jnp.float32), split_over(STORED[:2], plan)
-        counts = None if capacity_factor else _swap(counts_E.reshape(X, -1), plan)[None, None]
+        dropped, tokens = jnp.sum(slot_N < 0).astype(jnp.float32), split_over(STORED[:2], layout)
+        counts = None if capacity_factor else _swap(counts_E.reshape(X, -1), layout)[None, None]
         if not capacity_factor:
             dropped = jnp.zeros(())
         elif tokens:
@@ -225,43 +226,45 @@ def _find_places(chosen_BSK: Array, experts: int, capacity_factor: float, plan: 
         return _Places(sources_R[None, None], slot_N.reshape(chosen_BSK.shape), counts, dropped)
 
     outs = _Places(_SOURCES, STORED, None if capacity_factor else _ROWS, _SCALAR)  # pyright: ignore[reportArgumentType]
-    return manual(local, plan, (STORED,), outs)(chosen_BSK)
+    return manual(local, layout, (STORED,), outs)(chosen_BSK)
 
 
-def _swap(x: Array, plan: Plan) -> Array:
+def _swap(x: Array, layout: Layout) -> Array:
     """Inside `manual`: of X blocks along dim 0, the i-th goes to the i-th device along `experts`; its own inverse."""
-    axes = plan.mesh_axes("experts")
+    axes = layout.mesh_axes("experts")
     return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exchange(plan: Plan, rows: Array) -> Array:
+def _exchange(layout: Layout, rows: Array) -> Array:
     """The buffers of rows, each to the device it is meant for. The way back is the same, and so is the gradient's."""
 
     def local(rows: Array) -> Array:
-        return _swap(rows[0, 0], plan)[None, None]
+        return _swap(rows[0, 0], layout)[None, None]
 
-    return manual(local, plan, (_ROWS,), _ROWS)(rows) if plan.mesh_axes("experts") else rows
+    return manual(local, layout, (_ROWS,), _ROWS)(rows) if layout.mesh_axes("experts") else rows
 
 
-_exchange.defvjp(lambda plan, rows: (_exchange(plan, rows), None), lambda plan, _, drows: (_exchange(plan, drows),))
+_exchange.defvjp(
+    lambda layout, rows: (_exchange(layout, rows), None), lambda layout, _, drows: (_exchange(layout, drows),)
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _each(local: Callable[..., Array], plan: Plan, layouts: Any, out: Any, arrays: Any, places: Array) -> Array:
+def _each(local: Callable[..., Array], layout: Layout, layouts: Any, out: Any, arrays: Any, places: Array) -> Array:
     """`local` on each device's part of the arrays, without a word between devices, backward neither."""
-    return manual(local, plan, layouts, out)(arrays, places)
+    return manual(local, layout, layouts, out)(arrays, places)
 
 
-def _each_forward(local, plan, layouts, out, arrays, places):
-    return _each(local, plan, layouts, out, arrays, places), (arrays, places)
+def _each_forward(local, layout, layouts, out, arrays, places):
+    return _each(local, layout, layouts, out, arrays, places), (arrays, places)
 
 
-def _each_backward(local, plan, layouts, out, residuals, cotangent):
+def _each_backward(local, layout, layouts, out, residuals, cotangent):
     def back(arrays: Any, places: Array, cotangent: Array) -> Any:
         return jax.vjp(lambda arrays: local(arrays, places), arrays)[1](cotangent)[0]
 
-    return manual(back, plan, (*layouts, out), layouts[0])(*residuals, cotangent), None
+    return manual(back, layout, (*layouts, out), layouts[0])(*residuals, cotangent), None
 
 
 _each.defvjp(_each_forward, _each_backward)
@@ -285,7 +288,9 @@ def _taken(x: Array, index: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped(plan: Plan, sums: bool, x: Array, counts: Array | None, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+def _grouped(
+    layout: Layout, sums: bool, x: Array, counts: Array | None, weights: tuple[Array, ...]
+) -> tuple[Array, ...]:
     """Rows times the weights of their experts: column linears [E, D, F] of rows, or the row linear [E, F, D] of hidden
     rows that stand in the order of the experts, its sums scattered (`sums`). As `parallel._linear`.
 
@@ -293,38 +298,38 @@ def _grouped(plan: Plan, sums: bool, x: Array, counts: Array | None, weights: tu
     """
 
     def local(x: Array, counts: Array | None, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-        groups, used = _groups(counts, weights, plan), _used(weights, sums, plan)
+        groups, used = _groups(counts, weights, layout), _used(weights, sums, layout)
         if sums:
-            return (_rows_from(groups, groups.product(x[0, 0], used[0]), plan),)
-        x_RD = _rows_to(groups, x.astype(plan.dtype), plan)
+            return (_rows_from(groups, groups.product(x[0, 0], used[0]), layout),)
+        x_RD = _rows_to(groups, x.astype(layout.dtype), layout)
         return tuple(groups.product(x_RD, weight)[None, None] for weight in used)
 
     outs = (_ROWS,) if sums else (_HIDDEN,) * len(weights)
-    return manual(local, plan, _layouts(sums, counts, weights), outs)(x, counts, weights)
+    return manual(local, layout, _layouts(sums, counts, weights), outs)(x, counts, weights)
 
 
-def _grouped_forward(plan, sums, x, counts, weights):
-    return _grouped(plan, sums, x, counts, weights), (x, counts, weights)
+def _grouped_forward(layout, sums, x, counts, weights):
+    return _grouped(layout, sums, x, counts, weights), (x, counts, weights)
 
 
-def _grouped_backward(plan, sums, residuals, dys):
+def _grouped_backward(layout, sums, residuals, dys):
     def local(x: Array, counts: Array | None, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> Any:
-        groups, used = _groups(counts, weights, plan), _used(weights, sums, plan)
+        groups, used = _groups(counts, weights, layout), _used(weights, sums, layout)
         swapped = [jnp.swapaxes(weight, 1, 2) for weight in used]
         if sums:
-            x_RI, dys_RO = x[0, 0], [_rows_to(groups, dys[0], plan)]
+            x_RI, dys_RO = x[0, 0], [_rows_to(groups, dys[0], layout)]
             dx = groups.product(dys_RO[0], swapped[0])[None, None]
         else:
-            x_RI, dys_RO = _rows_to(groups, x, plan), [dy[0, 0] for dy in dys]
+            x_RI, dys_RO = _rows_to(groups, x, layout), [dy[0, 0] for dy in dys]
             products = [groups.product(dy, weight) for dy, weight in zip(dys_RO, swapped, strict=True)]
-            dx = _rows_from(groups, sum(products[1:], products[0]), plan)
+            dx = _rows_from(groups, sum(products[1:], products[0]), layout)
         # An expert's tokens are all where it is, but for those of axes that do not split experts.
         others: list[MeshAxis] = [
-            axis for axis in split_over(GATHERED[:2], plan) if axis not in plan.mesh_axes("experts")
+            axis for axis in split_over(GATHERED[:2], layout) if axis not in layout.mesh_axes("experts")
         ]
         axes = _DOWN if sums else _UP
         dweights = tuple(
-            reduce(groups.transposed(x_RI, dy), others, used_axes(axes), state_axes(axes), plan).astype(weight.dtype)
+            reduce(groups.transposed(x_RI, dy), others, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
             for dy, weight in zip(dys_RO, weights, strict=True)
         )
         return dx, dweights
@@ -333,7 +338,7 @@ def _grouped_backward(plan, sums, residuals, dys):
     x_axes, counts_axes, weights_axes = _layouts(sums, counts, weights)
     outs = (x_axes, tuple(state_axes(axes) for axes in weights_axes))
     dys_axes = (_ROWS,) if sums else (_HIDDEN,) * len(weights)
-    run = manual(local, plan, (x_axes, counts_axes, weights_axes, dys_axes), outs)
+    run = manual(local, layout, (x_axes, counts_axes, weights_axes, dys_axes), outs)
     dx, dweights = run(x, counts, weights, tuple(dys))
     return dx, None, dweights
 
@@ -349,38 +354,38 @@ def _layouts(sums: bool, counts: Array | None, weights: Sequence[Array]) -> tupl
     )
 
 
-def _used(weights: Sequence[Array], sums: bool, plan: Plan) -> list[Array]:
-    return [use(weight, _DOWN if sums else _UP, plan) for weight in weights]
+def _used(weights: Sequence[Array], sums: bool, layout: Layout) -> list[Array]:
+    return [use(weight, _DOWN if sums else _UP, layout) for weight in weights]
 
 
-def _groups(counts: Array | None, weights: Sequence[Array], plan: Plan) -> Groups:
+def _groups(counts: Array | None, weights: Sequence[Array], layout: Layout) -> Groups:
     """Inside `manual`: the groups of the rows as they are used, gathered over the axes that split the sequence."""
     experts = weights[0].shape[0]
-    return Groups(None if counts is None else gather(counts, _ROWS, _USED, plan).reshape(-1, experts), experts)
+    return Groups(None if counts is None else gather(counts, _ROWS, _USED, layout).reshape(-1, experts), experts)
 
 
-def _rows_to(groups: Groups, x: Array, plan: Plan) -> Array:
+def _rows_to(groups: Groups, x: Array, layout: Layout) -> Array:
     """Inside `manual`: a device's rows [1, 1, R, D], gathered, in the order of the experts."""
-    x_RD = gather(x, _ROWS, _USED, plan).reshape(-1, x.shape[-1])
+    x_RD = gather(x, _ROWS, _USED, layout).reshape(-1, x.shape[-1])
     if groups.counts is None:
-        return _turned(x_RD, _buffers(plan), groups.experts)
+        return _turned(x_RD, _buffers(layout), groups.experts)
     order = groups.order(len(x_RD))
     return x_RD if order is None else x_RD[order]
 
 
-def _rows_from(groups: Groups, y_RD: Array, plan: Plan) -> Array:
+def _rows_from(groups: Groups, y_RD: Array, layout: Layout) -> Array:
     """Inside `manual`: the inverse of `_rows_to` for partial sums over `mlp`, which are summed on the way."""
     if groups.counts is None:
-        y_RD = _turned(y_RD, groups.experts, _buffers(plan))
+        y_RD = _turned(y_RD, groups.experts, _buffers(layout))
     elif (order := groups.order(len(y_RD))) is not None:
         y_RD = y_RD[inverse(order)]
-    parts = _buffers(plan) // plan.size("experts")
-    return reduce(y_RD.reshape(1, parts, -1, y_RD.shape[-1]), plan.mesh_axes("mlp"), _USED, _ROWS, plan)
+    parts = _buffers(layout) // layout.size("experts")
+    return reduce(y_RD.reshape(1, parts, -1, y_RD.shape[-1]), layout.mesh_axes("mlp"), _USED, _ROWS, layout)
 
 
-def _buffers(plan: Plan) -> int:
+def _buffers(layout: Layout) -> int:
     """How many buffers a device works on: one from each device along `experts`, for each it gathers from."""
-    return plan.size("experts") * plan.size("residual_seq") // plan.size("seq")
+    return layout.size("experts") * layout.size("residual_seq") // layout.size("seq")
 
 
 def _turned(x_RD: Array, outer: int, inner: int) -> Array:

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jaxpar.base.activation_names import NAMES
 from jaxpar.base.jax_compat import CUDNN_ATTENTION, NAME
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.parallel.host_memory import HOST
 
 # cuDNN's attention gives its backward more than its output, and what that is has no name.

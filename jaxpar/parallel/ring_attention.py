@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxpar.kernels.attention.call import merge
-from jaxpar.parallel.zigzag import Work, joined, own_chunks, stacked
+from jaxpar.parallel.zigzag import ContextTask, joined, own_chunks, stacked
 
 UNROLLED = 8  # devices up to which every step of the ring is written out; beyond, the steps in the middle are a loop
 
 
-def forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Array, Array]:
+def forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
     """Float32 output and log-sum-exp."""
     q, kv, early, late = *_halved(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
     C = q.shape[2]
@@ -48,7 +48,7 @@ def forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: Work) -> tuple[Ar
 
 
 def backward(
-    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: Work
+    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: ContextTask
 ) -> tuple[Array, Array, Array]:
     """The sums of dk and dv follow their keys and values one step behind, so that they too travel beside the work.
 
@@ -87,7 +87,7 @@ def backward(
     return joined(dq, 1), joined(dk, 1), joined(dv, 1)
 
 
-def _around(work: Work, kv: Any, own: Callable[[], Any], visit: Callable[[Any, Any, Any], Any]) -> Any:
+def _around(work: ContextTask, kv: Any, own: Callable[[], Any], visit: Callable[[Any, Any, Any], Any]) -> Any:
     """The state after the keys and values of every device; the next are on their way while some are at work.
 
     Args:
@@ -113,7 +113,7 @@ def _around(work: Work, kv: Any, own: Callable[[], Any], visit: Callable[[Any, A
     return visit(state, kv, last)
 
 
-def _visible(work: Work, hops: Any) -> Sequence[tuple[Any, Any, Any, Any]]:
+def _visible(work: ContextTask, hops: Any) -> Sequence[tuple[Any, Any, Any, Any]]:
     """The two pairs of chunks with something to see in the block of the device so many hops behind.
 
     Returns:

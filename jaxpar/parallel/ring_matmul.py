@@ -20,12 +20,13 @@ import jax.numpy as jnp
 
 from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.mesh import MeshAxis
-from jaxpar.base.sharding import Axes, Form, Plan
+from jaxpar.base.plan import Form
+from jaxpar.base.sharding import Axes, Layout
 from jaxpar.parallel.collectives import further_split, gather, reduce
 
 
 def all_gather_matmul(
-    x: jax.Array, weights: Sequence[jax.Array], stored: Axes, used: Axes, dtype: str, plan: Plan, form: Form
+    x: jax.Array, weights: Sequence[jax.Array], stored: Axes, used: Axes, dtype: str, layout: Layout, form: Form
 ) -> tuple[jax.Array, list[jax.Array]]:
     """`x` gathered, and its products with weights that share the gather.
 
@@ -34,7 +35,7 @@ def all_gather_matmul(
       weights: arrays [*in, *out], as they are multiplied.
       stored, used: layouts of x, before and after.
       dtype: of the products.
-      plan: mesh and rules.
+      layout: mesh and rules.
       form: of the gather.
 
     Returns:
@@ -43,9 +44,9 @@ def all_gather_matmul(
     Raises:
       UserError: a form that there is not.
     """
-    ring = _ring(stored, used, form, plan)
+    ring = _ring(stored, used, form, layout)
     if ring is None:
-        x = gather(x, stored, used, plan)
+        x = gather(x, stored, used, layout)
         return x, [matmul(x, weight, dtype) for weight in weights]
     rows = x.shape[1] * ring.size
     wholes: list[Any] = [None] * (1 + len(weights))
@@ -57,7 +58,7 @@ def all_gather_matmul(
 
 def matmul_reduce_scatter(
     products: Sequence[tuple[jax.Array, jax.Array]], partial: Collection[MeshAxis], used: Axes, stored: Axes,
-    dtype: str, plan: Plan, form: Form,
+    dtype: str, layout: Layout, form: Form,
 ) -> jax.Array:  # fmt: skip
     """The sum of some matmuls, which is partial over mesh axes, in the layout it is stored in.
 
@@ -66,15 +67,15 @@ def matmul_reduce_scatter(
       partial: mesh axes over which the sum is partial.
       used, stored: layouts of the sum, before and after.
       dtype: of the result, and of what travels; in a ring, sums are added in float32 and rounded at each hop.
-      plan: mesh and rules.
+      layout: mesh and rules.
       form: of the scatter.
 
     Returns:
       An array [B, S, *out].
     """
-    ring = _ring(stored, used, form, plan)
+    ring = _ring(stored, used, form, layout)
     if ring is None or set(partial) != set(ring.axes):
-        return reduce(_sum(matmul(x, weight, dtype) for x, weight in products), partial, used, stored, plan)
+        return reduce(_sum(matmul(x, weight, dtype) for x, weight in products), partial, used, stored, layout)
 
     def summand(first: jax.Array, count: int) -> jax.Array:
         rows = [(jax.lax.dynamic_slice_in_dim(x, first, count, axis=1), weight) for x, weight in products]
@@ -95,15 +96,15 @@ def _sum(parts: Iterator[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, parts)
 
 
-def _ring(stored: Axes, used: Axes, form: Form, plan: Plan) -> _Ring | None:
+def _ring(stored: Axes, used: Axes, form: Form, layout: Layout) -> _Ring | None:
     """The ring that takes the place of the gather from one layout to the other, or of its transpose; None = no ring."""
     if form not in get_args(Form):
         known = get_args(Form)
         raise UserError(f"no form {form!r}{nearest(form, known)} of a gather or scatter: try one of {', '.join(known)}")
-    moves = further_split(stored, used, plan)
+    moves = further_split(stored, used, layout)
     if form == "xla" or [dim for dim, _ in moves] != [1]:
         return None
-    return _Ring(moves[0][1], plan.pieces(moves[0][1]), form)
+    return _Ring(moves[0][1], layout.pieces(moves[0][1]), form)
 
 
 class _Ring(NamedTuple):

@@ -11,7 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.base.sharding import LogicalAxis, Plan
+from jaxpar.base.plan import Plan, Strategy
+from jaxpar.base.sharding import Layout, LogicalAxis
 from jaxpar.parallel.collectives import manual
 from jaxpar.parallel.context import check_chunks
 from jaxpar.parallel.zigzag import chunk_order, inverse, reordered
@@ -21,25 +22,32 @@ TOKENS: _Axes = ("batch", None)
 """Arrays of a batch, one entry a token."""
 
 
-def in_order(batch: Mapping[str, Int[Array, "B S"]], plan: Plan) -> dict[str, Int[Array, "B S"]]:
-    """A batch with its tokens in the order in which the plan splits the sequence; `positions` says where they stood.
+def in_order(
+    batch: Mapping[str, Int[Array, "B S"]], layout: Layout, context: Strategy = "ring"
+) -> dict[str, Int[Array, "B S"]]:
+    """A batch with its tokens in the order in which attention splits the sequence; `positions` says where they stood.
 
     Args:
-      batch: int arrays [B, S], each sequence whole on every device; `positions` are made where there are none.
-      plan: mesh, rules and strategy.
+      batch: int arrays [B, S] by name, `tokens` among them, each sequence whole on every device; `positions` are made
+        where there are none.
+      layout: mesh and rules.
+      context: how attention sees a sequence that is split, as for `attention`.
+
+    Raises:
+      UserError: a sequence that is not cut into equal chunks.
     """
-    tokens_BS, order = batch["tokens"], chunk_order(plan)
+    tokens_BS, order = batch["tokens"], chunk_order(layout, context)
     positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
     batch = {"positions": positions_BS, **batch}
     if len(order) == 1:
         return batch
-    check_chunks(plan, tokens_BS.shape[1])
-    return {name: plan.constrain(reordered(x, order, 1), TOKENS) for name, x in batch.items()}
+    check_chunks(layout, context, tokens_BS.shape[1])
+    return {name: layout.constrain(reordered(x, order, 1), TOKENS) for name, x in batch.items()}
 
 
-def in_natural_order(x_BSV: Float[Array, "B S V"], plan: Plan) -> Float[Array, "B S V"]:
-    """What a model made of a batch `in_order`, its tokens as they were."""
-    order = chunk_order(plan)
+def in_natural_order(x_BSV: Float[Array, "B S V"], layout: Layout, context: Strategy = "ring") -> Float[Array, "B S V"]:
+    """What a model made of a batch `in_order`, its tokens as they were; arguments as there."""
+    order = chunk_order(layout, context)
     return x_BSV if len(order) == 1 else reordered(x_BSV, inverse(order), 1)
 
 

@@ -16,15 +16,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxpar.base.mesh import MeshAxis
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Strategy
+from jaxpar.base.sharding import Layout
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.masks import Causal, Full, Mask, Segments, of_distance
 
 
-def chunk_order(plan: Plan) -> list[int]:
+def chunk_order(layout: Layout, strategy: Strategy) -> list[int]:
     """Which chunk of the sequence stands at each place: [0, 3, 1, 2] for a ring of two devices, [0] as it was."""
-    n = plan.size("attention_seq")
-    if n == 1 or plan.context.strategy == "ulysses":
+    n = layout.size("attention_seq")
+    if n == 1 or strategy == "ulysses":
         return [0]
     return [chunk for i in range(n) for chunk in (i, 2 * n - 1 - i)]
 
@@ -40,28 +41,28 @@ def reordered(x: Array, order: Sequence[int], dim: int) -> Array:
     return jnp.take(x.reshape(*front, len(order), -1, *back), jnp.asarray(order), axis=dim).reshape(x.shape)
 
 
-class Work(NamedTuple):
+class ContextTask(NamedTuple):
     """What a strategy is to do, inside `manual`.
 
     Attributes:
-      plan: mesh and rules.
+      layout: mesh and rules.
       mask: what a query sees, documents aside: at most the keys at or before it.
       segments_BT: documents of all tokens, in `chunk_order`.
       kernel: the implementation of attention, with a forward and a backward: see `jaxpar.kernels.attention.call`.
     """
 
-    plan: Plan
+    layout: Layout
     mask: Mask
     segments_BT: Int[Array, "B T"] | None
     kernel: Any
 
     @property
     def axes(self) -> tuple[MeshAxis, ...]:
-        return self.plan.mesh_axes("attention_seq")
+        return self.layout.mesh_axes("attention_seq")
 
     @property
     def size(self) -> int:
-        return self.plan.size("attention_seq")
+        return self.layout.size("attention_seq")
 
     def hop(self, tree: Any) -> Any:
         """What the device before this one has, of every array."""
@@ -98,7 +99,7 @@ def packed(mask: Mask, q_ids: Array | None, kv_ids: Array | None) -> Mask:
     return mask if q_ids is None or kv_ids is None else mask & Segments(q_ids, kv_ids)
 
 
-def own_chunks(work: Work) -> tuple[Array, Array]:
+def own_chunks(work: ContextTask) -> tuple[Array, Array]:
     """The numbers of this device's early and late chunk."""
     place = jax.lax.axis_index(work.axes)
     return place, 2 * work.size - 1 - place

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpar.base.config import Config
-from jaxpar.plan.budget import fitted
-from jaxpar.plan.choose_overlap import chosen
+from jaxpar.plan.budget import fit_to_budget
+from jaxpar.plan.choose_overlap import choose_overlap
 from jaxpar.rehearse.targets import Target
 
 
@@ -29,4 +29,4 @@ def resolve_and_compile(
     config: Config, target: Target | None = None, say: Callable[[str], None] = lambda line: None
 ) -> tuple[Config, Any]:
     """As `resolve`, and the compiled step where a budget had it compiled; None otherwise."""
-    return fitted(chosen(config, target, say), target, say)
+    return fit_to_budget(choose_overlap(config, target, say), target, say)

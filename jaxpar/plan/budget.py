@@ -22,16 +22,26 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, hardware_of
 from jaxpar.base.jax_compat import compiler_said
+from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import memory_of
-from jaxpar.base.sharding import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import check_offload, lowered_for
-from jaxpar.plan.choose_remat import Choice, Costs, Item, Solution, costs_of, frontier, items_of, other_seconds, solve
-from jaxpar.plan.memory_account import ledger, work_bytes
+from jaxpar.plan.choose_remat import (
+    ActionCosts,
+    Choice,
+    Item,
+    Solution,
+    costs_of,
+    frontier,
+    items_of,
+    other_seconds,
+    solve,
+)
+from jaxpar.plan.memory_account import memory_account, work_bytes
 from jaxpar.rehearse.report.memory import CompiledBytes, allocated
 from jaxpar.rehearse.report.memory_advice import needs_and_has
-from jaxpar.rehearse.simulate import play
-from jaxpar.rehearse.targets import Target, target_devices
+from jaxpar.rehearse.simulate import simulate
+from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline.timeline import Timeline
 from jaxpar.train.state_bytes import state_of
 from jaxpar.train.step import in_host, make_plan, make_train_step, state_shapes, step_shapes
@@ -133,7 +143,7 @@ def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, 
       platform: of a device.
       has: bytes of a device; 0 = not known.
     """
-    total = sum(part.device for part in ledger(config, plan, platform))
+    total = sum(part.device for part in memory_account(config, plan, platform))
     said = compiler_said(message)[:200]
     room = has or int(0.9 * total)  # not known: less than what was just too much
     found = nearest(replace(config, memory=replace(config.memory, may=())), list(plan.mesh.devices.flat), platform,
@@ -168,7 +178,7 @@ class Tried(NamedTuple):
     """The compiled step; None = the compiler refused it."""
 
 
-def fitted(config: Config, target: Target | None = None, say: Say = lambda line: None) -> tuple[Config, Any]:
+def fit_to_budget(config: Config, target: Target | None = None, say: Say = lambda line: None) -> tuple[Config, Any]:
     """The config with what its `memory.budget` leads to in place of it, and that compiled: see `within_budget`; without
     a budget the config as it is, and None.
 
@@ -179,7 +189,7 @@ def fitted(config: Config, target: Target | None = None, say: Say = lambda line:
     """
     if not config.memory.budget:
         return config, None
-    devices = list(make_plan(config, None if target is None else target_devices(target)).mesh.devices.flat)
+    devices = list(make_plan(config, None if target is None else target.devices()).mesh.devices.flat)
     found = hardware_of(devices[0].device_kind)
     hardware = target.hardware if target is not None else found or Hardware()
     platform = target.platform if target is not None else platform_of(devices[0])
@@ -272,7 +282,7 @@ def _played(one: Tried) -> str:
     return step + (f", {1e3 * waits:.0f} of them waiting for the host" if waits > 0 else "")
 
 
-def _exposed(one: Tried, costs: Costs) -> float:
+def _exposed(one: Tried, costs: ActionCosts) -> float:
     """Of the transfers of activations, that compute waits for, as the rehearsal of this assignment shows it."""
     if one.played is None or not one.solution.host:
         return costs.exposed
@@ -343,7 +353,7 @@ class _Search:
             self.work = found - self.state.device - solution.device
         else:
             self.update = found - self.state.device
-        played = play(text, self.plan, target, say).timeline if target is not None and text else None
+        played = simulate(text, self.plan.mesh, target, say).timeline if target is not None and text else None
         return Tried(config, self.outer, solution, predicted, found, self.state.moved, played, program)
 
 

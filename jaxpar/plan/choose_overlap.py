@@ -22,14 +22,15 @@ from jax.experimental import multihost_utils
 from jaxpar.base.config import Config, from_dict
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_options
+from jaxpar.base.plan import Overlap, Plan
 from jaxpar.base.runtime import cache_folder, compiler_flags, versions, write_whole
-from jaxpar.base.sharding import Overlap, Plan, state_axes, tree_shardings
+from jaxpar.base.sharding import state_axes, tree_shardings
 from jaxpar.models import Model
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.token_order import TOKENS
-from jaxpar.rehearse.simulate import play
-from jaxpar.rehearse.targets import Target, target_devices
+from jaxpar.rehearse.simulate import simulate
+from jaxpar.rehearse.targets import Target
 from jaxpar.train.step import make_plan
 
 LAYERS = 4
@@ -67,7 +68,7 @@ def is_open(overlap: Overlap) -> bool:
     return "auto" in vars(overlap).values()
 
 
-def chosen(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
+def choose_overlap(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
     """The config with every `auto` of its overlap replaced by what was found fastest, now or on an earlier day.
 
     Args:
@@ -77,11 +78,11 @@ def chosen(config: Config, target: Target | None = None, say: Say = lambda line:
     """
     if not is_open(config.overlap):
         return config
-    plan = open_plan(config, None if target is None else target_devices(target))
+    plan = open_plan(config, None if target is None else target.devices())
     key = _key(config, plan, target)
     overlap = _agreed(_usable(_kept().get(key)))
     if overlap is None:
-        overlap = best(compare(config, plan, target, say)).overlap
+        overlap = best(time_forms(config, plan, target, say)).overlap
         _keep(key, overlap, say)
     say(f"overlap auto: {words(overlap)}")
     return dataclasses.replace(config, overlap=overlap)
@@ -93,7 +94,7 @@ def open_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     return dataclasses.replace(plan, overlap=config.overlap)
 
 
-def compare(
+def time_forms(
     config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None, also: Sequence[Overlap] = ()
 ) -> list[Trial]:
     """Every form that was tried on the way to the best, in that order; the first is `xla` wherever it may be chosen.
@@ -101,7 +102,7 @@ def compare(
     Args:
       config: what is open in its overlap is tried.
       plan: of the config.
-      target: as for `chosen`.
+      target: as for `choose_overlap`.
       say: called with a line for each.
       also: forms to try besides.
     """
@@ -177,7 +178,7 @@ def trial(config: Config, plan: Plan, target: Target | None, say: Say = lambda l
         seconds = _time(traced.lower().compile(), arguments) / layers
         return Trial(plan.overlap, float(multihost_utils.broadcast_one_to_all(np.float64(seconds))))
     compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
-    timeline = play(compiled.as_text(), plan, target, say).timeline
+    timeline = simulate(compiled.as_text(), plan.mesh, target, say).timeline
     collectives = [row for row in timeline.tasks if row.task.collective]
     matmul, exposed = timeline.busy.get("matmul", 0.0), timeline.exposed_communication
     sent = sum(row.task.collective.sent_bytes * row.count for row in collectives if row.task.collective)

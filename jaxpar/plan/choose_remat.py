@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from jaxpar.base.activation_names import Action, Keep
 from jaxpar.base.config import Config
 from jaxpar.base.hardware import Hardware, PeakFlops
-from jaxpar.base.sharding import Plan, beside
+from jaxpar.base.heads import beside
+from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.layers import layers_in, stored_order
 from jaxpar.plan.communication import arrays, sites
@@ -59,7 +60,7 @@ class Item(NamedTuple):
     choices: tuple[Choice, ...]
 
 
-class Costs(NamedTuple):
+class ActionCosts(NamedTuple):
     """What a solution's time is made of, seconds of one device in one step.
 
     Attributes:
@@ -115,7 +116,7 @@ def frontier(items: Sequence[Item]) -> list[Solution]:
     return found
 
 
-def solve(items: Sequence[Item], costs: Costs, room: int) -> Solution | None:
+def solve(items: Sequence[Item], costs: ActionCosts, room: int) -> Solution | None:
     """The fastest assignment that takes at most `room` bytes of the device; None where none does."""
     fits = [one for one in frontier(items) if one.device <= room]
     return min(fits, key=lambda one: (costs.seconds(one.host, one.again), one.host, one.device), default=None)
@@ -202,12 +203,14 @@ def _sent_again(name: str, config: Config, plan: Plan, hardware: Hardware) -> fl
     return max(sent(keep | {name: "recompute"}) - sent(keep), 0.0) / rate if rate else 0.0
 
 
-def costs_of(config: Config, plan: Plan, hardware: Hardware) -> Costs:
+def costs_of(config: Config, plan: Plan, hardware: Hardware) -> ActionCosts:
     """The step without making anything again: 2 of 6 parts of its model FLOPs are forward."""
     tokens = config.train.batch * config.data.seq_len / plan.mesh.size
     flops = Model(config.model).flops_per_token(config.data.seq_len) * tokens
     compute = flops / flops_rate(hardware, plan)
-    return Costs(compute / 3, 2 * compute / 3, hardware.host_link_bandwidth or _UNKNOWN.host_link_bandwidth, EXPOSED)
+    return ActionCosts(
+        compute / 3, 2 * compute / 3, hardware.host_link_bandwidth or _UNKNOWN.host_link_bandwidth, EXPOSED
+    )
 
 
 def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:

@@ -9,14 +9,14 @@ import jax
 
 from jaxpar.base.activation_names import NAMES
 from jaxpar.base.config import Config
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.train.saved_activations import activations, loss_cut, unnamed_bytes
 from jaxpar.train.state_bytes import state_of
 from jaxpar.train.step import param_shapes
 
 
-class Part(NamedTuple):
+class MemoryPart(NamedTuple):
     """A part of what a step holds, bytes of one device."""
 
     name: str
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     host: int = 0
 
 
-def ledger(config: Config, plan: Plan, platform: str) -> list[Part]:
+def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart]:
     """The parts of a step, from shapes alone; the last is a guess.
 
     What a block works with, the loss, and the update are not there at once: the larger counts.
@@ -37,22 +37,22 @@ def ledger(config: Config, plan: Plan, platform: str) -> list[Part]:
     """
     state, work = state_of(config, plan, platform), work_bytes(config, plan)
     kept = [
-        Part(one.name, NAMES[one.name].what, one.kept if one.action == "save" or platform == "cpu" else 0,
+        MemoryPart(one.name, NAMES[one.name].what, one.kept if one.action == "save" or platform == "cpu" else 0,
              one.kept if one.action == "offload" and platform != "cpu" else 0)
         for one in activations(config, plan) if one.kept
     ]  # fmt: skip
     if unnamed := unnamed_bytes(config, plan):
-        kept.append(Part("no name", "what else the backward is given", unnamed))
+        kept.append(MemoryPart("no name", "what else the backward is given", unnamed))
     held = sum(part.device for part in kept)
     more = max(work, state.update - held)
     what = "what a block and the loss work with" if work >= state.update - held else "what the update works with"
     return [
-        Part("parameters", f"{plan.params}", state.parameters, state.host_parameters),
-        Part("optimizer", f"moments, {plan.moments}", state.optimizer, state.host_optimizer),
-        Part("gradients", "", state.gradients, state.host_gradients),
-        Part("batch", "", state.batch),
+        MemoryPart("parameters", f"{plan.params}", state.parameters, state.host_parameters),
+        MemoryPart("optimizer", f"moments, {plan.moments}", state.optimizer, state.host_optimizer),
+        MemoryPart("gradients", "", state.gradients, state.host_gradients),
+        MemoryPart("batch", "", state.batch),
         *kept,
-        Part("work", what + ", a guess", more),
+        MemoryPart("work", what + ", a guess", more),
     ]
 
 

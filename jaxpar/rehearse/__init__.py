@@ -1,5 +1,31 @@
-"""What a training step costs on hardware that is not here, by the compiler of that hardware.
+"""What a jitted function costs on hardware that is not here, by the compiler of that hardware.
 
-`of_config` compiles the step of a config; `cost` prices what the compiler made of it, `timeline` plays it out, `report`
-says what was found. `targets` are the machines.
+    report = rehearse.step(jax.jit(step), *shapes, target="v5p-64")
+    rehearse.show(report)
+
+`step` takes anyone's function, `config` the training step of a config. `cost` prices what the compiler made of it,
+`timeline` plays it out, `report` says what was found. `targets` are the machines.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.rehearse._step import step
+from jaxpar.rehearse.report.schema import Rehearsal
+from jaxpar.rehearse.report.tables import show
+from jaxpar.rehearse.targets import Target, load_target
+
+if TYPE_CHECKING:
+    from jaxpar.rehearse.of_config import rehearse as config
+
+__all__ = ["Rehearsal", "Target", "config", "load_target", "show", "step"]
+
+
+def __getattr__(name: str) -> Any:
+    """`config`, when it is first asked for: it brings the models and the training step along."""
+    if name == "config":
+        from jaxpar.rehearse.of_config import rehearse
+
+        return rehearse
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

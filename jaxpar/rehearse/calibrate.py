@@ -25,8 +25,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, Interconnect, PeakFlops, Protocol
+from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import cache_folder, write_whole
-from jaxpar.base.sharding import Plan
 from jaxpar.models import Model
 from jaxpar.rehearse.cost.probes import CHAIN, Probe, chain, suite
 from jaxpar.rehearse.cost.speeds import Sample, SpeedTable, sample, without_waits

@@ -21,7 +21,7 @@ from jaxpar.hlo.tasks import CollectiveKind
 
 
 @dataclass(frozen=True)
-class Planned:
+class Requested:
     """One collective of one device group, as written."""
 
     kind: CollectiveKind
@@ -42,11 +42,13 @@ class _Value:
     """A node of the graph: what it needs, and the collective it is, if any."""
 
     needs: tuple[_Value, ...] = ()
-    collective: Planned | None = None
+    collective: Requested | None = None
 
 
-def planned(jaxpr: core.ClosedJaxpr, mesh: Mesh, say: Callable[[str], None] = lambda line: None) -> list[Planned]:
-    """Collectives of a traced function: `planned(jax.jit(step).trace(*args).jaxpr, mesh)`.
+def requested_collectives(
+    jaxpr: core.ClosedJaxpr, mesh: Mesh, say: Callable[[str], None] = lambda line: None
+) -> list[Requested]:
+    """Collectives of a traced function: `requested_collectives(jax.jit(step).trace(*args).jaxpr, mesh)`.
 
     Bytes are those of the arrays as they are sent, so in the compute dtype where the op casts before it gathers.
 
@@ -58,7 +60,7 @@ def planned(jaxpr: core.ClosedJaxpr, mesh: Mesh, say: Callable[[str], None] = la
     """
     reader = _Reader(mesh, say)
     inputs = [_Value() for _ in jaxpr.in_avals]
-    counts: Counter[Planned] = Counter()
+    counts: Counter[Requested] = Counter()
     for found in _reached(reader.closed(jaxpr, inputs, "")):
         counts[replace(found, count=1)] += found.count
     return [replace(found, count=count) for found, count in counts.items()]
@@ -71,7 +73,7 @@ class _Reader:
         self._sizes = dict(mesh.shape)
         self._print, self._said = say, set[str]()
         self._known: dict[Any, list[_Value]] = {}  # in the body that is being read
-        self._made: list[Planned] = []
+        self._made: list[Requested] = []
         self._trips = 1  # of the loops around what is being read
 
     def _say(self, line: str) -> None:
@@ -132,7 +134,7 @@ class _Reader:
         for argument, before, after in zip(arguments, eqn.invars, eqn.outvars, strict=True):
             aval = after.aval if COLLECTIVES[name] == "all-gather" else before.aval
             size = math.prod(aval.shape) * aval.dtype.itemsize
-            sent = Planned(COLLECTIVES[name], axes, size, self._trips, scope, str(aval.dtype))
+            sent = Requested(COLLECTIVES[name], axes, size, self._trips, scope, str(aval.dtype))
             self._made.append(sent)
             results.append(_Value((argument,), sent))
         self._known[key] = results
@@ -205,7 +207,7 @@ def _key(eqn: Any, arguments: Sequence[_Value]) -> Any:
     return eqn.primitive.name, tuple(map(id, arguments)), str(params), shapes
 
 
-def _reached(outputs: Sequence[_Value]) -> Iterator[Planned]:
+def _reached(outputs: Sequence[_Value]) -> Iterator[Requested]:
     """Every collective that the outputs need."""
     left, seen = list(outputs), set[int]()
     while left:

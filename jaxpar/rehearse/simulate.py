@@ -7,8 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from jax.sharding import Mesh
+
 from jaxpar.base.hardware import Hardware
-from jaxpar.base.sharding import Plan
+from jaxpar.hlo.origin import PackageDirs
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Program
 from jaxpar.kernels.attention.libraries import kernel_cost
@@ -19,7 +21,7 @@ from jaxpar.rehearse.targets import Target, places
 from jaxpar.rehearse.timeline.timeline import Timeline, replay
 
 
-class Played(NamedTuple):
+class StepSimulation(NamedTuple):
     """A program as it runs on one device of a target."""
 
     program: Program
@@ -30,28 +32,29 @@ class Played(NamedTuple):
     on_links: Callable[[Collective], CollectiveTime]
 
 
-def play(
-    text: str, plan: Plan, target: Target, say: Callable[[str], None] = lambda line: None, drawn_trips: int = 2,
-    most_events: int = 20_000,
-) -> Played:  # fmt: skip
+def simulate(
+    text: str, mesh: Mesh, target: Target, say: Callable[[str], None] = lambda line: None, drawn_trips: int = 2,
+    most_events: int = 20_000, package_dirs: PackageDirs | None = None,
+) -> StepSimulation:  # fmt: skip
     """The timeline of a compiled program.
 
     Args:
       text: `compiled.as_text()`.
-      plan: on the target's devices.
+      mesh: of the target's devices, in the program's order.
       target: from `load_target`.
       say: called with a line if this machine is measured first (target `here`).
       drawn_trips, most_events: see `replay`.
+      package_dirs: see `read_program`.
     """
-    where = places(list(plan.mesh.devices.flat), target)
+    where = places(list(mesh.devices.flat), target)
     slice_of = [place.slice for place in where] if target.platform == "tpu" and target.slices > 1 else None
-    program = read_program(text, slice_of=slice_of, kernel_cost=kernel_cost)
+    program = read_program(text, slice_of=slice_of, kernel_cost=kernel_cost, package_dirs=package_dirs)
     speeds = None
     if target.name == "here":
         measured = calibrated(say)
         target = replace(target, hardware=measured.hardware(target.hardware))
-        speeds = measured.speeds(plan.mesh.size)
+        speeds = measured.speeds(mesh.size)
     on_links = partial(collective_time, places=where, target=target)
     costs = price(program, target.hardware, on_links, speeds)
     timeline = replay(program, costs, drawn_trips=drawn_trips, most_events=most_events)
-    return Played(program, costs, timeline, target.hardware, on_links)
+    return StepSimulation(program, costs, timeline, target.hardware, on_links)

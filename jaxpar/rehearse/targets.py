@@ -49,9 +49,20 @@ class Target:
     """A line that belongs beside the name, where it could be misread."""
 
     @property
-    def devices(self) -> int:
+    def device_count(self) -> int:
         """JAX devices of the whole target: its chips, or twice as many where JAX sees a chip as two."""
         return self.hardware.chips * self.hardware.devices_per_chip
+
+    def devices(self) -> list[jax.Device]:
+        """Devices to build a mesh from and compile for, without the hardware; for `here` those of this machine.
+
+        Targets of several kinds may live in one process. Where JAX has been told no platform it is told `cpu`:
+        compiling needs no accelerator, and JAX would look for one at the first array.
+
+        Raises:
+          UserError: the compiler for them is not installed (and how to install it), or refuses this topology.
+        """
+        return _devices(self)
 
 
 class Position(NamedTuple):
@@ -227,15 +238,7 @@ def _slice_indices(devices: Sequence[Any]) -> list[int]:
 # Devices to compile for.
 
 
-def target_devices(target: Target) -> list[jax.Device]:
-    """Devices to build a mesh from and compile for, without the hardware; for `here` those of this machine.
-
-    Targets of several kinds may live in one process. Where JAX has been told no platform it is told `cpu`: compiling
-    needs no accelerator, and JAX would look for one at the first array.
-
-    Raises:
-      UserError: the compiler for them is not installed (and how to install it), or refuses this topology.
-    """
+def _devices(target: Target) -> list[jax.Device]:
     if target.name == "here":
         return jax.devices()
     if jax.config.values["jax_platforms"] is None:
@@ -251,8 +254,10 @@ def target_devices(target: Target) -> list[jax.Device]:
         raise UserError(
             f"the compiler for {target.name} does not start ({reason}): `jaxpar doctor` lists what is here"
         ) from error
-    if len(found) != target.devices:
-        raise UserError(f"the compiler for {target.name} gives {len(found)} devices, {target.devices} are expected")
+    if len(found) != target.device_count:
+        raise UserError(
+            f"the compiler for {target.name} gives {len(found)} devices, {target.device_count} are expected"
+        )
     return found
 
 
@@ -352,7 +357,7 @@ def check_mesh(spec: MeshSpec, target: Target) -> None:
         asked = f"spans {spans} of them (mesh.dcn {describe(across)})" if across else "has no axis across them"
         raise UserError(f"{target.name} is {here}, and the mesh {asked}: {change}")
     of = f"{target.hardware.chips} chips" if target.hardware.devices_per_chip > 1 else target.topology
-    resolve(spec, target.devices, f"{target.name} has {target.devices} ({of})")
+    resolve(spec, target.device_count, f"{target.name} has {target.device_count} ({of})")
 
 
 def places(devices: Sequence[jax.Device], target: Target) -> tuple[Position, ...]:

@@ -16,7 +16,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Placement, Plan
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import Placement
 
 _TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
 _FEW = 5  # points of a curve that are drawn as such

@@ -18,7 +18,8 @@ from matplotlib.patches import FancyBboxPatch
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
 from jaxpar.base.mesh import MESH_AXES
-from jaxpar.base.sharding import LogicalAxis, Plan, param_dtype
+from jaxpar.base.plan import Plan, param_dtype
+from jaxpar.base.sharding import LogicalAxis
 from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.plan.communication import Array, Site, one_block, part_of, sublayers, turns, with_a_stage
 

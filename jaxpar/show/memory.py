@@ -11,7 +11,7 @@ from rich.table import Table
 
 from jaxpar.base.activation_names import NAMES
 from jaxpar.base.console import bytes_text
-from jaxpar.plan.memory_account import Part
+from jaxpar.plan.memory_account import MemoryPart
 from jaxpar.rehearse.report.memory import CompiledBytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _COLORS = {
 _CAPACITY, _NEAR = "#cc3311", 4
 
 
-def ledger_table(parts: list[Part], compiled: CompiledBytes | None = None) -> Table:
+def memory_table(parts: list[MemoryPart], compiled: CompiledBytes | None = None) -> Table:
     """The parts with their sums, and the compiler's."""
     table = Table("memory", "what", "device", "host", box=None, pad_edge=False)
     for column in table.columns[2:]:
@@ -46,7 +46,7 @@ def ledger_table(parts: list[Part], compiled: CompiledBytes | None = None) -> Ta
     return table
 
 
-def ledger_figure(parts: list[Part], title: str, compiled: CompiledBytes | None = None, has: int = 0) -> Figure:
+def memory_figure(parts: list[MemoryPart], title: str, compiled: CompiledBytes | None = None, has: int = 0) -> Figure:
     """Stacked bars: the predicted parts of a device and of the host, the compiler's account, and what a device has."""
     from matplotlib import colormaps  # here: a run imports this module, and its first step would wait
     from matplotlib.colors import to_rgb
@@ -98,10 +98,10 @@ def ledger_figure(parts: list[Part], title: str, compiled: CompiledBytes | None 
     return figure
 
 
-def write_ledger(folder: Path, parts: list[Part], title: str, compiled: CompiledBytes, has: int) -> None:
+def write_memory_account(folder: Path, parts: list[MemoryPart], title: str, compiled: CompiledBytes, has: int) -> None:
     """`memory.json` and `memory.png` in a run folder."""
     from jaxpar.show.figures import save_figure
 
     found = {"predicted": [part._asdict() for part in parts], "compiled": compiled._asdict(), "device_has": has}
     (folder / "memory.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    save_figure(ledger_figure(parts, title, compiled, has), folder / "memory.png")
+    save_figure(memory_figure(parts, title, compiled, has), folder / "memory.png")

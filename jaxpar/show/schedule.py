@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from jaxpar.parallel.pipeline.schedules import Action, Kind, Table
-from jaxpar.parallel.pipeline.simulator import UNIT, Compared, Simulation, Times, simulate
+from jaxpar.parallel.pipeline.simulator import UNIT, Compared, Simulation, Times, simulate_schedule
 
 # Blue, orange and green of Okabe and Ito's palette, which all kinds of colour vision tell apart.
 _COLORS: dict[Kind, str] = {"forward": "#0072b2", "backward": "#e69f00", "input": "#e69f00", "weight": "#009e73"}
@@ -41,7 +41,7 @@ def schedule_figure(table: Table, times: Times, title: str, lockstep: bool = Tru
     Raises:
       ValueError: the table is not valid.
     """
-    found = simulate(table, times, lockstep)
+    found = simulate_schedule(table, times, lockstep)
     width = float(np.clip(2.2 + 0.32 * len(table.ticks), 8, 17))
     rows = float(np.clip(0.34 * table.stages, 1.1, 6.5))
     figure = Figure(figsize=(width, rows + 3.1), dpi=130, layout="constrained")
@@ -61,7 +61,7 @@ def schedules_figure(panels: Mapping[str, tuple[Table, Times, bool]], title: str
       panels: by name: the table, its times, and whether it runs in lockstep.
       title: of the figure.
     """
-    found = [simulate(*panel) for panel in panels.values()]
+    found = [simulate_schedule(*panel) for panel in panels.values()]
     longest, stages = max(f.makespan for f in found), max(table.stages for table, *_ in panels.values())
     width = 14.0
     size = width, (0.2 * stages + 0.5) * len(panels) + 1.1
@@ -174,7 +174,7 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
       width: columns; of a table that is longer the first and the last ticks are shown.
       times: of one action of one virtual stage.
     """
-    found, ticks = simulate(table, times), table.ticks
+    found, ticks = simulate_schedule(table, times), table.ticks
     lettered = 1 < table.virtual <= 26
 
     def cell(action: Action) -> str:

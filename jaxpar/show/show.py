@@ -17,13 +17,13 @@ from jaxpar.base.sharding import placements
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.layers import layers_of, microbatches
 from jaxpar.parallel.pipeline.schedules import Table, schedule
-from jaxpar.parallel.pipeline.simulator import UNIT, Compared, compare, simulate
+from jaxpar.parallel.pipeline.simulator import UNIT, Compared, rank_schedules, simulate_schedule
 from jaxpar.plan.choose_overlap import closed, is_open
 from jaxpar.plan.communication import arrays, sites
-from jaxpar.plan.memory_account import ledger
+from jaxpar.plan.memory_account import memory_account
 from jaxpar.show.figures import mesh_figure, save_figure
 from jaxpar.show.layer import layer_figure
-from jaxpar.show.memory import ledger_figure, ledger_table
+from jaxpar.show.memory import memory_figure, memory_table
 from jaxpar.show.schedule import comparison_table, schedule_figure, schedule_text
 from jaxpar.show.tables import activation_table, communication_table, sharding_table
 from jaxpar.train.saved_activations import activations
@@ -70,8 +70,8 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
         out.print("")
         out.print(activation_table(activations(config, plan)))
         out.print("")
-        parts = ledger(config, plan, "tpu")  # a device whose host memory is another
-        out.print(ledger_table(parts))
+        parts = memory_account(config, plan, "tpu")  # a device whose host memory is another
+        out.print(memory_table(parts))
         if config.memory.budget:
             out.print(
                 f"memory.budget {config.memory.budget}: shown as policy and keep say; train and rehearse solve it"
@@ -83,7 +83,7 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
     save_figure(layer_figure(parameters, moves, config, plan, title), layer)
     if not as_json:
         memory = picture.with_name(f"{picture.stem}_memory.png")
-        save_figure(ledger_figure(parts, title, has=has), memory)
+        save_figure(memory_figure(parts, title, has=has), memory)
         out.print(f"memory: {memory}")
         out.print(f"one layer: {layer}")
         out.print(f"picture: {picture}")
@@ -112,7 +112,7 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     table = schedule(name, stages, microbatches(config, total_sizes(mesh)), v)
     layers = layers_of(config.model.layers, stages, config.pipeline)
     chunks = v if v > 1 else 2 if config.model.layers % (2 * stages) == 0 else 1
-    compared = compare(stages, table.microbatches, chunks)
+    compared = rank_schedules(stages, table.microbatches, chunks)
     title = (
         f"{name}, {stages} stages"
         + (f" x {v} chunks" if v > 1 else "")
@@ -148,7 +148,7 @@ def _few_note(config: Config, stages: int, count: int) -> str:
 
 def _schedule_json(name: str, table: Table, compared: list[Compared]) -> dict[str, object]:
     """A table with its figures; a cell is null or `[kind, microbatch, chunk]`."""
-    found = simulate(table, UNIT.chunk(table.virtual))
+    found = simulate_schedule(table, UNIT.chunk(table.virtual))
     return {
         "schedule": name, "stages": table.stages, "microbatches": table.microbatches, "virtual": table.virtual,
         "bubble": found.bubble, "stash": found.stash, "waiting": found.waiting, "arrived": found.arrived,

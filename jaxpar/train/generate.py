@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Plan, replicated
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import replicated
 from jaxpar.models import Model, Params
 
 

@@ -17,9 +17,9 @@ from jaxpar.base.config import RESOLVED, Config, check, incompatible, require_se
 from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count_text, duration_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_said, kernel_too_large
+from jaxpar.base.plan import Plan
 from jaxpar.base.processes import Batches, ask_to_stop, stop_signals, together
 from jaxpar.base.runtime import start
-from jaxpar.base.sharding import Plan
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model, Params
 from jaxpar.parallel.host_memory import require_right_gradients

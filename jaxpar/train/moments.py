@@ -20,7 +20,8 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from jaxpar.base.sharding import Axes, Plan
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import Axes
 
 Precision = Literal["float32", "bfloat16", "int8"]
 _BLOCKS = (256, 128, 64, 32)

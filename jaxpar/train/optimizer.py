@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from jaxpar.base.config import TrainConfig
-from jaxpar.base.sharding import is_matrix
+from jaxpar.base.plan import is_matrix
 
 
 def learning_rate(train: TrainConfig) -> optax.Schedule:

@@ -11,7 +11,8 @@ import jax
 
 from jaxpar.base.config import Config, ModelConfig, flatten, parse
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Plan, path_name
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import path_name
 from jaxpar.models import Model, Params
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.parallel.pipeline import stored_order

@@ -18,8 +18,9 @@ from jax.extend import core
 from jaxpar.base.activation_names import NAMES, Action, Keep
 from jaxpar.base.config import Config, ModelConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.heads import beside
 from jaxpar.base.jax_compat import NAME, SHARD_MAP
-from jaxpar.base.sharding import Plan, beside
+from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.parallel.linear import STORED
@@ -173,7 +174,7 @@ def loss_cut(config: Config, plan: Plan) -> LossCut:
     sequences = config.train.batch // config.train.accumulation // microbatches_of(plan) // plan.size("batch")
     tokens = max(sequences * config.data.seq_len // plan.size("seq") // plan.size("stage"), 1)
     rows = V // plan.size("vocab")
-    return LossCut(tokens, rows, D, tiling(tokens, rows, D, plan))
+    return LossCut(tokens, rows, D, tiling(tokens, rows, D, plan, plan.loss_mib))
 
 
 def microbatches_of(plan: Plan) -> int:

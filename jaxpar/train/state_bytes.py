@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpar.base.config import Config
-from jaxpar.base.sharding import Plan, gradient_dtype, state_axes
+from jaxpar.base.plan import Plan, gradient_dtype
+from jaxpar.base.sharding import state_axes
 from jaxpar.models import Model
 from jaxpar.train.step import in_host, state_shapes, step_shapes
 

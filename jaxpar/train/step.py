@@ -18,21 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.config import Config, TrainConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.heads import fit_rules
 from jaxpar.base.jax_compat import compiler_options, once_options
 from jaxpar.base.mesh import make_mesh
-from jaxpar.base.sharding import (
-    Plan,
-    ShardingRules,
-    fit_heads,
-    gradient_dtype,
-    local_rows,
-    one_along,
-    path_name,
-    replicated,
-    state_axes,
-    summed_last,
-    tree_shardings,
-)
+from jaxpar.base.plan import Plan, gradient_dtype, one_along, summed_last
+from jaxpar.base.sharding import ShardingRules, local_rows, path_name, replicated, state_axes, tree_shardings
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Batch, Model, Params
 from jaxpar.parallel import pipeline
@@ -41,7 +31,8 @@ from jaxpar.parallel.context import check_split
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import HOST, check_offload, offload_notes, on_device
-from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED, attention_notes, overlap_notes
+from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
+from jaxpar.parallel.ops import attention_notes, overlap_notes
 from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes, reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train.moments import Quantized, moments_of, packed, scales_sharding, with_moments
@@ -61,7 +52,7 @@ class TrainState(NamedTuple):
 def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     """The plan of a config on these devices (all, when None), checked against the model and the batch.
 
-    Its rules are the config's, but for more devices than heads: see `fit_heads`. What was changed, `plan_notes` says.
+    Its rules are the config's, but for more devices than heads: see `fit_rules`. What was changed, `plan_notes` says.
 
     Raises:
       UserError: a mesh that does not fit the devices, a dim or a batch that its mesh axes do not divide, an optimizer
@@ -103,7 +94,9 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     plan.sharding(("batch", "seq", None), activation, "activations")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream")
     sizes = config.model
-    check_split(plan, config.data.seq_len, sizes.heads, sizes.kv_heads or sizes.heads, sizes.dropout)
+    check_split(
+        plan, plan.context.strategy, config.data.seq_len, sizes.heads, sizes.kv_heads or sizes.heads, sizes.dropout
+    )
     check_names(config, plan)
     if asked := offload_asked(plan):
         check_offload(asked, plan.mesh.devices.flat[0], memory.offload_anyway)
@@ -149,7 +142,7 @@ def offload_asked(plan: Plan) -> str:
 
 def _fitted(config: Config, mesh: Mesh) -> tuple[ShardingRules, list[str]]:
     model = config.model
-    return fit_heads(config.rules, model.heads, model.kv_heads or model.heads, mesh.shape)
+    return fit_rules(config.rules, model.heads, model.kv_heads or model.heads, mesh.shape)
 
 
 Order = Sequence[int] | None  # of stored layers: see `jaxpar.parallel.pipeline.stored_order`

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxpar.base.config import TrainConfig
-from jaxpar.base.sharding import Plan, state_axes
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import state_axes
 from jaxpar.parallel.collectives import first_turn, gather, is_axes, manual, turn_after, waits
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host

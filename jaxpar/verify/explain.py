@@ -16,17 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.base.sharding import Placement, Plan, placements
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import Placement, placements
 from jaxpar.models import Params
 from jaxpar.parallel.zigzag import chunk_order, inverse, reordered
 from jaxpar.train.step import param_shapes
-from jaxpar.verify import reference_ops as plain
-from jaxpar.verify.losses_and_gradients import PLAIN, Answer, Case, Rows, in_model_order, one_device, parameter_order
-from jaxpar.verify.mistakes import Evidence, Finding, Part, diagnose
+from jaxpar.verify.copies import copies_by_axis
+from jaxpar.verify.losses_and_gradients import Answer, Case, Rows, in_model_order, one_device, parameter_order
+from jaxpar.verify.mistakes import Contribution, Evidence, Finding, diagnose
+from jaxpar.verify.reference_ops import ReferenceOps
 
 Reference = Callable[[Params, Rows], Answer]
 _TABLE, _HEAD = "embed.tokens", "head.table"
@@ -91,7 +92,7 @@ def _evidence(
 ) -> Evidence:
     """What is known of one parameter before any other model is run."""
     wanted, layers = want.grads[name][0], case.model.config.layers
-    by_axis = copies_by_axis(got.arrays[name], plan)
+    by_axis = copies_by_axis(got.arrays[name], plan.mesh)
     axes = next(placement.axes for placement in _placements(case, plan) if placement.name == name)
     sizes = {axis: size for axis, size in plan.mesh.shape.items() if size > 1}
     return Evidence(
@@ -100,7 +101,7 @@ def _evidence(
         sizes=sizes | _other_sizes(case, plan),
         split=[plan.mesh_axes(axis) for axis in axes],
         axis_sizes=sizes,
-        parts=[Part(label, kind, answer.grads[name][0]) for label, kind, answer in parts],
+        parts=[Contribution(label, kind, answer.grads[name][0]) for label, kind, answer in parts],
         copies={axis: in_model_order(name, found, plan, layers) for axis, found in by_axis.items()},
     )
 
@@ -132,7 +133,7 @@ def _diagnose_uses(case: Case, plan: Plan, evidence: Evidence, say: Callable[[st
                 evidence,
                 got=evidence.got - rest,
                 want=whole.grads[name][0],
-                parts=[Part(label, kind, answer.grads[name][0]) for label, kind, answer in parts],
+                parts=[Contribution(label, kind, answer.grads[name][0]) for label, kind, answer in parts],
                 altered={},
                 copies={axis: copies - rest for axis, copies in evidence.copies.items()},
             )
@@ -206,24 +207,6 @@ def _other_sizes(case: Case, plan: Plan) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size > 1}
 
 
-def copies_by_axis(array: jax.Array, plan: Plan) -> dict[str, np.ndarray]:
-    """For each mesh axis that an array is not split over, the array as each coordinate has it, [n, *shape].
-
-    The other such axes are held at coordinate 0. Only for arrays that this process holds whole.
-    """
-    grid = plan.mesh.devices
-    place = {device: dict(zip(plan.mesh.axis_names, at, strict=True)) for at, device in np.ndenumerate(grid)}
-    split = {name for entry in array.sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}  # pyright: ignore[reportAttributeAccessIssue]
-    free = [axis for axis, size in plan.mesh.shape.items() if size > 1 and axis not in split]
-    found = {axis: np.empty((plan.mesh.shape[axis], *array.shape), array.dtype) for axis in free}
-    for shard in array.addressable_shards:
-        at = place[shard.device]
-        for axis in free:
-            if all(at[other] == 0 for other in free if other != axis):
-                found[axis][(at[axis], *shard.index)] = np.asarray(shard.data)
-    return found
-
-
 def _groups(case: Case, plan: Plan) -> Iterator[tuple[str, str, np.ndarray]]:
     """Name and kind (see `Part`) of each shard and microbatch, and a mask [B, S] of its tokens."""
     shape, accumulation = case.batch["tokens"].shape, case.config.train.accumulation
@@ -233,7 +216,7 @@ def _groups(case: Case, plan: Plan) -> Iterator[tuple[str, str, np.ndarray]]:
         mask = np.zeros(shape, bool)
         for device in devices.ravel():
             mask[held[device]] = True
-        return np.asarray(reordered(jnp.asarray(mask), inverse(chunk_order(plan)), 1))
+        return np.asarray(reordered(jnp.asarray(mask), inverse(chunk_order(plan, plan.context.strategy)), 1))
 
     together = (*plan.mesh_axes("batch"), *plan.mesh_axes("seq"))
     for axis in together:
@@ -276,5 +259,5 @@ def _altered(case: Case, one: Reference) -> Iterator[tuple[tuple[str, str], Answ
         (-1, "mean", "a token does not see itself and the first sees all"),
         (-1, "zero", "a token does not see itself and the first sees none"),
     ):
-        ops = {**PLAIN, "attention": partial(plain.attention, offset=offset, blind=blind)}
+        ops = partial(ReferenceOps, offset=offset, blind=blind)
         yield ("mask", what), one_device(case, "float32", exact=True, ops=ops)(case.params, case.batch)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,31 +23,21 @@ from flax import nnx
 from jaxpar.base.config import Config, ModelConfig, PrecisionConfig
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.sharding import Plan, path_name, replicated, tree_shardings
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import path_name, replicated, tree_shardings
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import FAMILIES, Model, Params
-from jaxpar.models import model as model_module
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
-from jaxpar.verify import reference_ops as plain
+from jaxpar.verify.copies import copies
+from jaxpar.verify.reference_ops import ReferenceOps
 
 Gradients = Callable[..., tuple[LossSums, Params]]
 """The function under test, called as `jaxpar.train.step.gradients` is."""
 Rows = dict[str, np.ndarray]
-PLAIN: Mapping[str, Callable[..., Any]] = {
-    op.__name__: op
-    for op in (
-        plain.column_linear,
-        plain.row_linear,
-        plain.lookup,
-        plain.attention,
-        plain.expert_mlp,
-        plain.linear_cross_entropy,
-    )
-}
 _ROWS = 2  # sequences that the reference takes at a time
 
 
@@ -80,20 +70,20 @@ def one_device(
     case: Case,
     precision: str,
     exact: bool,
-    ops: Mapping[str, Callable[..., Any]] = PLAIN,
+    ops: Callable[[Plan], Any] = ReferenceOps,
     model: ModelConfig | None = None,
 ) -> Callable[[Params, Rows], Answer]:
-    """Loss and gradients of a batch on the first device: the reference, where the ops are the plain ones.
+    """Loss and gradients of a batch on the first device: the reference, where the ops are those.
 
     Args:
       case: its parameters and batch are not used.
       precision: compute dtype.
       exact: float32 matmuls in full float32 also where the device would take less.
-      ops: by name, what the model calls in place of the library's own.
+      ops: what the model calls: `jaxpar.parallel.Ops` are the library's own.
       model: another than the case's.
     """
     plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
-    unrolled = Model(dataclasses.replace(model or case.config.model, scan_layers=False))
+    unrolled = Model(dataclasses.replace(model or case.config.model, scan_layers=False), ops)
     weights = step.loss_weights(case.config.train)
 
     def loss_and_gradients(params: Params, batch: Rows) -> tuple[LossSums, Params]:
@@ -112,7 +102,7 @@ def one_device(
         starts = range(0, len(batch["labels"]), _ROWS)
         parts = [{name: rows[at : at + _ROWS] for name, rows in batch.items()} for at in starts]
         total = None
-        with _matmuls(exact), _ops_replaced(unrolled.config.family, ops):
+        with _matmuls(exact):
             for part in [part for part in parts if np.any(part["labels"] >= 0)] or parts[:1]:
                 answer = jax.tree.map(lambda x: np.asarray(x, np.float64), jitted(here, part))
                 total = answer if total is None else jax.tree.map(np.add, total, answer)
@@ -121,22 +111,6 @@ def one_device(
         return Answer(jax.tree.map(float, sums), {name: leaf[None] for name, leaf in _named(grads).items()}, {})
 
     return run
-
-
-@contextlib.contextmanager
-def _ops_replaced(family: str, ops: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """The ops that a model calls, replaced while it is traced.
-
-    No config can ask for other ops, let alone wrong ones, so there is no argument that would carry them.
-    """
-    with contextlib.ExitStack() as undo:
-        for name, op in ops.items():
-            modules = (*FAMILIES.values(), model_module)
-            assert any(hasattr(module, name) for module in modules), f"no model calls {name} any more"
-            for home in [module for module in (FAMILIES[family], model_module) if hasattr(module, name)]:
-                undo.callback(setattr, home, name, getattr(home, name))
-                setattr(home, name, op)
-        yield
 
 
 def under_plan(case: Case, precision: str, exact: bool) -> Answer:
@@ -201,15 +175,6 @@ def _worst_scalar(x: jax.Array) -> float:
     """The copy of a scalar that is furthest from the first: the first itself where all agree."""
     values = copies(x)
     return float(values[int(np.argmax(np.abs(values - values[0])))])
-
-
-def copies(array: jax.Array) -> np.ndarray:
-    """Every copy of an array that this process's devices hold, [copies, *shape]."""
-    shards = array.addressable_shards
-    found = np.empty((1 + max(shard.replica_id for shard in shards), *array.shape), array.dtype)
-    for shard in shards:
-        found[(shard.replica_id, *shard.index)] = np.asarray(shard.data)
-    return found
 
 
 def parameter_order(model: Model) -> list[str]:

@@ -21,7 +21,7 @@ _NEAR = 0.01  # a factor this near, relatively, to a size is tried as that size;
 _LARGEST_FACTOR = 64  # denominator of a factor that is written as a fraction
 
 
-class Part(NamedTuple):
+class Contribution(NamedTuple):
     """What some of the tokens contribute to a gradient.
 
     Attributes:
@@ -55,7 +55,7 @@ class Evidence:
     sizes: Mapping[str, int] = field(default_factory=dict)
     split: Sequence[tuple[str, ...]] = ()
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
-    parts: Sequence[Part] = ()
+    parts: Sequence[Contribution] = ()
     altered: Mapping[tuple[str, str], np.ndarray] = field(default_factory=dict)
     copies: Mapping[str, np.ndarray] = field(default_factory=dict)
 
@@ -98,6 +98,9 @@ KINDS = {
     "transposed": "two dims are exchanged",
     "mask": "the attention mask is wrong",
     "documents": "packed documents are not kept apart",
+    "mean": "each shard takes the mean of its own tokens, where one of all is meant",
+    "shard": "a shard has another shard's part of an array of the batch",
+    "as given": "one of the mistakes that the caller named",
     "copies": "copies on different devices differ",
     "rounding": "small errors without structure: a lower precision than was asked for",
     "not finite": "it holds NaN or infinity",
@@ -219,7 +222,7 @@ def _transposed(evidence: Evidence) -> Iterator[Guess]:
 
 def _altered(evidence: Evidence) -> Iterator[Guess]:
     for (kind, what), value in evidence.altered.items():
-        yield Guess(kind, f"what a model gives in which {what}", value)
+        yield Guess(kind, f"what the reference gives where {what}", value)
 
 
 HYPOTHESES: tuple[Callable[[Evidence], Iterator[Guess]], ...] = (
@@ -234,9 +237,11 @@ def _differing_copies(evidence: Evidence, difference: float) -> list[Finding]:
     differing = [axis for axis, distance in spread.items() if distance > 1e-4 * scale]
     found = []
     for axis in differing:
-        total = evidence.copies[axis].sum(axis=0, dtype=np.float64)
-        says = f"a part: copies along {axis} differ and add up to the reference, the sum over it is missing"
-        found.append(Finding("sum missing", says, _distance(total, evidence.want) / max(difference, 1e-300)))
+        copies = evidence.copies[axis]
+        for scale, what in ((1, "add up to"), (1 / len(copies), "are on average")):
+            total = scale * copies.sum(axis=0, dtype=np.float64)
+            says = f"a part: copies along {axis} differ and {what} the reference, the sum over it is missing"
+            found.append(Finding("sum missing", says, _distance(total, evidence.want) / max(difference, 1e-300)))
     if differing:
         share = max(spread.values()) / max(scale, 1e-300)
         says = f"not one array: copies along {' and '.join(differing)} differ by {share:.1e}"

@@ -21,15 +21,18 @@ from jax.sharding import AbstractMesh
 
 from jaxpar.base.config import Config, KernelsConfig, check
 from jaxpar.base.errors import UserError
+from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MESH_AXES, MeshSpec, describe, devices_needed, make_mesh
+from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start, widen_cpu_pool
-from jaxpar.base.sharding import Plan, ShardingRules, fit_heads, tree_shardings
+from jaxpar.base.sharding import ShardingRules, tree_shardings
 from jaxpar.kernels.attention.chunked import ROWS
 from jaxpar.models import Model
 from jaxpar.parallel.context import check_split
-from jaxpar.parallel.linear import attention_choice
+from jaxpar.parallel.ops import Ops, choose_attention
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train import step
+from jaxpar.verify._gradients import GradientRow
 from jaxpar.verify.explain import explain, nearest_to_loss
 from jaxpar.verify.losses_and_gradients import (
     Answer,
@@ -41,7 +44,6 @@ from jaxpar.verify.losses_and_gradients import (
     random_params,
     under_plan,
 )
-from jaxpar.verify.mistakes import Finding
 from jaxpar.verify.shrink import (
     LEAST,
     Shrunk,
@@ -67,28 +69,6 @@ OPS_FACTOR, OPS_MOST = 2.0, 2.0**-4
 _FLOOR = 0.1
 
 
-class Row(NamedTuple):
-    """One parameter in one check.
-
-    Attributes:
-      name: as in `jaxpar show`.
-      shape: of the shrunk array.
-      error: relative size of the difference, the worst copy's; infinite for NaN.
-      tolerance: what it may be.
-      finding: how it differs; None where it does not.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    error: float
-    tolerance: float
-    finding: Finding | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.error <= self.tolerance
-
-
 class Check(NamedTuple):
     """One comparison of the loss and of all gradients.
 
@@ -108,7 +88,7 @@ class Check(NamedTuple):
     loss_error: float
     loss_tolerance: float
     tokens_agree: bool
-    rows: tuple[Row, ...]
+    rows: tuple[GradientRow, ...]
     origin: str = ""
     on_one_device: bool = False
 
@@ -121,7 +101,7 @@ class Check(NamedTuple):
         return self.loss_ok and all(row.ok for row in self.rows)
 
     @property
-    def first(self) -> Row | None:
+    def first(self) -> GradientRow | None:
         """The first parameter that differs, in the order of the model."""
         return next((row for row in self.rows if not row.ok), None)
 
@@ -214,7 +194,7 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
         there = _attention(plan, config, asked)
         said += [] if there == wanted else [f"OTHER ATTENTION: {there} on {asked}, {wanted} here"]
     model = small.model
-    _, changed = fit_heads(config.rules, model.heads, model.kv_heads or model.heads, total_sizes(mesh))
+    _, changed = fit_rules(config.rules, model.heads, model.kv_heads or model.heads, total_sizes(mesh))
     return Shrunk(small, (*said, *notes, *changed))
 
 
@@ -222,7 +202,7 @@ def _attention(plan: Plan, config: Config, platform: str = "") -> str:
     """The implementation, and whether plain XLA takes several tiles."""
     model, seq_len, packed = config.model, config.data.seq_len, config.data.pack
     head_dim = model.head_dim or model.embed // model.heads
-    name, _ = attention_choice(plan, seq_len, head_dim, False, model.window, packed, platform)
+    name, _ = choose_attention(plan, seq_len, head_dim, False, model.window, packed, platform)
     return f"{name} in tiles" if name == "chunked" and seq_len > ROWS else name
 
 
@@ -253,7 +233,7 @@ def _checks(case: Case, say: Callable[[str], None]) -> Iterator[Check]:
     want = one(case.params, case.batch)
     say(f"float32: {len(case.devices)} devices")
     got = under_plan(case, "float32", exact=True)
-    yield _explained(compare("float32", case, got, want), case, got, want, one, say)
+    yield _explained(compare_answers("float32", case, got, want), case, got, want, one, say)
     precision, platform = case.config.precision.compute, case.devices[0].platform
     if precision == "float32" and platform == "cpu":
         return  # CPUs compute float32 in float32: the plan's own precision was just compared
@@ -261,17 +241,17 @@ def _checks(case: Case, say: Callable[[str], None]) -> Iterator[Check]:
     say(f"{name}: one device, then {len(case.devices)}")
     near = one_device(case, precision, exact=False)(case.params, case.batch)
     got = under_plan(case, precision, exact=False)
-    found, ops = compare(name, case, got, want, near), None
+    found, ops = compare_answers(name, case, got, want, near), None
     if not all(row.ok for row in found.rows):
         ops = _with_ops(case, name, say)
-        found = compare(name, case, got, want, near, ops)
+        found = compare_answers(name, case, got, want, near, ops)
     yield _explained(found, case, got, want, one, say, ops)
 
 
 def _with_ops(case: Case, name: str, say: Callable[[str], None]) -> Answer:
     """One device with the library's ops, in a check's precision."""
     say(f"{name}: one device with the library's ops")
-    return one_device(case, name.split()[0], exact=name == "float32", ops={})(case.params, case.batch)
+    return one_device(case, name.split()[0], exact=name == "float32", ops=Ops)(case.params, case.batch)
 
 
 def _explained(
@@ -290,7 +270,7 @@ def _explained(
     return check._replace(rows=rows, origin=nearest_to_loss(found), on_one_device=alone)
 
 
-def compare(
+def compare_answers(
     name: str, case: Case, got: Answer, want: Answer, near: Answer | None = None, ops: Answer | None = None
 ) -> Check:
     """Errors of an answer against the reference; tolerances from one device in the same precision, if given.
@@ -308,7 +288,7 @@ def compare(
                 spread = max(spread, OPS_FACTOR * off)
             tolerance = spread + OWN_FLOOR
         shape = want.grads[parameter].shape[1:]
-        rows.append(Row(parameter, shape, relative_error(got, want, parameter), tolerance))
+        rows.append(GradientRow(parameter, shape, relative_error(got, want, parameter), tolerance))
     loss, reference_loss = float(got.sums.loss), float(want.sums.loss)
     return Check(
         name,
@@ -406,7 +386,13 @@ def _check_layout(config: Config, mesh: MeshSpec) -> None:
     activation = (rows, config.data.seq_len, config.model.embed)
     plan.sharding(("batch", "seq", None), activation, "activations of a microbatch")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream of a microbatch")
-    check_split(plan, config.data.seq_len, config.model.heads, config.model.kv_heads or config.model.heads)
+    check_split(
+        plan,
+        plan.context.strategy,
+        config.data.seq_len,
+        config.model.heads,
+        config.model.kv_heads or config.model.heads,
+    )
 
 
 def _layout(config: Config, mesh: Any, rules: ShardingRules) -> Plan:

@@ -1,7 +1,7 @@
 """The parallel ops as plain mathematics, for one device: what `verify` takes for true.
 
-No mesh, no kernel, no tiling, and no derivative written by hand: JAX differentiates what stands here. Each function has
-the name and the arguments of the op it stands for.
+No mesh, no kernel, no tiling, and no derivative written by hand: JAX differentiates what stands here. Each method has
+the name and the arguments of the one of `jaxpar.parallel.Ops` that it stands for.
 
 Shapes: B batch, S query length, T key length, D embed, H heads, K kv heads, h head_dim, V vocab,
 F mlp, E experts, K chosen experts of a token.
@@ -11,127 +11,135 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.experts import RouterSums
 
 
-def column_linear(
-    x_BSD: Array, weights: Sequence[Array], axes: Any, plan: Plan, biases: Sequence[Array | None] | None = None,
-    seq: Any = "seq",
-) -> tuple[Array, ...]:  # fmt: skip
-    """`x @ w` for each weight, plus its bias."""
-    biases = biases or [None] * len(weights)
-    return tuple(_linear(x_BSD, weight, 1, bias, plan) for weight, bias in zip(weights, biases, strict=True))
+@dataclass(frozen=True)
+class ReferenceOps:
+    """What a model calls where its answer is to be the reference.
 
-
-def row_linear(
-    h_BSI: Array, weight: Array, axes: Any, plan: Plan, bias: Array | None = None, seq: Any = "seq"
-) -> Array:
-    """`h @ w` over all dims of h but the first two, plus the bias."""
-    return _linear(h_BSI, weight, h_BSI.ndim - 2, bias, plan)
-
-
-def _linear(x: Array, weight: Array, dims: int, bias: Array | None, plan: Plan) -> Array:
-    y = jnp.tensordot(x.astype(plan.dtype), weight.astype(plan.dtype), dims)
-    return y if bias is None else y + bias.astype(y.dtype)
-
-
-def lookup(table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: Any, plan: Plan) -> Float[Array, "B S D"]:
-    """Rows of a table, in the compute dtype."""
-    return table_VD.astype(plan.dtype)[ids_BS]
-
-
-def attention(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    plan: Plan,
-    segments_BS: Int[Array, "B S"] | None = None,
-    dropout_rate: float = 0.0,
-    key: jax.Array | None = None,
-    window: int = 0,
-    *,
-    offset: int = 0,
-    blind: str = "mean",
-) -> Float[Array, "B S H h"]:
-    """Causal attention over all scores at once; dropout is never on here.
-
-    Args:
-      q_BSHh, k_BTKh, v_BTKh: projections of one sequence (S = T), H a multiple of K.
-      plan: unused.
-      segments_BS: document of each token; a token sees its own document only. None = one document.
-      dropout_rate, key: unused.
-      window: a token sees so many tokens up to itself; 0 = all before it.
-      offset: the token at t sees up to t + offset: 0 but for the diagnosis of a mask that is off by one.
+    Attributes:
+      plan: of one device; only its compute dtype counts.
+      offset: in attention the token at t sees up to t + offset: 0 but for the diagnosis of a mask that is off by one.
       blind: what a token that sees nothing takes, the `mean` of all values or `zero`; at offset 0 there is none.
     """
-    S, H, h = q_BSHh.shape[1:]
-    k_BTHh, v_BTHh = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BTKh, v_BTKh))
-    scores_BHST = jnp.einsum("BSHh,BTHh->BHST", q_BSHh, k_BTHh, preferred_element_type=jnp.float32) / math.sqrt(h)
-    ahead = jnp.arange(S) - jnp.arange(S)[:, None]
-    visible = ahead <= offset
-    if window:
-        visible = visible & (ahead > -window)
-    if segments_BS is not None:
-        visible = visible & (segments_BS[:, None, :, None] == segments_BS[:, None, None, :])
-    weights_BHST = jax.nn.softmax(jnp.where(visible, scores_BHST, -1e30), axis=-1)
-    if blind == "zero":
-        weights_BHST = jnp.where(jnp.any(visible, axis=-1, keepdims=True), weights_BHST, 0)
-    return jnp.einsum("BHST,BTHh->BSHh", weights_BHST.astype(v_BTHh.dtype), v_BTHh)
 
+    plan: Plan
+    offset: int = 0
+    blind: str = "mean"
 
-def expert_mlp(
-    x_BSD: Float[Array, "B S D"],
-    router_DE: Float[Array, "D E"],
-    gate_EDF: Float[Array, "E D F"],
-    up_EDF: Float[Array, "E D F"],
-    down_EFD: Float[Array, "E F D"],
-    chosen: int,
-    capacity_factor: float,
-    plan: Plan,
-) -> tuple[Float[Array, "B S D"], RouterSums]:
-    """Every expert on every token, weighted by zero where it is not chosen; nothing is dropped, whatever the factor."""
-    E = router_DE.shape[1]
-    logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
-    probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
-    largest_BSK, chosen_BSK = jax.lax.top_k(probabilities_BSE, chosen)
-    choices_BSKE = jax.nn.one_hot(chosen_BSK, E)
-    weights_BSK = largest_BSK / jnp.sum(largest_BSK, axis=-1, keepdims=True)
-    weights_BSE = jnp.einsum("BSK,BSKE->BSE", weights_BSK, choices_BSKE)
-    x_BSD, gate_EDF, up_EDF, down_EFD = (a.astype(plan.dtype) for a in (x_BSD, gate_EDF, up_EDF, down_EFD))
-    gates_BSEF, ups_BSEF = (jnp.einsum("BSD,EDF->BSEF", x_BSD, weight) for weight in (gate_EDF, up_EDF))
-    answers_BSED = jnp.einsum("BSEF,EFD->BSED", jax.nn.silu(gates_BSEF) * ups_BSEF, down_EFD)
-    y_BSD = jnp.sum(weights_BSE[..., None] * answers_BSED.astype(jnp.float32), axis=2).astype(plan.dtype)
-    shares_BE = jnp.mean(choices_BSKE, axis=(1, 2))
-    balances_B = E * jnp.sum(shares_BE * jnp.mean(probabilities_BSE, axis=1), axis=-1)
-    z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)))
-    return y_BSD, RouterSums(x_BSD.shape[1] * jnp.sum(balances_B), z, jnp.zeros(()))
+    def column_linear(
+        self,
+        x_BSD: Array, weights: Sequence[Array], axes: Any, biases: Sequence[Array | None] | None = None,
+        seq: Any = "seq",
+    ) -> tuple[Array, ...]:  # fmt: skip
+        """`x @ w` for each weight, plus its bias."""
+        biases = biases or [None] * len(weights)
+        return tuple(self._linear(x_BSD, weight, 1, bias) for weight, bias in zip(weights, biases, strict=True))
 
+    def row_linear(self, h_BSI: Array, weight: Array, axes: Any, bias: Array | None = None, seq: Any = "seq") -> Array:
+        """`h @ w` over all dims of h but the first two, plus the bias."""
+        return self._linear(h_BSI, weight, h_BSI.ndim - 2, bias)
 
-def linear_cross_entropy(
-    x_BSD: Float[Array, "B S D"],
-    head_VD: Float[Array, "V D"],
-    labels_BS: Int[Array, "B S"],
-    vocab_size: int,
-    plan: Plan,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-) -> LossSums:
-    """Summed cross-entropy of all scores at once; a label below zero does not count."""
-    x_BSD, head_VD = x_BSD.astype(plan.dtype), head_VD[:vocab_size].astype(plan.dtype)
-    logits_BSV = jnp.einsum("BSD,VD->BSV", x_BSD, head_VD, preferred_element_type=jnp.float32)
-    logits_BSV = softcap * jnp.tanh(logits_BSV / softcap) if softcap else logits_BSV
-    lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
-    counts_BS = labels_BS >= 0
-    labels_BS1 = jnp.where(counts_BS, labels_BS, 0)[..., None]
-    nll_BS = lse_BS - jnp.take_along_axis(logits_BSV, labels_BS1, axis=-1)[..., 0]
-    nll = jnp.sum(jnp.where(counts_BS, nll_BS, 0))
-    loss = nll + z_loss * jnp.sum(jnp.where(counts_BS, jnp.square(lse_BS), 0))
-    return LossSums(loss, nll, jnp.sum(counts_BS, dtype=jnp.float32))
+    def _linear(self, x: Array, weight: Array, dims: int, bias: Array | None) -> Array:
+        y = jnp.tensordot(x.astype(self.plan.dtype), weight.astype(self.plan.dtype), dims)
+        return y if bias is None else y + bias.astype(y.dtype)
+
+    def lookup(self, table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: Any) -> Float[Array, "B S D"]:
+        """Rows of a table, in the compute dtype."""
+        return table_VD.astype(self.plan.dtype)[ids_BS]
+
+    def attention(
+        self,
+        q_BSHh: Float[Array, "B S H h"],
+        k_BSKh: Float[Array, "B S K h"],
+        v_BSKh: Float[Array, "B S K h"],
+        segments_BS: Int[Array, "B S"] | None = None,
+        dropout_rate: float = 0.0,
+        key: jax.Array | None = None,
+        window: int = 0,
+    ) -> Float[Array, "B S H h"]:
+        """Causal attention over all scores at once; dropout is never on here.
+
+        Args:
+          q_BSHh, k_BSKh, v_BSKh: projections of one sequence (S = T), H a multiple of K.
+          segments_BS: document of each token; a token sees its own document only. None = one document.
+          dropout_rate, key: unused.
+          window: a token sees so many tokens up to itself; 0 = all before it.
+        """
+        S, H, h = q_BSHh.shape[1:]
+        k_BTHh, v_BTHh = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BSKh, v_BSKh))
+        scores_BHST = jnp.einsum("BSHh,BTHh->BHST", q_BSHh, k_BTHh, preferred_element_type=jnp.float32) / math.sqrt(h)
+        ahead = jnp.arange(S) - jnp.arange(S)[:, None]
+        visible = ahead <= self.offset
+        if window:
+            visible = visible & (ahead > -window)
+        if segments_BS is not None:
+            visible = visible & (segments_BS[:, None, :, None] == segments_BS[:, None, None, :])
+        weights_BHST = jax.nn.softmax(jnp.where(visible, scores_BHST, -1e30), axis=-1)
+        if self.blind == "zero":
+            weights_BHST = jnp.where(jnp.any(visible, axis=-1, keepdims=True), weights_BHST, 0)
+        return jnp.einsum("BHST,BTHh->BSHh", weights_BHST.astype(v_BTHh.dtype), v_BTHh)
+
+    def expert_mlp(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        router_DE: Float[Array, "D E"],
+        gate_EDF: Float[Array, "E D F"],
+        up_EDF: Float[Array, "E D F"],
+        down_EFD: Float[Array, "E F D"],
+        experts_per_token: int,
+        capacity_factor: float,
+    ) -> tuple[Float[Array, "B S D"], RouterSums]:
+        """Every expert on every token, weighted by zero where it is not chosen; nothing is ever dropped."""
+        E = router_DE.shape[1]
+        logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+        probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
+        largest_BSK, chosen_BSK = jax.lax.top_k(probabilities_BSE, experts_per_token)
+        choices_BSKE = jax.nn.one_hot(chosen_BSK, E)
+        weights_BSK = largest_BSK / jnp.sum(largest_BSK, axis=-1, keepdims=True)
+        weights_BSE = jnp.einsum("BSK,BSKE->BSE", weights_BSK, choices_BSKE)
+        x_BSD, gate_EDF, up_EDF, down_EFD = (a.astype(self.plan.dtype) for a in (x_BSD, gate_EDF, up_EDF, down_EFD))
+        gates_BSEF, ups_BSEF = (jnp.einsum("BSD,EDF->BSEF", x_BSD, weight) for weight in (gate_EDF, up_EDF))
+        answers_BSED = jnp.einsum("BSEF,EFD->BSED", jax.nn.silu(gates_BSEF) * ups_BSEF, down_EFD)
+        y_BSD = jnp.sum(weights_BSE[..., None] * answers_BSED.astype(jnp.float32), axis=2).astype(self.plan.dtype)
+        shares_BE = jnp.mean(choices_BSKE, axis=(1, 2))
+        balances_B = E * jnp.sum(shares_BE * jnp.mean(probabilities_BSE, axis=1), axis=-1)
+        z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)))
+        return y_BSD, RouterSums(x_BSD.shape[1] * jnp.sum(balances_B), z, jnp.zeros(()))
+
+    def linear_cross_entropy(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        head_VD: Float[Array, "V D"],
+        labels_BS: Int[Array, "B S"],
+        vocab_size: int,
+        z_loss: float = 0.0,
+        softcap: float = 0.0,
+    ) -> LossSums:
+        """Summed cross-entropy of all scores at once; a label below zero does not count."""
+        logits_BSV = self.logits(x_BSD, head_VD, vocab_size, softcap)
+        lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
+        counts_BS = labels_BS >= 0
+        labels_BS1 = jnp.where(counts_BS, labels_BS, 0)[..., None]
+        nll_BS = lse_BS - jnp.take_along_axis(logits_BSV, labels_BS1, axis=-1)[..., 0]
+        nll = jnp.sum(jnp.where(counts_BS, nll_BS, 0))
+        loss = nll + z_loss * jnp.sum(jnp.where(counts_BS, jnp.square(lse_BS), 0))
+        return LossSums(loss, nll, jnp.sum(counts_BS, dtype=jnp.float32))
+
+    def logits(
+        self, x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], vocab_size: int, softcap: float = 0.0
+    ) -> Float[Array, "B S V"]:
+        """Float32 scores of the true vocabulary."""
+        x_BSD, head_VD = x_BSD.astype(self.plan.dtype), head_VD[:vocab_size].astype(self.plan.dtype)
+        logits_BSV = jnp.einsum("BSD,VD->BSV", x_BSD, head_VD, preferred_element_type=jnp.float32)
+        return softcap * jnp.tanh(logits_BSV / softcap) if softcap else logits_BSV

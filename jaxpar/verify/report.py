@@ -11,7 +11,7 @@ import jax
 from rich.table import Table
 
 from jaxpar.base.mesh import describe, total_sizes
-from jaxpar.verify.of_config import Row, Verification
+from jaxpar.verify.of_config import GradientRow, Verification
 
 
 def table(found: Verification) -> Table:
@@ -57,11 +57,11 @@ def verdict(found: Verification) -> str:
     return text + ("; on one device the library's ops differ likewise" if failed.on_one_device else "")
 
 
-def _how(row: Row) -> str:
+def _how(row: GradientRow) -> str:
     return f"{row.name} [{' x '.join(map(str, row.shape))}], off by {row.error:.1e}: {_said(row)}"
 
 
-def _said(row: Row) -> str:
+def _said(row: GradientRow) -> str:
     return "not diagnosed" if row.finding is None else f"{row.finding.kind}, it is {row.finding.says}"
 
 
@@ -71,7 +71,7 @@ def as_json(found: Verification) -> dict[str, Any]:
     def number(error: float) -> float | str:
         return error if math.isfinite(error) else "inf"
 
-    def row(row: Row) -> dict[str, Any]:
+    def row(row: GradientRow) -> dict[str, Any]:
         finding = None if row.finding is None else row.finding._asdict() | {"fits": row.finding.fits}
         return {**row._asdict(), "error": number(row.error), "ok": row.ok, "finding": finding}
 

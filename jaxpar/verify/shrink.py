@@ -21,6 +21,7 @@ from jaxpar.base.config import (
     TrainConfig,
     rules_of,
 )  # fmt: skip
+from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import (
     DcnSpec,
     MeshAxis,
@@ -31,7 +32,8 @@ from jaxpar.base.mesh import (
     resolve,
     total_sizes,
 )  # fmt: skip
-from jaxpar.base.sharding import LogicalAxis, Overlap, Pipeline, ShardingRules, fit_heads, named_axes
+from jaxpar.base.plan import Overlap, Pipeline
+from jaxpar.base.sharding import LogicalAxis, ShardingRules, named_axes
 from jaxpar.parallel.pipeline import layers_of, microbatches
 
 SIMULATED = 8  # CPU devices where the mesh leaves the number open; a mesh that asks for up to twice as many gets them
@@ -134,7 +136,7 @@ def _few_heads(config: Config, sizes: dict[MeshAxis, int], asked: dict[MeshAxis,
 
     def fits(H: int, K: int) -> bool:
         even = H % splits[0] == 0 and K % splits[1] == 0
-        return even and fit_heads(config.rules, H, K, sizes)[0] == rules
+        return even and fit_rules(config.rules, H, K, sizes)[0] == rules
 
     def situation(H: int, K: int, sizes: dict[MeshAxis, int]) -> tuple[bool, bool]:
         devices, copied = pieces("heads", rules, sizes), rules.heads != rules.kv_heads

@@ -20,7 +20,7 @@ from tiers import needs_libtpu
 
 from jaxpar.base import jax_compat
 from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.rehearse.targets import load_target
 
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
@@ -131,7 +131,7 @@ def test_the_cpu_compiler_knows_its_options_and_the_gpus() -> None:
 
 @needs_libtpu
 def test_the_tpu_compiler_knows_its_options() -> None:
-    mesh = make_mesh(MeshSpec(fsdp=4), target_devices(load_target("v5e-4")))
+    mesh = make_mesh(MeshSpec(fsdp=4), load_target("v5e-4").devices())
     options = jax_compat.compiler_options(mesh)
     assert len(options) > 5
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=jax.NamedSharding(mesh, P("fsdp")))

@@ -16,17 +16,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MESH_AXES
-from jaxpar.base.sharding import (
-    LogicalAxis,
-    Plan,
-    ShardingRules,
-    fit_heads,
-    local_rows,
-    placements,
-    spec_for,
-    tree_shardings,
-)
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import LogicalAxis, ShardingRules, local_rows, placements, spec_for, tree_shardings
 
 pytestmark = pytest.mark.quick
 
@@ -160,18 +153,18 @@ FEW_HEADS: list[tuple[dict[str, Any], tuple[int, int], dict[str, int], dict[str,
 def test_rules_make_do_with_more_devices_than_heads(asked, heads, mesh, changes, says):
     sizes = dict.fromkeys(MESH_AXES, 1) | mesh
     rules = ShardingRules(**asked)
-    fitted, notes = fit_heads(rules, *heads, sizes)
+    fitted, notes = fit_rules(rules, *heads, sizes)
     assert fitted == replace(rules, **changes)
     assert len(notes) == len(says)
     assert all(note.startswith(start) for note, start in zip(notes, says, strict=True))
-    assert fit_heads(fitted, *heads, sizes) == (fitted, []), "what fits is left alone"
+    assert fit_rules(fitted, *heads, sizes) == (fitted, []), "what fits is left alone"
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 9), st.integers(1, 5), st.booleans())
 def test_fitted_rules_divide_any_heads(kv_heads, group, tensor, expert, two):
     over = ("expert", "tensor") if two else ("tensor",)
     heads, sizes = kv_heads * group, dict.fromkeys(MESH_AXES, 1) | {"tensor": tensor, "expert": expert}
-    rules, _ = fit_heads(ShardingRules(heads=over, kv_heads=over), heads, kv_heads, sizes)
+    rules, _ = fit_rules(ShardingRules(heads=over, kv_heads=over), heads, kv_heads, sizes)
     mesh: Any = SimpleNamespace(shape=sizes)
     spec_for((None, "attention_seq", "heads"), rules, mesh, (1, 2520, heads))
     spec_for(("embed", "kv_heads"), rules, mesh, (1, kv_heads))

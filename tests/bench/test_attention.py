@@ -46,7 +46,7 @@ def test_the_command_in_a_small_form(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_table_marks_the_fastest_of_a_case() -> None:
-    rows = [bench.Row("causal", 64, 16, name, 1e-3, both, 1e9) for name, both in (("a", 3e-3), ("b", 2e-3))]
+    rows = [bench.AttentionRow("causal", 64, 16, name, 1e-3, both, 1e9) for name, both in (("a", 3e-3), ("b", 2e-3))]
     table = bench.attention_table(rows)
     assert "| causal | 64 | 16 | **b** | 1.000 | 1.00 | 2.000 | 1.75 |" in table
     assert "| causal | 64 | 16 | a | 1.000 | 1.00 | 3.000 | 1.17 |" in table

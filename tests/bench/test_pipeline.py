@@ -7,7 +7,7 @@ import pytest
 from jaxpar.base.config import load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.bench import pipeline as bench_pipeline
-from jaxpar.bench.pipeline import Row, compare_schedules, schedules_table
+from jaxpar.bench.pipeline import ScheduleRow, compare_schedules, schedules_table
 from jaxpar.rehearse.targets import load_target
 
 SMALL = {"mesh.platform": "auto", "mesh.data": 1, "mesh.fsdp": 1, "model.layers": 4, "model.scan_layers": True}
@@ -15,8 +15,8 @@ SMALL = {"mesh.platform": "auto", "mesh.data": 1, "mesh.fsdp": 1, "model.layers"
 
 def test_the_table_is_in_gib_and_percent() -> None:
     rows = [
-        Row("1f1b", 1, 8, 22, 3 / 11, 3 * 2**29, 2**30, 0.5, 12345.6),
-        Row("looped", 2, 16, 70, 0.086, 2**30, 0, 7.0755, 74104),
+        ScheduleRow("1f1b", 1, 8, 22, 3 / 11, 3 * 2**29, 2**30, 0.5, 12345.6),
+        ScheduleRow("looped", 2, 16, 70, 0.086, 2**30, 0, 7.0755, 74104),
     ]
     assert schedules_table(rows).splitlines()[2:] == [
         "| 1f1b | 8 | 22 | 27.3 % | 1.50 | 1.00 | 0.500 | 12,346 |",

@@ -12,7 +12,14 @@ from jaxpar.base.config import Config, check, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
 from jaxpar.bench import rehearse as bench_rehearse
-from jaxpar.bench.rehearse import Prediction, compare, configs, prediction_figure, prediction_table, rank_correlation
+from jaxpar.bench.rehearse import (
+    Prediction,
+    compare_predictions,
+    configs,
+    prediction_figure,
+    prediction_table,
+    rank_correlation,
+)
 from jaxpar.hlo.tasks import Collective, Loop, Program, Task
 from jaxpar.rehearse.calibrate import STEPS, Calibration
 from jaxpar.rehearse.cost.speeds import Sample
@@ -39,7 +46,7 @@ def test_each_config_is_predicted_and_timed(monkeypatch):
     monkeypatch.setattr(bench_rehearse, "ready_step", sleeper)
     shapes = {f"{n} layers": override(Config(), {"model.layers": n}) for n in (3, 1)}
     said: list[str] = []
-    rows = compare(shapes, HARDWARE, CALIBRATION.speeds(), rounds=2, patience=0.0, say=said.append)
+    rows = compare_predictions(shapes, HARDWARE, CALIBRATION.speeds(), rounds=2, patience=0.0, say=said.append)
     assert [(row.name, row.predicted) for row in rows] == [
         ("3 layers", pytest.approx(0.03)), ("1 layers", pytest.approx(0.01)),
     ]  # fmt: skip
@@ -54,7 +61,7 @@ def test_a_step_over_several_devices_is_refused(monkeypatch):
     ready = Ready(Program("step", (gather,)), {}, lambda: None, 1.0, STATS)
     monkeypatch.setattr(bench_rehearse, "ready_step", lambda config, name: ready)
     with pytest.raises(UserError, match=r"between devices .all-gather."):
-        compare({"one": Config()}, HARDWARE, rounds=1, patience=0.0)
+        compare_predictions({"one": Config()}, HARDWARE, rounds=1, patience=0.0)
 
 
 def rows(*pairs: tuple[float, float]) -> list[Prediction]:

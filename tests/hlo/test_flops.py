@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.hlo.flops import Work, backend_config, work_of
+from jaxpar.hlo.flops import Multiplied, backend_config, work_of
 from jaxpar.hlo.parse import parse
 
 pytestmark = pytest.mark.quick
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 DATA = Path(__file__).parent / "data" / "hlo"
 
 
-def work(lines: str, name: str = "", computations: str = "") -> Work:
+def work(lines: str, name: str = "", computations: str = "") -> Multiplied:
     module = parse(f"HloModule m\n{computations}\nENTRY %main () -> f32[] {{\n{lines}\n}}\n")
     entry = module.computations["main"]
     return work_of(module, entry, entry.instructions[name or entry.root])
@@ -30,7 +30,7 @@ def test_a_batched_dot() -> None:
         "  ROOT %d = f32[5,7,13]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
         "rhs_batch_dims={0}, rhs_contracting_dims={1}"
     )
-    assert found == Work(2 * 5 * 7 * 13 * 11, "bf16")
+    assert found == Multiplied(2 * 5 * 7 * 13 * 11, "bf16")
 
 
 def test_two_contracted_dims_and_none() -> None:
@@ -40,7 +40,7 @@ def test_two_contracted_dims_and_none() -> None:
 
 
 def test_elementwise_work_is_not_counted() -> None:
-    assert work("  %a = f32[3]{0} parameter(0)\n  ROOT %d = f32[3]{0} exponential(%a)") == Work()
+    assert work("  %a = f32[3]{0} parameter(0)\n  ROOT %d = f32[3]{0} exponential(%a)") == Multiplied()
 
 
 positive = st.integers(1, 6)
@@ -85,7 +85,7 @@ def test_a_plain_matmul_as_a_convolution_without_window() -> None:
         "  %a = bf16[128,64]{1,0} parameter(0)\n  %b = bf16[32,64]{1,0} parameter(1)\n"
         "  ROOT %c = f32[128,32]{1,0} convolution(%a, %b), dim_labels=bf_oi->bf"
     )
-    assert found == Work(2 * 128 * 64 * 32, "bf16")
+    assert found == Multiplied(2 * 128 * 64 * 32, "bf16")
 
 
 def test_a_fusion_has_what_is_inside_at_any_depth() -> None:
@@ -106,10 +106,10 @@ def test_a_fusion_has_what_is_inside_at_any_depth() -> None:
 """
     lines = "  %a = f32[4,8]{1,0} parameter(0)\n  %b = f32[8,2]{1,0} parameter(1)\n"
     found = work(lines + "  ROOT %x = f32[4,2]{1,0} fusion(%a, %b), kind=kOutput, calls=%fused", computations=inner)
-    assert found == Work(2 * 2 * 4 * 8 * 2, "f32")
+    assert found == Multiplied(2 * 2 * 4 * 8 * 2, "f32")
 
 
-def excerpt(name: str, instruction: str) -> Work:
+def excerpt(name: str, instruction: str) -> Multiplied:
     module = parse((DATA / f"{name}.txt").read_text())
     entry = module.computations[module.entry]
     return work_of(module, entry, entry.instructions[instruction])
@@ -117,7 +117,7 @@ def excerpt(name: str, instruction: str) -> Work:
 
 def test_cublas() -> None:
     """Batch 16: [512, 256] times [256, 128], the result beside a workspace of bytes."""
-    assert excerpt("gpu_cublas", "custom-call.1") == Work(2 * 16 * 512 * 256 * 128, "f32")
+    assert excerpt("gpu_cublas", "custom-call.1") == Multiplied(2 * 16 * 512 * 256 * 128, "f32")
 
 
 def test_cudnn_attention_causal_forward_and_backward() -> None:

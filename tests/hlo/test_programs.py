@@ -22,7 +22,7 @@ from tiers import needs_cuda, needs_libtpu, some
 
 from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig
 from jaxpar.base.mesh import MeshSpec, devices_needed
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Program, Task, walk
 from jaxpar.kernels.attention import chunked
@@ -30,7 +30,7 @@ from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.kernels.attention.tuned import sizes_for
 from jaxpar.kernels.masks import FULL, PARTIAL, Causal, Tiles, tile_states
 from jaxpar.models import Model
-from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.rehearse.targets import load_target
 from jaxpar.train.step import batch_shapes, make_plan, make_train_step, state_shapes, state_shardings
 
 FAST = {"cpu": {"xla_backend_optimization_level": "0"}}  # of machine code: the HLO is the same
@@ -63,7 +63,7 @@ def config_of(
 def program_of(config: Config, target: str = "") -> Program:
     """The training step compiled for a target, or the devices here."""
     if target:
-        platform, devices = load_target(target).platform, list(target_devices(load_target(target)))
+        platform, devices = load_target(target).platform, load_target(target).devices()
     else:
         platform, devices = "cpu", jax.devices()[: devices_needed(config.mesh)]
     plan, model = make_plan(config, devices), Model(config.model)

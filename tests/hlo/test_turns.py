@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.hlo.turns import require_order, unordered
 from jaxpar.models import Model
 from jaxpar.parallel.collectives import turn_after, waits

@@ -11,12 +11,12 @@ from jaxpar.base.config import Config, load_config
 from jaxpar.base.console import bytes_text
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.models import Model
-from jaxpar.parallel.linear import attention, column_linear, row_linear
-from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.parallel.ops import Ops
+from jaxpar.rehearse.targets import load_target
 from jaxpar.train.step import batch_shapes, make_plan, make_train_step, state_shapes, state_shardings
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not here: pip install 'jaxpar[rehearse]'")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def v5p_64() -> list[jax.Device]:
-    return target_devices(load_target("v5p-64"))
+    return load_target("v5p-64").devices()
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_the_whole_training_step_compiles_for_64_absent_v5p_chips(
 def test_heads_of_64_are_not_copied_between_linears_and_attention() -> None:
     """Neither q, k, v and the output nor their gradients, which go into kernels and matmuls as they come."""
     B, S, D, H, h = 4, 1024, 256, 4, 64
-    plan = Plan(make_mesh(MeshSpec(), list(target_devices(load_target("v5e-1")))), compute="bfloat16")
+    plan = Plan(make_mesh(MeshSpec(), load_target("v5e-1").devices()), compute="bfloat16")
     heads = ("heads", "head_dim")
 
     def loss(x_BSD: jax.Array, columns: list[jax.Array], out: jax.Array) -> jax.Array:
-        q, k, v = column_linear(x_BSD, columns, (heads,) * 3, plan)
-        return jnp.sum(jnp.square(row_linear(attention(q, k, v, plan), out, heads, plan)))
+        q, k, v = Ops(plan).column_linear(x_BSD, columns, (heads,) * 3)
+        return jnp.sum(jnp.square(Ops(plan).row_linear(Ops(plan).attention(q, k, v), out, heads)))
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=plan.sharding((None,)))

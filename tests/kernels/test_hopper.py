@@ -29,7 +29,7 @@ from jaxpar.kernels.attention import hopper
 from jaxpar.kernels.attention.call import Call, Unserved
 from jaxpar.kernels.attention.hopper_block import Visit
 from jaxpar.kernels.masks import BigBird, BlockSparse, Causal, Mask, Segments, Window
-from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.rehearse.targets import load_target
 
 needs_ptxas = pytest.mark.skipif(
     shutil.which("ptxas") is None and importlib.util.find_spec("nvidia.cuda_nvcc") is None,
@@ -211,7 +211,7 @@ COMPILED = {
 
 def assert_compiles(S: int, h: int, mask: Mask, out_dtype: Any = None) -> None:
     """Forward and backward, eight heads of two kv heads; what they take besides arrays is less than their queries."""
-    place = SingleDeviceSharding(target_devices(load_target("h100x1"))[0])
+    place = SingleDeviceSharding(load_target("h100x1").devices()[0])
     q, k = (jax.ShapeDtypeStruct((1, S, heads, h), jnp.bfloat16, sharding=place) for heads in (8, 2))
     row = jax.ShapeDtypeStruct((1, 8, S), jnp.float32, sharding=place)
     mask = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), mask)

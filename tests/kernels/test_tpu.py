@@ -19,7 +19,7 @@ from jaxpar.base.hardware import LANES
 from jaxpar.kernels.attention import tpu
 from jaxpar.kernels.attention.call import Call, Unserved
 from jaxpar.kernels.masks import EMPTY, BigBird, BlockSparse, Causal, Full, Mask, Segments, Window, tile_states
-from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.rehearse.targets import load_target
 
 pytestmark = pytest.mark.quick
 
@@ -180,7 +180,7 @@ LONG_MASKS = {
 
 def compiled(chip: str, S: int, h: int, mask: str, dtype: str = "bfloat16") -> tuple[Any, Any]:
     """The forward and the backward of one sequence, four query heads to two kv heads."""
-    sharding = jax.sharding.SingleDeviceSharding(target_devices(load_target(CHIPS[chip]))[0])
+    sharding = jax.sharding.SingleDeviceSharding(load_target(CHIPS[chip]).devices()[0])
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

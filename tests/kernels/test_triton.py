@@ -29,7 +29,7 @@ from jaxpar.kernels.attention.call import Call, Unserved
 from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.attention.tuned import Sizes, Tile, keep_sizes, sizes_for, sizes_here
 from jaxpar.kernels.masks import EMPTY, BigBird, BlockSparse, Causal, Mask, Segments, Tiles, Window, tile_states
-from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.rehearse.targets import load_target
 
 # jax 0.12 lowers to Triton for a GPU that is here, or for the AbstractDevice of a mesh in context, which ours is not.
 lowers_without_gpu = pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason=f"jax {jax.__version__}, no GPU")
@@ -316,7 +316,7 @@ def test_everything_has_a_form_in_triton(case: Case) -> None:
 @pytest.mark.parametrize("case", [*EVERY_MASK, *SIZES], ids=str)
 def test_everything_compiles(case: Case) -> None:
     """In bfloat16: products of float32, outside the tensor cores, take XLA a minute."""
-    (device,) = target_devices(load_target("h100x1"))
+    (device,) = load_target("h100x1").devices()
     compiled = _traced(case._replace(dtype="bfloat16"), device).lower(lowering_platforms=("cuda",)).compile()
     assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3
 
@@ -331,7 +331,7 @@ GPU_MASKS: dict[str, Callable[[Any], Mask]] = {
 
 def compiled_for(chip: str, mask: str, S: int, h: int, dump: str = "", dtype: str = "bfloat16") -> Any:
     """Forward and backward for one GPU, eight heads and two kv heads."""
-    (device,) = target_devices(load_target(f"{chip}x1"))
+    (device,) = load_target(f"{chip}x1").devices()
     sharding = jax.sharding.SingleDeviceSharding(device)
     sizes = sizes_for(h, dtype, device.device_kind)
 

@@ -20,7 +20,8 @@ from safetensors.numpy import load_file, save_file
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.sharding import Plan, ShardingRules
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model, hf, hf_families
 from jaxpar.models.hf import export_hf, hf_config, hf_tensors, import_hf, model_config_from_hf
 

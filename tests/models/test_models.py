@@ -15,7 +15,8 @@ from tiers import some
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.sharding import Plan, ShardingRules, tree_shardings
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import ShardingRules, tree_shardings
 from jaxpar.models import Model
 from jaxpar.models.layers import _turned, _turned_by_matmul
 from jaxpar.parallel.cross_entropy import LossSums

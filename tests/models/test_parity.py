@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.hf import export_hf, hf_tensors, import_hf, model_config_from_hf
 

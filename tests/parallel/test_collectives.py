@@ -15,10 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.sharding import Plan, ShardingRules
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import ShardingRules
 from jaxpar.parallel.collectives import further_split, gather, manual, reduce, split_over
-from jaxpar.parallel.linear import GATHERED, STORED, column_linear, lookup
-from jaxpar.rehearse.requested_collectives import planned
+from jaxpar.parallel.linear import GATHERED, STORED
+from jaxpar.parallel.ops import Ops
+from jaxpar.rehearse.requested_collectives import requested_collectives
 
 pytestmark = pytest.mark.quick
 
@@ -129,7 +131,7 @@ def test_reduce_adds_up_the_parts_and_leaves_each_device_its_own(case: Case) -> 
     y = back(parts)
     assert y.sharding.is_equivalent_to(plan.sharding(case.stored), y.ndim)
     assert_on_every_device(y, jnp.sum(parts, axis=0))
-    found = planned(back.trace(parts).jaxpr, plan.mesh)
+    found = requested_collectives(back.trace(parts).jaxpr, plan.mesh)
     assert Counter((p.kind, p.axes) for p in found) == Counter(
         (kind, frozenset(axes)) for kind, *axes in (text.split() for text in case.expected)
     )
@@ -171,7 +173,7 @@ def test_layouts_that_no_gather_connects_are_refused_with_the_rule_to_change(
     with pytest.raises(UserError, match=message):
         reduce(x, (), GATHERED, STORED, plan)
     with pytest.raises(UserError, match=message):
-        jax.jit(lambda x: column_linear(x, (jnp.zeros((8, 8)),), (("mlp",),), plan))(x)
+        jax.jit(lambda x: Ops(plan).column_linear(x, (jnp.zeros((8, 8)),), (("mlp",),)))(x)
     mended = plan_of({"context": 2, "tensor": 4}, {"residual_seq": fitting})
     assert further_split(STORED, GATHERED, mended) == ([(1, ("tensor",))] if "tensor" in fitting else [])
 
@@ -185,7 +187,7 @@ def test_tokens_and_rows_over_the_same_mesh_axis_are_refused() -> None:
     plan = plan_of({"fsdp": 8}, {"vocab": ("fsdp",), "embed": ()})
     message = r"lookup: mesh axis fsdp=8 is used twice, by dim 0 \(batch\) and dim 2 \(vocab\)"
     with pytest.raises(UserError, match=message):
-        lookup(jnp.zeros((8, 4)), jnp.zeros((8, 2), jnp.int32), "vocab", plan)
+        Ops(plan).lookup(jnp.zeros((8, 4)), jnp.zeros((8, 2), jnp.int32), "vocab")
 
 
 def test_manual_on_one_device_is_the_function_itself() -> None:

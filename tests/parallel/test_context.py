@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.heads import copying
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.sharding import Context, Plan, ShardingRules, copying
+from jaxpar.base.plan import Context, Plan
+from jaxpar.base.sharding import ShardingRules
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.kernels.attention import chunked
@@ -27,8 +29,9 @@ from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.masks import Causal, Full, Mask, Segments, Window
 from jaxpar.parallel import context, ring_attention
 from jaxpar.parallel.context import check_split, needed_kv_heads, split_attention
+from jaxpar.parallel.ops import split_of
 from jaxpar.parallel.zigzag import chunk_order, inverse, reordered
-from jaxpar.rehearse.requested_collectives import planned
+from jaxpar.rehearse.requested_collectives import requested_collectives
 
 pytestmark = pytest.mark.quick
 
@@ -75,11 +78,11 @@ def whole(*args: jax.Array, window: int = 0, segments: jax.Array | None = None) 
 
 def split(plan: Plan, window: int = 0, segments: jax.Array | None = None) -> Any:
     """The attention under a plan of arrays in natural order."""
-    order = chunk_order(plan)
+    order = chunk_order(plan, plan.context.strategy)
 
     def attention(*args: jax.Array) -> jax.Array:
         documents = None if segments is None else reordered(segments, order, 1)
-        out = split_attention(plan, mask_of(window), *(reordered(x, order, 1) for x in args), documents)
+        out = split_attention(split_of(plan), mask_of(window), *(reordered(x, order, 1) for x in args), documents)
         return reordered(out, inverse(order), 1)
 
     return attention
@@ -155,7 +158,7 @@ def test_a_long_ring_is_a_loop_with_the_same_answer(monkeypatch):
     plan = plan_on(context=8)
     assert_close(values_and_gradients(split(plan, 0, segments), args), unrolled, 1e-6)
     traced = jax.jit(lambda *x: values_and_gradients(split(plan), list(x))).trace(*args)
-    assert sum(row.count for row in planned(traced.jaxpr, plan.mesh)) == 2 * (7 + 7 + 7)
+    assert sum(row.count for row in requested_collectives(traced.jaxpr, plan.mesh)) == 2 * (7 + 7 + 7)
 
 
 # The order of tokens.
@@ -163,11 +166,11 @@ def test_a_long_ring_is_a_loop_with_the_same_answer(monkeypatch):
 
 def test_every_device_has_the_same_work():
     for n in (2, 4, 8):
-        order = chunk_order(plan_on(context=n))
+        order = chunk_order(plan_on(context=n), "ring")
         assert sorted(order) == list(range(2 * n))
         assert [sum(chunk + 1 for chunk in order[2 * i : 2 * i + 2]) for i in range(n)] == [2 * n + 1] * n
-    assert chunk_order(plan_on(context=2)) == [0, 3, 1, 2]
-    assert chunk_order(plan_on("ulysses", context=4)) == chunk_order(plan_on(tensor=4)) == [0]
+    assert chunk_order(plan_on(context=2), "ring") == [0, 3, 1, 2]
+    assert chunk_order(plan_on("ulysses", context=4), "ulysses") == chunk_order(plan_on(tensor=4), "ring") == [0]
 
 
 @pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -188,7 +191,7 @@ def test_a_ring_computes_the_pairs_that_see_something_and_no_other(n, monkeypatc
 
 
 def test_an_order_is_undone():
-    x, order = jnp.arange(24).reshape(2, 12), chunk_order(plan_on(context=2))
+    x, order = jnp.arange(24).reshape(2, 12), chunk_order(plan_on(context=2), "ring")
     moved = reordered(x, order, 1)
     assert moved[0].tolist() == [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]
     assert reordered(moved, inverse(order), 1).tolist() == x.tolist()
@@ -214,7 +217,7 @@ def laid_out(plan: Plan, args: list[jax.Array]) -> list[jax.Array]:
 
 def forward_and_backward(plan: Plan) -> Any:
     def gradients(*args: jax.Array) -> Any:
-        return jax.vjp(lambda *x: split_attention(plan, Causal(), *x), *args[:3])[1](args[3])
+        return jax.vjp(lambda *x: split_attention(split_of(plan), Causal(), *x), *args[:3])[1](args[3])
 
     return gradients
 
@@ -236,12 +239,14 @@ def test_a_ring_sends_keys_and_values_round_and_in_the_backward_their_gradients_
     plan = plan_on(context=n)
     args = laid_out(plan, projections(B, S, H, K, h))
     hop = B * (S // n) * K * h * 4
-    kinds, size = sent(plan, lambda *x: split_attention(plan, Causal(), *x), args[:3])
+    kinds, size = sent(plan, lambda *x: split_attention(split_of(plan), Causal(), *x), args[:3])
     assert (kinds, size) == ({"ppermute": 2 * (n - 1)}, {"ppermute": 2 * (n - 1) * hop})
     # The backward alone: its residuals are the arguments.
     *qkv, dout = args
-    _, residuals = jax.jit(lambda *x: context._forward(plan, Causal(), *x, None))(*qkv)
-    kinds, size = sent(plan, lambda *x: context._backward(plan, Causal(), x[:-1], x[-1])[:3], [*residuals, dout])
+    _, residuals = jax.jit(lambda *x: context._forward(split_of(plan), Causal(), *x, None))(*qkv)
+    kinds, size = sent(
+        plan, lambda *x: context._backward(split_of(plan), Causal(), x[:-1], x[-1])[:3], [*residuals, dout]
+    )
     assert (kinds, size) == ({"ppermute": 4 * (n - 1)}, {"ppermute": 4 * (n - 1) * hop})
 
 
@@ -254,12 +259,12 @@ def test_what_the_plan_asks_for_in_closed_form(strategy):
 
     def asked(function: Any, *args: jax.Array) -> Counter[str]:
         total = Counter[str]()
-        for one in planned(jax.jit(function).trace(*args).jaxpr, plan.mesh):
+        for one in requested_collectives(jax.jit(function).trace(*args).jaxpr, plan.mesh):
             total[one.kind] += one.bytes * one.count
         return total
 
     def forward(*args: jax.Array) -> jax.Array:
-        return split_attention(plan, Causal(), *args)
+        return split_attention(split_of(plan), Causal(), *args)
 
     backward = asked(forward_and_backward(plan), *args, args[0])
     want, of_both = {
@@ -322,4 +327,4 @@ def test_memory_of_a_device_falls_with_their_number(strategy, monkeypatch):
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused(strategy, mesh, rules, sizes, says):
     with pytest.raises(UserError, match=says):
-        check_split(plan_on(strategy, rules, **mesh), *sizes)
+        check_split(plan_on(strategy, rules, **mesh), strategy, *sizes)

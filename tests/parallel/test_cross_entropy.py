@@ -18,8 +18,10 @@ import pytest
 import jaxpar.parallel.cross_entropy
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.sharding import Plan, ShardingRules
-from jaxpar.parallel.cross_entropy import LossSums, Tiling, linear_cross_entropy, tiling
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import ShardingRules
+from jaxpar.parallel.cross_entropy import LossSums, Tiling, tiling
+from jaxpar.parallel.ops import Ops
 
 pytestmark = pytest.mark.quick
 
@@ -94,19 +96,16 @@ def test_the_loss_and_its_gradients_are_those_of_all_scores_at_once(
     cut_into(chunk, slices, monkeypatch)
     x, table, labels = inputs()
     ours = sums_and_gradients(
-        lambda x, table: linear_cross_entropy(x, table, labels, SIZE, plan_of(plan), z_loss, softcap), x, table
+        lambda x, table: Ops(plan_of(plan)).linear_cross_entropy(x, table, labels, SIZE, z_loss, softcap), x, table
     )
     assert_close(ours, sums_and_gradients(lambda x, table: reference(x, table, labels, z_loss, softcap), x, table))
     assert not np.any(np.asarray(ours[1][1])[SIZE:])
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(13, 4), (13, 13), (7, 3), (1, 1), (5, 100)])
-def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(
-    length: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_into(chunk, 1, monkeypatch)
+def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(length: int, chunk: int) -> None:
     x, _, labels = inputs(1, length)
-    x_NTD, labels_NT = jaxpar.parallel.cross_entropy._chunks(x, labels, jnp.zeros((8, 3)), plan_of("one"))
+    x_NTD, labels_NT = jaxpar.parallel.cross_entropy._chunks(x, labels, -(-length // chunk))
     assert labels_NT.shape[0] == -(-length // chunk)
     assert labels_NT.shape[1] <= chunk
     np.testing.assert_array_equal(x_NTD.reshape(-1, D)[:length], x[0])
@@ -116,38 +115,38 @@ def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(
 
 def test_chunks_are_as_large_as_the_memory_allows() -> None:
     on = dataclasses.replace(plan_of("one"), loss_mib=64)
-    assert tiling(2048, 32064, 4096, on) == (4, 1)  # 64 MiB are 523 tokens' scores, so 512
-    assert tiling(2048, 1 << 20, 4096, on) == (16, 1)  # 128 at least
-    assert tiling(100, 1 << 20, 4096, on) == tiling(2048, 256, 4096, on) == (1, 1)
+    assert tiling(2048, 32064, 4096, on, on.loss_mib) == (4, 1)  # 64 MiB are 523 tokens' scores, so 512
+    assert tiling(2048, 1 << 20, 4096, on, on.loss_mib) == (16, 1)  # 128 at least
+    assert tiling(100, 1 << 20, 4096, on, on.loss_mib) == tiling(2048, 256, 4096, on, on.loss_mib) == (1, 1)
     # GPT-2 124M, 12 sequences: 128 MiB are 667 tokens' scores, 1,024 cost less, and slices would spare nothing more.
-    assert tiling(12288, 50304, 768, dataclasses.replace(on, loss_mib=4096)) == (12, 1)
+    assert tiling(12288, 50304, 768, on, 4096) == (12, 1)
 
 
 def test_the_vocabulary_goes_by_slices_where_the_gathered_matrix_is_too_large() -> None:
     """LLaMA-3 8B over fsdp and tensor=4: 8,192 tokens, 32,064 rows of 4,096; gathered, with its gradient, 751 MiB."""
     on = plan_of("data2.fsdp2.tensor2", "bfloat16")
-    sizes = {mib: tiling(8192, 32064, 4096, dataclasses.replace(on, loss_mib=mib)) for mib in (4096, 800, 256, 128, 1)}
+    sizes = {mib: tiling(8192, 32064, 4096, on, mib) for mib in (4096, 800, 256, 128, 1)}
     # 49 MiB are left for scores of 384 tokens; a slice's row takes 56 KiB with its scores; 167 rows are the fewest.
     assert sizes == {4096: (8, 1), 800: (1, 8), 256: (1, 8), 128: (1, 16), 1: (1, 192)}
-    assert tiling(8192, 97, 4096, dataclasses.replace(on, loss_mib=1)) == (1, 1)  # a prime has no slices
+    assert tiling(8192, 97, 4096, on, 1) == (1, 1)  # a prime has no slices
 
 
 @pytest.mark.parametrize("mib", [256, 4096, 1 << 16])
 def test_the_cheaper_form_is_taken_however_much_may_be_held(mib: int) -> None:
     """LLaMA-3.2 1B: 128 MiB are scores of 261 tokens, and the float32 gradient to add to takes 1 GiB."""
     on = dataclasses.replace(plan_of("data2.fsdp2.tensor2", "bfloat16"), loss_mib=mib)
-    assert tiling(8192, 128256, 2048, on) == (1, 32)
-    few, prime = tiling(200, 128256, 2048, on), tiling(8192, 128239, 2048, on)
+    assert tiling(8192, 128256, 2048, on, on.loss_mib) == (1, 32)
+    few, prime = tiling(200, 128256, 2048, on, on.loss_mib), tiling(8192, 128239, 2048, on, on.loss_mib)
     assert (few, prime) == (((1, 8), (1, 1)) if mib == 256 else ((1, 1), (32, 1)))  # a prime has no slices
 
 
 def test_no_more_scores_than_asked_exist_at_a_time() -> None:
     tokens, vocab, chunk = 2048, 4096, 128
     on = dataclasses.replace(plan_of("one"), loss_mib=2)
-    assert tiling(tokens, vocab, 8, on) == (tokens // chunk, 1)
+    assert tiling(tokens, vocab, 8, on, on.loss_mib) == (tokens // chunk, 1)
     shapes = jax.ShapeDtypeStruct((2, tokens // 2, 8), jnp.float32), jax.ShapeDtypeStruct((vocab, 8), jnp.float32)
     labels = jnp.zeros((2, tokens // 2), jnp.int32)
-    loss = jax.grad(lambda x, table: linear_cross_entropy(x, table, labels, vocab, on).loss, (0, 1))
+    loss = jax.grad(lambda x, table: Ops(on).linear_cross_entropy(x, table, labels, vocab).loss, (0, 1))
     memory = jax.jit(loss).lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 6 * chunk * vocab * 4 < tokens * vocab * 4 / 2
 
@@ -157,14 +156,14 @@ def test_the_sums_without_a_gradient_are_the_same(monkeypatch: pytest.MonkeyPatc
     for plan, chunk, slices in (("one", 7, 1), ("data2.fsdp2.tensor2", 7, 1), ("data2.fsdp2.tensor2", 64, 4)):
         cut_into(chunk, slices, monkeypatch)
         on = plan_of(plan)
-        sums = jax.jit(lambda x, table, on=on: linear_cross_entropy(x, table, labels, SIZE, on, 1e-2))(x, table)
+        sums = jax.jit(lambda x, table, on=on: Ops(on).linear_cross_entropy(x, table, labels, SIZE, 1e-2))(x, table)
         assert_close(sums, reference(x, table, labels, 1e-2))
         assert float(sums.tokens) == np.sum(np.asarray(labels) >= 0)
 
 
 def test_the_gradient_is_linear_in_the_cotangent_and_flows_through_the_loss_alone() -> None:
     x, table, labels = inputs()
-    _, pull = jax.vjp(lambda x, table: linear_cross_entropy(x, table, labels, SIZE, plan_of("one"), 1e-2), x, table)
+    _, pull = jax.vjp(lambda x, table: Ops(plan_of("one")).linear_cross_entropy(x, table, labels, SIZE, 1e-2), x, table)
     zero, one = jnp.zeros(()), jnp.ones(())
     plain = pull(LossSums(one, zero, zero))
     for scale in (2.0, -0.25, 0.0):  # powers of two: exact
@@ -180,7 +179,7 @@ def test_labels_none_of_which_count_give_zeros() -> None:
     x, table, labels = inputs()
     none = jnp.full_like(labels, -1)
     found = sums_and_gradients(
-        lambda x, table: linear_cross_entropy(x, table, none, SIZE, plan_of("one"), 1e-2), x, table
+        lambda x, table: Ops(plan_of("one")).linear_cross_entropy(x, table, none, SIZE, 1e-2), x, table
     )
     assert not any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(found))
 
@@ -192,7 +191,7 @@ def test_bfloat16_rounds_gradients_and_not_sums(plan: str, monkeypatch: pytest.M
     table = table.astype(jnp.float32)  # a parameter, but one that bfloat16 can hold
     on = plan_of(plan, "bfloat16")
     sums, gradients = sums_and_gradients(
-        lambda x, table: linear_cross_entropy(x, table, labels, SIZE, on, 1e-2), x, table
+        lambda x, table: Ops(on).linear_cross_entropy(x, table, labels, SIZE, 1e-2), x, table
     )
     want, want_gradients = sums_and_gradients(
         lambda x, table: reference(x, table, labels, 1e-2), x.astype(jnp.float32), table
@@ -212,4 +211,4 @@ def test_tokens_and_vocabulary_over_the_same_mesh_axis_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"loss: mesh axis fsdp=8 is used twice, by dim 0 \(batch\) and dim 2 \(vocab\)"
     ):
-        linear_cross_entropy(*inputs(8), SIZE, plan)
+        Ops(plan).linear_cross_entropy(*inputs(8), SIZE)

@@ -17,12 +17,14 @@ import pytest
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.sharding import Plan, ShardingRules
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import ShardingRules
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
-from jaxpar.parallel.experts import RouterSums, expert_mlp
-from jaxpar.rehearse.requested_collectives import planned
-from jaxpar.verify import reference_ops as plain
+from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.ops import Ops
+from jaxpar.rehearse.requested_collectives import requested_collectives
+from jaxpar.verify.reference_ops import ReferenceOps
 
 pytestmark = pytest.mark.quick
 
@@ -42,11 +44,11 @@ def given() -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(a, jnp.float32) for a in (x, *(w / np.sqrt(w.shape[-2]) for w in weights)))
 
 
-def values_and_gradients(op: Any, plan: Plan, factor: float = 0.0) -> Any:
+def values_and_gradients(ops: Any, plan: Plan, factor: float = 0.0) -> Any:
     """The answer, the router's sums, and the gradients of a loss that has all of them."""
 
     def loss(args: Any) -> Any:
-        y, sums = op(*args, K, factor, plan)
+        y, sums = ops(plan).expert_mlp(*args, K, factor)
         return jnp.sum(jnp.sin(y.astype(jnp.float32))) + 0.3 * sums.balance + 0.2 * sums.z, (y, sums)
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(given())
@@ -54,7 +56,7 @@ def values_and_gradients(op: Any, plan: Plan, factor: float = 0.0) -> Any:
 
 @functools.cache
 def expected() -> Any:
-    return values_and_gradients(plain.expert_mlp, plan_on())
+    return values_and_gradients(ReferenceOps, plan_on())
 
 
 def assert_close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
@@ -92,7 +94,7 @@ ROOMY = ("one device", "expert x fsdp x tensor", "expert x context", "experts ov
 )
 def test_every_layout_gives_the_plain_answer(layout, factor):
     rules, mesh = LAYOUTS[layout]
-    found = values_and_gradients(expert_mlp, plan_on(rules, **mesh), factor)
+    found = values_and_gradients(Ops, plan_on(rules, **mesh), factor)
     assert_close(found, expected())
     assert found[0][1][1].dropped == 0
 
@@ -100,8 +102,8 @@ def test_every_layout_gives_the_plain_answer(layout, factor):
 def test_bfloat16_is_as_far_off_as_in_plain_form():
     """The same rounded arrays are routed, in float32, so the choices are the same; the rest rounds a few times more."""
     plan = plan_on(compute="bfloat16", expert=2, fsdp=2, tensor=2)
-    (_, (y, _)), _ = values_and_gradients(expert_mlp, plan)
-    (_, (wanted, _)), _ = values_and_gradients(plain.expert_mlp, plan_on(compute="bfloat16"))
+    (_, (y, _)), _ = values_and_gradients(Ops, plan)
+    (_, (wanted, _)), _ = values_and_gradients(ReferenceOps, plan_on(compute="bfloat16"))
     assert y.dtype == jnp.bfloat16
     assert_close(y, wanted, 2**-6)
 
@@ -114,8 +116,8 @@ def one_sided(plan: Plan, factor: float) -> tuple[jax.Array, RouterSums]:
     x, _, *experts = given()
     x = x.at[..., 0].set(1.0)
     router = jnp.zeros((D, E)).at[0].set(-jnp.arange(E, dtype=jnp.float32))
-    answer, _ = jax.jit(lambda *args: expert_mlp(*args, K, factor, plan))(x, router, *experts), None
-    wanted = plain.expert_mlp(x, router, *experts, K, 0.0, plan_on())[0]
+    answer, _ = jax.jit(lambda *args: Ops(plan).expert_mlp(*args, K, factor))(x, router, *experts), None
+    wanted = ReferenceOps(plan_on()).expert_mlp(x, router, *experts, K, 0.0)[0]
     return answer[0] - wanted, answer[1]
 
 
@@ -150,7 +152,7 @@ def test_rows_without_a_group_change_nothing():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.lax, "ragged_dot", poisoned)
-        assert_close(values_and_gradients(expert_mlp, plan_on(expert=2, tensor=2)), expected())
+        assert_close(values_and_gradients(Ops, plan_on(expert=2, tensor=2)), expected())
 
 
 # What is refused.
@@ -159,7 +161,7 @@ def test_rows_without_a_group_change_nothing():
 def test_experts_over_an_axis_that_splits_no_tokens_are_refused():
     plan = plan_on(ShardingRules(batch=("data", "fsdp")), expert=2)
     with pytest.raises(UserError, match=r"rules.experts splits .* over expert=2, which splits no tokens.*rules.batch"):
-        expert_mlp(*given(), K, 0.0, plan)
+        Ops(plan).expert_mlp(*given(), K, 0.0)
 
 
 def test_experts_that_do_not_divide_are_refused_with_what_does():
@@ -179,7 +181,7 @@ def sent(plan: Plan, function: Any, *args: Any) -> tuple[dict[str, int], dict[st
     """Operand bytes of all-to-alls of one device, as asked for and as compiled, by element type."""
     traced = jax.jit(function).trace(*args)
     asked, made = defaultdict(int), defaultdict(int)
-    for one in planned(traced.jaxpr, plan.mesh):
+    for one in requested_collectives(traced.jaxpr, plan.mesh):
         if one.kind == "all-to-all":
             asked[one.dtype] += one.bytes * one.count
     for task, times in walk(read_program(traced.lower().compile().as_text()).nodes):
@@ -197,7 +199,7 @@ def test_two_all_to_alls_forward_and_two_backward(mesh, factor):
     counts = {} if factor else {"int32": E * 4}
 
     def forward(*args: Any) -> Any:
-        return expert_mlp(*args, K, factor, plan)[0]
+        return Ops(plan).expert_mlp(*args, K, factor)[0]
 
     def both(*args: Any) -> Any:
         return jax.grad(lambda args: jnp.sum(jnp.sin(forward(*args))))(args)
@@ -210,4 +212,4 @@ def test_two_all_to_alls_forward_and_two_backward(mesh, factor):
 
 def test_one_device_along_expert_sends_no_rows():
     plan = plan_on(fsdp=4, tensor=2)
-    assert sent(plan, lambda *args: expert_mlp(*args, K, 0.0, plan), *given()) == ({}, {})
+    assert sent(plan, lambda *args: Ops(plan).expert_mlp(*args, K, 0.0), *given()) == ({}, {})

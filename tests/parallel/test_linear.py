@@ -18,9 +18,12 @@ import pytest
 from jax import Array
 from tiers import some
 
+from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.sharding import Plan, ShardingRules, fit_heads
-from jaxpar.parallel.linear import attention, column_linear, dropout, logits, lookup, row_linear
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import ShardingRules
+from jaxpar.parallel.embedding import dropout
+from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.zigzag import chunk_order, inverse, reordered
 
 pytestmark = pytest.mark.quick
@@ -75,7 +78,7 @@ def test_column_linear_shares_one_gather_between_weights_with_and_without_bias(p
     args = arrays((B, S, D), (D, H, h), (D, F), (H, h))
     axes = (("heads", "head_dim"), ("mlp",))
     assert_same(
-        lambda x, q, up, bias: column_linear(x, (q, up), axes, plan, (bias, None)),
+        lambda x, q, up, bias: Ops(plan).column_linear(x, (q, up), axes, (bias, None)),
         lambda x, q, up, bias: (jnp.einsum("bsd,dhk->bshk", x, q) + bias, x @ up),
         args,
     )
@@ -84,17 +87,17 @@ def test_column_linear_shares_one_gather_between_weights_with_and_without_bias(p
 def test_row_linear_adds_its_bias_once(plan: Plan) -> None:
     args = arrays((B, S, H, h), (H, h, D), (D,))
     assert_same(
-        lambda x, w, bias: row_linear(x, w, ("heads", "head_dim"), plan, bias),
+        lambda x, w, bias: Ops(plan).row_linear(x, w, ("heads", "head_dim"), bias),
         lambda x, w, bias: jnp.einsum("bshk,hkd->bsd", x, w) + bias,
         args,
     )
 
 
 def test_weight_gradients_contracted_as_on_a_tpu_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxpar.parallel.linear._platform", lambda plan: "tpu")
+    monkeypatch.setattr("jaxpar.parallel.linear.platform_of", lambda plan: "tpu")
     plan, heads = plan_on(MESHES["fsdp2.context2.tensor2"]), ("heads", "head_dim")  # two sequences a device
     assert_same(
-        lambda x, q, out: row_linear(column_linear(x, (q,), (heads,), plan)[0], out, heads, plan),
+        lambda x, q, out: Ops(plan).row_linear(Ops(plan).column_linear(x, (q,), (heads,))[0], out, heads),
         lambda x, q, out: jnp.einsum("bsd,dhk,hke->bse", x, q, out),
         arrays((B, S, D), (D, H, h), (H, h, D)),
     )
@@ -103,7 +106,7 @@ def test_weight_gradients_contracted_as_on_a_tpu_are_the_same(monkeypatch: pytes
 @pytest.mark.parametrize("axis", ["vocab", None])
 def test_lookup_finds_rows_and_sums_repeated_ones_in_the_gradient(plan: Plan, axis: Any) -> None:
     ids = jnp.asarray(np.random.default_rng(2).integers(0, V, (B, S)), jnp.int32).at[0, :5].set(V - 1)
-    assert_same(lambda table: lookup(table, ids, axis, plan), lambda table: table[ids], arrays((V, D)))
+    assert_same(lambda table: Ops(plan).lookup(table, ids, axis), lambda table: table[ids], arrays((V, D)))
 
 
 def reference_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
@@ -120,11 +123,11 @@ def test_attention_is_causal_grouped_and_keeps_documents_apart(plan: Plan, packe
     segments = (
         jnp.cumsum(jnp.asarray(np.random.default_rng(3).random((B, S)) < 0.2, jnp.int32), axis=1) if packed else None
     )
-    order = chunk_order(plan)
+    order = chunk_order(plan, "ring")
 
     def ours(*args: jax.Array) -> jax.Array:
         documents = None if segments is None else reordered(segments, order, 1)
-        out = attention(*(reordered(x, order, 1) for x in args[:3]), plan, documents)
+        out = Ops(plan).attention(*(reordered(x, order, 1) for x in args[:3]), documents)
         return reordered(out, inverse(order), 1)
 
     assert_same(
@@ -154,10 +157,10 @@ COPIED = {
 def attended(plan: Plan, x: Array, q: Array, k: Array, v: Array, q_bias: Array, v_bias: Array, out: Array) -> Array:
     heads, kv_heads, seq = ("heads", "head_dim"), ("kv_heads", "head_dim"), "attention_seq"
     segments = jnp.cumsum(jnp.arange(S)[None] % jnp.asarray([[5], [7], [9], [16]]) == 0, axis=1)
-    order = chunk_order(plan)
+    order = chunk_order(plan, "ring")
     x, segments = reordered(x, order, 1), reordered(segments, order, 1)
-    projections = column_linear(x, (q, k, v), (heads, kv_heads, kv_heads), plan, (q_bias, None, v_bias), seq)
-    y = row_linear(attention(*projections, plan, segments), out, heads, plan, seq=seq)
+    projections = Ops(plan).column_linear(x, (q, k, v), (heads, kv_heads, kv_heads), (q_bias, None, v_bias), seq)
+    y = Ops(plan).row_linear(Ops(plan).attention(*projections, segments), out, heads, seq=seq)
     return reordered(y, inverse(order), 1)
 
 
@@ -168,7 +171,7 @@ def test_kv_heads_are_copied_where_more_devices_split_heads(name: str) -> None:
     args = arrays((B, S, D), (D, heads, h), kv, kv, (heads, h), kv[1:], (heads, h, D))
     plan = plan_on(mesh, rules=rules)
     assert_same(partial(attended, plan), partial(attended, plan_on(MeshSpec())), args)
-    (v_BSKh,) = column_linear(args[0], (args[3],), (("kv_heads", "head_dim"),), plan, (args[5],))
+    (v_BSKh,) = Ops(plan).column_linear(args[0], (args[3],), (("kv_heads", "head_dim"),), (args[5],))
     want = jnp.einsum("bsd,dhk->bshk", args[0], args[3]) + args[5]
     assert v_BSKh.shape[2] == math.lcm(kv_heads, plan.size("heads"))
     assert v_BSKh.sharding.is_equivalent_to(plan.sharding(("batch", "seq", "heads")), 4)
@@ -186,7 +189,7 @@ SPLIT = {
 def test_attention_is_split_over_the_sequence_where_heads_do_not_divide(name: str) -> None:
     mesh, heads, kv_heads = SPLIT[name]
     sizes = plan_on(mesh).mesh.shape
-    plan = plan_on(mesh, rules=fit_heads(ShardingRules(), heads, kv_heads, sizes)[0])
+    plan = plan_on(mesh, rules=fit_rules(ShardingRules(), heads, kv_heads, sizes)[0])
     kv = (D, kv_heads, h)
     args = arrays((B, S, D), (D, heads, h), kv, kv, (heads, h), kv[1:], (heads, h, D))
     assert_same(partial(attended, plan), partial(attended, plan_on(MeshSpec())), args)
@@ -200,7 +203,7 @@ def test_weight_gradients_are_summed_in_float32_under_bfloat16_compute(plan: Pla
     x, dy = jnp.round(2 * x), jnp.round(3 * arrays((B, S, F), seed=5)[0])
     x = x.at[..., 0].set(7)
     dy = dy.at[..., 0].set(9).at[0, 0, 0].set(8)
-    _, vjp = jax.vjp(lambda w: column_linear(x.astype(jnp.bfloat16), (w,), (("mlp",),), plan)[0], weight)
+    _, vjp = jax.vjp(lambda w: Ops(plan).column_linear(x.astype(jnp.bfloat16), (w,), (("mlp",),))[0], weight)
     (dweight,) = vjp(dy.astype(jnp.bfloat16))
     assert dweight.dtype == jnp.float32
     np.testing.assert_array_equal(dweight, jnp.einsum("bsd,bsf->df", x, dy))
@@ -209,7 +212,7 @@ def test_weight_gradients_are_summed_in_float32_under_bfloat16_compute(plan: Pla
 
 def test_logits_of_padded_entries_never_win() -> None:
     x, table = arrays((1, 3, D), (V, D))
-    scores = logits(x, table, 50, plan_on(MeshSpec()))
+    scores = Ops(plan_on(MeshSpec())).logits(x, table, 50)
     assert np.all(np.asarray(scores[..., 50:]) < -1e29)
     np.testing.assert_array_equal(np.argmax(scores, -1), np.argmax(scores[..., :50], -1))
 
@@ -233,7 +236,7 @@ def test_a_sequence_kept_whole_between_ops_gives_the_same() -> None:
     plan = plan_on(MeshSpec(fsdp=2, tensor=4), rules=rules)
     args = arrays((B, 7, D), (D, F), (F, D))  # 7 tokens: no mesh axis divides them, and none needs to
     assert_same(
-        lambda x, up, down: row_linear(column_linear(x, (up,), (("mlp",),), plan)[0], down, ("mlp",), plan),
+        lambda x, up, down: Ops(plan).row_linear(Ops(plan).column_linear(x, (up,), (("mlp",),))[0], down, ("mlp",)),
         lambda x, up, down: x @ up @ down,
         args,
     )

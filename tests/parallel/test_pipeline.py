@@ -16,7 +16,8 @@ import pytest
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import devices_needed, total_sizes
-from jaxpar.base.sharding import Pipeline, Plan, replicated, tree_shardings
+from jaxpar.base.plan import Pipeline, Plan
+from jaxpar.base.sharding import replicated, tree_shardings
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Loop
 from jaxpar.models import Model

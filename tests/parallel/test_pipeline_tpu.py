@@ -39,7 +39,7 @@ def rounds(module: Module) -> Iterator[Computation]:
 
 
 def compiled(target: str, stage: dict[str, int]) -> Module:
-    return parse(compile_step(override(load_config("llama3_8b"), SMALL | stage), load_target(target)).text)
+    return parse(compile_step(override(load_config("llama3_8b"), SMALL | stage), load_target(target)).compiled.text)
 
 
 def test_what_a_stage_sends_travels_beside_its_compute() -> None:
@@ -72,4 +72,4 @@ def test_layers_one_after_another_compile() -> None:
     small = {"mesh.platform": "auto", "mesh.data": 1, "mesh.stage": 2, "pipeline.schedule": "zb_h1"}
     config = override(load_config("tiny"), small | {"model.layers": 4})
     assert not config.model.scan_layers
-    assert "collective-permute" in compile_step(config, load_target("v5e-8")).text
+    assert "collective-permute" in compile_step(config, load_target("v5e-8")).compiled.text

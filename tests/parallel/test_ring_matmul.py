@@ -18,11 +18,12 @@ import pytest
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.sharding import Overlap, Plan, ShardingRules
+from jaxpar.base.plan import Overlap, Plan
+from jaxpar.base.sharding import ShardingRules
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
-from jaxpar.parallel.linear import column_linear, logits, overlap_notes, row_linear
-from jaxpar.rehearse.requested_collectives import planned
+from jaxpar.parallel.ops import Ops, overlap_notes
+from jaxpar.rehearse.requested_collectives import requested_collectives
 
 pytestmark = pytest.mark.quick
 
@@ -43,8 +44,8 @@ def arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
 def pair(plan: Plan, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
     """A column linear of three weights, and a row linear of what it gives."""
     q, k, up, out = weights
-    ys = column_linear(x, (q, k, up), (("heads", "head_dim"), ("kv_heads", "head_dim"), ("mlp",)), plan)
-    return (*ys, row_linear(jnp.tanh(ys[0]) * ys[1], out, ("heads", "head_dim"), plan))
+    ys = Ops(plan).column_linear(x, (q, k, up), (("heads", "head_dim"), ("kv_heads", "head_dim"), ("mlp",)))
+    return (*ys, Ops(plan).row_linear(jnp.tanh(ys[0]) * ys[1], out, ("heads", "head_dim")))
 
 
 def values_and_gradients(plan: Plan, args: list[jax.Array]) -> Any:
@@ -103,7 +104,7 @@ def test_each_site_may_have_a_form_of_its_own():
     for out, args, hops in ((("mlp",), (up, down), 3 + 2 * 3), (("heads", "head_dim"), (q, jnp.moveaxis(q, 0, 2)), 0)):
 
         def both(x, w, back, out=out):
-            return row_linear(column_linear(x, (w,), (out,), plan)[0], back, out, plan)
+            return Ops(plan).row_linear(Ops(plan).column_linear(x, (w,), (out,))[0], back, out)
 
         kinds, _ = sent(plan, both, x, *args)
         assert kinds["ppermute"] == hops
@@ -113,14 +114,14 @@ def test_each_site_may_have_a_form_of_its_own():
 def test_a_form_that_nobody_chose_is_refused():
     x, up = arrays((B, 24, D), (D, 40))
     with pytest.raises(UserError, match=r"overlap\.gather is auto.* try --overlap\.gather xla"):
-        column_linear(x, (up,), (("mlp",),), plan_on(Overlap("auto"), tensor=2))
+        Ops(plan_on(Overlap("auto"), tensor=2)).column_linear(x, (up,), (("mlp",),))
 
 
 def through_column(plan: Plan, axis: Any) -> Any:
     """Value and gradients of a product of two outputs of a column linear, the second's heads along `axis`."""
 
     def loss(args: list[jax.Array]) -> jax.Array:
-        q, k = column_linear(args[0], args[1:], (("heads", "head_dim"), (axis, "head_dim")), plan)
+        q, k = Ops(plan).column_linear(args[0], args[1:], (("heads", "head_dim"), (axis, "head_dim")))
         return jnp.sum(jnp.sin(q) * jnp.repeat(k, q.shape[2] // k.shape[2], axis=2))
 
     return jax.jit(jax.value_and_grad(loss))
@@ -140,7 +141,7 @@ def test_kv_heads_that_are_copied_take_the_same_ring(form):
     plan = plan_on(Overlap(form, form), ShardingRules(kv_heads=()), tensor=8)
     assert_close(through_column(plan, "kv_heads")(args), through_column(ONE, "kv_heads")(args), 1e-5)
     kinds = Counter[str]()
-    for row in planned(through_column(plan, "kv_heads").trace(args).jaxpr, plan.mesh):
+    for row in requested_collectives(through_column(plan, "kv_heads").trace(args).jaxpr, plan.mesh):
         kinds[row.kind] += row.count
     hops = 7 * (2 if form == "bidirectional" else 1)
     assert kinds == {"ppermute": 2 * hops, "all-reduce": 1}  # of x, of dx; the gradient of k
@@ -163,7 +164,7 @@ def test_bfloat16_is_rounded_once_a_hop(form):
 def test_logits_take_a_ring_too():
     plan, one = plan_on(Overlap("ring", "ring"), tensor=4), Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
     x, table = arrays((B, 12, D), (56, D))
-    assert_close(jax.jit(lambda x, w: logits(x, w, 50, plan))(x, table), logits(x, table, 50, one), 1e-5)
+    assert_close(jax.jit(lambda x, w: Ops(plan).logits(x, w, 50))(x, table), Ops(one).logits(x, table, 50), 1e-5)
 
 
 # What gives way is said.
@@ -199,7 +200,7 @@ def test_a_ring_that_gives_way_says_so(overlap, rules, mesh, seq_len, notes):
 def hops_of(plan: Plan, args: list[jax.Array]) -> int:
     """The ppermutes that the traced function asks for."""
     traced = jax.jit(lambda args: values_and_gradients(plan, args)).trace(args)
-    return sum(row.count for row in planned(traced.jaxpr, plan.mesh) if row.kind == "ppermute")
+    return sum(row.count for row in requested_collectives(traced.jaxpr, plan.mesh) if row.kind == "ppermute")
 
 
 def sent(plan: Plan, function: Any, *args: Any) -> tuple[Counter[str], int]:
@@ -225,10 +226,10 @@ def test_the_compiled_program_has_the_hops_and_nothing_else(tensor, form):
     chunk = B * (rows // tensor) * D * 4
 
     def gather(x, up):
-        return column_linear(x, (up,), (("mlp",),), plan)[0]
+        return Ops(plan).column_linear(x, (up,), (("mlp",),))[0]
 
     def scatter(y, down):
-        return row_linear(y, down, ("mlp",), plan)
+        return Ops(plan).row_linear(y, down, ("mlp",))
 
     y = jax.jit(gather)(x, up)
     hops, size = tensor - 1, (tensor - 1) * chunk
@@ -253,4 +254,4 @@ def test_the_plan_asks_for_what_is_sent():
 def test_a_form_that_there_is_not_is_refused():
     x, weight = arrays((B, 8, D), (D, H, h))
     with pytest.raises(UserError, match=r"no form 'rnig' \(did you mean 'ring'\?\) of a gather"):
-        column_linear(x, (weight,), (("heads", "head_dim"),), plan_on(Overlap(gather="rnig"), tensor=4))  # pyright: ignore[reportArgumentType]
+        Ops(plan_on(Overlap(gather="rnig"), tensor=4)).column_linear(x, (weight,), (("heads", "head_dim"),))  # pyright: ignore[reportArgumentType]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Schedule
+from jaxpar.base.plan import Schedule
 from jaxpar.parallel.pipeline.schedules import Action, Table, own_programs, schedule
-from jaxpar.parallel.pipeline.simulator import Times, check, compare, simulate
+from jaxpar.parallel.pipeline.simulator import Times, check, rank_schedules, simulate_schedule
 
 pytestmark = pytest.mark.quick
 
@@ -90,7 +90,7 @@ def test_time_of_whole_backwards(name, P):
     microbatch is back at the first stage after P ticks and finds it idle: (v P + M - 1)(f + b).
     """
     for (M, v), times in itertools.product(sizes(name, P), some_times(name, P)):
-        found = simulate(schedule(name, P, M, v), times)
+        found = simulate_schedule(schedule(name, P, M, v), times)
         one = times.forward + times.backward
         assert found.makespan == (M * v + P - 1 if M >= P else v * P + M - 1) * one
         assert found.busy == (M * v * one,) * P
@@ -103,17 +103,17 @@ def test_time_of_whole_backwards(name, P):
 def test_time_of_zb_h1(P):
     """(M + P - 1)(F + I) + M W in ticks of one kind; each stage computes M (F + I + W) of it."""
     for M, times in itertools.product(batches(P), some_times(P)):
-        found, (F, I, W) = simulate(schedule("zb_h1", P, M), times), split(times)
+        found, (F, I, W) = simulate_schedule(schedule("zb_h1", P, M), times), split(times)
         assert found.makespan == (M + P - 1) * (F + I) + M * W
         assert found.busy == (M * (F + I + W),) * P
-        assert found.makespan <= simulate(schedule("1f1b", P, M), times).makespan
+        assert found.makespan <= simulate_schedule(schedule("1f1b", P, M), times).makespan
 
 
 @every_stages
 def test_time_of_1f1b_in_programs_of_its_own(P):
     """(M + P - 1)(F + B), no less than in one program."""
     for M, times in itertools.product(batches(P), some_times(P)):
-        found = simulate(own_programs("1f1b", P, M), times, lockstep=False)
+        found = simulate_schedule(own_programs("1f1b", P, M), times, lockstep=False)
         assert found.makespan == (M + P - 1) * (times.forward + times.backward)
 
 
@@ -125,7 +125,7 @@ def test_time_of_zb_h1_in_programs_of_its_own(P):
     is (P - 1)(F + I - min(F, I, W)). With fewer microbatches than stages there are too few W to fill it.
     """
     for M, times in itertools.product(batches(P), some_times(P, count=8)):
-        found, (F, I, W) = simulate(own_programs("zb_h1", P, M), times, lockstep=False), split(times)
+        found, (F, I, W) = simulate_schedule(own_programs("zb_h1", P, M), times, lockstep=False), split(times)
         if M >= P:
             assert found.makespan == M * (F + I + W) + (P - 1) * (F + I - min(F, I, W))
         elif min(F, I) >= W:
@@ -183,7 +183,7 @@ def test_no_ticks_of_one_kind_are_shorter_than_those_of_zb_h1(P, M, times):
     F, I, W = times
     least = shortest(P, M, F, I, W)
     assert least == (M + P - 1) * (F + I) + M * W
-    assert simulate(schedule("zb_h1", P, M), Times(F, I + W, W)).makespan == least
+    assert simulate_schedule(schedule("zb_h1", P, M), Times(F, I + W, W)).makespan == least
 
 
 # Memory.
@@ -198,7 +198,7 @@ def test_stash(name, P):
     2P - 1 - s inputs, and s + 1 cotangents. So at most 2P - 1 without chunks.
     """
     for M, v in sizes(name, P):
-        found, G = simulate(schedule(name, P, M, v)), group(P, M)
+        found, G = simulate_schedule(schedule(name, P, M, v)), group(P, M)
         formulas = {
             "gpipe": lambda s, M=M: M,
             "1f1b": lambda s, M=M: min(M, 2 * (P - s) - 1),
@@ -219,9 +219,9 @@ def test_stash_in_programs_of_their_own(P):
     forward makes them so many (Qi et al. 2023, section 2.3: (P - s) M_B + s M_W).
     """
     for M in batches(P):
-        assert list(simulate(own_programs("1f1b", P, M)).stash) == [min(M, P - s) for s in range(P)]
+        assert list(simulate_schedule(own_programs("1f1b", P, M)).stash) == [min(M, P - s) for s in range(P)]
         table = own_programs("zb_h1", P, M)
-        found = simulate(table)
+        found = simulate_schedule(table)
         assert list(found.stash) == [min(M, P)] * P
         assert list(found.waiting) == [min(M, s + 1) for s in range(P)]
         for s, column in enumerate(zip(*table.ticks, strict=True)):
@@ -239,7 +239,7 @@ def test_what_has_arrived(name, P):
     of P.
     """
     for M, v in sizes(name, P):
-        most = max(simulate(schedule(name, P, M, v)).arrived)
+        most = max(simulate_schedule(schedule(name, P, M, v)).arrived)
         late = {"looped": max(M - P, 0) if v > 1 else 0, "interleaved": group(P, M) - P if v > 1 else 0}
         in_round = {"gpipe": 0, "looped": 0, "zb_h1": 2}
         assert most <= late.get(name, 0) + in_round.get(name, 1)
@@ -254,7 +254,7 @@ def test_what_has_arrived(name, P):
 @every_schedule
 def test_transfers_are_counted(name, P):
     for M, v in sizes(name, P):
-        found = simulate(schedule(name, P, M, v))
+        found = simulate_schedule(schedule(name, P, M, v))
         assert found.forwards == found.backwards == (M * (P * v - 1) if P > 1 else 0)
 
 
@@ -275,7 +275,9 @@ def test_what_transfers_cost(name, P):
         }
         if M % P == 0 or (name not in CHUNKED) or (name == "looped" and M > P):
             table = schedule(name, P, M, v)
-            cost = simulate(table, times).makespan - simulate(table, times._replace(transfer=0)).makespan
+            cost = (
+                simulate_schedule(table, times).makespan - simulate_schedule(table, times._replace(transfer=0)).makespan
+            )
             assert cost == late[name] * times.transfer
 
 
@@ -283,19 +285,19 @@ def test_a_transfer_by_hand():
     """Two stages, one microbatch: forward 0-3, sent until 5, forward 5-8, backward 8-12, sent until 14, backward."""
     times = Times(3, 4, 1, transfer=2)
     for lockstep in (True, False):
-        found = simulate(schedule("gpipe", 2, 1), times, lockstep)
+        found = simulate_schedule(schedule("gpipe", 2, 1), times, lockstep)
         expected = [[0, np.nan], [np.nan, 5], [np.nan, 8], [14, np.nan]]
         np.testing.assert_array_equal(found.starts, expected)
         assert (found.makespan, found.busy, found.bubble) == (18, (7, 7), pytest.approx(1 - 14 / 36))
-    assert simulate(schedule("gpipe", 1, 4), times).makespan == 28  # a stage sends nothing to itself
+    assert simulate_schedule(schedule("gpipe", 1, 4), times).makespan == 28  # a stage sends nothing to itself
 
 
 def test_a_tick_of_two_kinds_by_hand():
     """F0-, F1F0, -B0, B0F1, -B1, B1-: in lockstep the last stage waits with B1 for the first one's longer B0."""
     table, times = own_programs("1f1b", 2, 2), Times(1, 3, 1)
-    assert np.nanmax(simulate(table, times).starts, axis=1).tolist() == [0, 1, 2, 5, 8, 11]
-    assert simulate(table, times).makespan == 14
-    assert simulate(table, times, lockstep=False).makespan == 12
+    assert np.nanmax(simulate_schedule(table, times).starts, axis=1).tolist() == [0, 1, 2, 5, 8, 11]
+    assert simulate_schedule(table, times).makespan == 14
+    assert simulate_schedule(table, times, lockstep=False).makespan == 12
 
 
 @pytest.mark.parametrize("lockstep", [True, False])
@@ -303,7 +305,7 @@ def test_a_tick_of_two_kinds_by_hand():
 def test_no_stage_does_two_things_and_nothing_comes_early(name, lockstep):
     P, M, v = 4, 9, 2 if name in CHUNKED else 1
     table, times = schedule(name, P, M, v), Times(2, 7, 3, transfer=4)
-    found = simulate(table, times, lockstep)
+    found = simulate_schedule(table, times, lockstep)
     begin = {(a, s): found.starts[t, s] for t, tick in enumerate(table.ticks) for s, a in enumerate(tick) if a}
     by_stage = [sorted((time, a) for (a, stage), time in begin.items() if stage == s) for s in range(P)]
     for column in by_stage:
@@ -390,7 +392,7 @@ def test_a_fault_is_found_and_named(change, name, v, message):
     with pytest.raises(ValueError, match=f"tick .*{message}" if not message.startswith("tick") else message):
         check(changed(table, change))
     with pytest.raises(ValueError):
-        simulate(changed(table, change))
+        simulate_schedule(changed(table, change))
 
 
 def test_cells_that_no_table_has():
@@ -465,7 +467,7 @@ def test_schedules_that_there_are_not(words, message):
 
 
 def test_the_comparison():
-    rows = {(row.schedule, row.programs): row for row in compare(4, 8, 2)}
+    rows = {(row.schedule, row.programs): row for row in rank_schedules(4, 8, 2)}
     assert list(rows) == [("gpipe", "one"), ("1f1b", "one"), ("1f1b", "own"), ("interleaved", "one"), ("looped", "one"),
                           ("zb_h1", "one"), ("zb_h1", "own")]  # fmt: skip
     times = {key: row.makespan for key, row in rows.items()}
@@ -475,8 +477,8 @@ def test_the_comparison():
     assert [row.stash for row in rows.values()] == [8, 7, 4, 11, 16, 7, 4]
     assert [row.sent for row in rows.values()] == [48, 48, 48, 112, 112, 48, 48]
     assert [row.ticks for row in rows.values()] == [22, 22, 22, 38, 38, 30, 27]
-    assert {row.schedule for row in compare(4, 8)} == {"gpipe", "1f1b", "zb_h1"}
+    assert {row.schedule for row in rank_schedules(4, 8)} == {"gpipe", "1f1b", "zb_h1"}
 
 
 def test_the_bubble_of_as_many_microbatches_as_stages():
-    assert simulate(schedule("1f1b", 8, 8)).bubble == pytest.approx(7 / 15)
+    assert simulate_schedule(schedule("1f1b", 8, 8)).bubble == pytest.approx(7 / 15)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
-from jaxpar.base.sharding import Context, Overlap, Plan
+from jaxpar.base.plan import Context, Overlap, Plan
 from jaxpar.parallel.token_order import TOKENS, halves, in_natural_order, in_order, whole_batch
 
 pytestmark = pytest.mark.quick
@@ -36,7 +36,7 @@ def test_positions_that_are_given_are_kept():
     batch = {"tokens": jnp.zeros((1, 8), int), "positions": restarting}
     assert in_order(batch, plan_on())["positions"] is restarting
     assert in_order(batch, plan_on(context=2))["positions"][0].tolist() == [0, 1, 3, 4, 2, 0, 1, 2]
-    ulysses = in_order(batch, plan_on(strategy="ulysses", context=2))
+    ulysses = in_order(batch, plan_on(strategy="ulysses", context=2), "ulysses")
     assert ulysses["positions"][0].tolist() == restarting[0].tolist()
 
 

@@ -17,11 +17,11 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.parse import parse
 from jaxpar.plan import budget as subject
-from jaxpar.plan.budget import Tried, _Search, budget_bytes, compiled_bytes, fitted, parse_bytes, within_budget
-from jaxpar.plan.choose_remat import Costs, Item, Solution
+from jaxpar.plan.budget import Tried, _Search, budget_bytes, compiled_bytes, fit_to_budget, parse_bytes, within_budget
+from jaxpar.plan.choose_remat import ActionCosts, Item, Solution
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.report.memory import allocated, saved_bytes
-from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.rehearse.targets import load_target
 from jaxpar.train.saved_activations import activations
 from jaxpar.train.step import make_plan
 
@@ -68,7 +68,7 @@ def test_a_budget_is_met_and_spent():
 def test_a_budget_below_the_least_says_what_it_would_take():
     config = override(config_of("llama", fsdp=8), {"memory.budget": "1MiB"})
     with pytest.raises(UserError) as refused:
-        fitted(config)
+        fit_to_budget(config)
     said = str(refused.value)
     assert "is less than this plan takes with the least kept on the device" in said
     for words in (
@@ -112,7 +112,7 @@ def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
         timeline: Any = SimpleNamespace(seconds=played[0], host_stall=played[1]) if played else None
         return Tried(Config(), subject.Outer(), Solution(0, host, 0.0, ()), 0, 0, 1.0, timeline)
 
-    costs = Costs(1.0, 2.0, 10.0, 0.5)
+    costs = ActionCosts(1.0, 2.0, 10.0, 0.5)
     assert subject._exposed(tried(40, 9.0, 3.0), costs) == 0.25
     assert subject._exposed(tried(40, 9.0, 99.0), costs) == 1.0
     assert subject._exposed(tried(0, 9.0, 0.0), costs) == subject._exposed(tried(40), costs) == 0.5
@@ -147,7 +147,7 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
         return SimpleNamespace(timeline=SimpleNamespace(seconds=1 + waits, host_stall=waits))
 
     monkeypatch.setattr(subject, "compiled_bytes", compiled)
-    monkeypatch.setattr(subject, "play", played)
+    monkeypatch.setattr(subject, "simulate", played)
     everything = compiled(override(base, {"memory.policy": "none"}), devices, "cuda")[0]
     least = compiled(override(base, {"memory.policy": "full"}), devices, "cuda")[0]
     config = override(base, {"memory.budget": str((least + everything) // 2)})
@@ -227,7 +227,7 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     of the activations), and its time beside the best of all assignments."""
     sizes = MESHES[mesh]
     target = load_target(f"h100x{sizes.get('mesh.fsdp', 1) * sizes.get('mesh.tensor', 1)}")
-    devices = list(target_devices(target))
+    devices = target.devices()
     base = override(Config(), SIZES | MODELS[model] | sizes | {"memory.may": ()})
     search = _Search(base, subject.Outer(), devices, "cuda", target.hardware)
     everything = search.state.device + search.work + sum(item.choices[0].device for item in search.items)
@@ -239,7 +239,7 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     (last,) = [one for one in tried if one.config == found]
     compiled = compile_step(found, target)
     kept = sum(one.kept for one in activations(found, compiled.plan) if one.action == "save")
-    stacks = saved_bytes(parse(compiled.text), found.model.layers)
+    stacks = saved_bytes(parse(compiled.compiled.text), found.model.layers)
     # The solver and trying all, given the same room: what the winner's own prediction left.
     room = last.solution.device + budget - last.predicted
     ours = search.costs.seconds(last.solution.host, last.solution.again)

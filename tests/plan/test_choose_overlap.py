@@ -11,11 +11,11 @@ import pytest
 from tiers import needs_libtpu
 
 from jaxpar.base.config import Config, override
-from jaxpar.base.sharding import Overlap
-from jaxpar.bench.overlap import PURE, Row, overlap_table
+from jaxpar.base.plan import Overlap
+from jaxpar.bench.overlap import PURE, OverlapRow, overlap_table
 from jaxpar.plan import choose_overlap as auto
-from jaxpar.plan.choose_overlap import SITES, Trial, best, chosen, compare, trial, words
-from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.plan.choose_overlap import SITES, Trial, best, choose_overlap, time_forms, trial, words
+from jaxpar.rehearse.targets import load_target
 from jaxpar.train.step import make_plan
 
 
@@ -43,15 +43,15 @@ def test_each_site_takes_its_fastest_form_and_keeps_it(monkeypatch, cache):
              ("heads_scatter", "ring"): 0.5, ("domino", "on"): -0.1}  # fmt: skip
     tried, said = priced(monkeypatch, gains), list[str]()
     config = config_of(Overlap("auto", "auto", domino="auto"))
-    found = chosen(config, say=said.append).overlap
+    found = choose_overlap(config, say=said.append).overlap
     assert found == Overlap("xla", "xla", heads_scatter="ring", mlp_scatter="bidirectional")
     assert len(tried) == len(set(tried)) == 1 + 2 * len(SITES) + 2, "each site twice, and Domino with and without rings"
     assert said[0] == "overlap auto: xla: 10000.00 ms a block"
     assert said[-1] == "overlap auto: mlp_scatter bidirectional, heads_scatter ring, else xla"
-    assert chosen(config).overlap == found
+    assert choose_overlap(config).overlap == found
     assert len(tried) == 11, "the choice was kept"
     wider = override(config, {"model.embed": 64, "model.mlp": 64})
-    assert chosen(wider).overlap == found
+    assert choose_overlap(wider).overlap == found
     assert len(tried) == 22, "for another shape it is made anew"
     assert len(json.loads((cache / "jaxpar" / "overlap.json").read_text())) == 2
 
@@ -59,18 +59,20 @@ def test_each_site_takes_its_fastest_form_and_keeps_it(monkeypatch, cache):
 def test_what_is_not_open_is_left_alone(monkeypatch, cache):
     tried = priced(monkeypatch, {("mlp_gather", "ring"): 5.0, ("mlp_scatter", "ring"): 1.0, ("domino", "on"): 5.0})
     asked = Overlap("bidirectional", "auto", heads_scatter="ring")
-    assert chosen(config_of(asked)).overlap == dataclasses.replace(asked, scatter="xla", mlp_scatter="ring")
+    assert choose_overlap(config_of(asked)).overlap == dataclasses.replace(asked, scatter="xla", mlp_scatter="ring")
     assert len(tried) == 3, "one site is open, and Domino is off"
     closed = config_of(Overlap("ring"))
-    assert chosen(closed) is closed
+    assert choose_overlap(closed) is closed
 
 
 def test_without_a_ring_only_domino_is_open(monkeypatch, cache):
     tried = priced(monkeypatch, {("domino", "on"): 1.0})
     everything = Overlap("auto", "auto", domino="auto")
     config = override(config_of(everything), {"mesh.data": 8, "mesh.tensor": 1, "train.batch": 16})
-    assert chosen(config).overlap == Overlap(domino="on")
-    assert chosen(override(config, {"train.batch": 8})).overlap == Overlap(), "one sequence a device has no half"
+    assert choose_overlap(config).overlap == Overlap(domino="on")
+    assert choose_overlap(override(config, {"train.batch": 8})).overlap == Overlap(), (
+        "one sequence a device has no half"
+    )
     assert len(tried) == 3
 
 
@@ -78,7 +80,7 @@ def test_a_damaged_cache_costs_a_search(monkeypatch, cache):
     tried = priced(monkeypatch, {})
     (cache / "jaxpar").mkdir()
     (cache / "jaxpar" / "overlap.json").write_text("{")
-    assert chosen(config_of(Overlap("xla", "auto"))).overlap == Overlap()
+    assert choose_overlap(config_of(Overlap("xla", "auto"))).overlap == Overlap()
     assert tried
 
 
@@ -94,11 +96,11 @@ STALE = {
 def test_a_choice_of_another_version_costs_a_search(monkeypatch, cache, kept):
     tried, config = priced(monkeypatch, {}), config_of(Overlap("xla", "auto"))
     file = cache / "jaxpar" / "overlap.json"
-    chosen(config)
+    choose_overlap(config)
     (key,) = json.loads(file.read_text())
     file.write_text(json.dumps({key: kept}))
     tried.clear()
-    assert chosen(config).overlap == Overlap() and tried
+    assert choose_overlap(config).overlap == Overlap() and tried
 
 
 @pytest.mark.parametrize(
@@ -113,9 +115,9 @@ def test_a_choice_of_another_version_costs_a_search(monkeypatch, cache, kept):
 )
 def test_a_choice_holds_for_what_it_was_made_with(monkeypatch, cache, change):
     tried, config = priced(monkeypatch, {}), override(config_of(Overlap("xla", "auto")), {"memory.policy": "full"})
-    chosen(config)
+    choose_overlap(config)
     tried.clear()
-    chosen(config)
+    choose_overlap(config)
     assert not tried
     if change == "XLA_FLAGS":
         monkeypatch.setenv(change, "--xla_another")
@@ -123,7 +125,7 @@ def test_a_choice_holds_for_what_it_was_made_with(monkeypatch, cache, change):
         monkeypatch.setattr(auto, "versions", lambda: {"jaxlib": "another"})
     else:
         config = override(config, change)
-    chosen(config)
+    choose_overlap(config)
     assert tried
 
 
@@ -131,7 +133,7 @@ def test_a_cache_that_cannot_be_written_is_said(monkeypatch, cache):
     priced(monkeypatch, {})
     (cache / "jaxpar").write_text("a file where the folder would be")
     said = list[str]()
-    assert chosen(config_of(Overlap("xla", "auto")), say=said.append).overlap == Overlap()
+    assert choose_overlap(config_of(Overlap("xla", "auto")), say=said.append).overlap == Overlap()
     assert any("cannot remember" in line for line in said)
 
 
@@ -147,8 +149,8 @@ def test_blocks_are_timed_on_the_devices_at_hand(monkeypatch):
 def test_blocks_are_played_for_a_target():
     target = load_target("v5e-8")
     config = override(config_of(Overlap("xla", "auto")), {"model.embed": 256, "model.mlp": 512, "model.heads": 8})
-    plan = make_plan(config, target_devices(target))
-    found = compare(config, plan, target)
+    plan = make_plan(config, target.devices())
+    found = time_forms(config, plan, target)
     first = ["xla", "mlp_scatter ring, else xla", "mlp_scatter bidirectional, else xla"]
     assert [words(one.overlap) for one in found[:3]] == first
     assert len(found) == 5
@@ -163,7 +165,7 @@ def test_blocks_are_played_for_a_target():
 def test_the_table_marks_the_fastest_and_says_by_how_much():
     trials = [Trial(overlap, seconds, 2e-3, 3e-3, 1e-3, 4e6) for overlap, seconds in zip(
         (Overlap(), *PURE), (4e-3, 3e-3, 5e-3), strict=True)]  # fmt: skip
-    table = overlap_table([Row(one, None) for one in trials]).splitlines()
+    table = overlap_table([OverlapRow(one, None) for one in trials]).splitlines()
     assert table[0] == "| form | block, ms | matmul | other compute | exposed | sent, MB |"
     assert table[3] == "| **ring** | 3.00 | 2.00 | 1.00 | 1.00 | 4 |"
     assert table[-1] == "Fastest block: ring, 25.0 % less than xla."

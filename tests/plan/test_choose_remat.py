@@ -13,7 +13,7 @@ from traced_steps import config_of, staged
 
 from jaxpar.base.config import override
 from jaxpar.base.hardware import Hardware
-from jaxpar.plan.choose_remat import Choice, Costs, Item, Solution, costs_of, frontier, items_of, solve
+from jaxpar.plan.choose_remat import ActionCosts, Choice, Item, Solution, costs_of, frontier, items_of, solve
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.saved_activations import activations
 from jaxpar.train.step import make_plan
@@ -41,7 +41,7 @@ def every(found: list[Item]) -> list[Solution]:
 
 @given(items, st.integers(0, 45), st.floats(0, 5), st.floats(0, 5), st.floats(0.1, 10), st.floats(0, 1))
 def test_the_best_is_that_of_trying_all(found, room, forward, backward, link, exposed):
-    costs = Costs(forward, backward, link, exposed)
+    costs = ActionCosts(forward, backward, link, exposed)
     best, fits = solve(found, costs, room), [one for one in every(found) if one.device <= room]
     assert (best is None) == (not fits)
     if best is not None:
@@ -57,7 +57,7 @@ def test_nothing_on_the_frontier_is_beaten(found):
 
 
 def test_transfers_hide_behind_compute_and_no_further():
-    costs = Costs(forward=2.0, backward=4.0, link=10.0)
+    costs = ActionCosts(forward=2.0, backward=4.0, link=10.0)
     assert costs.seconds(20, 0.0) == 6.0  # 2 s out behind 2 s, 2 s in behind 4 s
     assert costs.seconds(50, 0.0) == 6.0 + 3.0 + 1.0
     assert costs.seconds(50, 1.0) == 6.0 + 1.0 + 3.0  # what is made again hides a transfer too

@@ -14,14 +14,15 @@ from traced_steps import asked_here, compiled, config_of, over, staged
 
 from jaxpar.base.config import Config, MemoryConfig, load_config, override
 from jaxpar.base.mesh import MeshSpec, devices_needed
-from jaxpar.base.sharding import Overlap, ShardingRules
+from jaxpar.base.plan import Overlap
+from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.schedules import schedule
 from jaxpar.plan.communication import Site, arrays, sent, sites
 from jaxpar.plan.communication.stages import ticks_of
 from jaxpar.rehearse.report.collectives import scope_of, sent_bytes
-from jaxpar.rehearse.targets import load_target, target_devices
+from jaxpar.rehearse.targets import load_target
 from jaxpar.train.step import make_plan, param_shapes
 
 ZERO1 = ShardingRules(embed=(), state_embed=("data",))
@@ -236,7 +237,7 @@ STAGED = {
 
 def sites_of(config: Config, target: str = "") -> list[Site]:
     model = Model(config.model)
-    devices = list(target_devices(load_target(target))) if target else jax.devices()[: devices_needed(config.mesh)]
+    devices = load_target(target).devices() if target else jax.devices()[: devices_needed(config.mesh)]
     plan = make_plan(config, devices)
     return sites(arrays(param_shapes(model, plan), model.axes), config, plan)
 

@@ -21,10 +21,10 @@ from jaxpar.base.errors import UserError
 from jaxpar.cli.train import train_config as train
 from jaxpar.models import Model
 from jaxpar.plan.budget import out_of_memory
-from jaxpar.plan.memory_account import Part, ledger
+from jaxpar.plan.memory_account import MemoryPart, memory_account
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import load_target
-from jaxpar.show.memory import ledger_figure, ledger_table
+from jaxpar.show.memory import memory_figure, memory_table
 from jaxpar.train import loop as train_module
 from jaxpar.train.step import make_plan, make_train_step, step_shapes
 
@@ -38,7 +38,7 @@ def plan_for(config: Config) -> Any:
 def test_the_state_is_what_the_compiled_step_is_given():
     config = override(FSDP, {"precision.moments": "int8", "precision.params": "bfloat16"})
     plan, model = plan_for(config), Model(config.model)
-    parts = {part.name: part for part in ledger(config, plan, "cpu")}
+    parts = {part.name: part for part in memory_account(config, plan, "cpu")}
     stats = make_train_step(model, config, plan).lower(*step_shapes(model, config, plan)).compile().memory_analysis()
     given = sum(parts[name].device for name in ("parameters", "optimizer", "batch"))
     assert CompiledBytes.of(stats).arguments == pytest.approx(given, abs=64)  # the step's own counter
@@ -48,37 +48,37 @@ def test_the_state_is_what_the_compiled_step_is_given():
 def test_what_is_offloaded_is_on_the_host():
     state = {"memory.optimizer": "offload", "memory.parameters": "offload", "memory.keep.block_input": "offload"}
     config = override(FSDP, state)
-    parts = {part.name: part for part in ledger(config, plan_for(config), "tpu")}
-    plain = {part.name: part for part in ledger(FSDP, plan_for(FSDP), "tpu")}
+    parts = {part.name: part for part in memory_account(config, plan_for(config), "tpu")}
+    plain = {part.name: part for part in memory_account(FSDP, plan_for(FSDP), "tpu")}
     for name in ("parameters", "optimizer", "gradients", "block_input"):
         assert parts[name].host > 0
         assert parts[name].device + parts[name].host == plain[name].device
-    assert not any(part.host for part in ledger(config, plan_for(config), "cpu")), "the device's own memory"
+    assert not any(part.host for part in memory_account(config, plan_for(config), "cpu")), "the device's own memory"
 
 
 def test_accumulated_gradients_are_there_twice():
     config = override(
         FSDP, {"train.accumulation": 2, "precision.params": "bfloat16", "precision.gradients": "bfloat16"}
     )
-    parts = {part.name: part.device for part in ledger(config, plan_for(config), "tpu")}
+    parts = {part.name: part.device for part in memory_account(config, plan_for(config), "tpu")}
     assert parts["gradients"] == pytest.approx(2 * parts["parameters"], rel=0.05)  # but for vectors
 
 
 def test_the_table_and_the_picture_say_the_same():
-    parts = [Part("parameters", "float32", 3 * 2**30), Part("gate", "gate of the MLP", 2**30, 2**29)]
+    parts = [MemoryPart("parameters", "float32", 3 * 2**30), MemoryPart("gate", "gate of the MLP", 2**30, 2**29)]
     compiled = CompiledBytes(3 * 2**30, 2 * 2**30, 0, 2**29)
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(ledger_table(parts, compiled))
+    console.print(memory_table(parts, compiled))
     text = console.export_text()
     assert "4.00 GiB" in text and "5.00 GiB" in text and "-20 %" in text and "512.00 MiB" in text
-    (axes,) = ledger_figure(parts, "a title", compiled, 6 * 2**30).axes
+    (axes,) = memory_figure(parts, "a title", compiled, 6 * 2**30).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "device, predicted", "device, compiled", "host, predicted",
     ]  # fmt: skip
     assert sorted(patch.get_width() for patch in axes.patches) == [0.5, 1, 2, 3, 3]
     (capacity,) = axes.lines
     assert list(capacity.get_xdata()) == [6, 6]
-    (axes,) = ledger_figure(parts, "a title", compiled, 95 * 2**30).axes
+    (axes,) = memory_figure(parts, "a title", compiled, 95 * 2**30).axes
     assert not axes.lines and axes.get_xlim()[1] < 10
     assert "a device has 95 GiB: far to the right" in [text.get_text() for text in axes.texts]
 
@@ -91,7 +91,7 @@ def test_names_can_be_read_on_every_color():
         return float(np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722))
 
     for name in (*NAMES, "parameters", "work", "no name", "gradients", "temporaries", "optimizer"):
-        (axes,) = ledger_figure([Part(name, "", 2**30)], "a title").axes
+        (axes,) = memory_figure([MemoryPart(name, "", 2**30)], "a title").axes
         ink, paper = sorted((light(axes.texts[0].get_color()), light(axes.patches[0].get_facecolor()[:3])))
         assert (paper + 0.05) / (ink + 0.05) > 3, name
 

@@ -12,14 +12,14 @@ import pytest
 from rehearsed_mlp import BYTES, library, plain, tasks_of
 from traced_steps import FAST, config_of, staged, traced
 
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, CollectiveKind, Place, Task, walk
 from jaxpar.rehearse.report import collectives as subject
 from jaxpar.rehearse.report.collectives import (
     SMALL,
-    Answer,
-    Asked,
+    InPlan,
+    RequestedRows,
     axes_of,
     collective_rows,
     in_float32,
@@ -27,7 +27,7 @@ from jaxpar.rehearse.report.collectives import (
     scope_of,
     sent_bytes,
 )
-from jaxpar.rehearse.requested_collectives import Planned
+from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.timeline.timeline import TaskTime
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 3}
@@ -52,13 +52,13 @@ def row(found: Collective, scope: str = "block/mlp", count: int = 1) -> TaskTime
     return TaskTime(task, (0,), count, 1e-3 * count, 0.0)
 
 
-def asks(kind: CollectiveKind, axes: str, size: int, count: int = 1, scope: str = "jvp(block)/mlp") -> Planned:
-    return Planned(kind, frozenset(axes.split()), size, count, scope, "float32")
+def asks(kind: CollectiveKind, axes: str, size: int, count: int = 1, scope: str = "jvp(block)/mlp") -> Requested:
+    return Requested(kind, frozenset(axes.split()), size, count, scope, "float32")
 
 
-def answer(plan: list[Planned], *rows: TaskTime) -> Answer:
+def answer(plan: list[Requested], *rows: TaskTime) -> InPlan:
     """Of the first, the others beside it."""
-    return Asked(plan, MESH, rows).answer(rows[0])
+    return RequestedRows(plan, MESH, rows).answer(rows[0])
 
 
 # Axes.
@@ -120,20 +120,20 @@ def test_scopes_are_those_of_the_reader():
 
 def test_as_written():
     found = answer([asks("all-gather", "fsdp", MIB)], row(collective("all-gather", ("fsdp",), MIB)))
-    assert found == Answer(True, "gathers what is stored split over fsdp")
+    assert found == InPlan(True, "gathers what is stored split over fsdp")
 
 
 def test_merged_in_its_scope():
     plan = [asks("reduce-scatter", "fsdp", 2 * MIB), asks("reduce-scatter", "fsdp", 3 * MIB)]
     found = answer(plan, row(collective("reduce-scatter", ("fsdp",), 5 * MIB)))
-    assert found == Answer(True, "sums over fsdp and leaves each device its part")
+    assert found == InPlan(True, "sums over fsdp and leaves each device its part")
 
 
 def test_merged_over_scopes():
     plan = [asks("all-reduce", "data", 2 * MIB), asks("all-reduce", "data", 3 * MIB, scope="loss")]
     for scope in ("block/mlp", "", "update"):
         found = answer(plan, row(collective("all-reduce", ("data",), 5 * MIB), scope))
-        assert found == Answer(True, "sums over data, merged or moved by XLA")
+        assert found == InPlan(True, "sums over data, merged or moved by XLA")
 
 
 def test_moved_to_another_scope():
@@ -151,8 +151,8 @@ def test_more_than_asked_for_in_a_scope_that_asks_is_not_planned():
     """A small sum in the loss does not excuse one of all its scores."""
     plan = [asks("all-reduce", "tensor", 4096, scope="jvp(loss)")]
     small, large = (row(collective("all-reduce", ("tensor",), size), "loss") for size in (4096, 64 * MIB))
-    assert answer(plan, small, large) == Answer(True, "sums over tensor")
-    assert answer(plan, large, small) == Answer(
+    assert answer(plan, small, large) == InPlan(True, "sums over tensor")
+    assert answer(plan, large, small) == InPlan(
         False, "the plan has a smaller all-reduce over tensor here, not this one"
     )
 
@@ -165,24 +165,24 @@ def test_more_often_than_asked_for_is_planned_by_its_size_only():
 
 def test_over_other_axes_is_not_planned():
     found = answer([asks("all-gather", "fsdp", MIB)], row(collective("all-gather", ("fsdp", "tensor"), MIB)))
-    assert found == Answer(False, "the plan has no all-gather over fsdp x tensor here")
+    assert found == InPlan(False, "the plan has no all-gather over fsdp x tensor here")
 
 
 def test_of_another_kind_is_not_planned():
     found = answer([asks("all-gather", "tensor", 8 * MIB)], row(collective("all-to-all", ("tensor",), 8 * MIB)))
-    assert found == Answer(False, "the plan has no all-to-all over tensor here")
+    assert found == InPlan(False, "the plan has no all-to-all over tensor here")
 
 
 @pytest.mark.parametrize("axes", [("fsdp",), ("data", "fsdp")])
 def test_summed_whole_where_the_plan_scatters(axes):
     plan = [asks("reduce-scatter", "fsdp", 8 * MIB), asks("all-reduce", "data", 2 * MIB)]
     found = answer(plan, row(collective("all-reduce", axes, 8 * MIB)))
-    assert found == Answer(False, "the plan has a reduce-scatter over fsdp here: summed whole, twice the bytes")
+    assert found == InPlan(False, "the plan has a reduce-scatter over fsdp here: summed whole, twice the bytes")
 
 
 def test_a_small_one_is_xlas_own():
     found = answer([], row(collective("all-reduce", ("data",), SMALL - 1)))
-    assert found == Answer(True, "small (1024.00 KiB): XLA's own, for scalars, norms and biases")
+    assert found == InPlan(True, "small (1024.00 KiB): XLA's own, for scalars, norms and biases")
     assert not answer([], row(collective("all-reduce", ("data",), SMALL))).planned
 
 
@@ -195,9 +195,9 @@ def ring(axis: str, size: int, steps: int) -> TaskTime:
 def test_a_ring_stands_for_what_it_makes():
     plan = [asks("all-gather", "fsdp", 8 * MIB)]
     found = answer(plan, ring("fsdp", 2 * MIB, 3))
-    assert found == Answer(True, "a step of the ring that makes the all-gather over fsdp")
+    assert found == InPlan(True, "a step of the ring that makes the all-gather over fsdp")
     more = answer(plan, ring("fsdp", 2 * MIB, 6))
-    assert more == Answer(False, "the plan has no ppermute over fsdp here")
+    assert more == InPlan(False, "the plan has no ppermute over fsdp here")
 
 
 def test_a_ring_over_two_axes_steps_along_one_at_a_time():
@@ -209,10 +209,10 @@ def test_a_ring_over_two_axes_steps_along_one_at_a_time():
 
 
 def test_bfloat16_is_float32_on_a_cpu():
-    one = Planned("all-gather", frozenset({"fsdp"}), 100, 1, "", "bfloat16")
+    one = Requested("all-gather", frozenset({"fsdp"}), 100, 1, "", "bfloat16")
     other = asks("all-gather", "fsdp", 100)
     assert in_float32([one, other]) == [
-        Planned("all-gather", frozenset({"fsdp"}), 200, 1, "", "float32"), other
+        Requested("all-gather", frozenset({"fsdp"}), 200, 1, "", "float32"), other
     ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import pytest
 from jaxpar.hlo.tasks import Collective, Loop, Place, Program, Task, Wait
 from jaxpar.rehearse.cost.cost import Cost, Costs, tasks
 from jaxpar.rehearse.report.drawing import node_at, timeline_of
-from jaxpar.rehearse.report.schema import Timeline, problems
+from jaxpar.rehearse.report.schema import TimelineColumns, problems
 from jaxpar.rehearse.timeline.player import Event
 from jaxpar.rehearse.timeline.timeline import replay
 
@@ -21,7 +21,7 @@ OUTER = Loop("while.1", 3, (GATHER, DOT, INNER, Wait("done", 0)), place=Place("l
 PROGRAM = Program("step", (DOT, OUTER, DOT))
 
 
-def drawn(program: Program, drawn_trips: int) -> Timeline:
+def drawn(program: Program, drawn_trips: int) -> TimelineColumns:
     """Every task a microsecond, the gather on a link."""
     lanes = {"ag": ("ici:x",)}
     costs = {path: Cost(1e-6, lanes.get(task.name, ("compute",)), "cycles") for path, task, _ in tasks(program.nodes)}
@@ -30,7 +30,7 @@ def drawn(program: Program, drawn_trips: int) -> Timeline:
 
 def test_columns_come_from_the_instructions():
     found = drawn(PROGRAM, 9)
-    assert list(problems(found, Timeline)) == []
+    assert list(problems(found, TimelineColumns)) == []
     assert found["lanes"] == ["compute", "ici:x"]
     at = found["names"].index("ag")
     columns = [found[key][at] for key in ("kinds", "scopes", "sources", "phases", "bytes")]

@@ -11,12 +11,13 @@ import pytest
 from rehearsed_mlp import BATCH, BYTES, MLP, SEQ, WIDTH, gathered, library, plain, tasks_of, turned
 
 from jaxpar.base.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxpar.base.sharding import Pipeline, Plan, ShardingRules, placements
+from jaxpar.base.plan import Pipeline, Plan
+from jaxpar.base.sharding import ShardingRules, placements
 from jaxpar.hlo.tasks import Place, Task
 from jaxpar.models import Model
 from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.collectives import collective_rows
-from jaxpar.rehearse.report.schema import CollectiveRow, Finding, problems
+from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding, problems
 from jaxpar.rehearse.timeline.timeline import TaskTime
 
 
@@ -25,13 +26,13 @@ def plan(plan_of: Callable[..., Plan]) -> Plan:
     return plan_of(data=2, fsdp=4)
 
 
-def assert_well_formed(found: list[Finding]) -> None:
+def assert_well_formed(found: list[LintFinding]) -> None:
     for finding in found:
         assert finding["rule"] in lint.RULES
-        assert list(problems(finding, Finding)) == []
+        assert list(problems(finding, LintFinding)) == []
 
 
-def is_in_the_mlp(finding: Finding) -> bool:
+def is_in_the_mlp(finding: LintFinding) -> bool:
     return (finding["scope"], finding["source"].partition(":")[0]) == ("block/mlp", "tests/rehearsed_mlp.py")
 
 
@@ -80,7 +81,7 @@ def test_the_logical_axes_of_mesh_axes(plan_of):
 MODEL = ModelConfig("gpt2", vocab_size=4096, layers=1, embed=256, heads=4, mlp=1024, max_seq_len=2048)
 
 
-def replicated(plan: Plan, model: ModelConfig = MODEL) -> list[Finding]:
+def replicated(plan: Plan, model: ModelConfig = MODEL) -> list[LintFinding]:
     subject = Model(model)
     found = lint.replicated_parameters(placements(subject.shapes(), subject.axes, plan), plan)
     assert_well_formed(found)
@@ -146,7 +147,7 @@ CONFIG = Config(
 )  # fmt: skip
 
 
-def activations(form: Callable[..., Any], plan: Plan) -> list[Finding]:
+def activations(form: Callable[..., Any], plan: Plan) -> list[LintFinding]:
     found = lint.replicated_activations(tasks_of(form, plan)[0], CONFIG, plan)
     assert_well_formed(found)
     return found
@@ -258,7 +259,7 @@ def test_stages_split_no_activation(plan_of):
 # Copies.
 
 
-def copies(form: Callable[..., Any], plan: Plan) -> list[Finding]:
+def copies(form: Callable[..., Any], plan: Plan) -> list[LintFinding]:
     tasks, _ = tasks_of(form, plan)
     found = lint.large_copies(tasks, sum(row.seconds for row in tasks), {MLP: "mlp", SEQ: "seq"})
     assert_well_formed(found)
@@ -268,7 +269,7 @@ def copies(form: Callable[..., Any], plan: Plan) -> list[Finding]:
 def test_a_transposed_copy_is_named_with_its_axes(plan):
     """How the copies are shared out among fusions differs between versions of XLA:CPU."""
 
-    def forward(form: Callable[..., Any]) -> list[Finding]:
+    def forward(form: Callable[..., Any]) -> list[LintFinding]:
         return [finding for finding in copies(form, plan) if "of the forward pass" in finding["message"]]
 
     found = forward(turned)

@@ -14,7 +14,7 @@ import pytest
 
 from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, TrainConfig, override
 from jaxpar.base.mesh import MeshSpec, devices_needed
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.hlo.parse import Module, parse
 from jaxpar.models import Model
 from jaxpar.rehearse.report.memory import account, saved_bytes

@@ -13,7 +13,7 @@ import pytest
 from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from jaxpar.base.jax_compat import compiler_said, kernel_too_large
 from jaxpar.base.mesh import MeshSpec, make_mesh
-from jaxpar.base.sharding import Overlap, Pipeline, Plan
+from jaxpar.base.plan import Overlap, Pipeline, Plan
 from jaxpar.rehearse.report.memory_advice import advice, needs_and_has, refusal
 
 pytestmark = pytest.mark.quick

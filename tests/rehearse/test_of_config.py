@@ -22,7 +22,7 @@ from jaxpar.rehearse import calibrate
 from jaxpar.rehearse import of_config as subject
 from jaxpar.rehearse.calibrate import Calibration, calibration_file, machine, save_calibration
 from jaxpar.rehearse.cost.speeds import Sample
-from jaxpar.rehearse.of_config import Compiled, compile_step, rehearse
+from jaxpar.rehearse.of_config import compile_step, rehearse
 from jaxpar.rehearse.report.schema import Rehearsal, problems
 from jaxpar.rehearse.targets import load_target
 
@@ -56,17 +56,18 @@ def calibrated(cache: Path) -> Calibration:
 
 
 @functools.cache
-def compiled(config: Config, target: str) -> Compiled:
+def compiled(config: Config, target: str) -> CompiledStep:
     return compile_step(config, load_target(target))
 
 
 def report_of(config: Config, target: str, monkeypatch: pytest.MonkeyPatch, **figures: Any) -> Rehearsal:
     """A report of a step that is compiled once; `figures` of the hardware replaced."""
     found = compiled(config, target)
-    hardware = dataclasses.replace(found.target.hardware, **figures)
-    found = found._replace(target=dataclasses.replace(found.target, hardware=hardware))
+    target_ = found.compiled.target
+    target_ = dataclasses.replace(target_, hardware=dataclasses.replace(target_.hardware, **figures))
+    found = found._replace(compiled=found.compiled._replace(target=target_))
     monkeypatch.setattr(subject, "compile_step", lambda *_: found)
-    return rehearse(config, found.target, "mini", "jaxpar rehearse mini", 2e9)
+    return rehearse(config, target_, "mini", "jaxpar rehearse mini", 2e9)
 
 
 # The report.
@@ -180,9 +181,9 @@ def test_a_machine_is_measured_once(cache, monkeypatch):
     found, said = compiled(CONFIG, "here"), list[str]()
     monkeypatch.setattr(calibrate, "calibrate", measure)
     monkeypatch.setattr(subject, "compile_step", lambda *_: found)
-    first = rehearse(CONFIG, found.target, say=said.append)
+    first = rehearse(CONFIG, found.compiled.target, say=said.append)
     assert calibration_file().exists()
-    second = rehearse(CONFIG, found.target, say=said.append)
+    second = rehearse(CONFIG, found.compiled.target, say=said.append)
     assert rounds == [1]
     assert [line for line in said if "calibration" in line] == [
         "no calibration of this machine yet: measuring it, about a minute"
@@ -260,7 +261,7 @@ def test_a_model_of_copies_that_cannot_fit_is_told_to_split_them(capsys):
 def test_no_copy_of_all_parameters_in_bfloat16_is_kept_on_a_tpu() -> None:
     """What a compiler option turns off: the loop over layers reading a bfloat16 copy of all of them, made before it."""
     config = traced_steps.config_of("llama", "full", compute="bfloat16", fsdp=4)
-    text = compile_step(config, load_target("v5e-4")).text
+    text = compile_step(config, load_target("v5e-4")).compiled.text
     shard = f"{config.model.layers},{config.model.embed // 4},{config.model.mlp}"  # of gate and up, on one device
     assert f"f32[{shard}]" in text
     assert f"bf16[{shard}]" not in text

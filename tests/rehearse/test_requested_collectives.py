@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.rehearse.report.collectives import scope_of
-from jaxpar.rehearse.requested_collectives import Planned, planned
+from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 
 WIDTH = 64
 ROW = 4 * WIDTH  # bytes of one row of float32
@@ -28,7 +28,7 @@ def plan(plan_of: Callable[..., Plan]) -> Plan:
     return plan_of(fsdp=4, tensor=2)
 
 
-def asked(plan: Plan, function: Any, *rows: int, said: list[str] | None = None) -> list[Planned]:
+def asked(plan: Plan, function: Any, *rows: int, said: list[str] | None = None) -> list[Requested]:
     """The collectives of `function`, mapped over the mesh, of local float32 arrays [rows, WIDTH]."""
 
     def mapped(*arrays: Any) -> Any:
@@ -39,10 +39,10 @@ def asked(plan: Plan, function: Any, *rows: int, said: list[str] | None = None) 
 
     shapes = [jax.ShapeDtypeStruct((count, WIDTH), jnp.float32) for count in rows]
     say = (lambda line: None) if said is None else said.append
-    return planned(jax.jit(mapped).trace(*shapes).jaxpr, plan.mesh, say)
+    return requested_collectives(jax.jit(mapped).trace(*shapes).jaxpr, plan.mesh, say)
 
 
-def counts(found: Sequence[Planned]) -> dict[tuple[str, int], int]:
+def counts(found: Sequence[Requested]) -> dict[tuple[str, int], int]:
     """Executions by kind and bytes."""
     total: defaultdict[tuple[str, int], int] = defaultdict(int)
     for one in found:
@@ -339,7 +339,9 @@ def test_arrays_are_those_of_a_device_in_a_map_inside_a_map(plan):
             check_vma=False,
         )(x)  # fmt: skip
 
-    found = planned(jax.jit(mapped).trace(jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)).jaxpr, plan.mesh)
+    found = requested_collectives(
+        jax.jit(mapped).trace(jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)).jaxpr, plan.mesh
+    )
     assert counts(found) == {("ppermute", 8 * ROW): 1, ("all-gather", 32 * ROW): 1, ("all-reduce", 32 * ROW): 1}
 
 

@@ -18,7 +18,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import CHIPS, load_mesh_preset
 from jaxpar.base.mesh import DcnSpec, MeshSpec, make_mesh
 from jaxpar.rehearse import targets
-from jaxpar.rehearse.targets import Position, check_mesh, compilers, load_target, places, target_devices
+from jaxpar.rehearse.targets import Position, check_mesh, compilers, load_target, places
 from jaxpar.train.step import make_plan
 
 # Names.
@@ -55,7 +55,7 @@ def test_names(name, platform, topology, slices, devices, vendor):
     target = load_target(name)
     assert target.name == name.lower()
     assert (target.platform, target.topology, target.slices) == (platform, topology, slices)
-    assert (target.devices, target.vendor_name) == (devices, vendor)
+    assert (target.device_count, target.vendor_name) == (devices, vendor)
     inside = math.prod(target.hardware.ici.shape) * target.hardware.devices_per_chip
     assert inside * target.slices == devices
     assert len(target.hardware.ici.wraps) == len(target.hardware.ici.shape)
@@ -130,9 +130,9 @@ def test_mistakes_name_what_exists(name, message):
 
 def test_here_is_the_devices_of_this_process():
     target = load_target("here")
-    assert (target.platform, target.devices, target.slices) == ("cpu", 8, 1)
+    assert (target.platform, target.device_count, target.slices) == ("cpu", 8, 1)
     assert target.hardware.chip == "simulated CPU device"
-    assert target_devices(target) == jax.devices()
+    assert target.devices() == jax.devices()
     assert places(jax.devices(), target) == tuple(Position(0, (index,)) for index in range(8))
 
 
@@ -157,7 +157,7 @@ def test_here_may_have_two_devices_a_chip(monkeypatch):
     devices = [fake("tpu", "TPU7x", id=i, coords=[x, y, z], core_on_chip=c) for i, (x, y, z, c) in enumerate(places_7x)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     target = load_target("here")
-    assert (target.hardware.chips, target.devices, target.topology) == (4, 8, "2x2x1")
+    assert (target.hardware.chips, target.device_count, target.topology) == (4, 8, "2x2x1")
     assert not any(target.hardware.ici.wraps)
 
 
@@ -195,7 +195,7 @@ def test_a_missing_compiler_is_named_with_its_install(installed, name, message, 
     monkeypatch.setattr(targets, "_version", lambda package: installed.get(package, ""))
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(UserError, match=message):
-        target_devices(load_target(name))
+        load_target(name).devices()
     assert "pip install" in compilers()["tpu"]
 
 
@@ -206,7 +206,7 @@ def test_a_compiler_that_does_not_start_is_an_error_of_one_line(monkeypatch):
     monkeypatch.setattr(targets, "_missing", lambda platform: "")
     monkeypatch.setattr(targets.topologies, "get_topology_desc", refuse)
     with pytest.raises(UserError, match=r"compiler for v5p-64 does not start \(INVALID_ARGUMENT: no such thing\)"):
-        target_devices(load_target("v5p-64"))
+        load_target("v5p-64").devices()
 
 
 # Real compilers.
@@ -230,11 +230,11 @@ GPU_SPECS = {
 def assert_places_fill_the_target(name: str, spec: MeshSpec) -> None:
     """A mesh over all devices, each in a seat of its own, and no seat empty."""
     target = load_target(name)
-    devices = target_devices(target)
+    devices = target.devices()
     assert devices[0].device_kind in target.hardware.device_kinds
     check_mesh(spec, target)
     seats = places(make_mesh(spec, devices).devices.flat, target)
-    assert len(set(seats)) == len(seats) == target.devices
+    assert len(set(seats)) == len(seats) == target.device_count
     assert {seat.slice for seat in seats} == set(range(target.slices))
     shape = target.hardware.ici.shape
     assert {len(seat.coords) for seat in seats} == {len(shape)}
@@ -258,14 +258,14 @@ def test_gpus_that_are_not_here(name):
 @needs_cuda
 def test_nodes_are_the_outer_blocks_of_a_mesh():
     target = load_target("h100x16")
-    mesh = make_mesh(MeshSpec(fsdp=8, dcn=DcnSpec(data=2)), target_devices(target))
+    mesh = make_mesh(MeshSpec(fsdp=8, dcn=DcnSpec(data=2)), target.devices())
     assert [seat.slice for seat in places(mesh.devices.flat, target)] == [0] * 8 + [1] * 8
 
 
 @needs_libtpu
 def test_tensor_parallelism_gets_a_ring_of_the_torus():
     target = load_target("v5p-64")
-    mesh = make_mesh(MeshSpec(fsdp=16, tensor=4), target_devices(target))
+    mesh = make_mesh(MeshSpec(fsdp=16, tensor=4), target.devices())
     seats = places(mesh.devices.flat, target)
     for start in range(0, 64, 4):
         along_x = [seat.coords for seat in seats[start : start + 4]]
@@ -276,14 +276,14 @@ def test_tensor_parallelism_gets_a_ring_of_the_torus():
 @needs_libtpu
 def test_a_mesh_axis_may_be_split_over_physical_ones_inside_slices():
     target = load_target("v5p-64x4")
-    mesh = make_mesh(MeshSpec(fsdp=8, tensor=8, dcn=DcnSpec(data=4)), target_devices(target))
+    mesh = make_mesh(MeshSpec(fsdp=8, tensor=8, dcn=DcnSpec(data=4)), target.devices())
     assert mesh.devices.shape == (1, 4, 8, 1, 1, 8)
 
 
 def assert_compiles(name: str, spec: MeshSpec) -> None:
     """A sharded gradient through the target's own compiler, to a scheduled program for it."""
     target = load_target(name)
-    mesh = make_mesh(spec, target_devices(target))
+    mesh = make_mesh(spec, target.devices())
 
     def array(rows: int, columns: int, *names) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16, sharding=NamedSharding(mesh, P(*names)))
@@ -316,7 +316,7 @@ def test_a_sharded_program_compiles_for_every_gpu(name):
 @needs_libtpu
 def test_the_environment_is_left_as_it_was():
     before = dict(os.environ)
-    target_devices(load_target("v5p-8"))
+    load_target("v5p-8").devices()
     changed = {key for key in before | dict(os.environ) if before.get(key) != os.environ.get(key)}
     assert changed <= {"TPU_LIBRARY_PATH"}  # which libtpu's own package sets
 
@@ -364,12 +364,12 @@ def test_a_mesh_that_does_not_fit(name, spec, message):
 )
 def test_a_mesh_that_fits(name, spec):
     check_mesh(spec, load_target(name))
-    assert load_target(name).devices % math.prod(vars(spec.dcn).values()) == 0
+    assert load_target(name).device_count % math.prod(vars(spec.dcn).values()) == 0
 
 
 @needs_libtpu
 def test_a_plan_is_made_on_a_target():
     config = load_config("llama3_8b")
     spec = load_mesh_preset("v5p_64")[0]
-    plan = make_plan(dataclasses.replace(config, mesh=spec), target_devices(load_target("v5p-64")))
+    plan = make_plan(dataclasses.replace(config, mesh=spec), load_target("v5p-64").devices())
     assert plan.mesh.size == 64

@@ -16,7 +16,8 @@ from traced_steps import config_of
 from jaxpar.base.config import Config, override
 from jaxpar.base.console import bytes_text
 from jaxpar.base.mesh import MESH_AXES, describe, devices_needed
-from jaxpar.base.sharding import Overlap, ShardingRules
+from jaxpar.base.plan import Overlap
+from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.plan.communication import Site, arrays, sites
 from jaxpar.show.figures import save_figure

@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from rich.console import Console
 
 from jaxpar.parallel.pipeline.schedules import Table, own_programs, schedule
-from jaxpar.parallel.pipeline.simulator import Times, compare, simulate
+from jaxpar.parallel.pipeline.simulator import Times, rank_schedules, simulate_schedule
 from jaxpar.show.figures import save_figure
 from jaxpar.show.schedule import comparison_table, schedule_figure, schedule_text, schedules_figure
 
@@ -38,7 +38,7 @@ def bars(axes) -> list[list[tuple[float, float, str]]]:
 @pytest.mark.parametrize("name", SOME)
 def test_every_action_is_a_bar_and_every_bar_a_number(name):
     table, times = SOME[name]
-    found = simulate(table, times)
+    found = simulate_schedule(table, times)
     gantt, _ = schedule_figure(table, times, "a schedule").axes
     rows, looks = bars(gantt), {}
     assert len(rows) == table.stages
@@ -64,7 +64,7 @@ def test_every_action_is_a_bar_and_every_bar_a_number(name):
 def test_the_curve_of_what_is_kept(name):
     """At the start of every action as many as the simulator says, at the end none."""
     table, times = SOME[name]
-    found = simulate(table, times)
+    found = simulate_schedule(table, times)
     _, axes = schedule_figure(table, times, "a schedule").axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         f"stage {s}: {kept}" for s, kept in enumerate(found.stash)
@@ -135,7 +135,7 @@ def test_every_tick_is_a_cell(name):
     table, times = SOME[name]
     *rows, said = schedule_text(table, 10_000, times).plain.splitlines()
     assert len(rows) == table.stages
-    found = simulate(table, times)
+    found = simulate_schedule(table, times)
     for s, line in enumerate(rows):
         assert line.startswith(f"stage {s} ")
         assert line.endswith(f" keeps {found.stash[s]}")
@@ -177,7 +177,7 @@ def test_a_terminal_gets_colours_and_a_pipe_does_not():
 
 def test_the_comparison_as_a_table():
     out = Console(file=StringIO(), width=120)
-    out.print(comparison_table(compare(4, 8, 2)))
+    out.print(comparison_table(rank_schedules(4, 8, 2)))
     lines = [re.split(r"\s{2,}", line.strip()) for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert lines[0] == ["schedule", "runs as", "ticks", "time", "bubble", "inputs kept", "sent"]
     assert lines[2] == ["1f1b", "one program", "22", "33", "27.3 %", "7", "48"]

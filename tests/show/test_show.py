@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from jaxpar.base.config import Config, load_config
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import DcnSpec, MeshSpec
-from jaxpar.base.sharding import Pipeline
+from jaxpar.base.plan import Pipeline
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.schedules import Action, schedule
 from jaxpar.show.figures import save_figure

@@ -14,7 +14,8 @@ import pytest
 
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Plan, replicated
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import replicated
 from jaxpar.train.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.quick

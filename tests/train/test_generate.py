@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.train.generate import greedy
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxpar.parallel.linear
 from jaxpar.base.config import Config, ModelConfig, PrecisionConfig, TrainConfig, override, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, describe, devices_needed
@@ -26,7 +25,7 @@ from jaxpar.hlo.tasks import walk
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.rehearse.report.collectives import axes_of
-from jaxpar.rehearse.requested_collectives import planned
+from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.train.optimizer import decay_mask
 from jaxpar.train.step import (
     batch_rows,
@@ -142,7 +141,7 @@ def test_zero1_scatters_gradients_and_gathers_parameters_once() -> None:
     plan, model = make_plan(config, jax.devices()), Model(config.model)
     traced = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
     sent = Counter[str]()
-    for found in planned(traced.jaxpr, plan.mesh):
+    for found in requested_collectives(traced.jaxpr, plan.mesh):
         assert found.axes == {"data"}
         sent[found.kind] += found.bytes * found.count
     # Whole arrays in float32: every parameter is gathered after its update; the norms' gradients are left to XLA.
@@ -398,14 +397,14 @@ def test_what_the_plan_changes_is_said() -> None:
 def test_why_no_kernel_serves_is_said(
     changes: dict[str, Any], why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jaxpar.parallel.linear, "_platform", lambda plan: "tpu")
+    monkeypatch.setattr("jaxpar.parallel._attention.platform_of", lambda plan: "tpu")
     config = config_of("gpt2", **{"mesh.data": 8}, **changes)
     found = [note for note in plan_notes(config, make_plan(config, jax.devices())) if note.startswith("attention by")]
     assert found == ([f"attention by plain XLA, in tiles, and no kernel ({why})"] if why else [])
 
 
 def test_why_no_kernel_serves_parts_of_a_sequence_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxpar.parallel.linear, "_platform", lambda plan: "tpu")
+    monkeypatch.setattr("jaxpar.parallel._attention.platform_of", lambda plan: "tpu")
     config = config_of("gpt2", **{"mesh.context": 8, "model.head_dim": 320})
     plan = make_plan(config, jax.devices())
     why = "pallas_tpu: head_dim 320 is more than 256"

@@ -16,7 +16,7 @@ import pytest
 from traced_steps import config_of, staged
 
 from jaxpar.base.config import CheckpointConfig, Config, TrainConfig, override
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device, on_host

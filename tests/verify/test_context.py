@@ -17,7 +17,7 @@ from jaxpar.models import Model
 from jaxpar.models import model as model_module
 from jaxpar.parallel import context
 from jaxpar.parallel import token_order as batches
-from jaxpar.parallel.zigzag import Work
+from jaxpar.parallel.zigzag import ContextTask
 from jaxpar.verify import of_config as verify
 from jaxpar.verify.losses_and_gradients import parameter_order
 from jaxpar.verify.report import verdict
@@ -75,9 +75,9 @@ def test_positions_that_stay_behind_are_caught(monkeypatch: pytest.MonkeyPatch) 
     """Tokens are put in zigzag order, and are rotated as if each stood where it is put."""
     own = batches.in_order
 
-    def left_behind(batch: Any, plan: Any) -> Any:
+    def left_behind(batch: Any, plan: Any, *strategy: Any) -> Any:
         positions = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)
-        return own(batch, plan) | {"positions": positions}
+        return own(batch, plan, *strategy) | {"positions": positions}
 
     failed, wrong, names = failed_with(monkeypatch, model_module, "in_order", left_behind)
     assert not failed.loss_ok
@@ -91,8 +91,8 @@ def test_a_mask_that_is_off_by_one_at_a_border_is_caught(monkeypatch: pytest.Mon
         mask, call = own(self, q_chunk, k_chunk, C)
         return mask & Causal(), call._replace(q_start=C - 2)
 
-    own = Work.pair
-    failed, wrong, names = failed_with(monkeypatch, Work, "pair", late)
+    own = ContextTask.pair
+    failed, wrong, names = failed_with(monkeypatch, ContextTask, "pair", late)
     assert not failed.loss_ok
     assert wrong == names
 
@@ -117,7 +117,7 @@ def test_merging_without_the_maximum_is_caught(monkeypatch: pytest.MonkeyPatch) 
 
 def test_gradients_of_keys_that_are_sent_the_wrong_way_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is right, and so is what lies nearer to it than the keys and values of the last layer."""
-    own, (forward, backward) = Work.hop, context._STRATEGIES["ring"]
+    own, (forward, backward) = ContextTask.hop, context._STRATEGIES["ring"]
 
     def wrong_way(*args: Any) -> Any:
         sent: list[Any] = []
@@ -130,7 +130,7 @@ def test_gradients_of_keys_that_are_sent_the_wrong_way_are_caught(monkeypatch: p
             return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, there), tree)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Work, "hop", hop)
+            patch.setattr(ContextTask, "hop", hop)
             sums = backward(*args)
         assert len(sent) == 2 * 3
         return sums

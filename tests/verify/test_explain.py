@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.train import step
 from jaxpar.verify import explain as evidence
-from jaxpar.verify.explain import Wrong, copies_by_axis, nearest_to_loss
+from jaxpar.verify.copies import copies_by_axis
+from jaxpar.verify.explain import Wrong, nearest_to_loss
 from jaxpar.verify.losses_and_gradients import Case, one_device, random_batch, random_params
 from jaxpar.verify.mistakes import Finding
 from jaxpar.verify.shrink import shrink
@@ -68,7 +69,7 @@ def test_copies_are_told_apart_by_mesh_axis(plan_of: Callable[..., Plan]) -> Non
 
     x = jnp.arange(4.0)
     wrong = jax.jit(jax.shard_map(local, mesh=plan.mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))(x)
-    copies = copies_by_axis(wrong, plan)
+    copies = copies_by_axis(wrong, plan.mesh)
     assert set(copies) == {"data", "tensor"}
     np.testing.assert_array_equal(copies["data"], [x, x + 10])
     np.testing.assert_array_equal(copies["tensor"], [x, x + 100])

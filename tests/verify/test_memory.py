@@ -141,12 +141,12 @@ def test_the_table_of_memory(name: str, capsys: pytest.CaptureFixture[str]) -> N
     for changes in kept:
         case = case_of(base | changes, mesh)
         got = under_plan(case, "float32", exact=True)
-        check, off = verify.compare("float32", case, got, want), largest_difference(got, whole)
+        check, off = verify.compare_answers("float32", case, got, want), largest_difference(got, whole)
         worst = max(row.error for row in check.rows)
         row = [name, words(changes), f"{worst:.1e}", "to the bit" if off == 0 else f"{off:.0e}"]
         with capsys.disabled():
             print(f"\n| {' | '.join(row)} |", end="")
-        assert check.ok, verify.compare("float32", case, got, want).first
+        assert check.ok, verify.compare_answers("float32", case, got, want).first
         assert off <= AGAIN
         if "offload" in changes.values():
             on_device = case_of(base | saved(changes), mesh)
@@ -165,7 +165,7 @@ def test_there_are_many_plans_and_no_two_alike() -> None:
 def test_what_is_kept_changes_no_gradient(name: str, changes: Changes) -> None:
     base, mesh, _ = TABLES[name]
     case = case_of(base | changes, mesh)
-    check = verify.compare("float32", case, under_plan(case, "float32", exact=True), reference(case))
+    check = verify.compare_answers("float32", case, under_plan(case, "float32", exact=True), reference(case))
     assert check.ok, check.first
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpar.verify.mistakes import KINDS, Evidence, Part, diagnose
+from jaxpar.verify.mistakes import KINDS, Contribution, Evidence, diagnose
 
 pytestmark = pytest.mark.quick
 
@@ -88,8 +88,8 @@ def test_exchanged_dims_are_recognised() -> None:
 
 def test_one_contribution_twice_alone_or_left_out() -> None:
     shards, batches = split_in(4), split_in(3)
-    parts = [Part(f"shard {i} of fsdp", "sum", value) for i, value in enumerate(shards)]
-    parts += [Part(f"microbatch {i}", "microbatch", value) for i, value in enumerate(batches)]
+    parts = [Contribution(f"shard {i} of fsdp", "sum", value) for i, value in enumerate(shards)]
+    parts += [Contribution(f"microbatch {i}", "microbatch", value) for i, value in enumerate(batches)]
     assert found(shards[2], parts=parts) == ("sum missing", "the contribution of shard 2 of fsdp alone")
     assert found(WANT - shards[1], parts=parts) == ("sum missing", "the reference without shard 1 of fsdp")
     assert found(WANT + shards[0], parts=parts) == ("sum doubled", "the reference with shard 0 of fsdp counted twice")
@@ -109,7 +109,7 @@ def test_copies_that_add_up_tell_of_a_missing_sum() -> None:
 def test_another_computation_is_recognised() -> None:
     other = drawn(2, *WANT.shape)
     altered = {("mask", "a token sees the one after it"): other, ("documents", "documents mix"): -other}
-    assert found(other, altered=altered) == ("mask", "what a model gives in which a token sees the one after it")
+    assert found(other, altered=altered) == ("mask", "what the reference gives where a token sees the one after it")
 
 
 def test_errors_without_structure_are_rounding_and_larger_ones_unknown() -> None:

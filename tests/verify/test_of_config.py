@@ -11,7 +11,6 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,17 +23,18 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh, total_sizes
-from jaxpar.base.sharding import Overlap, Plan, path_name
+from jaxpar.base.plan import Overlap, Plan
+from jaxpar.base.sharding import path_name
 from jaxpar.cli.main import main
-from jaxpar.models import FAMILIES, Model
+from jaxpar.models import Model
 from jaxpar.parallel import experts
 from jaxpar.parallel.collectives import turn_after, waits
 from jaxpar.parallel.cross_entropy import LossSums
-from jaxpar.parallel.linear import attention_choice
+from jaxpar.parallel.ops import Ops, choose_attention
 from jaxpar.train import step
 from jaxpar.verify import of_config as verify
-from jaxpar.verify import reference_ops as plain
-from jaxpar.verify.losses_and_gradients import PLAIN, Answer, Case, parameter_order, random_batch, random_params
+from jaxpar.verify.losses_and_gradients import Answer, Case, parameter_order, random_batch, random_params
+from jaxpar.verify.reference_ops import ReferenceOps
 from jaxpar.verify.report import as_json, verdict
 
 
@@ -52,8 +52,8 @@ def one_reference_each() -> Iterator[None]:
     """One device does not know which mesh or fault it is compared with: its program is compiled once per model."""
     compiled: dict[str, Any] = {}
 
-    def shared(case: Case, precision: str, exact: bool, ops: Any = PLAIN) -> Any:
-        key = repr((case.config.model, precision, exact, ops is PLAIN, FAMILIES["llama"].attention))
+    def shared(case: Case, precision: str, exact: bool, ops: Any = ReferenceOps) -> Any:
+        key = repr((case.config.model, precision, exact, repr(ops), repr(Ops.attention)))
         if key not in compiled:
             compiled[key] = own(case, precision, exact, ops)
         return compiled[key]
@@ -257,11 +257,11 @@ def verified(fault: str) -> verify.Verification:
     accumulation = 3 if fault == "microbatch twice" else 1
     config = config_of((2, 4, 1) if by_hand else (2, 2, 2), "llama", False, False, accumulation)
     config = override(config, {"model.scan_layers": False})  # two blocks compile faster than a loop
-    own = FAMILIES["llama"].attention
+    own = Ops.attention
     with pytest.MonkeyPatch.context() as patch:
         if fault == "mask":
-            off = partial(plain.attention, offset=1)
-            patch.setattr(FAMILIES["llama"], "attention", lambda *x: (off if x[3].mesh.size > 1 else own)(*x))
+            off = lambda ops, *x: ReferenceOps(ops.plan, offset=1).attention(*x)  # noqa: E731
+            patch.setattr(Ops, "attention", lambda ops, *x: (off if ops.plan.mesh.size > 1 else own)(ops, *x))
         return verify.verify(config, jax.devices(), gradients.get(fault))
 
 
@@ -271,7 +271,7 @@ FAULTS = [
     ("doubled psum", ["blocks.attention_norm.scale"], "sum doubled", "4 times the reference, the size of fsdp"),
     ("permutation", ["blocks.down"], "permuted", "4 blocks along dim 2 (fsdp) in the order [3, 0, 1, 2]"),
     ("microbatch twice", [], "microbatch", "the reference with microbatch 1 counted twice"),
-    ("mask", [], "mask", "what a model gives in which a token sees the one after it"),
+    ("mask", [], "mask", "what the reference gives where a token sees the one after it"),
     ("scaled", ["blocks.up"], "scaled", "3/4 times the reference (in layer 1 only)"),
 ]
 
@@ -401,12 +401,12 @@ def test_a_doubled_psum_in_one_use_of_a_tied_table_is_seen(monkeypatch: pytest.M
 
 def test_a_fault_of_an_op_is_told_from_one_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention hands back half a gradient on any number of devices; the reference has ops of its own."""
-    own = FAMILIES["llama"].attention
+    own = Ops.attention
 
-    def halved(q: jax.Array, *rest: Any) -> jax.Array:
-        return own((q + jax.lax.stop_gradient(q)) / 2, *rest)
+    def halved(ops: Ops, q: jax.Array, *rest: Any) -> jax.Array:
+        return own(ops, (q + jax.lax.stop_gradient(q)) / 2, *rest)
 
-    monkeypatch.setattr(FAMILIES["llama"], "attention", halved)
+    monkeypatch.setattr(Ops, "attention", halved)
     found = verify.verify(config_of((1, 1, 1), "llama", False, False, 1), jax.devices()[:1])
     failed = found.failed
     assert failed is not None
@@ -440,9 +440,9 @@ def equal() -> tuple[Case, Answer]:
 def test_one_wrong_copy_is_enough() -> None:
     case, want = equal()
     grads = {name: np.concatenate([grad, grad]) for name, grad in want.grads.items()}
-    assert verify.compare("float32", case, Answer(want.sums, grads, {}), want).ok
+    assert verify.compare_answers("float32", case, Answer(want.sums, grads, {}), want).ok
     grads["blocks.up"][1] *= 1.001
-    check = verify.compare("float32", case, Answer(want.sums, grads, {}), want)
+    check = verify.compare_answers("float32", case, Answer(want.sums, grads, {}), want)
     assert [row.name for row in check.rows if not row.ok] == ["blocks.up"]
     assert check.first is not None
     assert check.first.error == pytest.approx(1e-3, rel=1e-2)
@@ -462,7 +462,7 @@ def test_the_librarys_ops_on_one_device_say_what_rounding_does_to_a_gradient_of_
 
     def wrong(got: float, ops: float | None) -> list[str]:
         given = None if ops is None else off(ops)
-        check = verify.compare("bfloat16", case, off(got), want, want, given)
+        check = verify.compare_answers("bfloat16", case, off(got), want, want, given)
         return [row.name for row in check.rows if not row.ok]
 
     assert wrong(0.03, None) == ["blocks.down"]
@@ -497,7 +497,7 @@ def test_the_key_bias_of_a_pure_pipeline_is_no_false_alarm_and_a_planted_error_o
 def test_loss_and_token_count_are_compared() -> None:
     case, want = equal()
     for sums in (want.sums._replace(loss=want.sums.loss * 1.0001), want.sums._replace(tokens=2.0)):
-        check = verify.compare("float32", case, Answer(sums, want.grads, {}), want)
+        check = verify.compare_answers("float32", case, Answer(sums, want.grads, {}), want)
         assert not check.loss_ok
         assert not check.ok
         assert check.first is None
@@ -508,7 +508,7 @@ def test_nan_is_a_difference_and_json_can_say_so() -> None:
     case, want = equal()
     grads = {name: grad.copy() for name, grad in want.grads.items()}
     grads["blocks.down"][0, 0, 0, 0] = np.nan
-    check = verify.compare("float32", case, Answer(want.sums, grads, {}), want)
+    check = verify.compare_answers("float32", case, Answer(want.sums, grads, {}), want)
     found = verify.Verification(verify.Setup(case.config, MeshSpec(), case.devices, ()), (check,), 1.0)
     said = json.loads(json.dumps(as_json(found), allow_nan=False))
     assert not said["equal"]
@@ -523,7 +523,7 @@ def test_a_zero_gradient_is_measured_against_the_floor() -> None:
     zero = {name: np.zeros_like(grad) if name == "blocks.k_bias" else grad for name, grad in want.grads.items()}
     rms = math.sqrt(np.mean(np.square(np.concatenate([grad.ravel() for grad in zero.values()]))))
     noise = zero | {"blocks.k_bias": zero["blocks.k_bias"] + np.float32(1e-7 * rms)}
-    check = verify.compare("float32", case, Answer(want.sums, noise, {}), want._replace(grads=zero))
+    check = verify.compare_answers("float32", case, Answer(want.sums, noise, {}), want._replace(grads=zero))
     assert check.ok
     (row,) = [row for row in check.rows if row.name == "blocks.k_bias"]
     assert row.error == pytest.approx(1e-6, rel=1e-2)
@@ -605,7 +605,7 @@ def test_the_small_model_has_the_attention_of_the_whole(changes: dict[str, Any],
 
 @pytest.mark.quick
 def test_a_kernel_of_the_platform_gets_a_model_that_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "attention_choice", lambda *asked: attention_choice(*asked[:-1], "tpu"))
+    monkeypatch.setattr(verify, "choose_attention", lambda *asked: choose_attention(*asked[:-1], "tpu"))
     setup = verify.prepare(override(Config(), {"data.seq_len": 1024, "model.embed": 512}), jax.devices()[:1])
     assert (setup.config.data.seq_len, setup.config.model.head_dim) == (128, 128)
 
@@ -617,7 +617,7 @@ def test_a_kernel_of_the_platform_gets_a_model_that_it_can_serve(monkeypatch: py
 def test_the_command_says_equal_and_exits_0(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = verify.Row("blocks.q", (2, 3), 0.0, 1e-5)
+    row = verify.GradientRow("blocks.q", (2, 3), 0.0, 1e-5)
     check = verify.Check("float32", 1.0, 1.0, 0.0, 1e-6, True, (row,))
     monkeypatch.setattr(verify, "run", lambda setup, *_: verify.Verification(setup, (check,), 1.0))
     assert main("verify llama3_8b --on v5p_64 --json".split()) == 0  # noqa: SIM905

@@ -20,7 +20,7 @@ from verified_tables import print_table
 from jaxpar.base.config import Config, override
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline import executor
-from jaxpar.parallel.pipeline.program import Program, Rows
+from jaxpar.parallel.pipeline.program import Rows, TickProgram
 from jaxpar.verify import of_config as verify
 from jaxpar.verify.losses_and_gradients import parameter_order
 from jaxpar.verify.report import verdict
@@ -193,11 +193,11 @@ def failed_with(monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: An
     return failed, wrong, parameter_order(Model(config_of(*FAULTY).model))
 
 
-def rewritten(change: Callable[[str, Rows], Rows]) -> Callable[..., Program]:
+def rewritten(change: Callable[[str, Rows], Rows]) -> Callable[..., TickProgram]:
     """`program` with its rows changed: `change(kind, rows)`."""
     own = executor.program
 
-    def program(*args: Any, **kwargs: Any) -> Program:
+    def program(*args: Any, **kwargs: Any) -> TickProgram:
         found = own(*args, **kwargs)
         segments = tuple(
             segment._replace(ticks={kind: change(kind, rows) for kind, rows in segment.ticks.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -11,12 +12,12 @@ import pytest
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.models import FAMILIES, Model
+from jaxpar.parallel import Ops
 from jaxpar.train import step
-from jaxpar.verify import losses_and_gradients as answers
-from jaxpar.verify import reference_ops as plain
-from jaxpar.verify.losses_and_gradients import PLAIN, Case, one_device, random_batch, random_params
+from jaxpar.verify.losses_and_gradients import Case, one_device, random_batch, random_params
+from jaxpar.verify.reference_ops import ReferenceOps
 from jaxpar.verify.shrink import shrink
 
 pytestmark = pytest.mark.quick
@@ -33,10 +34,10 @@ def drawn(*shape: int) -> jax.Array:
 
 def test_linears_contract_and_add_their_bias(plan: Plan) -> None:
     x, q, up, bias = drawn(2, 3, 4), drawn(4, 5, 6), drawn(4, 7), drawn(5, 6)
-    ys = plain.column_linear(x, (q, up), None, plan, (bias, None))
+    ys = ReferenceOps(plan).column_linear(x, (q, up), None, (bias, None))
     np.testing.assert_allclose(ys[0], np.einsum("bsd,dhk->bshk", x, q) + bias, rtol=1e-5)
     np.testing.assert_allclose(ys[1], np.einsum("bsd,df->bsf", x, up), rtol=1e-5)
-    y = plain.row_linear(ys[0], drawn(5, 6, 4), None, plan, drawn(4))
+    y = ReferenceOps(plan).row_linear(ys[0], drawn(5, 6, 4), None, drawn(4))
     np.testing.assert_allclose(y, np.einsum("bshk,hkd->bsd", ys[0], drawn(5, 6, 4)) + drawn(4), rtol=1e-4)
 
 
@@ -44,7 +45,7 @@ def test_linears_contract_and_add_their_bias(plan: Plan) -> None:
 def test_attention_by_loops(plan: Plan, packed: bool) -> None:
     q, k, v = drawn(2, 5, 4, 3), 2 * drawn(2, 5, 2, 3), drawn(2, 5, 2, 3) + 1
     segments = np.asarray([[0, 0, 0, 0, 0], [0, 0, 1, 1, 2]]) if packed else np.zeros((2, 5), int)
-    out = plain.attention(q, k, v, plan, jnp.asarray(segments) if packed else None)
+    out = ReferenceOps(plan).attention(q, k, v, jnp.asarray(segments) if packed else None)
     for b, t, h in np.ndindex(2, 5, 4):
         seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
         scores = np.asarray([np.dot(q[b, t, h], k[b, s, h // 2]) for s in seen]) / np.sqrt(3)
@@ -54,17 +55,17 @@ def test_attention_by_loops(plan: Plan, packed: bool) -> None:
 
 def test_a_shifted_mask_is_another(plan: Plan) -> None:
     q, k, v = drawn(2, 5, 2, 3), drawn(2, 5, 2, 3), drawn(2, 5, 2, 3)
-    later = plain.attention(q, k, v, plan, offset=1)
-    np.testing.assert_allclose(later[:, -1], plain.attention(q, k, v, plan)[:, -1], rtol=1e-6)
+    later = ReferenceOps(plan, offset=1).attention(q, k, v)
+    np.testing.assert_allclose(later[:, -1], ReferenceOps(plan).attention(q, k, v)[:, -1], rtol=1e-6)
     assert np.max(np.abs(later[:, 0] - v[:, 0])) > 0.1
-    np.testing.assert_allclose(plain.attention(q, k, v, plan, offset=-1)[:, 1], v[:, 0], rtol=1e-6)
-    np.testing.assert_allclose(plain.attention(q, k, v, plan, offset=-1)[:, 0], v.mean(axis=1), rtol=1e-5)
-    np.testing.assert_array_equal(plain.attention(q, k, v, plan, offset=-1, blind="zero")[:, 0], 0)
+    np.testing.assert_allclose(ReferenceOps(plan, offset=-1).attention(q, k, v)[:, 1], v[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(ReferenceOps(plan, offset=-1).attention(q, k, v)[:, 0], v.mean(axis=1), rtol=1e-5)
+    np.testing.assert_array_equal(ReferenceOps(plan, offset=-1, blind="zero").attention(q, k, v)[:, 0], 0)
 
 
 def test_loss_by_loops(plan: Plan) -> None:
     x, head, labels = drawn(2, 3, 4), drawn(8, 4), np.asarray([[0, 5, -1], [2, -1, 1]])
-    sums = plain.linear_cross_entropy(x, head, jnp.asarray(labels), 6, plan, z_loss=0.1)
+    sums = ReferenceOps(plan).linear_cross_entropy(x, head, jnp.asarray(labels), 6, z_loss=0.1)
     nll = squares = 0.0
     for b, s in np.argwhere(labels >= 0):
         scores = np.asarray(head[:6]) @ np.asarray(x[b, s])
@@ -95,13 +96,20 @@ def case_of(family: str) -> Case:
 def test_the_reference_holds_no_derivative_written_by_hand(family: str, plan: Plan) -> None:
     case = case_of(family)
 
-    def of_loss() -> set[str]:
-        traced = jax.make_jaxpr(lambda params, batch: case.model.loss(params, batch, plan).loss)
+    def of_loss(model: Model) -> set[str]:
+        traced = jax.make_jaxpr(lambda params, batch: model.loss(params, batch, plan).loss)
         return primitives(traced(case.params, case.batch).jaxpr)
 
-    with answers._ops_replaced(family, PLAIN):
-        assert not [name for name in of_loss() if "custom_vjp" in name]
-    assert [name for name in of_loss() if "custom_vjp" in name], "the library's own ops are not back"
+    assert not [name for name in of_loss(Model(case.model.config, ReferenceOps)) if "custom_vjp" in name]
+    assert [name for name in of_loss(case.model) if "custom_vjp" in name]
+
+
+def test_the_reference_has_the_signatures_of_what_it_stands_for() -> None:
+    ours = {name: op for name, op in vars(Ops).items() if not name.startswith("_")}
+    for name, op in ours.items():
+        assert (
+            inspect.signature(getattr(ReferenceOps, name)).parameters.keys() == inspect.signature(op).parameters.keys()
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,7 +16,7 @@ from jaxpar.cli import train as train_module
 from jaxpar.cli.main import main
 from jaxpar.verify import remember as verified
 from jaxpar.verify.mistakes import Finding
-from jaxpar.verify.of_config import Check, Row, Setup, Verification
+from jaxpar.verify.of_config import Check, GradientRow, Setup, Verification
 
 pytestmark = pytest.mark.quick
 
@@ -32,7 +32,7 @@ class Runs:
     def __call__(self, setup: Setup) -> Verification:
         self.setups.append(setup)
         finding = None if self.equal else Finding("sign", "minus the reference", 0.0)
-        row = Row("blocks.q", (2, 3), 0.0 if self.equal else 2.0, 1e-5, finding)
+        row = GradientRow("blocks.q", (2, 3), 0.0 if self.equal else 2.0, 1e-5, finding)
         return Verification(setup, (Check("float32", 1.0, 1.0, 0.0, 1e-6, True, (row,), "blocks.q of layer 1"),), 12.3)
 
 

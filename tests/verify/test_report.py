@@ -12,18 +12,18 @@ import pytest
 from jaxpar.base.config import Config
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.verify.mistakes import Finding
-from jaxpar.verify.of_config import Check, Row, Setup, Verification
+from jaxpar.verify.of_config import Check, GradientRow, Setup, Verification
 from jaxpar.verify.report import as_json, table, verdict
 
 pytestmark = pytest.mark.quick
 
 SETUP = Setup(Config(mesh=MeshSpec(data=2)), MeshSpec(data=-1), jax.devices()[:2], ("a note",))
-RIGHT = Row("embed.tokens", (4, 3), 1e-7, 1e-5)
-SIGN = Row("blocks.up", (2, 3, 4), 2.0, 1e-5, Finding("sign", "minus the reference", 1e-7))
-TWICE = Row("head.table", (4, 3), 1.0, 1e-5, Finding("sum doubled", "2 times the reference", 1e-7))
+RIGHT = GradientRow("embed.tokens", (4, 3), 1e-7, 1e-5)
+SIGN = GradientRow("blocks.up", (2, 3, 4), 2.0, 1e-5, Finding("sign", "minus the reference", 1e-7))
+TWICE = GradientRow("head.table", (4, 3), 1.0, 1e-5, Finding("sum doubled", "2 times the reference", 1e-7))
 
 
-def found(*rows: Row, loss_error: float = 0.0, origin: str = "", alone: bool = False) -> Verification:
+def found(*rows: GradientRow, loss_error: float = 0.0, origin: str = "", alone: bool = False) -> Verification:
     check = Check("float32", 10.0, 10.0, loss_error, 1e-6, True, rows, origin, alone)
     return Verification(SETUP, (check,), 12.3)
 

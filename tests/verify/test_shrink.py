@@ -11,7 +11,7 @@ from jaxpar.base.config import Config, load_config, override, presets
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.mesh import DcnSpec, MeshSpec, devices_needed
-from jaxpar.base.sharding import Context
+from jaxpar.base.plan import Context
 from jaxpar.verify.shrink import (
     LEAST,
     Least,

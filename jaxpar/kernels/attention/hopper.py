@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.base.jax_compat import cuda_version
 from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Unserved
-from jaxpar.kernels.attention.hopper_block import LOG2E, ROWS, Block, Job, Visit, job_of, launch, over
+from jaxpar.kernels.attention.hopper_block import LOG2E, ROWS, Job, KernelBlock, Visit, job_of, launch, over
 from jaxpar.kernels.masks import Mask
 
 MOST_HEAD_DIM = 256
@@ -110,7 +110,7 @@ def _like(x: Array, dtype: Any) -> jax.ShapeDtypeStruct:
 # what is subtracted from them, and `lse` in the backward are times log2(e).
 
 
-def _forward(block: Block, q: Any, k: Any, v: Any) -> list[Array]:
+def _forward(block: KernelBlock, q: Any, k: Any, v: Any) -> list[Array]:
     def step(visit: Visit, carry: Any) -> Any:
         sums, most, total = carry
         visit.wait(0)
@@ -128,7 +128,7 @@ def _forward(block: Block, q: Any, k: Any, v: Any) -> list[Array]:
     return [sums * over(1 / divisor, sums), jnp.where(total == 0, MASKED, most * _LN2 + jnp.log(divisor))]
 
 
-def _dq(block: Block, q: Any, dout: Any, lse: Any, delta: Any, k: Any, v: Any) -> list[Array]:
+def _dq(block: KernelBlock, q: Any, dout: Any, lse: Any, delta: Any, k: Any, v: Any) -> list[Array]:
     lse_R, delta_R = lse[...], delta[...]
 
     def step(visit: Visit, dq: Array) -> Array:
@@ -143,7 +143,7 @@ def _dq(block: Block, q: Any, dout: Any, lse: Any, delta: Any, k: Any, v: Any) -
     return [block.walk(step, _zeros(block)) * block.job.scale]
 
 
-def _dk_dv(block: Block, k: Any, v: Any, q: Any, lse: Any, dout: Any, delta: Any) -> list[Array]:
+def _dk_dv(block: KernelBlock, k: Any, v: Any, q: Any, lse: Any, dout: Any, delta: Any) -> list[Array]:
     def step(visit: Visit, carry: Any) -> Any:
         weights, slope = _of_keys(visit, k, q, lse)
         dk, dv = carry
@@ -154,14 +154,14 @@ def _dk_dv(block: Block, k: Any, v: Any, q: Any, lse: Any, dout: Any, delta: Any
     return [dk * block.job.scale, dv]
 
 
-def _dk(block: Block, k: Any, v: Any, q: Any, lse: Any, dout: Any, delta: Any) -> list[Array]:
+def _dk(block: KernelBlock, k: Any, v: Any, q: Any, lse: Any, dout: Any, delta: Any) -> list[Array]:
     def step(visit: Visit, dk: Array) -> Array:
         return _onto_dk(visit, dk, *_of_keys(visit, k, q, lse), v, q, dout, delta)
 
     return [block.walk(step, _zeros(block)) * block.job.scale]
 
 
-def _dv(block: Block, k: Any, q: Any, lse: Any, dout: Any) -> list[Array]:
+def _dv(block: KernelBlock, k: Any, q: Any, lse: Any, dout: Any) -> list[Array]:
     def step(visit: Visit, dv: Array) -> Array:
         weights, _ = _of_keys(visit, k, q, lse)
         return block.product(weights.astype(dout.dtype), dout.at[visit.slot], onto=dv)
@@ -186,7 +186,7 @@ def _onto_dk(
     return visit.block.product(dscores.astype(q.dtype), q.at[visit.slot], onto=dk)
 
 
-def _zeros(block: Block) -> Array:
+def _zeros(block: KernelBlock) -> Array:
     return jnp.zeros((ROWS, block.job.h), jnp.float32)
 
 

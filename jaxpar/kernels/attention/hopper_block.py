@@ -220,7 +220,7 @@ def _block(
     head, tile, b, me = (lax.axis_index(name) for name in _AXES)
     if not job.of_keys:  # The last queries, which see most under causal masks, go first: no long block is left alone.
         tile = job.shape[0] - 1 - tile
-    block = Block(job, bits, guide, head, tile, b, me, own, slots, arrived, done)
+    block = KernelBlock(job, bits, guide, head, tile, b, me, own, slots, arrived, done)
 
     @pl.when(me < job.strips)
     def compute() -> None:
@@ -247,7 +247,7 @@ def _take_registers(job: Job, count: int, action: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Block:
+class KernelBlock:
     """A block at work, as one of its warpgroups sees it.
 
     Attributes:
@@ -330,7 +330,7 @@ class Block:
 class Visit(NamedTuple):
     """A tile of the ring that a warpgroup is at; `entry` is that of the list, None where nothing is masked."""
 
-    block: Block
+    block: KernelBlock
     slot: Any
     entry: Any
 

@@ -10,5 +10,6 @@ from jaxpar.parallel.pipeline.layers import microbatches as microbatches
 from jaxpar.parallel.pipeline.layers import reorder_layers as reorder_layers
 from jaxpar.parallel.pipeline.layers import stored_order as stored_order
 from jaxpar.parallel.pipeline.notes import pipeline_notes as pipeline_notes
+from jaxpar.parallel.pipeline.own import value_and_grad as value_and_grad
 from jaxpar.parallel.pipeline.schedules import Table as Table
 from jaxpar.parallel.pipeline.schedules import schedule as schedule

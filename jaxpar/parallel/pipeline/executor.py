@@ -24,15 +24,16 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxpar.base.sharding import Plan, gradient_dtype, state_axes
+from jaxpar.base.plan import Plan, gradient_dtype
+from jaxpar.base.sharding import state_axes
 from jaxpar.parallel.collectives import first_turn, is_axes, manual, reduce_scatter, turn_after, waits
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.pipeline.layers import layers_in
-from jaxpar.parallel.pipeline.program import Program, Rows, Segment, program
-from jaxpar.parallel.pipeline.schedules import Kind, schedule
-from jaxpar.parallel.pipeline.stage import Model, Place, Stack, empty, put, taken
+from jaxpar.parallel.pipeline.program import Rows, Segment, TickProgram, program
+from jaxpar.parallel.pipeline.schedules import Kind, Table, schedule
+from jaxpar.parallel.pipeline.stage import LayerContext, PipelinedModel, Stack, empty, put, taken
 from jaxpar.parallel.token_order import TOKENS, halves, in_order
 
 Batch = Any
@@ -40,8 +41,9 @@ Params = Any
 
 
 def gradients(
-    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, weights: LossWeights
-) -> tuple[LossSums, Params]:
+    model: PipelinedModel, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, weights: LossWeights,
+    table: Table | None = None,
+) -> tuple[LossSums, Params]:  # fmt: skip
     """Summed loss of a batch and its float32 gradient, its microbatches in the plan's pipeline.
 
     Row r of the batch is in microbatch r % M, as it is where microbatches are accumulated one after another.
@@ -53,13 +55,16 @@ def gradients(
       plan: with more than one stage, and a number of microbatches.
       key: dropout key; microbatch i has `fold_in(key, i)`. None = no dropout.
       weights: of what is added to the likelihood.
+      table: what each stage does in each tick; None = the plan's schedule.
     """
     pipeline = plan.pipeline
-    table = schedule(pipeline.schedule, plan.size("stage"), pipeline.microbatches, pipeline.virtual)
+    table = table or schedule(pipeline.schedule, plan.size("stage"), pipeline.microbatches, pipeline.virtual)
     return _run(model, params, batch, plan, key, weights, program(table), backward=True)
 
 
-def loss(model: Model, params: Params, batch: Batch, plan: Plan, weights: LossWeights = LIKELIHOOD) -> LossSums:
+def loss(
+    model: PipelinedModel, params: Params, batch: Batch, plan: Plan, weights: LossWeights = LIKELIHOOD
+) -> LossSums:
     """The loss alone: forward ticks, and nothing kept. Arguments as for `gradients`."""
     pipeline = plan.pipeline
     table = schedule("looped", plan.size("stage"), pipeline.microbatches, pipeline.virtual)
@@ -67,8 +72,8 @@ def loss(model: Model, params: Params, batch: Batch, plan: Plan, weights: LossWe
 
 
 def _run(
-    model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, weights: LossWeights,
-    steps: Program, backward: bool,
+    model: PipelinedModel, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, weights: LossWeights,
+    steps: TickProgram, backward: bool,
 ) -> tuple[LossSums, Params]:  # fmt: skip
     M, axes = plan.pipeline.microbatches, plan.mesh_axes("stage")
     layers = layers_in(plan, model.config.layers)
@@ -78,7 +83,7 @@ def _run(
         x_BMS = x_BS.reshape(-1, M, x_BS.shape[1])
         return plan.constrain(x_BMS.swapaxes(0, 1), (None, *TOKENS))
 
-    rows = jax.tree.map(parts, in_order(batch, plan))
+    rows = jax.tree.map(parts, in_order(batch, plan, plan.context.strategy))
     ends = {name: params[name] for name in params if name != "blocks"}
     order = jnp.asarray(layers.order)
     ticks = [segment.ticks for segment in steps.segments]
@@ -149,7 +154,7 @@ class _Stage:
     """One stage inside the `shard_map`: its arrays, and what it does in each kind of tick."""
 
     def __init__(
-        self, model: Model, plan: Plan, blocks: Params, ends: Params, rows: Batch, key: Any, order: Array,
+        self, model: PipelinedModel, plan: Plan, blocks: Params, ends: Params, rows: Batch, key: Any, order: Array,
         weights: LossWeights, places: int, gaps: bool, backward: bool,
     ):  # fmt: skip
         self.model, self.plan, self.ends, self.rows, self.key = model, plan, ends, rows, key
@@ -169,12 +174,12 @@ class _Stage:
         embed, blocks = jax.random.split(jax.random.fold_in(self.key, i))
         return embed, jax.random.split(blocks, self.model.config.layers)
 
-    def _place(self, i: Any, chunk: Any, j: Any) -> Place:
+    def _place(self, i: Any, chunk: Any, j: Any) -> LayerContext:
         row, plan = self._row(i), self.plan
         places = zip(halves(row["positions"], TOKENS, plan), halves(row.get("segments"), TOKENS, plan), strict=True)
         layer, keys = self.order[chunk * self.places + j], self._keys(i)[1]
         key = None if keys is None else keys[jnp.maximum(layer, 0)]
-        return Place(list(places), key, layer >= 0 if self.gaps else None)
+        return LayerContext(list(places), key, layer >= 0 if self.gaps else None)
 
     def _row(self, i: Any) -> Any:
         return {name: taken(x, i) for name, x in self.rows.items()}
@@ -186,7 +191,7 @@ class _Stage:
 
     # Buffers.
 
-    def start(self, steps: Program) -> _Carry:
+    def start(self, steps: TickProgram) -> _Carry:
         """Empty buffers and zero gradients."""
         plan, routed = self.plan, RouterSums(*jnp.zeros(3)) if self.model.config.experts else None
         self.x = jax.eval_shape(lambda: self._embed(self.ends, 0))

@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Pipeline, Plan, named_axes
+from jaxpar.base.plan import Pipeline, Plan
+from jaxpar.base.sharding import named_axes
 from jaxpar.parallel.pipeline.schedules import check_sizes
 
 _MOST_A_STAGE = 4  # microbatches by default: the bubble of 1F1B is then below a fifth

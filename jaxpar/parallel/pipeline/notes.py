@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from jaxpar.base.config import Config
 from jaxpar.base.hardware import hardware_of
+from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import memory_of
-from jaxpar.base.sharding import Plan
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.parallel.pipeline.schedules import schedule
-from jaxpar.parallel.pipeline.simulator import Times, simulate
+from jaxpar.parallel.pipeline.simulator import Times, simulate_schedule
 
 _MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 32}  # int8: a scale for 32 values at least
 _ROOM = 0.8  # of a device's memory, for state and block inputs; the rest is for what one layer and the loss need
@@ -36,7 +36,7 @@ def pipeline_notes(config: Config, plan: Plan, parameters: int) -> list[str]:
     M, v = pipeline.microbatches, pipeline.virtual
     table = schedule(pipeline.schedule, P, M, v)
     again = (1 + (pipeline.stash == "stage")) * plan.recomputes
-    found = simulate(table, Times(1.0, 2.0 + again, 1.0))
+    found = simulate_schedule(table, Times(1.0, 2.0 + again, 1.0))
     idle = 100 * found.bubble
     kept = f"keeps {max(found.stash)} input{'s' if max(found.stash) > 1 else ''} at most"
     sizes = f"{pipeline.schedule}, {P} stages, {M} microbatches"
@@ -77,7 +77,7 @@ def _if_idle(config: Config, plan: Plan, parameters: int, idle: float) -> str:
             f"fsdp alone fits: about {needed / 2**30:.1f} of {there / 2**30:.0f} GiB a device with --mesh.stage 1 "
             f"--mesh.fsdp {fsdp * P} and memory.policy full; {said}"
         )
-    more = simulate(schedule(plan.pipeline.schedule, P, 4 * P, plan.pipeline.virtual)).bubble
+    more = simulate_schedule(schedule(plan.pipeline.schedule, P, 4 * P, plan.pipeline.virtual)).bubble
     return f"{said}; with {4 * P} it would {100 * more:.0f} %: try --pipeline.microbatches {4 * P} and a batch for it"
 
 

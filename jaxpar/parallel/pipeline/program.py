@@ -56,7 +56,7 @@ class Segment(NamedTuple):
     ticks: dict[Kind, Rows]
 
 
-class Program(NamedTuple):
+class TickProgram(NamedTuple):
     """A table to be run.
 
     Attributes:
@@ -72,7 +72,7 @@ class Program(NamedTuple):
     waiting: int
 
 
-def program(table: Table, backward: bool = True) -> Program:
+def program(table: Table, backward: bool = True) -> TickProgram:
     """The program of a table whose ticks have one kind each; its forward ticks only where there is no `backward`."""
     rounds = [[tick for tick in part if backward or _kind(tick) == "forward"] for part in table.rounds]
     rounds = [part for part in rounds if part]
@@ -83,7 +83,7 @@ def program(table: Table, backward: bool = True) -> Program:
         numbers = range(at, at + count)
         segments.append(Segment(count, {kind: slots.rows(kind, numbers) for kind in map(_kind, same[0])}))
         at += count
-    return Program(tuple(segments), **slots.depths)
+    return TickProgram(tuple(segments), **slots.depths)
 
 
 def _kind(tick: Tick) -> Kind:

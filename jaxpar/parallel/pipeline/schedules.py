@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from jaxpar.base.errors import UserError, nearest
-from jaxpar.base.sharding import Schedule
+from jaxpar.base.plan import Schedule
 
 Kind = Literal["forward", "backward", "input", "weight"]
 """`backward` = gradients of a virtual stage's input and of its weights; `input` and `weight` = one of the two."""

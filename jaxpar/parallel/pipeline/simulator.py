@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from jaxpar.base.sharding import Schedule
+from jaxpar.base.plan import Schedule
 from jaxpar.parallel.pipeline.schedules import Action, Kind, Table, needs, own_programs, schedule
 
 
@@ -138,7 +138,7 @@ def _check_whole(when: dict[Place, int], P: int, M: int, v: int) -> None:
                 raise ValueError(f"tick {end}, stage {s}: the end, and {_text(Action(kind, i, c))} is never done")
 
 
-def simulate(table: Table, times: Times = UNIT, lockstep: bool = True) -> Simulation:
+def simulate_schedule(table: Table, times: Times = UNIT, lockstep: bool = True) -> Simulation:
     """The time, memory and traffic of a table.
 
     A transfer begins when the action that makes its contents ends, and overlaps with what the stages do meanwhile. A
@@ -243,7 +243,7 @@ class Compared(NamedTuple):
     sent: int
 
 
-def compare(stages: int, microbatches: int, virtual: int = 1, times: Times = UNIT) -> list[Compared]:
+def rank_schedules(stages: int, microbatches: int, virtual: int = 1, times: Times = UNIT) -> list[Compared]:
     """Every schedule for the same stages and microbatches, and for 1F1B and ZB-H1 also a program per stage.
 
     Args:
@@ -257,7 +257,7 @@ def compare(stages: int, microbatches: int, virtual: int = 1, times: Times = UNI
     """
 
     def row(name: Schedule, v: int, table: Table, programs: Literal["one", "own"]) -> Compared:
-        found = simulate(table, times.chunk(v), lockstep=programs == "one")
+        found = simulate_schedule(table, times.chunk(v), lockstep=programs == "one")
         sent = found.forwards + found.backwards
         return Compared(name, v, programs, len(table.ticks), found.makespan, found.bubble, max(found.stash), sent)
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights
 from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.parallel.linear import STORED
@@ -25,7 +25,7 @@ from jaxpar.parallel.remat import remat
 from jaxpar.parallel.token_order import halves, whole_batch
 
 
-class Model(Protocol):
+class PipelinedModel(Protocol):
     """What a pipeline needs of a model: see `jaxpar.models.Model`."""
 
     axes: Any
@@ -36,7 +36,7 @@ class Model(Protocol):
     def score(self, params: Any, x_BSD: Any, labels_BS: Any, plan: Plan, weights: LossWeights) -> LossSums: ...
 
 
-class Place(NamedTuple):
+class LayerContext(NamedTuple):
     """What a layer is told besides its weights and its input.
 
     Attributes:
@@ -76,13 +76,14 @@ class Stack:
     """
 
     def __init__(
-        self, model: Model, plan: Plan, weights: Any, place: Callable[..., Place], count: int, added: Any
+        self, model: PipelinedModel, plan: Plan, weights: Any, place: Callable[..., LayerContext], count: int,
+        added: Any,
     ):  # fmt: skip
         self.model, self.plan, self.weights, self.place, self.count = model, plan, weights, place, count
         self.added = added
         self._recipe: Recipe | None = None
 
-    def _run(self, weights: Any, place: Place, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
+    def _run(self, weights: Any, place: LayerContext, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
         def layer(weights: Any, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
             ys, routed = self.model.layer(weights, xs, place.places, self.plan, place.key)
             if (there := place.there) is None:
@@ -96,12 +97,12 @@ class Stack:
         """The weights of a place of a chunk, fetched where they lie in host memory."""
         return jax.tree.map(lambda x: on_device(taken(x, chunk * self.count + j)), self.weights)
 
-    def _differentiated(self, weights: Any, place: Place, xs: Any) -> tuple[Any, list[Array], Any]:
+    def _differentiated(self, weights: Any, place: LayerContext, xs: Any) -> tuple[Any, list[Array], Any]:
         """A layer's outputs, and its backward's arrays and the tree they are in."""
         out, pull = jax.vjp(lambda weights, xs: self._run(weights, place, xs), weights, xs)
         return out, *jax.tree.flatten(pull)
 
-    def _pulled(self, kept: Sequence[Array], weights: Any, place: Place, dout: Any) -> Any:
+    def _pulled(self, kept: Sequence[Array], weights: Any, place: LayerContext, dout: Any) -> Any:
         """Gradients of a layer's weights and inputs."""
         leaves = self.recipe.kept.restore(kept, weights, place)
         return jax.tree.unflatten(self.recipe.tree, leaves)(dout)
@@ -121,7 +122,7 @@ class Stack:
         """
         found: dict[str, Any] = {}
 
-        def leaves(weights: Any, place: Place, xs: Any) -> list[Array]:
+        def leaves(weights: Any, place: LayerContext, xs: Any) -> list[Array]:
             out, arrays, found["tree"] = self._differentiated(weights, place, xs)
             found["out"] = jax.eval_shape(lambda: out)
             return arrays

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxpar.base.config import ModelConfig
+from jaxpar.base.heads import beside, copying
 from jaxpar.base.mesh import MeshAxis
-from jaxpar.base.sharding import LogicalAxis, beside, copying
+from jaxpar.base.sharding import LogicalAxis
 from jaxpar.hlo.tasks import CollectiveKind
 from jaxpar.parallel.collectives import split_over
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
@@ -16,8 +17,8 @@ from jaxpar.plan.communication.moves import (
     Array,
     Gradients,
     Move,
+    PartRun,
     Site,
-    Step,
     gradient_sums,
     in_form,
     ring_axes,
@@ -44,7 +45,7 @@ def sublayers(blocks: Mapping[str, Array]) -> Iterator[tuple[str, dict[str, Arra
             yield part, columns, rows
 
 
-def linear_rows(blocks: dict[str, Array], step: Step) -> Iterator[Site]:
+def linear_rows(blocks: dict[str, Array], step: PartRun) -> Iterator[Site]:
     """What the linears of all blocks send."""
     for part, columns, rows in sublayers(blocks):
         # What the attention's output goes into is needed in the backward; nothing needs that of the last sublayer.
@@ -53,7 +54,7 @@ def linear_rows(blocks: dict[str, Array], step: Step) -> Iterator[Site]:
 
 
 def _sublayer(
-    scope: str, columns: dict[str, Array], rows: dict[str, Array], step: Step, output: bool, inner: bool
+    scope: str, columns: dict[str, Array], rows: dict[str, Array], step: PartRun, output: bool, inner: bool
 ) -> Iterator[Site]:
     """Column linears, what lies between (which sends nothing here), and the row linear. Made once more in the backward:
     its sum (`output`), what lies between (`inner`)."""
@@ -91,7 +92,7 @@ def _sublayer(
     yield from part.backward(scope, f"gradients of {out}", "weight", gradient_sums(rows.values(), tokens, step))
 
 
-def attention_rows(model: ModelConfig, step: Step) -> Iterator[Site]:
+def attention_rows(model: ModelConfig, step: PartRun) -> Iterator[Site]:
     """What a split sequence sends between q, k, v and the output of attention: see `jaxpar.parallel.context`."""
     plan, part, scope = step.plan, step.of_a_part, "block/attention/core"
     again = plan.again("attention_out", "attention_lse")

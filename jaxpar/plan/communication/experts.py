@@ -17,8 +17,8 @@ from jaxpar.plan.communication.moves import (
     FLOAT32,
     Array,
     Move,
+    PartRun,
     Site,
-    Step,
     gather_moves,
     gradient_sums,
     weight_gathers,
@@ -27,7 +27,7 @@ from jaxpar.plan.communication.moves import (
 _WHOLE = (None, None)
 
 
-def expert_rows(blocks: Mapping[str, Array], model: ModelConfig, step: Step) -> Iterator[Site]:
+def expert_rows(blocks: Mapping[str, Array], model: ModelConfig, step: PartRun) -> Iterator[Site]:
     """Every move of the experts of all blocks; none for a model without."""
     weights = {name: array for name, array in blocks.items() if array.axes[0] == "experts"}
     if not weights:

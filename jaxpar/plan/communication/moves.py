@@ -12,7 +12,8 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from jaxpar.base.mesh import MeshAxis
-from jaxpar.base.sharding import Form, LogicalAxis, Plan, state_axes
+from jaxpar.base.plan import Form, Plan
+from jaxpar.base.sharding import LogicalAxis, state_axes
 from jaxpar.hlo.tasks import CollectiveKind, sent_bytes
 from jaxpar.parallel.collectives import further_split, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, used_axes
@@ -107,7 +108,7 @@ class Runs(NamedTuple):
         return {"input": self.backward, "weight": self.weight, "both": self.backward + self.weight}[of]
 
 
-class Step(NamedTuple):
+class PartRun(NamedTuple):
     """What the rows of a part of the model are made from.
 
     Attributes:
@@ -132,7 +133,7 @@ class Step(NamedTuple):
         return split_over(used[:2], self.plan)
 
     @property
-    def of_a_part(self) -> Step:
+    def of_a_part(self) -> PartRun:
         """The step of what a block does for each part of its batch, of which Domino makes two."""
         parts, (rows, *rest) = self.plan.overlap.parts, self.stream
         return self._replace(stream=(rows // parts, *rest), runs=self.runs.times(parts))
@@ -182,12 +183,12 @@ def gather_moves(array: Array, used: Sequence[LogicalAxis | None], width: int, p
 
 
 def stream_gather(
-    shape: tuple[int, ...], stored: Sequence[LogicalAxis | None], used: Sequence[LogicalAxis | None], step: Step
+    shape: tuple[int, ...], stored: Sequence[LogicalAxis | None], used: Sequence[LogicalAxis | None], step: PartRun
 ) -> Iterator[Move]:
     return gather_moves(Array(shape, tuple(stored)), used, step.width, step.plan)
 
 
-def weight_gathers(weights: Iterable[Array], step: Step) -> list[Move]:
+def weight_gathers(weights: Iterable[Array], step: PartRun) -> list[Move]:
     """Weights as they are multiplied, gathered in the compute dtype."""
     return [move for w in weights for move in gather_moves(w, used_axes(w.axes), step.width, step.plan)]
 
@@ -209,7 +210,7 @@ def sum_moves(
         yield Move("all-reduce", tuple(axis for axis in plan.mesh.axis_names if axis in left), size)
 
 
-def gradient_sums(weights: Iterable[Array], over: Sequence[MeshAxis], step: Step) -> list[Move]:
+def gradient_sums(weights: Iterable[Array], over: Sequence[MeshAxis], step: PartRun) -> list[Move]:
     """Float32 sums over mesh axes, left where the optimizer's state lies."""
     return [
         move
@@ -224,7 +225,7 @@ def ring_axes(used: Sequence[LogicalAxis | None], plan: Plan) -> tuple[MeshAxis,
     return moves[0][1] if [dim for dim, _ in moves] == [1] else ()
 
 
-def in_form(moves: list[Move], used: Sequence[LogicalAxis | None], form: Form, step: Step) -> list[Move]:
+def in_form(moves: list[Move], used: Sequence[LogicalAxis | None], form: Form, step: PartRun) -> list[Move]:
     """A gather or scatter of the residual stream in the plan's form: a ring hands on a device's chunk each hop."""
     axes = ring_axes(used, step.plan)
     if form == "xla" or not axes:

@@ -20,7 +20,8 @@ import jax
 
 from jaxpar.base.config import Config
 from jaxpar.base.mesh import MeshAxis
-from jaxpar.base.sharding import Plan, one_along, param_dtype, path_name, state_axes, summed_last
+from jaxpar.base.plan import Plan, one_along, param_dtype, summed_last
+from jaxpar.base.sharding import path_name, state_axes
 from jaxpar.parallel.collectives import split_over
 from jaxpar.parallel.cross_entropy import tiling
 from jaxpar.parallel.linear import GATHERED, STORED, used_axes
@@ -30,8 +31,8 @@ from jaxpar.plan.communication.moves import (
     FLOAT32,
     Array,
     Move,
+    PartRun,
     Site,
-    Step,
     gather_moves,
     gradient_sums,
     rows_of,
@@ -60,7 +61,7 @@ def sites(parameters: Mapping[str, Array], config: Config, plan: Plan) -> list[S
     summed, plan = _after_the_last(parameters, over, plan), one_along(plan, over)
     rows = train.batch // train.accumulation // often.microbatches // plan.pieces(over)
     apart = plan.recomputes or config.model.scan_layers or plan.size("stage") > 1
-    step = Step(plan, (rows, config.data.seq_len, tables[0].shape[-1]), often.layers, apart)
+    step = PartRun(plan, (rows, config.data.seq_len, tables[0].shape[-1]), often.layers, apart)
     first = step._replace(runs=often.embedding)
     last = step._replace(runs=often.loss, stream=with_a_stage(step.stream, plan))
     return [
@@ -102,7 +103,7 @@ def one_block(parameters: Mapping[str, Array]) -> dict[str, Array]:
     return {name: Array(array.shape[1:], array.axes[1:]) for name, array in part_of(parameters, "blocks").items()}
 
 
-def _lookups(tables: dict[str, Array], step: Step) -> Iterator[Site]:
+def _lookups(tables: dict[str, Array], step: PartRun) -> Iterator[Site]:
     """A device looks up the rows of a table that it has, and the rest are zeros: sums where rows are split."""
     plan, stream = step.plan, step.stream
     for name, table in tables.items():
@@ -116,7 +117,7 @@ def _lookups(tables: dict[str, Array], step: Step) -> Iterator[Site]:
         yield from step.backward("embed", f"gradient of {name}", "both", sums)
 
 
-def _loss(table: Array, looked_up: int, step: Step) -> Iterator[Site]:
+def _loss(table: Array, looked_up: int, step: PartRun) -> Iterator[Site]:
     """The fused head and loss: its backward's sums are made in the forward.
 
     Args:
@@ -127,7 +128,7 @@ def _loss(table: Array, looked_up: int, step: Step) -> Iterator[Site]:
     plan, stream, vocab = step.plan, step.stream, step.plan.mesh_axes("vocab")
     yield from step.forward("loss", "head input", stream_gather(stream, STORED, GATHERED, step))
     tokens = Array(stream[:2], GATHERED[:2]).entries(plan)
-    chunks, slices = tiling(tokens, table.shape[0] // plan.size("vocab"), table.shape[1], plan)
+    chunks, slices = tiling(tokens, table.shape[0] // plan.size("vocab"), table.shape[1], plan, plan.loss_mib)
     part = table._replace(shape=(table.shape[0] // slices, table.shape[1]))
     gathers = [move._replace(times=1 if slices == 1 else 2 * slices) for move in weight_gathers([part], step)]
     times = step.runs.forward - (looked_up if slices == 1 else 0)
@@ -143,7 +144,7 @@ def _loss(table: Array, looked_up: int, step: Step) -> Iterator[Site]:
     yield from step.backward("loss", "gradient of head", "both", sums)
 
 
-def _left_to_xla(scope: str, part: dict[str, Array], step: Step) -> Iterator[Site]:
+def _left_to_xla(scope: str, part: dict[str, Array], step: PartRun) -> Iterator[Site]:
     """Norms and biases, which no op moves: gathered where they are used, their gradients summed whole."""
     vectors = [array for array in part.values() if array.axes == ("embed",) or "embed" not in array.axes]
     stream = tuple(split_over(STORED, step.plan))

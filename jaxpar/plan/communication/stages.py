@@ -23,12 +23,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.base.config import Config
-from jaxpar.base.sharding import Plan, Schedule, state_axes
+from jaxpar.base.plan import Plan, Schedule
+from jaxpar.base.sharding import state_axes
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.schedules import schedule
-from jaxpar.plan.communication.moves import FLOAT32, Array, Move, Runs, Site, Step, rows_of
+from jaxpar.plan.communication.moves import FLOAT32, Array, Move, PartRun, Runs, Site, rows_of
 
 
 class Turns(NamedTuple):
@@ -117,7 +118,7 @@ def with_a_stage(stream: tuple[int, int, int], plan: Plan) -> tuple[int, int, in
     return rows, pieces * -(-seq_len // pieces // plan.size("stage")), embed
 
 
-def stage_rows(ends: Iterable[Array], routed: bool, often: Turns, step: Step) -> Iterator[Site]:
+def stage_rows(ends: Iterable[Array], routed: bool, often: Turns, step: PartRun) -> Iterator[Site]:
     """What stages send each other; none for a plan without.
 
     Args:

@@ -31,7 +31,7 @@ class Sample(NamedTuple):
     """FLOP/s of a matmul, bytes/s of anything else."""
 
 
-class Work(NamedTuple):
+class TimedWork(NamedTuple):
     """A task as the table sees it."""
 
     sort: str
@@ -40,17 +40,17 @@ class Work(NamedTuple):
     """FLOPs of a matmul, bytes of anything else."""
 
 
-def work_of(task: Task) -> Work | None:
+def work_of(task: Task) -> TimedWork | None:
     """How a task is looked up; None for one that says nothing of its work."""
     dims = [int(side) for side in re.findall(r"\d+", task.shape.partition("[")[2].partition("]")[0])]
     if task.flops:
         *batch, m, n = dims if len(dims) > 1 else [1, *dims, 1][-2:]
         k = task.flops / (2 * max(math.prod(dims), 1))
-        return Work(f"matmul {maker(task)} {task.dtype}", _logs(math.prod(batch), m, n, k), task.flops)
+        return TimedWork(f"matmul {maker(task)} {task.dtype}", _logs(math.prod(batch), m, n, k), task.flops)
     if not task.bytes:
         return None
     share = math.prod(dims) * _width(task.dtype) / task.bytes
-    return Work(f"{task.kind} {maker(task)} {task.dtype}", _logs(task.bytes, share), task.bytes)
+    return TimedWork(f"{task.kind} {maker(task)} {task.dtype}", _logs(task.bytes, share), task.bytes)
 
 
 def maker(task: Task) -> str:
@@ -115,7 +115,7 @@ class SpeedTable:
             for sort, items in found.items()
         }
 
-    def rate(self, work: Work) -> float | None:
+    def rate(self, work: TimedWork) -> float | None:
         """FLOP/s or bytes/s; None where nothing of this kind was timed, by any maker in any dtype."""
         found = self._by_sort.get(work.sort)
         if found is None:

@@ -14,7 +14,7 @@ from jaxpar.hlo import tasks as hlo_tasks
 from jaxpar.hlo.origin import decode
 from jaxpar.hlo.tasks import Collective
 from jaxpar.rehearse.report.schema import CollectiveRow
-from jaxpar.rehearse.requested_collectives import Planned
+from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.timeline.timeline import TaskTime
 
 SMALL = 2**20
@@ -23,7 +23,7 @@ _SLACK = 1.05  # XLA pads what does not divide, and adds what is small
 
 
 @dataclass(frozen=True)
-class Answer:
+class InPlan:
     """Whether the plan has a collective, and why."""
 
     planned: bool
@@ -45,12 +45,12 @@ def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)
 
 
-def in_float32(plan: Iterable[Planned]) -> list[Planned]:
+def in_float32(plan: Iterable[Requested]) -> list[Requested]:
     """The plan's collectives as XLA:CPU runs them: what is bfloat16 it sends as float32."""
     return [replace(p, bytes=2 * p.bytes, dtype="float32") if p.dtype == "bfloat16" else p for p in plan]
 
 
-def sent_bytes(planned: Planned, mesh: Mapping[str, int]) -> float:
+def sent_bytes(planned: Requested, mesh: Mapping[str, int]) -> float:
     """Bytes one device sends for one execution, by a bandwidth-optimal algorithm."""
     return hlo_tasks.sent_bytes(planned.kind, planned.bytes, math.prod(mesh[axis] for axis in planned.axes))
 
@@ -58,7 +58,7 @@ def sent_bytes(planned: Planned, mesh: Mapping[str, int]) -> float:
 _Key = tuple[str, frozenset[str]]
 
 
-class Asked:
+class RequestedRows:
     """The plan's collectives, to be looked up by those of a program.
 
     Args:
@@ -67,10 +67,10 @@ class Asked:
       tasks: of the replayed program.
     """
 
-    def __init__(self, plan: Sequence[Planned], mesh: Mapping[str, int], tasks: Sequence[TaskTime] = ()):
+    def __init__(self, plan: Sequence[Requested], mesh: Mapping[str, int], tasks: Sequence[TaskTime] = ()):
         self._plan, self._mesh = plan, mesh
-        self._by_scope: defaultdict[tuple[str, _Key], list[Planned]] = defaultdict(list)
-        self._anywhere: defaultdict[_Key, list[Planned]] = defaultdict(list)
+        self._by_scope: defaultdict[tuple[str, _Key], list[Requested]] = defaultdict(list)
+        self._anywhere: defaultdict[_Key, list[Requested]] = defaultdict(list)
         for planned in plan:
             self._by_scope[scope_of(planned), (planned.kind, planned.axes)].append(planned)
             self._anywhere[planned.kind, planned.axes].append(planned)
@@ -81,7 +81,7 @@ class Asked:
                 sent[row.task.place.scope, key] += row.task.collective.sent_bytes * row.count
         self._sent = sent
 
-    def answer(self, row: TaskTime) -> Answer:
+    def answer(self, row: TaskTime) -> InPlan:
         """Whether the plan has this collective of the program.
 
         XLA may run a collective as a ring of ppermutes, merge several into one, or move one past a scope's border; it
@@ -93,33 +93,33 @@ class Asked:
         key = collective.kind, axes
         same, elsewhere = self._by_scope.get((scope, key), []), self._anywhere.get(key, [])
         if same and (collective.bytes in _sizes(same) or self._no_more(key, same, scope)):
-            return Answer(True, _why(same[0]))
+            return InPlan(True, _why(same[0]))
         if collective.kind == "ppermute" and (ring := self._ring(scope, axes)):
-            return Answer(True, f"a step of the ring that makes the {ring.kind} over {_names(ring.axes)}")
+            return InPlan(True, f"a step of the ring that makes the {ring.kind} over {_names(ring.axes)}")
         if elsewhere and (collective.bytes in _sizes(elsewhere) or self._no_more(key, elsewhere)):
-            return Answer(True, _why(elsewhere[0]) + ", merged or moved by XLA")
+            return InPlan(True, _why(elsewhere[0]) + ", merged or moved by XLA")
         if collective.bytes < SMALL:
-            return Answer(True, f"small ({bytes_text(collective.bytes)}): XLA's own, for scalars, norms and biases")
+            return InPlan(True, f"small ({bytes_text(collective.bytes)}): XLA's own, for scalars, norms and biases")
         scattered = [
             over
             for where, (kind, over) in self._by_scope
             if where == scope and kind == "reduce-scatter" and over <= axes
         ]
         if collective.kind == "all-reduce" and scattered:
-            return Answer(
+            return InPlan(
                 False, f"the plan has a reduce-scatter over {_names(scattered[0])} here: summed whole, twice the bytes"
             )
         if same:
-            return Answer(False, f"the plan has a smaller {collective.kind} over {_names(axes)} here, not this one")
-        return Answer(False, f"the plan has no {collective.kind} over {_names(axes)} here")
+            return InPlan(False, f"the plan has a smaller {collective.kind} over {_names(axes)} here, not this one")
+        return InPlan(False, f"the plan has no {collective.kind} over {_names(axes)} here")
 
-    def _no_more(self, key: _Key, asked: Sequence[Planned], scope: str | None = None) -> bool:
+    def _no_more(self, key: _Key, asked: Sequence[Requested], scope: str | None = None) -> bool:
         """Whether the program, or one scope of it, sends no more of a kind than was asked for: then each is one of
         those, whole or merged."""
         found = sum(sent for (where, k), sent in self._sent.items() if k == key and scope in (None, where))
         return found <= _SLACK * sum(sent_bytes(planned, self._mesh) * planned.count for planned in asked)
 
-    def _ring(self, scope: str, axes: frozenset[str]) -> Planned | None:
+    def _ring(self, scope: str, axes: frozenset[str]) -> Requested | None:
         """What a ppermute may be a step of: a ring over two axes steps along one of them at a time."""
         whole = [p for p in self._plan if p.kind != "ppermute" and axes <= p.axes]
         if not whole or not self._no_more(("ppermute", axes), whole):
@@ -129,30 +129,34 @@ class Asked:
 
 
 def collective_rows(
-    tasks: Sequence[TaskTime], plan: Sequence[Planned], mesh: Mapping[str, int], links: Callable[[Collective], str]
+    tasks: Sequence[TaskTime],
+    plan: Sequence[Requested] | None,
+    mesh: Mapping[str, int],
+    links: Callable[[Collective], str],
 ) -> list[CollectiveRow]:
     """The program's collectives for the report, those of one kind, size and line together, the most exposed first.
 
     Args:
       tasks: of the replayed program.
-      plan: from `jaxpar.rehearse.requested_collectives`.
+      plan: from `jaxpar.rehearse.requested_collectives`; None = not known.
       mesh: size of every mesh axis, in order.
       links: which links a collective runs over, in words.
     """
-    asked = Asked(plan, mesh, tasks)
+    asked = None if plan is None else RequestedRows(plan, mesh, tasks)
     rows: dict[Hashable, CollectiveRow] = {}
     for found in tasks:
         collective, place = found.task.collective, found.task.place
         if collective is None:
             continue
-        axes, answer = axes_of(collective, mesh), asked.answer(found)
+        axes, answer = axes_of(collective, mesh), asked.answer(found) if asked else None
         key = (collective.kind, axes, collective.bytes, found.task.asynchronous, place, answer)
         row = rows.setdefault(key, {
             "kind": collective.kind, "axes": list(axes), "bytes": collective.bytes, "sent_bytes": 0.0, "count": 0,
             "asynchronous": found.task.asynchronous, "seconds": 0.0, "exposed": 0.0, "scope": place.scope,
-            "source": place.source, "phase": place.phase, "planned": answer.planned, "reason": answer.reason,
-            "links": links(collective),
+            "source": place.source, "phase": place.phase, "links": links(collective),
         })  # fmt: skip
+        if answer:
+            row["planned"], row["reason"] = answer.planned, answer.reason
         row["sent_bytes"] += collective.sent_bytes * found.count
         row["count"] += found.count
         row["seconds"] += found.seconds
@@ -172,16 +176,16 @@ def queueing_notes(rows: Iterable[CollectiveRow]) -> list[str]:
     ]
 
 
-def scope_of(planned: Planned) -> str:
+def scope_of(planned: Requested) -> str:
     """The model's scope of a planned collective, as `hlo.tasks.Place` has it: `block/attention`."""
     return decode(f"{planned.scope}/{planned.kind}")[0]
 
 
-def _sizes(asked: Sequence[Planned]) -> set[int]:
+def _sizes(asked: Sequence[Requested]) -> set[int]:
     return {planned.bytes for planned in asked}
 
 
-def _why(planned: Planned) -> str:
+def _why(planned: Requested) -> str:
     text = {
         "all-gather": "gathers what is stored split over {}",
         "reduce-scatter": "sums over {} and leaves each device its part",

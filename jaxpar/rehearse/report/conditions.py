@@ -98,7 +98,7 @@ def _failure(condition: Condition, rehearsal: Rehearsal, against: Rehearsal | No
     places = [
         f"{row['kind']} over {', '.join(row['axes']) or 'no axis'} at {row['source'] or 'no known line'}"
         for row in sorted(rehearsal["collectives"], key=lambda row: -row["seconds"])
-        if condition.name == UNPLANNED and not row["planned"]
+        if condition.name == UNPLANNED and not row.get("planned", True)
     ] or [f"{row['source']}: {row['message']}" for row in rehearsal["findings"] if row["rule"] == condition.name]
     if not places:
         return ""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict
 
-from jaxpar.rehearse.report.schema import Finding, Rehearsal
+from jaxpar.rehearse.report.schema import LintFinding, Rehearsal
 
 LINE_FIGURES = ("compute", "communication", "exposed")
 COLLECTIVE_FIGURES = ("count", "sent_bytes", "seconds", "exposed")
@@ -45,9 +45,9 @@ class Difference(TypedDict):
     time: list[Change]
     collectives: list[PlaceChange]
     lines: list[PlaceChange]
-    found: list[Finding]
+    found: list[LintFinding]
     """What the linter says of the new report only."""
-    gone: list[Finding]
+    gone: list[LintFinding]
 
 
 def difference(new: Rehearsal, old: Rehearsal) -> Difference:
@@ -170,10 +170,10 @@ def _size(row: PlaceChange) -> tuple[float, float]:
     return -change("compute", "exposed", "seconds"), -change("sent_bytes", "communication")
 
 
-def _findings(new: list[Finding], old: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+def _findings(new: list[LintFinding], old: list[LintFinding]) -> tuple[list[LintFinding], list[LintFinding]]:
     """Those of one side only; the line number does not count, as lines move."""
 
-    def identity(row: Finding) -> tuple[str, ...]:
+    def identity(row: LintFinding) -> tuple[str, ...]:
         return row["rule"], row["axis"], row["scope"], row["message"]
 
     before, after = set(map(identity, old)), set(map(identity, new))

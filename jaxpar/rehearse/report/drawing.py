@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from jaxpar.hlo.tasks import Loop, Node, Program
 from jaxpar.rehearse.cost.cost import COMPUTE, DMA, HOST, SIDE, Path
-from jaxpar.rehearse.report.schema import LoopSpan, Timeline
+from jaxpar.rehearse.report.schema import LoopSpan, TimelineColumns
 from jaxpar.rehearse.timeline.player import Event
 
 
-def timeline_of(program: Program, events: Sequence[Event]) -> Timeline:
+def timeline_of(program: Program, events: Sequence[Event]) -> TimelineColumns:
     """The report's timeline.
 
     Args:
@@ -23,7 +23,7 @@ def timeline_of(program: Program, events: Sequence[Event]) -> Timeline:
     """
     lanes = sorted({event.lane for event in events}, key=_lane_order)
     number: dict[Path, int] = {}
-    timeline: Timeline = {
+    timeline: TimelineColumns = {
         "lanes": lanes, "names": [], "kinds": [], "scopes": [], "sources": [], "phases": [], "bytes": [],
         "events": [], "loops": _loop_spans(program, events),
     }  # fmt: skip
@@ -52,7 +52,7 @@ def _lane_order(lane: str) -> tuple[int, str]:
     return {COMPUTE: 0, DMA: 2, SIDE: 3, HOST: 4}.get(lane, 1), lane
 
 
-def _add_column(timeline: Timeline, node: Node) -> None:
+def _add_column(timeline: TimelineColumns, node: Node) -> None:
     """An instruction's entries; a bar that stands for trips of a loop has the loop's."""
     place = getattr(node, "place", None)
     collective = getattr(node, "collective", None)

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
-from jaxpar.base.sharding import Axes, LogicalAxis, Placement, Plan
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import Axes, LogicalAxis, Placement
 from jaxpar.parallel.pipeline.layers import layers_in
-from jaxpar.rehearse.report.schema import CollectiveRow, Finding
+from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding
 from jaxpar.rehearse.timeline.timeline import TaskTime
 
 RULES = {
@@ -25,7 +26,7 @@ _LARGE_PARAMETER = 2**20  # bytes
 _COPY_SHARE = 0.005  # of the step
 
 
-def unplanned_collectives(rows: Iterable[CollectiveRow], axis_of: dict[str, str]) -> list[Finding]:
+def unplanned_collectives(rows: Iterable[CollectiveRow], axis_of: dict[str, str]) -> list[LintFinding]:
     """Collectives of the report that are not the plan's; a whole all-reduce of a weight gradient is a rule of its own.
 
     Args:
@@ -34,14 +35,14 @@ def unplanned_collectives(rows: Iterable[CollectiveRow], axis_of: dict[str, str]
     """
     found = []
     for row in rows:
-        if row["planned"]:
+        if row.get("planned", True):
             continue
-        whole = row["kind"] == "all-reduce" and "reduce-scatter" in row["reason"]
+        whole = row["kind"] == "all-reduce" and "reduce-scatter" in row.get("reason", "")
         rule = "whole-all-reduce" if whole and row["phase"] == "backward" else "unplanned-collective"
         axes = ", ".join(dict.fromkeys(axis_of.get(axis, "") for axis in row["axes"]))
         message = (
             f"{row['kind']} of {bytes_text(row['bytes'])} over {' x '.join(row['axes'])}, {row['count']} a step: "
-            f"{row['reason']}"
+            f"{row.get('reason', '')}"
         )
         found.append(
             _finding(rule, "error", message, axes, row["scope"], row["source"], row["sent_bytes"], row["exposed"])
@@ -49,7 +50,7 @@ def unplanned_collectives(rows: Iterable[CollectiveRow], axis_of: dict[str, str]
     return found
 
 
-def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[Finding]:
+def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[LintFinding]:
     """Parameters of more than a vector that no mesh axis splits, on a mesh whose rules could split them."""
     usable = set(plan.mesh_axes("embed")) | set(plan.mesh_axes("mlp")) | set(plan.mesh_axes("vocab"))
     found = []
@@ -69,7 +70,7 @@ def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[F
     return found
 
 
-def replicated_activations(tasks: Iterable[TaskTime], config: Config, plan: Plan) -> list[Finding]:
+def replicated_activations(tasks: Iterable[TaskTime], config: Config, plan: Plan) -> list[LintFinding]:
     """Arrays of the program that hold all sequences of a microbatch though the plan splits the batch; and a residual
     stream that a mesh axis leaves whole.
 
@@ -81,7 +82,7 @@ def replicated_activations(tasks: Iterable[TaskTime], config: Config, plan: Plan
       config: the experiment.
       plan: mesh and rules.
     """
-    found: dict[tuple[str, str], Finding] = {}
+    found: dict[tuple[str, str], LintFinding] = {}
     stored: Axes = ("batch", "residual_seq", None)
     used = {axis for name in (*stored, "stage") for axis in plan.mesh_axes(name)}  # a stage has its own microbatch
     idle = [axis for axis, size in plan.mesh.shape.items() if size > 1 and axis not in used]
@@ -148,7 +149,7 @@ def _local_sizes(config: Config, plan: Plan) -> dict[int, set[str]]:
 
 def large_copies(
     tasks: Iterable[TaskTime], step_seconds: float, axis_of_size: Mapping[int, str] = MappingProxyType({})
-) -> list[Finding]:
+) -> list[LintFinding]:
     """Synchronous copies and layout changes by line, where they take more than half a percent of the step.
 
     Args:
@@ -187,7 +188,7 @@ def logical_axes(plan: Plan) -> dict[str, str]:
 def _finding(
     rule: str, severity: Literal["error", "warning", "note"], message: str, axis: str, scope: str, source: str,
     size: float, seconds: float,
-) -> Finding:  # fmt: skip
+) -> LintFinding:  # fmt: skip
     assert rule in RULES, rule
     return {
         "rule": rule, "severity": severity, "message": message, "axis": axis, "scope": scope, "source": source,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxpar.hlo.parse import Computation, Instruction, Module
 from jaxpar.rehearse.report.schema import Memory
 from jaxpar.train.state_bytes import by_memory, local_bytes
@@ -95,6 +97,28 @@ def _empty(computation: Computation, name: str) -> bool:
     return blank or "AllocateBuffer" in made.attributes.get("custom_call_target", "")
 
 
+def of_arguments(stats: Any, arguments: dict[str, Any], hbm_bytes: int) -> Memory:
+    """The report's memory of a function of which only the arguments are known.
+
+    Args:
+      stats: `compiled.memory_analysis()`.
+      arguments: by name, ShapeDtypeStructs with shardings, or pytrees of such.
+      hbm_bytes: what a device has; 0 = no figure.
+    """
+    compiled = CompiledBytes.of(stats)
+    placed = {name: [leaf for leaf in jax.tree.leaves(tree) if _placed(leaf)] for name, tree in arguments.items()}
+    sizes = {name: local_bytes(leaves) for name, leaves in placed.items() if leaves}
+    if sum(sizes.values()) > compiled.arguments:  # an argument that is not used is left out of the program
+        sizes = {}
+    left = compiled.arguments - sum(sizes.values())
+    parts = sizes | {"padding" if sizes else "arguments": left, "temporaries": compiled.temporaries}
+    return _memory(stats, compiled, parts | {"program": compiled.program}, hbm_bytes)
+
+
+def _placed(leaf: Any) -> bool:
+    return getattr(leaf, "sharding", None) is not None
+
+
 def account(
     stats: Any,
     state: Any,
@@ -134,6 +158,10 @@ def account(
         "program": compiled.program,
         "padding": compiled.arguments - parameters - optimizer - rows,
     }
+    return _memory(stats, compiled, categories, hbm_bytes)
+
+
+def _memory(stats: Any, compiled: CompiledBytes, categories: dict[str, int], hbm_bytes: int) -> Memory:
     on_host = {
         "arguments": stats.host_argument_size_in_bytes,
         "temporaries": stats.host_temp_size_in_bytes,

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
 from jaxpar.base.jax_compat import compiler_said
-from jaxpar.base.sharding import Plan
+from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.pipeline.layers import layers_of
 from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.schedules import schedule
-from jaxpar.parallel.pipeline.stage import Place, Recipe, Stack
+from jaxpar.parallel.pipeline.stage import LayerContext, Recipe, Stack
 
 _STATE = ("parameters", "optimizer", "gradients")
 _MOVING = ("activations", "temporaries")
@@ -206,7 +206,7 @@ def _recipe(config: Config, plan: Plan, x: jax.ShapeDtypeStruct, waits: bool, st
     def prepare(weights: Any) -> int:
         positions = jnp.zeros((x.shape[0] // parts, x.shape[1]), jnp.int32)
         added = RouterSums(*jnp.zeros(3)) if config.model.experts else None
-        layers = Stack(model, plan, weights, lambda *_: Place([(positions, None)] * parts, None, None), 1, added)
+        layers = Stack(model, plan, weights, lambda *_: LayerContext([(positions, None)] * parts, None, None), 1, added)
         layers.prepare(x, waits, stashed)
         found.append(layers.recipe)
         return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.base.runtime import write_whole
-from jaxpar.rehearse.report.schema import Rehearsal, Timeline
+from jaxpar.rehearse.report.schema import Rehearsal, TimelineColumns
 
 SCRIPTS = ("text", "summary", "events", "timeline", "pointer", "tables", "main")
 """Files of `web/`, in the order in which they go into one function of the page."""
@@ -52,7 +52,7 @@ def _json_in_html(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _packed(timeline: Timeline) -> dict[str, Any]:
+def _packed(timeline: TimelineColumns) -> dict[str, Any]:
     """Events as one flat list of integers a lane: gap to the last one's end (ns), duration (ns), instruction, ...
 
     Half the size of the rows, or less: in a busy lane the gap is 0. `repeats` has [position, count] where not 0.

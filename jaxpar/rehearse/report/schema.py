@@ -17,7 +17,7 @@ SCHEMA = 1
 """Goes up when a key is renamed, removed or changes its meaning; a new key leaves it."""
 
 
-class Target(TypedDict):
+class TargetFacts(TypedDict):
     """The hardware that was rehearsed."""
 
     name: str
@@ -33,7 +33,7 @@ class Target(TypedDict):
     note: NotRequired[str]
 
 
-class Model(TypedDict):
+class ModelFacts(TypedDict):
     """The model, in numbers."""
 
     family: str
@@ -84,9 +84,9 @@ class Time(TypedDict):
     """What a greedy scheduler makes of the same tasks."""
     mfu: float | None
     hfu: float | None
-    tokens_per_second: float
-    """All devices together."""
-    days: dict[str, float]
+    tokens_per_second: NotRequired[float]
+    """All devices together; absent where the tokens of a step are not known."""
+    days: NotRequired[dict[str, float]]
     """Days of training by number of tokens: `{"1e12": 38.6}`."""
     by_category: dict[str, float]
     """Busy seconds by kind of task; those of collectives and host copies also where they run beside compute."""
@@ -126,9 +126,9 @@ class CollectiveRow(TypedDict):
     scope: str
     source: str
     phase: str
-    planned: bool
-    reason: str
-    """Why the plan has it, or why it is not the plan's."""
+    planned: NotRequired[bool]
+    reason: NotRequired[str]
+    """Why the plan has it, or why it is not the plan's; both absent where no plan is known."""
     links: str
 
 
@@ -154,7 +154,7 @@ class LoopSpan(TypedDict):
     """0 for an outermost loop."""
 
 
-class Timeline(TypedDict):
+class TimelineColumns(TypedDict):
     """What runs when. `names` to `bytes` are columns with one entry an instruction; events point into them."""
 
     lanes: list[str]
@@ -171,7 +171,7 @@ class Timeline(TypedDict):
     loops: NotRequired[list[LoopSpan]]
 
 
-class Finding(TypedDict):
+class LintFinding(TypedDict):
     """What the linter has to say."""
 
     rule: str
@@ -204,20 +204,22 @@ class Rehearsal(TypedDict):
     command: str
     date: str
     versions: dict[str, str]
-    target: Target
+    target: TargetFacts
     mesh: dict[str, int]
-    model: Model
-    batch: Batch
+    model: NotRequired[ModelFacts]
+    batch: NotRequired[Batch]
+    """These two of a config's step only."""
     compile_seconds: float
     memory: Memory
     time: Time
     lines: list[Line]
     collectives: list[CollectiveRow]
     critical_path: list[PathStep]
-    timeline: NotRequired[Timeline]
+    timeline: NotRequired[TimelineColumns]
     """Left out of files that are kept: it is most of the bytes."""
-    findings: list[Finding]
-    shardings: list[ShardingRow]
+    findings: list[LintFinding]
+    shardings: NotRequired[list[ShardingRow]]
+    """Of a config's step only."""
     unknown: dict[str, int]
     """Opcodes and custom-call targets that were not understood, and how often they stand in the program."""
     notes: list[str]

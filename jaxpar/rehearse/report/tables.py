@@ -9,9 +9,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.base.console import bytes_text, count_text
+from jaxpar.base.console import bytes_text, console, count_text
 from jaxpar.rehearse.report.difference import Change, Difference, PlaceChange
-from jaxpar.rehearse.report.schema import Finding, Memory, Rehearsal
+from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
 
 _NOTHING = 1e-9  # seconds: what is less is rounding
 
@@ -27,7 +27,7 @@ def seconds_text(seconds: float) -> str:
 
 def summary_lines(rehearsal: Rehearsal) -> list[str]:
     """What the report comes to, in the form of the start-up lines: a word and what is to be said of it."""
-    target, batch = rehearsal["target"], rehearsal["batch"]
+    target = rehearsal["target"]
     memory, time = rehearsal["memory"], rehearsal["time"]
     slices = f", {target['slices']} slices" if target["slices"] > 1 else ""
     note = f" ({note})" if (note := target.get("note")) else ""
@@ -36,23 +36,32 @@ def summary_lines(rehearsal: Rehearsal) -> list[str]:
     parts = [f"compute {seconds_text(time['compute'])}"]
     parts += [f"{name} {seconds_text(time[key])}" for name, key in waits.items() if time[key] >= _NOTHING]
     shares = {"MFU": time["mfu"], "HFU": time["hfu"]}
-    speeds = [f"{count_text(time['tokens_per_second'])} tokens/s"]
+    speeds = [f"{count_text(time['tokens_per_second'])} tokens/s"] if "tokens_per_second" in time else []
     speeds += [f"{name} {100 * share:.1f} %" for name, share in shares.items() if share is not None]
     lines = [
         ("target", f"{target['name']}: {target['chips']} x {target['chip']}, {target['topology']}{slices}{note}"),
         ("mesh", " x ".join(f"{name}={size}" for name, size in rehearsal["mesh"].items()) or "one device"),
-        ("step", f"{count_text(rehearsal['model']['parameters'])} parameters, {batch['sequences']} x "
-                 f"{batch['seq_len']} tokens, accumulation {batch['accumulation']}, {target['dtype']}; "
-                 f"compiled in {seconds_text(rehearsal['compile_seconds'])}"),
+        ("step", f"{_size(rehearsal)}compiled in {seconds_text(rehearsal['compile_seconds'])}"),
         ("memory", _verdict(memory)),
         *(("", advice) for advice in memory["advice"]),
         ("time", f"{seconds_text(time['step'])} a step: {', '.join(parts)}"),
         ("bounds", f"{seconds_text(time['list_schedule'])} by a greedy schedule of the same tasks, "
                    f"{seconds_text(time['lower_bound'])} at the very least"),
-        ("throughput", ", ".join(speeds)),
-        *(("", f"{days:,.1f} days for {count_text(float(tokens))} tokens") for tokens, days in time["days"].items()),
+        *([("throughput", ", ".join(speeds))] if speeds else []),
+        *(("", f"{n:,.1f} days for {count_text(float(tokens))} tokens") for tokens, n in time.get("days", {}).items()),
     ]  # fmt: skip
     return [f"{name:<12} {text}" for name, text in lines]
+
+
+def _size(rehearsal: Rehearsal) -> str:
+    """Of a config's step, what it computes."""
+    if "model" not in rehearsal or "batch" not in rehearsal:
+        return ""
+    batch = rehearsal["batch"]
+    return (
+        f"{count_text(rehearsal['model']['parameters'])} parameters, {batch['sequences']} x {batch['seq_len']} tokens, "
+        f"accumulation {batch['accumulation']}, {rehearsal['target']['dtype']}; "
+    )
 
 
 def _verdict(memory: Memory) -> str:
@@ -61,6 +70,12 @@ def _verdict(memory: Memory) -> str:
         return f"{bytes_text(takes)} a device; what it has is not known"
     fits, over = f"fits, {bytes_text(has - takes)} to spare", f"does not fit: {bytes_text(takes - has)} too much"
     return f"{fits if memory['fits'] else over}: {bytes_text(takes)} of {bytes_text(has)} a device"
+
+
+def show(rehearsal: Rehearsal) -> None:
+    """Print a report on the terminal."""
+    for part in report_parts(rehearsal):
+        console().print(part)
 
 
 def report_parts(rehearsal: Rehearsal, most: int = 12) -> list[RenderableType]:
@@ -72,7 +87,8 @@ def report_parts(rehearsal: Rehearsal, most: int = 12) -> list[RenderableType]:
     """
     time, memory = rehearsal["time"], rehearsal["memory"]
     exposed = sum(row["exposed"] for row in rehearsal["lines"])
-    unplanned = sum(not row["planned"] for row in rehearsal["collectives"])
+    unplanned = sum(not row.get("planned", True) for row in rehearsal["collectives"])
+    asked = f": {unplanned or 'none'} unplanned" if any("planned" in row for row in rehearsal["collectives"]) else ""
     return [
         *summary_lines(rehearsal),
         *_section("memory of a device", _shares(memory["categories"], memory["total"], bytes_text)),
@@ -81,7 +97,7 @@ def report_parts(rehearsal: Rehearsal, most: int = 12) -> list[RenderableType]:
         *_section("busy by kind (collectives and host copies also beside compute)",
                   _shares(time["by_category"], time["step"], seconds_text)),
         *_section(f"by line of the model: {seconds_text(exposed)} exposed", line_table(rehearsal, most)),
-        *_section(f"collectives: {unplanned or 'none'} unplanned", collective_table(rehearsal, most)),
+        *_section(f"collectives{asked}", collective_table(rehearsal, most)),
         *_section("critical path", path_table(rehearsal, most)),
         "", *finding_lines(rehearsal["findings"]), *note_lines(rehearsal),
     ]  # fmt: skip
@@ -100,12 +116,15 @@ def line_table(rehearsal: Rehearsal, most: int) -> Table:
 
 def collective_table(rehearsal: Rehearsal, most: int) -> Table:
     """Collectives, the unplanned first, then those exposed the longest."""
-    rows = sorted(rehearsal["collectives"], key=lambda row: (row["planned"], -row["exposed"], -row["seconds"]))
-    table = _table("exposed", "time", "sent", "times", left=("kind", "over", "plan", "phase", "line"))
+    rows = sorted(
+        rehearsal["collectives"], key=lambda row: (row.get("planned", True), -row["exposed"], -row["seconds"])
+    )
+    known = ("plan",) if any("planned" in row for row in rows) else ()
+    table = _table("exposed", "time", "sent", "times", left=("kind", "over", *known, "phase", "line"))
     for row in rows[:most]:
         times = [_or_dash(row[key], seconds_text) for key in ("exposed", "seconds")]
-        plan = "planned" if row["planned"] else "UNPLANNED"
-        where = [row["kind"], ", ".join(row["axes"]) or "-", plan, row["phase"], row["source"] or "-"]
+        plan = ["planned" if row.get("planned", True) else "UNPLANNED"] if known else []
+        where = [row["kind"], ", ".join(row["axes"]) or "-", *plan, row["phase"], row["source"] or "-"]
         table.add_row(*times, _or_dash(row["sent_bytes"], bytes_text), str(row["count"]), *where)
     return _with_rest(table, len(rows), most, 4)
 
@@ -120,7 +139,7 @@ def path_table(rehearsal: Rehearsal, most: int) -> Table:
     return _with_rest(table, len(rows), most, 2)
 
 
-def finding_lines(findings: Iterable[Finding]) -> list[str]:
+def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
     """A line a finding, errors first; the form of a compiler's, so that editors can follow it."""
     order = ["error", "warning", "note"]
     rows = sorted(findings, key=lambda row: order.index(row["severity"]))

@@ -31,7 +31,7 @@ class Event:
     """The bar stands for this many further trips of a loop, which are not drawn one by one."""
 
 
-class Step(NamedTuple):
+class PlayedNode(NamedTuple):
     """A node made ready to be played. Nodes are numbered in program order, a loop's body right after the loop."""
 
     number: int
@@ -43,7 +43,7 @@ class Step(NamedTuple):
     """Numbers of the nodes that must be over in the same trip."""
     earlier: tuple[int, ...] = ()
     """Numbers of the asynchronous tasks that must be over in the trip before."""
-    body: tuple[Step, ...] = ()
+    body: tuple[PlayedNode, ...] = ()
     stop: int = 0
     """One past the last number of the body."""
     crossing: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ class Step(NamedTuple):
     """Held by anything in the body, compute left out."""
 
 
-def prepare(program: Program, costs: Costs) -> tuple[tuple[Step, ...], list[Path]]:
+def prepare(program: Program, costs: Costs) -> tuple[tuple[PlayedNode, ...], list[Path]]:
     """The program's steps, and the path of each number.
 
     Raises:
@@ -64,14 +64,14 @@ def prepare(program: Program, costs: Costs) -> tuple[tuple[Step, ...], list[Path
 
 def _prepare(
     nodes: tuple[Node, ...], carried: tuple[tuple[int, int], ...], path: Path, costs: Costs, where: list[Path]
-) -> tuple[Step, ...]:
+) -> tuple[PlayedNode, ...]:
     numbers: list[int] = []
-    drafts: list[Step] = []
+    drafts: list[PlayedNode] = []
     for i, node in enumerate(nodes):
         here = (*path, i)
         numbers.append(len(where))
         where.append(here)
-        step = Step(numbers[i], node, here, costs.of.get(here))
+        step = PlayedNode(numbers[i], node, here, costs.of.get(here))
         if isinstance(node, Loop):
             body = _prepare(node.body, node.carried, here, costs, where)
             lanes = {lane for inner in body for lane in (inner.cost.lanes if inner.cost else inner.lanes)} - {COMPUTE}
@@ -84,8 +84,8 @@ def _prepare(
 
 
 def _connect(
-    i: int, step: Step, nodes: tuple[Node, ...], carried: tuple[tuple[int, int], ...], numbers: list[int]
-) -> Step:
+    i: int, step: PlayedNode, nodes: tuple[Node, ...], carried: tuple[tuple[int, int], ...], numbers: list[int]
+) -> PlayedNode:
     """A step with the numbers of what it needs."""
     node = step.node
     if isinstance(node, Wait):
@@ -166,7 +166,7 @@ class Player:
         self.events: list[Event] = []
         self.drawn_trips, self.most_events = drawn_trips, most_events
 
-    def run(self, steps: tuple[Step, ...], before: dict[int, Moment], trip: int, drawn: bool) -> None:
+    def run(self, steps: tuple[PlayedNode, ...], before: dict[int, Moment], trip: int, drawn: bool) -> None:
         """Play a list of nodes once.
 
         Args:
@@ -192,7 +192,7 @@ class Player:
                 self.waited[number] += time - self.now
                 self.now, self.last = time, record
 
-    def _task(self, step: Step, before: dict[int, Moment], trip: int, drawn: bool) -> None:
+    def _task(self, step: PlayedNode, before: dict[int, Moment], trip: int, drawn: bool) -> None:
         cost, number = step.cost, step.number
         assert cost is not None and isinstance(step.node, Task)
         (start, cause), blamed = (self.now, self.last), number
@@ -215,7 +215,7 @@ class Player:
             self.waited[blamed] += start - self.now
             self.now, self.last = end, record
 
-    def _loop(self, step: Step, drawn: bool) -> None:
+    def _loop(self, step: PlayedNode, drawn: bool) -> None:
         loop = step.node
         assert isinstance(loop, Loop)
         self._block([(n, self.done[n]) for n in step.needs])
@@ -250,7 +250,7 @@ class Player:
                 Event(COMPUTE, undrawn, self.now - undrawn, loop.name, step.path, self.drawn_trips, rest)
             )
 
-    def _mark(self, loop: Step, before: dict[int, Moment]) -> _Mark:
+    def _mark(self, loop: PlayedNode, before: dict[int, Moment]) -> _Mark:
         moments: dict[Front, Moment] = {("lane", lane): self.free.get(lane, (0.0, -1)) for lane in loop.lanes}
         moments |= {("task", n): before.get(n, (0.0, -1)) for n in loop.crossing}
         lags = tuple(max(0.0, time - self.now) for time, _ in moments.values())
@@ -258,7 +258,7 @@ class Player:
         fronts = {_NOW: self.last} | {front: record for front, (_, record) in moments.items()}
         return _Mark(lags, self.now, self.waited[loop.number : loop.stop], fronts, len(self.records))
 
-    def _jump(self, loop: Step, jump: _Jump, before: dict[int, Moment]) -> None:
+    def _jump(self, loop: PlayedNode, jump: _Jump, before: dict[int, Moment]) -> None:
         """Add the periods of a jump: every time in the loop moves on by as much, and so does what was waited for."""
         later = jump.periods * (jump.end.now - jump.begin.now)
         for i, (old, new) in enumerate(zip(jump.begin.waited, jump.end.waited, strict=True)):

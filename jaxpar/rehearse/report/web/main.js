@@ -19,7 +19,7 @@ showTime();
 showMemory();
 const view = startTimeline();
 for (const [id, rows, show] of [["lines", report.lines, showLines], ["collectives", report.collectives, showCollectives],
-  ["critical", report.critical_path, showCriticalPath], ["shardings", report.shardings, showShardings]]) {
+  ["critical", report.critical_path, showCriticalPath], ["shardings", report.shardings || [], showShardings]]) {
   if (rows.length) show(view);
   else byId(id).hidden = true;
 }

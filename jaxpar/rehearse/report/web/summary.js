@@ -7,11 +7,11 @@ function showHeader() {
   const facts = [
     `${target.chips} × ${target.chip}, ${target.topology}${target.slices > 1 ? `, ${target.slices} slices` : ""}`,
     axes,
-    `${model.family}, ${countText(model.parameters)} parameters`,
-    `${batch.sequences.toLocaleString("en-US")} × ${batch.seq_len.toLocaleString("en-US")} tokens a step`
+    model && `${model.family}, ${countText(model.parameters)} parameters`,
+    batch && `${batch.sequences.toLocaleString("en-US")} × ${batch.seq_len.toLocaleString("en-US")} tokens a step`
       + (batch.accumulation > 1 ? ` in ${batch.accumulation} microbatches` : ""),
     target.dtype,
-  ];
+  ].filter(Boolean);
   byId("subtitle").textContent = facts.join("  ·  ");
   const overrides = Object.entries(report.overrides).map(([key, value]) => `--${key} ${value}`).join(" ");
   if (overrides) byId("subtitle").after(element("p", { class: "soft code" }, overrides));
@@ -29,12 +29,12 @@ function verdictTiles() {
     tile(secondsText(time.step), "a step", `${secondsText(time.lower_bound)} at the very least`),
     tile(time.mfu === null ? "?" : percentText(time.mfu, 1), "MFU",
       time.hfu === null ? "no peak is known" : `HFU ${percentText(time.hfu, 1)}`),
-    tile(countText(time.tokens_per_second), "tokens a second",
-      `${countText(time.tokens_per_second / report.target.chips)} a chip`),
+    ...(time.tokens_per_second ? [tile(countText(time.tokens_per_second), "tokens a second",
+      `${countText(time.tokens_per_second / report.target.chips)} a chip`)] : []),
     tile(secondsText(time.exposed_communication), "of communication exposed",
       `${percentText(time.exposed_communication / time.step)} of the step`),
   ];
-  const days = Object.entries(time.days);
+  const days = Object.entries(time.days || {});
   if (days.length) {
     const texts = days.map(([tokens, count]) => [countText(Number(tokens)), significant(count)]);
     tiles.push(tile(`${texts[0][1]} days`, `for ${texts[0][0]} tokens`,

@@ -84,16 +84,16 @@ function showLines(view) {
 
 function showCollectives(view) {
   const rows = report.collectives;
-  const unplanned = rows.filter((row) => !row.planned);
+  const known = rows.some((row) => row.planned !== undefined), unplanned = rows.filter((row) => row.planned === false);
   const sent = sum(rows.map((row) => row.sent_bytes));
   byId("collectives").append(element("p", { class: "soft" },
     `${plural(sum(rows.map((row) => row.count)), "collective")} a step; each device sends ${bytesText(sent)}. `
-    + (unplanned.length ? `The plan did not ask for ${plural(unplanned.length, "row")} of these.` : "All of them are in the plan.")));
+    + (!known ? "" : unplanned.length ? `The plan did not ask for ${plural(unplanned.length, "row")} of these.` : "All of them are in the plan.")));
   const columns = [
     { name: "kind", value: (row) => row.kind, cell: (row) => element("span", { class: "name" }, swatch(row.kind), ` ${row.kind}`) },
     { name: "over", value: (row) => row.axes.join(", ") },
-    { name: "plan", value: (row) => (row.planned ? 1 : 0),
-      cell: (row) => element("span", { class: `badge ${row.planned ? "good" : "bad"}` }, row.planned ? "planned" : "unplanned") },
+    ...(known ? [{ name: "plan", value: (row) => (row.planned ? 1 : 0),
+      cell: (row) => element("span", { class: `badge ${row.planned ? "good" : "bad"}` }, row.planned ? "planned" : "unplanned") }] : []),
     timeColumn("exposed", "exposed", true),
     timeColumn("time", "seconds"),
     bytesColumn("sent", "sent_bytes"),
@@ -103,9 +103,9 @@ function showCollectives(view) {
     { name: "links", value: (row) => row.links },
     { name: "phase", value: (row) => row.phase },
     { name: "line", value: (row) => row.source, cell: (row) => sourceCell(view, row.source), code: true },
-    { name: "why", value: (row) => row.reason },
+    ...(known ? [{ name: "why", value: (row) => row.reason }] : []),
   ];
-  showTable(byId("collectives"), columns, sorted(sorted(rows, (row) => row.exposed, true), (row) => (row.planned ? 1 : 0), false));
+  showTable(byId("collectives"), columns, sorted(sorted(rows, (row) => row.exposed, true), (row) => (row.planned === false ? 0 : 1), false));
 }
 
 function showFindings(view) {

@@ -1,0 +1,170 @@
+"""Softmax attention on one device or many, by the fastest implementation that serves.
+
+Shapes: B batch, S sequence, H heads, K kv heads, h head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.heads import beside, copying, fit_rules
+from jaxpar.base.plan import Strategy
+from jaxpar.base.sharding import Layout, LogicalAxis
+from jaxpar.kernels.attention import dispatch
+from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.masks import Causal, Mask, Segments, apart_from_segments, looks_back
+from jaxpar.parallel.collectives import manual, platform_of
+from jaxpar.parallel.context import Split, check_split, kernel_for, split_attention
+from jaxpar.parallel.linear import ATTENDED
+from jaxpar.parallel.remat import named
+
+_Axes = tuple[LogicalAxis | None, ...]
+_CAUSAL = Causal()
+
+
+def attention(
+    q_BSHh: Float[Array, "B S H h"],
+    k_BSKh: Float[Array, "B S K h"],
+    v_BSKh: Float[Array, "B S K h"],
+    mask: Mask = _CAUSAL,
+    layout: Layout | None = None,
+    *,
+    context: Strategy = "ring",
+    implementation: str = "auto",
+    dropout_rate: float = 0.0,
+    key: jax.Array | None = None,
+) -> Float[Array, "B S H h"]:
+    """Softmax attention, inside any jitted function.
+
+    Args:
+      q_BSHh, k_BSKh, v_BSKh: queries, keys and values, H a multiple of K; with a layout, of one sequence and as
+        `column_linear` gives them: split over `batch`, `attention_seq`, and `heads` or `kv_heads`.
+      mask: of `jaxpar.kernels.masks`, such as `Causal() & Window(1023) & Segments(ids, ids)`. Where the sequence is
+        split by `ring` or `all_gather`, a causal one, over tokens that are `in_order`.
+      layout: mesh, rules and compute dtype; None = one device, or a device's own part inside a `shard_map`.
+      context: where the layout splits the sequence, how keys and values come together: see `jaxpar.parallel.context`.
+      implementation: one of `kernels.attention.Implementation`; `auto` = the first that serves, which the log names.
+      dropout_rate, key: dropout of the attention weights; none when key is None.
+
+    Returns:
+      Of q's layout and v's dtype.
+
+    Raises:
+      UserError: shapes or a mask that do not go together, an implementation that cannot serve, or what
+        `context.check_split` refuses.
+    """
+    dropping = key is not None and dropout_rate > 0
+    if layout is None:
+        return dispatch.attention(
+            q_BSHh, k_BSKh, v_BSKh, mask, implementation=implementation, dropout_rate=dropout_rate, key=key,
+            with_lse=False,
+        )[0]  # fmt: skip
+    mask, segments_BS = apart_from_segments(mask)
+    split, (B, S, H, h) = Split(layout, context, implementation), q_BSHh.shape
+    batch = max(B // layout.size("batch"), 1)
+    name, _ = choose(split, mask, S, h, dropping=dropping, packed=segments_BS is not None, batch=batch)
+    if split.devices > 1:
+        check_split(layout, context, S, H, k_BSKh.shape[2], dropout_rate if dropping else 0.0)
+        if context != "ulysses" and not looks_back(mask):
+            raise UserError(
+                f"{context} attention over a sequence that is split takes a causal mask, and was given {mask}: join it "
+                'to Causal() by &, or take context="ulysses"'
+            )
+
+    def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BS: Array | None) -> Array:
+        seen = mask if segments_BS is None else mask & Segments(segments_BS, segments_BS)
+        drop = dropout_rate if dropping else 0.0
+        return dispatch.attention(
+            q_BSHh, k_BSKh, v_BSKh, seen, implementation=name, platform=platform_of(layout), dropout_rate=drop,
+            key=key, with_lse=False,
+        )[0]  # fmt: skip
+
+    heads: _Axes = (*ATTENDED[:2], "heads", "head_dim")
+    with jax.named_scope("core"):
+        if split.devices == 1 and (_cut_heads(layout) or dropping):
+            # What is dropped depends on the place in the whole array.
+            return named(layout.constrain(local(q_BSHh, k_BSKh, v_BSKh, segments_BS), heads), "attention_out")
+        if name in dispatch.PAIRS or split.devices > 1:
+            return split_attention(split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)
+        kv_heads: _Axes = (*ATTENDED[:2], beside("kv_heads", layout), "head_dim")
+        segment_axes: Any = None if segments_BS is None else ATTENDED[:2]
+        layouts = heads, kv_heads, kv_heads, segment_axes
+        return manual(local, layout, layouts, heads)(q_BSHh, k_BSKh, v_BSKh, segments_BS)
+
+
+def fit_heads(layout: Layout, heads: int, kv_heads: int) -> Layout:
+    """The layout of attention on more devices than heads: see `jaxpar.base.heads.fit_rules`.
+
+    Args:
+      layout: whose rules may split heads further than there are any.
+      heads, kv_heads: of the model.
+    """
+    rules, notes = fit_rules(layout.rules, heads, kv_heads, layout.mesh.shape)
+    for note in notes:
+        dispatch.say_once(note)
+    return replace(layout, rules=rules)
+
+
+def choose(
+    split: Split,
+    mask: Mask,
+    seq_len: int,
+    head_dim: int,
+    *,
+    dropping: bool = False,
+    packed: bool = False,
+    platform: str = "",
+    batch: int = 1,
+) -> tuple[str, str]:
+    """Which implementation `attention` takes, and why not one before it; a strategy where the sequence is split.
+
+    Args:
+      split: layout, strategy, and the implementation that is asked for.
+      mask: without documents.
+      seq_len, head_dim: of the arrays.
+      dropping: weights are dropped out.
+      packed: with documents.
+      platform: what it is compiled for; empty = that of the layout's devices.
+      batch: sequences of a device.
+
+    Raises:
+      UserError: the one asked for cannot serve.
+    """
+    name, why = choose_kernel(
+        split, mask, seq_len, head_dim, dropping=dropping, packed=packed, platform=platform, batch=batch
+    )
+    if split.devices > 1:
+        return split.strategy, "the sequence is split over devices"
+    if split.implementation != "auto":
+        dispatch.say_once(f"attention by {name}, which kernels.attention asks for")
+    return name, why
+
+
+def choose_kernel(
+    split: Split, mask: Mask, seq_len: int, head_dim: int, *, dropping: bool, packed: bool, platform: str, batch: int
+) -> tuple[str, str]:
+    """As `choose`; of a sequence that is split, what computes its parts."""
+    layout = split.layout
+    one = jax.ShapeDtypeStruct((batch, seq_len // split.devices, 1, head_dim), layout.dtype)
+    ids: Any = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)
+    mask = mask & Segments(ids, ids) if packed else mask
+    platform = platform or platform_of(layout)
+    if split.devices > 1:
+        return kernel_for(split, mask, one, one, platform)
+    asked = dispatch.Asked(one, one, mask, Call(), with_lse=False, dropping=dropping, cut=_cut_heads(layout))
+    return dispatch.choose(asked, platform, split.implementation)
+
+
+def _cut_heads(layout: Layout) -> str:
+    """Why a device's heads are not whole ones with their kv heads; empty = they are."""
+    if layout.size("head_dim") > 1:
+        return "heads are split inside"
+    if layout.mesh_axes("heads") != layout.mesh_axes("kv_heads") and not copying(layout):
+        return "kv heads are split otherwise than heads"
+    return ""

@@ -1,0 +1,90 @@
+"""Lookup in a table whose rows or features are split, and dropout that is the same on every mesh.
+
+Shapes: B batch, S sequence, D embed, V vocab.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxpar.base.sharding import Layout, LogicalAxis, state_axes
+from jaxpar.parallel.collectives import gather, manual, reduce, split_over
+from jaxpar.parallel.linear import GATHERED, STORED, use
+
+_Axes = tuple[LogicalAxis | None, ...]
+
+
+def lookup(
+    table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: LogicalAxis | None, layout: Layout
+) -> Float[Array, "B S D"]:
+    """Rows of an embedding table, in the compute dtype and the residual stream's layout.
+
+    Args:
+      table_VD: the table, logical axes (axis, "embed").
+      ids_BS: row numbers.
+      axis: logical axis of the table's rows: "vocab", or None for a table that is never split by rows.
+      layout: mesh, rules and compute dtype.
+
+    Raises:
+      UserError: rules that split tokens and rows over the same mesh axis.
+    """
+    layout.sharding((*GATHERED[:2], axis), name="lookup")
+    rows: Any = _lookup(table_VD, ids_BS, axis, layout)
+    return rows
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table_VD: Array, ids_BS: Array, axis: LogicalAxis | None, layout: Layout) -> Array:
+    # Left to itself XLA gathers the whole table. Each device looks up the rows it has, and the rest are zeros.
+    def local(table_VD: Array, ids_BS: Array) -> Array:
+        table_VD = use(table_VD, (axis, "embed"), layout)
+        ids_BS, here_BS = _local_ids(ids_BS, table_VD.shape[0], axis, layout)
+        rows_BSD = jnp.where(here_BS[..., None], table_VD[ids_BS], 0)
+        return reduce(rows_BSD, layout.mesh_axes(axis), GATHERED, STORED, layout)
+
+    return manual(local, layout, ((axis, "embed"), GATHERED[:2]), STORED)(table_VD, ids_BS)
+
+
+def _local_ids(ids_BS: Array, rows: int, axis: LogicalAxis | None, layout: Layout) -> tuple[Array, Array]:
+    """Inside `manual`: ids counted from this device's first row, and which of them it has."""
+    shard = jax.lax.axis_index(layout.mesh_axes(axis)) if layout.mesh_axes(axis) else 0
+    ids_BS = ids_BS - shard * rows
+    here_BS = (ids_BS >= 0) & (ids_BS < rows)
+    return jnp.where(here_BS, ids_BS, 0), here_BS
+
+
+def _lookup_forward(table_VD, ids_BS, axis, layout):
+    return _lookup(table_VD, ids_BS, axis, layout), (table_VD, ids_BS)
+
+
+def _lookup_backward(axis, layout, residuals, dx_BSD):
+    def local(table_VD: Array, ids_BS: Array, dx_BSD: Array) -> Array:
+        dx_BSD = gather(dx_BSD, STORED, GATHERED, layout)
+        rows = table_VD.shape[0]
+        ids_BS, here_BS = _local_ids(ids_BS, rows, axis, layout)
+        dx_BSD = jnp.where(here_BS[..., None], dx_BSD.astype(jnp.float32), 0)
+        dtable_VD = jnp.zeros((rows, dx_BSD.shape[-1]), jnp.float32).at[ids_BS].add(dx_BSD)
+        dtable_VD = reduce(dtable_VD, split_over(GATHERED[:2], layout), (axis, None), state_axes(stored), layout)
+        return dtable_VD.astype(table_VD.dtype)
+
+    table_VD, ids_BS = residuals
+    stored: _Axes = (axis, "embed")
+    return manual(local, layout, (stored, GATHERED[:2], STORED), state_axes(stored))(table_VD, ids_BS, dx_BSD), None
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
+    """`x` with a share `rate` of its entries zeroed and the rest scaled up; `x` itself when key is None.
+
+    The bits depend on the key and the position in the global array only, so they are the same on every mesh.
+    """
+    if key is None or rate == 0:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)

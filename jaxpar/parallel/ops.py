@@ -1,0 +1,192 @@
+"""The ops of a model under a plan, bound to it: where the plan's choices become the ops' keyword options.
+
+A model calls these and knows no plan; whoever calls the model says which it gets: these, or others of the same
+signatures (`jaxpar.verify.reference_ops`).
+
+Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V vocab, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxpar.base.heads import beside
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import LogicalAxis
+from jaxpar.kernels.masks import Causal, Mask, Segments, Window
+from jaxpar.parallel import _attention, cross_entropy, embedding, experts, linear
+from jaxpar.parallel.collectives import further_split
+from jaxpar.parallel.context import Split
+from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
+
+_Axes = Sequence[LogicalAxis | None]
+
+
+@dataclass(frozen=True)
+class Ops:
+    """What a model calls for a matmul, a lookup, attention, experts and a loss; each as the function of its name.
+
+    Attributes:
+      plan: where arrays lie, and in which form each op runs.
+    """
+
+    plan: Plan
+
+    def column_linear(
+        self, x_BSD: Float[Array, "B S D"], weights: Sequence[Array], axes: Sequence[_Axes],
+        biases: Sequence[Array | None] | None = None, seq: LogicalAxis = "seq",
+    ) -> tuple[Array, ...]:  # fmt: skip
+        """See `jaxpar.parallel.column_linear`."""
+        forms = self.plan.overlap.forms(beside(axes[0][0], self.plan))
+        return linear.column_linear(x_BSD, weights, axes, self.plan, biases=biases, seq=seq, overlap=forms)
+
+    def row_linear(
+        self, h_BSI: Array, weight: Array, axes: _Axes, bias: Array | None = None, seq: LogicalAxis = "seq"
+    ) -> Float[Array, "B S D"]:
+        """See `jaxpar.parallel.row_linear`."""
+        forms = self.plan.overlap.forms(axes[0])
+        return linear.row_linear(h_BSI, weight, axes, self.plan, bias=bias, seq=seq, overlap=forms)
+
+    def lookup(
+        self, table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: LogicalAxis | None
+    ) -> Float[Array, "B S D"]:
+        """See `jaxpar.parallel.lookup`."""
+        return embedding.lookup(table_VD, ids_BS, axis, self.plan)
+
+    def attention(
+        self,
+        q_BSHh: Float[Array, "B S H h"],
+        k_BSKh: Float[Array, "B S K h"],
+        v_BSKh: Float[Array, "B S K h"],
+        segments_BS: Int[Array, "B S"] | None = None,
+        dropout_rate: float = 0.0,
+        key: jax.Array | None = None,
+        window: int = 0,
+    ) -> Float[Array, "B S H h"]:
+        """Causal attention: see `jaxpar.parallel.attention`.
+
+        Args:
+          q_BSHh, k_BSKh, v_BSKh, dropout_rate, key: as there.
+          segments_BS: document of each token; a token sees its own document only. None = one document.
+          window: a token sees so many tokens up to itself (arXiv:2310.06825, section 2); 0 = all before it.
+        """
+        mask, plan = causal(window), self.plan
+        mask = mask if segments_BS is None else mask & Segments(segments_BS, segments_BS)
+        return _attention.attention(
+            q_BSHh, k_BSKh, v_BSKh, mask, plan, context=plan.context.strategy, implementation=plan.attention,
+            dropout_rate=dropout_rate, key=key,
+        )  # fmt: skip
+
+    def expert_mlp(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        router_DE: Float[Array, "D E"],
+        gate_EDF: Float[Array, "E D F"],
+        up_EDF: Float[Array, "E D F"],
+        down_EFD: Float[Array, "E F D"],
+        experts_per_token: int,
+        capacity_factor: float,
+    ) -> tuple[Float[Array, "B S D"], RouterSums]:
+        """See `jaxpar.parallel.expert_mlp`."""
+        return experts.expert_mlp(
+            x_BSD, router_DE, gate_EDF, up_EDF, down_EFD, self.plan, experts_per_token=experts_per_token,
+            capacity_factor=capacity_factor,
+        )  # fmt: skip
+
+    def linear_cross_entropy(
+        self,
+        x_BSD: Float[Array, "B S D"],
+        head_VD: Float[Array, "V D"],
+        labels_BS: Int[Array, "B S"],
+        vocab_size: int,
+        z_loss: float = 0.0,
+        softcap: float = 0.0,
+    ) -> LossSums:
+        """See `jaxpar.parallel.linear_cross_entropy`."""
+        return cross_entropy.linear_cross_entropy(
+            x_BSD, head_VD, labels_BS, self.plan, vocab_size=vocab_size, z_loss=z_loss, softcap=softcap,
+            loss_mib=self.plan.loss_mib,
+        )  # fmt: skip
+
+    def logits(
+        self, x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], vocab_size: int, softcap: float = 0.0
+    ) -> Float[Array, "B S V"]:
+        """See `jaxpar.parallel.logits`."""
+        forms = self.plan.overlap.forms("vocab")
+        return linear.logits(x_BSD, head_VD, self.plan, vocab_size=vocab_size, softcap=softcap, overlap=forms)
+
+
+def causal(window: int) -> Mask:
+    """The mask of a model: so many tokens up to a token itself, or all of them at 0."""
+    return Causal() & Window(window - 1) if window else Causal()
+
+
+def split_of(plan: Plan) -> Split:
+    """How attention runs under a plan."""
+    return Split(plan, plan.context.strategy, plan.attention)
+
+
+def choose_attention(
+    plan: Plan,
+    seq_len: int,
+    head_dim: int,
+    dropping: bool,
+    window: int = 0,
+    packed: bool = False,
+    platform: str = "",
+    batch: int = 1,
+) -> tuple[str, str]:
+    """Which implementation `Ops.attention` takes, and why not one before it; arguments as for `_attention.choose`."""
+    return _attention.choose(
+        split_of(plan), causal(window), seq_len, head_dim, dropping=dropping, packed=packed, platform=platform,
+        batch=batch,
+    )  # fmt: skip
+
+
+def attention_notes(
+    plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int = 0, packed: bool = False, batch: int = 1
+) -> list[str]:
+    """Why no kernel serves where there are some, for the log; arguments as for `_attention.choose`."""
+    if plan.attention != "auto":
+        return []
+    name, why = _attention.choose_kernel(
+        split_of(plan), causal(window), seq_len, head_dim, dropping=dropping, packed=packed, platform="", batch=batch
+    )
+    return [f"attention by plain XLA, in tiles, and no kernel ({why})"] if name == "chunked" and why else []
+
+
+def overlap_notes(plan: Plan, seq_len: int) -> list[str]:
+    """Where a ring that the plan asks for gives way to a collective, or to one way: for the log.
+
+    Args:
+      plan: mesh, rules and forms of overlap.
+      seq_len: of the training sequences.
+    """
+    asked = {name: form for name, form in vars(plan.overlap).items() if form in ("ring", "bidirectional")}
+    if not asked:
+        return []
+    flags, moves = " and ".join(f"overlap.{name}" for name in asked), further_split(STORED, GATHERED, plan)
+    if not moves:
+        return [
+            f"{flags}: no ring, since rules.residual_seq splits the sequence no further than rules.seq on this mesh"
+        ]
+    attention, notes = further_split(STORED, ATTENDED, plan), []
+    if attention != moves:
+        ring = f"the ring is {' x '.join(attention[0][1])}" if attention else "no ring"
+        over = " x ".join(plan.mesh_axes("attention_seq"))
+        notes.append(f"{flags}: {ring} at attention, whose sequence is split over {over} (rules.attention_seq)")
+    sums = {beside("kv_heads", plan): attention, "heads": attention, "mlp": moves}
+    for axis, moved in sums.items() if any("scatter" in name for name in asked) else ():
+        split, rings = plan.mesh_axes(axis), [ring for _, ring in moved]
+        if split and rings and set(split) != set(rings[0]):
+            over, around = " x ".join(split), " x ".join(rings[0])
+            notes.append(f"overlap.scatter: sums over {over} (rules.{axis}) take a collective, the ring is {around}")
+    if "bidirectional" in asked.values() and seq_len // plan.size("residual_seq") < 2:
+        notes.append(f"{flags}: a device has a single row of the sequence, which goes one way")
+    return notes

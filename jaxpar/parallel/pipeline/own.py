@@ -1,0 +1,113 @@
+"""The pipeline on anyone's embed, block and score functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.plan import Pipeline, Plan, Schedule
+from jaxpar.base.sharding import Layout
+from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
+from jaxpar.parallel.pipeline.executor import gradients
+from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order
+from jaxpar.parallel.pipeline.schedules import Table
+
+Params = Mapping[str, Any]
+
+
+class _Functions:
+    """Three functions as the executor's `Model`."""
+
+    def __init__(self, functions: Sequence[Callable[..., Array]], axes: Any, layers: int):
+        (self._embed, self._block, self._score), self.axes = functions, axes
+        self.config = SimpleNamespace(layers=layers, experts=0, scan_layers=True)
+
+    def embed(self, params: Any, tokens_BS: Any, positions_BS: Any, plan: Plan, key: Any = None) -> Array:
+        return self._embed(params, tokens_BS, positions_BS)
+
+    def layer(self, layer: Any, xs: Any, places: Any, plan: Plan, key: Any) -> tuple[tuple[Array, ...], Any]:
+        ((x_BSD,), ((positions_BS, _),)) = xs, places
+        return (self._block(layer, x_BSD, positions_BS),), None
+
+    def score(self, params: Any, x_BSD: Any, labels_BS: Any, plan: Plan, weights: LossWeights) -> LossSums:
+        loss, tokens = self._score(params, x_BSD, labels_BS), jnp.sum(labels_BS >= 0, dtype=jnp.float32)
+        return LossSums(loss, jax.lax.stop_gradient(loss), tokens)
+
+
+def value_and_grad(
+    embed: Callable[[Params, Array, Array], Array],
+    block: Callable[[Any, Array, Array], Array],
+    score: Callable[[Params, Array, Array], Array],
+    axes: Params,
+    layout: Layout,
+    *,
+    microbatches: int,
+    schedule: Schedule | Table = "1f1b",
+    virtual: int = 1,
+) -> Callable[[Params, Mapping[str, Array]], tuple[Array, Params]]:
+    """The mean loss and the gradients of a model whose blocks are stages of a pipeline.
+
+    Inside one jit: `shard_map` over the layout's `stage` axis, everything else of the layout inside a stage, where the
+    ops of `jaxpar.parallel` and sharding constraints work as anywhere. Forward and backward ticks of the microbatches
+    follow each other as the schedule's table says, so memory is that of the schedule. Take lookups in tables that are
+    split, and the loss, from `jaxpar.parallel`: XLA's partitioner aborts at plain indexing of such a table in here.
+
+    Args:
+      embed: `(params, tokens [B, S], positions [B, S]) -> x [B, S, D]`; params are all but `blocks`.
+      block: `(layer, x, positions) -> x`; a layer is a slice of `params["blocks"]`. Wrap it in `jax.checkpoint` to have
+        it recomputed.
+      score: `(params, x, labels [B, S]) -> ` the loss *summed* over the labels that are not below zero. It is called on
+        some of the tokens at a time.
+      axes: logical axes of each parameter, in a tree of the parameters' form; those of `blocks` begin with "layers".
+      layout: with more than one device along `stage`.
+      microbatches: into which the batch's rows are cut.
+      schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, `zb_h1`, or a table of one's own, which says microbatches and
+        virtual stages too (`jaxpar.parallel.pipeline.simulator.check` proves it valid).
+      virtual: chunks of layers a stage has.
+
+    Returns:
+      A function of (params, batch) for `jax.jit`: params a dict with stacked `blocks` [layers, ...], the batch a dict
+      of `tokens` and `labels` [B, S]. It gives the mean loss of a label, and gradients in the parameters' form. Where
+      layers are not stored in the order of the stages (`virtual` above 1, or layers that do not divide), they are put
+      into it and back, which moves them between devices.
+
+    Raises:
+      UserError: no stages, rules or sizes that make no pipeline, or parameters without `blocks`. What depends on the
+        arrays is said when the function is traced.
+    """
+    if isinstance(schedule, Table):
+        microbatches, virtual = schedule.microbatches, schedule.virtual
+    name = schedule if isinstance(schedule, str) else "looped"  # which any virtual stages may have
+    pipeline = Pipeline(name, microbatches, virtual)
+    if layout.size("stage") == 1:
+        raise UserError("a pipeline needs stages, and this layout has one: make_mesh(stage=4) has four")
+    if "blocks" not in axes:
+        raise UserError(f"a pipeline's parameters have stacked `blocks`, and these are {', '.join(axes)}")
+    plan = Plan(layout.mesh, layout.rules, layout.compute, pipeline=pipeline)
+
+    def run(params: Params, batch: Mapping[str, Array]) -> tuple[Array, Params]:
+        layers = len(jax.tree.leaves(params["blocks"])[0])
+        check_stages(plan, layers, microbatches)
+        rows, S = batch["tokens"].shape
+        if rows % microbatches:
+            raise UserError(f"{rows} rows are not cut into {microbatches} microbatches: try a divisor of {rows}")
+        layout.sharding(("batch", "residual_seq"), (rows // microbatches, S), "a microbatch")
+        order = stored_order(plan, layers)
+
+        def moved(blocks: Any, before: Sequence[int] | None, after: Sequence[int] | None) -> Any:
+            return jax.tree.map(lambda x: reorder_layers(x, before, after, layers), blocks)
+
+        model = _Functions((embed, block, score), axes, layers)
+        stored = {**params, "blocks": moved(params["blocks"], None, order)}
+        table = schedule if isinstance(schedule, Table) else None
+        sums, grads = gradients(model, stored, batch, plan, None, LIKELIHOOD, table)
+        grads = {**grads, "blocks": moved(grads["blocks"], order, None)}
+        return sums.loss / sums.tokens, jax.tree.map(lambda grad: grad / sums.tokens, grads)
+
+    return run

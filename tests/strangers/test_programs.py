@@ -1,0 +1,162 @@
+"""Programs as strangers would write them: with no config, no model of ours and nothing private."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from strangers import own_model, own_ops, own_pipeline, own_rehearsal, sharded_loss
+
+import jaxpar
+from jaxpar import parallel
+from jaxpar.parallel import pipeline
+
+ALL = sharded_loss.NAMES
+PROGRAMS = [path for path in sorted(Path(__file__).parent.glob("*.py")) if not path.name.startswith("test_")]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_a_strangers_program_imports_nothing_of_ours_but_the_front_door(program: Path) -> None:
+    for node in ast.walk(ast.parse(program.read_text())):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+        for module in modules:
+            assert module.count(".") < (2 if module.startswith("jaxpar") else 9), f"{module} is no front door"
+            assert not module.startswith(("jaxpar.models", "jaxpar.base"))
+        if isinstance(node, ast.Attribute | ast.Name):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
+            assert name not in ("Config", "load_config", "Plan", "Model")
+
+
+def test_a_strangers_model_trains_on_many_devices_as_on_one_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    want, _ = own_model.train(jaxpar.make_mesh(devices=jax.devices()[:1]), 6)
+    losses, state = own_model.train(jaxpar.make_mesh(data=2, fsdp=-1, tensor=2), 6, tmp_path, save_at=3)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    assert losses[-1] < losses[0]
+    assert state["up"][...].sharding.spec == P("fsdp", "tensor")
+    assert state["up"][...].addressable_shards[0].data.size * 4 == state["up"][...].size
+
+
+OPS = {
+    "MLP": (own_ops.mlp, own_ops.plain_mlp, {"fsdp": 2, "tensor": 4}, {}),
+    "MLP, ring": (own_ops.mlp, own_ops.plain_mlp, {"fsdp": 2, "tensor": 4}, {"overlap": "ring"}),
+    "MLP, both ways": (own_ops.mlp, own_ops.plain_mlp, {"tensor": 8}, {"overlap": "bidirectional"}),
+    "attention": (own_ops.attention_block, own_ops.plain_attention, {"data": 2, "tensor": 4}, {}),
+    "attention, ring": (own_ops.attention_block, own_ops.plain_attention, {"data": 2, "context": 4}, {}),
+    "attention, gathered": (
+        own_ops.attention_block, own_ops.plain_attention, {"context": 4, "tensor": 2}, {"context": "all_gather"}
+    ),
+    "loss": (own_ops.loss, own_ops.plain_loss, {"fsdp": 2, "tensor": 4}, {}),
+    "experts": (own_ops.experts, own_ops.plain_experts, {"expert": 4, "tensor": 2}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_strangers_ops_give_what_plain_jax_gives(name: str) -> None:
+    """Answers and gradients. Float32 sums in another order: the worst seen is 6e-7 of the largest entry."""
+    make, plain, mesh, options = OPS[name]
+    layout = parallel.fit_heads(jaxpar.Layout(jaxpar.make_mesh(**mesh)), own_ops.H, own_ops.K)
+    assert own_ops.worst_error(*make(layout, **options), plain) < 5e-6
+
+
+def test_more_devices_than_kv_heads_without_a_fit_are_refused() -> None:
+    make, plain, mesh, _ = OPS["attention"]
+    with pytest.raises(
+        jaxpar.UserError, match=r"^weight: dim 1 \(kv_heads\) has size 2, which tensor=4 does not divide"
+    ):
+        own_ops.worst_error(*make(jaxpar.Layout(jaxpar.make_mesh(**mesh))), plain)
+
+
+def test_attention_on_one_device_asks_for_no_layout() -> None:
+    assert own_ops.worst_error(*own_ops.attention_alone(), own_ops.plain_attention_alone) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "mesh"),
+    [
+        ("1f1b", 1, {"stage": 4, "data": 2}),
+        ("looped", 2, {"stage": 2, "tensor": 4}),
+        pytest.param("interleaved", 2, {"stage": 4, "fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param("gpipe", 1, {"stage": 8}, marks=pytest.mark.slow),
+        ("zb_h1", 1, {"stage": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param(pipeline.schedule("1f1b", 2, 4), 1, {"stage": 2, "data": 4}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "a table" if hasattr(value, "rounds") else None,
+)
+def test_a_strangers_blocks_in_a_pipeline_give_one_devices_gradients(schedule, virtual, mesh) -> None:
+    verdict = own_pipeline.verdict_of(schedule, virtual=virtual, **mesh)
+    assert verdict.equal, str(verdict)
+    assert max(row.tolerance for row in verdict.rows) < 1e-4
+
+
+def test_a_pipeline_without_stages_or_blocks_is_refused() -> None:
+    with pytest.raises(jaxpar.UserError, match=r"^a pipeline needs stages, and this layout has one"):
+        own_pipeline.verdict_of(data=8)
+    layout, axes = jaxpar.Layout(jaxpar.make_mesh(stage=8)), {"tokens": ("vocab", "embed")}
+    with pytest.raises(jaxpar.UserError, match=r"^a pipeline's parameters have stacked `blocks`, and these are tokens"):
+        pipeline.value_and_grad(*own_pipeline.functions(layout), axes, layout, microbatches=8)
+    with pytest.raises(jaxpar.UserError, match=r"^16 rows are not cut into 5 microbatches"):
+        own_pipeline.verdict_of(stage=4, data=2, microbatches=5)
+    with pytest.raises(
+        jaxpar.UserError, match=r"^a microbatch: dim 0 \(batch\) has size 1, which data=2 does not divide"
+    ):
+        own_pipeline.verdict_of(stage=4, data=2, microbatches=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e-8", "h100x8"])
+def test_a_strangers_step_is_rehearsed_by_line_of_its_file(target: str) -> None:
+    report = own_rehearsal.report_for(target, data=2, tensor=4)
+    lines = Path(own_rehearsal.__file__).read_text().splitlines()
+    forward = next(number for number, line in enumerate(lines, 1) if 'params["down"]' in line)
+    waiting = max(report["lines"], key=lambda line: line["exposed"])
+    assert waiting["source"].endswith(f"own_rehearsal.py:{forward}")
+    assert {(row["kind"], *row["axes"]) for row in report["collectives"]} == {
+        ("all-reduce", "tensor"), ("all-reduce", "data")
+    }  # fmt: skip
+    assert report["memory"]["categories"]["params"] == 2 * own_rehearsal.EMBED * own_rehearsal.HIDDEN * 4 // 4
+    assert report["memory"]["fits"] and report["time"]["step"] > 0 and report["time"]["exposed_communication"] > 0
+    assert not {"model", "batch", "shardings"} & set(report)
+    assert not any("planned" in row for row in report["collectives"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "names", "kind", "says"),
+    [
+        ("missing psum", {"head"}, "sum missing", "copies along data differ and add up to the reference"),
+        ("doubled psum", {"q"}, "sum doubled", "2 times the reference, the size of data"),
+        (
+            "mask of the first shard",
+            sharded_loss.NAMES,
+            "shard",
+            "every shard of data has the first one's part of mask",
+        ),
+        ("mean of a shard", ALL, "mean", "each shard of data divides by its own number of tokens"),
+        (
+            "stale positions",
+            sharded_loss.NAMES,
+            "shard",
+            "every shard of context has the first one's part of positions",
+        ),
+    ],
+)
+def test_a_wrong_sharded_loss_is_named_with_its_mistake(fault: str, names: set[str], kind: str, says: str) -> None:
+    verdict = sharded_loss.verdict_of(fault)
+    assert {row.name for row in verdict.wrong} == names
+    for row in verdict.wrong:
+        assert row.finding is not None
+        assert row.finding.kind == kind
+        assert says in row.finding.says
+    assert says in str(verdict)
+    assert (verdict.loss_error <= verdict.tolerance) == (kind in ("sum missing", "sum doubled"))
+
+
+def test_a_right_sharded_loss_is_equal() -> None:
+    verdict = sharded_loss.verdict_of()
+    assert verdict.equal
+    assert str(verdict).startswith("EQUAL: loss and 6 gradients, to ")
+    assert max(row.tolerance for row in verdict.rows) < 1e-4
