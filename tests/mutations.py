@@ -68,7 +68,7 @@ MUTATIONS = [
              "tests/kernels/test_chunked.py"),
     # Parallel ops.
     Mutation("linear_sum", "a missing sum of weight gradients over the devices that split the sequence",
-             "jaxpar/parallel/linear.py", "split_over(site.used[:2], plan)", "split_over(site.used[:1], plan)",
+             "jaxpar/parallel/linear.py", "split_over(site.used[:2], layout)", "split_over(site.used[:1], layout)",
              "tests/parallel/test_linear.py tests/parallel/test_context.py"),
     Mutation("reduce_twice", "a sum taken again over axes that a reduce-scatter has summed",
              "jaxpar/parallel/collectives.py",
@@ -86,7 +86,7 @@ MUTATIONS = [
              "2 * (2 * self.size - 1 - chunk) + 1", "2 * (2 * self.size - 1 - chunk)",
              "tests/parallel/test_context.py -k strategy"),
     Mutation("router_sum", "a missing sum of the router's gradient over tensor", "jaxpar/parallel/experts.py",
-             "reduce(drouter_DE, split_over(STORED[:2], plan)", "reduce(drouter_DE, split_over(GATHERED[:2], plan)",
+             "reduce(drouter_DE, split_over(STORED[:2], layout)", "reduce(drouter_DE, split_over(GATHERED[:2], layout)",
              "tests/parallel/test_experts.py -k layout"),
     Mutation("loss_rescale", "a dropped scale: slices of the vocabulary with different maxima are added as they are",
              "jaxpar/parallel/cross_entropy.py",
@@ -95,7 +95,7 @@ MUTATIONS = [
     # Pipelines.
     Mutation("ends_sum", "a missing sum of the embedding's and head's gradients over stages",
              "jaxpar/parallel/pipeline/executor.py",
-             "manual(lambda grads: jax.lax.psum(grads, self.axes), self", "manual(lambda grads: grads, self",
+             "partial(jax.tree.map, self.total)", "lambda grads: grads",
              "tests/verify/test_pipeline.py -k 'gives or random'"),
     Mutation("stash_freed", "a stale buffer: a slot is given away before the weights' gradients read it",
              "jaxpar/parallel/pipeline/program.py",
@@ -114,13 +114,13 @@ MUTATIONS = [
              "tests/parallel/test_pipeline.py -k wait"),
     # A step.
     Mutation("norm_tokens", "a dropped scale: the norm that clips is of sums, not of means", "jaxpar/train/update.py",
-             "for name in params)) / tokens", "for name in params))",
+             "jnp.sqrt(squares) / sums.tokens", "jnp.sqrt(squares)",
              "tests/train/test_optimizer.py tests/train/test_update.py -k clipped"),
     Mutation("moment_sign", "a wrong sign: 8-bit first moments come back positive", "jaxpar/train/moments.py",
              "jnp.square(root / _FIRST) * jnp.sign(root)", "jnp.square(root / _FIRST)", "tests/train/test_moments.py"),
     Mutation("dropout_key", "every microbatch drops the same", "jaxpar/train/step.py",
              "jax.random.fold_in(key, index)", "key", "tests/train/test_step.py -k drops"),
-    Mutation("norms_decay", "scales of stacked norms decay as matrices do", "jaxpar/base/sharding.py",
+    Mutation("norms_decay", "scales of stacked norms decay as matrices do", "jaxpar/base/plan.py",
              'len([axis for axis in axes if axis != "layers"]) > 1', "len(axes) > 1", "tests/train/test_optimizer.py"),
     # Data, checkpoints, configs.
     Mutation("val_fill", "off by one: a row that fills the last batch is counted", "jaxpar/train/data.py",

@@ -143,7 +143,7 @@ class Plan(Layout):
         return "offload" in (self.parameters, self.optimizer) or self.moments == "int8"
 
     def action(self, name: str) -> Action:
-        """What becomes of an activation: one of `activations.NAMES`."""
+        """What becomes of an activation: one of `activation_names.NAMES`."""
         return actions(self.remat, self.keep)[name]
 
     def again(self, *names: str) -> bool:

@@ -183,11 +183,13 @@ class Layout:
     compute: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        """Refuse a mesh of other axes.
+        """Refuse a mesh of other axes, and a dtype that the ops do not compute in.
 
         Raises:
-          UserError: the rules name an axis that the mesh has not, or the other way round.
+          UserError: such a one.
         """
+        if self.compute not in ("float32", "bfloat16"):
+            raise UserError(f"a layout computes in float32 or bfloat16, and was given compute={self.compute!r}")
         if tuple(self.mesh.axis_names) != MESH_AXES:
             found = ", ".join(map(str, self.mesh.axis_names))
             raise UserError(
@@ -238,7 +240,10 @@ class Layout:
           UserError: see `spec_for`.
         """
         if is_axes(axes) or (isinstance(axes, list) and is_axes(tuple(axes))):
-            return NamedSharding(self.mesh, spec_for(tuple(axes), self.rules, self.mesh, shape, name))
+            names = tuple(axes)
+            if isinstance(axes, P) and shape is not None:  # which may leave out what is replicated at the end
+                names += (None,) * (len(shape) - len(names))
+            return NamedSharding(self.mesh, spec_for(names, self.rules, self.mesh, shape, name))
 
         def place(path: Any, axes: Any, array: Any = None) -> NamedSharding:
             shape = None if array is None else array.shape

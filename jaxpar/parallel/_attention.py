@@ -6,13 +6,13 @@ Shapes: B batch, S sequence, H heads, K kv heads, h head_dim.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.heads import beside, copying, fit_rules
 from jaxpar.base.plan import Strategy
 from jaxpar.base.sharding import Layout, LogicalAxis
@@ -65,6 +65,9 @@ def attention(
             q_BSHh, k_BSKh, v_BSKh, mask, implementation=implementation, dropout_rate=dropout_rate, key=key,
             with_lse=False,
         )[0]  # fmt: skip
+    if context not in get_args(Strategy):
+        known = get_args(Strategy)
+        raise UserError(f"no context strategy {context!r}{nearest(context, known)}: try one of {', '.join(known)}")
     mask, segments_BS = apart_from_segments(mask)
     split, (B, S, H, h) = Split(layout, context, implementation), q_BSHh.shape
     batch = max(B // layout.size("batch"), 1)

@@ -22,7 +22,7 @@ from jaxpar.rehearse.report.collectives import in_float32
 from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding, Rehearsal
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.simulate import StepSimulation, simulate
-from jaxpar.rehearse.targets import Target, check_mesh
+from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.rehearse.timeline.timeline import Timeline
 from jaxpar.train.state_bytes import by_memory, state_of
 from jaxpar.train.step import in_host, make_plan, make_train_step, param_shapes, plan_notes, state_shapes, step_shapes
@@ -46,7 +46,7 @@ class CompiledStep(NamedTuple):
 
 
 def rehearse(
-    config: Config, target: Target, name: str = "", command: str = "", tokens: float = 1e12,
+    config: Config, target: Target | str, name: str = "", command: str = "", tokens: float = 1e12,
     say: Callable[[str], None] = lambda line: None, program: Any = None,
 ) -> Rehearsal:  # fmt: skip
     """The report of one training step on a target; `jaxpar.rehearse.report.schema` says what is in it.
@@ -54,7 +54,7 @@ def rehearse(
     Args:
       config: the experiment, settled (`jaxpar.plan.resolve`). Its mesh must fit the target; `mesh.distributed` and
         `mesh.platform` do not count.
-      target: from `load_target`.
+      target: a name such as `h100x64`, or what `load_target` gives.
       name: of the config, for the report.
       command: what was typed, for the report.
       tokens: length of the training that `time.days` speaks of.
@@ -65,6 +65,7 @@ def rehearse(
       UserError: a mesh that does not fit the target, a missing compiler, or a step that the compiler refuses because
         it does not fit the memory.
     """
+    target = load_target(target) if isinstance(target, str) else target
     step = compile_step(config, target, say, program)
     say(f"compiled in {step.compiled.seconds:.0f} s; reading and playing the schedule")
     module, mesh = parse(step.compiled.text), step.plan.mesh

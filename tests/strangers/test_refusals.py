@@ -1,0 +1,112 @@
+"""What the front door refuses, each in a sentence that says what was found and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from strangers import own_rehearsal
+
+import jaxpar
+from jaxpar import parallel, rehearse, verify
+from jaxpar.kernels import masks
+
+
+def layout(**mesh: int) -> jaxpar.Layout:
+    return jaxpar.Layout(jaxpar.make_mesh(**mesh))
+
+
+def attend(mask: Any, context: Any = "ring") -> Any:
+    q = jnp.ones((2, 16, 4, 8))
+    return parallel.attention(q, q, q, mask, layout(context=8), context=context)
+
+
+IDS = jnp.zeros((2, 16), int)
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a mesh axis": (lambda: jaxpar.make_mesh(tensr=2), r"no mesh axis 'tensr' \(did you mean 'tensor'\?\)"),
+    "a spec and sizes": (lambda: jaxpar.make_mesh(jaxpar.MeshSpec(), tensor=2), "given both: tensor=2"),
+    "a rule": (lambda: jaxpar.ShardingRules(mlp="tensr"), r"rules.mlp names no mesh axis: 'tensr' \(did you mean"),  # pyright: ignore[reportArgumentType]
+    "a logical axis": (lambda: layout(tensor=8).sharding(("emebd",)), r"no logical axis 'emebd' \(did you mean"),
+    "too few axes": (
+        lambda: layout(tensor=8).sharding(("embed",), (8, 8)), r"1 logical axes \(embed\) of an array of shape \(8, 8\)"
+    ),
+    "a dtype": (lambda: jaxpar.Layout(jaxpar.make_mesh(data=8), compute="bf16"), "was given compute='bf16'"),  # pyright: ignore[reportArgumentType]
+    "a mask that looks ahead": (lambda: attend(masks.Full()), "takes a causal mask, and was given Full"),
+    "one of two masks": (lambda: attend(masks.Causal() | masks.Full()), "takes a causal mask"),
+    "ids of two kinds": (
+        lambda: attend(masks.Causal() & masks.Segments(IDS, IDS + 1)), r"write Segments\(ids, ids\)"
+    ),
+    "ids by or": (lambda: attend(masks.Causal() | masks.Segments(IDS, IDS)), "has its Segments once, joined by &"),
+    "a strategy": (lambda: attend(masks.Causal(), "rnig"), r"no context strategy 'rnig' \(did you mean 'ring'\?\)"),
+    "a form of overlap": (
+        lambda: parallel.column_linear(
+            jnp.ones((1, 8, 8)), jnp.ones((8, 8)), ("mlp",), layout(tensor=8), overlap="rnig"  # pyright: ignore[reportCallIssue, reportArgumentType]
+        ),
+        r"no form 'rnig' \(did you mean 'ring'\?\)",
+    ),
+    "shapes without a place": (
+        lambda: rehearse.step(jax.jit(jnp.sin), jax.ShapeDtypeStruct((8,), jnp.float32), target="here"),
+        "needs arguments on one mesh, and none has a NamedSharding",
+    ),
+    "devices of another": (
+        lambda: rehearse.step(own_rehearsal.step, *own_rehearsal.shapes(layout(tensor=8)), target="v5e-8"),
+        r"the arguments lie on 8 devices \(cpu\) and v5e-8 has 8 \(tpu\): make the mesh with devices=",
+    ),
+    "no shardings": (
+        lambda: verify.gradients(
+            lambda p, b: jnp.sum(p), lambda p, b: jnp.sum(p), np.ones(8), np.ones(8),
+            (jax.sharding.SingleDeviceSharding(jax.devices()[0]),) * 2,
+        ),
+        "needs NamedShardings of one mesh, and was given SingleDeviceSharding of 0",
+    ),
+    "a loss that is an array": (
+        lambda: verify.gradients(
+            lambda p, b: p * b, lambda p, b: jnp.sum(p), np.ones(8), np.ones(8), (layout(data=8).sharding((None,)),) * 2
+        ),
+        r"needs a loss that is a scalar, or \(scalar, gradients\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_mistake_is_a_sentence(what: str) -> None:
+    do, said = REFUSED[what]
+    with pytest.raises(jaxpar.UserError, match=said):
+        do()
+
+
+def test_a_full_mask_is_right_where_the_strategy_can() -> None:
+    q = jax.random.normal(jax.random.key(0), (2, 16, 8, 8))
+    whole = parallel.attention(q, q, q, masks.Full())
+    found = parallel.attention(q, q, q, masks.Full(), layout(context=8), context="ulysses")
+    np.testing.assert_allclose(found, whole, atol=5e-6)  # outputs of order one, float32 sums in another order
+
+
+def test_a_partition_spec_may_leave_out_what_is_replicated() -> None:
+    assert layout(fsdp=8).sharding(P("embed"), (8, 3)).spec == P("fsdp")
+
+
+def test_a_loss_whose_copies_differ_is_not_equal() -> None:
+    """The first device's copy is right, and the gradients are."""
+    here = layout(data=8)
+
+    def wrong(params: Any, batch: Any) -> Any:
+        def local(params: Any, batch: Any) -> Any:
+            total = jax.lax.psum(jnp.sum(params * batch), "data")
+            grads = jax.lax.psum(jnp.sum(batch), "data") * jnp.ones_like(params)
+            return total + jax.lax.axis_index("data"), grads
+
+        specs = P(), P("data")
+        return jax.shard_map(local, mesh=here.mesh, in_specs=specs, out_specs=P(), check_vma=False)(params, batch)
+
+    verdict = verify.gradients(
+        wrong, lambda params, batch: jnp.sum(params * batch), np.float32(2), np.arange(1, 9, dtype=np.float32),
+        (here.sharding(()), here.sharding(("batch",))),
+    )  # fmt: skip
+    assert not verdict.equal and not verdict.wrong
+    assert verdict.loss_error > 0.01
