@@ -13,21 +13,19 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_said
 from jaxpar.base.runtime import versions
 from jaxpar.hlo.origin import own_dirs
-from jaxpar.hlo.parse import Module, parse
 from jaxpar.hlo.tasks import walk
 from jaxpar.parallel.host_memory import lowered_for
 from jaxpar.rehearse.cost.cost import seconds_by_basis
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.collectives import collective_rows, queueing_notes
 from jaxpar.rehearse.report.drawing import timeline_of
-from jaxpar.rehearse.report.schema import SCHEMA, Line, Rehearsal, Time
+from jaxpar.rehearse.report.schema import SCHEMA, Line, Memory, Rehearsal, Time
 from jaxpar.rehearse.report.tables import seconds_text
 from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.simulate import StepSimulation, simulate
@@ -94,12 +92,10 @@ def step(
     except jax.errors.JaxRuntimeError as error:
         raise UserError(f"the compiler for {target.name} refuses this function: {compiler_said(str(error))}") from error
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
-    module = parse(compiled.text)
     played = simulate(compiled.text, mesh, target, say, DRAWN_TRIPS, MOST_EVENTS, own_dirs())
-    report = report_of(compiled, played, module, None)
-    report["memory"] = memory.of_arguments(
-        compiled.stats, dict(zip(_names(jitted, len(arguments)), arguments, strict=True)), played.hardware.hbm_bytes
-    )
+    given = dict(zip(_names(jitted, len(arguments)), arguments, strict=True))
+    taken = memory.of_arguments(compiled.stats, given, played.hardware.hbm_bytes)
+    report = report_of(compiled, played, taken, None)
     report["config"] = name
     add_rates(report, compiled, played, model_flops, tokens)
     return report
@@ -151,13 +147,13 @@ def compile_for(
 
 
 def report_of(
-    compiled: Compiled, played: StepSimulation, module: Module, requested: list[Requested] | None
+    compiled: Compiled, played: StepSimulation, taken: Memory, requested: list[Requested] | None
 ) -> Rehearsal:
-    """What can be said of any program; memory by argument, and rates, are added by who knows the arguments.
+    """What can be said of any program, and of its memory what the caller knows of the arguments.
 
     Args:
       compiled, played: the program, and how it runs.
-      module: the program, parsed.
+      taken: of the device's memory.
       requested: the collectives that were asked for; None = not known, and none is called unplanned.
     """
     program, timeline, hardware, target = played.program, played.timeline, played.hardware, compiled.target
@@ -178,7 +174,7 @@ def report_of(
         },
         "mesh": {str(axis): size for axis, size in compiled.mesh.shape.items() if size > 1},
         "compile_seconds": compiled.seconds,
-        "memory": memory.of_arguments(compiled.stats, {}, hardware.hbm_bytes),
+        "memory": taken,
         "time": _time(timeline),
         "lines": _lines(timeline.tasks),
         "collectives": collectives,
@@ -220,7 +216,7 @@ def _time(timeline: Timeline) -> Time:
     moving = ("collective", "host_copy")
     by_category: dict[str, float] = dict(timeline.busy)
     for kind in moving:
-        by_category[kind] = float(np.sum([row.seconds for row in timeline.tasks if row.task.kind == kind]))
+        by_category[kind] = sum(row.seconds for row in timeline.tasks if row.task.kind == kind)
     return {
         "step": timeline.seconds,
         "compute": sum(seconds for kind, seconds in timeline.busy.items() if kind not in moving),

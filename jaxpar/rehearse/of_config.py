@@ -19,7 +19,7 @@ from jaxpar.models import Model
 from jaxpar.rehearse._step import DRAWN_TRIPS, MOST_EVENTS, Compiled, add_rates, compile_for, report_of
 from jaxpar.rehearse.report import lint, memory, memory_advice
 from jaxpar.rehearse.report.collectives import in_float32
-from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding, Rehearsal
+from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding, Memory, Rehearsal
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.simulate import StepSimulation, simulate
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
@@ -68,10 +68,10 @@ def rehearse(
     target = load_target(target) if isinstance(target, str) else target
     step = compile_step(config, target, say, program)
     say(f"compiled in {step.compiled.seconds:.0f} s; reading and playing the schedule")
-    module, mesh = parse(step.compiled.text), step.plan.mesh
+    mesh = step.plan.mesh
     played = simulate(step.compiled.text, mesh, target, say, DRAWN_TRIPS, MOST_EVENTS)
-    report = report_of(step.compiled, played, module, step.requested)
-    _add_config(report, step, played, module)
+    report = report_of(step.compiled, played, _memory(step, played, parse(step.compiled.text)), step.requested)
+    _add_config(report, step, played)
     if rate := report["time"].get("tokens_per_second"):
         report["time"]["days"] = {f"{tokens:.3g}": tokens / rate / 86400}
     report["config"], report["command"] = name, command
@@ -121,7 +121,19 @@ def mesh_here(mesh: MeshSpec) -> MeshSpec:
     return dataclasses.replace(mesh, distributed=False, platform="cpu" if mesh.platform == "cpu" else "auto")
 
 
-def _add_config(report: Rehearsal, step: CompiledStep, played: StepSimulation, module: Module) -> None:
+def _memory(step: CompiledStep, played: StepSimulation, module: Module) -> Memory:
+    """A device's memory by what the config knows, with what to try where it is too little."""
+    config, plan, platform, has = step.config, step.plan, step.compiled.target.platform, played.hardware.hbm_bytes
+    taken = memory.account(
+        step.compiled.stats, step.state, step.batch, module, config.model.layers, has,
+        step.host if platform != "cpu" else None, state_of(config, plan, platform).gradients,
+    )  # fmt: skip
+    if not taken["fits"]:
+        taken["advice"] = memory_advice.advice(taken["categories"], taken["total"], has, config, plan)
+    return taken
+
+
+def _add_config(report: Rehearsal, step: CompiledStep, played: StepSimulation) -> None:
     """To the report of a program what its config tells of it."""
     config, plan, model, hardware = step.config, step.plan, step.model, played.hardware
     tokens = config.train.batch * config.data.seq_len
@@ -133,14 +145,6 @@ def _add_config(report: Rehearsal, step: CompiledStep, played: StepSimulation, m
         "accumulation": config.train.accumulation,
     }  # fmt: skip
     add_rates(report, step.compiled, played, model.flops_per_token(config.data.seq_len) * tokens, tokens)
-    platform = step.compiled.target.platform
-    report["memory"] = memory.account(
-        step.compiled.stats, step.state, step.batch, module, config.model.layers, hardware.hbm_bytes,
-        step.host if platform != "cpu" else None, state_of(config, plan, platform).gradients,
-    )  # fmt: skip
-    if not report["memory"]["fits"]:
-        parts, total = report["memory"]["categories"], report["memory"]["total"]
-        report["memory"]["advice"] = memory_advice.advice(parts, total, hardware.hbm_bytes, config, plan)
     rows = placements(param_shapes(model, plan), model.axes, plan)
     report["findings"] = _findings(step, played.timeline, report["collectives"], rows)
     report["shardings"] = [

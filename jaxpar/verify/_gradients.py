@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,14 +14,13 @@ from rich.table import Table
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import path_name
-from jaxpar.verify.copies import copies, copies_by_axis
+from jaxpar.verify.copies import copies, copies_by_axis, finite, floor_of, relative_error, rms
 from jaxpar.verify.mistakes import Contribution, Evidence, Finding, diagnose
 
 _LEAST, _NOISE, _MOST = 1e-5, 4.0, 1e-3
 """Tolerance in float32: `jaxpar.verify.of_config.FLOAT32`, or, of a more sensitive model, a few times what the
 reference's own gradient is off when every number it is given is off by an ulp; but never what a mistake would be."""
 _ULP = 2.0**-23
-_FLOOR = 0.1  # of the root mean square of all gradients: one that is zero by mathematics has no scale of its own
 
 Loss = Callable[[Any, Any], Any]
 
@@ -137,16 +136,18 @@ def gradients(
     run = _Reference(reference, params, mesh.devices.flat[0])
     want_loss, want = run(batch)
     losses, arrays = _under_test(loss, params, batch, placed)
-    got_loss = max(losses, key=lambda value: _finite(abs(value - want_loss)))  # the worst copy's
+    got_loss = max(losses, key=lambda value: finite(abs(value - want_loss)))  # the worst copy's
     got = {name: copies(array) for name, array in arrays.items()}
-    floor = _FLOOR * _rms(np.concatenate([grad.ravel() for grad in want.values()]))
+    floor = floor_of(want.values())
     if tolerance is None:
         noise = run.noise(batch, want, floor)
         limits = {name: min(max(_LEAST, _NOISE * noise[name]), _MOST) for name in want}
     else:
         limits = dict.fromkeys(want, tolerance)
-    rows = [GradientRow(name, want[name].shape, _error(got[name], want[name], floor), limits[name]) for name in want]
-    loss_error = _finite(abs(got_loss - want_loss) / max(abs(want_loss), 1e-30))
+    rows = [
+        GradientRow(name, want[name].shape, relative_error(got[name], want[name], floor), limits[name]) for name in want
+    ]
+    loss_error = finite(abs(got_loss - want_loss) / max(abs(want_loss), 1e-30))
     verdict = Verdict(got_loss, want_loss, loss_error, max(limits.values()), tuple(rows))
     if not verdict.wrong:
         return verdict
@@ -178,7 +179,7 @@ class _Reference:
             _, grads = self(jax.tree.map(rounded, batch))
         finally:
             self._params = params
-        return {name: _error([grad], want[name], floor) for name, grad in grads.items()}
+        return {name: relative_error([grad], want[name], floor) for name, grad in grads.items()}
 
     def __call__(self, batch: Any, other: Loss | None = None) -> tuple[float, dict[str, np.ndarray]]:
         jitted = self._jitted[""] if other is None else jax.jit(jax.value_and_grad(other))
@@ -316,7 +317,7 @@ def _split(place: NamedSharding, dim: int) -> tuple[str, ...]:
 def _explained(name: str, array: jax.Array, want: np.ndarray, tried: _Tried) -> Finding:
     place: Any = array.sharding
     sizes = {str(axis): size for axis, size in place.mesh.shape.items() if size > 1}
-    got = max(copies(array), key=lambda copy: _rms(np.nan_to_num(copy.astype(np.float64) - want, posinf=1e30)))
+    got = max(copies(array), key=lambda copy: rms(np.nan_to_num(copy.astype(np.float64) - want, posinf=1e30)))
     evidence = Evidence(
         got=got.astype(np.float32),
         want=want.astype(np.float32),
@@ -328,11 +329,6 @@ def _explained(name: str, array: jax.Array, want: np.ndarray, tried: _Tried) -> 
         copies=copies_by_axis(array, place.mesh),
     )
     return diagnose(evidence)
-
-
-def _error(copies: Sequence[np.ndarray] | np.ndarray, want: np.ndarray, floor: float) -> float:
-    off = max(_finite(_rms(copy.astype(np.float64) - want)) for copy in copies)
-    return off / max(_rms(want), floor, 1e-30)
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -358,12 +354,4 @@ def _mesh_of(placed: Any) -> Mesh:
 
 
 def _near(got: np.ndarray, want: np.ndarray) -> bool:
-    return _rms(got - want) <= 1e-3 * max(_rms(want), 1e-30)
-
-
-def _rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0
-
-
-def _finite(error: float) -> float:
-    return error if np.isfinite(error) else float("inf")
+    return rms(got - want) <= 1e-3 * max(rms(want), 1e-30)

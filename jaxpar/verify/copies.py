@@ -1,10 +1,16 @@
-"""Every copy of an array that devices hold, also where they are not equal as they should be."""
+"""Every copy of an array that devices hold, also where they are not equal as they should be, and how far it is off."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+
+FLOOR = 0.1
+"""Of the root mean square of all gradients: one that is zero by mathematics has no scale of its own."""
 
 
 def copies(array: jax.Array) -> np.ndarray:
@@ -32,3 +38,22 @@ def copies_by_axis(array: jax.Array, mesh: Mesh) -> dict[str, np.ndarray]:
             if all(at[other] == 0 for other in free if other != axis):
                 found[axis][(at[axis], *shard.index)] = np.asarray(shard.data)
     return found
+
+
+def relative_error(copies: Iterable[np.ndarray], want: np.ndarray, floor: float) -> float:
+    """The worst copy's |got - want| / max(|want|, floor), by root mean squares; infinite where one is not finite."""
+    off = max(finite(rms(copy.astype(np.float64) - want)) for copy in copies)
+    return off / max(rms(want), floor, 1e-30)
+
+
+def floor_of(gradients: Iterable[np.ndarray]) -> float:
+    """The least that an error of these gradients is relative to."""
+    return FLOOR * rms(np.concatenate([gradient.ravel() for gradient in gradients]))
+
+
+def finite(error: float) -> float:
+    return error if math.isfinite(error) else math.inf
+
+
+def rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxpar.base.config import Config, KernelsConfig, check
@@ -32,6 +30,7 @@ from jaxpar.parallel.context import check_split
 from jaxpar.parallel.ops import Ops, choose_attention
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train import step
+from jaxpar.verify import copies
 from jaxpar.verify._gradients import GradientRow
 from jaxpar.verify.explain import explain, nearest_to_loss
 from jaxpar.verify.losses_and_gradients import (
@@ -66,7 +65,6 @@ OWN_FACTOR, OWN_FLOOR, OWN_LOSS = 3.0, 2.0**-7, 2.0**-8
 # with attention in tiles only to the precision. So one device with the library's ops, which have just been compared in
 # float32, counts too where it is this near to the reference: further off, its ops would be wrong in this precision.
 OPS_FACTOR, OPS_MOST = 2.0, 2.0**-4
-_FLOOR = 0.1
 
 
 class Check(NamedTuple):
@@ -294,7 +292,7 @@ def compare_answers(
         name,
         loss,
         reference_loss,
-        _finite(abs(loss - reference_loss) / abs(reference_loss)),
+        copies.finite(abs(loss - reference_loss) / abs(reference_loss)),
         FLOAT32_LOSS if near is None else OWN_LOSS,
         bool(got.sums.tokens == want.sums.tokens),
         tuple(rows),
@@ -302,26 +300,17 @@ def compare_answers(
 
 
 def relative_error(got: Answer, want: Answer, name: str) -> float:
-    """The worst copy's |got - want| / max(|want|, floor), by root mean squares; infinite where one is not finite."""
-    off = max(_finite(_rms(copy.astype(np.float64) - want.grads[name][0])) for copy in got.grads[name])
-    return off / _scale(want, name)
+    """Of one gradient: see `jaxpar.verify.copies.relative_error`."""
+    return copies.relative_error(got.grads[name], want.grads[name][0], _floor(want))
 
 
 def _scale(want: Answer, name: str) -> float:
     """What an error is relative to: the root mean square of a gradient, or the floor."""
-    return max(_rms(want.grads[name][0]), _floor(want))
+    return max(copies.rms(want.grads[name][0]), _floor(want))
 
 
 def _floor(want: Answer) -> float:
-    return _FLOOR * _rms(np.concatenate([grad.ravel() for grad in want.grads.values()]))
-
-
-def _finite(error: float) -> float:
-    return error if math.isfinite(error) else math.inf
-
-
-def _rms(x: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+    return copies.floor_of(want.grads.values())
 
 
 def _place(
