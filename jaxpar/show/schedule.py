@@ -27,7 +27,7 @@ _LABELS: dict[Kind, str] = {
 _HEIGHT = 0.86  # of a bar, of a row
 
 
-def schedule_figure(table: Table, times: Times, title: str, lockstep: bool = True) -> Figure:
+def schedule_figure(table: Table, times: Times, title: str) -> Figure:
     """A schedule in time, a row a stage, each action with its microbatch; below, the inputs that each stage keeps.
 
     Chunks of a stage are lighter the later they come. Numbers are left out where there is no room for them.
@@ -36,12 +36,11 @@ def schedule_figure(table: Table, times: Times, title: str, lockstep: bool = Tru
       table: what to draw.
       times: of one action of one virtual stage.
       title: what it is; how much of it is idle is added.
-      lockstep: as for `simulate`.
 
     Raises:
-      ValueError: the table is not valid.
+      UserError: the table is not valid.
     """
-    found = simulate_schedule(table, times, lockstep)
+    found = simulate_schedule(table, times)
     width = float(np.clip(2.2 + 0.32 * len(table.ticks), 8, 17))
     rows = float(np.clip(0.34 * table.stages, 1.1, 6.5))
     figure = Figure(figsize=(width, rows + 3.1), dpi=130, layout="constrained")
@@ -54,26 +53,26 @@ def schedule_figure(table: Table, times: Times, title: str, lockstep: bool = Tru
     return figure
 
 
-def schedules_figure(panels: Mapping[str, tuple[Table, Times, bool]], title: str) -> Figure:
+def schedules_figure(panels: Mapping[str, tuple[Table, Times]], title: str) -> Figure:
     """Several schedules, one below the other on the same axis of time.
 
     Args:
-      panels: by name: the table, its times, and whether it runs in lockstep.
+      panels: by name: the table and its times.
       title: of the figure.
     """
     found = [simulate_schedule(*panel) for panel in panels.values()]
-    longest, stages = max(f.makespan for f in found), max(table.stages for table, *_ in panels.values())
+    longest, stages = max(f.makespan for f in found), max(table.stages for table, _ in panels.values())
     width = 14.0
     size = width, (0.2 * stages + 0.5) * len(panels) + 1.1
     figure = Figure(figsize=size, dpi=130, layout="constrained")
     figure.suptitle(title, fontsize=12)
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, name, (table, times, _), one in zip(grid, panels, panels.values(), found, strict=True):
+    for axes, name, (table, times), one in zip(grid, panels, panels.values(), found, strict=True):
         _draw(axes, table, times, one, 72 * (width - 1.6) * one.makespan / longest)
         axes.set_title(f"{name}: {_facts(one)}", fontsize=9, loc="left")
         axes.set_xlim(0, longest)
     grid[-1].set_xlabel("time")
-    _legend(figure, [table for table, *_ in panels.values()])
+    _legend(figure, [table for table, _ in panels.values()])
     return figure
 
 
@@ -82,7 +81,7 @@ def _draw(axes: Any, table: Table, times: Times, found: Simulation, points: floa
     scale = points / max(found.makespan, 1e-9)
     for s in range(table.stages):
         column = [(t, tick[s]) for t, tick in enumerate(table.ticks)]
-        actions = [(float(found.starts[t, s]), action) for t, action in column if action]
+        actions = [(found.starts[t], action) for t, action in column if action]
         shades = [_shade(action, table.virtual) for _, action in actions]
         spans = [(start, times.of(action.kind)) for start, action in actions]
         axes.broken_barh(
@@ -106,7 +105,7 @@ def _draw_stash(axes: Any, table: Table, times: Times, found: Simulation) -> Non
     for s in range(table.stages):
         steps = {0.0: 0, found.makespan: 0}  # by time: what ends as the next begins is no step
         for t, tick in enumerate(table.ticks):
-            action, start = tick[s], float(found.starts[t, s])
+            action, start = tick[s], found.starts[t]
             if action and action.kind == "forward":
                 steps[start] = steps.get(start, 0) + 1
             elif action and action.kind in ("backward", "weight"):
@@ -209,13 +208,12 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
 
 def comparison_table(rows: Sequence[Compared]) -> RichTable:
     """Schedules for the same stages and microbatches, one a line."""
-    titles = "schedule", "runs as", "ticks", "time", "bubble", "inputs kept", "sent"
+    titles = "schedule", "ticks", "time", "bubble", "inputs kept", "sent"
     table = RichTable(*titles, box=None, pad_edge=False)
-    for column in table.columns[2:]:
+    for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
         name = row.schedule + (f", {row.virtual} chunks" if row.virtual > 1 else "")
-        runs = "one program" if row.programs == "one" else "a program per stage"
         bubble = f"{100 * row.bubble:.1f} %"
-        table.add_row(name, runs, str(row.ticks), f"{row.makespan:g}", bubble, str(row.stash), str(row.sent))
+        table.add_row(name, str(row.ticks), f"{row.makespan:g}", bubble, str(row.stash), str(row.sent))
     return table

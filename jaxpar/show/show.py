@@ -151,7 +151,6 @@ def _schedule_json(name: str, table: Table, compared: list[Compared]) -> dict[st
     found = simulate_schedule(table, UNIT.chunk(table.virtual))
     return {
         "schedule": name, "stages": table.stages, "microbatches": table.microbatches, "virtual": table.virtual,
-        "bubble": found.bubble, "stash": found.stash, "waiting": found.waiting, "arrived": found.arrived,
-        "forwards": found.forwards, "backwards": found.backwards, "ticks": table.ticks,
+        "bubble": found.bubble, "stash": found.stash, "ticks": table.ticks,
         "compared": [row._asdict() for row in compared],
     }  # fmt: skip

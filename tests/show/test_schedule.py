@@ -11,7 +11,7 @@ import pytest
 from matplotlib.colors import to_hex
 from rich.console import Console
 
-from jaxpar.parallel.pipeline.schedules import Table, own_programs, schedule
+from jaxpar.parallel.pipeline.schedules import Table, schedule
 from jaxpar.parallel.pipeline.simulator import Times, rank_schedules, simulate_schedule
 from jaxpar.show.figures import save_figure
 from jaxpar.show.schedule import comparison_table, schedule_figure, schedule_text, schedules_figure
@@ -43,7 +43,7 @@ def test_every_action_is_a_bar_and_every_bar_a_number(name):
     rows, looks = bars(gantt), {}
     assert len(rows) == table.stages
     for s, row in enumerate(rows):
-        expected = [(found.starts[t, s], tick[s]) for t, tick in enumerate(table.ticks) if tick[s]]
+        expected = [(found.starts[t], tick[s]) for t, tick in enumerate(table.ticks) if tick[s]]
         spans = [(t, times.of(a.kind)) for t, a in expected]
         np.testing.assert_allclose([(x, width) for x, width, _ in row], spans)
         for (_, _, color), (_, action) in zip(row, expected, strict=True):
@@ -73,9 +73,12 @@ def test_the_curve_of_what_is_kept(name):
         when, kept = line.get_data()
         assert line.get_drawstyle() == "steps-post"
         assert kept[-1] == 0
-        for t in np.flatnonzero(~np.isnan(found.starts[:, s])):
-            now = kept[np.searchsorted(when, found.starts[t, s] + 1e-9) - 1]
-            assert now == found.stash_over_time[t, s]
+        held = 0
+        for t, action in enumerate(tick[s] for tick in table.ticks):
+            held += action is not None and action.kind == "forward"
+            if action is not None:
+                assert kept[np.searchsorted(when, found.starts[t] + 1e-9) - 1] == held
+            held -= action is not None and action.kind in ("backward", "weight")
 
 
 def test_numbers_are_left_out_where_they_have_no_room():
@@ -112,14 +115,14 @@ def test_nothing_written_lies_on_anything_else(tmp_path):
 
 def test_schedules_on_one_axis_of_time():
     panels = {
-        "1F1B": (schedule("1f1b", 4, 8), Times(), True),
-        "ZB-H1, a program per stage": (own_programs("zb_h1", 4, 8), Times(), False),
+        "1F1B": (schedule("1f1b", 4, 8), Times()),
+        "ZB-H1": (schedule("zb_h1", 4, 8), Times()),
     }
     figure = schedules_figure(panels, "4 stages, 8 microbatches")
     assert [axes.get_xlim() for axes in figure.axes] == [(0, 33)] * 2
     ends = [max(x + width for row in bars(axes) for x, width, _ in row) for axes in figure.axes]
-    assert ends == [33, 27]
-    assert figure.axes[1].get_title(loc="left") == "ZB-H1, a program per stage: bubble 11.1 %, at most 4 inputs kept"
+    assert ends == [33, 30]
+    assert figure.axes[1].get_title(loc="left") == "ZB-H1: bubble 20.0 %, at most 7 inputs kept"
     assert [len(axes.texts) for axes in figure.axes] == [64, 96]
 
 
@@ -179,8 +182,8 @@ def test_the_comparison_as_a_table():
     out = Console(file=StringIO(), width=120)
     out.print(comparison_table(rank_schedules(4, 8, 2)))
     lines = [re.split(r"\s{2,}", line.strip()) for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    assert lines[0] == ["schedule", "runs as", "ticks", "time", "bubble", "inputs kept", "sent"]
-    assert lines[2] == ["1f1b", "one program", "22", "33", "27.3 %", "7", "48"]
-    assert lines[4] == ["interleaved, 2 chunks", "one program", "38", "28.5", "15.8 %", "11", "112"]
-    assert lines[7] == ["zb_h1", "a program per stage", "27", "27", "11.1 %", "4", "48"]
-    assert len(lines) == 8
+    assert lines[0] == ["schedule", "ticks", "time", "bubble", "inputs kept", "sent"]
+    assert lines[2] == ["1f1b", "22", "33", "27.3 %", "7", "48"]
+    assert lines[3] == ["interleaved, 2 chunks", "38", "28.5", "15.8 %", "11", "112"]
+    assert lines[5] == ["zb_h1", "30", "30", "20.0 %", "7", "48"]
+    assert len(lines) == 6

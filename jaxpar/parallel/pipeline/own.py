@@ -17,6 +17,7 @@ from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.pipeline.executor import gradients
 from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order
 from jaxpar.parallel.pipeline.schedules import Table
+from jaxpar.parallel.pipeline.simulator import check
 
 Params = Mapping[str, Any]
 
@@ -68,7 +69,7 @@ def value_and_grad(
       layout: with more than one device along `stage`.
       microbatches: into which the batch's rows are cut.
       schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, `zb_h1`, or a table of one's own, which says microbatches and
-        virtual stages too (`jaxpar.parallel.pipeline.simulator.check` proves it valid).
+        virtual stages too (`jaxpar.parallel.pipeline.simulator.check` says what is valid).
       virtual: chunks of layers a stage has.
 
     Returns:
@@ -78,10 +79,11 @@ def value_and_grad(
       into it and back, which moves them between devices.
 
     Raises:
-      UserError: no stages, rules or sizes that make no pipeline, or parameters without `blocks`. What depends on the
-        arrays is said when the function is traced.
+      UserError: no stages, rules or sizes that make no pipeline, a table that is not valid, or parameters without
+        `blocks`. What depends on the arrays is said when the function is traced.
     """
     if isinstance(schedule, Table):
+        check(schedule)
         microbatches, virtual = schedule.microbatches, schedule.virtual
     name = schedule if isinstance(schedule, str) else "looped"  # which any virtual stages may have
     pipeline = Pipeline(name, microbatches, virtual)

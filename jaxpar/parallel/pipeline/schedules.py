@@ -1,19 +1,15 @@
 """Pipeline schedules as data: which microbatch each stage works on in each tick.
 
-One jitted program is the same on all stages, and there is no collective in a branch that only some of them take. So
-the tables made here have ticks of one kind: in a tick every stage runs a forward, or every stage a backward, or is
-idle. That costs nothing where a forward meets a forward anyway: GPipe, 1F1B, interleaved and looped take as long as
-when every stage runs a program of its own. 1F1B then keeps up to 2P-1 inputs and not P (as in "eager" 1F1B, Zhuang et
-al. 2022, arXiv:2211.05322), and of ZB-H1's saving (P-1)W of 2(P-1)W is left.
-
-`own_programs` gives 1F1B and ZB-H1 as they are in the literature, to compare with.
+One jitted program is the same on all stages, and no collective may stand in a branch that only some of them take. So
+a tick is of one kind: in it every stage runs a forward, or every stage a backward, or is idle. GPipe, 1F1B, interleaved
+and looped take as long as in the literature, where every stage runs a program of its own. 1F1B keeps up to 2P-1 inputs
+and not P (as in "eager" 1F1B, Zhuang et al. 2022, arXiv:2211.05322), and of ZB-H1's saving, 2(P-1)W, half is left.
 
 P stages, M microbatches, v virtual stages of a stage: virtual stage c P + s is chunk c of stage s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -75,7 +71,26 @@ def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -
       UserError: no such schedule, sizes below 1, or virtual stages that it cannot have.
     """
     check_sizes(name, stages, microbatches, virtual)
-    return _SCHEDULES[name](stages, microbatches, virtual)
+    P, v, all_forwards_first = stages, virtual, name in ("gpipe", "looped")
+    groups = [microbatches] if all_forwards_first else _groups(P, microbatches)
+    at = _positions(P, groups, v)
+    last = max(at.values())
+    first_back = last + P if all_forwards_first else (v - 1) * max(P, *groups) + P - 1
+    whole: Kind = "input" if name == "zb_h1" else "backward"
+    rounds: list[dict[Kind, list[Action | None]]] = [{} for _ in range(last + first_back + 2 * P)]
+
+    def put(r: int, stage: int, action: Action) -> None:
+        rounds[r].setdefault(action.kind, [None] * P)[stage] = action
+
+    for (i, c), n in at.items():
+        back = first_back + at[i, v - 1 - c] + P - 1
+        for s in range(P):
+            put(n + s, s, Action("forward", i, c))
+            put(back - s, s, Action(whole, i, c))
+            if name == "zb_h1":
+                put(back, s, Action("weight", i, c))  # when the first stage is done, in one round for all stages
+    ordered = (tuple(tuple(ticks[kind]) for kind in get_args(Kind) if kind in ticks) for ticks in rounds)
+    return Table(P, microbatches, v, tuple(filter(None, ordered)))
 
 
 def check_sizes(name: Schedule, stages: int, microbatches: int, virtual: int) -> None:
@@ -94,36 +109,18 @@ def check_sizes(name: Schedule, stages: int, microbatches: int, virtual: int) ->
         )
 
 
-def _gpipe(P: int, M: int, v: int) -> Table:
-    return _uniform(P, M, v, [M], max(_position(P, [M], v).values()) + P, split=False)
-
-
-def _one_f_one_b(P: int, M: int, v: int) -> Table:
-    groups = _groups(P, M)
-    return _uniform(P, M, v, groups, (v - 1) * max(P, *groups) + P - 1, split=False)
-
-
-def _zb_h1(P: int, M: int, v: int) -> Table:
-    return _uniform(P, M, v, [M], P - 1, split=True)
-
-
-_SCHEDULES: dict[str, Callable[[int, int, int], Table]] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_f_one_b,
-    "interleaved": _one_f_one_b,
-    "looped": _gpipe,
-    "zb_h1": _zb_h1,
-}
-
-
 def _groups(P: int, M: int) -> list[int]:
     """Microbatches that go through all chunks together: P, or as little more as their number asks for."""
     count = max(M // P, 1)
     return [M // count + (i < M % count) for i in range(count)]
 
 
-def _position(P: int, groups: list[int], v: int) -> dict[tuple[int, int], int]:
-    """The forward ticks (of stage 0) of microbatches and chunks: a group goes through a chunk, then the next chunk."""
+def _positions(P: int, groups: list[int], v: int) -> dict[tuple[int, int], int]:
+    """Of each microbatch and chunk the round of its forward on stage 0; stage s follows s rounds later.
+
+    A group goes through a chunk, then through the next chunk. Backwards go through the same places, from the last
+    stage and the last chunk on.
+    """
     found, at, first = {}, 0, 0
     for size in groups:
         stride = max(P, size)  # a microbatch is back at the first stage after P ticks
@@ -133,56 +130,6 @@ def _position(P: int, groups: list[int], v: int) -> dict[tuple[int, int], int]:
         at += v * stride if size < P else v * size
         first += size
     return found
-
-
-def _uniform(P: int, M: int, v: int, groups: list[int], first: int, split: bool) -> Table:
-    """Forward of unit n at stage s in round n + s; its backward from the last stage on, `first` rounds after the first
-    forward; its weights' gradients, where they wait, when the first stage is done: in one round for all stages.
-    """
-    at = _position(P, groups, v)
-    span = max(at.values()) + P + first
-    ticks: list[dict[str, list[Action | None]]] = [{} for _ in range(span + P)]
-
-    def put(turn: int, stage: int, action: Action) -> None:
-        ticks[turn].setdefault(action.kind, [None] * P)[stage] = action
-
-    for (i, c), n in at.items():
-        back = first + at[i, v - 1 - c]
-        for s in range(P):
-            put(n + s, s, Action("forward", i, c))
-            put(back + P - 1 - s, s, Action("input" if split else "backward", i, c))
-            if split:
-                put(back + P - 1, s, Action("weight", i, c))
-    order = ("forward", "backward", "input", "weight")
-    rounds = (tuple(tuple(turn[kind]) for kind in order if kind in turn) for turn in ticks)
-    return Table(P, M, v, tuple(filter(None, rounds)))
-
-
-def own_programs(name: Literal["1f1b", "zb_h1"], stages: int, microbatches: int) -> Table:
-    """1F1B or ZB-H1 where every stage runs a program of its own, an action a tick: what the literature draws.
-
-    A stage s keeps at most P - s inputs (1F1B), or P of which s wait for their weights' gradients (ZB-H1).
-    """
-    P, M, split = stages, microbatches, name == "zb_h1"
-    left: list[list[Action]] = []
-    for s in range(P):
-        ahead, lag = min(P - 1 - s, M), s
-        order = [Action("forward", i) for i in range(ahead)]
-        for j in range(M):
-            order += [Action("forward", j + ahead)] if j + ahead < M else []
-            order.append(Action("input" if split else "backward", j))
-            order += [Action("weight", j - lag)] if split and j >= lag else []
-        order += [Action("weight", j) for j in range(max(M - lag, 0), M)] if split else []
-        left.append(order)
-    done: set[tuple[int, Action]] = set()
-    rounds: list[tuple[Tick, ...]] = []
-    while any(left):
-        tick = tuple(order[0] if order and needs(order[0], s, P, 1) <= done else None for s, order in enumerate(left))
-        for s, action in enumerate(tick):
-            if action:
-                done.add((s, left[s].pop(0)))
-        rounds.append((tick,))
-    return Table(P, M, 1, tuple(rounds))
 
 
 def needs(action: Action, stage: int, stages: int, virtual: int) -> set[tuple[int, Action]]:
