@@ -1,7 +1,7 @@
-"""The activations of a block that are worth a decision: kept, kept in host memory, or made again in the backward.
+"""The activations of a block that can be kept, offloaded to host memory, or recomputed in the backward.
 
-A model names each of them once (`jaxpar.parallel.remat.named`). A policy says which are kept; `memory.keep` says
-otherwise for some of them.
+A model names each of them once (`jaxpar.parallel.remat.named`). A policy says which are kept, and `memory.keep` may say
+otherwise for single ones.
 """
 
 from __future__ import annotations
@@ -16,36 +16,39 @@ Policy = Literal["none", "full", "block_inputs", "attention_out", "selective", "
 
 @dataclass(frozen=True)
 class Keep:
-    """What becomes of each named activation: `save` on the device, `offload` to host memory, `recompute` in the
-    backward; `policy` = as memory.policy says. `jaxpar show` lists those that a model has, with their bytes.
+    """What becomes of each named activation.
+
+    `save` keeps it on the device, `offload` keeps it in host memory, `recompute` computes it again in the backward, and
+    `policy` does what memory.policy says. `jaxpar show` lists the activations of a model with their bytes.
     """
 
     block_input: Choice = "policy"
-    """The residual stream as a block gets it. What starts a recomputation: it can be saved or offloaded."""
+    """The input of a block. A recomputation starts from it, so it can be saved or offloaded only."""
     attention_norm: Choice = "policy"
     q: Choice = "policy"
-    """With k: after the rotation, where positions are rotary."""
+    """Queries; like keys, after the rotation where positions are rotary."""
     k: Choice = "policy"
     v: Choice = "policy"
     attention_out: Choice = "policy"
-    """Weighted values, before the output projection."""
+    """The weighted values before the output projection."""
     attention_lse: Choice = "policy"
-    """Log-sum-exp of the scores: with `attention_out`, attention is not run again. Splash and cuDNN have it in that."""
+    """The log-sum-exp of the scores. With it and `attention_out`, attention is not run again. Splash and cuDNN keep it
+    with `attention_out`."""
     mlp_input: Choice = "policy"
     """The residual stream between attention and MLP."""
     mlp_norm: Choice = "policy"
     expert_input: Choice = "policy"
-    """Rows that this device's experts were sent."""
+    """The rows that this device's experts were sent."""
     gate: Choice = "policy"
     up: Choice = "policy"
     mlp_hidden: Choice = "policy"
-    """What the last linear of the MLP multiplies."""
+    """The input of the last linear of the MLP."""
     expert_out: Choice = "policy"
-    """Answers of the experts, back where the tokens are."""
+    """The outputs of the experts, back on the devices of their tokens."""
 
 
 class Named(NamedTuple):
-    """What an activation is, and the logical axes of its dims."""
+    """A description of an activation, and the logical axes of its dims."""
 
     what: str
     axes: tuple[str | None, ...]
@@ -71,7 +74,7 @@ NAMES: dict[str, Named] = {
     "mlp_hidden": Named("input of the down projection", _HIDDEN),
     "expert_out": Named("answers of the experts", ("batch", "residual_seq", None, None)),
 }
-"""In the order in which a block makes them. Of experts gate, up and mlp_hidden are rows [..., rows, mlp]."""
+"""They stand in the order in which a block makes them. With experts, gate, up and mlp_hidden are [..., rows, mlp]."""
 
 _ATTENTION = frozenset({"attention_out", "attention_lse"})
 _MATMULS = frozenset({"q", "k", "v", "mlp_input", "gate", "up", "expert_out"}) | _ATTENTION
@@ -83,21 +86,21 @@ PRESETS: dict[Policy, frozenset[str]] = {
     "selective": frozenset(NAMES) - _ATTENTION,
     "dots": frozenset({"block_input", "expert_input"}) | _MATMULS,
 }
-"""What each policy saves; it computes the rest again.
+"""What each policy saves; the rest is computed again.
 
-`full` is Chen et al. 2016 (arXiv:1604.06174); `selective` computes attention again and nothing that a large matmul
-makes (Korthikanti et al. 2022, arXiv:2205.05198, section 5); `block_inputs` keeps the input of both halves of a block,
-so that they are computed again one at a time; `dots` keeps what a matmul made, attention's among them, and computes
-norms and activation functions again. `none` keeps everything, what has no name too.
+`full` is Chen et al. 2016 (arXiv:1604.06174). `selective` computes attention again, and nothing that a large matmul
+makes (Korthikanti et al. 2022, arXiv:2205.05198, section 5). `block_inputs` keeps the inputs of both halves of a block,
+so that they are computed again one at a time. `dots` keeps the outputs of matmuls, those of attention among them, and
+computes norms and activation functions again. `none` keeps everything, also what has no name.
 """
 
 
 def actions(policy: Policy, keep: Keep) -> dict[str, Action]:
-    """What becomes of every name."""
+    """What becomes of every named activation."""
     found: dict[str, Action] = {name: "save" if name in PRESETS[policy] else "recompute" for name in NAMES}
     return found | {name: choice for name, choice in vars(keep).items() if choice != "policy"}
 
 
 def keeps_all(policy: Policy, keep: Keep) -> bool:
-    """Whether nothing is computed again and nothing is offloaded, so that nothing needs a name."""
+    """Whether nothing is computed again and nothing is offloaded."""
     return policy == "none" and set(actions(policy, keep).values()) == {"save"}

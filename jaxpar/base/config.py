@@ -1,4 +1,4 @@
-"""The schema of an experiment as frozen dataclasses, and its value as TOML: load, check, save, compare."""
+"""The schema of an experiment as frozen dataclasses, which are loaded from TOML, checked, saved and compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jaxpar.base.activation_names import Keep, Policy
 from jaxpar.base.errors import UserError, nearest
@@ -22,10 +22,15 @@ from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.plan import Context, Overlap, Pipeline
 from jaxpar.base.sharding import ShardingRules
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a model. What a family has no use for (RoPE in GPT-2) it refuses unless left at the default."""
+    """The sizes of a model. A family refuses a setting that it has no use for, such as RoPE in GPT-2."""
 
     family: str = "gpt2"
     """Which model of `jaxpar.models`: gpt2 or llama."""
@@ -50,7 +55,7 @@ class ModelConfig:
     max_seq_len: int = 1024
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
     window: int = 0
-    """A token sees so many tokens up to itself (Mistral's sliding window, arXiv:2310.06825); 0 = all before it."""
+    """A token sees this many tokens up to itself (Mistral's sliding window, arXiv:2310.06825); 0 = all before it."""
     logit_softcap: float = 0.0
     """Scores of the vocabulary become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2); 0 = no cap."""
     dropout: float = 0.0
@@ -95,7 +100,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Optimisation: global batch, AdamW, schedule, evaluation."""
+    """The global batch, AdamW, the schedule of the learning rate, and evaluation."""
 
     steps: int = 1000
     stop_at: int = 0
@@ -116,7 +121,7 @@ class TrainConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """On matrices only: norms, biases and other per-feature vectors are left out."""
+    """Applies to matrices only: norms, biases and other per-feature vectors are left out."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient; 0 = no clipping."""
     z_loss: float = 0.0
@@ -130,7 +135,7 @@ class TrainConfig:
     """Validation batches of an evaluation while training, spread evenly over the validation set, the same each time;
     0 = all of it."""
     final_eval_batches: int = 0
-    """As `eval_batches`, of the evaluation after the last step, and of `jaxpar eval`."""
+    """The same as `eval_batches` for the evaluation after the last step and for `jaxpar eval`."""
 
 
 @dataclass(frozen=True)
@@ -141,41 +146,41 @@ class MemoryConfig:
     """What each block keeps: none (everything, nothing is computed again), full (its input), block_inputs,
     attention_out, selective, dots."""
     keep: Keep = field(default_factory=Keep)
-    """Of single activations: save, offload (to host memory) or recompute, whatever the policy says."""
+    """What to do with single activations whatever the policy says: save, offload (to host memory) or recompute."""
     optimizer: Literal["device", "offload"] = "device"
     """offload: the optimizer's state lies in host memory, and passes the device layer by layer in the update."""
     parameters: Literal["device", "offload"] = "device"
     """offload: the layers' parameters lie in host memory, and pass the device layer by layer, forward and backward."""
     budget: str = ""
-    """Of a device, as in 14GiB, or auto (what it has, less 5 %): finds what to keep, offload and recompute for the
-    fastest step that fits, in place of `policy` and `keep`. Empty = as these say."""
+    """Bytes of a device, such as 14GiB, or auto (what it has, less 5 %). What to keep, offload and recompute is then
+    found for the fastest step that fits, in place of `policy` and `keep`. Empty = as these say."""
     may: tuple[Literal["optimizer", "parameters", "accumulation"], ...] = ("optimizer", "parameters")
-    """What a budget may decide besides: to offload the optimizer or the parameters, to accumulate."""
+    """What a budget may decide as well: to offload the optimizer or the parameters, or to accumulate."""
     offload_anyway: bool = False
-    """Offload on versions and devices that are known to give wrong gradients."""
+    """Offload even on versions and devices that are known to give wrong gradients."""
     loss_mib: int = 4096
-    """MiB of a device that the loss may hold: scores of some tokens, and the gathered vocabulary matrix with its
-    gradient. Where these are more, or would cost more time, it goes by slices of the vocabulary, scores made twice."""
+    """MiB of a device that the loss may hold: the scores of some tokens, and the gathered vocabulary matrix with its
+    gradient. Where this is not enough, or slower, the loss takes slices of the vocabulary and computes scores twice."""
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Dtypes. Norms, softmax, the loss, sums of gradients over devices and the optimizer's arithmetic are float32."""
+    """The dtypes. Norms, softmax, the loss, sums over devices and the optimizer's arithmetic are always float32."""
 
     compute: Literal["float32", "bfloat16"] = "float32"
-    """Of matmuls and activations."""
+    """The dtype of matmuls and activations."""
     params: Literal["float32", "bfloat16"] = "float32"
-    """Of matrices as they are stored. In bfloat16 an update below a 256th of a parameter is rounded away, and a
+    """The dtype that matrices are stored in. In bfloat16 an update below a 256th of a parameter is rounded away, and a
     microbatch's gradients are bfloat16 too."""
     gradients: Literal["float32", "bfloat16"] = "float32"
-    """Of what is added up over microbatches."""
+    """The dtype of the sums of gradients over microbatches."""
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Of the optimizer's state; int8: codes in blocks with a scale, see `jaxpar.train.moments`."""
+    """The dtype of the optimizer's state. int8 stores codes in blocks with a scale: see `jaxpar.train.moments`."""
 
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """What computes, where there is a choice; `auto` takes the first that serves on the devices."""
+    """Which kernels compute; `auto` takes the first that can serve on the devices."""
 
     attention: Literal[
         "auto", "pallas_hopper", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
@@ -199,7 +204,7 @@ class CheckpointConfig:
     every: int = 500
     """Steps between checkpoints; 0 = only at the end."""
     keep: int = 2
-    """The newest this many are kept, besides the best."""
+    """How many of the newest are kept, besides the best."""
     keep_best: bool = True
     """Also keep the checkpoint with the lowest validation loss."""
 
@@ -254,13 +259,13 @@ def load_config(name: str) -> Config:
 
 
 def presets(package: str) -> dict[str, Traversable]:
-    """The TOML files of a data package (`jaxpar.configs`, `jaxpar.meshes`) by name, sorted."""
+    """The TOML files of a data package (`jaxpar.configs`, `jaxpar.meshes`), sorted by name."""
     files = [file for file in resources.files(package).iterdir() if file.name.endswith(".toml")]
     return {file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)}
 
 
 def find_toml(name: str, package: str) -> tuple[str, str]:
-    """The text of a preset of a data package, or of a file, and what to call it in messages."""
+    """The text of a preset of a data package or of a file, and the name that messages give it."""
     known, listing = presets(package), package.removeprefix("jaxpar.")
     if name in known:
         return known[name].read_text(encoding="utf-8"), name
@@ -287,11 +292,17 @@ def parse(text: str, origin: str = "config") -> Config:
     return from_dict(Config, value, origin)
 
 
-def from_dict(schema: type, value: dict[str, Any], origin: str, prefix: str = "") -> Any:
-    """An instance of dataclass `schema` from nested dicts, every key and type checked.
+def from_dict(schema: type[T], value: Mapping[str, Any], origin: str, prefix: str = "") -> T:
+    """An instance of the dataclass `schema` from nested dicts; every key and every type is checked.
+
+    Args:
+      schema: the dataclass.
+      value: the nested dicts, as a TOML file gives them.
+      origin: what a message calls the source.
+      prefix: what stands before the keys in a message.
 
     Raises:
-      UserError: an unknown key (with the nearest valid one), or a value of the wrong type.
+      UserError: a key is not known (the message has the nearest one), or a value has the wrong type.
     """
     hints = typing.get_type_hints(schema)
     for key in value:
@@ -300,8 +311,8 @@ def from_dict(schema: type, value: dict[str, Any], origin: str, prefix: str = ""
     return schema(**{key: _coerce(hints[key], item, origin, prefix + key) for key, item in value.items()})
 
 
-def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
-    """`value` as the annotated type, or a UserError that names the key."""
+def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may be any type, and so may the value
+    """The value as the annotated type, or a UserError that names the key."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, dict):
             return from_dict(hint, value, origin, key + ".")
@@ -328,11 +339,11 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:
     raise UserError(f"{origin}: {key} is {wanted}, found {value!r}")
 
 
-def to_toml(config: Any, header: str = "") -> str:
-    """A config (or any section of one) as TOML, every key written out; `parse` reads it back equal."""
+def to_toml(config: DataclassInstance, header: str = "") -> str:
+    """A config, or a section of one, as TOML with every key written out; `parse` reads back an equal one."""
     lines = [f"# {line}" for line in header.splitlines()]
 
-    def table(value: Any, name: str) -> None:
+    def table(value: DataclassInstance, name: str) -> None:
         nested = []
         if name:
             lines.extend(["", f"[{name}]"])
@@ -349,7 +360,7 @@ def to_toml(config: Any, header: str = "") -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _toml_value(value: Any) -> str:
+def _toml_value(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, tuple):
@@ -358,8 +369,8 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"mesh.dcn.data": 1, ...}`: every leaf of a config by its dotted key."""
+def flatten(config: DataclassInstance, prefix: str = "") -> dict[str, Any]:
+    """Every value of a config by its dotted key: `{"mesh.dcn.data": 1, ...}`."""
     leaves: dict[str, Any] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
@@ -370,18 +381,18 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def override(config: Config, changes: dict[str, Any]) -> Config:
+def override(config: Config, changes: Mapping[str, Any]) -> Config:
     """A config with dotted keys changed: `override(config, {"train.steps": 20, "mesh.tensor": 4})`.
 
     Raises:
-      UserError: an unknown key or a value of the wrong type.
+      UserError: a key is not known, or a value has the wrong type.
     """
     tree: dict[str, Any] = {}
     known = flatten(config)
     for key in changes:
         if key not in known:
             raise UserError(f"override: unknown key {key}{nearest(key, known)}")
-    for key, value in (known | changes).items():
+    for key, value in (known | dict(changes)).items():
         _put(tree, key, list(value) if isinstance(value, tuple) else value)
     return from_dict(Config, tree, "override")
 
@@ -394,7 +405,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def incompatible(old: Config, new: Config) -> list[str]:
-    """`["train.batch: 32 -> 64", ...]`: the differences that make `new` another experiment than `old`."""
+    """The differences that make `new` another experiment than `old`: `["train.batch: 32 -> 64", ...]`."""
     before, after = flatten(old), flatten(new)
     return [
         f"{key}: {before[key]!r} -> {after[key]!r}"
@@ -404,10 +415,10 @@ def incompatible(old: Config, new: Config) -> list[str]:
 
 
 def check(config: Config) -> Config:
-    """The config itself, after the checks that need no devices and no files.
+    """Check what needs no devices and no files, and return the config.
 
     Raises:
-      UserError: sizes that contradict each other, each with the key to change.
+      UserError: sizes contradict each other; the message names the key to change.
     """
     model, train, data = config.model, config.train, config.data
     rules: list[tuple[bool, str]] = [
@@ -435,10 +446,10 @@ def check(config: Config) -> Config:
          "train.steps, train.batch and train.accumulation must be at least 1"),
         (train.batch % max(train.accumulation, 1) != 0,
          f"train.batch={train.batch} does not split into train.accumulation={train.accumulation} microbatches: "
-         f"try --train.batch {-(-train.batch // max(train.accumulation, 1)) * train.accumulation}"),
+         f"try train.batch={-(-train.batch // max(train.accumulation, 1)) * train.accumulation}"),
         (train.warmup_steps >= train.steps and train.warmup_steps > 0,
          f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
-         f"try --train.warmup-steps {train.steps // 10}"),
+         f"try train.warmup_steps={train.steps // 10}"),
         (not 0 <= train.stop_at <= train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
         (min(train.eval_every, train.eval_batches, train.final_eval_batches) < 0,
          "train.eval_every, eval_batches and final_eval_batches are at least 0"),
@@ -452,16 +463,16 @@ def check(config: Config) -> Config:
 
 
 def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
-    """The rules of a config's plan on a mesh of these sizes, more devices than heads made to do."""
+    """The rules of a config's plan on a mesh of these sizes, changed where there are more devices than heads."""
     model = config.model
     return fit_rules(config.rules, model.heads, model.kv_heads or model.heads, sizes)[0]
 
 
 def require_settled(config: Config) -> None:
-    """Refuse a config that leaves something to be found.
+    """Refuse a config that leaves something to be chosen.
 
     Raises:
-      UserError: `overlap` is `auto` somewhere, or `memory.budget` is set; `jaxpar.plan.resolve` settles both.
+      UserError: `overlap` is `auto` somewhere, or `memory.budget` is set. `jaxpar.plan.resolve` settles both.
     """
     overlap = [f"overlap.{key} = auto" for key, value in vars(config.overlap).items() if value == "auto"]
     budget = [f"memory.budget = {config.memory.budget}"] if config.memory.budget else []

@@ -1,10 +1,10 @@
-"""What a person sees of a run: start-up lines, progress, numbers. Tables and pictures are in `jaxpar.show`."""
+"""What a person sees of a run: its first lines, progress and numbers. Tables and pictures are in `jaxpar.show`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import jax
 from rich.console import Console
@@ -19,7 +19,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 
 def console() -> Console:
-    """Standard output: rich on a terminal, plain lines otherwise; nothing is wrapped or coloured in a pipe."""
+    """A rich console on standard output. In a pipe nothing is wrapped or coloured."""
     out = Console(soft_wrap=True, highlight=False, markup=False)
     if not out.is_terminal:
         out.width = 1000  # rich takes 80 where it cannot ask, and would cut the columns of a table
@@ -27,18 +27,18 @@ def console() -> Console:
 
 
 def check_folders(*files: str | Path) -> None:
-    """Before minutes of work: the folders of the files that it is to write are there; an empty name is no file.
+    """Check, before minutes of work, that the folders of its output files exist; an empty name is no file.
 
     Raises:
-      UserError: one is not.
+      UserError: a folder does not exist.
     """
     for file in files:
         if file and not Path(file).parent.is_dir():
             raise UserError(f"cannot write {file}: there is no folder {Path(file).parent}")
 
 
-def banner(plan: Plan, facts: dict[str, str]) -> list[str]:
-    """The start-up lines: versions, devices, mesh, and the facts given."""
+def banner(plan: Plan, facts: Mapping[str, str]) -> list[str]:
+    """The first lines of a run: versions, devices, mesh, and the given facts."""
     devices = list(plan.mesh.devices.ravel())
     platform, name = devices[0].platform, devices[0].device_kind
     kind = platform if name == platform else f"{platform} ({name})"
@@ -55,7 +55,7 @@ def banner(plan: Plan, facts: dict[str, str]) -> list[str]:
 
 
 class ProgressLine:
-    """A bar with the latest numbers on a terminal, a line every so often elsewhere. Use as a context manager."""
+    """Progress of a run: a bar with the latest numbers on a terminal, and lines elsewhere. It is a context manager."""
 
     def __init__(self, total: int, done: int, active: bool = True):
         self._console = console() if active else Console(quiet=True)
@@ -76,7 +76,7 @@ class ProgressLine:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def step(self, step: int, numbers: dict[str, Any], eta_seconds: float) -> None:
+    def step(self, step: int, numbers: Mapping[str, float | None], eta_seconds: float) -> None:
         """Show the numbers of a step."""
         text = numbers_text(numbers)
         if self._bar.disable:
@@ -85,12 +85,12 @@ class ProgressLine:
             self._bar.update(self._task, completed=step, numbers=text, eta=duration_text(eta_seconds))
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(line)
 
 
-def numbers_text(numbers: dict[str, Any]) -> str:
-    """`loss 2.345  grad 0.81  lr 1.0e-03  12.3K tok/s  wait 1 %`, in this order, whatever is known."""
+def numbers_text(numbers: Mapping[str, float | None]) -> str:
+    """The numbers of a step that are known, in a fixed order: `loss 2.345  grad 0.81  lr 1.0e-03  12.3K tok/s`."""
     forms = {
         "loss": lambda x: f"loss {x:.4f}",
         "grad_norm": lambda x: f"grad {x:.3g}",
@@ -103,18 +103,19 @@ def numbers_text(numbers: dict[str, Any]) -> str:
         "device_memory": lambda x: f"mem {bytes_text(x)}",
         "data_wait": lambda x: f"data wait {100 * x:.0f} %",
     }
-    return "  ".join(form(numbers[key]) for key, form in forms.items() if numbers.get(key) is not None)
+    known = {key: value for key, value in numbers.items() if value is not None}
+    return "  ".join(form(known[key]) for key, form in forms.items() if key in known)
 
 
 def duration_text(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
+    """A duration as `1:02:03` or `2:03`."""
     minutes, seconds = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def bytes_text(count: float) -> str:
-    """`1.41 GiB`."""
+    """A size as `1.41 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
@@ -123,7 +124,7 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """`124.4M`."""
+    """A count as `124.4M`."""
     for unit in ("", "K", "M", "B"):
         if abs(count) < 1000:
             return f"{count:.4g}{unit}"

@@ -1,4 +1,4 @@
-"""More devices than heads: rules that fit, and kv heads that are copied."""
+"""What is done where there are more devices than heads: the rules change, or kv heads are copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxpar.base.sharding import Layout, LogicalAxis, ShardingRules, first_axes,
 def fit_rules(
     rules: ShardingRules, heads: int, kv_heads: int, sizes: Mapping[MeshAxis, int]
 ) -> tuple[ShardingRules, list[str]]:
-    """Rules for more devices than heads, and a line for the log on each change; the same rules where all divides.
+    """Rules that fit more devices than heads, and a line for the log about each change.
 
     Heads that their mesh axes do not divide keep the first of the axes that do, and attention splits the sequence over
     the others, as the residual stream does. Kv heads that theirs do not divide are copied: their weights are whole
@@ -22,9 +22,10 @@ def fit_rules(
     first axes of heads, nothing is changed: what does not divide is refused as for any other dim.
 
     Args:
-      rules: as the user gave them.
-      heads, kv_heads: of the model.
-      sizes: devices along each mesh axis.
+      rules: the rules that the user gave.
+      heads: the number of query heads of the model.
+      kv_heads: the number of key and value heads.
+      sizes: the number of devices along each mesh axis.
     """
 
     def split(named: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...]:
@@ -66,9 +67,10 @@ def fit_rules(
 
 
 def copying(layout: Layout) -> tuple[MeshAxis, ...]:
-    """The mesh axes that split heads further than kv heads; none where the two are split otherwise.
+    """The mesh axes that split heads and not kv heads.
 
-    Along these k and v hold copies of kv heads, so that each device has those of its own query heads.
+    Along these axes k and v hold copies of kv heads, so that each device has those of its own query heads. There are
+    none where the mesh axes of kv heads are not the first ones of heads.
     """
     heads, kv_heads = layout.mesh_axes("heads"), layout.mesh_axes("kv_heads")
     return heads[len(kv_heads) :] if heads[: len(kv_heads)] == kv_heads else ()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -34,7 +35,8 @@ class DcnSpec:
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Devices along each mesh axis inside a slice; one may be -1 = what is left. Sizes of `dcn` multiply these."""
+    """The number of devices along each mesh axis inside a slice. One may be -1, which takes what is left. The sizes in
+    `dcn` multiply these."""
 
     stage: int = 1
     data: int = 1
@@ -44,39 +46,42 @@ class MeshSpec:
     tensor: int = 1
     dcn: DcnSpec = field(default_factory=DcnSpec)
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    """`cpu` simulates as many CPU devices as the mesh needs; `tpu` and `gpu` refuse to run on anything else."""
+    """`cpu` simulates as many CPU devices as the mesh needs. `tpu` and `gpu` refuse to run on anything else."""
     distributed: bool = False
     """Join a multi-process run with `jax.distributed.initialize()` before the first device is touched."""
 
 
 def axis_sizes(spec: MeshSpec) -> dict[MeshAxis, int]:
-    """The ICI sizes of a spec by axis, in mesh order (-1 left as it is)."""
+    """The sizes of a spec inside a slice, by axis in mesh order; -1 is left as it is."""
     sizes: dict[MeshAxis, int] = {axis: getattr(spec, axis) for axis in MESH_AXES}
     return sizes
 
 
-def describe(sizes: Mapping[Any, int]) -> str:
-    """`data=2 x tensor=4`: the axes larger than one, or `1 device`."""
+def describe(sizes: Mapping[MeshAxis, int] | Mapping[str, int]) -> str:
+    """`data=2 x tensor=4`: the axes larger than one, or `1 device` where there is none."""
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "1 device"
 
 
 def devices_needed(spec: MeshSpec) -> int:
-    """Number of devices of a spec, an axis of -1 counted as one."""
+    """The number of devices that a spec asks for; an axis of -1 counts as one."""
     return math.prod(max(size, 1) for size in axis_sizes(spec).values()) * math.prod(asdict(spec.dcn).values())
 
 
 def total_sizes(mesh: MeshSpec) -> dict[MeshAxis, int]:
-    """Devices along each mesh axis, over all slices; an axis of -1 counts as 1."""
+    """The number of devices along each mesh axis over all slices; an axis of -1 counts as one."""
     return {axis: max(size, 1) * getattr(mesh.dcn, axis) for axis, size in axis_sizes(mesh).items()}
 
 
 def resolve(spec: MeshSpec, device_count: int, available: str = "") -> dict[MeshAxis, int]:
-    """ICI sizes with -1 filled in, checked against `device_count`.
+    """Fill in -1, and check the sizes against the number of devices.
 
     Args:
-      spec: sizes by axis.
-      device_count: devices of all slices.
-      available: what to say of them in a message; `64 are here` where empty.
+      spec: the sizes by axis.
+      device_count: the number of devices over all slices.
+      available: how a message calls these devices; empty means `64 are here`.
+
+    Returns:
+      The size of each axis inside a slice.
 
     Raises:
       UserError: an axis of size 0 or below -1, two axes of -1, or a product that is not `device_count`.
@@ -105,23 +110,23 @@ def resolve(spec: MeshSpec, device_count: int, available: str = "") -> dict[Mesh
 
 
 def _suggestion(sizes: dict[MeshAxis, int], device_count: int, slices: int) -> str:
-    """A change of one axis that fits, the largest axis that allows it."""
+    """Advice to change one axis so that the mesh fits: the largest axis for which that is possible."""
     per_slice, rest = divmod(device_count, slices)
     if rest:
-        return f"{slices} slices do not divide them, so change the --mesh.dcn. sizes"
+        return f"{slices} slices do not divide them, so change the sizes of mesh.dcn"
     for axis, size in sorted(sizes.items(), key=lambda item: -item[1]):
         others = math.prod(n for a, n in sizes.items() if a != axis and n != -1)
         if size > 1 and per_slice % others == 0:
             left = per_slice // others
             fits = left if -1 not in sizes.values() else largest_divisor(left, size)
-            return f"try --mesh.{axis} {fits}"
+            return f"try mesh.{axis}={fits}"
     if all(size == 1 for size in sizes.values()):
-        return f"try --mesh.data {per_slice}"
-    return "try --mesh.data -1 with the other axes 1, or --mesh.platform cpu to simulate the devices"
+        return f"try mesh.data={per_slice}"
+    return "try mesh.data=-1 with the other axes 1, or mesh.platform=cpu to simulate the devices"
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`."""
+    """The largest divisor of `number` that is not above `most`."""
     return next(n for n in range(most, 0, -1) if number % n == 0)
 
 
@@ -129,16 +134,17 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
     """A mesh with all six axes (most of size 1), devices placed by topology.
 
     On TPU the order follows the torus (`mesh_utils.create_device_mesh`); with `dcn` sizes the slices, or on GPU the
-    processes, form the outer blocks (`create_hybrid_device_mesh`). Axis types are always Auto, because under Explicit,
-    jax's default, `with_sharding_constraint` raises. On simulated devices so are the slices: consecutive devices.
+    processes, form the outer blocks (`create_hybrid_device_mesh`); simulated slices are consecutive devices. Axis types
+    are always Auto, because `with_sharding_constraint` raises under Explicit, which is jax's default.
 
     Args:
-      spec: sizes by axis.
-      devices: the devices to use; all of `jax.devices()` when None.
-      sizes: in place of a spec, devices along each axis: `make_mesh(data=2, fsdp=-1)`; -1 = what is left.
+      spec: the sizes by axis.
+      devices: the devices to use; None means all of `jax.devices()`.
+      sizes: the number of devices along each axis, in place of a spec: `make_mesh(data=2, fsdp=-1)`. An axis of -1
+        takes what is left.
 
     Raises:
-      UserError: an axis that there is not, or sizes that do not match the devices.
+      UserError: a name is not a mesh axis, or the sizes do not match the devices.
     """
     for axis in sizes:
         if axis not in MESH_AXES:
@@ -167,8 +173,8 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def _simulated_slices(devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...]) -> Any:
-    """The grid that `create_hybrid_device_mesh` would make if every so many consecutive devices were a slice."""
+def _simulated_slices(devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
+    """The grid that `create_hybrid_device_mesh` would make if consecutive devices formed the slices."""
     blocks = mesh_utils.create_device_mesh((*dcn, *ici), devices)
     outer_inner = [place for axis in range(len(ici)) for place in (axis, len(ici) + axis)]
     return blocks.transpose(outer_inner).reshape([outer * inner for outer, inner in zip(dcn, ici, strict=True)])

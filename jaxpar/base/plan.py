@@ -1,10 +1,10 @@
-"""How a model runs on devices: a layout, the forms of its collectives, its schedule, what is kept, in which dtype."""
+"""How a model runs on devices: a layout, the forms of its collectives, its schedule, what it keeps, its dtypes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast, get_args
 
 import jax.numpy as jnp
 
@@ -19,50 +19,52 @@ Move = Literal["gather", "scatter"]
 
 @dataclass(frozen=True)
 class Overlap:
-    """How the linears gather and scatter the sequence: `xla` = a collective before or after the matmul; `ring` and
-    `bidirectional` = hops from neighbour to neighbour between parts of the matmul, one way or half of it either way;
-    `auto` = of the three the fastest of each site: see `jaxpar.plan.choose_overlap`.
+    """How the linears gather and scatter the sequence.
+
+    `xla` is a collective before or after the matmul. `ring` sends parts from neighbour to neighbour beside parts of the
+    matmul, and `bidirectional` sends half of them each way. `auto` takes the fastest of the three at each site: see
+    `jaxpar.plan.choose_overlap`.
     """
 
     gather: Literal[Form, "auto"] = "xla"
-    """Of the input, before the matmul (in the backward: of the output's gradient)."""
+    """How the input is gathered before the matmul, and the output's gradient in the backward."""
     scatter: Literal[Form, "auto"] = "xla"
-    """Of the output's sums, after the matmul (in the backward: of the input's gradient)."""
+    """How the output is summed and scattered after the matmul, and the input's gradient in the backward."""
     heads_gather: Literal[Form, "same"] = "same"
-    """`gather` for q, k, v and the attention's output alone; `same` = as `gather`."""
+    """The form of `gather` for q, k, v and the attention's output alone; `same` is that of `gather`."""
     heads_scatter: Literal[Form, "same"] = "same"
     mlp_gather: Literal[Form, "same"] = "same"
-    """`gather` for the MLP's linears alone."""
+    """The form of `gather` for the linears of the MLP alone."""
     mlp_scatter: Literal[Form, "same"] = "same"
     domino: Literal["off", "on", "auto"] = "off"
-    """Run each block on two halves of a device's sequences, so that one half's collectives may hide behind the other's
-    matmuls (Domino, Wang et al. 2024, arXiv:2409.15241)."""
+    """Whether each block runs on two halves of a device's sequences, so that one half's collectives may hide behind the
+    other's matmuls (Domino, Wang et al. 2024, arXiv:2409.15241)."""
 
     def form(self, move: Move, site: LogicalAxis | None) -> Form:
         """The form of a move at the linears whose hidden dim is `site`.
 
         Raises:
-          UserError: it is still `auto`.
+          UserError: the form is still `auto`.
         """
-        form: Any = getattr(self, f"{site}_{move}", "same")
+        form = getattr(self, f"{site}_{move}", "same")
         form = getattr(self, move) if form == "same" else form
         if form == "auto":
-            raise UserError(f"overlap.{move} is auto, which train and rehearse choose: here, try --overlap.{move} xla")
-        return form
+            raise UserError(f"overlap.{move} is auto, which train and rehearse choose: here, try overlap.{move}=xla")
+        return cast(Form, form)
 
     def forms(self, site: LogicalAxis | None) -> tuple[Form, Form]:
-        """Of the gather and of the scatter; see `form`."""
+        """The form of the gather and that of the scatter; see `form`."""
         return self.form("gather", site), self.form("scatter", site)
 
     @property
     def parts(self) -> int:
-        """Into how many parts a block's batch is cut.
+        """The number of parts that a block's batch is cut into.
 
         Raises:
-          UserError: it is still `auto`.
+          UserError: `domino` is still `auto`.
         """
         if self.domino == "auto":
-            raise UserError("overlap.domino is auto, which train and rehearse choose: here, try --overlap.domino off")
+            raise UserError("overlap.domino is auto, which train and rehearse choose: here, try overlap.domino=off")
         return 2 if self.domino == "on" else 1
 
 
@@ -71,8 +73,10 @@ Strategy = Literal["ring", "all_gather", "ulysses"]
 
 @dataclass(frozen=True)
 class Context:
-    """How attention sees a sequence that is split over devices (`attention_seq`): `ring` sends keys and values round,
-    `all_gather` gathers them, `ulysses` splits the heads instead. See `jaxpar.parallel.context`.
+    """How attention sees a sequence that is split over devices (`attention_seq`).
+
+    `ring` sends keys and values round, `all_gather` gathers them, and `ulysses` splits the heads instead. See
+    `jaxpar.parallel.context`.
     """
 
     strategy: Strategy = "ring"
@@ -86,34 +90,40 @@ class Pipeline:
     """How microbatches go through the stages of a mesh with `stage` above 1: see `jaxpar.parallel.pipeline`."""
 
     schedule: Schedule = "1f1b"
-    """gpipe, 1f1b, interleaved and looped (these two take `virtual`), zb_h1: see `parallel.pipeline.schedules`."""
+    """One of gpipe, 1f1b, interleaved, looped and zb_h1; interleaved and looped take `virtual`. See
+    `parallel.pipeline.schedules`."""
     microbatches: int = 0
-    """In the pipeline together, of each of `train.accumulation` parts of the batch; 0 = as many as the batch allows, at
-    most four a stage."""
+    """How many microbatches are in the pipeline together, in each of the `train.accumulation` parts of the batch; 0 =
+    as many as the batch allows, and at most four a stage."""
     virtual: int = 1
-    """Chunks of layers a stage has, each behind all stages' chunks before: a bubble so many times smaller."""
+    """The number of chunks of layers that each stage has. The bubble is so many times smaller."""
     layers: tuple[int, ...] = ()
-    """Layers of each virtual stage, first to last; empty = as even as can be, the first and the last with fewest."""
+    """The number of layers of each virtual stage, first to last; empty = as even as can be, with the fewest in the
+    first and the last."""
     stash: Literal["blocks", "stage"] = "blocks"
-    """Where blocks are recomputed, what is kept meanwhile: what memory.policy keeps of each block, or the input of the
-    stage alone, whose forward then runs once more."""
+    """What is kept between forward and backward where blocks are recomputed: `blocks` keeps what memory.policy keeps of
+    each block, `stage` keeps the input of the stage alone and runs its forward once more."""
 
 
 @dataclass(frozen=True)
 class Plan(Layout):
-    """How a model runs on devices, and nothing about what it computes: a layout, and how its ops are done. Hashable.
+    """How a model runs on devices, and nothing about what it computes: a layout, and how its ops are done.
+
+    It is hashable.
 
     Attributes:
       remat: what a block keeps for its backward: one of `activation_names.PRESETS`.
       overlap: how the linears gather and scatter the sequence.
       context: how attention sees a sequence that is split.
-      loss_mib: MiB of a device that the loss may hold: see `jaxpar.parallel.linear_cross_entropy`.
+      loss_mib: the MiB of a device that the loss may hold: see `jaxpar.parallel.linear_cross_entropy`.
       attention: one of `kernels.Implementation`, or `auto`.
       pipeline: how microbatches go through stages.
-      keep: what becomes of named activations, otherwise than `remat` says.
-      parameters: `offload` = the stacked layers' lie in host memory.
-      optimizer: `offload` = the moments of matrices lie in host memory.
-      params, gradients, moments: dtypes of matrices, of gradients that are added up, of the optimizer's state.
+      keep: what becomes of single named activations, in place of what `remat` says.
+      parameters: `offload` keeps the parameters of the stacked layers in host memory.
+      optimizer: `offload` keeps the moments of matrices in host memory.
+      params: the dtype of matrices as they are stored.
+      gradients: the dtype of gradients that are added up over microbatches.
+      moments: the dtype of the optimizer's state.
     """
 
     remat: Policy = "none"
@@ -131,23 +141,20 @@ class Plan(Layout):
 
     @property
     def recomputes(self) -> bool:
-        """Whether a block makes anything again in its backward, or keeps anything in host memory.
-
-        One whose parameters are fetched does: it fetches them again.
-        """
+        """Whether a block computes or fetches anything again in its backward, or keeps anything in host memory."""
         return self.parameters == "offload" or not keeps_all(self.remat, self.keep)
 
     @property
     def streams(self) -> bool:
-        """Whether the update goes over the layers one by one."""
+        """Whether the update takes the layers one by one."""
         return "offload" in (self.parameters, self.optimizer) or self.moments == "int8"
 
     def action(self, name: str) -> Action:
-        """What becomes of an activation: one of `activation_names.NAMES`."""
+        """What becomes of an activation, given its name in `activation_names.NAMES`."""
         return actions(self.remat, self.keep)[name]
 
     def again(self, *names: str) -> bool:
-        """Whether any of these activations is made again in the backward."""
+        """Whether any of these activations is computed again in the backward."""
         return self.recomputes and any(self.action(name) == "recompute" for name in names)
 
     @property
@@ -162,33 +169,33 @@ def is_matrix(axes: Axes) -> bool:
 
 
 def param_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
-    """Of a parameter as it is stored: that of vectors is float32."""
+    """The dtype that a parameter is stored in; vectors are always float32."""
     return jnp.dtype(plan.params if is_matrix(axes) else "float32")
 
 
 def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
-    """Of the sums of a parameter's gradients over microbatches: those of vectors are float32."""
+    """The dtype of the sums of a parameter's gradients over microbatches; those of vectors are always float32."""
     return jnp.dtype(plan.gradients if is_matrix(axes) else "float32")
 
 
 def summed_last(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, ...]:
-    """The mesh axes over which gradients are summed once, after the last microbatch, and not for each: the outermost
-    that split the batch and nothing else, so that each device has room for sums of its own.
+    """The mesh axes over which gradients are summed once a step, after the last microbatch, rather than for each one.
 
-    None where the state is split over them too (ZeRO-1): a device would hold all the sums that this is to spare it.
+    These are the outermost axes that split the batch and nothing else, so that each device can hold sums of its own.
+    There are none under ZeRO-1, where the state is split over them too: a device would hold the whole gradient.
 
     Args:
-      plan: mesh and rules.
-      accumulation: microbatches of a step.
-      whole: something depends on all sequences of a microbatch: dropout's random numbers, the balance of experts.
+      plan: gives the mesh and the rules.
+      accumulation: the number of microbatches in a step.
+      whole: whether anything depends on all sequences of a microbatch, as dropout and the balance of experts do.
     """
     if accumulation == 1 or whole or plan.size("stage") > 1:
         return ()
-    rules: list[Any] = [rule.name for rule in fields(plan.rules) if rule.name != "batch"]
-    others = {mesh_axis for rule in rules for mesh_axis in plan.mesh_axes(rule)}
+    axes: list[LogicalAxis] = [axis for axis in get_args(LogicalAxis) if axis != "batch"]
+    others = {mesh_axis for axis in axes for mesh_axis in plan.mesh_axes(axis)}
     return next(first for first in first_axes(plan.mesh_axes("batch")) if not others.intersection(first))
 
 
 def one_along(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:
-    """The plan of the devices at one place along mesh axes that split the batch alone."""
+    """The plan of the devices that share one place along mesh axes that split the batch alone."""
     return replace(plan, rules=replace(plan.rules, batch=without(plan.rules.batch, tuple(mesh_axes))))

@@ -1,6 +1,6 @@
-"""Several processes of one run: what goes wrong in one, or asks one to stop, all of them learn of.
+"""What goes wrong in one process of a run, or asks one to stop, reaches all of them.
 
-The others would wait in the next collective for one that has left.
+Otherwise the others would wait in the next collective for a process that has left.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Generic, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
@@ -21,13 +22,13 @@ T = TypeVar("T")
 
 
 def together(run: Callable[[], T]) -> T:
-    """What `run` returns, once it has returned on every process; all must call this.
+    """Call `run`, and return its result once it has returned on every process. All processes must call this.
 
     Args:
-      run: what may fail here and not elsewhere: no collective may be in it.
+      run: may fail on one process and not on the others, so there may be no collective in it.
 
     Raises:
-      UserError: it failed on another process. Where it failed, its own error is raised.
+      UserError: `run` failed on another process. Where it failed, its own error is raised.
     """
     if jax.process_count() == 1:
         return run()
@@ -44,26 +45,26 @@ def together(run: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]
 
 
-class Batches:
-    """This process's batches; one that cannot be read is kept for `require`, with empty ones in place of the rest.
+class Batches(Generic[T]):
+    """This process's batches, which end together with the other processes' where one cannot be read.
 
-    Of several processes, that is: one alone raises at once. The steps until all have stopped count for nothing, so
-    `require` comes before whatever lasts.
+    A single process raises the error at once. Of several, the one that fails keeps its error for `require` and goes on
+    with empty batches until all stop. The steps until then count for nothing, so call `require` before saving.
 
     Args:
       source: the batches.
-      empty: one whose labels do not count.
-      failing: called when the first cannot be read.
+      empty: a batch whose labels do not count.
+      failing: is called when the first batch cannot be read.
     """
 
-    def __init__(self, source: Iterator[Any], empty: Any, failing: Callable[[], Any] = lambda: None):
+    def __init__(self, source: Iterator[T], empty: T, failing: Callable[[], object] = lambda: None):
         self._source, self._empty, self._failing = source, empty, failing
         self._error: Exception | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         if self._error is None:
             try:
                 return next(self._source)
@@ -77,7 +78,7 @@ class Batches:
         return self._empty
 
     def require(self) -> None:
-        """Raise, on every process, what kept one from reading."""
+        """Raise on every process the error that kept one from reading."""
         together(self._raise)
 
     def _raise(self) -> None:
@@ -86,16 +87,16 @@ class Batches:
 
 
 def ask_to_stop() -> None:
-    """Have all processes stop at a step that JAX's preemption service finds, a few seconds on; see `stop_signals`."""
+    """Have all processes stop at a step that JAX's preemption service chooses, a few seconds later."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[int], bool]]:
-    """`stop(step)`: whether to save and stop after this step, as Ctrl-C or SIGTERM asked for; a second Ctrl-C kills.
+    """Give a function `stop(step)`: whether to save and stop after this step, because of Ctrl-C or SIGTERM.
 
-    Each process calls it once a step, with the steps in order. Of several the signal may reach one only: JAX's
-    preemption service, which takes SIGTERM, has all stop after the same step.
+    A second Ctrl-C kills. Each process calls the function once a step, with the steps in order. Of several
+    processes the signal may reach one only: JAX's preemption service has all of them stop after the same step.
     """
     asked, several = threading.Event(), jax.process_count() > 1
     stop = multihost_utils.reached_preemption_sync_point if several else lambda step: asked.is_set()
@@ -103,10 +104,10 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
         yield stop
         return
     numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
-    previous: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+    previous = {number: signal.getsignal(number) for number in numbers}
 
-    def ask(number: int, _: Any) -> None:
-        signal.signal(number, previous[number])
+    def ask(number: int, _: FrameType | None) -> None:
+        signal.signal(number, previous[signal.Signals(number)])
         if several:
             ask_to_stop()
         asked.set()

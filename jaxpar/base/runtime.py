@@ -1,4 +1,4 @@
-"""What surrounds the library: the platform that JAX starts on, before the first device is touched; what is cached."""
+"""The platform that JAX starts on, which must be set before the first device is touched, and what is cached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -37,17 +36,17 @@ _FIX = {
 
 
 def start(spec: MeshSpec, cache: str = "auto") -> list[jax.Device]:
-    """The devices for a mesh: simulated ones on `cpu`, else those that are here.
+    """Start JAX and return the devices for a mesh: simulated ones on `cpu`, else those that are here.
 
-    May be called again, and after JAX has started (a notebook): then it only checks.
+    It may be called again, and after JAX has started, as in a notebook. Then it only checks.
 
     Args:
       spec: the mesh.
       cache: where compiled programs are kept: see `keep_programs`.
 
     Raises:
-      UserError: TPU or GPU asked for and absent, JAX already started with another platform or too few CPU devices, or
-        a cache that cannot be made.
+      UserError: a TPU or GPU is asked for and absent, JAX has already started on another platform or with too few CPU
+        devices, or the cache cannot be made.
     """
     keep_programs(cache)
     if spec.platform != "auto":
@@ -68,12 +67,12 @@ def start(spec: MeshSpec, cache: str = "auto") -> list[jax.Device]:
         reason = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
         raise UserError(
             f"mesh.platform is {spec.platform!r} and JAX cannot start it ({reason}): {_FIX[spec.platform]}, "
-            "or --mesh.platform cpu to simulate the mesh here"
+            "or mesh.platform=cpu to simulate the mesh here"
         ) from error
     found = devices[0].platform
     if spec.platform not in ("auto", found):  # JAX also passes over `cuda` without a word where it sees no GPU
         raise UserError(
-            f"mesh.platform is {spec.platform!r} and JAX runs on {found}: {_FIX[spec.platform]}, or --mesh.platform "
+            f"mesh.platform is {spec.platform!r} and JAX runs on {found}: {_FIX[spec.platform]}, or mesh.platform="
             "cpu to simulate the mesh here (a notebook must restart first: JAX stays on the platform it began with)"
         )
     if spec.platform == "cpu" and jax.process_count() == 1:
@@ -94,7 +93,7 @@ def _join(platform: str) -> None:
     and JAX_PROCESS_ID say who they are.
 
     Raises:
-      UserError: they cannot be found; where the chips of `platform` are not here either, it says that first.
+      UserError: the processes cannot be found. Where the chips of `platform` are not here either, the message says so.
     """
     count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
     try:
@@ -110,22 +109,21 @@ def _join(platform: str) -> None:
         raise UserError(
             f"mesh.distributed is true and JAX cannot join the other processes ({str(error).splitlines()[0]}): start "
             "it on a TPU pod or under Slurm, set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or "
-            "--mesh.distributed False for this machine alone"
+            "mesh.distributed=False for this machine alone"
         ) from error
 
 
 def _device_files(platform: str) -> bool:
-    """Whether this machine's kernel knows any chip of `tpu` or `gpu`."""
+    """Whether the operating system knows any chip of the platform `tpu` or `gpu`."""
     return any(any(Path("/dev").glob(name)) for name in _DEVICES[platform])
 
 
 @contextlib.contextmanager
 def without_chips() -> Iterator[None]:
-    """Tell the libraries of chips that are not here what they would look for, and complain of, on this machine.
+    """Set what libtpu and the CUDA plugin look for while they are loaded on a machine without their chips.
 
-    libtpu writes five lines of errors about the missing machine, and refuses a second process, which only a real chip
-    needs. The CUDA plugin wants libraries that only running needs, and else is left out, its compiler too. Both read
-    this once, when they are loaded.
+    Without it libtpu writes five lines of errors about the missing machine and refuses a second process, which only a
+    real chip has to. The CUDA plugin wants libraries that only running needs, and otherwise leaves its compiler out.
     """
     settings = {}
     if os.environ.get("TPU_SKIP_MDS_QUERY"):  # set by JAX where it sees no TPU
@@ -146,12 +144,12 @@ def without_chips() -> Iterator[None]:
 
 
 def keep_heap() -> bool:
-    """Keep freed memory in the process (glibc only); True when it was done. Must come before JAX's threads start.
+    """Keep freed memory in the process, and return whether that was possible: it needs glibc.
 
-    XLA:CPU allocates a step's temporaries anew each step. glibc hands blocks above 32 MiB back to the kernel when they
-    are freed, and then every page of them is faulted in again: the Shakespeare recipe's step took 1.3x as long. It
-    still hands back those above 64 MiB, the most a thread's heap can hold; large pages (GLIBC_TUNABLES, which only the
-    shell can set) make that cheap, one heap for all threads (M_ARENA_MAX) makes small steps slower.
+    It must come before JAX starts its threads. XLA:CPU allocates a step's temporaries anew each step. glibc hands
+    blocks above 32 MiB back to the kernel when they are freed, and every page is then faulted in again: the step of the
+    Shakespeare recipe took 1.3 times as long. Blocks above 64 MiB, which is all that a thread's heap can hold, are
+    still handed back.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -163,12 +161,12 @@ def keep_heap() -> bool:
 
 
 def widen_cpu_pool(devices: int) -> None:
-    """Give XLA:CPU more threads than simulated devices; must come before JAX starts, and yields to a value set outside.
+    """Give XLA:CPU more threads than simulated devices, unless PJRT_NPROC is set. It must come before JAX starts.
 
     A collective blocks a thread of this pool until its peers arrive, and a device may be inside several at once, of
     this step and of the next. With as many threads as devices, the default on a small machine, the last peer may find
-    none free. A small LLaMA on 8 devices and 2 cores: of 11 runs with 8 threads XLA's watchdog killed 3, and 4 more did
-    not finish in time; 9 of 9 with 32 threads or more finished.
+    no thread free. A small LLaMA on 8 devices and 2 cores with 8 threads was killed by XLA's watchdog in 3 of 11 runs
+    and did not finish in time in 4 more; with 32 threads or more, 9 of 9 runs finished.
     """
     if devices > 1:
         os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, min(4 * devices, devices + 64))))
@@ -177,14 +175,14 @@ def widen_cpu_pool(devices: int) -> None:
 def keep_programs(cache: str) -> None:
     """Have JAX keep compiled programs in a folder, so that the next process reads them instead of compiling.
 
-    JAX's own setting comes first (JAX_COMPILATION_CACHE_DIR), as does an earlier call's in this process. What was used
-    longest ago goes once the folder is full; processes that share it wait for each other's reads and writes.
+    JAX's own setting (JAX_COMPILATION_CACHE_DIR) comes first, and so does an earlier call in this process. Once the
+    folder is full, the programs that were used longest ago are removed.
 
     Args:
-      cache: auto = `programs` in `cache_folder()`, off = none, else a folder.
+      cache: `auto` is `programs` in `cache_folder()`, `off` is none, and anything else is a folder.
 
     Raises:
-      UserError: a folder that cannot be made; where it is `auto`, the log says so instead.
+      UserError: the folder cannot be made. With `auto` the log says so instead.
     """
     values = jax.config.values
     if cache == "off" or values["jax_compilation_cache_dir"] or not values["jax_enable_compilation_cache"]:
@@ -205,7 +203,7 @@ def keep_programs(cache: str) -> None:
 
 
 def _processor() -> str:
-    """The kind of this machine's processor: a CPU's programs use its instructions, and homes are shared."""
+    """The kind of this machine's processor: programs use its instructions, and several machines may share a cache."""
     known = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -214,15 +212,15 @@ def _processor() -> str:
     return known
 
 
-def memory_of(device: Any) -> int:
-    """Bytes that a device here has; 0 = it does not say, is a CPU, or is not here."""
+def memory_of(device: jax.Device) -> int:
+    """The bytes of memory of a device; 0 where it does not say, is a CPU, or is not here."""
     if device.platform == "cpu" or device not in jax.local_devices():
         return 0
     return (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide what a program is compiled to, those that are installed."""
+    """The versions of the installed packages that decide what a program is compiled to."""
     found = {}
     for package in _COMPILING:
         with contextlib.suppress(PackageNotFoundError):
@@ -231,15 +229,15 @@ def versions() -> dict[str, str]:
 
 
 def compiler_flags() -> dict[str, str]:
-    """What the environment tells XLA: whatever is remembered of a compiled program hangs on it too."""
+    """What the environment tells XLA. Whatever is remembered about a compiled program depends on it."""
     return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all, whoever writes it at the same time; its folder is made.
+    """Write a file so that readers see it whole or not at all, also while others write it; its folder is made.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -251,6 +249,6 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """`jaxpar` under $XDG_CACHE_HOME, or ~/.cache where that is not set to an absolute path."""
+    """The folder `jaxpar` under $XDG_CACHE_HOME, or under ~/.cache where that is not an absolute path."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "jaxpar"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,29 +34,35 @@ LogicalAxis = Literal[
 Axes = Sequence[LogicalAxis | None]
 _LOGICAL_AXES: tuple[str, ...] = get_args(LogicalAxis)
 
+PyTree: TypeAlias = Any
+"""A pytree of arrays or of what describes them. Jax has no type for one, so docstrings say what the leaves are."""
+KeyPath = tuple[Any, ...]
+"""The place of a leaf in a pytree, from `jax.tree_util`."""
 
-def is_axes(tree: Any) -> bool:
-    """Whether a tree is the logical axes of one array: a tuple of names and None, or a PartitionSpec of such."""
+
+def is_axes(tree: PyTree) -> TypeGuard[Axes]:
+    """Whether a tree is the logical axes of one array: a tuple of names and None, or a PartitionSpec of such names."""
     if isinstance(tree, P):
         return True
-    plain = isinstance(tree, tuple) and not hasattr(tree, "_fields")  # a NamedTuple is a tree
+    plain = isinstance(tree, tuple) and not hasattr(tree, "_fields")  # a NamedTuple is a tree of several
     return plain and all(axis is None or isinstance(axis, str) for axis in tree)
 
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """Logical axis -> the mesh axes it is split over, outermost first; empty = replicated.
+    """For each logical axis, the mesh axes that it is split over, outermost first. An empty rule replicates it.
 
-    `embed` is the embed dim of *parameters* (fsdp shards it, ZeRO-3); activations leave that dim whole. `seq` is the
-    sequence where heads or mlp are split, `residual_seq` the sequence of the residual stream between them, which may
-    also be split over tensor: Megatron's sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
-    `attention_seq` is the sequence of q, k and v, empty = as `seq`; where heads cannot be split it becomes as
-    `residual_seq` (`fit_rules`).
-    `state_embed` is the embed dim of the optimizer's state and of gradients, empty = as `embed`. It may be split over
-    more mesh axes than `embed`, after those: over `data`, with parameters whole there, it is ZeRO-1 (Rajbhandari et al.
+    `embed` is the embed dim of *parameters*, which fsdp shards (ZeRO-3); activations leave that dim whole. `seq` is the
+    sequence where heads or mlp are split. `residual_seq` is the sequence of the residual stream between them, which may
+    also be split over tensor: this is Megatron's sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
+    `attention_seq` is the sequence of q, k and v; an empty rule means that of `seq`, and `fit_rules` makes it that of
+    `residual_seq` where heads cannot be split.
+    `state_embed` is the embed dim of gradients and of the optimizer's state; an empty rule means that of `embed`. It
+    may be split over further mesh axes: over `data`, with parameters whole there, it is ZeRO-1 (Rajbhandari et al.
     2020, arXiv:1910.02054).
-    `layers` are those that parameters are stacked over, empty = as `stage`: a pipeline has them on its stages.
-    Devices along `expert` split the batch too: each sends its tokens to those that have the experts they choose.
+    `layers` is the dim that the parameters of all blocks are stacked over; an empty rule means that of `stage`, so that
+    a pipeline's stages have their own layers.
+    Devices along `expert` split the batch too: each sends its tokens to the devices that have the experts they chose.
     """
 
     batch: tuple[MeshAxis, ...] = ("data", "fsdp", "expert")
@@ -75,14 +81,14 @@ class ShardingRules:
     stage: tuple[MeshAxis, ...] = ("stage",)
 
     def __post_init__(self) -> None:
-        """Take a bare mesh axis for a tuple of one, and None for none.
+        """Accept a bare mesh axis in place of a tuple of one, and None in place of an empty tuple.
 
         Raises:
-          UserError: a mesh axis that there is not.
+          UserError: a name is not a mesh axis.
         """
         for rule in fields(self):
-            axes: Any = getattr(self, rule.name)
-            axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+            given: str | Sequence[str] | None = getattr(self, rule.name)
+            axes = (given,) if isinstance(given, str) else tuple(given or ())
             for axis in axes:
                 if axis not in MESH_AXES:
                     known = f"{nearest(axis, MESH_AXES)}: mesh axes are {', '.join(MESH_AXES)}"
@@ -96,14 +102,14 @@ def spec_for(
     """The PartitionSpec of an array with these logical axes; mesh axes of size 1 are left out.
 
     Args:
-      axes: one logical axis, or None (replicated), per dim.
+      axes: a logical axis, or None for a dim that is replicated, for each dim.
       rules: the sharding rules.
-      mesh: the mesh whose axis sizes count.
-      shape: global shape; when given, every dim is checked to divide.
-      name: what the array is called, for the message.
+      mesh: the mesh, whose axis sizes decide what is split.
+      shape: the global shape. When it is given, every dim is checked to divide.
+      name: what a message calls the array.
 
     Raises:
-      UserError: a mesh axis used by two dims, or a dim that its mesh axes do not divide.
+      UserError: two dims use one mesh axis, or the mesh axes of a dim do not divide it.
     """
     if shape is not None and len(shape) != len(axes):
         raise UserError(f"{name}: {len(axes)} logical axes {_listed(axes)} of an array of shape {tuple(shape)}")
@@ -116,7 +122,7 @@ def spec_for(
                 first_dim, first = user[mesh_axis]
                 raise UserError(
                     f"{name}: mesh axis {mesh_axis}={mesh.shape[mesh_axis]} is used twice, by dim {first_dim} "
-                    f"({first}) and dim {dim} ({axis}): take it out of --rules.{first} or --rules.{axis}"
+                    f"({first}) and dim {dim} ({axis}): take it out of rules.{first} or rules.{axis}"
                 )
             user[mesh_axis] = (dim, axis)
         pieces = math.prod(mesh.shape[mesh_axis] for mesh_axis in split)
@@ -124,7 +130,7 @@ def spec_for(
             sizes: dict[MeshAxis, int] = {mesh_axis: mesh.shape[mesh_axis] for mesh_axis in split}
             raise UserError(
                 f"{name}: dim {dim} ({axis}) has size {shape[dim]}, which {describe(sizes)} does not divide: "
-                f"try {_fitting_flags(shape[dim], sizes)}, or take {split[-1]} out of --rules.{axis}"
+                f"try {_fitting_sizes(shape[dim], sizes)}, or take {split[-1]} out of rules.{axis}"
             )
         entries.append(None if not split else split[0] if len(split) == 1 else split)
     while entries and entries[-1] is None:
@@ -136,7 +142,7 @@ def _listed(axes: Axes) -> str:
     return f"({', '.join(map(str, axes))})"
 
 
-# An empty rule means another's.
+# An empty rule of the first means that of the second.
 _AS: dict[LogicalAxis, LogicalAxis] = {"state_embed": "embed", "attention_seq": "seq", "layers": "stage"}
 
 
@@ -150,32 +156,32 @@ def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
     """The mesh axes that the rules give a logical axis, whatever their sizes.
 
     Raises:
-      UserError: a logical axis that there is not.
+      UserError: the name is not a logical axis.
     """
     if axis not in _LOGICAL_AXES:
         raise UserError(f"no logical axis {axis!r}{nearest(axis, _LOGICAL_AXES)}: they are {', '.join(_LOGICAL_AXES)}")
     return getattr(rules, axis) or (getattr(rules, _AS[axis]) if axis in _AS else ())
 
 
-def _fitting_flags(size: int, sizes: dict[MeshAxis, int]) -> str:
-    """The flags that lower mesh axes, outermost kept first, until they divide a dim."""
-    flags = []
+def _fitting_sizes(size: int, sizes: dict[MeshAxis, int]) -> str:
+    """Smaller sizes of mesh axes that divide a dim; the outermost axes are kept as large as can be."""
+    smaller = []
     for axis, present in sizes.items():
         fits = largest_divisor(size, present)
         size //= fits
         if fits < present:
-            flags.append(f"--mesh.{axis} {fits}")
-    return " ".join(flags)
+            smaller.append(f"mesh.{axis}={fits}")
+    return " ".join(smaller)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where arrays lie: logical axes on a device mesh. Hashable, so it may be a static argument.
+    """Where arrays lie: how logical axes are split over a device mesh. It is hashable, so it may be a static argument.
 
     Attributes:
       mesh: the device mesh, from `make_mesh`.
-      rules: logical axis -> mesh axes.
-      compute: dtype of matmuls and activations; norms, softmax, loss and sums over devices stay float32.
+      rules: which mesh axes split which logical axis.
+      compute: the dtype of matmuls and activations. Norms, softmax, the loss and sums over devices stay float32.
     """
 
     mesh: Mesh
@@ -183,10 +189,10 @@ class Layout:
     compute: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        """Refuse a mesh of other axes, and a dtype that the ops do not compute in.
+        """Check the mesh and the dtype.
 
         Raises:
-          UserError: such a one.
+          UserError: the mesh has other axes than `make_mesh` gives, or the ops do not compute in this dtype.
         """
         if self.compute not in ("float32", "bfloat16"):
             raise UserError(f"a layout computes in float32 or bfloat16, and was given compute={self.compute!r}")
@@ -203,15 +209,15 @@ class Layout:
         return jnp.dtype(self.compute)
 
     def mesh_axes(self, axis: LogicalAxis | None) -> tuple[MeshAxis, ...]:
-        """The mesh axes of more than one device that split a logical axis; none for None."""
+        """The mesh axes of more than one device that split a logical axis; no axis splits None."""
         return split_axes(axis, self.rules, self.mesh)
 
     def size(self, axis: LogicalAxis | None) -> int:
-        """Into how many pieces this layout splits a logical axis."""
+        """The number of pieces that this layout splits a logical axis into."""
         return self.pieces(self.mesh_axes(axis))
 
     def pieces(self, mesh_axes: Sequence[MeshAxis]) -> int:
-        """Devices along these mesh axes together."""
+        """The number of devices along these mesh axes together."""
         return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
 
     def spec(self, axes: Axes) -> P:
@@ -222,30 +228,31 @@ class Layout:
     def sharding(self, axes: Axes, shape: Sequence[int] | None = None, name: str = "array") -> NamedSharding: ...
 
     @overload
-    def sharding(self, axes: Any, shape: Any = None, name: str = "array") -> Any: ...
+    def sharding(self, axes: PyTree, shape: PyTree = None, name: str = "array") -> PyTree: ...
 
-    def sharding(self, axes: Any, shape: Any = None, name: str = "array") -> Any:
+    def sharding(self, axes: PyTree, shape: PyTree = None, name: str = "array") -> PyTree:
         """The sharding of an array with these logical axes, or of a pytree of arrays.
 
         Args:
-          axes: a logical axis or None (replicated) for each dim, as a tuple or a PartitionSpec; or a pytree of such, as
-            `flax.nnx.get_partition_spec` gives of a model's state.
-          shape: the global shape, which is then checked; of a pytree the arrays or ShapeDtypeStructs, in the same form.
-          name: what the array is called, for the message.
+          axes: for each dim a logical axis, or None where it is replicated, as a tuple or a PartitionSpec; or a pytree
+            of those, such as `flax.nnx.get_partition_spec` makes of a model's state.
+          shape: the global shape, which is then checked to divide. For a pytree, the arrays or ShapeDtypeStructs in a
+            tree of the same form.
+          name: what a message calls the array.
 
         Returns:
           A NamedSharding, or a pytree of them.
 
         Raises:
-          UserError: see `spec_for`.
+          UserError: `spec_for` says when.
         """
         if is_axes(axes) or (isinstance(axes, list) and is_axes(tuple(axes))):
             names = tuple(axes)
-            if isinstance(axes, P) and shape is not None:  # which may leave out what is replicated at the end
+            if isinstance(axes, P) and shape is not None:  # a spec may leave out dims at the end
                 names += (None,) * (len(shape) - len(names))
             return NamedSharding(self.mesh, spec_for(names, self.rules, self.mesh, shape, name))
 
-        def place(path: Any, axes: Any, array: Any = None) -> NamedSharding:
+        def place(path: KeyPath, axes: Axes | None, array: jax.Array | None = None) -> NamedSharding:
             shape = None if array is None else array.shape
             return self.sharding(axes or (), shape if axes else None, path_name(path) or name)
 
@@ -253,21 +260,22 @@ class Layout:
         return jax.tree_util.tree_map_with_path(place, *trees, is_leaf=lambda axes: axes is None or is_axes(axes))
 
     def constrain(self, x: jax.Array, axes: Axes, name: str = "activation") -> jax.Array:
-        """`x` with its sharding fixed at this point of a jitted function."""
+        """Fix the sharding of `x` at this point of a jitted function."""
         if self.mesh.size == 1:
             return x
         place = self.sharding(axes, x.shape, name)
-        if jax.sharding.get_abstract_mesh().manual_axes:  # of a pipeline's stage: the mesh is that of its other axes
+        if jax.sharding.get_abstract_mesh().manual_axes:  # inside a pipeline's stage the mesh has the other axes only
             return jax.lax.with_sharding_constraint(x, place.spec)
         return jax.lax.with_sharding_constraint(x, place)
 
 
 def first_axes(axes: tuple[MeshAxis, ...]) -> list[tuple[MeshAxis, ...]]:
-    """The first so many of some mesh axes, all of them first and none last."""
+    """Every prefix of some mesh axes, the longest first."""
     return [axes[:count] for count in range(len(axes), -1, -1)]
 
 
 def without(axes: tuple[MeshAxis, ...], dropped: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...]:
+    """The mesh axes that are not dropped."""
     return tuple(axis for axis in axes if axis not in dropped)
 
 
@@ -276,15 +284,15 @@ def state_axes(axes: Axes) -> tuple[LogicalAxis | None, ...]:
     return tuple("state_embed" if axis == "embed" else axis for axis in axes)
 
 
-def tree_shardings(shapes: Any, axes: Any, layout: Layout) -> Any:
-    """Shardings of a tree of arrays (or ShapeDtypeStructs) whose logical axes stand in a tree of the same form."""
+def tree_shardings(shapes: PyTree, axes: PyTree, layout: Layout) -> PyTree:
+    """The shardings of a tree of arrays or ShapeDtypeStructs; their logical axes stand in a tree of the same form."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, leaf_axes: layout.sharding(leaf_axes, leaf.shape, path_name(path)), shapes, axes
     )
 
 
-def path_name(path: tuple[Any, ...]) -> str:
-    """`blocks.attention.q` for a tree path."""
+def path_name(path: KeyPath) -> str:
+    """The name of a leaf by its place in a tree: `blocks.attention.q`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
@@ -297,11 +305,11 @@ class Placement(NamedTuple):
     spec: P
     bytes_per_device: int
     bytes: int
-    """Of the whole array."""
+    """The size of the whole array."""
 
 
-def placements(shapes: Any, axes: Any, layout: Layout) -> list[Placement]:
-    """Where every array of a tree lives: name, global shape, logical axes, spec, bytes on each device."""
+def placements(shapes: PyTree, axes: PyTree, layout: Layout) -> list[Placement]:
+    """A row for each array of a tree that says where it lies; arguments as for `tree_shardings`."""
     rows = []
     shardings = tree_shardings(shapes, axes, layout)
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
@@ -314,11 +322,11 @@ def placements(shapes: Any, axes: Any, layout: Layout) -> list[Placement]:
 
 
 def replicated(layout: Layout) -> NamedSharding:
-    """The sharding of something every device holds whole."""
+    """The sharding of an array that every device holds whole."""
     return NamedSharding(layout.mesh, P())
 
 
 def local_rows(sharding: NamedSharding, rows: int) -> list[int]:
-    """Which rows (dim 0) of a global batch this process's devices hold, sorted: what its data loader must read."""
+    """The rows (dim 0) of a global batch that this process's devices hold, sorted: its data loader reads these."""
     shards = sharding.addressable_devices_indices_map((rows,)).values()
     return sorted({row for index in shards if index is not None for row in range(rows)[index[0]]})

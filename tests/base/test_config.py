@@ -136,8 +136,8 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
         ({"data.val_fraction": 1.0}, "data.val_fraction=1.0 is not in"),
         ({"train.batch": 0}, "must be at least 1"),
         ({"train.accumulation": 0}, "must be at least 1"),
-        ({"train.accumulation": 5}, "try --train.batch 35"),
-        ({"train.steps": 50}, "try --train.warmup-steps 5"),
+        ({"train.accumulation": 5}, "try train.batch=35"),
+        ({"train.steps": 50}, "try train.warmup_steps=5"),
         ({"train.stop_at": 1001}, "train.stop_at=1001 is not in 0..1000"),
         ({"metrics.log_every": 0}, "metrics.log_every must be at least 1"),
         ({"checkpoint.keep": 0}, "checkpoint.keep must be at least 1"),
@@ -156,7 +156,7 @@ def test_the_suggested_batch_splits_into_the_microbatches(batch, accumulation):
     try:
         check(config)
     except UserError as error:
-        suggested = int(str(error).rpartition("--train.batch ")[2])
+        suggested = int(str(error).rpartition("train.batch=")[2])
         check(override(config, {"train.batch": suggested}))
 
 

@@ -38,17 +38,17 @@ def test_minus_one_is_what_is_left(sizes, free, slices):
 @pytest.mark.parametrize(
     ("spec", "devices", "message"),
     [
-        (MeshSpec(data=2, tensor=4), 4, "mesh data=2 x tensor=4 needs 8 devices, 4 are here: try --mesh.tensor 2"),
-        (MeshSpec(data=2), 1, "mesh data=2 needs 2 devices, 1 is here: try --mesh.data 1"),
-        (MeshSpec(), 8, "mesh of 1 device needs 1 device, 8 are here: try --mesh.data 8"),
+        (MeshSpec(data=2, tensor=4), 4, "mesh data=2 x tensor=4 needs 8 devices, 4 are here: try mesh.tensor=2"),
+        (MeshSpec(data=2), 1, "mesh data=2 needs 2 devices, 1 is here: try mesh.data=1"),
+        (MeshSpec(), 8, "mesh of 1 device needs 1 device, 8 are here: try mesh.data=8"),
         (MeshSpec(data=-1, tensor=3), 8,
-         "mesh tensor=3 needs a multiple of 3 devices, 8 are here: try --mesh.tensor 2"),
+         "mesh tensor=3 needs a multiple of 3 devices, 8 are here: try mesh.tensor=2"),
         (MeshSpec(data=3, tensor=5), 8,
-         "mesh data=3 x tensor=5 needs 15 devices, 8 are here: try --mesh.data -1 with the other axes 1, "
-         "or --mesh.platform cpu to simulate the devices"),
+         "mesh data=3 x tensor=5 needs 15 devices, 8 are here: try mesh.data=-1 with the other axes 1, "
+         "or mesh.platform=cpu to simulate the devices"),
         (MeshSpec(fsdp=2, dcn=DcnSpec(data=3)), 8,
          "mesh fsdp=2 over 3 slices needs 6 devices, 8 are here: 3 slices do not divide them, "
-         "so change the --mesh.dcn. sizes"),
+         "so change the sizes of mesh.dcn"),
         (MeshSpec(data=-1, stage=-1), 8,
          "mesh has stage and data = -1: only one axis can take what is left, give the others a size"),
         (MeshSpec(tensor=0), 8, "mesh.tensor is 0: an axis has at least 1 device (or is -1 = what is left)"),
@@ -76,7 +76,7 @@ def test_following_the_advice_gives_a_mesh_that_fits(sizes, free, devices, slice
     try:
         resolve(spec, devices)
     except UserError as error:
-        advice = re.search(r"try --mesh\.(\w+) (-?\d+)", str(error))
+        advice = re.search(r"try mesh\.(\w+)=(-?\d+)", str(error))
         if advice is None:
             assert devices % slices
             return

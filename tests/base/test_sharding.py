@@ -66,7 +66,7 @@ def test_a_dim_that_does_not_divide_names_array_dim_axis_and_sizes(plan_of):
         plan_of(tensor=4).sharding(("layers", "embed", "kv_heads"), (2, 64, 6), "blocks.k")
     assert str(error.value) == (
         "blocks.k: dim 2 (kv_heads) has size 6, which tensor=4 does not divide: "
-        "try --mesh.tensor 3, or take tensor out of --rules.kv_heads"
+        "try mesh.tensor=3, or take tensor out of rules.kv_heads"
     )
 
 
@@ -77,7 +77,7 @@ def test_the_suggested_sizes_divide(data, fsdp, tensor, size):
     try:
         spec_for(("mlp",), rules, SimpleNamespace(shape=shape), (size,))
     except UserError as error:
-        flags = re.findall(r"--mesh\.(\w+) (\d+)", str(error))
+        flags = re.findall(r"mesh\.(\w+)=(\d+)", str(error))
         assert flags
         smaller = shape | {axis: int(fits) for axis, fits in flags}
         spec_for(("mlp",), rules, SimpleNamespace(shape=smaller), (size,))

@@ -252,7 +252,7 @@ def test_a_mistaken_config_file(content, message, refused, tmp_path):
     ("words", "message"),
     [
         ("--mesh.data 16", "64 simulated CPU devices are needed and JAX has started with 8"),
-        ("--mesh.platform auto --mesh.data 1", "mesh fsdp=2 x tensor=2 needs 4 devices, 8 are here: try --mesh.fsdp 4"),
+        ("--mesh.platform auto --mesh.data 1", "mesh fsdp=2 x tensor=2 needs 4 devices, 8 are here: try mesh.fsdp=4"),
         ("--mesh.data 0", "mesh.data is 0"),
         ("--mesh.dcn.data 0", "mesh.dcn.data is 0"),
         ("--mesh.data -1 --mesh.fsdp -1", "mesh has data and fsdp = -1"),
@@ -406,7 +406,7 @@ def test_a_platform_that_is_not_here(platform, tmp_path):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"jaxpar: error: mesh.platform is '{platform}' and JAX ")
-    assert "--mesh.platform cpu to simulate the mesh here" in line
+    assert "mesh.platform=cpu to simulate the mesh here" in line
     assert not (tmp_path / "run").exists()
 
 

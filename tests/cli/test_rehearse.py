@@ -35,7 +35,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("tiny --target h100x12", "target 'h100x12': GPUs come 8 to a node"),
         ("tinny --target v5e-8", "no preset 'tinny' (did you mean 'tiny'?)"),
         ("tiny --target v5e-8 --mesh.data 3",
-         "mesh data=3 x fsdp=2 x tensor=2 needs 12 devices, v5e-8 has 8 (2x4): try --mesh.data 2"),
+         "mesh data=3 x fsdp=2 x tensor=2 needs 12 devices, v5e-8 has 8 (2x4): try mesh.data=2"),
         ("tiny --target v5e-8 --fail-on unplaned-collective",
          "--fail-on unplaned-collective: unknown condition (did you mean 'unplanned-collective'?)"),
         ("tiny --target v5e-8 --fail-on memory+5%", "--fail-on memory+5% compares with another report: name it"),

@@ -113,7 +113,7 @@ def test_each_site_may_have_a_form_of_its_own():
 
 def test_a_form_that_nobody_chose_is_refused():
     x, up = arrays((B, 24, D), (D, 40))
-    with pytest.raises(UserError, match=r"overlap\.gather is auto.* try --overlap\.gather xla"):
+    with pytest.raises(UserError, match=r"overlap\.gather is auto.* try overlap\.gather=xla"):
         Ops(plan_on(Overlap("auto"), tensor=2)).column_linear(x, (up,), (("mlp",),))
 
 

@@ -327,11 +327,11 @@ def test_the_environment_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("name", "spec", "message"),
     [
-        ("v5p-64", MeshSpec(fsdp=16, tensor=8), r"needs 128 devices, v5p-64 has 64 \(4x4x4\): try --mesh.fsdp 8"),
+        ("v5p-64", MeshSpec(fsdp=16, tensor=8), r"needs 128 devices, v5p-64 has 64 \(4x4x4\): try mesh.fsdp=8"),
         (
             "tpu7x-64",
             MeshSpec(fsdp=16, tensor=4),
-            r"needs 64 devices, tpu7x-64 has 128 \(64 chips\): try --mesh.fsdp 32",
+            r"needs 64 devices, tpu7x-64 has 128 \(64 chips\): try mesh.fsdp=32",
         ),
         ("v5p-64x4", MeshSpec(fsdp=64, tensor=4), "v5p-64x4 is 4 slices, and the mesh has no axis across them: try"),
         (
