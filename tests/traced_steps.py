@@ -19,7 +19,8 @@ from jaxpar.models import Model
 from jaxpar.rehearse.report.collectives import axes_of, in_float32, sent_bytes
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.step import make_plan, make_train_step, step_shapes
+from jaxpar.train.plans import make_plan
+from jaxpar.train.step import make_train_step, step_shapes
 
 Sent = dict[tuple[str, frozenset[str]], float]
 

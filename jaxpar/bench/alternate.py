@@ -15,7 +15,9 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
 from jaxpar.models import Model
 from jaxpar.rehearse.calibrate import random_batch
-from jaxpar.train.step import init_state, make_plan, make_train_step
+from jaxpar.train.plans import make_plan
+from jaxpar.train.state import init_state
+from jaxpar.train.step import make_train_step
 
 
 class Comparison(NamedTuple):

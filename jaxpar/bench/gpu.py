@@ -39,7 +39,7 @@ from jaxpar.rehearse.calibrate import ready_step
 from jaxpar.rehearse.cost.stopwatch import durations, elapsed
 from jaxpar.rehearse.timeline.timeline import step_time
 from jaxpar.train.metrics import device_memory, mfu
-from jaxpar.train.step import make_plan
+from jaxpar.train.plans import make_plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxpar.plan import resolve
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target, check_mesh
-from jaxpar.train.step import make_plan
+from jaxpar.train.plans import make_plan
 
 _TIMES = (2, 4, 16)  # microbatches a stage
 

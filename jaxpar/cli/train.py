@@ -24,7 +24,7 @@ from jaxpar.show.memory import memory_table, write_memory_account
 from jaxpar.train.data import load_corpus
 from jaxpar.train.loop import OutOfMemory, Result, run
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.step import make_plan
+from jaxpar.train.plans import make_plan
 from jaxpar.verify.of_config import simulate_for
 from jaxpar.verify.remember import require
 

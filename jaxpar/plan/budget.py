@@ -43,8 +43,10 @@ from jaxpar.rehearse.report.memory_advice import needs_and_has
 from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline.timeline import Timeline
+from jaxpar.train.plans import make_plan
+from jaxpar.train.state import in_host, state_shapes
 from jaxpar.train.state_bytes import state_of
-from jaxpar.train.step import in_host, make_plan, make_train_step, state_shapes, step_shapes
+from jaxpar.train.step import make_train_step, step_shapes
 
 MARGIN = 0.05
 """Of a device's memory, that `auto` leaves free."""

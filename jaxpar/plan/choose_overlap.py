@@ -31,7 +31,7 @@ from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target
-from jaxpar.train.step import make_plan
+from jaxpar.train.plans import make_plan
 
 LAYERS = 4
 """Blocks of the program that is tried: a block's collectives also hide behind its neighbours."""

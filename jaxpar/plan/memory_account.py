@@ -12,8 +12,8 @@ from jaxpar.base.config import Config
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.train.saved_activations import activations, loss_cut, unnamed_bytes
+from jaxpar.train.state import param_shapes
 from jaxpar.train.state_bytes import state_of
-from jaxpar.train.step import param_shapes
 
 
 class MemoryPart(NamedTuple):

@@ -31,7 +31,9 @@ from jaxpar.models import Model
 from jaxpar.rehearse.cost.probes import CHAIN, Probe, chain, suite
 from jaxpar.rehearse.cost.speeds import Sample, SpeedTable, sample, without_waits
 from jaxpar.rehearse.cost.stopwatch import Arrays, Instruction, Lull, Ready, elapsed, fastest, prepare, warm
-from jaxpar.train.step import TrainState, init_state, make_plan, make_train_step, put_batch
+from jaxpar.train.plans import make_plan
+from jaxpar.train.state import TrainState, init_state
+from jaxpar.train.step import make_train_step, put_batch
 
 ROUNDS = 5
 """How often the suite runs; of every task the fastest execution counts, whatever else the machine did meanwhile."""

@@ -24,8 +24,10 @@ from jaxpar.rehearse.requested_collectives import Requested, requested_collectiv
 from jaxpar.rehearse.simulate import StepSimulation, simulate
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.rehearse.timeline.timeline import Timeline
+from jaxpar.train.plans import make_plan, plan_notes
+from jaxpar.train.state import in_host, param_shapes, state_shapes
 from jaxpar.train.state_bytes import by_memory, state_of
-from jaxpar.train.step import in_host, make_plan, make_train_step, param_shapes, plan_notes, state_shapes, step_shapes
+from jaxpar.train.step import make_train_step, step_shapes
 
 
 class CompiledStep(NamedTuple):

@@ -26,8 +26,9 @@ from jaxpar.show.layer import layer_figure
 from jaxpar.show.memory import memory_figure, memory_table
 from jaxpar.show.schedule import comparison_table, schedule_figure, schedule_text
 from jaxpar.show.tables import activation_table, communication_table, sharding_table
+from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.saved_activations import activations
-from jaxpar.train.step import make_plan, param_shapes, plan_notes
+from jaxpar.train.state import param_shapes
 
 
 def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> None:

@@ -2,23 +2,31 @@
 
     train.run(plan.resolve(config), folder)
 
-`run` trains a config in a run folder; `step` has the state, its shardings and the jitted step, for a loop of one's own.
+`run` trains a config in a run folder. The other names are for a loop of one's own: a plan from a config, its state, the
+jitted step, and batches of a text.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpar.train.data import load_corpus, train_batches
     from jaxpar.train.loop import run
+    from jaxpar.train.plans import make_plan
+    from jaxpar.train.state import init_state
+    from jaxpar.train.step import batch_rows, make_eval_step, make_train_step, put_batch
 
-__all__ = ["run"]
+__all__ = [
+    "batch_rows", "init_state", "load_corpus", "make_eval_step", "make_plan", "make_train_step", "put_batch", "run",
+    "train_batches",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """`run`, when it is first asked for: it brings data and checkpoints along."""
-    if name == "run":
-        from jaxpar.train.loop import run
-
-        return run
+    """A name, when it is first asked for: `run` brings data and checkpoints along."""
+    for module in ("plans", "state", "step", "data", "loop"):
+        if name in __all__ and hasattr(found := import_module(f"jaxpar.train.{module}"), name):
+            return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

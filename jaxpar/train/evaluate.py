@@ -15,8 +15,9 @@ from jaxpar.models import Model
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.data import load_corpus
 from jaxpar.train.loop import evaluate
+from jaxpar.train.plans import kernel_notes, make_plan
 from jaxpar.train.restore import pick_step, restore_state
-from jaxpar.train.step import compile_eval_step, kernel_notes, make_plan
+from jaxpar.train.step import compile_eval_step
 
 
 class Evaluation(NamedTuple):

@@ -27,21 +27,11 @@ from jaxpar.train.checkpoint import METRIC, Checkpoints
 from jaxpar.train.data import Corpus, Tokens, load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.train.metrics import MetricsLog, device_memory, mfu
 from jaxpar.train.optimizer import schedule_note
+from jaxpar.train.plans import make_plan, offload_asked, plan_notes
 from jaxpar.train.restore import beside_state, initial_params, read_run_config, restore_state
+from jaxpar.train.state import TrainState, init_state
 from jaxpar.train.state_bytes import local_bytes
-from jaxpar.train.step import (
-    TrainState,
-    batch_rows,
-    compile_eval_step,
-    empty_batch,
-    init_state,
-    make_plan,
-    make_train_step,
-    offload_asked,
-    plan_notes,
-    put_batch,
-    step_shapes,
-)  # fmt: skip
+from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, make_train_step, put_batch, step_shapes
 from jaxpar.train.tokenizer import save_tokenizer
 
 

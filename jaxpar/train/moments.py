@@ -11,17 +11,19 @@ Shapes: a matrix [..., n] is cut along its last dim into blocks of b values; cod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.sharding import NamedSharding
-from jaxtyping import Array
 
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes
+from jaxpar.models import Params
 
 Precision = Literal["float32", "bfloat16", "int8"]
 _BLOCKS = (256, 128, 64, 32)
@@ -29,7 +31,10 @@ _FIRST, _SECOND = 127, 255  # largest codes
 
 
 class Quantized(NamedTuple):
-    """A moment in 8 bits: codes [..., n], int8 (first) or uint8 (second), and float32 scales [..., n / b]."""
+    """A moment in 8 bits: codes [..., n], int8 (first) or uint8 (second), and float32 scales [..., n / b].
+
+    In place of the arrays it may hold ShapeDtypeStructs, shardings or flags.
+    """
 
     codes: Any
     scales: Any
@@ -70,7 +75,7 @@ def scales_sharding(moment: Quantized, axes: Axes, plan: Plan) -> NamedSharding:
     return plan.sharding((*axes[:-1], None if whole else axes[-1]), moment.scales.shape)
 
 
-def packed(state: Any, matrices: Any, precision: Precision) -> Any:
+def packed(state: optax.OptState, matrices: Params, precision: Precision) -> optax.OptState:
     """An optimizer's state with the moments of matrices in this precision; those of vectors stay float32.
 
     Args:
@@ -79,43 +84,46 @@ def packed(state: Any, matrices: Any, precision: Precision) -> Any:
       precision: of the moments.
     """
 
-    def pack(second: bool, x: Array, matrix: bool) -> Any:
+    def pack(x: Array, matrix: bool, second: bool) -> Array | Quantized:
         if not matrix or precision == "float32":
             return x
         return x.astype(jnp.bfloat16) if precision == "bfloat16" else quantize(x, second)
 
-    first, second = moments_of(state)
-    return with_moments(
-        state, jax.tree.map(partial(pack, False), first, matrices), jax.tree.map(partial(pack, True), second, matrices)
-    )
-
-
-def unpacked(state: Any) -> Any:
-    """The inverse of `packed`, as far as the bits go."""
-
-    def value(x: Any) -> Array:
-        return dequantize(x) if isinstance(x, Quantized) else x.astype(jnp.float32)
-
+    mu, nu = moments_of(state)
     return with_moments(
         state,
-        *(jax.tree.map(value, moments, is_leaf=lambda x: isinstance(x, Quantized)) for moments in moments_of(state)),
+        jax.tree.map(partial(pack, second=False), mu, matrices),
+        jax.tree.map(partial(pack, second=True), nu, matrices),
     )
 
 
-def moments_of(state: Any) -> tuple[Any, Any]:
+def unpacked(state: optax.OptState) -> optax.OptState:
+    """The inverse of `packed`, as far as the bits go."""
+    return map_moments(lambda x: dequantize(x) if isinstance(x, Quantized) else x.astype(jnp.float32), state)
+
+
+def moments_of(state: optax.OptState) -> tuple[Params, Params]:
     """The first and second moments in an optimizer's state, each in the parameters' form."""
-    adam = next(leaf for leaf in jax.tree.leaves(state, is_leaf=_is_adam) if _is_adam(leaf))
-    return adam.mu, adam.nu
+    return optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
 
 
-def with_moments(state: Any, first: Any, second: Any) -> Any:
+def with_moments(state: optax.OptState, mu: Params, nu: Params) -> optax.OptState:
     """An optimizer's state with other moments."""
-
-    def replaced(part: Any) -> Any:
-        return part._replace(mu=first, nu=second) if _is_adam(part) else part
-
-    return jax.tree.map(replaced, state, is_leaf=_is_adam)
+    return optax.tree.set(state, mu=mu, nu=nu)
 
 
-def _is_adam(part: Any) -> bool:
-    return isinstance(part, optax.ScaleByAdamState)
+def map_moments(
+    change: Callable[..., Any], state: optax.OptState, *trees: Params, others: Callable[[Any], Any] = lambda x: x
+) -> optax.OptState:
+    """An optimizer's state with `change(moment, *leaves)` in place of each moment, and `others(x)` of the rest.
+
+    Args:
+      change: given an array or a `Quantized`, and what stands in its place in each of `trees`.
+      state: of arrays or ShapeDtypeStructs.
+      trees: in the parameters' form.
+      others: given every leaf that is no moment.
+    """
+    moments = (
+        jax.tree.map(change, moment, *trees, is_leaf=lambda x: isinstance(x, Quantized)) for moment in moments_of(state)
+    )
+    return with_moments(jax.tree.map(others, with_moments(state, {}, {})), *moments)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 import optax
 
 from jaxpar.base.config import TrainConfig
 from jaxpar.base.plan import is_matrix
+from jaxpar.base.sharding import is_axes
+from jaxpar.models import Params
 
 
 def learning_rate(train: TrainConfig) -> optax.Schedule:
@@ -45,26 +45,18 @@ def schedule_note(before: TrainConfig, now: TrainConfig, step: int) -> str:
     return f"{note}, and the learning rate goes on at {new:.2e} where it would have been {old:.2e}"
 
 
-def decay_mask(axes: Any) -> Any:
+def decay_mask(axes: Params) -> Params:
     """Which parameters decay: matrices that map from or to the embed dim; not norms, not biases.
 
     Args:
       axes: the logical axes of every parameter (`Model.axes`).
     """
-    return jax.tree.map(
-        is_matrix,
-        axes,
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
-    )
+    return jax.tree.map(is_matrix, axes, is_leaf=is_axes)
 
 
-def make_optimizer(train: TrainConfig, axes: Any) -> optax.GradientTransformation:
+def make_optimizer(train: TrainConfig, axes: Params) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with decay on matrices only; clipping is `update`'s."""
     return optax.adamw(
-        learning_rate(train),
-        train.beta1,
-        train.beta2,
-        train.eps,
-        weight_decay=train.weight_decay,
-        mask=decay_mask(axes),
-    )
+        learning_rate(train), train.beta1, train.beta2, train.eps,
+        weight_decay=train.weight_decay, mask=decay_mask(axes),
+    )  # fmt: skip

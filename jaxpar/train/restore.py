@@ -17,7 +17,7 @@ from jaxpar.models import Model, Params
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.checkpoint import Checkpoints
-from jaxpar.train.step import TrainState, reorder_state, state_shapes, state_shardings
+from jaxpar.train.state import TrainState, reorder_state, state_shapes, state_shardings
 
 ORDER = "layer_order"
 # What a config may set freely over weights of another: how it runs and trains, not what its numbers mean.
@@ -47,22 +47,23 @@ def pick_step(checkpoints: Checkpoints, step: int) -> int:
 
 def restore_state(
     checkpoints: Checkpoints, step: int, model: Model, config: Config, plan: Plan
-) -> tuple[TrainState, dict[str, Any]]:
-    """The training state of a checkpoint on this plan's mesh (any mesh), and the data iterator's state."""
-    wanted, saved = stored_order(plan, config.model.layers), checkpoints.data(step).get(ORDER)
-    saved = None if saved is None else tuple(saved)
+) -> tuple[TrainState[jax.Array], dict[str, Any]]:
+    """The training state of a checkpoint on this plan's mesh (any mesh), and what was saved beside it."""
+    layers, order = config.model.layers, checkpoints.data(step).get(ORDER)
+    wanted, saved = stored_order(plan, layers), None if order is None else tuple(order)
+    shardings = state_shardings(model, config, plan)
     if saved == wanted:
-        return checkpoints.restore(step, state_shapes(model, config, plan), state_shardings(model, config, plan))
+        return checkpoints.restore(step, state_shapes(model, config, plan), shardings)
     # Layers are read as they lie there, over the stages if that can be, and then each stage is sent its own.
-    places = len(saved or range(config.model.layers))
-    rules = plan.rules if places % plan.size("layers") == 0 else replace(plan.rules, layers=(), stage=())
+    there = saved or tuple(range(layers))
+    rules = plan.rules if len(there) % plan.size("layers") == 0 else replace(plan.rules, layers=(), stage=())
     found, data = checkpoints.restore(
         step,
-        state_shapes(model, config, plan, saved),
-        state_shardings(model, config, replace(plan, rules=rules), saved),
+        state_shapes(model, config, plan, there),
+        state_shardings(model, config, replace(plan, rules=rules), there),
     )
     move = partial(reorder_state, before=saved, after=wanted, config=config)
-    return jax.jit(move, out_shardings=state_shardings(model, config, plan))(found), data
+    return jax.jit(move, out_shardings=shardings)(found), data
 
 
 def beside_state(plan: Plan, config: Config, iterator: Any, tokens: int | None) -> dict[str, Any]:

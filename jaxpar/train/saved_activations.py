@@ -62,7 +62,7 @@ def activations(config: Config, plan: Plan) -> list[Activation]:
 
     Args:
       config: model, batch and sequence length.
-      plan: from `jaxpar.train.step.make_plan`; one on an `AbstractMesh` will do.
+      plan: from `jaxpar.train.plans.make_plan`; one on an `AbstractMesh` will do.
     """
     found, blocks = dict[str, tuple[tuple[int, ...], Any, int]](), blocks_kept(config, plan)
     for name, aval, local in _named(traced_block(config, plan)[0].jaxpr, False):

@@ -11,7 +11,8 @@ from jaxpar.base.config import Config
 from jaxpar.base.plan import Plan, gradient_dtype
 from jaxpar.base.sharding import state_axes
 from jaxpar.models import Model
-from jaxpar.train.step import in_host, state_shapes, step_shapes
+from jaxpar.train.state import in_host, state_shapes
+from jaxpar.train.step import step_shapes
 
 
 def local_bytes(tree: Any) -> int:

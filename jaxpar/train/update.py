@@ -9,38 +9,53 @@ Arrays stacked over layers are [layers, ...]; a pipeline's stage has its own lay
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax import Array
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from jaxpar.base.config import TrainConfig
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import state_axes
-from jaxpar.parallel.collectives import first_turn, gather, is_axes, manual, turn_after, waits
+from jaxpar.base.sharding import Axes, is_axes, state_axes
+from jaxpar.models import Params
+from jaxpar.parallel.collectives import first_turn, gather, manual, turn_after, waits
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
-from jaxpar.train.moments import moments_of, packed, unpacked, with_moments
+from jaxpar.train.moments import Quantized, map_moments, moments_of, packed, unpacked, with_moments
 from jaxpar.train.optimizer import decay_mask, make_optimizer
-
-Params = Any
 
 
 class Updated(NamedTuple):
     """New parameters and optimizer state, and the global norm of the gradients before clipping (float32 scalar)."""
 
     params: Params
-    opt_state: Any
+    opt_state: optax.OptState
     norm: Float[Array, ""]
 
 
+class _Scale(NamedTuple):
+    """Scalars of a step: the factor of its gradients, and whether it is to be made."""
+
+    factor: Array
+    finite: Array
+
+
+class _Part(NamedTuple):
+    """Parameters of a part of the model, or of one of its layers, and their moments as they are packed."""
+
+    params: Params
+    mu: Params
+    nu: Params
+
+
 def update(
-    params: Params, opt_state: Any, grads: Params, sums: LossSums, axes: Any, train: TrainConfig, plan: Plan
-) -> Updated:
+    params: Params, opt_state: optax.OptState, grads: Params, sums: LossSums, axes: Params, train: TrainConfig,
+    plan: Plan,
+) -> Updated:  # fmt: skip
     """One step of the optimizer, in float32; none where the loss or the gradients' norm is not finite.
 
     Then parameters and optimizer state stay as they were, to the bit, so a state that was finite once is so always. New
@@ -55,49 +70,34 @@ def update(
       train: AdamW and clipping.
       plan: mesh, rules, and where parameters and moments lie.
     """
+    streamed = [name for name in params if name == "blocks" and plan.streams]
+    whole = [name for name in params if name not in streamed]
     # On CPU (`turn_after`): a loop over layers comes after all sums over devices, and what follows after it.
     said = (sums.nll, sums.tokens, sums.routed)
     turn = turn_after(first_turn(plan) if plan.streams else None, said, jax.tree.map(lambda _: (), said), plan)
-    streamed = [name for name in params if name == "blocks" and plan.streams]
     squares = jnp.zeros(())
-    for name in (*(name for name in params if name not in streamed), *streamed):
+    for name in (*whole, *streamed):
         squares = _squares(grads[name], squares, turn)
     norm = jnp.sqrt(squares) / sums.tokens
     clip = jnp.where(norm < train.clip_norm, 1.0, train.clip_norm / norm) if train.clip_norm else 1.0
     scale = _Scale(clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll))
     mu, nu = moments_of(opt_state)
-    new, mus, nus = {}, {}, {}
-    scalars = opt_state
-    for name in (*streamed, *(name for name in params if name not in streamed)):
-        one = _Part(params[name], mu[name], nu[name], grads[name])
-        run = _streamed if name in streamed else _whole
-        (new[name], mus[name], nus[name]), scalars = run(one, opt_state, waits(scale, turn), axes[name], train, plan)
-        turn = turn_after(turn, jax.tree.map(on_device, new[name]), axes[name], plan)
-    return Updated(new, with_moments(scalars, mus, nus), norm)
+    new, scalars = dict[str, _Part](), opt_state
+    for name in (*streamed, *whole):
+        run = _update_by_layer if name in streamed else _update_part
+        part = _Part(params[name], mu[name], nu[name])
+        new[name], scalars = run(part, grads[name], opt_state, waits(scale, turn), axes[name], train, plan)
+        turn = turn_after(turn, jax.tree.map(on_device, new[name].params), axes[name], plan)
+    moments = ({name: part[i] for name, part in new.items()} for i in (1, 2))
+    return Updated({name: part.params for name, part in new.items()}, with_moments(scalars, *moments), norm)
 
 
-class _Scale(NamedTuple):
-    """Scalars of a step: the factor of its gradients, and whether it is to be made."""
-
-    factor: Array
-    finite: Array
-
-
-class _Part(NamedTuple):
-    """Parameters of a part of the model, their moments as they are packed, and gradients; or those of one layer."""
-
-    params: Params
-    mu: Any
-    nu: Any
-    grads: Params
-
-
-def _whole(
-    part: _Part, opt_state: Any, scale: _Scale, axes: Any, train: TrainConfig, plan: Plan
-) -> tuple[tuple[Params, Any, Any], Any]:
+def _update_part(
+    part: _Part, grads: Params, opt_state: optax.OptState, scale: _Scale, axes: Params, train: TrainConfig, plan: Plan
+) -> tuple[_Part, optax.OptState]:
     """The new parameters and moments, and the optimizer's state, of which only the scalars count."""
-    part, matrices = jax.tree.map(on_device, part), decay_mask(axes)
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * scale.factor, part.grads)
+    (part, grads), matrices = jax.tree.map(on_device, (part, grads)), decay_mask(axes)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * scale.factor, grads)
     stored = _as_state(part.params, axes, plan)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
     before = with_moments(opt_state, part.mu, part.nu)
@@ -107,34 +107,38 @@ def _whole(
     new = jax.tree.map(lambda x, old: jnp.where(scale.finite & jnp.isfinite(x), x, old), new, stored)
     state = packed(state, matrices, plan.moments)
     state = jax.tree.map(lambda x, old: jnp.where(scale.finite, x, old), state, before)
-    mu, nu = (jax.tree.map(partial(_placed, plan), matrices, moments) for moments in moments_of(state))
-    return (_as_params(new, axes, plan), mu, nu), state
+
+    def place(moment: Array | Quantized, matrix: bool) -> Array | Quantized:
+        return jax.tree.map(on_host, moment) if matrix and plan.optimizer == "offload" else moment
+
+    return _Part(_as_params(new, axes, plan), *moments_of(map_moments(place, state, matrices))), state
 
 
-def _placed(plan: Plan, matrix: bool, moment: Any) -> Any:
-    """A moment where the plan has it: vectors stay on the device."""
-    return jax.tree.map(on_host, moment) if matrix and plan.optimizer == "offload" else moment
-
-
-def _streamed(
-    part: _Part, opt_state: Any, scale: _Scale, axes: Any, train: TrainConfig, plan: Plan
-) -> tuple[tuple[Params, Any, Any], Any]:
-    """The same, a layer at a time; the scalars are left as they are."""
+def _update_by_layer(
+    part: _Part, grads: Params, opt_state: optax.OptState, scale: _Scale, axes: Params, train: TrainConfig, plan: Plan
+) -> tuple[_Part, optax.OptState]:
+    """The same, a layer at a time, each stage its own; the scalars are left as they are."""
     of_layer = jax.tree.map(lambda names: names[1:], axes, is_leaf=is_axes)
-    host = plan.parameters == "offload"
+    scalars = with_moments(opt_state, {}, {})
 
-    def local(part: _Part, opt_state: Any, scale: _Scale) -> Any:
-        def body(kept: Any, i: Array) -> tuple[Any, None]:
-            one = jax.tree.map(lambda x: _taken(x, i), _Part(kept[0], kept[1], kept[2], part.grads))
-            (params, *moments), _ = _whole(one, opt_state, scale, of_layer, train, plan)
-            new = jax.tree.map(on_host, params) if host else params, *moments
+    def local(arrays: tuple[_Part, Params], scalars: optax.OptState, scale: _Scale) -> _Part:
+        part, grads = arrays
+
+        def body(kept: _Part, i: Array) -> tuple[_Part, None]:
+            layer, layer_grads = jax.tree.map(lambda x: _take(x, i), (kept, grads))
+            new, _ = _update_part(layer, layer_grads, scalars, scale, of_layer, train, plan)
+            if plan.parameters == "offload":
+                new = new._replace(params=jax.tree.map(on_host, new.params))
             return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), kept, new), None
 
-        count = len(jax.tree.leaves(part.grads)[0])
-        return jax.lax.scan(body, (part.params, part.mu, part.nu), jnp.arange(count))[0]
+        return jax.lax.scan(body, part, jnp.arange(len(jax.tree.leaves(grads)[0])))[0]
 
-    scalars = with_moments(opt_state, {}, {})
-    return _by_stage(local, plan, P())(part, scalars, scale), opt_state
+    if stages := plan.mesh_axes("layers"):
+        local = jax.shard_map(
+            local, mesh=plan.mesh, in_specs=(P(stages), P(), P()), out_specs=P(stages), axis_names=set(stages),
+            check_vma=False,
+        )  # fmt: skip
+    return local((part, grads), scalars, scale), opt_state
 
 
 def _squares(grads: Params, total: Array, turn: Array | None) -> Array:
@@ -144,35 +148,28 @@ def _squares(grads: Params, total: Array, turn: Array | None) -> Array:
         return total + sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves)
 
     def body(total: Array, i: Array) -> tuple[Array, None]:
-        layer = [on_device(_taken(leaf, i)).astype(jnp.float32) for leaf in leaves]
+        layer = [on_device(_take(leaf, i)).astype(jnp.float32) for leaf in leaves]
         return total + sum(jnp.sum(jnp.square(x)) for x in layer), None
 
     return jax.lax.scan(body, waits(total, turn), jnp.arange(len(leaves[0])))[0]
 
 
-def _by_stage(local: Callable[..., Any], plan: Plan, scalars: P) -> Callable[..., Any]:
-    """`local` on the layers of each stage, of arrays [layers, ...] in its first argument and its result."""
-    axes = plan.mesh_axes("layers")
-    if not axes:
-        return local
-    return jax.shard_map(
-        local, mesh=plan.mesh, in_specs=(P(axes), scalars, scalars), out_specs=P(axes), axis_names=set(axes),
-        check_vma=False,
-    )  # fmt: skip
-
-
-def _taken(x: Array, i: Any) -> Array:
+def _take(x: Array, i: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
-def _as_state(params: Params, axes: Any, plan: Plan) -> Params:
+def _as_state(params: Params, axes: Params, plan: Plan) -> Params:
     """Arrays of the parameters' form in the layout of the optimizer's state: each device takes its piece."""
     if plan.mesh_axes("state_embed") == plan.mesh_axes("embed"):
         return params
-    return jax.tree.map(lambda x, names: plan.constrain(x, state_axes(names)), params, axes)
+
+    def constrain(x: Array, names: Axes) -> Array:
+        return plan.constrain(x, state_axes(names))
+
+    return jax.tree.map(constrain, params, axes)
 
 
-def _as_params(updated: Params, axes: Any, plan: Plan) -> Params:
+def _as_params(updated: Params, axes: Params, plan: Plan) -> Params:
     """Updated parameters from the layout of the optimizer's state, gathered to their own."""
     if plan.mesh_axes("state_embed") == plan.mesh_axes("embed"):
         return updated

@@ -23,7 +23,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Placement, placements
 from jaxpar.models import Params
 from jaxpar.parallel.zigzag import chunk_order, inverse, reordered
-from jaxpar.train.step import param_shapes
+from jaxpar.train.state import param_shapes
 from jaxpar.verify.copies import copies_by_axis
 from jaxpar.verify.losses_and_gradients import Answer, Case, Rows, in_model_order, one_device, parameter_order
 from jaxpar.verify.mistakes import Contribution, Evidence, Finding, diagnose

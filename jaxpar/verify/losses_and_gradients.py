@@ -32,6 +32,8 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
+from jaxpar.train.plans import make_plan
+from jaxpar.train.state import param_shapes, param_shardings
 from jaxpar.verify.copies import copies
 from jaxpar.verify.reference_ops import ReferenceOps
 
@@ -55,7 +57,7 @@ class Case:
     def plan(self, precision: str) -> Plan:
         """The plan under test, in another precision."""
         config = dataclasses.replace(self.config, precision=PrecisionConfig(precision))  # pyright: ignore[reportArgumentType]
-        return step.make_plan(config, self.devices)
+        return make_plan(config, self.devices)
 
 
 class Answer(NamedTuple):
@@ -116,8 +118,8 @@ def one_device(
 def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     """Loss and gradients under the plan, by the function under test, laid out as in training."""
     plan, train = case.plan(precision), case.config.train
-    shapes = step.param_shapes(case.model, plan)
-    shardings, stored = tree_shardings(shapes, case.model.axes, plan), step.param_shardings(shapes, case.model, plan)
+    shapes = param_shapes(case.model, plan)
+    shardings, stored = tree_shardings(shapes, case.model.axes, plan), param_shardings(shapes, case.model, plan)
 
     def run(params: Params, batch: Any) -> tuple[LossSums, Params]:
         weights = step.loss_weights(train)

@@ -30,6 +30,7 @@ from jaxpar.parallel.context import check_split
 from jaxpar.parallel.ops import Ops, choose_attention
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train import step
+from jaxpar.train.state import param_shapes
 from jaxpar.verify import copies
 from jaxpar.verify._gradients import GradientRow
 from jaxpar.verify.explain import explain, nearest_to_loss
@@ -371,7 +372,7 @@ def _check_layout(config: Config, mesh: MeshSpec) -> None:
         count = microbatches(config, sizes)
         check_stages(plan, config.model.layers, count)
         rows //= count
-    tree_shardings(step.param_shapes(model, plan), model.axes, plan)
+    tree_shardings(param_shapes(model, plan), model.axes, plan)
     activation = (rows, config.data.seq_len, config.model.embed)
     plan.sharding(("batch", "seq", None), activation, "activations of a microbatch")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream of a microbatch")

@@ -31,7 +31,9 @@ from jaxpar.kernels.attention.tuned import sizes_for
 from jaxpar.kernels.masks import FULL, PARTIAL, Causal, Tiles, tile_states
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.step import batch_shapes, make_plan, make_train_step, state_shapes, state_shardings
+from jaxpar.train.plans import make_plan
+from jaxpar.train.state import state_shapes, state_shardings
+from jaxpar.train.step import batch_shapes, make_train_step
 
 FAST = {"cpu": {"xla_backend_optimization_level": "0"}}  # of machine code: the HLO is the same
 

@@ -18,6 +18,7 @@ from jaxpar.models import Model
 from jaxpar.parallel.collectives import turn_after, waits
 from jaxpar.parallel.pipeline import executor
 from jaxpar.train import step, update
+from jaxpar.train.plans import make_plan
 
 
 def two_loops(ordered: bool) -> Any:
@@ -70,7 +71,7 @@ CASES = [
 def test_a_pipelines_collectives_have_one_order(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without turns the first two died or gave a wrong loss, and XLA gave no other sign."""
     config = override(Config(), PLAN | CASES[case])
-    model, plan = Model(config.model), step.make_plan(config, jax.devices()[:4])
+    model, plan = Model(config.model), make_plan(config, jax.devices()[:4])
 
     def found() -> list[Any]:
         program = step.make_train_step(model, config, plan)
@@ -87,7 +88,7 @@ def test_an_update_a_layer_at_a_time_has_one_order(monkeypatch: pytest.MonkeyPat
     """The loop over layers ran beside the reduce-scatter of the embedding's gradient."""
     changes = {"mesh.stage": 1, "mesh.fsdp": 2, "memory.parameters": "offload", "precision.moments": "int8"}
     config = override(Config(), PLAN | changes | {"pipeline.microbatches": 0})
-    model, plan = Model(config.model), step.make_plan(config, jax.devices()[:4])
+    model, plan = Model(config.model), make_plan(config, jax.devices()[:4])
 
     def found() -> list[Any]:
         program = step.make_train_step(model, config, plan)
@@ -101,5 +102,5 @@ def test_an_update_a_layer_at_a_time_has_one_order(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_an_evaluation_in_a_pipeline_has_one_order() -> None:
     config = override(Config(), PLAN | RINGS | {"pipeline.schedule": "1f1b"})
-    model, plan = Model(config.model), step.make_plan(config, jax.devices()[:4])
+    model, plan = Model(config.model), make_plan(config, jax.devices()[:4])
     step.compile_eval_step(model, config, plan)

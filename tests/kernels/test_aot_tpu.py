@@ -17,7 +17,9 @@ from jaxpar.hlo.tasks import walk
 from jaxpar.models import Model
 from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.step import batch_shapes, make_plan, make_train_step, state_shapes, state_shardings
+from jaxpar.train.plans import make_plan
+from jaxpar.train.state import state_shapes, state_shardings
+from jaxpar.train.step import batch_shapes, make_train_step
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not here: pip install 'jaxpar[rehearse]'")
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from jaxpar.base.config import override
 from jaxpar.base.errors import UserError
 from jaxpar.parallel import host_memory as offload
 from jaxpar.parallel.host_memory import KNOWN_BAD, check_offload, gradient_error, known_bad, require_right_gradients
-from jaxpar.train.step import make_plan, plan_notes
+from jaxpar.train.plans import make_plan, plan_notes
 
 pytestmark = pytest.mark.quick
 

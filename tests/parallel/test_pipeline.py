@@ -27,6 +27,8 @@ from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.split_backward import kept, split
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
+from jaxpar.train.plans import make_plan, plan_notes
+from jaxpar.train.state import param_shapes
 from jaxpar.train.state_bytes import state_of
 from jaxpar.verify.losses_and_gradients import random_batch, random_params
 
@@ -39,7 +41,7 @@ def config_of(**changes: Any) -> Config:
 
 
 def plan_of(config: Config) -> Plan:
-    return step.make_plan(config, jax.devices()[: devices_needed(config.mesh)])
+    return make_plan(config, jax.devices()[: devices_needed(config.mesh)])
 
 
 # Layers.
@@ -115,7 +117,7 @@ def test_microbatches_are_as_many_as_the_batch_allows() -> None:
 
 def test_stages_that_are_all_devices_count_in_the_microbatches() -> None:
     config = config_of(mesh__stage=-1, train__batch=64)
-    assert step.make_plan(config, jax.devices()[:4]).pipeline.microbatches == 16
+    assert make_plan(config, jax.devices()[:4]).pipeline.microbatches == 16
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
     order, L = stored_order(plan, config.model.layers), config.model.layers
     params = random_params(model)
     params["blocks"] = jax.tree.map(lambda x: reorder_layers(x, None, order, L), params["blocks"])
-    places = tree_shardings(step.param_shapes(model, plan), model.axes, plan)
+    places = tree_shardings(param_shapes(model, plan), model.axes, plan)
 
     def run(params: Any, batch: Any) -> Any:
         weights = step.loss_weights(config.train)
@@ -402,7 +404,7 @@ def test_sums_in_bfloat16_take_gradients_in_float32() -> None:
 
 
 def notes_of(config: Config) -> list[str]:
-    return step.plan_notes(config, plan_of(config))
+    return plan_notes(config, plan_of(config))
 
 
 def test_the_log_has_the_schedule_in_figures() -> None:

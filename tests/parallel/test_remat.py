@@ -15,8 +15,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.split_backward import kept
 from jaxpar.parallel.remat import remat
+from jaxpar.train.plans import make_plan
 from jaxpar.train.saved_activations import activations
-from jaxpar.train.step import make_plan
 
 pytestmark = pytest.mark.quick
 

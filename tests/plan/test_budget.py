@@ -22,8 +22,8 @@ from jaxpar.plan.choose_remat import ActionCosts, Item, Solution
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.report.memory import allocated, saved_bytes
 from jaxpar.rehearse.targets import load_target
+from jaxpar.train.plans import make_plan
 from jaxpar.train.saved_activations import activations
-from jaxpar.train.step import make_plan
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jaxpar.bench.overlap import PURE, OverlapRow, overlap_table
 from jaxpar.plan import choose_overlap as auto
 from jaxpar.plan.choose_overlap import SITES, Trial, best, choose_overlap, time_forms, trial, words
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.step import make_plan
+from jaxpar.train.plans import make_plan
 
 
 def config_of(overlap: Overlap, **changes: Any) -> Config:

@@ -23,7 +23,8 @@ from jaxpar.plan.communication import Site, arrays, sent, sites
 from jaxpar.plan.communication.stages import ticks_of
 from jaxpar.rehearse.report.collectives import scope_of, sent_bytes
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.step import make_plan, param_shapes
+from jaxpar.train.plans import make_plan
+from jaxpar.train.state import param_shapes
 
 ZERO1 = ShardingRules(embed=(), state_embed=("data",))
 HSDP = ShardingRules(state_embed=("fsdp", "data"))

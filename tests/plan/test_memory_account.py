@@ -26,7 +26,8 @@ from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import load_target
 from jaxpar.show.memory import memory_figure, memory_table
 from jaxpar.train import loop as train_module
-from jaxpar.train.step import make_plan, make_train_step, step_shapes
+from jaxpar.train.plans import make_plan
+from jaxpar.train.step import make_train_step, step_shapes
 
 FSDP = config_of("llama", "dots", fsdp=2)
 

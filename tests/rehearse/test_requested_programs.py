@@ -19,7 +19,8 @@ from jaxpar.base.config import Config, MemoryConfig, load_config
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.models import Model
 from jaxpar.rehearse.requested_collectives import requested_collectives
-from jaxpar.train.step import make_plan, make_train_step, step_shapes
+from jaxpar.train.plans import make_plan
+from jaxpar.train.step import make_train_step, step_shapes
 
 
 def test_scan_and_unrolled_send_the_same_when_blocks_are_recomputed():

@@ -19,7 +19,7 @@ from jaxpar.base.hardware import CHIPS, load_mesh_preset
 from jaxpar.base.mesh import DcnSpec, MeshSpec, make_mesh
 from jaxpar.rehearse import targets
 from jaxpar.rehearse.targets import Position, check_mesh, compilers, load_target, places
-from jaxpar.train.step import make_plan
+from jaxpar.train.plans import make_plan
 
 # Names.
 

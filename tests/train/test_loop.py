@@ -24,8 +24,8 @@ from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.evaluate import evaluate_run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.optimizer import learning_rate
+from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import read_run_config, restore_state
-from jaxpar.train.step import make_plan
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,10 @@ from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.moments import Quantized, moments_of, packed, with_moments
 from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer
+from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import restore_state
-from jaxpar.train.step import TrainState, init_state, make_plan, make_train_step, put_batch
+from jaxpar.train.state import TrainState, init_state
+from jaxpar.train.step import make_train_step, put_batch
 from jaxpar.train.update import update
 
 OPTIMIZER = {"memory.optimizer": "offload"}

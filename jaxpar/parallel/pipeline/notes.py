@@ -26,7 +26,7 @@ def pipeline_notes(config: Config, plan: Plan, parameters: int) -> list[str]:
 
     Args:
       config: the experiment.
-      plan: from `jaxpar.train.step.make_plan`, with or without stages.
+      plan: from `jaxpar.train.plans.make_plan`, with or without stages.
       parameters: of the model.
     """
     pipeline, P = plan.pipeline, plan.size("stage")

@@ -51,7 +51,7 @@ def sites(parameters: Mapping[str, Array], config: Config, plan: Plan) -> list[S
     Args:
       parameters: of the model as the plan stores them, from `arrays`.
       config: whose batch, accumulation, sequence length and `scan_layers` count.
-      plan: from `jaxpar.train.step.make_plan`; one on an `AbstractMesh` will do, no device is asked.
+      plan: from `jaxpar.train.plans.make_plan`; one on an `AbstractMesh` will do, no device is asked.
     """
     embed, head = part_of(parameters, "embed"), part_of(parameters, "head")
     blocks = one_block(parameters)

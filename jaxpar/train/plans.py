@@ -1,0 +1,145 @@
+"""The plan of a config: its mesh, its rules and its choices, checked against the model and the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar.base.config import Config
+from jaxpar.base.errors import UserError
+from jaxpar.base.heads import fit_rules
+from jaxpar.base.mesh import make_mesh
+from jaxpar.base.plan import Plan, summed_last
+from jaxpar.base.sharding import ShardingRules, tree_shardings
+from jaxpar.models import Model
+from jaxpar.parallel.collectives import further_split
+from jaxpar.parallel.context import check_split
+from jaxpar.parallel.host_memory import check_offload, offload_notes
+from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
+from jaxpar.parallel.ops import attention_notes, overlap_notes
+from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
+from jaxpar.train.saved_activations import check_names
+from jaxpar.train.state import gradient_axes, param_shapes
+
+
+def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
+    """The plan of a config on these devices (all, when None), checked against the model and the batch.
+
+    The rules are the config's, except where there are more devices than heads: see `fit_rules`. `plan_notes` says what
+    was changed.
+
+    Raises:
+      UserError: a mesh that does not fit the devices, a dim or a batch that its mesh axes do not divide, an optimizer
+        state that is split neither as its parameters nor further, or what `context.check_split` refuses.
+    """
+    mesh = make_mesh(config.mesh, devices)
+    rules, _ = _fit_rules(config, mesh)
+    memory, precision = config.memory, config.precision
+    plan = Plan(
+        mesh,
+        rules,
+        compute=precision.compute,
+        remat=memory.policy,
+        overlap=config.overlap,
+        context=config.context,
+        loss_mib=memory.loss_mib,
+        attention=config.kernels.attention,
+        pipeline=config.pipeline,
+        keep=memory.keep,
+        parameters=memory.parameters,
+        optimizer=memory.optimizer,
+        params=precision.params,
+        gradients=precision.gradients,
+        moments=precision.moments,
+    )
+    if plan.size("stage") > 1:
+        count = microbatches(config, mesh.shape)
+        check_stages(plan, config.model.layers, count)
+        plan = replace(plan, pipeline=replace(config.pipeline, microbatches=count))
+    _check_parameters(config, plan)
+    _check_batch(config, plan)
+    check_names(config, plan)
+    if asked := offload_asked(plan):
+        check_offload(asked, mesh.devices.flat[0], memory.offload_anyway)
+    return plan
+
+
+def _check_parameters(config: Config, plan: Plan) -> None:
+    """Refuse parameters and optimizer states that the mesh does not divide, and layouts that no op moves between."""
+    model = Model(config.model)
+    shapes = param_shapes(model, plan)
+    tree_shardings(shapes, model.axes, plan)
+    tree_shardings(shapes, gradient_axes(model), plan)
+    further_split(("state_embed",), ("embed",), plan)
+    for stored, used in ((STORED, GATHERED), (STORED, ATTENDED), (ATTENDED, GATHERED)):
+        further_split(stored, used, plan)
+    plan.sharding((*ATTENDED[:2], "heads", "head_dim"), name="attention")
+
+
+def _check_batch(config: Config, plan: Plan) -> None:
+    """Refuse a batch or a sequence that the mesh does not divide."""
+    train, sizes, seq_len, shards = config.train, config.model, config.data.seq_len, plan.size("batch")
+    microbatch = train.batch // train.accumulation
+    if plan.size("stage") > 1:
+        microbatch //= plan.pipeline.microbatches
+    if microbatch % shards:
+        fitting = -(-microbatch // shards) * shards * train.accumulation
+        raise UserError(
+            f"train.batch={train.batch} / accumulation={train.accumulation} is a microbatch of {microbatch} sequences, "
+            f"which {shards} data-parallel shards do not divide: try --train.batch {fitting}"
+        )
+    if plan.overlap.domino == "on" and microbatch // shards % 2:
+        raise UserError(
+            f"overlap.domino cuts a device's microbatch of {microbatch // shards} sequences in two halves: "
+            f"try --train.batch {2 * train.batch}, or leave domino out"
+        )
+    activation = (microbatch, seq_len, sizes.embed)
+    plan.sharding(("batch", "seq", None), activation, "activations")
+    plan.sharding(("batch", "residual_seq", None), activation, "residual stream")
+    check_split(plan, plan.context.strategy, seq_len, sizes.heads, sizes.kv_heads or sizes.heads, sizes.dropout)
+
+
+def plan_notes(config: Config, plan: Plan) -> list[str]:
+    """What a plan does otherwise than its config asks for, a line each for the log."""
+    asked = offload_asked(plan)
+    return [
+        *_fit_rules(config, plan.mesh)[1],
+        *overlap_notes(plan, config.data.seq_len),
+        *pipeline_notes(config, plan, Model(config.model).parameter_count()),
+        *(offload_notes(asked, plan.mesh.devices.flat[0]) if asked else []),
+        *_sum_notes(config, plan),
+        *kernel_notes(config, plan),
+    ]
+
+
+def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]:
+    """Why no kernel serves the attention of a training step, or of an evaluation, where the devices have some."""
+    model, data, train = config.model, config.data, config.train
+    parts = plan.size("batch") * (train.accumulation * max(plan.pipeline.microbatches, 1) if training else 1)
+    return attention_notes(
+        plan, data.seq_len, model.head_dim or model.embed // model.heads, training and model.dropout > 0, model.window,
+        data.pack, max(train.batch // parts, 1),
+    )  # fmt: skip
+
+
+def _sum_notes(config: Config, plan: Plan) -> list[str]:
+    """Why gradients that could be summed over devices once are not."""
+    parts, over = config.train.accumulation, summed_last(plan, config.train.accumulation, whole=False)
+    why = "experts are balanced" if config.model.experts else "dropout is drawn" if config.model.dropout else ""
+    if not over or not why:
+        return []
+    return [f"gradients are summed over {' x '.join(over)} after every microbatch of {parts}: {why} over all of one"]
+
+
+def offload_asked(plan: Plan) -> str:
+    """The settings that ask for host memory; empty if none does."""
+    names = [f"keep.{name}" for name in plan.offloads]
+    names += [name for name in ("optimizer", "parameters") if getattr(plan, name) == "offload"]
+    return ", ".join(f"memory.{name} = offload" for name in names)
+
+
+def _fit_rules(config: Config, mesh: Mesh) -> tuple[ShardingRules, list[str]]:
+    model = config.model
+    return fit_rules(config.rules, model.heads, model.kv_heads or model.heads, mesh.shape)

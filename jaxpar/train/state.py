@@ -1,0 +1,160 @@
+"""The training state: its shapes, where each array lives, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from jaxpar.base.config import Config
+from jaxpar.base.jax_compat import once_options
+from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import Axes, is_axes, replicated, state_axes, tree_shardings
+from jaxpar.models import Model, Params
+from jaxpar.parallel.host_memory import HOST
+from jaxpar.parallel.pipeline import reorder_layers, stored_order
+from jaxpar.train.moments import Quantized, map_moments, packed, scales_sharding
+from jaxpar.train.optimizer import decay_mask, make_optimizer
+
+Leaf = TypeVar("Leaf")
+
+
+class TrainState(NamedTuple, Generic[Leaf]):
+    """Everything a step changes: finished steps (int32 scalar), parameters, and the state of `make_optimizer`.
+
+    Its leaves are arrays, or what a function says of each of them: a ShapeDtypeStruct, a sharding, a flag.
+    """
+
+    step: Leaf
+    params: Params
+    opt_state: optax.OptState
+
+
+def param_shapes(model: Model, plan: Plan) -> Params:
+    """The parameters as ShapeDtypeStructs, as the plan stores them."""
+    shapes = model.shapes(stored_order(plan, model.config.layers))
+    return jax.eval_shape(lambda params: _as_stored(params, model, plan.params), shapes)
+
+
+def state_shapes(
+    model: Model, config: Config, plan: Plan, order: Sequence[int] | None = None
+) -> TrainState[jax.ShapeDtypeStruct]:
+    """The state as ShapeDtypeStructs, without shardings; its layers are in this order, or in the plan's where None."""
+    order = stored_order(plan, config.model.layers) if order is None else order
+
+    def start(params: Params) -> TrainState:
+        opt_state = make_optimizer(config.train, model.axes).init(params)
+        opt_state = packed(opt_state, decay_mask(model.axes), config.precision.moments)
+        return TrainState(jnp.zeros((), jnp.int32), _as_stored(params, model, config.precision.params), opt_state)
+
+    return jax.eval_shape(start, model.shapes(order))
+
+
+def param_shardings(shapes: Params, model: Model, plan: Plan) -> Params:
+    """Where the parameters live: layers in host memory where the plan has them there."""
+    return jax.tree.map(_in_memory, tree_shardings(shapes, model.axes, plan), _params_in_host(shapes, plan))
+
+
+def state_shardings(
+    model: Model, config: Config, plan: Plan, order: Sequence[int] | None = None
+) -> TrainState[NamedSharding]:
+    """Where the state lives: moments as their parameters or split further, every scalar replicated; `order` as above.
+
+    (A scalar made outside jit would sit on device 0 and clash with the mesh after a restore.)
+    """
+    shapes, everywhere = state_shapes(model, config, plan, order), replicated(plan)
+
+    def place(moment: jax.ShapeDtypeStruct | Quantized, axes: Axes) -> NamedSharding | Quantized:
+        if isinstance(moment, Quantized):
+            return Quantized(plan.sharding(axes, moment.codes.shape), scales_sharding(moment, axes, plan))
+        return plan.sharding(axes, moment.shape)
+
+    opt_state = map_moments(place, shapes.opt_state, gradient_axes(model), others=lambda _: everywhere)
+    opt_state = jax.tree.map(_in_memory, opt_state, in_host(shapes, model, plan).opt_state)
+    return TrainState(everywhere, param_shardings(shapes.params, model, plan), opt_state)
+
+
+def in_host(state: TrainState, model: Model, plan: Plan) -> TrainState[bool]:
+    """Whether the plan has each array of a state in host memory: stacked layers may be, and moments of matrices."""
+
+    def of_moment(moment: jax.ShapeDtypeStruct | Quantized, matrix: bool) -> bool | Quantized:
+        return jax.tree.map(lambda _: matrix and plan.optimizer == "offload", moment)
+
+    opt_state = map_moments(of_moment, state.opt_state, decay_mask(model.axes), others=lambda _: False)
+    return TrainState(False, _params_in_host(state.params, plan), opt_state)
+
+
+def _params_in_host(params: Params, plan: Plan) -> Params:
+    host = {name: name == "blocks" and plan.parameters == "offload" for name in params}
+    return jax.tree.broadcast(host, params)
+
+
+def _in_memory(sharding: NamedSharding, host: bool) -> NamedSharding:
+    return sharding.with_memory_kind(HOST) if host else sharding
+
+
+def gradient_axes(model: Model) -> Params:
+    """The logical axes of every parameter's gradient and moments, in a dict of the parameters' form."""
+    return jax.tree.map(state_axes, model.axes, is_leaf=is_axes)
+
+
+def init_state(model: Model, config: Config, plan: Plan, params: Params | None = None) -> TrainState[jax.Array]:
+    """A state at step 0, made in place on the mesh; from `params` (an import) where given.
+
+    It is the same on every mesh: each random number depends on its place in the global array only.
+    """
+    shapes, shardings = state_shapes(model, config, plan), state_shardings(model, config, plan)
+    order, dtype = stored_order(plan, model.config.layers), config.precision.params
+    if params is None:
+        key = jax.random.key(config.train.seed)
+        made = jax.jit(
+            lambda: _as_stored(model.init(key, order), model, dtype),
+            out_shardings=shardings.params,
+            compiler_options=once_options(plan.mesh),
+        )()
+    else:
+
+        def start(params: Params) -> Params:
+            reorder = partial(reorder_layers, before=None, after=order, layers=config.model.layers)
+            return _as_stored(params | {"blocks": jax.tree.map(reorder, params["blocks"])}, model, dtype)
+
+        # What is given has every stage's layers, and may have another dtype: then no array is as large as here.
+        same = {leaf.dtype.name for leaf in jax.tree.leaves(params)} | {dtype} == {"float32"}
+        reused = (0,) if same and plan.size("stage") == 1 else ()
+        made = jax.jit(start, out_shardings=shardings.params, donate_argnums=reused)(params)
+    step, opt_state = jax.tree.map(_zeros_at, (shapes.step, shapes.opt_state), (shardings.step, shardings.opt_state))
+    return TrainState(step, made, opt_state)
+
+
+def _as_stored(params: Params, model: Model, dtype: str) -> Params:
+    """Parameters with their matrices in the dtype that the config stores them in; vectors stay float32."""
+    matrices = decay_mask(model.axes)
+    return jax.tree.map(lambda x, matrix: x.astype(dtype if matrix else jnp.float32), params, matrices)
+
+
+def _zeros_at(leaf: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.Array:
+    """Zeros without a program to compile, one array after another: all at once could fill the host's memory."""
+    shard = place.shard_shape(leaf.shape)
+    return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, place, lambda _: np.zeros(shard, leaf.dtype)))
+
+
+def reorder_state(
+    state: TrainState[jax.Array], before: Sequence[int] | None, after: Sequence[int] | None, config: Config
+) -> TrainState[jax.Array]:
+    """A state with its stacked layers in another stored order (see `pipeline.stored_order`); None = the model's."""
+    if before == after:
+        return state
+    axes = Model(config.model).axes
+
+    def reorder(x: jax.Array | Quantized, axes: Axes) -> jax.Array | Quantized:
+        stacked = axes[:1] == ("layers",)
+        return jax.tree.map(lambda x: reorder_layers(x, before, after, config.model.layers), x) if stacked else x
+
+    params = jax.tree.map(reorder, state.params, axes)
+    return TrainState(state.step, params, map_moments(reorder, state.opt_state, axes))
