@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from jaxpar.base.activation_names import Keep, Policy
 from jaxpar.base.errors import UserError, nearest
@@ -22,10 +22,13 @@ from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.plan import Context, Overlap, Pipeline
 from jaxpar.base.sharding import ShardingRules
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 T = TypeVar("T")
+
+
+class DataclassInstance(Protocol):
+    """Any instance of a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 @dataclass(frozen=True)
