@@ -11,17 +11,17 @@ from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.mesh import MeshSpec
 
 LANES = 128
-"""Entries of the last dim that a TPU's registers and tiles take at once."""
+"""The number of entries of the last dim that a TPU's registers and tiles hold."""
 
 CHIPS = "jaxpar.meshes.chips"
 
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """Dense matmul FLOP/s of one device by dtype, structured sparsity left out; 0 = not in hardware, or no figure."""
+    """Dense matmul FLOP/s of one device by dtype, without structured sparsity; 0 = not in hardware, or no figure."""
 
     float32: float = 0.0
-    """On GPUs the figure of TF32, which XLA uses for float32 matmuls unless told otherwise."""
+    """On GPUs this is the figure of TF32, which XLA uses for float32 matmuls unless told otherwise."""
     bfloat16: float = 0.0
     float8: float = 0.0
     int8: float = 0.0
@@ -32,37 +32,37 @@ class Interconnect:
     """The fast network between chips: ICI inside a TPU slice, NVLink inside a GPU node."""
 
     kind: Literal["none", "torus", "switch"] = "none"
-    """torus = links to neighbours only; switch = every chip reaches every other at full rate."""
+    """In a torus chips have links to their neighbours only; through a switch each reaches every other at full rate."""
     shape: tuple[int, ...] = ()
     """Chips along each physical axis: (4, 4, 4) for a v5p cube, (8,) for a GPU node."""
     wraps: tuple[bool, ...] = ()
     """Whether each axis closes into a ring. One that does not has half the bandwidth for an all-gather."""
     links: int = 0
-    """Links of one chip: two an axis in a torus."""
+    """The number of links of one chip: two an axis in a torus."""
     link_bandwidth: float = 0.0
-    """Bytes/s of one link in one direction, as much of it as a program gets."""
+    """Bytes/s of one link in one direction, as far as a program gets them."""
     chip_bandwidth: float = 0.0
     """Bytes/s in one direction between the devices of one chip; 0 where a chip is one device."""
 
     @property
     def axis_bandwidth(self) -> float:
-        """Bytes/s one chip sends along one physical axis, all of that axis's links busy, if the axis wraps."""
+        """Bytes/s that one chip sends along one physical axis with all links of that axis busy, if the axis wraps."""
         return self.link_bandwidth * (2 if self.kind == "torus" else self.links)
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """One way to run a collective; of several the fastest for its size is taken."""
+    """One way to run a collective. A rehearsal takes the fastest one for the size."""
 
     name: str = ""
     start: float = 0.0
     """Seconds before the first byte moves."""
     hop: float = 0.0
-    """Seconds a step over one link takes however little it carries: a hop in a torus, a step through a switch."""
+    """Seconds that a step over one link takes at the least: a hop in a torus, a step through a switch."""
     dcn_hop: float = 0.0
-    """The same over the data-centre network."""
+    """The same for a step over the data-centre network."""
     share: float = 1.0
-    """Of the bandwidth that is left."""
+    """The share of the bandwidth that it reaches."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Hardware:
 
     chip: str = ""
     device_kinds: tuple[str, ...] = ()
-    """What `jax.Device.device_kind` says on it."""
+    """What `jax.Device.device_kind` says on this chip."""
     chips: int = 0
     chips_per_host: int = 0
     """Chips that share one machine's NICs and memory; a virtual machine, and so a JAX process, may have fewer."""
     devices_per_chip: int = 1
     """JAX devices of one chip."""
     clock_hz: float = 0.0
-    """Clock of the matmul units: turns a compiler's cycles into seconds."""
+    """The clock of the matmul units, which turns a compiler's cycles into seconds."""
     hbm_bytes: int = 0
     """Size of the device memory. A program gets a little less: the runtime keeps some."""
     hbm_bandwidth: float = 0.0
@@ -89,7 +89,7 @@ class Hardware:
     dcn_bandwidth: float = 0.0
     """Bytes/s to other slices or nodes over the data-centre network."""
     host_link_bandwidth: float = 0.0
-    """Bytes/s to the host's memory (PCIe): what offloading has."""
+    """Bytes/s to the host's memory (PCIe), which offloading uses."""
     host_link_latency: float = 0.0
     """Seconds before a copy to or from the host moves its first byte."""
     launch_overhead: float = 0.0
@@ -106,7 +106,7 @@ class Slices:
     name: str = ""
     """As in `get_topology_desc(topology_name="v5p:4x4x4")`."""
     shapes: tuple[str, ...] = ()
-    """Every slice (`2x2x1`), or where `cube` says more, those smaller than a cube."""
+    """Every slice (`2x2x1`), or where there are larger ones by `cube`, those smaller than a cube."""
     cube: int = 0
     """Larger slices have sides that are multiples of this; 0 = there are none."""
     most_chips: int = 0
@@ -132,14 +132,14 @@ class GpuCompiler:
     l2_cache_size: int = 0
     """Bytes."""
     clock_rate_ghz: float = 0.0
-    """Highest clock of a core."""
+    """The highest clock of a core."""
     compute_capability: str = ""
-    """`9.0`, or `9.0a` for one with instructions of its own."""
+    """`9.0`, or `9.0a` for a chip with instructions of its own."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A file of `jaxpar.meshes.chips`; `hardware` says nothing of how many there are."""
+    """A file of `jaxpar.meshes.chips`. Its `hardware` does not say how many chips there are."""
 
     hardware: Hardware = field(default_factory=Hardware)
     slices: Slices = field(default_factory=Slices)
@@ -154,10 +154,10 @@ class _MeshPreset:
 
 
 def load_chip(name: str) -> Chip:
-    """The chip of this name: a file of `jaxpar.meshes.chips`.
+    """The chip of this name, from its file in `jaxpar.meshes.chips`.
 
     Raises:
-      UserError: no such chip.
+      UserError: there is no such chip.
     """
     return from_dict(Chip, _chip_tables(name), name)
 
@@ -165,11 +165,11 @@ def load_chip(name: str) -> Chip:
 def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
     """A mesh and the hardware it was made for: a preset of `jaxpar.meshes` by name, or a TOML file by path.
 
-    `chip = "v5p"` takes the figures of that chip; what the `[hardware]` table says comes on top. A file with neither
-    gives a `Hardware` that has no figures.
+    `chip = "v5p"` takes the figures of that chip, and the `[hardware]` table changes some of them. A file with neither
+    gives a `Hardware` without figures.
 
     Raises:
-      UserError: no such preset, chip or file, malformed TOML, an unknown key, or a value of the wrong type.
+      UserError: there is no such preset, chip or file, or the file is malformed.
     """
     text, origin = find_toml(name_or_path, "jaxpar.meshes")
     try:
@@ -191,7 +191,7 @@ def _chip_tables(name: str) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], changes: Any) -> Any:
-    """`base` with `changes` on top, table by table; a value that is no table replaces whatever stood there."""
+    """`base` with `changes` on top, table by table. A value that is not a table replaces whatever stood there."""
     if not isinstance(changes, dict):
         return changes
     return base | {
@@ -200,20 +200,20 @@ def _merged(base: dict[str, Any], changes: Any) -> Any:
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
-    """The figures of this chip, or None for an unknown one; `chips`, `ici.shape` and `ici.wraps` are empty.
+    """The figures of this chip, or None for an unknown one. `chips`, `ici.shape` and `ici.wraps` are empty.
 
     Args:
-      device_kind: `jax.devices()[0].device_kind`, as it stands.
+      device_kind: what `jax.devices()[0].device_kind` says.
     """
     known = (load_chip(name).hardware for name in presets(CHIPS))
     return next((hardware for hardware in known if device_kind in hardware.device_kinds), None)
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense matmul FLOP/s of one device, or None when there is no figure: an unknown chip, a CPU, another dtype.
+    """Dense matmul FLOP/s of one device, or None where there is no figure: an unknown chip, a CPU, another dtype.
 
     Args:
-      device_kind: `jax.devices()[0].device_kind`, as it stands.
+      device_kind: what `jax.devices()[0].device_kind` says.
       dtype: a field of `PeakFlops`: float32, bfloat16, float8 or int8.
     """
     hardware = hardware_of(device_kind)

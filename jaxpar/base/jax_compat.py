@@ -1,27 +1,28 @@
-"""What the library takes of JAX and XLA that no public name stands for, and that a new version may move or rename.
+"""What the library uses of JAX and XLA that is not public, and that a new version may move or rename.
 
-Private imports, names of primitives, flags and messages of the compilers, all seen on jax 0.10.2. On another jax, run
-`tests/base/test_jax_compat.py` first: it has a test of each.
+These are private imports, names of primitives, and flags and messages of the compilers, all seen on jax 0.10.2. On
+another jax, run `tests/base/test_jax_compat.py` first: it has a test of each.
 """
 
 from __future__ import annotations
 
 import re
+from types import ModuleType
 from typing import Any, Literal
 
 from jax.sharding import Mesh
 
-# Private modules. Each import stands in a function: what is gone breaks what needs it, and says so there.
+# Private modules. Each import stands in a function, so that one that is gone breaks only what needs it.
 
 
 def cuda_version() -> int:
-    """The CUDA runtime's, 12080 for 12.8; 0 = not known."""
+    """The version of the CUDA runtime, such as 12080 for 12.8; 0 = not known."""
     found = _cuda_versions()
     return found.cuda_runtime_get_version() if found is not None else 0
 
 
 def cudnn_version() -> int:
-    """What jax finds of cuDNN; 0 = none. It needs it to compile for absent GPUs too."""
+    """The version of cuDNN that jax finds; 0 = none. Jax needs it to compile for absent GPUs too."""
     found = _cuda_versions()
     try:
         return found.cudnn_get_version() if found is not None else 0
@@ -29,10 +30,10 @@ def cudnn_version() -> int:
         return 0
 
 
-def _cuda_versions() -> Any:
-    """The CUDA plugin's own module; None where it is not installed, or no longer where it was.
+def _cuda_versions() -> ModuleType | None:
+    """The CUDA plugin's own module, or None where it is not installed or no longer in this place.
 
-    A GPU run then goes on, with kernels that ask for no version.
+    A GPU run then goes on with kernels that ask for no version.
     """
     try:
         from jax._src.lib import cuda_versions
@@ -41,8 +42,8 @@ def _cuda_versions() -> Any:
     return cuda_versions
 
 
-def gpu_interpreter() -> Any:
-    """What has Pallas interpret a Mosaic GPU kernel, and look for races in it."""
+def gpu_interpreter() -> Any:  # a private type
+    """The setting with which Pallas interprets a Mosaic GPU kernel and looks for races in it."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams(detect_races=True)
@@ -57,12 +58,12 @@ COLLECTIVES: dict[str, Literal["all-gather", "reduce-scatter", "all-reduce", "al
     "pmax": "all-reduce", "pmin": "all-reduce", "all_to_all": "all-to-all", "ppermute": "ppermute",
 }  # fmt: skip
 STILL = ("axis_index", "pvary", "pcast", "preduced", "vary_unreduced_cast")
-"""How those begin that name mesh axes and send nothing."""
+"""The beginnings of the names of primitives that name mesh axes and send nothing."""
 SCAN, WHILE, COND, SHARD_MAP = "scan", "while", "cond", "shard_map"
 CHECKPOINT = ("checkpoint", "remat", "remat2")
-"""`jax.checkpoint`'s, by version."""
+"""The primitive of `jax.checkpoint`, by version."""
 NAME = "name"
-"""`checkpoint_name`'s."""
+"""The primitive of `checkpoint_name`."""
 CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
 # Compiler options by platform, each with its measured effect. They are options of one compilation, not environment
@@ -70,7 +71,7 @@ CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 # `docs/benchmarks.md` has the commands and the figures.
 
 NO_CUDA_GRAPHS = "xla_gpu_enable_command_buffer"
-"""Empty = none: the kernels of a CUDA graph bear no instruction's name."""
+"""An option that is set to nothing, so that there are no CUDA graphs: their kernels bear no instruction's name."""
 
 # Values that are only ever read as bfloat16 are rewritten to be bfloat16, and this reaches back through the loop over
 # layers to the float32 parameters: a bfloat16 copy of them all for the whole step. Without it LLaMA-3 8B below takes
@@ -89,20 +90,16 @@ _TPU_OVERLAP = {
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str]:
-    """Options for `jax.jit(..., compiler_options=...)` of a step on this mesh.
-
-    Args:
-      mesh: its devices' platform decides, and whether there is something to overlap.
-    """
+    """Options for `jax.jit(..., compiler_options=...)` of a step, by the platform and the size of its mesh."""
     if mesh.devices.flat[0].platform != "tpu":
         return {}
     return _TPU | _TPU_OVERLAP if mesh.size > 1 else dict(_TPU)
 
 
 def once_options(mesh: Mesh) -> dict[str, str]:
-    """Options of a program that runs once, such as the initializers': on CPU less of LLVM's optimisation.
+    """Options of a program that runs once, such as the initializers: on CPU, less of LLVM's optimisation.
 
-    The initializers of the Shakespeare recipe then compile in 1.7 s of processor time for 5.6, to the same bits.
+    The initializers of the Shakespeare recipe then take 1.7 s of processor time in place of 5.6, to the same bits.
     """
     return {"xla_backend_optimization_level": "1"} if mesh.devices.flat[0].platform == "cpu" else {}
 
@@ -120,20 +117,22 @@ _KERNELS_MEMORY = (
 
 
 def kernel_too_large(message: str) -> str:
-    """Of a compiler's message that a kernel's memory is too small: which kernel, what it asks for, what it may have,
-    and what to try; of any other, nothing."""
+    """What a compiler's message says about a kernel whose memory is too small: which kernel, what it asks for, what it
+    may have, and what to try. The empty string for any other message."""
     for pattern in _KERNELS_MEMORY:
         if found := re.search(pattern, message, re.DOTALL):
             return (
                 f"the kernel {found['kernel']} asks for {found['needs']} of {found['space']} and may have "
-                f"{found['has']}; of attention, --kernels.attention chunked needs none"
+                f"{found['has']}; for attention, kernels.attention=chunked needs none"
             )
     return ""
 
 
 def compiler_said(message: str) -> str:
-    """A compiler's or a runtime's message in a line of at most 300 characters: `kernel_too_large`, or its first line
-    and those that a heading (`E1001: CompileTimeScopedVmemOom:`) announces."""
+    """A message of a compiler or a runtime in one line of at most 300 characters.
+
+    It is what `kernel_too_large` says, or else the first line with those that a heading announces.
+    """
     if found := kernel_too_large(message):
         return found[:300]
     words = []

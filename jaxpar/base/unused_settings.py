@@ -1,7 +1,7 @@
-"""Settings that can have no effect: refused where a user gave one, with what would make it matter.
+"""Settings that a user gave and that can have no effect are refused, with what would make them matter.
 
-Only what stands in the user's own flags or file is looked at. Presets and a run's config.toml hold keys for other
-layouts, `--on` brings another mesh, and what a program writes with `override` is its own affair.
+Only the user's own flags and file are checked. Presets and the config.toml of a run hold keys for other layouts, `--on`
+brings another mesh, and a program that calls `override` knows what it does.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Effect(NamedTuple):
     """When some keys matter.
 
     Attributes:
-      keys: dotted; one that ends in a dot is all of a table.
-      matters: whether they have an effect in a config.
-      because: why not, where they have none, and what to do.
+      keys: dotted keys; one that ends in a dot stands for all of a table.
+      matters: tells whether they have an effect in a config.
+      because: why they have none otherwise, and what to do.
     """
 
     keys: tuple[str, ...]
@@ -31,7 +31,7 @@ class Effect(NamedTuple):
 
 
 def _split(config: Config, axis: LogicalAxis, besides: LogicalAxis | None = None) -> bool:
-    """Whether a logical axis is split, or may be (-1), over mesh axes, those of another one left out."""
+    """Whether a logical axis is or may be (-1) split over mesh axes that do not split the axis `besides`."""
     sizes = total_sizes(config.mesh)
     rules: ShardingRules = rules_of(config, sizes)
     left = named_axes(besides, rules) if besides else ()
@@ -83,15 +83,15 @@ EFFECTS = (
 
 
 def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
-    """Refuse what the user gave that differs from its default and can have no effect.
+    """Refuse a setting that the user gave, that differs from its default and that can have no effect.
 
     Args:
-      name: of the config: a preset, whose keys are not looked at, a file or a run folder.
-      config: with the flags, and on the mesh that is asked for.
+      name: the config's preset, whose keys are not checked, or its file or run folder.
+      config: the config with the flags, on the mesh that is asked for.
       flags: the keys that were given on the command line.
 
     Raises:
-      UserError: the first such key, and what would make it matter.
+      UserError: names the first such key, and what would make it matter.
     """
     for key, because in idle(config):
         if key in flags:
@@ -101,7 +101,7 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
     text, origin = find_toml(name, "jaxpar.configs")
     if text.startswith(f"# {RESOLVED}"):
         return
-    # What a flag has switched off mattered in the file as it is.
+    # A key of the file that only a flag has switched off is not the file's mistake.
     written, alone = set(_keys(tomllib.loads(text))), dict(idle(parse(text, origin)))
     for key, because in idle(config):
         if key in written and key in alone:

@@ -107,7 +107,7 @@ def test_a_kernel_that_is_too_large_is_named_with_what_it_may_have(plan_of, mess
     said = refusal(message, "v5e-8", config_of(), plan_of(data=8), 0, 0)
     assert said == (
         f"the compiler for v5e-8 refuses this step: the kernel splash_mha_fwd_residuals.1 asks for {needs} of vmem and "
-        "may have 16.00M; of attention, --kernels.attention chunked needs none"
+        "may have 16.00M; for attention, kernels.attention=chunked needs none"
     )
     assert not kernel_too_large(EARLY) and not kernel_too_large(LATE)
 
