@@ -32,7 +32,7 @@ CORES = ("verify", "rehearse")
 OF_CONFIG = {
     "of_config",  # the one file of each that is for configs
     # Still to be told what they need instead of a config or a model:
-    "calibrate", "lint", "memory_advice", "explain", "losses_and_gradients", "remember", "shrink",
+    "calibrate", "explain", "losses_and_gradients", "remember", "shrink",
 }  # fmt: skip
 
 

@@ -233,7 +233,7 @@ def compiler_flags() -> dict[str, str]:
     return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str | bytes) -> None:
     """Write a file so that readers see it whole or not at all, also while others write it; its folder is made.
 
     Raises:
@@ -242,7 +242,7 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_bytes(text.encode() if isinstance(text, str) else text)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

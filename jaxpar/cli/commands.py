@@ -74,6 +74,8 @@ class RehearseArgs:
     """Take the [mesh] table from this mesh preset or file instead."""
     html: str = ""
     """Write the report as one self-contained page."""
+    trace: str = ""
+    """Write the timeline as a Chrome trace, which ui.perfetto.dev and TensorBoard open; NAME.json.gz compresses it."""
     json: str = ""
     """Write the report as JSON; - = print it, and nothing else."""
     against: str = ""
@@ -161,7 +163,7 @@ def show_command(words: list[str]) -> int:
 
 
 def rehearse_command(words: list[str]) -> int:
-    """jaxpar rehearse CONFIG --target T [--html FILE] [--json FILE] [--against OTHER] [--section.key value ...]"""
+    """jaxpar rehearse CONFIG --target T [--html|--trace|--json FILE] [--against OTHER] [--section.key value ...]"""
     from jaxpar.cli.rehearse import rehearse_words
 
     name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)

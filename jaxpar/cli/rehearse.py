@@ -8,19 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+
 from jaxpar.base.config import Config, flatten, load_config
 from jaxpar.base.console import check_folders, console
 from jaxpar.base.errors import UserError
-from jaxpar.base.runtime import start
+from jaxpar.base.runtime import start, write_whole
 from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import mesh_here, on_target, rehearse
-from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.conditions import failures, parse_conditions
-from jaxpar.rehearse.report.difference import difference
+from jaxpar.rehearse.report.difference import difference, difference_parts
+from jaxpar.rehearse.report.lint import RULES
 from jaxpar.rehearse.report.page import write_page
 from jaxpar.rehearse.report.schema import Rehearsal, read_rehearsal
-from jaxpar.rehearse.report.tables import difference_parts, report_parts
-from jaxpar.rehearse.targets import Target, load_target
+from jaxpar.rehearse.report.tables import report_parts
+from jaxpar.rehearse.report.trace import write_trace
+from jaxpar.rehearse.targets import load_target
 
 
 def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
@@ -29,7 +32,7 @@ def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
     Args:
       name: of the config, a preset or a path.
       config: with the overrides.
-      args: `target`, `html`, `json`, `against`, `fail_on`, `tokens`, `no_timeline` of the command line.
+      args: the `RehearseArgs` of `jaxpar.cli.commands`, which imports this module.
       command: as typed.
 
     Raises:
@@ -38,57 +41,56 @@ def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
     if not args.target:
         raise UserError("rehearse needs --target: v5p-64, v5e-8, h100x64, here, ...: docs/targets.md lists them")
     if args.target == "here":
-        start(
-            mesh_here(config.mesh), "off"
-        )  # the target counts the devices, and would start JAX without simulated ones
+        start(mesh_here(config.mesh), "off")  # before the target counts the devices, which would start JAX with fewer
     target = load_target(args.target)
-    conditions = parse_conditions(args.fail_on, lint.RULES, bool(args.against))
+    conditions = parse_conditions(args.fail_on, RULES, bool(args.against))
     baseline, other = None, None
     if args.against.endswith(".json"):
         baseline = read_rehearsal(Path(args.against))
     elif args.against:
         other = load_config(args.against)
-    check_folders(args.html, "" if args.json == "-" else args.json)
     quiet = args.json == "-"
-    say = (lambda line: None) if quiet else console().print
-    report = _rehearsed(config, target, Path(name).stem, command, args.tokens, say)
+    check_folders(args.html, args.trace, "" if quiet else args.json)
+    say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
+
+    def report_of(name: str, config: Config) -> Rehearsal:
+        """With the config's memory budget and open forms of overlap settled for the target."""
+        config, program = resolve_and_compile(on_target(config, target)[0], target, say)
+        return rehearse(config, target, Path(name).stem, command, args.tokens, say, program)
+
+    report = report_of(name, config)
     before = flatten(load_config(name))
     report["overrides"] = {key: value for key, value in flatten(config).items() if before[key] != value}
     if other:
         say(f"and {args.against}, to compare with")
-        baseline = _rehearsed(other, target, Path(args.against).stem, command, args.tokens, say)
-    if not quiet:
-        for part in report_parts(report):
-            console().print(part)
-        if baseline is not None:
-            for part in difference_parts(difference(report, baseline)):
-                console().print(part)
-    _write(report, args)
+        baseline = report_of(args.against, other)
+    for part in report_parts(report):
+        say(part)
+    for part in difference_parts(difference(report, baseline)) if baseline is not None else ():
+        say(part)
+    for file in _write(report, args):
+        say(f"wrote {file}")
     broken = failures(conditions, report, baseline)
     for line in broken:
         print(f"jaxpar: failed: {line}", file=sys.stderr)
     return 1 if broken else 0
 
 
-def _write(report: Rehearsal, args: Any) -> None:
-    """The page and the JSON that were asked for."""
-    try:
-        if args.html:
-            write_page(report, Path(args.html))
-        if args.json:
-            kept = {key: value for key, value in report.items() if key != "timeline" or not args.no_timeline}
-            text = json.dumps(kept, indent=1 if args.no_timeline else None, allow_nan=False)
-            print(text) if args.json == "-" else Path(args.json).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
-    for name in (args.html, args.json):
-        if name not in ("", "-") and args.json != "-":
-            console().print(f"wrote {name}")
-
-
-def _rehearsed(
-    config: Config, target: Target, name: str, command: str, tokens: float, say: Callable[[str], None]
-) -> Rehearsal:
-    """The report of a config, its budget and its open forms of overlap settled for the target."""
-    config, program = resolve_and_compile(on_target(config, target)[0], target, say)
-    return rehearse(config, target, name, command, tokens, say, program)
+def _write(report: Rehearsal, args: Any) -> list[str]:
+    """Write the files that were asked for, print the JSON if that was, and return the names of the files."""
+    kept = {key: value for key, value in report.items() if key != "timeline" or not args.no_timeline}
+    text = json.dumps(kept, indent=1 if args.no_timeline else None, allow_nan=False) if args.json else ""
+    if args.json == "-":
+        print(text)
+    writers: list[tuple[str, Callable[[Path], None]]] = [
+        (args.html, lambda file: write_page(report, file)),
+        (args.trace, lambda file: write_trace(report, file)),
+        ("" if args.json == "-" else args.json, lambda file: write_whole(file, text + "\n")),
+    ]
+    asked = [(file, write) for file, write in writers if file]
+    for file, write in asked:
+        try:
+            write(Path(file))
+        except OSError as error:
+            raise UserError(f"cannot write {file}: {error.strerror}") from error
+    return [file for file, _ in asked]

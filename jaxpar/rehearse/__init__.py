@@ -2,6 +2,7 @@
 
     report = rehearse.step(jax.jit(step), *shapes, target="v5p-64")
     rehearse.show(report)
+    rehearse.write_trace(report, "step.json.gz")    # opens in ui.perfetto.dev
 
 `step` takes anyone's function, `config` the training step of a config. `cost` prices what the compiler made of it,
 `timeline` plays it out, `report` says what was found. `targets` are the machines.
@@ -12,14 +13,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.rehearse._step import step
+from jaxpar.rehearse.report.page import write_page
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import show
+from jaxpar.rehearse.report.trace import write_trace
 from jaxpar.rehearse.targets import Target, load_target
 
 if TYPE_CHECKING:
     from jaxpar.rehearse.of_config import rehearse as config
 
-__all__ = ["Rehearsal", "Target", "config", "load_target", "show", "step"]
+__all__ = ["Rehearsal", "Target", "config", "load_target", "show", "step", "write_page", "write_trace"]
 
 
 def __getattr__(name: str) -> Any:

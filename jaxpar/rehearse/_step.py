@@ -1,7 +1,7 @@
 """Any jitted function, compiled for hardware that is not here, read and played out.
 
-What only a config knows (which parameters, which tokens, which collectives were asked for) is not in the report of a
-stranger's function; `jaxpar.rehearse.of_config` adds it for ours.
+What only a config knows (which parameters, which tokens, which collectives were asked for) is not in the report of
+another function; `jaxpar.rehearse.of_config` adds it for ours.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import datetime
 import inspect
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.jax_compat import compiler_said
 from jaxpar.base.runtime import versions
-from jaxpar.hlo.origin import own_dirs
+from jaxpar.hlo.origin import PackageDirs, own_dirs
 from jaxpar.hlo.tasks import walk
 from jaxpar.parallel.host_memory import lowered_for
 from jaxpar.rehearse.cost.cost import seconds_by_basis
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.collectives import collective_rows, queueing_notes
 from jaxpar.rehearse.report.drawing import timeline_of
+from jaxpar.rehearse.report.memory_advice import refusal
 from jaxpar.rehearse.report.schema import SCHEMA, Line, Memory, Rehearsal, Time
 from jaxpar.rehearse.report.tables import seconds_text
 from jaxpar.rehearse.requested_collectives import Requested
@@ -32,33 +34,51 @@ from jaxpar.rehearse.simulate import StepSimulation, simulate
 from jaxpar.rehearse.targets import Target, load_target
 from jaxpar.rehearse.timeline.timeline import TaskTime, Timeline
 
-DRAWN_TRIPS, MOST_EVENTS = 100, 60_000
+PyTree = Any
+_DRAWN_TRIPS, _MOST_EVENTS = 100, 60_000
 _KINDS = {"cuda": "gpu"}  # what a device says of itself, by what it is compiled for
+_MOVING = ("collective", "host_copy")
 
 
 class Compiled(NamedTuple):
     """A jitted function compiled for a target.
 
     Attributes:
-      target: what for.
+      target: what it is compiled for.
       mesh: of its arguments.
       jaxpr: of the traced function.
       text: the scheduled HLO.
       stats: `compiled.memory_analysis()`.
-      seconds: of the compilation.
+      seconds: how long the compiler took.
     """
 
     target: Target
     mesh: Mesh
-    jaxpr: Any
+    jaxpr: core.ClosedJaxpr
     text: str
     stats: Any
     seconds: float
 
 
+@dataclass(frozen=True)
+class Known:
+    """What the caller knows of a program, for its report."""
+
+    memory: Memory
+    name: str = ""
+    requested: list[Requested] | None = None
+    """The collectives that were asked for; None = not known, and none is called unplanned."""
+    tokens: int = 0
+    """Of one call, all devices together; 0 = not known."""
+    model_flops: float = 0.0
+    """Of one call without recomputation, all devices together; 0 = not known."""
+    dtype: str = "bfloat16"
+    """Of the matmuls: whose peak MFU and HFU are of."""
+
+
 def step(
-    jitted: Any,
-    *arguments: Any,
+    jitted: jax.stages.Wrapped,
+    *arguments: PyTree,
     target: Target | str,
     name: str = "",
     tokens: int = 0,
@@ -73,12 +93,13 @@ def step(
         target's devices: `jaxpar.make_mesh(data=8, devices=jaxpar.load_target("v5e-8").devices())`.
       target: a name such as `v5p-64` or `h100x8` (docs/targets.md), or what `load_target` gives.
       name: for the report.
-      tokens: of one call, all devices together; 0 = unknown, and the report has no tokens a second.
-      model_flops: FLOPs of one call without recomputation, all devices together; 0 = unknown, and it has no MFU.
+      tokens: of one call, all devices together; 0 = not known, and the report has no tokens a second.
+      model_flops: FLOPs of one call without recomputation, all devices together; 0 = not known, and it has no MFU.
       say: called with a line at the start of each stage.
 
     Returns:
-      A report as `jaxpar.rehearse.report.schema` says, a dict that is JSON as it stands. `rehearse.show` prints it.
+      A report as `jaxpar.rehearse.report.schema` says, a dict that is JSON as it stands. `rehearse.show` prints it,
+      `rehearse.write_page` and `rehearse.write_trace` write it.
 
     Raises:
       UserError: arguments that do not lie on the target's devices, a missing compiler, or a function that the compiler
@@ -87,21 +108,14 @@ def step(
     target = load_target(target) if isinstance(target, str) else target
     mesh = mesh_of(arguments, target)
     say(f"compiling for {target.name}")
-    try:
-        compiled = compile_for(jitted, arguments, mesh, target)
-    except jax.errors.JaxRuntimeError as error:
-        raise UserError(f"the compiler for {target.name} refuses this function: {compiler_said(str(error))}") from error
-    say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
-    played = simulate(compiled.text, mesh, target, say, DRAWN_TRIPS, MOST_EVENTS, own_dirs())
+    compiled = compile_for(jitted, arguments, mesh, target)
+    simulation = simulate_compiled(compiled, say, own_dirs())
     given = dict(zip(_names(jitted, len(arguments)), arguments, strict=True))
-    taken = memory.of_arguments(compiled.stats, given, played.hardware.hbm_bytes)
-    report = report_of(compiled, played, taken, None)
-    report["config"] = name
-    add_rates(report, compiled, played, model_flops, tokens)
-    return report
+    taken = memory.of_arguments(compiled.stats, given, simulation.hardware.hbm_bytes)
+    return report_of(compiled, simulation, Known(taken, name, tokens=tokens, model_flops=model_flops))
 
 
-def mesh_of(arguments: Any, target: Target) -> Mesh:
+def mesh_of(arguments: PyTree, target: Target) -> Mesh:
     """The one mesh of some arguments, which has the target's devices.
 
     Raises:
@@ -127,55 +141,64 @@ def mesh_of(arguments: Any, target: Target) -> Mesh:
 
 
 def compile_for(
-    jitted: Any, arguments: Any, mesh: Mesh, target: Target, host: Any = None, program: Any = None
-) -> Compiled:
+    jitted: jax.stages.Wrapped, arguments: tuple[PyTree, ...], mesh: Mesh, target: Target,
+    program: jax.stages.Compiled | None = None, advise: Callable[[int, int], list[str]] = lambda needs, has: [],
+    host: PyTree = None,
+) -> Compiled:  # fmt: skip
     """A jitted function, compiled by the target's own compiler.
 
     Args:
       jitted, arguments: as for `step`.
       mesh: of the arguments.
-      target: what for.
-      host: of each argument whether it lies in host memory, in a tree of their form; None = as their shardings say.
+      target: what to compile for.
       program: the compiled function, where it is compiled already.
+      advise: what would help a step that does not fit, from the bytes that it needs and those that a device has.
+      host: of each argument whether it lies in host memory, in a tree of their form; None = as their shardings say.
+
+    Raises:
+      UserError: the compiler refuses the function.
     """
     began = time.perf_counter()
     host = jax.tree.map(lambda _: False, arguments) if host is None else host
-    traced, lowered = lowered_for(jitted, arguments, host, target.platform)
-    compiled = program or lowered.compile()
+    try:
+        traced, lowered = lowered_for(jitted, arguments, host, target.platform)
+        compiled = program or lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(refusal(str(error), target.name, advise)) from error
     seconds = time.perf_counter() - began
     return Compiled(target, mesh, traced.jaxpr, compiled.as_text(), compiled.memory_analysis(), seconds)
 
 
-def report_of(
-    compiled: Compiled, played: StepSimulation, taken: Memory, requested: list[Requested] | None
-) -> Rehearsal:
-    """What can be said of any program, and of its memory what the caller knows of the arguments.
+def simulate_compiled(
+    compiled: Compiled, say: Callable[[str], None], package_dirs: PackageDirs | None = None
+) -> StepSimulation:
+    """A compiled function, read, priced and played out; its lines are looked for as `read_program` says."""
+    say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
+    return simulate(compiled.text, compiled.mesh, compiled.target, say, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs)
 
-    Args:
-      compiled, played: the program, and how it runs.
-      taken: of the device's memory.
-      requested: the collectives that were asked for; None = not known, and none is called unplanned.
-    """
-    program, timeline, hardware, target = played.program, played.timeline, played.hardware, compiled.target
+
+def report_of(compiled: Compiled, simulation: StepSimulation, known: Known) -> Rehearsal:
+    """What can be said of any program."""
+    program, timeline, hardware = simulation.program, simulation.timeline, simulation.hardware
+    target, mesh = compiled.target, compiled.mesh
+    peak = getattr(hardware.peak_flops, known.dtype) or hardware.peak_flops.bfloat16 or None
     collectives = collective_rows(
-        timeline.tasks, requested, dict(compiled.mesh.shape), lambda collective: played.on_links(collective).links
+        timeline.tasks, known.requested, dict(mesh.shape), lambda collective: simulation.on_links(collective).links
     )
-    basis = seconds_by_basis(program, played.costs)
-    computed = sum(seconds for kind, seconds in basis.items() if kind not in ("link", "host link"))
-    report: Rehearsal = {
-        "schema": SCHEMA, "config": "", "overrides": {}, "command": "",
+    return {
+        "schema": SCHEMA, "config": known.name, "overrides": {}, "command": "",
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
         "target": {
             "name": target.name, "chip": hardware.chip or target.chip,
-            "chips": compiled.mesh.size // hardware.devices_per_chip,  # here, a mesh may take some of the devices
+            "chips": mesh.size // hardware.devices_per_chip,  # here, a mesh may take some of the devices
             "slices": target.slices, "topology": target.topology, "hbm_bytes": hardware.hbm_bytes,
-            "peak_flops": hardware.peak_flops.bfloat16 or None, "dtype": "bfloat16", "note": target.note,
+            "peak_flops": peak, "dtype": known.dtype, "note": target.note,
         },
-        "mesh": {str(axis): size for axis, size in compiled.mesh.shape.items() if size > 1},
+        "mesh": {str(axis): size for axis, size in mesh.shape.items() if size > 1},
         "compile_seconds": compiled.seconds,
-        "memory": taken,
-        "time": _time(timeline),
+        "memory": known.memory,
+        "time": _time(simulation, known, mesh.size, peak),
         "lines": _lines(timeline.tasks),
         "collectives": collectives,
         "critical_path": [
@@ -186,24 +209,11 @@ def report_of(
         "timeline": timeline_of(program, timeline.events),
         "findings": lint.large_copies(timeline.tasks, timeline.seconds),
         "unknown": dict(program.unknown),
-        "notes": [*_notes(timeline), *queueing_notes(collectives), *program.notes, *played.costs.notes],
+        "notes": [*_notes(timeline), *queueing_notes(collectives), *program.notes, *simulation.costs.notes],
     }  # fmt: skip
-    report["time"]["estimated_without_cycles"] = 1 - basis.get("cycles", 0.0) / computed if computed else 0.0
-    return report
 
 
-def add_rates(report: Rehearsal, compiled: Compiled, played: StepSimulation, model_flops: float, tokens: int) -> None:
-    """MFU and HFU, and tokens a second, where the FLOPs and the tokens of one call are known (not 0)."""
-    seconds, peak, size = played.timeline.seconds, report["target"]["peak_flops"], compiled.mesh.size
-    done = sum(task.flops * count for task, count in walk(played.program.nodes))
-    if peak and seconds:
-        report["time"]["hfu"] = done / (peak * seconds)
-        report["time"]["mfu"] = model_flops / size / (peak * seconds) if model_flops else None
-    if tokens and seconds:
-        report["time"]["tokens_per_second"] = tokens / seconds
-
-
-def _names(jitted: Any, count: int) -> list[str]:
+def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:
     """What the function calls its arguments."""
     try:
         names = list(inspect.signature(jitted).parameters)[:count]
@@ -212,25 +222,33 @@ def _names(jitted: Any, count: int) -> list[str]:
     return names if len(names) == count else [f"argument {place}" for place in range(count)]
 
 
-def _time(timeline: Timeline) -> Time:
-    moving = ("collective", "host_copy")
+def _time(simulation: StepSimulation, known: Known, devices: int, peak: float | None) -> Time:
+    """The step's seconds by what they go to, and its rates where FLOPs, tokens and the peak are known."""
+    timeline, seconds = simulation.timeline, simulation.timeline.seconds
     by_category: dict[str, float] = dict(timeline.busy)
-    for kind in moving:
+    for kind in _MOVING:
         by_category[kind] = sum(row.seconds for row in timeline.tasks if row.task.kind == kind)
-    return {
-        "step": timeline.seconds,
-        "compute": sum(seconds for kind, seconds in timeline.busy.items() if kind not in moving),
+    basis = seconds_by_basis(simulation.program, simulation.costs)
+    computed = sum(spent for kind, spent in basis.items() if kind not in ("link", "host link"))
+    done = sum(task.flops * count for task, count in walk(simulation.program.nodes))
+    possible = peak * seconds if peak else 0.0
+    found: Time = {
+        "step": seconds,
+        "compute": sum(spent for kind, spent in timeline.busy.items() if kind not in _MOVING),
         "exposed_communication": timeline.exposed_communication,
         "host_stall": timeline.host_stall,
-        "copy_stall": sum(seconds for kind, seconds in timeline.stalls.items() if kind not in moving),
+        "copy_stall": sum(spent for kind, spent in timeline.stalls.items() if kind not in _MOVING),
         "idle": timeline.idle,
         "lower_bound": timeline.lower_bound,
         "list_schedule": timeline.list_schedule,
-        "mfu": None,
-        "hfu": None,
-        "by_category": {kind: seconds for kind, seconds in by_category.items() if seconds},
-        "estimated_without_cycles": 0.0,
+        "mfu": known.model_flops / devices / possible if possible and known.model_flops else None,
+        "hfu": done / possible if possible else None,
+        "by_category": {kind: spent for kind, spent in by_category.items() if spent},
+        "estimated_without_cycles": 1 - basis.get("cycles", 0.0) / computed if computed else 0.0,
     }
+    if known.tokens and seconds:
+        found["tokens_per_second"] = known.tokens / seconds
+    return found
 
 
 def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
@@ -242,8 +260,7 @@ def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
             "scope": place.scope, "source": place.source, "phase": place.phase, "compute": 0.0, "communication": 0.0,
             "exposed": 0.0, "flops": 0.0, "bytes": 0, "count": 0,
         })  # fmt: skip
-        moves = task.kind in ("collective", "host_copy")
-        if moves:
+        if task.kind in _MOVING:
             line["communication"] += row.seconds
         elif not task.asynchronous:
             line["compute"] += row.seconds
@@ -255,7 +272,7 @@ def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
 
 
 def _notes(timeline: Timeline) -> list[str]:
-    """What qualifies the figures."""
+    """How far the figures can be trusted."""
     notes = []
     unplaced = [row for row in timeline.tasks if not row.task.place.scope and not row.task.place.source]
     lost = sum(row.exposed if row.task.asynchronous else row.seconds for row in unplaced)

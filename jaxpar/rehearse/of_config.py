@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jaxpar.base.config import Config, check, require_settled
-from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MESH_AXES, MeshSpec, describe
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
-from jaxpar.base.sharding import Placement, placements
-from jaxpar.hlo.parse import Module, parse
+from jaxpar.base.sharding import LogicalAxis, placements
+from jaxpar.hlo.parse import parse
 from jaxpar.models import Model
-from jaxpar.rehearse._step import DRAWN_TRIPS, MOST_EVENTS, Compiled, add_rates, compile_for, report_of
-from jaxpar.rehearse.report import lint, memory, memory_advice
+from jaxpar.parallel.pipeline.layers import layers_in
+from jaxpar.rehearse._step import Compiled, Known, compile_for, report_of, simulate_compiled
+from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.collectives import in_float32
-from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding, Memory, Rehearsal
+from jaxpar.rehearse.report.memory_advice import StepSizes, advice
+from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
-from jaxpar.rehearse.simulate import StepSimulation, simulate
+from jaxpar.rehearse.simulate import StepSimulation
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
-from jaxpar.rehearse.timeline.timeline import Timeline
 from jaxpar.train.plans import make_plan, plan_notes
-from jaxpar.train.state import in_host, param_shapes, state_shapes
+from jaxpar.train.state import TrainState, in_host, param_shapes, state_shapes
 from jaxpar.train.state_bytes import by_memory, state_of
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -38,18 +38,18 @@ class CompiledStep(NamedTuple):
     model: Model
     requested: list[Requested]
     compiled: Compiled
-    state: Any
-    batch: Any
-    """ShapeDtypeStructs with shardings."""
-    host: Any
-    """Of each array of the state, whether the plan has it in host memory."""
+    state: TrainState
+    batch: dict[str, jax.ShapeDtypeStruct]
+    """These two as ShapeDtypeStructs with shardings."""
+    host: TrainState | None
+    """Of each array of the state whether it lies in host memory; None where the device has no other."""
     notes: tuple[str, ...] = ()
     """What could not be counted exactly of the plan's collectives."""
 
 
 def rehearse(
     config: Config, target: Target | str, name: str = "", command: str = "", tokens: float = 1e12,
-    say: Callable[[str], None] = lambda line: None, program: Any = None,
+    say: Callable[[str], None] = lambda line: None, program: jax.stages.Compiled | None = None,
 ) -> Rehearsal:  # fmt: skip
     """The report of one training step on a target; `jaxpar.rehearse.report.schema` says what is in it.
 
@@ -69,14 +69,36 @@ def rehearse(
     """
     target = load_target(target) if isinstance(target, str) else target
     step = compile_step(config, target, say, program)
-    say(f"compiled in {step.compiled.seconds:.0f} s; reading and playing the schedule")
-    mesh = step.plan.mesh
-    played = simulate(step.compiled.text, mesh, target, say, DRAWN_TRIPS, MOST_EVENTS)
-    report = report_of(step.compiled, played, _memory(step, played, parse(step.compiled.text)), step.requested)
-    _add_config(report, step, played)
+    config, plan, model = step.config, step.plan, step.model
+    simulation = simulate_compiled(step.compiled, say)
+    of_a_step = config.train.batch * config.data.seq_len
+    report = report_of(step.compiled, simulation, Known(
+        name=name, memory=_memory(step, simulation), requested=step.requested, tokens=of_a_step,
+        model_flops=model.flops_per_token(config.data.seq_len) * of_a_step, dtype=config.precision.compute,
+    ))  # fmt: skip
     if rate := report["time"].get("tokens_per_second"):
         report["time"]["days"] = {f"{tokens:.3g}": tokens / rate / 86400}
-    report["config"], report["command"] = name, command
+    report["command"] = command
+    report["model"] = {"family": config.model.family, "parameters": model.parameter_count()}
+    report["batch"] = {
+        "sequences": config.train.batch, "seq_len": config.data.seq_len, "tokens": of_a_step,
+        "accumulation": config.train.accumulation,
+    }  # fmt: skip
+    rows = placements(param_shapes(model, plan), model.axes, plan)
+    report["shardings"] = [
+        {"name": row.name, "shape": list(row.shape), "axes": list(row.axes), "spec": str(row.spec),
+         "bytes_per_device": row.bytes_per_device}
+        for row in rows
+    ]  # fmt: skip
+    report["findings"] = _findings(
+        [
+            *lint.unplanned_collectives(report["collectives"], lint.logical_axes(plan)),
+            *lint.replicated_parameters(rows, plan),
+            *_activations_and_copies(step, simulation),
+        ]
+    )
+    dropout = ["dropout is on: its random bits are part of the step"] if config.model.dropout else []
+    report["notes"] = [*dropout, *step.notes, *report["notes"]]
     return report
 
 
@@ -94,8 +116,9 @@ def on_target(config: Config, target: Target) -> tuple[Config, list[jax.Device]]
 
 
 def compile_step(
-    config: Config, target: Target, say: Callable[[str], None] = lambda line: None, program: Any = None
-) -> CompiledStep:
+    config: Config, target: Target, say: Callable[[str], None] = lambda line: None,
+    program: jax.stages.Compiled | None = None,
+) -> CompiledStep:  # fmt: skip
     """The training step of a config, compiled by the target's own compiler: see `rehearse`."""
     config, devices = on_target(config, target)
     require_settled(config)
@@ -105,17 +128,22 @@ def compile_step(
     say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
     state, batch = step_shapes(model, config, plan)
     host = in_host(state_shapes(model, config, plan), model, plan)
-    flags = host, jax.tree.map(lambda _: False, batch)
-    try:
-        compiled = compile_for(make_train_step(model, config, plan), (state, batch), plan.mesh, target, flags, program)
-    except jax.errors.JaxRuntimeError as error:
-        there, _ = by_memory(state, host if target.platform != "cpu" else None)
-        said = memory_advice.refusal(str(error), target.name, config, plan, there.params, there.opt_state)
-        raise UserError(said) from error
+    apart = host if target.platform != "cpu" else None
+    on_device, _ = by_memory(state, apart)
+
+    def advise(needs: int, has: int) -> list[str]:
+        taken = {"parameters": on_device.params, "optimizer": on_device.opt_state, "gradients": on_device.params}
+        rest = max(needs - sum(taken.values()), 0)
+        return advice(taken | {"activations": rest}, needs, has, step_sizes(config, plan))
+
+    compiled = compile_for(
+        make_train_step(model, config, plan), (state, batch), plan.mesh, target, program, advise,
+        host=(host, jax.tree.map(lambda _: False, batch)),
+    )  # fmt: skip
     notes = plan_notes(config, plan)
     asked = requested_collectives(compiled.jaxpr, plan.mesh, notes.append)
     asked = in_float32(asked) if target.platform == "cpu" else asked
-    return CompiledStep(config, plan, model, asked, compiled, state, batch, host, tuple(notes))
+    return CompiledStep(config, plan, model, asked, compiled, state, batch, apart, tuple(notes))
 
 
 def mesh_here(mesh: MeshSpec) -> MeshSpec:
@@ -123,50 +151,45 @@ def mesh_here(mesh: MeshSpec) -> MeshSpec:
     return dataclasses.replace(mesh, distributed=False, platform="cpu" if mesh.platform == "cpu" else "auto")
 
 
-def _memory(step: CompiledStep, played: StepSimulation, module: Module) -> Memory:
+def step_sizes(config: Config, plan: Plan) -> StepSizes:
+    """How large a config's step is, by logical axis."""
+    model, pipeline = config.model, layers_in(plan, config.model.layers)
+    microbatches = plan.pipeline.microbatches if plan.size("stage") > 1 else 1
+    sizes: dict[LogicalAxis, int] = {
+        "batch": config.train.batch // config.train.accumulation // microbatches, "seq": config.data.seq_len,
+        "embed": model.embed, "heads": model.heads, "kv_heads": model.kv_heads or model.heads,
+        "head_dim": model.head_dim or model.embed // model.heads, "mlp": model.mlp,
+        "layers": len(pipeline.order) if pipeline else model.layers,
+        "vocab": -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple,
+    }  # fmt: skip
+    if model.experts:
+        sizes["experts"] = model.experts
+    return StepSizes(plan, config.mesh, sizes, config.train.accumulation)
+
+
+def _memory(step: CompiledStep, simulation: StepSimulation) -> Memory:
     """A device's memory by what the config knows, with what to try where it is too little."""
-    config, plan, platform, has = step.config, step.plan, step.compiled.target.platform, played.hardware.hbm_bytes
+    config, plan, compiled, has = step.config, step.plan, step.compiled, simulation.hardware.hbm_bytes
     taken = memory.account(
-        step.compiled.stats, step.state, step.batch, module, config.model.layers, has,
-        step.host if platform != "cpu" else None, state_of(config, plan, platform).gradients,
+        compiled.stats, step.state, step.batch, parse(compiled.text), config.model.layers, has, step.host,
+        state_of(config, plan, compiled.target.platform).gradients,
     )  # fmt: skip
     if not taken["fits"]:
-        taken["advice"] = memory_advice.advice(taken["categories"], taken["total"], has, config, plan)
+        taken["advice"] = advice(taken["categories"], taken["total"], has, step_sizes(config, plan))
     return taken
 
 
-def _add_config(report: Rehearsal, step: CompiledStep, played: StepSimulation) -> None:
-    """To the report of a program what its config tells of it."""
-    config, plan, model, hardware = step.config, step.plan, step.model, played.hardware
-    tokens = config.train.batch * config.data.seq_len
-    peak = getattr(hardware.peak_flops, config.precision.compute) or hardware.peak_flops.bfloat16 or None
-    report["target"]["peak_flops"], report["target"]["dtype"] = peak, config.precision.compute
-    report["model"] = {"family": config.model.family, "parameters": model.parameter_count()}
-    report["batch"] = {
-        "sequences": config.train.batch, "seq_len": config.data.seq_len, "tokens": tokens,
-        "accumulation": config.train.accumulation,
-    }  # fmt: skip
-    add_rates(report, step.compiled, played, model.flops_per_token(config.data.seq_len) * tokens, tokens)
-    rows = placements(param_shapes(model, plan), model.axes, plan)
-    report["findings"] = _findings(step, played.timeline, report["collectives"], rows)
-    report["shardings"] = [
-        {"name": row.name, "shape": list(row.shape), "axes": list(row.axes), "spec": str(row.spec),
-         "bytes_per_device": row.bytes_per_device}
-        for row in rows
-    ]  # fmt: skip
-    dropout = ["dropout is on: its random bits are part of the step"] if config.model.dropout else []
-    report["notes"] = [*dropout, *step.notes, *report["notes"]]
-
-
-def _findings(
-    step: CompiledStep, timeline: Timeline, collectives: list[CollectiveRow], rows: list[Placement]
-) -> list[LintFinding]:
-    config, plan = step.config, step.plan
-    found = [
-        *lint.unplanned_collectives(collectives, lint.logical_axes(plan)),
-        *lint.replicated_parameters(rows, plan),
-        *lint.replicated_activations(timeline.tasks, config, plan),
-        *lint.large_copies(timeline.tasks, timeline.seconds, lint.local_sizes(config, plan)),
+def _activations_and_copies(step: CompiledStep, simulation: StepSimulation) -> list[LintFinding]:
+    timeline, plan, sizes = simulation.timeline, step.plan, step_sizes(step.config, step.plan).sizes
+    axes = lint.axes_of_sizes(plan, sizes)
+    return [
+        *lint.whole_residual_stream(plan),
+        *lint.replicated_activations(timeline.tasks, plan, sizes, axes),
+        *lint.large_copies(timeline.tasks, timeline.seconds, axes),
     ]
+
+
+def _findings(found: list[LintFinding]) -> list[LintFinding]:
+    """Errors first, then by what they cost."""
     order = {"error": 0, "warning": 1, "note": 2}
-    return sorted(found, key=lambda finding: (order[finding["severity"]], -finding["seconds"], -finding["bytes"]))
+    return sorted(found, key=lambda row: (order[row["severity"]], -row["seconds"], -row["bytes"]))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
 from fake_rehearsal import fake_rehearsal
+from report_types import problems
 
 from jaxpar.base.config import Config, TrainConfig, to_toml
 from jaxpar.cli import rehearse as subject
 from jaxpar.cli.main import main
 from jaxpar.rehearse import of_config, targets
-from jaxpar.rehearse.report.schema import Rehearsal, problems
+from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.targets import Target
 
 # What is refused, each in one line.
@@ -43,6 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("tiny --target v5e-8 --against tinny", "no preset 'tinny' (did you mean 'tiny'?)"),
         ("tiny --target v5e-8 --json no/report.json", "cannot write no/report.json: there is no folder no"),
         ("tiny --target v5e-8 --html no/report.html", "cannot write no/report.html: there is no folder no"),
+        ("tiny --target v5e-8 --trace no/trace.json", "cannot write no/trace.json: there is no folder no"),
         ("tiny --target v5e-8 --no-timelime", "jaxpar rehearse takes no --no-timelime (did you mean '--no-timeline'?)"),
     ],
 )  # fmt: skip
@@ -62,11 +65,11 @@ def test_a_missing_compiler_is_named_with_how_to_install_it(target, package, cap
 
 def test_a_report_of_another_kind_is_refused(tmp_path, capsys):
     broken = fake_rehearsal(layers=1)
-    broken["memory"]["total"] = "much"  # type: ignore[typeddict-item]
+    del broken["memory"]  # type: ignore[misc]
     for name, text, message in [
         ("old", json.dumps({"schema": 0}), "has schema 0, this jaxpar reads 1: make it again"),
         ("text", "no JSON", "is not JSON"),
-        ("broken", json.dumps(broken), "memory.total: expected int, found 'much'"),
+        ("broken", json.dumps(broken), "is no whole report, it lacks memory: make it again"),
     ]:
         (tmp_path / f"{name}.json").write_text(text)
         assert message in refused(capsys, "tiny", "--target", "v5e-8", "--against", str(tmp_path / f"{name}.json"))
@@ -120,10 +123,11 @@ def test_json_alone_on_the_terminal(asked, capsys):
 
 
 def test_files(asked, tmp_path, capsys):
-    page, kept, short = (tmp_path / name for name in ("report.html", "report.json", "short.json"))
-    assert run("--html", str(page), "--json", str(kept)) == 0
+    page, kept, short, trace = (tmp_path / name for name in ("page.html", "report.json", "short.json", "trace.json.gz"))
+    assert run("--html", str(page), "--json", str(kept), "--trace", str(trace)) == 0
     out = on_one_line(capsys.readouterr().out)
     assert f"wrote {page}" in out and f"wrote {kept}" in out
+    assert f"wrote {trace}" in out and json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert page.read_text().lower().startswith("<!doctype html>")
     assert "timeline" in json.loads(kept.read_text())
     assert run("--json", str(short), "--no-timeline") == 0
@@ -178,6 +182,6 @@ def test_help_names_every_switch(capsys):
     text = capsys.readouterr().out
     assert text.startswith("usage: jaxpar rehearse CONFIG --target T")
     own = text.partition("model options")[0]
-    for flag in ("--target", "--on", "--html", "--json", "--against", "--fail-on", "--tokens", "--no-timeline"):
-        assert flag in own
+    for flag in "target", "on", "html", "trace", "json", "against", "fail-on", "tokens", "no-timeline":
+        assert f"--{flag}" in own
     assert "v5p-128x4 (four slices)" in own and "--mesh.fsdp" in text

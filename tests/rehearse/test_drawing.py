@@ -1,11 +1,12 @@
 """From a replayed program to the report's timeline."""
 
 import pytest
+from report_types import problems
 
 from jaxpar.hlo.tasks import Collective, Loop, Place, Program, Task, Wait
 from jaxpar.rehearse.cost.cost import Cost, Costs, tasks
 from jaxpar.rehearse.report.drawing import node_at, timeline_of
-from jaxpar.rehearse.report.schema import TimelineColumns, problems
+from jaxpar.rehearse.report.schema import TimelineColumns
 from jaxpar.rehearse.timeline.player import Event
 from jaxpar.rehearse.timeline.timeline import replay
 

@@ -9,15 +9,17 @@ from typing import Any
 import jax
 import pytest
 from rehearsed_mlp import BATCH, BYTES, MLP, SEQ, WIDTH, gathered, library, plain, tasks_of, turned
+from report_types import problems
 
 from jaxpar.base.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxpar.base.plan import Pipeline, Plan
 from jaxpar.base.sharding import ShardingRules, placements
 from jaxpar.hlo.tasks import Place, Task
 from jaxpar.models import Model
+from jaxpar.rehearse.of_config import step_sizes
 from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.collectives import collective_rows
-from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding, problems
+from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding
 from jaxpar.rehearse.timeline.timeline import TaskTime
 
 
@@ -147,8 +149,13 @@ CONFIG = Config(
 )  # fmt: skip
 
 
+def whole_of(tasks: list[TaskTime], config: Config, plan: Plan) -> list[LintFinding]:
+    sizes = step_sizes(config, plan).sizes
+    return lint.replicated_activations(tasks, plan, sizes, lint.axes_of_sizes(plan, sizes))
+
+
 def activations(form: Callable[..., Any], plan: Plan) -> list[LintFinding]:
-    found = lint.replicated_activations(tasks_of(form, plan)[0], CONFIG, plan)
+    found = whole_of(tasks_of(form, plan)[0], CONFIG, plan)
     assert_well_formed(found)
     return found
 
@@ -179,21 +186,21 @@ def at(shape: str, size: int, seconds: float, line: int = 1) -> TaskTime:
 def test_a_line_is_one_finding_with_its_largest_array(plan):
     rows = [at("f32[16,24,32]", 10, 1.0), at("f32[384,64]", 30, 2.0), at("f32[2,16,24,32]", 20, 4.0)]
     rows.append(at("f32[16,24,4]", 5, 8.0, line=2))
-    first, second = lint.replicated_activations(rows, CONFIG, plan)
+    first, second = whole_of(rows, CONFIG, plan)
     assert (first["message"].split()[0], first["bytes"], first["seconds"]) == ("f32[384,64]", 30, 7.0)
     assert (second["source"], second["seconds"]) == ("models/llama.py:2", 8.0)
 
 
 @pytest.mark.parametrize("shape", ["f32[2,24,32]", "f32[16,32,24]", "f32[16,24]", "s32[384]", "f32[2,2,16,24,32]"])
 def test_other_shapes_are_no_finding(plan, shape):
-    assert lint.replicated_activations([at(shape, 10, 1.0)], CONFIG, plan) == []
+    assert whole_of([at(shape, 10, 1.0)], CONFIG, plan) == []
 
 
 def test_as_many_rows_as_tokens_may_be_something_else(plan):
     as_wide = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, mlp=BATCH * SEQ))
     rows = [at("f32[384,512]", 10, 1.0)]
-    assert lint.replicated_activations(rows, as_wide, plan) == []
-    assert len(lint.replicated_activations(rows, CONFIG, plan)) == 1
+    assert whole_of(rows, as_wide, plan) == []
+    assert len(whole_of(rows, CONFIG, plan)) == 1
 
 
 @pytest.mark.parametrize("change", [
@@ -204,13 +211,13 @@ def test_only_activations_that_the_compiler_split_count(plan, change):
     """A matmul in 16 parts along what is contracted is [16, S, D]; copies of a compiler's own have no known author."""
     row = at("f32[16,24,32]", 10, 1.0)
     changed = dataclasses.replace(row, task=dataclasses.replace(row.task, **change))
-    assert lint.replicated_activations([changed], CONFIG, plan) == []
+    assert whole_of([changed], CONFIG, plan) == []
 
 
 def test_rows_of_experts_may_be_as_many_as_tokens(plan):
     routed = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, experts=4))
-    assert lint.replicated_activations([at("f32[384,512]", 10, 1.0)], routed, plan) == []
-    assert len(lint.replicated_activations([at("f32[16,24,32]", 10, 1.0)], routed, plan)) == 1
+    assert whole_of([at("f32[384,512]", 10, 1.0)], routed, plan) == []
+    assert len(whole_of([at("f32[16,24,32]", 10, 1.0)], routed, plan)) == 1
 
 
 def test_as_many_sequences_as_heads_or_as_pieces_may_be_something_else(plan_of):
@@ -220,7 +227,7 @@ def test_as_many_sequences_as_heads_or_as_pieces_may_be_something_else(plan_of):
 
     def found(shape: str, **changes: Any) -> int:
         changed = dataclasses.replace(config, model=dataclasses.replace(sizes, **changes))
-        return len(lint.replicated_activations([at(shape, 10, 1.0)], changed, plan))
+        return len(whole_of([at(shape, 10, 1.0)], changed, plan))
 
     per_head, gradient = f"f32[1,4,{SEQ},64]", f"f32[4,{SEQ},1024]"  # gradient: in pieces for each of fsdp=4
     assert found(per_head) == found(gradient) == 1
@@ -229,16 +236,16 @@ def test_as_many_sequences_as_heads_or_as_pieces_may_be_something_else(plan_of):
 
 
 def test_nothing_is_split_on_a_plan_without_data_parallelism(plan_of):
-    assert lint.replicated_activations([at("f32[16,24,32]", 10, 1.0)], CONFIG, plan_of(tensor=2)) == []
+    assert whole_of([at("f32[16,24,32]", 10, 1.0)], CONFIG, plan_of(tensor=2)) == []
 
 
 def test_a_mesh_axis_that_leaves_the_residual_stream_whole(plan_of):
     mesh = plan_of(fsdp=2, tensor=4).mesh
-    (found,) = lint.replicated_activations([], CONFIG, Plan(mesh, ShardingRules(residual_seq=())))
+    (found,) = lint.whole_residual_stream(Plan(mesh, ShardingRules(residual_seq=())))
     assert_well_formed([found])
     assert (found["axis"], found["severity"]) == ("residual_seq", "warning")
     assert found["message"] == "the residual stream is whole over tensor=4: add it to --rules.residual-seq"
-    assert lint.replicated_activations([], CONFIG, Plan(mesh)) == []
+    assert lint.whole_residual_stream(Plan(mesh)) == []
 
 
 def test_stages_split_no_activation(plan_of):
@@ -246,13 +253,13 @@ def test_stages_split_no_activation(plan_of):
     mesh, four = plan_of(stage=2, fsdp=4).mesh, Pipeline(microbatches=4)
     plan, sizes = Plan(mesh, pipeline=four), dataclasses.replace(MODEL, layers=2, heads=8)
     config = dataclasses.replace(CONFIG, model=sizes)
-    assert lint.replicated_activations([], config, plan) == []
+    assert lint.whole_residual_stream(plan) == []
     one = BATCH // 4
-    (found,) = lint.replicated_activations([at(f"f32[3,{one},{SEQ},32]", 10, 1.0)], config, plan)
+    (found,) = whole_of([at(f"f32[3,{one},{SEQ},32]", 10, 1.0)], config, plan)
     assert found["message"] == f"f32[3,{one},{SEQ},32] holds all {one} sequences, which the plan splits over 4"
-    assert lint.replicated_activations([at(f"f32[{one // 4},{SEQ},32]", 10, 1.0)], config, plan) == []
+    assert whole_of([at(f"f32[{one // 4},{SEQ},32]", 10, 1.0)], config, plan) == []
     elsewhere = Plan(mesh, ShardingRules(stage=("fsdp",), batch=("data",)), pipeline=four)
-    (found,) = lint.replicated_activations([], config, elsewhere)
+    (found,) = lint.whole_residual_stream(elsewhere)
     assert found["message"].startswith("the residual stream is whole over stage=2"), "no stage here, but by its name"
 
 
@@ -261,7 +268,7 @@ def test_stages_split_no_activation(plan_of):
 
 def copies(form: Callable[..., Any], plan: Plan) -> list[LintFinding]:
     tasks, _ = tasks_of(form, plan)
-    found = lint.large_copies(tasks, sum(row.seconds for row in tasks), {MLP: "mlp", SEQ: "seq"})
+    found = lint.large_copies(tasks, sum(row.seconds for row in tasks), {MLP: {"mlp"}, SEQ: {"seq"}})
     assert_well_formed(found)
     return found
 
@@ -302,16 +309,21 @@ def test_sizes_that_only_one_axis_has(plan_of):
         model=ModelConfig("llama", vocab_size=1000, layers=3, embed=256, heads=8, kv_heads=2, mlp=704, max_seq_len=128),
         data=DataConfig(seq_len=128), train=TrainConfig(batch=48, accumulation=2),
     )  # fmt: skip
-    sizes = lint.local_sizes(config, plan_of(fsdp=4, tensor=2))
+
+    def names(plan: Plan) -> dict[int, str]:
+        axes = lint.axes_of_sizes(plan, step_sizes(config, plan).sizes)
+        return {size: min(known) for size, known in axes.items() if len(known) == 1}
+
+    sizes = names(plan_of(fsdp=4, tensor=2))
     assert sizes[24] == "batch" and sizes[6] == "batch"
     assert sizes[704] == sizes[352] == "mlp"
     assert sizes[1024] == sizes[512] == "vocab", "rounded up"
     assert sizes[256] == "embed" and sizes[3] == "layers"
     assert sizes[128] == "seq"
     assert 64 not in sizes, "embed on each fsdp rank, and the residual stream's sequence"
-    assert 1 not in sizes and 8 in sizes
+    assert 8 in sizes
     assert sizes[32] == "head_dim"
     stages = Plan(plan_of(stage=2, fsdp=4).mesh, pipeline=Pipeline(microbatches=2))
-    sizes = lint.local_sizes(config, stages)
+    sizes = names(stages)
     assert sizes[12] == sizes[3] == "batch", "of a microbatch of the pipeline"
     assert sizes[4] == "layers", "three, in four places"

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 import traced_steps
+from report_types import problems
 from tiers import needs_cuda, needs_libtpu
 
 from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig, to_toml
@@ -23,7 +24,7 @@ from jaxpar.rehearse import of_config as subject
 from jaxpar.rehearse.calibrate import Calibration, calibration_file, machine, save_calibration
 from jaxpar.rehearse.cost.speeds import Sample
 from jaxpar.rehearse.of_config import compile_step, rehearse
-from jaxpar.rehearse.report.schema import Rehearsal, problems
+from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.targets import load_target
 
 BATCH, SEQ, EMBED, LAYERS = 16, 128, 128, 2
@@ -245,7 +246,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:
 @needs_libtpu
 def test_a_model_that_cannot_fit_says_by_how_much_and_what_helps(capsys):
     line = refused(capsys, "llama3_70b --target v5e-8 --mesh.fsdp 8 --mesh.tensor 1 --train.batch 8")
-    assert line.startswith("this llama does not fit v5e-8: a step needs 1")
+    assert line.startswith("this step does not fit v5e-8: it needs 1")
     assert "GiB more than its 15.75 GiB; " in line
     assert "16 times the chips (mesh.fsdp 32 x mesh.tensor 4): parameters, optimizer and gradients are 1.0" in line
 

@@ -8,9 +8,10 @@ from typing import get_args, get_type_hints, is_typeddict
 
 import pytest
 from fake_rehearsal import fake_rehearsal
+from report_types import problems
 
 from jaxpar.base.errors import UserError
-from jaxpar.rehearse.report.schema import Rehearsal, problems, read_rehearsal
+from jaxpar.rehearse.report.schema import Rehearsal, read_rehearsal
 
 pytestmark = pytest.mark.quick
 
@@ -70,7 +71,7 @@ def test_a_missing_key_is_named(report):
         ("{", "is not JSON"),
         ("[]", "has schema None, this jaxpar reads 1"),
         ('{"schema": 99}', "has schema 99, this jaxpar reads 1"),
-        ('{"schema": 1}', "report.json: config is missing"),
+        ('{"schema": 1}', "report.json is no whole report, it lacks collectives, command, compile_seconds, "),
     ],
 )
 def test_what_is_no_report_is_refused_in_one_line(tmp_path, text, message):

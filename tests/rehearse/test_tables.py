@@ -9,16 +9,15 @@ from fake_rehearsal import fake_rehearsal
 from rich.console import Console
 
 from jaxpar.base.console import console
-from jaxpar.rehearse.report.difference import difference
+from jaxpar.rehearse.report.difference import difference, difference_parts
 from jaxpar.rehearse.report.tables import (
-    collective_table,
-    difference_parts,
     finding_lines,
-    line_table,
     note_lines,
     report_parts,
+    report_sections,
     seconds_text,
-    summary_lines,
+    section_table,
+    summary,
 )
 
 pytestmark = pytest.mark.quick
@@ -37,6 +36,12 @@ def printed(*parts, width: int = 400) -> list[str]:
     return [line.rstrip() for line in out.file.getvalue().splitlines()]
 
 
+def table(report, name: str, most: int):
+    """One of the report's tables."""
+    (section,) = [section for section in report_sections(report) if section.name == name]
+    return section_table(section, most)
+
+
 def cells(line: str) -> list[str]:
     return re.split(" {2,}", line.strip())
 
@@ -51,7 +56,7 @@ def test_seconds_keep_three_digits(seconds, text):
 
 
 def test_the_summary_says_what_fits_and_how_long_a_step_takes(report):
-    lines = dict(line.split(maxsplit=1) for line in summary_lines(report) if not line.startswith(" "))
+    lines = dict(summary(report))
     assert lines["target"].startswith("v5p-64: 64 x TPU v5p, 4x4x4 (64 chips; ")
     assert lines["mesh"] == "fsdp=16 x tensor=4"
     assert lines["memory"] == "fits, 90.11 GiB to spare: 4.89 GiB of 95.00 GiB a device"
@@ -62,22 +67,22 @@ def test_the_summary_says_what_fits_and_how_long_a_step_takes(report):
 def test_the_summary_of_what_does_not_fit_has_the_advice_and_no_figure_that_is_not_known(report):
     report["memory"].update(fits=False, hbm_bytes=4 * 2**30, advice=["--mesh.fsdp 32 saves 0.94 GiB"])
     report["time"].update(mfu=None, hfu=None)
-    lines = summary_lines(report)
-    at = next(i for i, line in enumerate(lines) if line.startswith("memory"))
-    assert "does not fit: 915.00 MiB too much: 4.89 GiB of 4.00 GiB" in lines[at]
-    assert lines[at + 1].strip() == "--mesh.fsdp 32 saves 0.94 GiB"
-    assert not any("MFU" in line or "HFU" in line for line in lines)
+    lines = summary(report)
+    at = next(i for i, (name, _) in enumerate(lines) if name == "memory")
+    assert "does not fit: 915.00 MiB too much: 4.89 GiB of 4.00 GiB" in lines[at][1]
+    assert lines[at + 1] == ("", "--mesh.fsdp 32 saves 0.94 GiB")
+    assert not any("MFU" in text or "HFU" in text for _, text in lines)
 
 
 def test_lines_come_the_most_exposed_first_and_the_rest_is_counted(report):
-    _, *rows, rest = printed(line_table(report, most=5))
+    _, *rows, rest = printed(table(report, "lines", most=5))
     exposed = sorted((row["exposed"] for row in report["lines"]), reverse=True)
     assert [cells(row)[0] for row in rows] == [seconds_text(value) for value in exposed[:5]]
     assert rest.strip() == f"and {len(report['lines']) - 5} more"
 
 
 def test_unplanned_collectives_come_first(report):
-    _, first, second, *_ = printed(collective_table(report, most=20))
+    _, first, second, *_ = printed(table(report, "collectives", most=20))
     assert cells(first)[-5:] == ["all-reduce", "tensor", "UNPLANNED", "forward", "models/llama.py:133"]
     assert "planned" in cells(second)
 
@@ -103,15 +108,16 @@ def test_the_report_has_every_part_and_prints_strings_as_they_are(report, capsys
     for part in report_parts(report, most=100):
         console().print(part)
     text = capsys.readouterr().out
-    for title in ("memory of a device", "memory of the host", "busy by kind", "by line of the model: ",
-                  "collectives: 1 unplanned", "critical path", "error: unplanned-collective"):  # fmt: skip
+    for title in ("memory of a device", "memory of the host", "one step; collectives run for ",
+                  "by line of the model: ", "collectives: 1 unplanned", "critical path",
+                  "error: unplanned-collective"):  # fmt: skip
         assert title in text
     assert "block[bold]" in text
     assert len(re.findall("UNPLANNED", text)) == 1
 
 
 def test_a_narrow_terminal_folds_the_tables(report):
-    lines = printed(line_table(report, most=20), width=84)
+    lines = printed(table(report, "lines", most=20), width=84)
     assert max(map(len, lines)) <= 84
     assert not any("\u2026" in line for line in lines)
 
@@ -126,7 +132,7 @@ def test_a_difference_says_both_sides_the_change_and_the_share(report):
     lines = printed(*difference_parts(difference(report, old)))
     assert lines[0] == "llama3_8b on v5p-64 against llama3_8b on v5p-64"
     (row,) = [cells(line) for line in lines if line.endswith("temporaries")]
-    assert row == ["1.28 GiB", "1.92 GiB", "+655.00 MiB", "+50.0 %", "temporaries"]
+    assert row == ["1.28 GiB", "1.92 GiB", "+655.00 MiB (+50.0 %)", "temporaries"]
     (row,) = [cells(line) for line in lines if line.endswith("  step")]
     assert row[2:] == ["=", "step"]
     assert any("+1.00 ms" in line and report["lines"][0]["source"] in line for line in lines)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict
 
+from rich.console import RenderableType
+
+from jaxpar.base.console import bytes_text
 from jaxpar.rehearse.report.schema import LintFinding, Rehearsal
+from jaxpar.rehearse.report.tables import Column, Row, Section, finding_lines, printed_section, seconds_text
 
-LINE_FIGURES = ("compute", "communication", "exposed")
-COLLECTIVE_FIGURES = ("count", "sent_bytes", "seconds", "exposed")
+_LINE_FIGURES = ("compute", "communication", "exposed")
+_COLLECTIVE_FIGURES = ("count", "sent_bytes", "seconds", "exposed")
+_TIMES = ("step", "compute", "exposed_communication", "host_stall", "copy_stall", "idle", "lower_bound")
+_NOTHING = 1e-9  # seconds: what is less is rounding
 
 
 class Change(TypedDict):
-    """One figure; bytes in `memory`, seconds in `time`."""
+    """One figure: bytes in `memory`, seconds in `time`."""
 
     name: str
     old: float
@@ -22,21 +28,21 @@ class Change(TypedDict):
 
 
 class PlaceChange(TypedDict):
-    """The figures of one line, or of one kind of collective at one line; all of them 0 where it is not there."""
+    """The figures of one line, or of one kind of collective at one line; all of them are 0 where it is not there."""
 
     kind: str
-    """Of the collective; an empty string for lines."""
+    """Of the collective; an empty string for a line."""
     axes: list[str]
     scope: str
     source: str
-    """As in the new report, or in the old where it is gone."""
+    """As in the new report, or in the old one where it is gone."""
     phase: str
     old: dict[str, float]
     new: dict[str, float]
 
 
 class Difference(TypedDict):
-    """From an old report to a new one. Places that did not change are left out; the rest have the largest first."""
+    """From an old report to a new one. Places that did not change are left out; the largest change comes first."""
 
     old: str
     """`llama3_8b on v5p-64`."""
@@ -53,112 +59,85 @@ class Difference(TypedDict):
 def difference(new: Rehearsal, old: Rehearsal) -> Difference:
     """What changed from `old` (the baseline) to `new`.
 
-    Places are matched by scope, phase and source line; where lines have moved, by their order in the file, as long as
-    there are as many of them as before.
+    Places are matched by scope, phase and source line. Where an edit has moved the lines of a file, they are matched by
+    their order, as long as there are as many of them as before.
     """
-    place = ("scope", "phase", "source")
-    found, gone = _findings(new["findings"], old["findings"])
+    before, after = ([_finding_identity(row) for row in report["findings"]] for report in (old, new))
     return {
-        "old": _title(old),
-        "new": _title(new),
-        "memory": _memory(new, old),
-        "time": _time(new, old),
-        "collectives": _places(new["collectives"], old["collectives"], ("kind", "axes", *place), COLLECTIVE_FIGURES),
-        "lines": _places(new["lines"], old["lines"], place, LINE_FIGURES),
-        "found": found,
-        "gone": gone,
+        "old": f"{old['config']} on {old['target']['name']}",
+        "new": f"{new['config']} on {new['target']['name']}",
+        "memory": _changes(_memory(new), _memory(old)),
+        "time": _changes(_time(new), _time(old)),
+        "collectives": _places(new["collectives"], old["collectives"], _COLLECTIVE_FIGURES),
+        "lines": _places(new["lines"], old["lines"], _LINE_FIGURES),
+        "found": [row for row in new["findings"] if _finding_identity(row) not in before],
+        "gone": [row for row in old["findings"] if _finding_identity(row) not in after],
     }
 
 
-def _title(rehearsal: Rehearsal) -> str:
-    return f"{rehearsal['config']} on {rehearsal['target']['name']}"
+def _memory(report: Rehearsal) -> dict[str, float]:
+    memory = report["memory"]
+    host = {f"host {name}": size for name, size in memory["host"].items()}
+    return {"total": memory["total"], **memory["categories"], **host}
 
 
-def _memory(new: Rehearsal, old: Rehearsal) -> list[Change]:
-    total: Change = {"name": "total", "old": old["memory"]["total"], "new": new["memory"]["total"]}
-    host = _changes({f"host {name}": size for name, size in new["memory"]["host"].items()},
-                    {f"host {name}": size for name, size in old["memory"]["host"].items()})  # fmt: skip
-    return [total, *_changes(new["memory"]["categories"], old["memory"]["categories"]), *host]
+def _time(report: Rehearsal) -> dict[str, float]:
+    return {**{name: report["time"][name] for name in _TIMES}, **report["time"]["by_category"]}
 
 
-def _time(new: Rehearsal, old: Rehearsal) -> list[Change]:
-    parts = ("step", "compute", "exposed_communication", "host_stall", "copy_stall", "idle", "lower_bound")
-    first: list[Change] = [{"name": name, "old": old["time"][name], "new": new["time"][name]} for name in parts]
-    return [*first, *_changes(new["time"]["by_category"], old["time"]["by_category"])]
+def _finding_identity(row: LintFinding) -> tuple[str, ...]:
+    """The line number does not count, as lines move."""
+    return row["rule"], row["axis"], row["scope"], row["message"]
 
 
-def _changes(new: dict[str, Any], old: dict[str, Any]) -> list[Change]:
-    names = dict.fromkeys([*old, *new])
-    return [{"name": name, "old": old.get(name, 0), "new": new.get(name, 0)} for name in names]
+def _changes(new: Mapping[str, float], old: Mapping[str, float]) -> list[Change]:
+    return [{"name": name, "old": old.get(name, 0), "new": new.get(name, 0)} for name in dict.fromkeys([*old, *new])]
 
 
-class _Key(NamedTuple):
-    """What a row is matched by."""
-
-    rest: tuple[Any, ...]
-    """All but the source line; lists as tuples."""
-    source: str
+_Place = tuple[str, tuple[str, ...], str, str, str]
+"""Kind, axes, scope and phase of some rows, and the file of their lines."""
+_ByLine = defaultdict[int, defaultdict[str, float]]
+"""Sums of the figures by line number."""
 
 
-Figures = dict[str, float]
-
-
-def _places(
-    new: Sequence[Any], old: Sequence[Any], keys: tuple[str, ...], figures: tuple[str, ...]
-) -> list[PlaceChange]:
-    """Rows of both reports matched and summed; those that differ, the largest change of time first."""
-    before, after = _summed(old, keys, figures), _summed(new, keys, figures)
-    nothing = dict.fromkeys(figures, 0.0)
+def _places(new: Sequence[Row], old: Sequence[Row], figures: Sequence[str]) -> list[PlaceChange]:
+    """Rows of both reports, matched and summed; those that differ, the largest change of time first."""
+    before, after = _by_place(old, figures), _by_place(new, figures)
     rows: list[PlaceChange] = []
-    for key, old_key in _matches(list(after), list(before)):
-        was = before[old_key] if old_key else nothing
-        now = after[key] if key else nothing
-        if all(math.isclose(was[name], now[name], rel_tol=1e-6, abs_tol=1e-12) for name in figures):
-            continue
-        shown = key or old_key
-        assert shown is not None
-        values = dict(zip([name for name in keys if name != "source"], shown.rest, strict=True))
-        rows.append({"kind": values.get("kind", ""), "axes": list(values.get("axes", ())), "scope": values["scope"],
-                     "source": shown.source, "phase": values["phase"], "old": was, "new": now})  # fmt: skip
+    for place in dict.fromkeys([*after, *before]):
+        kind, axes, scope, phase, file = place
+        for line, now, was in _matched(after.get(place, {}), before.get(place, {})):
+            pairs = [(was.get(name, 0.0), now.get(name, 0.0)) for name in figures]
+            if not all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs):
+                source = f"{file}:{line}" if line else file
+                rows.append({
+                    "kind": kind, "axes": list(axes), "scope": scope, "source": source, "phase": phase,
+                    "old": {name: a for name, (a, _) in zip(figures, pairs, strict=True)},
+                    "new": {name: b for name, (_, b) in zip(figures, pairs, strict=True)},
+                })  # fmt: skip
     return sorted(rows, key=_size)
 
 
-def _summed(rows: Sequence[Any], keys: tuple[str, ...], figures: tuple[str, ...]) -> dict[_Key, Figures]:
-    sums: dict[_Key, Figures] = {}
+def _by_place(rows: Sequence[Row], figures: Sequence[str]) -> dict[_Place, _ByLine]:
+    sums: dict[_Place, _ByLine] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
     for row in rows:
-        rest = tuple(
-            tuple(row[name]) if isinstance(row[name], list) else row[name] for name in keys if name != "source"
-        )
-        entry = sums.setdefault(_Key(rest, row["source"]), dict.fromkeys(figures, 0.0))
+        file, _, number = row["source"].rpartition(":")
+        file, line = (file, int(number)) if number.isdigit() else (row["source"], 0)
+        place = row.get("kind", ""), tuple(row.get("axes", ())), row["scope"], row["phase"], file
         for name in figures:
-            entry[name] += row[name]
+            sums[place][line][name] += row[name]
     return sums
 
 
-def _matches(new: list[_Key], old: list[_Key]) -> list[tuple[_Key | None, _Key | None]]:
-    """Pairs (new, old): the same key, else the same file in the same order, else one of them None."""
-    same = set(new) & set(old)
-    pairs: list[tuple[_Key | None, _Key | None]] = [(key, key) for key in new if key in same]
-    moved: dict[tuple, tuple[list[_Key], list[_Key]]] = defaultdict(lambda: ([], []))
-    for side, keys in enumerate((new, old)):
-        for key in keys:
-            if key not in same:
-                moved[key.rest, _file(key)][side].append(key)
-    for left, right in moved.values():
-        if len(left) == len(right):
-            pairs += zip(sorted(left, key=_line), sorted(right, key=_line), strict=True)
-        else:
-            pairs += [(key, None) for key in left] + [(None, key) for key in right]
-    return pairs
-
-
-def _file(key: _Key) -> str:
-    return key.source.rpartition(":")[0]
-
-
-def _line(key: _Key) -> int:
-    number = key.source.rpartition(":")[2]
-    return int(number) if number.isdigit() else 0
+def _matched(new: Mapping[int, Row], old: Mapping[int, Row]) -> Iterator[tuple[int, Row, Row]]:
+    """Lines of one place with their new and their old figures: in their order where there are as many as before, else
+    by number."""
+    if len(new) == len(old):
+        for line, before in zip(sorted(new), sorted(old), strict=True):
+            yield line, new[line], old[before]
+    else:
+        for line in sorted({*new, *old}):
+            yield line, new.get(line, {}), old.get(line, {})
 
 
 def _size(row: PlaceChange) -> tuple[float, float]:
@@ -170,11 +149,59 @@ def _size(row: PlaceChange) -> tuple[float, float]:
     return -change("compute", "exposed", "seconds"), -change("sent_bytes", "communication")
 
 
-def _findings(new: list[LintFinding], old: list[LintFinding]) -> tuple[list[LintFinding], list[LintFinding]]:
-    """Those of one side only; the line number does not count, as lines move."""
+# On a terminal.
 
-    def identity(row: LintFinding) -> tuple[str, ...]:
-        return row["rule"], row["axis"], row["scope"], row["message"]
+_Text = Callable[[float], str]
 
-    before, after = set(map(identity, old)), set(map(identity, new))
-    return [row for row in new if identity(row) not in before], [row for row in old if identity(row) not in after]
+
+def difference_parts(changes: Difference, most: int = 12) -> list[RenderableType]:
+    """Everything a terminal shows of a difference, to be printed one after another; of a long table `most` rows."""
+    where = (Column("line", "source"), Column("scope", "scope"), Column("phase", "phase"))
+    over = (Column("kind", "kind"), Column("over", "axes"), Column("phase", "phase"), Column("line", "source"))
+    lines = (*_figure("compute", seconds_text), *_figure("exposed", seconds_text), *where)
+    collectives = (*_figure("exposed", seconds_text), *_figure("sent_bytes", bytes_text), Column("times", _times, str))
+    sections = [
+        _figures_section("memory", "memory of a device", changes["memory"], bytes_text),
+        _figures_section("time", "time of a step", changes["time"], seconds_text),
+        Section("lines", "by line of the model", lines, changes["lines"]),
+        Section("collectives", "collectives", (*collectives, *over), changes["collectives"]),
+    ]
+    parts: list[RenderableType] = [f"{changes['new']} against {changes['old']}"]
+    for section in sections:
+        parts += printed_section(section, most) if section.rows else []
+    for title, findings in (("found anew", changes["found"]), ("no longer found", changes["gone"])):
+        parts += ["", title, *finding_lines(findings)] if findings else []
+    if not any(changes[key] for key in ("lines", "collectives", "found", "gone")):
+        parts += ["", "no line, collective or finding differs"]
+    return parts
+
+
+def _figures_section(name: str, title: str, rows: Sequence[Change], text: _Text) -> Section:
+    def change(row: Row) -> str:
+        share = f" ({100 * (row['new'] / row['old'] - 1):+.1f} %)" if row["old"] else " (new)"
+        return _change_text(row["old"], row["new"], text) + share * (row["old"] != row["new"])
+
+    columns = (
+        Column("old", "old", text), Column("new", "new", text), Column("change", change, str),
+        Column("", lambda row: row["name"].replace("_", " ")),
+    )  # fmt: skip
+    return Section(name, title, columns, [row for row in rows if max(row["old"], row["new"]) > _NOTHING])
+
+
+def _figure(name: str, text: _Text) -> tuple[Column, Column]:
+    """What a place has of a figure now, and how much more that is than before."""
+    return (
+        Column(name.partition("_")[0], lambda row: row["new"][name], text),
+        Column("change", lambda row: _change_text(row["old"][name], row["new"][name], text), str),
+    )
+
+
+def _times(row: Any) -> str:
+    return " -> ".join(dict.fromkeys(f"{row[side]['count']:.0f}" for side in ("old", "new")))
+
+
+def _change_text(old: float, new: float, text: _Text) -> str:
+    """`+1.00 ms`, or `=`."""
+    if abs(new - old) <= _NOTHING:
+        return "="
+    return ("+" if new > old else "-") + text(abs(new - old))

@@ -1,15 +1,11 @@
-"""What `jaxpar rehearse --json` writes: types that are also the check of a file. `docs/rehearse_json.md` explains them.
+"""What `jaxpar rehearse --json` writes, as types. `docs/rehearse_json.md` explains them.
 
 Seconds, bytes and FLOPs are of one step on one device, except where a name or line says otherwise.
 """
 
-from __future__ import annotations
-
 import json
-import types
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from jaxpar.base.errors import UserError
 
@@ -229,68 +225,17 @@ def read_rehearsal(path: Path) -> Rehearsal:
     """A stored `--json`.
 
     Raises:
-      UserError: no such file, not JSON, of another schema, or a key missing or of the wrong type.
+      UserError: no such file, not JSON, a report of another schema, or one that lacks a part.
     """
     try:
-        rehearsal = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}; make it with `jaxpar rehearse CONFIG --json FILE`") from error
-    found = rehearsal.get("schema") if isinstance(rehearsal, dict) else None
+    found = report.get("schema") if isinstance(report, dict) else None
     if found != SCHEMA:
         raise UserError(f"{path} has schema {found!r}, this jaxpar reads {SCHEMA}: make it again")
-    for problem in problems(rehearsal):
-        raise UserError(f"{path}: {problem}")
-    return cast(Rehearsal, rehearsal)
-
-
-def problems(value: Any, kind: Any = Rehearsal, where: str = "") -> Iterator[str]:
-    """Where a value departs from the types above; keys that they do not name are let through.
-
-    Yields:
-      `memory.total: expected int, found 'x'`.
-    """
-    origin, inside = get_origin(kind), get_args(kind)
-    if origin is NotRequired:
-        yield from problems(value, inside[0], where)
-    elif is_typeddict(kind):
-        yield from _dict_problems(value, kind, where)
-    elif origin in (Union, types.UnionType):
-        if all(any(problems(value, choice, where)) for choice in inside):
-            yield _wrong(where, " or ".join(map(_name, inside)), value)
-    elif origin is Literal:
-        if value not in inside:
-            yield _wrong(where, "one of " + ", ".join(inside), value)
-    elif origin is list and isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from problems(item, inside[0], f"{where}[{i}]")
-    elif origin is dict and isinstance(value, dict):
-        for key, item in value.items():
-            yield from problems(item, inside[1], f"{where}.{key}" if where else key)
-    elif kind is not Any:
-        accepted = (int, float) if kind is float else origin or kind
-        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            yield _wrong(where, _name(kind), value)
-
-
-def _dict_problems(value: Any, kind: Any, where: str) -> Iterator[str]:
-    if not isinstance(value, dict):
-        yield _wrong(where, "a table", value)
-        return
-    hints = get_type_hints(kind, include_extras=True)
-    for key, hint in hints.items():
-        inner = f"{where}.{key}" if where else key
-        if key in value:
-            yield from problems(value[key], hint, inner)
-        elif get_origin(hint) is not NotRequired:
-            yield f"{inner} is missing"
-
-
-def _name(kind: Any) -> str:
-    return "None" if kind is type(None) else getattr(kind, "__name__", str(kind))
-
-
-def _wrong(where: str, expected: str, value: Any) -> str:
-    found = repr(value)
-    return f"{where or 'the report'}: expected {expected}, found {found if len(found) < 60 else found[:56] + ' ...'}"
+    if missing := Rehearsal.__required_keys__ - report.keys():
+        raise UserError(f"{path} is no whole report, it lacks {', '.join(sorted(missing))}: make it again")
+    return report

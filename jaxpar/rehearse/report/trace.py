@@ -1,0 +1,69 @@
+"""The timeline as a Chrome trace: what Perfetto (ui.perfetto.dev), chrome://tracing and TensorBoard open.
+
+The form is the JSON of Google's "Trace Event Format": complete events (`X`), and metadata (`M`) that names the threads.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.runtime import write_whole
+from jaxpar.rehearse.report.schema import Rehearsal
+
+
+def write_trace(report: Rehearsal, path: Path | str) -> None:
+    """Write a report's timeline as a Chrome trace, whole or not at all; compressed where the name ends in `.gz`.
+
+    Raises:
+      UserError: the report was kept without its timeline.
+    """
+    text = json.dumps(chrome_trace(report), allow_nan=False, separators=(",", ":"))
+    write_whole(Path(path), gzip.compress(text.encode()) if Path(path).suffix == ".gz" else text)
+
+
+def chrome_trace(report: Rehearsal) -> dict[str, Any]:
+    """A report's timeline as a Chrome trace: one process, a thread for each lane and for each depth of loops.
+
+    Raises:
+      UserError: the report was kept without its timeline.
+    """
+    if "timeline" not in report:
+        raise UserError("this report was kept without its timeline, so there is no trace of it: rehearse again")
+    timeline, name = report["timeline"], f"{report['config'] or 'step'} on a device of {report['target']['name']}"
+    loops = timeline.get("loops", [])
+    first = len(timeline["lanes"])  # the number of the outermost loops' thread
+    threads = [*timeline["lanes"], *(f"loops, depth {depth}" for depth in sorted({loop["depth"] for loop in loops}))]
+    events = [_metadata("process_name", 0, name=name)]
+    for number, thread in enumerate(threads):
+        events += [
+            _metadata("thread_name", number, name=thread),
+            _metadata("thread_sort_index", number, sort_index=(number - first) % len(threads)),  # loops on top
+        ]
+    for lane, start, duration, instruction, repeats in timeline["events"]:
+        at = int(instruction)
+        facts = {
+            "scope": timeline["scopes"][at], "line": timeline["sources"][at], "phase": timeline["phases"][at],
+            "bytes": timeline["bytes"][at], "stands for so many more trips": int(repeats),
+        }  # fmt: skip
+        known = {key: value for key, value in facts.items() if value}
+        events.append(_bar(int(lane), start, duration, timeline["names"][at], timeline["kinds"][at], known))
+    for loop in loops:
+        thread, start, duration = first + loop["depth"], loop["start_us"], loop["duration_us"]
+        events.append(_bar(thread, start, duration, loop["name"], "loop", {"trips": loop["trips"]}))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _bar(
+    thread: int, start_us: float, duration_us: float, name: str, kind: str, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """A complete event."""
+    return {"ph": "X", "pid": 0, "tid": thread, "ts": start_us, "dur": duration_us, "name": name, "cat": kind,
+            "args": facts}  # fmt: skip
+
+
+def _metadata(what: str, thread: int, **facts: str | int) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": thread, "name": what, "args": facts}
