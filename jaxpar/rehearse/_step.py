@@ -166,7 +166,7 @@ def compile_for(
     except jax.errors.JaxRuntimeError as error:
         raise UserError(refusal(str(error), target.name, advise)) from error
     seconds = time.perf_counter() - began
-    return Compiled(target, mesh, traced.jaxpr, compiled.as_text(), compiled.memory_analysis(), seconds)
+    return Compiled(target, mesh, traced.jaxpr, compiled.as_text() or "", compiled.memory_analysis(), seconds)
 
 
 def simulate_compiled(

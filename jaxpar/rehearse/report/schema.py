@@ -5,7 +5,7 @@ Seconds, bytes and FLOPs are of one step on one device, except where a name or l
 
 import json
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from jaxpar.base.errors import UserError
 
@@ -228,7 +228,7 @@ def read_rehearsal(path: Path) -> Rehearsal:
       UserError: no such file, not JSON, a report of another schema, or one that lacks a part.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -238,4 +238,4 @@ def read_rehearsal(path: Path) -> Rehearsal:
         raise UserError(f"{path} has schema {found!r}, this jaxpar reads {SCHEMA}: make it again")
     if missing := Rehearsal.__required_keys__ - report.keys():
         raise UserError(f"{path} is no whole report, it lacks {', '.join(sorted(missing))}: make it again")
-    return report
+    return cast(Rehearsal, report)

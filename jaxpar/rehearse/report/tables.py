@@ -58,9 +58,11 @@ class Column:
     def cell(self, row: Row) -> str:
         """The same as text; a dash where there is nothing to say."""
         value = self.value_of(row)
-        if isinstance(value, list):
-            value = ", ".join(str(item or "-") for item in value)
-        return (self.text(value) if self.text else str(value)) if value else "-"
+        if not value:
+            return "-"
+        if self.text:
+            return self.text(value)
+        return ", ".join(str(item or "-") for item in value) if isinstance(value, list) else str(value)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ COLLECTIVES = (
     _TIMES,
     Column("kind", "kind"),
     Column("over", "axes"),
-    Column("plan", lambda row: {True: "planned", False: "UNPLANNED"}.get(row.get("planned"))),
+    Column("plan", lambda row: "planned" if row.get("planned", True) else "UNPLANNED"),
     _PHASE, _LINE,
     Column("async", lambda row: "yes" if row["asynchronous"] else "no", on_page=True),
     Column("links", "links", on_page=True),
@@ -174,7 +176,8 @@ def summary(report: Rehearsal) -> list[tuple[str, str]]:
     parts = [f"compute {seconds_text(time['compute'])}"]
     parts += [f"{name} {seconds_text(time[key])}" for name, key in _WAITS.items() if time[key] >= _NOTHING]
     rates = [f"{count_text(time['tokens_per_second'])} tokens/s"] if "tokens_per_second" in time else []
-    rates += [f"{key.upper()} {percent_text(time[key])}" for key in ("mfu", "hfu") if time[key] is not None]
+    shares = {"MFU": time["mfu"], "HFU": time["hfu"]}
+    rates += [f"{name} {percent_text(share)}" for name, share in shares.items() if share is not None]
     days = time.get("days", {}).items()
     return [
         ("target", f"{target['name']}: {target['chips']} x {target['chip']}, {target['topology']}{slices}{note}"),
