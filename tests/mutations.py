@@ -99,7 +99,7 @@ MUTATIONS = [
              "tests/verify/test_pipeline.py -k 'gives or random'"),
     Mutation("stash_freed", "a stale buffer: a slot is given away before the weights' gradients read it",
              "jaxpar/parallel/pipeline/program.py",
-             'for kind in ("backward", "input", "weight"))', 'for kind in ("backward", "input"))',
+             'of_unit(action, "backward", "input", "weight"))', 'of_unit(action, "backward", "input"))',
              "tests/parallel/test_pipeline.py -k slots"),
     Mutation("layer_order", "the backward goes through a stage's layers from the first on",
              "jaxpar/parallel/pipeline/stage.py",
