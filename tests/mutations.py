@@ -110,7 +110,7 @@ MUTATIONS = [
              "stride = max(P, size)", "stride = P", "tests/parallel/test_schedules.py"),
     Mutation("split_again", "the second half of a backward makes the first half again",
              "jaxpar/parallel/pipeline/split_backward.py",
-             "_reaching(jaxpr.eqns, outs(False), there)", "_reaching(jaxpr.eqns, outs(False), set())",
+             "late, made | {*jaxpr.invars, *jaxpr.constvars})", "late, set())",
              "tests/parallel/test_pipeline.py -k wait"),
     # A step.
     Mutation("norm_tokens", "a dropped scale: the norm that clips is of sums, not of means", "jaxpar/train/update.py",

@@ -1,11 +1,17 @@
-"""Functions taken apart by what their results need: what a backward must be given, and what of it can wait.
+"""A layer's backward taken apart: what it must be given from the forward, and what of it can wait.
+
+A pipeline's forward tick and backward tick are apart in time, so what the backward needs goes into buffers. `kept`
+says which of the arrays that `jax.vjp` saves depend on the layer's input, and so belong in a stash; the others are
+computed again from weights and places. `split` cuts the backward itself in two, as the ZB-H1 schedule has it (Qi et
+al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2): first the gradient of the input, which the
+stage before waits for, and later the gradients of the weights.
 
 Both work on the traced function, operation by operation. What an operation gives that nobody takes the compiler drops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,41 +19,51 @@ from jax.extend import core
 
 from jaxpar.base.jax_compat import CHECKPOINT
 
+PyTree = Any
+Atom = core.Var | core.Literal
+Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
+"""Of an array; of one in host memory a ShapedArray, since a ShapeDtypeStruct does not say where it lies."""
+
 
 class Kept(NamedTuple):
-    """Which results of a function depend on its last argument, and all of them from these.
+    """Which results of a function depend on its last argument, and how to have all of them again from these.
 
     Attributes:
-      places: of results that depend on it, each array once.
-      shapes: theirs, and of what lies in host memory the abstract arrays.
-      restore: `(arrays, *other arguments) -> results`: the others are computed again.
+      places: of the results that depend on it, each array once.
+      shapes: theirs.
+      restore: `(arrays, *other arguments) -> results`; what does not depend on the last argument is computed again.
     """
 
     places: tuple[int, ...]
-    shapes: tuple[Any, ...]
-    restore: Callable[..., list[Any]]
+    shapes: tuple[Shape, ...]
+    restore: Callable[..., list[jax.Array]]
 
 
-def kept(function: Callable[..., list[Any]], *shapes: Any) -> Kept:
-    """What to keep of a function's results to have them all again without its last argument."""
+def kept(function: Callable[..., list[jax.Array]], *shapes: PyTree) -> Kept:
+    """What to keep of a function's results to have them all again without its last argument.
+
+    Args:
+      function: gives a list of arrays.
+      shapes: of its arguments, trees of ShapeDtypeStructs.
+    """
     closed, (*_, last) = jax.make_jaxpr(function)(*shapes), shapes
     jaxpr, count = closed.jaxpr, len(jax.tree.leaves(last))
     others = jaxpr.invars[: len(jaxpr.invars) - count]
     depending = set(jaxpr.invars[len(others) :])
     for eqn in jaxpr.eqns:
-        if depending.intersection(filter(_is_var, eqn.invars)):
+        if depending.intersection(_vars(eqn.invars)):
             depending.update(eqn.outvars)
-    first = {out: place for place, out in reversed([*enumerate(jaxpr.outvars)]) if _is_var(out) and out in depending}
+    depends = [isinstance(out, core.Var) and out in depending for out in jaxpr.outvars]
+    first = {out: place for place, out in reversed([*enumerate(jaxpr.outvars)]) if depends[place]}
     places = tuple(sorted(first.values()))
-    again = [out for out in jaxpr.outvars if not (_is_var(out) and out in depending)]
-    eqns, _ = _reaching(jaxpr.eqns, again, set())
+    again = [out for out, flag in zip(jaxpr.outvars, depends, strict=True) if not flag]
+    compute = _function(closed, _reaching(jaxpr.eqns, again, set())[0], others, again)
 
-    def restore(arrays: Sequence[Any], *given: Any) -> list[Any]:
-        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        values |= dict(zip(others, jax.tree.leaves(given), strict=True))
-        _evaluate(jaxpr, eqns, values)
-        values |= dict(zip((jaxpr.outvars[place] for place in places), arrays, strict=True))
-        return [_value(out, values) for out in jaxpr.outvars]
+    def restore(arrays: Sequence[jax.Array], *given: PyTree) -> list[jax.Array]:
+        stashed = dict(zip(places, arrays, strict=True))
+        computed = iter(compute(*jax.tree.leaves(given)))
+        outs = zip(jaxpr.outvars, depends, strict=True)
+        return [stashed[first[out]] if flag else next(computed) for out, flag in outs]
 
     return Kept(places, tuple(_shape(jaxpr.outvars[place]) for place in places), restore)
 
@@ -62,12 +78,12 @@ class Parts(NamedTuple):
       needed: shapes of those arrays.
     """
 
-    first: Callable[..., tuple[Any, list[Any]]]
-    second: Callable[..., Any]
-    needed: tuple[jax.ShapeDtypeStruct, ...]
+    first: Callable[..., tuple[PyTree, list[jax.Array]]]
+    second: Callable[..., PyTree]
+    needed: tuple[Shape, ...]
 
 
-def split(function: Callable[..., Any], shapes: tuple[Any, ...], now: Any, again: Sequence[int]) -> Parts:
+def split(function: Callable[..., PyTree], shapes: Sequence[PyTree], now: PyTree, again: Sequence[int]) -> Parts:
     """A function in two: what some results need, and what is left to do for the others.
 
     An operation that gives something to both (a linear's backward: the gradients of its input and of its weight)
@@ -75,101 +91,91 @@ def split(function: Callable[..., Any], shapes: tuple[Any, ...], now: Any, again
 
     Args:
       function: what is split.
-      shapes: of its arguments.
+      shapes: of its arguments, trees of ShapeDtypeStructs.
       now: of each result whether the first part gives it, in a tree of the results' form.
       again: which of the arguments the second part is given again.
     """
     closed, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    closed = _opened(closed)
+    closed = _without_checkpoints(closed)
     jaxpr, flags = closed.jaxpr, jax.tree.leaves(now)
     tree, invars = jax.tree.structure(out_shapes), iter(jaxpr.invars)
     assert tree == jax.tree.structure(now), "a flag for each result"
     arguments = [[next(invars) for _ in jax.tree.leaves(part)] for part in shapes]
     given_again = [var for n in again for var in arguments[n]]
+    early = [out for out, flag in zip(jaxpr.outvars, flags, strict=True) if flag]
+    late = [out for out, flag in zip(jaxpr.outvars, flags, strict=True) if not flag]
 
-    def outs(now: bool) -> list[Any]:
-        return [out for out, flag in zip(jaxpr.outvars, flags, strict=True) if flag is now]
-
-    first, made = _reaching(jaxpr.eqns, outs(True), set())
-    there = made | {*jaxpr.invars, *jaxpr.constvars}
-    second, more = _reaching(jaxpr.eqns, outs(False), there)
-    wanted = [var for eqn in second for var in eqn.invars] + outs(False)
+    first, made = _reaching(jaxpr.eqns, early, set())
+    second, more = _reaching(jaxpr.eqns, late, made | {*jaxpr.invars, *jaxpr.constvars})
+    wanted = _vars([*(var for eqn in second for var in eqn.invars), *late])
     known = {*given_again, *jaxpr.constvars, *more}
-    needed = list(dict.fromkeys(var for var in wanted if _is_var(var) and var not in known))
+    needed = list(dict.fromkeys(var for var in wanted if var not in known))
+    run_early = _function(closed, first, jaxpr.invars, [*early, *needed])
+    run_late = _function(closed, second, [*needed, *given_again], late)
 
-    def results(values: dict[Any, Any], now: bool) -> Any:
-        found = [_value(out, values) if flag is now else None for out, flag in zip(jaxpr.outvars, flags, strict=True)]
-        return jax.tree.unflatten(tree, found)
+    def results(arrays: Iterable[jax.Array], part: bool) -> PyTree:
+        left = iter(arrays)
+        return jax.tree.unflatten(tree, [next(left) if flag is part else None for flag in flags])
 
-    def run_first(*arrays: Any) -> tuple[Any, list[Any]]:
-        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        values |= dict(zip(jaxpr.invars, jax.tree.leaves(arrays), strict=True))
-        _evaluate(jaxpr, first, values)
-        return results(values, True), [values[var] for var in needed]
+    def run_first(*given: PyTree) -> tuple[PyTree, list[jax.Array]]:
+        found = run_early(*jax.tree.leaves(given))
+        return results(found, True), found[len(early) :]
 
-    def run_second(arrays: Sequence[Any], *given: Any) -> Any:
-        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        values |= dict(zip(given_again, jax.tree.leaves(given), strict=True))
-        values |= dict(zip(needed, arrays, strict=True))
-        _evaluate(jaxpr, second, values)
-        return results(values, False)
+    def run_second(arrays: Sequence[jax.Array], *given: PyTree) -> PyTree:
+        return results(run_late(*arrays, *jax.tree.leaves(given)), False)
 
     return Parts(run_first, run_second, tuple(map(_shape, needed)))
 
 
-def _opened(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same with the operations of `jax.checkpoint` in its place, that they may be told apart."""
-    jaxpr = closed.jaxpr
+def _without_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same with the operations of each `jax.checkpoint` in its place, so that they can be told apart."""
 
-    def run(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, arrays, strict=True))
+    def run(jaxpr: core.Jaxpr, consts: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True))
+
+        def value(atom: Atom) -> jax.Array:
+            return values[atom] if isinstance(atom, core.Var) else atom.val
+
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name not in CHECKPOINT:
-                _evaluate(jaxpr, [eqn], values)
-                continue
-            inner = eqn.params["jaxpr"]
-            found = run(
-                getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), [_value(x, values) for x in eqn.invars]
-            )
-            values |= dict(zip(eqn.outvars, found, strict=True))
-        return [_value(out, values) for out in jaxpr.outvars]
+            if eqn.primitive.name in CHECKPOINT:
+                made, found = eqn.outvars, run(eqn.params["jaxpr"], (), [value(atom) for atom in eqn.invars])
+            else:
+                given, made = _vars(eqn.invars), [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
+                alone = jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=[eqn], effects=eqn.effects)
+                found = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*map(value, given))
+            values |= dict(zip(made, found, strict=True))
+        return [value(out) for out in jaxpr.outvars]
 
-    if not any(eqn.primitive.name in CHECKPOINT for eqn in jaxpr.eqns):
+    if not any(eqn.primitive.name in CHECKPOINT for eqn in closed.jaxpr.eqns):
         return closed
-    return jax.make_jaxpr(lambda *arrays: run(jaxpr, closed.consts, arrays))(*map(_shape, jaxpr.invars))
+    return jax.make_jaxpr(lambda *arrays: run(closed.jaxpr, closed.consts, arrays))(*map(_shape, closed.jaxpr.invars))
 
 
-def _reaching(eqns: Sequence[Any], outs: Sequence[Any], there: set[Any]) -> tuple[list[Any], set[Any]]:
+def _reaching(
+    eqns: Sequence[core.JaxprEqn], outs: Sequence[Atom], there: set[core.Var]
+) -> tuple[list[core.JaxprEqn], set[core.Var]]:
     """The operations that these results need, in order, given what is `there`; and what of theirs is needed."""
-    wanted, found, made = set(filter(_is_var, outs)) - there, [], set()
+    wanted, found, made = set(_vars(outs)) - there, [], set()
     for eqn in reversed(eqns):
         if taken := wanted.intersection(eqn.outvars):
             found.append(eqn)
             made |= taken
-            wanted.update(var for var in eqn.invars if _is_var(var) and var not in there)
+            wanted.update(var for var in _vars(eqn.invars) if var not in there)
     return found[::-1], made
 
 
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, core.Literal)
+def _function(
+    closed: core.ClosedJaxpr, eqns: Sequence[core.JaxprEqn], given: Sequence[core.Var], outs: Sequence[Atom]
+) -> Callable[..., list[jax.Array]]:
+    """The function of some operations of a jaxpr, from arrays for `given` to `outs`."""
+    part = closed.jaxpr.replace(invars=list(given), outvars=list(outs), eqns=list(eqns))
+    return core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
 
 
-def _shape(var: Any) -> Any:
-    if var.aval.memory_space == jax.memory.Space.Host:  # which a ShapeDtypeStruct does not say
-        return var.aval
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+def _vars(atoms: Iterable[Atom]) -> list[core.Var]:
+    return [atom for atom in atoms if isinstance(atom, core.Var)]
 
 
-def _value(atom: Any, values: dict[Any, Any]) -> Any:
-    return values[atom] if _is_var(atom) else atom.val
-
-
-def _evaluate(jaxpr: core.Jaxpr, eqns: Sequence[Any], values: dict[Any, Any]) -> None:
-    """Run operations of a jaxpr; what is there already stays as it is."""
-    for eqn in eqns:
-        given = list(dict.fromkeys(filter(_is_var, eqn.invars)))
-        made = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
-        alone = jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=[eqn], effects=eqn.effects)
-        found = core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*(values[var] for var in given))
-        for var, x in zip(made, found, strict=True):
-            values.setdefault(var, x)
+def _shape(var: core.Var) -> Shape:
+    aval = var.aval
+    return aval if aval.memory_space == jax.memory.Space.Host else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
