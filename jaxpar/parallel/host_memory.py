@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.mlir import ir
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.runtime import cache_folder, compiler_flags, write_whole
 
+PyTree = Any
 HOST = "pinned_host"
 # The two programs do the same in the same order; a compiler that fuses otherwise may round otherwise, by a few ulps.
 _TOLERANCE = 1e-5
@@ -43,7 +41,7 @@ def known_bad(platform: str, jaxlib: str) -> str:
     return next((bad.what for bad in KNOWN_BAD if (bad.platform, bad.jaxlib) == (platform, jaxlib)), "")
 
 
-def check_offload(what: str, device: Any, anyway: bool) -> None:
+def check_offload(what: str, device: jax.Device, anyway: bool) -> None:
     """Refuse to offload where that cannot be done, or is known to be done wrongly.
 
     Args:
@@ -68,22 +66,24 @@ def check_offload(what: str, device: Any, anyway: bool) -> None:
         )
 
 
-def on_host(x: Any) -> Any:
+def on_host(x: jax.Array) -> jax.Array:
     """An array of a traced function, sent to host memory; one that is there stays."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
-def on_device(x: Any) -> Any:
+def on_device(x: jax.Array) -> jax.Array:
     """An array of a traced function, fetched to the device; one that is there stays."""
     return jax.device_put(x, jax.memory.Space.Device) if in_host_memory(x) else x
 
 
-def in_host_memory(x: Any) -> bool:
+def in_host_memory(x: jax.Array) -> bool:
     """Whether an array of a traced function lies in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def lowered_for(jitted: Any, arguments: Any, host: Any, platform: str) -> tuple[Any, Any]:
+def lowered_for(
+    jitted: jax.stages.Wrapped, arguments: PyTree, host: PyTree, platform: str
+) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
     """A jitted function traced and lowered for devices that may be absent, some of its arguments in host memory.
 
     An absent GPU knows no kinds of memory: its shardings forget them, so they are written into the lowered program.
@@ -91,39 +91,34 @@ def lowered_for(jitted: Any, arguments: Any, host: Any, platform: str) -> tuple[
     Args:
       jitted: the function.
       arguments: ShapeDtypeStructs with shardings.
-      host: of each argument whether it is there, in a tree of their form.
+      host: of each argument whether it lies in host memory, in a tree of their form.
       platform: what it is lowered for.
-
-    Returns:
-      The traced and the lowered function.
     """
     leaves, flags = jax.tree.leaves(arguments), jax.tree.leaves(host)
     forgotten = any(flag and leaf.sharding.memory_kind != HOST for leaf, flag in zip(leaves, flags, strict=True))
-    if not forgotten:
-        traced = jitted.trace(*arguments)
-        return traced, traced.lower(lowering_platforms=(platform,))
 
-    def there(leaf: Any, flag: bool) -> Any:
-        if not flag:
+    def there(leaf: jax.ShapeDtypeStruct, flag: bool) -> jax.ShapeDtypeStruct | jax.core.AbstractValue:
+        if not (flag and forgotten):
             return leaf
-        moved = jax.make_jaxpr(on_host)(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        return moved.out_avals[0]
+        return jax.make_jaxpr(on_host)(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)).out_avals[0]
 
     traced = jitted.trace(*jax.tree.map(there, arguments, host))
     lowered = traced.lower(lowering_platforms=(platform,))
+    if not forgotten:
+        return traced, lowered
     module = lowered.compiler_ir("stablehlo")
     (main,) = (op for op in module.body.operations if str(op.attributes["sym_name"]) == '"main"')
-    attributes: list[Any] = [{item.name: item.attr for item in of_argument} for of_argument in main.arg_attrs]
+    attributes = [{item.name: item.attr for item in of_argument} for of_argument in main.arg_attrs]
     assert len(attributes) == len(flags), "an argument that is not used would shift those after it"
     with module.context:
-        kind: Any = {"mhlo.memory_kind": ir.StringAttr.get(HOST)}
+        kind = {"mhlo.memory_kind": ir.StringAttr.get(HOST)}
         main.arg_attrs = ir.ArrayAttr.get(
             [ir.DictAttr.get(own | kind if flag else own) for own, flag in zip(attributes, flags, strict=True)]
         )
     return traced, lowered
 
 
-def memory_kinds(device: Any) -> list[str]:
+def memory_kinds(device: jax.Device) -> list[str]:
     """The memories that a program on this device can use; none where the device does not say."""
     try:
         return sorted(memory.kind for memory in device.addressable_memories())
@@ -131,50 +126,40 @@ def memory_kinds(device: Any) -> list[str]:
         return []
 
 
-def offload_notes(what: str, device: Any) -> list[str]:
+def offload_notes(what: str, device: jax.Device) -> list[str]:
     """A line where host memory is the device's own."""
     if device.platform != "cpu":
         return []
     return [f"{what}: on CPU host memory is the device's own, nothing is saved by moving it"]
 
 
-def require_right_gradients(device: Any, say: Callable[[str], None]) -> None:
-    """Compare the gradient of a small offloaded scan with the plain one on this device, once for each version of it.
+def require_right_gradients(device: jax.Device, say: Callable[[str], None]) -> None:
+    """Compare the gradient of a small offloaded scan with the plain one on this device.
 
     Raises:
       UserError: they differ.
     """
-    facts = {
-        "platform": device.platform, "kind": device.device_kind, "jaxlib": version("jaxlib"),
-        "version": device.client.platform_version, "flags": compiler_flags(),
-    }  # fmt: skip
-    path, known = cache_folder() / "offload.json", json.dumps(facts, sort_keys=True)
-    passed = _read(path)
-    if known in passed:
-        return
-    error = gradient_error(device)
-    where = f"{device.device_kind}, jaxlib {facts['jaxlib']}"
+    error, where = gradient_error(device), f"{device.device_kind}, jaxlib {version('jaxlib')}"
     if not error <= _TOLERANCE:
         raise UserError(
             f"offloading gives wrong gradients here ({where}): a small scan's is off by {error:.1e} of its size with "
             "its activations in host memory. Install another jaxlib, or offload nothing"
         )
     say(f"offload: a small scan's gradient is the same with its activations in host memory ({where})")
-    _write(path, [*passed, known], say)
 
 
-def gradient_error(device: Any) -> float:
+def gradient_error(device: jax.Device) -> float:
     """How far a small scan's gradient is off with its activations in host memory, relative to its largest entry."""
     rng = np.random.default_rng(0)
     weights_LDD, x_BD = (
         jax.device_put(rng.standard_normal(shape, np.float32), device) for shape in ((5, 64, 64), (8, 64))
     )
 
-    def gradient(policy: Any) -> Any:
-        def body(x_BD, weight_DD):
+    def gradient(policy: Callable[..., Any] | None) -> np.ndarray:
+        def body(x_BD: jax.Array, weight_DD: jax.Array) -> tuple[jax.Array, None]:
             return jnp.tanh(checkpoint_name(x_BD, "x") @ weight_DD / 8), None
 
-        def loss(weights_LDD):
+        def loss(weights_LDD: jax.Array) -> jax.Array:
             y_BD, _ = jax.lax.scan(jax.checkpoint(body, policy=policy), x_BD, weights_LDD)
             return jnp.sum(jnp.square(y_BD))
 
@@ -187,19 +172,3 @@ def gradient_error(device: Any) -> float:
         plain, found = gradient(None), gradient(offloaded)
     error = np.max(np.abs(found - plain)) / np.max(np.abs(plain))
     return float(error) if np.isfinite(error) else float("inf")
-
-
-def _read(path: Path) -> list[str]:
-    """What has passed before; nothing where the file is not what it should be."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return []
-    return [fact for fact in found if isinstance(fact, str)] if isinstance(found, list) else []
-
-
-def _write(path: Path, passed: list[str], say: Callable[[str], None]) -> None:
-    try:
-        write_whole(path, json.dumps(passed, indent=2) + "\n")
-    except OSError as error:
-        say(f"cannot remember this in {path} ({error.strerror}): it will be checked again next time")

@@ -107,7 +107,7 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
     return [
         *_fit_rules(config, plan.mesh)[1],
         *overlap_notes(plan, config.data.seq_len),
-        *pipeline_notes(config, plan, Model(config.model).parameter_count()),
+        *pipeline_notes(config, plan),
         *(offload_notes(asked, plan.mesh.devices.flat[0]) if asked else []),
         *_sum_notes(config, plan),
         *kernel_notes(config, plan),
