@@ -97,7 +97,7 @@ def lowered_for(
     leaves, flags = jax.tree.leaves(arguments), jax.tree.leaves(host)
     forgotten = any(flag and leaf.sharding.memory_kind != HOST for leaf, flag in zip(leaves, flags, strict=True))
 
-    def there(leaf: jax.ShapeDtypeStruct, flag: bool) -> jax.ShapeDtypeStruct | jax.core.AbstractValue:
+    def there(leaf: jax.ShapeDtypeStruct, flag: bool) -> Any:  # a shape, or of host memory an abstract value
         if not (flag and forgotten):
             return leaf
         return jax.make_jaxpr(on_host)(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)).out_avals[0]
@@ -106,12 +106,12 @@ def lowered_for(
     lowered = traced.lower(lowering_platforms=(platform,))
     if not forgotten:
         return traced, lowered
-    module = lowered.compiler_ir("stablehlo")
+    module: Any = lowered.compiler_ir("stablehlo")
     (main,) = (op for op in module.body.operations if str(op.attributes["sym_name"]) == '"main"')
     attributes = [{item.name: item.attr for item in of_argument} for of_argument in main.arg_attrs]
     assert len(attributes) == len(flags), "an argument that is not used would shift those after it"
     with module.context:
-        kind = {"mhlo.memory_kind": ir.StringAttr.get(HOST)}
+        kind: dict[str, ir.Attribute] = {"mhlo.memory_kind": ir.StringAttr.get(HOST)}
         main.arg_attrs = ir.ArrayAttr.get(
             [ir.DictAttr.get(own | kind if flag else own) for own, flag in zip(attributes, flags, strict=True)]
         )

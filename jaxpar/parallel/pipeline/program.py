@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxpar.parallel.pipeline.schedules import Action, Kind, Table, Tick
 
-_Array = np.ndarray | jax.Array
+_Array = Any  # of numpy here, of jax where it is run
 
 
 class Rows(NamedTuple):
-    """One kind of tick: int32 arrays [rounds, stages], of numpy here, of jax where they are run.
+    """One kind of tick: int32 arrays [rounds, stages].
 
     Attributes:
       on: whether the stage does anything.
@@ -83,12 +82,12 @@ def program(table: Table, backward: bool = True) -> TickProgram:
     for s in range(table.stages):
         for buffer, uses in _uses(table, rounds, s).items():
             depths[buffer] = max(depths[buffer], _assign_slots(uses, s, fields))
-    segments, first = [], 0
+    first, segments = 0, list[Segment]()
     for kinds, equal in groupby(rounds, key=lambda part: [_kind(tick) for tick in part]):
         count = len(list(equal))
         end, step = first + count * len(kinds), len(kinds)
-        cuts = {kind: slice(first + n, end, step) for n, kind in enumerate(kinds)}
-        segments.append(Segment(count, {kind: _rows(fields, cut) for kind, cut in cuts.items()}))
+        ticks: dict[Kind, Rows] = {kind: _rows(fields, slice(first + n, end, step)) for n, kind in enumerate(kinds)}
+        segments.append(Segment(count, ticks))
         first = end
     return TickProgram(tuple(segments), **depths)
 

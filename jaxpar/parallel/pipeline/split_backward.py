@@ -21,8 +21,8 @@ from jaxpar.base.jax_compat import CHECKPOINT
 
 PyTree = Any
 Atom = core.Var | core.Literal
-Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
-"""Of an array; of one in host memory a ShapedArray, since a ShapeDtypeStruct does not say where it lies."""
+Shape = Any
+"""A ShapeDtypeStruct; of an array in host memory its abstract value, since the other does not say where it lies."""
 
 
 class Kept(NamedTuple):
@@ -177,5 +177,5 @@ def _vars(atoms: Iterable[Atom]) -> list[core.Var]:
 
 
 def _shape(var: core.Var) -> Shape:
-    aval = var.aval
+    aval: Any = var.aval
     return aval if aval.memory_space == jax.memory.Space.Host else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
