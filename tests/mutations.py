@@ -141,8 +141,8 @@ MUTATIONS = [
              "jaxpar/rehearse/link_costs.py",
              "part * (size - 1) / size / share", "part / share", "tests/rehearse/test_link_costs.py"),
     # Verify.
-    Mutation("first_copy", "of a gradient's copies only the first is compared", "jaxpar/verify/copies.py",
-             "want)) for copy in copies)", "want)) for copy in list(copies)[:1])",
+    Mutation("first_copy", "of a gradient's copies only the first is compared", "jaxpar/verify/comparison.py",
+             "for copy in got.grads[name])", "for copy in got.grads[name][:1])",
              "tests/verify/test_of_config.py -k copy"),
 ]
 # fmt: on

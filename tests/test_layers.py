@@ -30,9 +30,9 @@ base meshes configs
 FLOOR = {wing: -line for line, wings in enumerate(WINGS.split("\n")) for wing in wings.split()}
 CORES = ("verify", "rehearse")
 OF_CONFIG = {
-    "of_config",  # the one file of each that is for configs
+    "of_config",  # the one file of each that is for configs, or folder
     # Still to be told what they need instead of a config or a model:
-    "calibrate", "explain", "losses_and_gradients", "remember", "shrink",
+    "calibrate",
 }  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_imports_have_no_cycles():
 
 @pytest.mark.parametrize("module", [module for module in MODULES if room(module) in CORES])
 def test_verify_and_rehearse_know_configs_and_models_in_one_file(module):
-    if module.split(".")[-1] in OF_CONFIG:
+    if OF_CONFIG.intersection(module.split(".")):
         return
     named = {
         alias.name for node in ast.walk(TREES[module]) if isinstance(node, ast.ImportFrom) for alias in node.names

@@ -121,16 +121,16 @@ def train_command(words: list[str]) -> int:
 def verify_command(words: list[str]) -> int:
     """jaxpar verify CONFIG [--on MESH] [--json] [--section.key value ...]"""
     from jaxpar.verify.of_config import verify
-    from jaxpar.verify.report import as_json, table, verdict
+    from jaxpar.verify.report import table
 
     _, args = config_args(verify_command.__doc__, VerifyArgs, words)
     out = console()
     found = verify(args.config, say=(lambda line: None) if args.json else out.print)
     if args.json:
-        out.print(json.dumps(as_json(found)))
+        out.print(json.dumps(found.as_json()))
     else:
-        out.print(table(found))
-        out.print(verdict(found))
+        out.print(table(found.checks))
+        out.print(str(found))
     return 0 if found.equal else 1
 
 

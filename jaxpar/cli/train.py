@@ -25,8 +25,7 @@ from jaxpar.train.data import load_corpus
 from jaxpar.train.loop import OutOfMemory, Result, run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_plan
-from jaxpar.verify.of_config import simulate_for
-from jaxpar.verify.remember import require
+from jaxpar.verify.of_config import require, simulate_for
 
 
 def train_config(config: Config, folder: Path, verify: bool = False) -> Result:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.verify._gradients import GradientRow, Verdict, gradients
+from jaxpar.verify._gradients import gradients
+from jaxpar.verify.report import GradientRow, Verdict
 
 if TYPE_CHECKING:
     from jaxpar.verify.of_config import verify as config

@@ -1,263 +1,185 @@
-"""What `diagnose` needs to explain wrong gradients, computed only when there are some.
-
-Contributions of shards and microbatches are reference gradients with the labels of all other tokens left out: the loss
-is a sum over tokens, so they add up to the whole. (Where a mesh axis splits the sequence, the tokens of a shard are
-those whose *loss* lies there. Before the last attention that is not what the shard contributes, and the hypothesis does
-not fit; copies that differ still tell. Nor do a router's own losses stop at tokens that do not count.)
-
-Shapes: B batch, S sequence.
-"""
+"""How each wrong gradient differs: the reference on parts of the batch and on wrong batches, put before `diagnose`."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Placement, placements
-from jaxpar.models import Params
-from jaxpar.parallel.zigzag import chunk_order, inverse, reordered
-from jaxpar.train.state import param_shapes
-from jaxpar.verify.copies import copies_by_axis
-from jaxpar.verify.losses_and_gradients import Answer, Case, Rows, in_model_order, one_device, parameter_order
-from jaxpar.verify.mistakes import Contribution, Evidence, Finding, diagnose
-from jaxpar.verify.reference_ops import ReferenceOps
+from jaxpar.base.sharding import PyTree, path_name
+from jaxpar.verify.comparison import Answer, axes_of_dim, copies_by_axis, distance, scale_of, sharding_of
+from jaxpar.verify.mistakes import Contribution, Evidence, diagnose
+from jaxpar.verify.report import Verdict
 
-Reference = Callable[[Params, Rows], Answer]
-_TABLE, _HEAD = "embed.tokens", "head.table"
+_ADDS_UP = 1e-3
+"""Contributions add up to the whole if they do to this relative error; what a part is missing is far more."""
+
+Reference = Callable[[PyTree], Answer]
+"""The reference on another batch."""
+Alteration = tuple[str, str, Answer]
+"""A kind of mistake, what it is in words, and what the reference gives where it is made."""
 
 
-class Wrong(NamedTuple):
-    """A parameter whose gradient differs.
+class Partition(NamedTuple):
+    """A batch in parts, each of which should contribute once to the loss.
 
     Attributes:
-      name: the parameter.
-      layers: the layers that differ, or None where it is not stacked.
-      finding: how.
+      what: `shard` or `microbatch`.
+      of: what follows its number: ` of data`.
+      batches: the parts.
     """
 
-    name: str
-    layers: tuple[int, ...] | None
-    finding: Finding
+    what: str
+    of: str
+    batches: Sequence[PyTree]
 
 
 def explain(
-    case: Case, tolerances: dict[str, float], loss_ok: bool, got: Answer, want: Answer, one: Reference,
-    say: Callable[[str], None],
-) -> list[Wrong]:  # fmt: skip
-    """How each wrong gradient differs, in the order of the model.
+    verdict: Verdict,
+    got: Answer,
+    want: Answer,
+    run: Reference,
+    partitions: Iterable[Partition],
+    altered: Callable[[], Iterable[Alteration]],
+    *,
+    sizes: Mapping[str, int] | None = None,
+    stacked: Callable[[str], bool] = lambda name: False,
+) -> Verdict:
+    """The verdict with a finding in each wrong row.
 
     Args:
-      case: what was run.
-      tolerances: the parameters that differ, and the root mean square that a layer may be off by.
-      loss_ok: whether the loss agrees; if so nothing that changes the forward pass is tried.
-      got, want: the answer under the plan, and the float32 reference.
-      one: the reference, to be run on other batches: `one(params, batch)`.
-      say: called with a line as each phase begins.
+      verdict: the comparison of `got` with `want`.
+      got: the program's answer, with its arrays.
+      want: the reference's.
+      run: the reference, which is run on each part of each partition.
+      partitions: of the batch.
+      altered: the reference under other circumstances; asked for only if a gradient is explained by nothing else.
+      sizes: numbers besides mesh axes that a gradient may be wrong by, by name.
+      stacked: whether the first dim of a parameter, given its name, is one of layers.
     """
-    plan = case.plan("float32")
-    parts = _parts(case, plan, one, say)
-    altered: dict[tuple[str, str], Answer] = {}
-    stacked = {placement.name for placement in _placements(case, plan) if placement.axes[0] == "layers"}
-    found = []
-    for name in parameter_order(case.model):
-        if name not in tolerances:
+    parts, others = _contributions(run, partitions, want)
+    asked, rows = False, []
+    for row in verdict.rows:
+        if row.ok:
+            rows.append(row)
             continue
-        evidence = _evidence(case, plan, name, got, want, parts)
-        layers = None
-        if name in stacked:
-            off = [_off(*arrays) for arrays in zip(evidence.got, evidence.want, strict=True)]
-            layers = tuple(layer for layer, rms in enumerate(off) if not rms <= tolerances[name])
-        finding = _diagnose(evidence, layers)
-        if not loss_ok and not finding.fits:
-            if not altered:
-                say("differs: the loss does too, so other attention masks are tried")
-                altered = dict(_altered(case, one))
-            values = {key: answer.grads[name][0] for key, answer in altered.items()}
-            finding = _diagnose(dataclasses.replace(evidence, altered=values), layers)
-        if name == _TABLE and case.config.model.tied_head and (not finding.fits or finding.kind == "copies"):
-            finding = _diagnose_uses(case, plan, evidence, say) or finding
-        found.append(Wrong(name, layers, finding))
-    return found
-
-
-def _evidence(
-    case: Case, plan: Plan, name: str, got: Answer, want: Answer, parts: Sequence[tuple[str, str, Answer]]
-) -> Evidence:
-    """What is known of one parameter before any other model is run."""
-    wanted, layers = want.grads[name][0], case.model.config.layers
-    by_axis = copies_by_axis(got.arrays[name], plan.mesh)
-    axes = next(placement.axes for placement in _placements(case, plan) if placement.name == name)
-    sizes = {axis: size for axis, size in plan.mesh.shape.items() if size > 1}
-    return Evidence(
-        got=max(got.grads[name], key=lambda copy: _off(copy, wanted)),
-        want=wanted,
-        sizes=sizes | _other_sizes(case, plan),
-        split=[plan.mesh_axes(axis) for axis in axes],
-        axis_sizes=sizes,
-        parts=[Contribution(label, kind, answer.grads[name][0]) for label, kind, answer in parts],
-        copies={axis: in_model_order(name, found, plan, layers) for axis, found in by_axis.items()},
-    )
-
-
-def _parts(case: Case, plan: Plan, one: Reference, say: Callable[[str], None]) -> list[tuple[str, str, Answer]]:
-    """Name, kind and reference gradients of each shard and microbatch by itself."""
-    groups = list(_groups(case, plan))
-    say(f"differs: the gradients of {len(groups)} shards and microbatches by themselves")
-    return [(name, kind, one(case.params, _only(case.batch, chosen))) for name, kind, chosen in groups]
-
-
-def _diagnose_uses(case: Case, plan: Plan, evidence: Evidence, say: Callable[[str], None]) -> Finding | None:
-    """A tied table's gradient is the sum of two, as embedding and as output head: is one of them wrong, and how?
-
-    A model with a head of its own, equal to the embedding, gives the two apart.
-    """
-    say("differs: the tied table's two uses apart")
-    model = dataclasses.replace(case.config.model, tied_head=False)
-    params = case.params | {"head": case.params["head"] | {"table": case.params["embed"]["tokens"]}}
-    untied = dataclasses.replace(case, params=params)
-    one = one_device(untied, "float32", exact=True, model=model)
-    whole, parts = one(params, case.batch), _parts(untied, plan, one, lambda line: None)
-    names = {_TABLE: "embedding", _HEAD: "output head"}
-    for name, use in names.items():
-        (other,) = names.keys() - {name}
-        rest = whole.grads[other][0]
-        finding = diagnose(
-            dataclasses.replace(
-                evidence,
-                got=evidence.got - rest,
-                want=whole.grads[name][0],
-                parts=[Contribution(label, kind, answer.grads[name][0]) for label, kind, answer in parts],
-                altered={},
-                copies={axis: copies - rest for axis, copies in evidence.copies.items()},
-            )
+        name = row.name
+        evidence = dataclasses.replace(
+            evidence_of(name, got, want, sizes or {}),
+            parts=[Contribution(label, kind, answer.grads[name][0]) for label, kind, answer in parts],
+            altered={(kind, what): answer.grads[name][0] for kind, what, answer in others},
         )
-        if finding.fits and finding.kind != "copies":
-            return finding._replace(says=f"{finding.says} (of its use as {use}; the other is right)")
-    return None
+        layers = None
+        if stacked(name):
+            off, most = map(distance, evidence.got, evidence.want), row.tolerance * scale_of(want, name)
+            layers = tuple(layer for layer, error in enumerate(off) if not error <= most)
+        finding = diagnose(evidence, layers)
+        if not finding.fits:
+            others += [] if asked else altered()
+            asked = True
+            values = {(kind, what): answer.grads[name][0] for kind, what, answer in others}
+            finding = diagnose(dataclasses.replace(evidence, altered=values), layers)
+        rows.append(row._replace(finding=finding, layers=layers))
+    return dataclasses.replace(verdict, rows=tuple(rows))
 
 
-def nearest_to_loss(wrong: list[Wrong]) -> str:
-    """The wrong gradient that a backward pass meets first: what is wrong there is passed on to the others."""
-    parts = ("embed", "blocks", "head")
-
-    def place(at: int) -> tuple[int, int, int]:
-        return parts.index(wrong[at].name.split(".")[0]), max(wrong[at].layers or [0]), at
-
-    last = wrong[max(range(len(wrong)), key=place)]
-    return last.name + (f" of layer {max(last.layers)}" if last.layers else "")
-
-
-def _diagnose(evidence: Evidence, layers: tuple[int, ...] | None) -> Finding:
-    """Of a stacked parameter only the layers that differ are diagnosed, and the finding names them if not all do.
-
-    Where nothing fits them together the last is tried alone: a mistake there is passed on to those before it.
-    """
-    if not layers:
-        return diagnose(evidence)
-    together = diagnose(_of_layers(evidence, layers))
-    if together.fits or len(layers) == 1:
-        if len(layers) == len(evidence.want):
-            return together
-        only = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
-        return together._replace(says=f"{together.says} (in {only} only)")
-    last = diagnose(_of_layers(evidence, layers[-1:]))
-    if not last.fits:
-        return together
-    return last._replace(says=f"{last.says} (in layer {layers[-1]}; those before it differ otherwise)")
-
-
-def _of_layers(evidence: Evidence, layers: tuple[int, ...]) -> Evidence:
-    pick = np.asarray(layers)
-    return dataclasses.replace(
-        evidence,
-        got=evidence.got[pick],
-        want=evidence.want[pick],
-        parts=[part._replace(value=part.value[pick]) for part in evidence.parts],
-        altered={key: value[pick] for key, value in evidence.altered.items()},
-        copies={axis: value[:, pick] for axis, value in evidence.copies.items()},
+def evidence_of(name: str, got: Answer, want: Answer, sizes: Mapping[str, int]) -> Evidence:
+    """What is known of one gradient before the reference is run again."""
+    array, right = got.arrays[name], want.grads[name][0]
+    sharding = sharding_of(array)
+    return Evidence(
+        got=max(got.grads[name], key=lambda copy: distance(copy, right)),
+        want=right,
+        sizes=sizes,
+        axis_sizes={str(axis): size for axis, size in sharding.mesh.shape.items() if size > 1},
+        split=[axes_of_dim(sharding, dim) for dim in range(right.ndim)],
+        copies={axis: got.reorder(name, found) for axis, found in copies_by_axis(array).items()},
     )
 
 
-def _placements(case: Case, plan: Plan) -> list[Placement]:
-    return placements(param_shapes(case.model, plan), case.model.axes, plan)
+def _contributions(
+    run: Reference, partitions: Iterable[Partition], want: Answer
+) -> tuple[list[tuple[str, str, Answer]], list[Alteration]]:
+    """Name, kind and gradients of each part, where parts add up to the whole; where they do not, their means.
+
+    They add up as they are if the loss is a sum, and divided by their number if it is a mean of equal parts. If it is a
+    mean of unequal ones, then the mean of their means is a mistake.
+    """
+    parts, means = [], []
+    for what, of, batches in partitions:
+        answers = [run(batch) for batch in batches]
+        total = _scaled(1.0, *answers)
+        scale = next((scale for scale in (1.0, 1 / len(answers)) if _is_near(_scaled(scale, total), want)), None)
+        if scale is not None:
+            kind = "sum" if what == "shard" else what
+            parts += [(f"{what} {n}{of}", kind, _scaled(scale, answer)) for n, answer in enumerate(answers)]
+        else:
+            own = f"each {what}{of} divides by its own number of tokens"
+            means += [("mean", own, _scaled(1 / len(answers), total)),
+                      ("mean", f"{own}, and the results are summed", total)]  # fmt: skip
+    return parts, means
 
 
-def _off(got: np.ndarray, want: np.ndarray) -> float:
-    """Root mean square of the difference; infinite for NaN."""
-    rms = float(np.sqrt(np.mean(np.square(got.astype(np.float64) - want))))
-    return rms if math.isfinite(rms) else math.inf
+def _scaled(scale: float, *answers: Answer) -> Answer:
+    """The sum of some answers' gradients, times a factor."""
+    names = answers[0].grads
+    return Answer(
+        np.zeros(1), {name: scale * np.sum([answer.grads[name] for answer in answers], axis=0) for name in names}
+    )
 
 
-def _other_sizes(case: Case, plan: Plan) -> dict[str, int]:
-    """Numbers besides the mesh axes that a gradient may be wrong by."""
-    model, train = case.config.model, case.config.train
-    sizes = {
-        "accumulation": train.accumulation,
-        "microbatches": plan.pipeline.microbatches if plan.size("stage") > 1 else 1,
-        "query heads per kv head": model.heads // (model.kv_heads or model.heads),
-        "tokens that count": int(np.sum(case.batch["labels"] >= 0)),
-    }
-    return {name: size for name, size in sizes.items() if size > 1}
+def _is_near(total: Answer, want: Answer) -> bool:
+    return all(distance(total.grads[name], want.grads[name]) <= _ADDS_UP * scale_of(want, name) for name in want.grads)
 
 
-def _groups(case: Case, plan: Plan) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Name and kind (see `Part`) of each shard and microbatch, and a mask [B, S] of its tokens."""
-    shape, accumulation = case.batch["tokens"].shape, case.config.train.accumulation
-    held = plan.sharding(("batch", "seq")).devices_indices_map(shape)
+def shards(batch: PyTree, placed: PyTree) -> Iterator[Partition]:
+    """The rows of a batch as devices have them along each mesh axis that splits rows, and along all of these together.
 
-    def tokens_of(devices: np.ndarray) -> np.ndarray:
-        mask = np.zeros(shape, bool)
-        for device in devices.ravel():
-            mask[held[device]] = True
-        return np.asarray(reordered(jnp.asarray(mask), inverse(chunk_order(plan, plan.context.strategy)), 1))
+    Args:
+      batch: a tree of arrays on the host.
+      placed: the sharding of each. An array whose rows are not split along an axis stays whole.
+    """
+    places = jax.tree.leaves(placed)
+    splits = [axes_of_dim(place, 0) for place in places]
+    for axes in dict.fromkeys(axes for split in splits for axes in (*((axis,) for axis in split), split) if axes):
 
-    together = (*plan.mesh_axes("batch"), *plan.mesh_axes("seq"))
-    for axis in together:
-        for at in range(plan.mesh.shape[axis]):
-            yield (
-                f"shard {at} of {axis}",
-                "sum",
-                tokens_of(plan.mesh.devices.take(at, plan.mesh.axis_names.index(axis))),
-            )
-    if len(together) > 1:
-        alone = {device.id: tokens_of(np.asarray([device])) for device in plan.mesh.devices.ravel()}
-        different = {mask.tobytes(): mask for mask in alone.values()}
-        for at, mask in enumerate(different.values()):
-            yield f"shard {at} of {' x '.join(together)}", "sum", mask
-    rows = np.broadcast_to(np.arange(shape[0])[:, None], shape)
-    # As `step.gradients` deals them out, and of what is left a pipeline.
-    piped = plan.pipeline.microbatches if plan.size("stage") > 1 else 1
-    for at in range(piped if piped > 1 else 0):
-        yield f"microbatch {at} of the pipeline", "microbatch", rows // accumulation % piped == at
-    for at in range(accumulation if accumulation > 1 else 0):
-        yield f"microbatch {at}", "microbatch", rows % accumulation == at
-        yield f"microbatch {at} (of consecutive rows)", "microbatch", rows // (shape[0] // accumulation) == at
+        def part(leaf: np.ndarray, place: NamedSharding, n: int, axes: tuple[str, ...] = axes) -> np.ndarray:
+            if not set(axes) <= set(axes_of_dim(place, 0)):
+                return leaf
+            return _grid(leaf, place, axes, 0).take(n, axis=1).reshape(-1, *leaf.shape[1:])
+
+        count = math.prod(places[0].mesh.shape[axis] for axis in axes)
+        batches = [jax.tree.map(lambda leaf, place, n=n: part(leaf, place, n), batch, placed) for n in range(count)]
+        yield Partition("shard", f" of {' x '.join(axes)}", batches)
 
 
-def _only(batch: Rows, chosen: np.ndarray) -> Rows:
-    """The batch with the labels of all other tokens left out."""
-    return batch | {"labels": np.where(chosen, batch["labels"], -1).astype(np.int32)}
+def misplaced(batch: PyTree, placed: PyTree, run: Reference) -> Iterator[Alteration]:
+    """The reference where the shards along a mesh axis have other shards' parts of one array of the batch."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+    for at, ((path, leaf), place) in enumerate(zip(leaves, jax.tree.leaves(placed), strict=True)):
+        for dim, axis in [(n, axis) for n in range(leaf.ndim) for axis in axes_of_dim(place, n)]:
+            grid, size = _grid(leaf, place, (axis,), dim), place.mesh.shape[axis]
+            orders = {
+                f"every shard of {axis} has the first one's": [0] * size,
+                f"each shard of {axis} has the one before's": [(n - 1) % size for n in range(size)],
+            }
+            if size > 2:
+                orders[f"each shard of {axis} has the one after's"] = [(n + 1) % size for n in range(size)]
+            for what, order in orders.items():
+                changed = [other for _, other in leaves]
+                changed[at] = grid.take(order, axis=dim + 1).reshape(leaf.shape)
+                said = f"{what} part of {path_name(path) or 'batch'}"
+                yield "shard", said, run(jax.tree.unflatten(tree, changed))
 
 
-def _altered(case: Case, one: Reference) -> Iterator[tuple[tuple[str, str], Answer]]:
-    """What the reference would give with another attention mask, by kind and description."""
-    if "segments" in case.batch:
-        for name, what in (
-            ("segments", "a token sees the documents packed before its own"),
-            ("positions", "positions do not restart with each document"),
-        ):
-            yield ("documents", what), one(case.params, {key: rows for key, rows in case.batch.items() if key != name})
-    for offset, blind, what in (
-        (1, "mean", "a token sees the one after it"),
-        (-1, "mean", "a token does not see itself and the first sees all"),
-        (-1, "zero", "a token does not see itself and the first sees none"),
-    ):
-        ops = partial(ReferenceOps, offset=offset, blind=blind)
-        yield ("mask", what), one_device(case, "float32", exact=True, ops=ops)(case.params, case.batch)
+def _grid(leaf: np.ndarray, place: NamedSharding, axes: tuple[str, ...], dim: int) -> np.ndarray:
+    """An array with a dim as three: places along the mesh axes that split it before `axes`, along these, and within."""
+    names, sizes = axes_of_dim(place, dim), place.mesh.shape
+    outer = math.prod(sizes[name] for name in names[: names.index(axes[0])])
+    count = math.prod(sizes[name] for name in axes)
+    return leaf.reshape(*leaf.shape[:dim], outer, count, -1, *leaf.shape[dim + 1 :])

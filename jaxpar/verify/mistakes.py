@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -37,14 +37,14 @@ class Contribution(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """One wrong gradient, and what it may be compared with. All arrays are float32, of one shape unless said.
+    """One wrong gradient, and what it may be compared with. All arrays are of one shape unless said.
 
     Attributes:
       got: the gradient in question.
       want: the reference.
-      sizes: numbers that a wrong factor may be, by name: mesh axes, accumulation, query heads per kv head.
-      split: mesh axes along each dim.
       axis_sizes: devices along each mesh axis.
+      sizes: other numbers that a wrong factor may be, by name: accumulation, query heads per kv head.
+      split: mesh axes along each dim.
       parts: contributions of shards and microbatches.
       altered: what the gradient would be under another computation, by (kind, what it is).
       copies: by mesh axis that should hold copies, the gradient as each coordinate of it has it, [n, *shape].
@@ -52,12 +52,24 @@ class Evidence:
 
     got: np.ndarray
     want: np.ndarray
+    axis_sizes: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     split: Sequence[tuple[str, ...]] = ()
-    axis_sizes: Mapping[str, int] = field(default_factory=dict)
     parts: Sequence[Contribution] = ()
     altered: Mapping[tuple[str, str], np.ndarray] = field(default_factory=dict)
     copies: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def of_layers(self, layers: Sequence[int]) -> Evidence:
+        """The same of some layers, which dim 0 counts."""
+        pick = list(layers)
+        return replace(
+            self,
+            got=self.got[pick],
+            want=self.want[pick],
+            parts=[part._replace(value=part.value[pick]) for part in self.parts],
+            altered={key: value[pick] for key, value in self.altered.items()},
+            copies={axis: value[:, pick] for axis, value in self.copies.items()},
+        )
 
 
 class Finding(NamedTuple):
@@ -108,32 +120,52 @@ KINDS = {
 }
 
 
-def diagnose(evidence: Evidence) -> Finding:
-    """The hypothesis that fits best; `unknown` names the nearest where none does."""
+def diagnose(evidence: Evidence, layers: Sequence[int] | None = None) -> Finding:
+    """The hypothesis that fits best; `unknown` names the nearest where none does.
+
+    Args:
+      evidence: what is known.
+      layers: of a gradient that is stacked over layers those that differ. They are explained together, or else the last
+        of them alone: a mistake there is passed on to those before it.
+    """
+    if not layers:
+        return _diagnose(evidence)
+    together = _diagnose(evidence.of_layers(layers))
+    if together.fits or len(layers) == 1:
+        if len(layers) == len(evidence.want):
+            return together
+        only = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+        return together._replace(says=f"{together.says} (in {only} only)")
+    last = _diagnose(evidence.of_layers(layers[-1:]))
+    if not last.fits:
+        return together
+    return last._replace(says=f"{last.says} (in layer {layers[-1]}; those before it differ otherwise)")
+
+
+def _diagnose(evidence: Evidence) -> Finding:
     if not np.all(np.isfinite(evidence.got)):
         share = 1 - np.mean(np.isfinite(evidence.got))
         return Finding("not finite", f"not finite in {share:.1%} of its entries", 0.0)
-    difference = float(np.linalg.norm(_wide(evidence.got) - _wide(evidence.want)))
+    difference = _distance(evidence.got, evidence.want)
+    guesses = [guess for hypothesis in HYPOTHESES for guess in hypothesis(evidence)]
     found = _differing_copies(evidence, difference)
     found += [
         Finding(guess.kind, guess.says, _distance(evidence.got, guess.predicted) / max(difference, 1e-300))
-        for hypothesis in HYPOTHESES
-        for guess in hypothesis(evidence)
+        for guess in guesses
     ]
-    best = min(found, key=lambda finding: finding.residual, default=None)
-    if best is not None and best.fits:
+    best = min(found, key=lambda finding: finding.residual)
+    if best.fits:
         # Of those that fit equally well the first: hypotheses stand from the plain to the particular.
         close = min(max(2 * best.residual, FITS / 50), FITS)
         return next(finding for finding in found if finding.residual <= close)
     if _is_rounding(evidence):
         error = difference / max(float(np.linalg.norm(_wide(evidence.want))), 1e-300)
-        return Finding(
-            "rounding", f"the reference but for {error:.1e} without structure, as if computed in a lower precision", 1.0
-        )
-    if best is None or best.residual > 0.5:
-        return Finding("unknown", "like nothing that was tried", 1.0 if best is None else min(best.residual, 1.0))
-    return Finding("unknown", f"nearest to {best.says}, which leaves {best.residual:.0%} of the difference",
-                   best.residual)  # fmt: skip
+        said = f"the reference but for {error:.1e} without structure, as if computed in a lower precision"
+        return Finding("rounding", said, 1.0)
+    if best.residual > 0.5:
+        return Finding("unknown", "like nothing that was tried", min(best.residual, 1.0))
+    said = f"nearest to {best.says}, which leaves {best.residual:.0%} of the difference"
+    return Finding("unknown", said, best.residual)
 
 
 def _zero(evidence: Evidence) -> Iterator[Guess]:
@@ -144,17 +176,20 @@ def _factor(evidence: Evidence) -> Iterator[Guess]:
     """The best factor of all: as a number that means something where it is near one, and as it is."""
     got, want = _wide(evidence.got), _wide(evidence.want)
     factor = float(np.vdot(got, want) / max(float(np.vdot(want, want)), 1e-300))
-    over, under = (_named(evidence.sizes, value) for value in (factor, 1 / factor if factor else math.inf))
-    if over:
-        number, names = over
+    for value, inverse in ((factor, False), (1 / factor if factor else math.inf, True)):
+        number, names = _named({**evidence.axis_sizes, **evidence.sizes}, value)
         summed = [name for name in names if name in evidence.axis_sizes]
-        again = ", as if summed over it once more" if summed else ""
-        says = f"{number} times the reference, the size of {_or(summed or names)}{again}"
-        yield Guess("sum doubled" if summed else "scaled", says, evidence.want * np.float32(number))
-    if under:
-        number, names = under
-        says = f"1/{number} of the reference, one over the size of {_or(names)}: a mean in place of a sum?"
-        yield Guess("scaled", says, evidence.want / np.float32(number))
+        if not names:
+            continue
+        if inverse:
+            says = f"1/{number} of the reference, one over the size of {_or(names)}: a mean in place of a sum?"
+            yield Guess("scaled", says, evidence.want / np.float32(number))
+        elif summed:
+            says = f"{number} times the reference, the size of {_or(summed)}, as if summed over it once more"
+            yield Guess("sum doubled", says, evidence.want * np.float32(number))
+        else:
+            says = f"{number} times the reference, the size of {_or(names)}"
+            yield Guess("scaled", says, evidence.want * np.float32(number))
     number = Fraction(factor).limit_denominator(_LARGEST_FACTOR)
     if number == -1:
         yield Guess("sign", "minus the reference", -evidence.want)
@@ -163,15 +198,13 @@ def _factor(evidence: Evidence) -> Iterator[Guess]:
     yield Guess("scaled", f"{factor:.6g} times the reference", evidence.want * np.float32(factor))
 
 
-def _named(sizes: Mapping[str, int], value: float) -> tuple[int, list[str]] | None:
+def _named(sizes: Mapping[str, int], value: float) -> tuple[int, list[str]]:
     """The whole number that a factor is near, and the sizes, or else the products of two, that are this number."""
     if not math.isfinite(value) or value < 1.5 or abs(value / round(value) - 1) > _NEAR:
-        return None
+        return 0, []
     number = round(value)
-    names = [name for name, size in sizes.items() if size == number] or [
-        f"{a} x {b}" for (a, m), (b, n) in itertools.combinations(sizes.items(), 2) if m * n == number and min(m, n) > 1
-    ]
-    return (number, names) if names else None
+    products = [f"{a} x {b}" for (a, m), (b, n) in itertools.combinations(sizes.items(), 2) if m * n == number]
+    return number, [name for name, size in sizes.items() if size == number] or products
 
 
 def _or(names: Sequence[str]) -> str:
@@ -232,18 +265,17 @@ HYPOTHESES: tuple[Callable[[Evidence], Iterator[Guess]], ...] = (
 
 def _differing_copies(evidence: Evidence, difference: float) -> list[Finding]:
     """Copies that are not equal; where they add up to the reference, the sum over their axis was left out."""
-    scale = float(np.linalg.norm(_wide(evidence.want)))
+    norm = float(np.linalg.norm(_wide(evidence.want)))
     spread = {axis: max(_distance(copy, copies[0]) for copy in copies) for axis, copies in evidence.copies.items()}
-    differing = [axis for axis, distance in spread.items() if distance > 1e-4 * scale]
+    differing = {axis: distance for axis, distance in spread.items() if distance > 1e-4 * norm}
     found = []
     for axis in differing:
-        copies = evidence.copies[axis]
-        for scale, what in ((1, "add up to"), (1 / len(copies), "are on average")):
-            total = scale * copies.sum(axis=0, dtype=np.float64)
+        total = evidence.copies[axis].sum(axis=0, dtype=np.float64)
+        for value, what in ((total, "add up to"), (total / len(evidence.copies[axis]), "are on average")):
             says = f"a part: copies along {axis} differ and {what} the reference, the sum over it is missing"
-            found.append(Finding("sum missing", says, _distance(total, evidence.want) / max(difference, 1e-300)))
+            found.append(Finding("sum missing", says, _distance(value, evidence.want) / max(difference, 1e-300)))
     if differing:
-        share = max(spread.values()) / max(scale, 1e-300)
+        share = max(differing.values()) / max(norm, 1e-300)
         says = f"not one array: copies along {' and '.join(differing)} differ by {share:.1e}"
         found.append(Finding("copies", says, FITS))
     return found

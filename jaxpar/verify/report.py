@@ -1,114 +1,148 @@
-"""What a verification says: a table, a line, and JSON."""
+"""What a comparison found: a row for each parameter, a table, a line, and JSON."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import jax
 from rich.table import Table
 
-from jaxpar.base.mesh import describe, total_sizes
-from jaxpar.verify.of_config import GradientRow, Verification
+from jaxpar.base.console import console
+from jaxpar.verify.mistakes import Finding
 
 
-def table(found: Verification) -> Table:
-    """The loss and every parameter: for each check the error and its tolerance, and how it differs if it does."""
+class GradientRow(NamedTuple):
+    """One parameter's gradient.
+
+    Attributes:
+      name: its path in the tree: `blocks.up`.
+      shape: of the array.
+      error: |got - want| / max(|want|, floor), root mean squares, the worst copy's; infinite for NaN.
+      tolerance: what the error may be.
+      finding: how the gradient differs; None where it does not.
+      layers: the layers that differ; None where it does not, or is not stacked over layers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    error: float
+    tolerance: float
+    finding: Finding | None = None
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance
+
+    @property
+    def says(self) -> str:
+        """The finding in words: `sign, it is minus the reference`."""
+        return f"{self.finding.kind}, it is {self.finding.says}" if self.finding else "not explained"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One comparison of a program's loss and gradients with the reference's.
+
+    Attributes:
+      name: `float32`, `bfloat16`, or `float32 as run` where the device computes float32 in less by default.
+      loss, reference_loss: as the program gives it: a sum or a mean.
+      loss_error, loss_tolerance: relative.
+      rows: the parameters in the order of the model, or of the tree.
+      tokens_agree: whether as many labels count, where the program says how many.
+      origin: the wrong gradient that lies nearest to the loss, where that is known: a mistake there is passed back to
+        the others.
+      on_one_device: the library's ops differ as much on one device, so the mesh has no part in it.
+    """
+
+    name: str
+    loss: float
+    reference_loss: float
+    loss_error: float
+    loss_tolerance: float
+    rows: tuple[GradientRow, ...]
+    tokens_agree: bool = True
+    origin: str = ""
+    on_one_device: bool = False
+
+    @property
+    def loss_ok(self) -> bool:
+        return self.loss_error <= self.loss_tolerance and self.tokens_agree
+
+    @property
+    def equal(self) -> bool:
+        return self.loss_ok and not self.wrong
+
+    @property
+    def wrong(self) -> tuple[GradientRow, ...]:
+        """The parameters whose gradients differ."""
+        return tuple(row for row in self.rows if not row.ok)
+
+    @property
+    def difference(self) -> str:
+        """What differs: the loss, how many gradients and of which kinds, and the first of them."""
+        loss = [f"the loss, by {self.loss_error:.1e}"] if not self.loss_ok else []
+        if not self.wrong:
+            return "".join(loss)
+        kinds = Counter(row.finding.kind for row in self.wrong if row.finding).most_common()
+        listed = ", ".join(f"{count} x {kind}" for kind, count in kinds)
+        first = self.wrong[0]
+        said = " and ".join([*loss, f"{len(self.wrong)} of {len(self.rows)} gradients ({listed})"])
+        said += f"; first {first.name} [{_sizes(first)}], off by {first.error:.1e}: {first.says}"
+        if self.loss_ok and self.origin:  # else the forward pass is wrong already, or the tokens are not the same
+            nearest = next(row for row in self.wrong if row.name == self.origin.split()[0])
+            said += f"; nearest to the loss: {self.origin}" + (f", {nearest.says}" if nearest != first else "")
+        return said + ("; on one device the library's ops differ likewise" if self.on_one_device else "")
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"EQUAL: loss and {len(self.rows)} gradients, to {max(row.tolerance for row in self.rows):.1e}"
+        return f"DIFFERS: {self.difference}"
+
+    def show(self) -> None:
+        """Print every parameter's error and kind of mistake on the terminal, and the line."""
+        console().print(table([self]))
+        console().print(str(self))
+
+    def as_json(self) -> dict[str, Any]:
+        """The comparison for JSON; an error that is not finite is the string "inf"."""
+
+        def of_row(row: GradientRow) -> dict[str, Any]:
+            finding = row.finding and row.finding._asdict() | {"fits": row.finding.fits}
+            return row._asdict() | {"error": _number(row.error), "ok": row.ok, "finding": finding}
+
+        numbers = {name: _number(getattr(self, name)) for name in ("loss", "loss_error")}
+        known = {name: getattr(self, name) for name in ("name", "reference_loss", "loss_tolerance", "tokens_agree")}
+        return known | numbers | {"ok": self.equal, "parameters": [of_row(row) for row in self.rows]}
+
+
+def table(verdicts: Sequence[Verdict]) -> Table:
+    """The loss and every parameter: each comparison's error and tolerance, and the kind of the first mistake."""
     out = Table("parameter", "shape", box=None, pad_edge=False)
-    for run in found.checks:
-        out.add_column(run.name, justify="right")
+    for verdict in verdicts:
+        out.add_column(verdict.name, justify="right")
         out.add_column("tolerance", justify="right")
     out.add_column("")
-    losses = [_numbers(run.loss_error, run.loss_tolerance) for run in found.checks]
-    out.add_row("loss", "", *sum(losses, ()), "ok" if all(run.loss_ok for run in found.checks) else "DIFFERS")
-    for rows in zip(*(run.rows for run in found.checks), strict=True):
-        numbers, wrong = [_numbers(row.error, row.tolerance) for row in rows], [row for row in rows if not row.ok]
-        said = "ok" if not wrong else "DIFFERS" + (f": {wrong[0].finding.kind}" if wrong[0].finding else "")
-        out.add_row(rows[0].name, " x ".join(map(str, rows[0].shape)), *sum(numbers, ()), said)
+    losses = [text for verdict in verdicts for text in _errors(verdict.loss_error, verdict.loss_tolerance)]
+    out.add_row("loss", "", *losses, "ok" if all(verdict.loss_ok for verdict in verdicts) else "DIFFERS")
+    for rows in zip(*(verdict.rows for verdict in verdicts), strict=True):
+        errors = [text for row in rows for text in _errors(row.error, row.tolerance)]
+        wrong = [row for row in rows if not row.ok]
+        kind = f": {wrong[0].finding.kind}" if wrong and wrong[0].finding else ""
+        out.add_row(rows[0].name, _sizes(rows[0]), *errors, f"DIFFERS{kind}" if wrong else "ok")
     return out
 
 
-def _numbers(error: float, tolerance: float) -> tuple[str, ...]:
+def _errors(error: float, tolerance: float) -> tuple[str, str]:
     return f"{error:.1e}", f"{tolerance:.1e}"
 
 
-def verdict(found: Verification) -> str:
-    """One line: equal, or the first parameter that differs, and how."""
-    failed, count = found.failed, len(found.checks[0].rows)
-    mesh, devices = found.setup.config.mesh, found.setup.devices
-    on = f"{describe(total_sizes(mesh))} ({len(devices)} x {devices[0].device_kind})"
-    if failed is None:
-        names = ", ".join(run.name for run in found.checks)
-        return f"EQUAL: loss and {count} gradients on {on} as on one device; {names}; {found.seconds:.0f} s"
-    wrong = [row for row in failed.rows if not row.ok]
-    said = [f"the loss, by {failed.loss_error:.1e}"] if not failed.loss_ok else []
-    said += [f"{len(wrong)} of {count} gradients"] if wrong else []
-    text = f"DIFFERS on {on}, {failed.name}: {' and '.join(said)}"
-    if not wrong:
-        return text
-    kinds = Counter(row.finding.kind for row in wrong if row.finding is not None)
-    listed = ", ".join(f"{number} x {kind}" for kind, number in kinds.most_common())
-    text += f" ({listed}); first {_how(wrong[0])}"
-    if failed.loss_ok and failed.origin:  # else the forward pass is wrong already, or the tokens are not the same
-        nearest = next(row for row in wrong if row.name == failed.origin.split()[0])
-        text += f"; nearest to the loss: {failed.origin}" + (f", {_said(nearest)}" if nearest != wrong[0] else "")
-    return text + ("; on one device the library's ops differ likewise" if failed.on_one_device else "")
+def _sizes(row: GradientRow) -> str:
+    return " x ".join(map(str, row.shape))
 
 
-def _how(row: GradientRow) -> str:
-    return f"{row.name} [{' x '.join(map(str, row.shape))}], off by {row.error:.1e}: {_said(row)}"
-
-
-def _said(row: GradientRow) -> str:
-    return "not diagnosed" if row.finding is None else f"{row.finding.kind}, it is {row.finding.says}"
-
-
-def as_json(found: Verification) -> dict[str, Any]:
-    """The whole result for `--json`; docs/verify.md describes it. An error that is not finite is the string "inf"."""
-
-    def number(error: float) -> float | str:
-        return error if math.isfinite(error) else "inf"
-
-    def row(row: GradientRow) -> dict[str, Any]:
-        finding = None if row.finding is None else row.finding._asdict() | {"fits": row.finding.fits}
-        return {**row._asdict(), "error": number(row.error), "ok": row.ok, "finding": finding}
-
-    failed, model = found.failed, dataclasses.asdict(found.setup.config.model)
-    return {
-        "equal": found.equal,
-        "verdict": verdict(found),
-        "first": failed.first.name if failed and failed.first else None,
-        "nearest_to_loss": failed.origin if failed else None,
-        "on_one_device": failed.on_one_device if failed else None,
-        "platform": found.setup.devices[0].platform,
-        "device_kind": found.setup.devices[0].device_kind,
-        "devices": len(found.setup.devices),
-        "mesh": total_sizes(found.setup.config.mesh),
-        "mesh_asked": total_sizes(found.setup.asked),
-        "notes": list(found.setup.notes),
-        "model": model,
-        "batch": found.setup.config.train.batch,
-        "accumulation": found.setup.config.train.accumulation,
-        "seq_len": found.setup.config.data.seq_len,
-        "packed": found.setup.config.data.pack,
-        "remat": found.setup.config.memory.policy,
-        "overlap": dataclasses.asdict(found.setup.config.overlap),
-        "context": found.setup.config.context.strategy,
-        "jax": jax.__version__,
-        "seconds": round(found.seconds, 2),
-        "checks": [
-            {
-                "name": run.name,
-                "ok": run.ok,
-                "loss": number(run.loss),
-                "reference_loss": run.reference_loss,
-                "loss_error": number(run.loss_error),
-                "loss_tolerance": run.loss_tolerance,
-                "tokens_agree": run.tokens_agree,
-                "parameters": [row(entry) for entry in run.rows],
-            }
-            for run in found.checks
-        ],
-    }
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else "inf"

@@ -18,9 +18,8 @@ from jaxpar.models import model as model_module
 from jaxpar.parallel import context
 from jaxpar.parallel import token_order as batches
 from jaxpar.parallel.zigzag import ContextTask
-from jaxpar.verify import of_config as verify
-from jaxpar.verify.losses_and_gradients import parameter_order
-from jaxpar.verify.report import verdict
+from jaxpar.verify.of_config import checks as verify
+from jaxpar.verify.of_config.losses_and_gradients import parameter_order
 
 
 def config_of(family: str, strategy: str = "ring", packed: bool = False, **changes: Any) -> Config:
@@ -51,7 +50,7 @@ PLANS = {
 @pytest.mark.parametrize("name", some([*PLANS], 2))
 def test_a_split_sequence_gives_the_gradients_of_one_device(name: str) -> None:
     found = verify.verify(PLANS[name], jax.devices())
-    assert found.equal, verdict(found)
+    assert found.equal, str(found)
     errors = [row.error for row in found.checks[0].rows]
     assert 0 < max(errors) < verify.FLOAT32 / 3  # merged softmaxes round a little more: 2.1e-6 was seen, of 1e-5
 
@@ -66,7 +65,7 @@ def failed_with(monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: An
     failed = verify.verify(config, jax.devices()).failed
     assert failed is not None
     assert not failed.on_one_device
-    wrong = [row.name for row in failed.rows if not row.ok]
+    wrong = [row.name for row in failed.wrong]
     return failed, wrong, parameter_order(Model(config.model))
 
 

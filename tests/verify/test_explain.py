@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,47 +14,43 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.config import Config, override
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.plan import Plan
-from jaxpar.models import Model
-from jaxpar.train import step
-from jaxpar.verify import explain as evidence
-from jaxpar.verify.copies import copies_by_axis
-from jaxpar.verify.explain import Wrong, nearest_to_loss
-from jaxpar.verify.losses_and_gradients import Case, one_device, random_batch, random_params
-from jaxpar.verify.mistakes import Finding
-from jaxpar.verify.shrink import shrink
+from jaxpar.verify.comparison import copies_by_axis
+from jaxpar.verify.explain import _contributions
+from jaxpar.verify.of_config.explain import nearest_to_loss, partitions_of
+from jaxpar.verify.of_config.losses_and_gradients import Case, one_device
+from jaxpar.verify.of_config.shrink import shrink
+from jaxpar.verify.report import GradientRow
 
 
 def case_of(mesh: MeshSpec, **changes: object) -> Case:
     small, _ = shrink(override(Config(), {"model.family": "llama", "train.batch": 36, **changes}), mesh)
-    model = Model(small.model)
-    return Case(small, model, jax.devices()[:8], random_params(model), random_batch(small), step.gradients)
+    return Case.draw(small, jax.devices()[:8])
 
 
 @pytest.mark.quick
-def test_groups_of_one_kind_cover_every_token_once() -> None:
+def test_partitions_have_every_row_once() -> None:
     case = case_of(MeshSpec(data=2, fsdp=2, context=2), **{"train.accumulation": 3})
-    groups = list(evidence._groups(case, case.plan("float32")))
-    names = [name for name, _, _ in groups]
-    assert names[:6] == [f"shard {at} of {axis}" for axis in ("data", "fsdp", "context") for at in (0, 1)]
-    assert {kind for name, kind, _ in groups if "microbatch" in name} == {"microbatch"}
-    for kind, count in (("of data", 2), ("of fsdp", 2), ("of context", 2), ("of data x fsdp x context", 8)):
-        masks = [mask for name, _, mask in groups if name.endswith(kind)]
-        assert len(masks) == count
-        np.testing.assert_array_equal(np.sum(masks, axis=0), 1)
-    strided = [mask for name, _, mask in groups if name in ("microbatch 0", "microbatch 1", "microbatch 2")]
-    np.testing.assert_array_equal(np.sum(strided, axis=0), 1)
-    assert strided[1][1].all()
-    assert not strided[1][0].any()
+    rows = {row.tobytes(): n for n, row in enumerate(case.batch["tokens"])}
+    found = {
+        part.what + part.of: [[rows[row.tobytes()] for row in batch["tokens"]] for batch in part.batches]
+        for part in partitions_of(case, case.plan("float32"))
+    }
+    shards = ["shard of data", "shard of fsdp", "shard of data x fsdp"]
+    assert [*found] == [*shards, "microbatch", "microbatch (of consecutive rows)"]
+    for parts in found.values():
+        assert sorted(row for part in parts for row in part) == sorted(rows.values())
+    assert [len(parts) for parts in found.values()] == [2, 2, 4, 3, 3]
+    assert found["shard of fsdp"][0] == [*range(6), *range(12, 18)]
+    assert found["microbatch"][1][:3] == [1, 4, 7]
 
 
 def test_contributions_add_up_to_the_gradient() -> None:
     case = case_of(MeshSpec(data=4, tensor=2))
-    one = one_device(case, "float32", exact=True)
-    want = one(case.params, case.batch)
-    said: list[str] = []
-    parts = evidence._parts(case, case.plan("float32"), one, said.append)
-    assert [name for name, _, _ in parts] == [f"shard {at} of data" for at in range(4)]
-    assert "4 shards" in said[0]
+    one = partial(one_device(case, "float32", exact=True), case.params)
+    want = one(case.batch)
+    parts, means = _contributions(one, partitions_of(case, case.plan("float32")), want)
+    assert not means
+    assert [(name, kind) for name, kind, _ in parts] == [(f"shard {at} of data", "sum") for at in range(4)]
     for name, grad in want.grads.items():
         total = np.sum([answer.grads[name] for _, _, answer in parts], axis=0)
         np.testing.assert_allclose(total, grad, atol=1e-5 * np.max(np.abs(grad)))
@@ -69,7 +66,7 @@ def test_copies_are_told_apart_by_mesh_axis(plan_of: Callable[..., Plan]) -> Non
 
     x = jnp.arange(4.0)
     wrong = jax.jit(jax.shard_map(local, mesh=plan.mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))(x)
-    copies = copies_by_axis(wrong, plan.mesh)
+    copies = copies_by_axis(wrong)
     assert set(copies) == {"data", "tensor"}
     np.testing.assert_array_equal(copies["data"], [x, x + 10])
     np.testing.assert_array_equal(copies["tensor"], [x, x + 100])
@@ -77,13 +74,11 @@ def test_copies_are_told_apart_by_mesh_axis(plan_of: Callable[..., Plan]) -> Non
 
 @pytest.mark.quick
 def test_the_wrong_gradient_nearest_to_the_loss() -> None:
-    finding = Finding("unknown", "", 1.0)
-    wrong = [
-        Wrong("embed.tokens", None, finding),
-        Wrong("blocks.q", (0, 1), finding),
-        Wrong("blocks.up", (0,), finding),
-    ]
-    assert nearest_to_loss(wrong[:1]) == "embed.tokens"
-    assert nearest_to_loss(wrong) == "blocks.q of layer 1"
-    assert nearest_to_loss([wrong[0], wrong[2]]) == "blocks.up of layer 0"
-    assert nearest_to_loss([*wrong, Wrong("head.norm.scale", None, finding)]) == "head.norm.scale"
+    def wrong(*rows: tuple[str, tuple[int, ...] | None]) -> tuple[GradientRow, ...]:
+        return tuple(GradientRow(name, (1,), 1.0, 0.1, layers=layers) for name, layers in rows)
+
+    table, q, up = ("embed.tokens", None), ("blocks.q", (0, 1)), ("blocks.up", (0,))
+    assert nearest_to_loss(wrong(table)) == "embed.tokens"
+    assert nearest_to_loss(wrong(table, q, up)) == "blocks.q of layer 1"
+    assert nearest_to_loss(wrong(table, up)) == "blocks.up of layer 0"
+    assert nearest_to_loss(wrong(table, q, up, ("head.norm.scale", None))) == "head.norm.scale"

@@ -18,15 +18,9 @@ from jaxpar.base.sharding import path_name
 from jaxpar.models import FAMILIES, Model
 from jaxpar.parallel.cross_entropy import LossWeights
 from jaxpar.train import step
-from jaxpar.verify.copies import copies
-from jaxpar.verify.losses_and_gradients import (
-    Case,
-    parameter_order,
-    random_batch,
-    random_params,
-    under_plan,
-)
-from jaxpar.verify.shrink import shrink
+from jaxpar.verify.comparison import copies
+from jaxpar.verify.of_config.losses_and_gradients import Case, parameter_order, under_plan
+from jaxpar.verify.of_config.shrink import shrink
 
 pytestmark = pytest.mark.quick
 
@@ -62,13 +56,13 @@ def test_the_plan_is_run_as_in_training() -> None:
         override(Config(), {"train.accumulation": 3, "train.z_loss": 0.1, "train.balance_loss": 0.2}),
         MeshSpec(data=2, tensor=2),
     )
-    model, seen = Model(small.model), []
+    seen = []
 
     def gradients(*args: object) -> object:
         seen.append((*args[3:], jax.config.jax_default_matmul_precision))  # pyright: ignore[reportAttributeAccessIssue]
         return step.LossSums(*jnp.ones(3)), args[1]
 
-    case = Case(small, model, jax.devices()[:4], random_params(model), random_batch(small), cast(Any, gradients))
+    case = Case.draw(small, jax.devices()[:4], cast(Any, gradients))
     for precision, exact in (("float32", True), ("bfloat16", False)):
         answer = under_plan(case, precision, exact)
         plan, key, accumulation, weights, matmuls = seen.pop()

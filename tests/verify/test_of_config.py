@@ -32,10 +32,12 @@ from jaxpar.parallel.collectives import turn_after, waits
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.ops import Ops, choose_attention
 from jaxpar.train import step
-from jaxpar.verify import of_config as verify
-from jaxpar.verify.losses_and_gradients import Answer, Case, parameter_order, random_batch, random_params
+from jaxpar.verify.comparison import Answer
+from jaxpar.verify.of_config import checks as verify
+from jaxpar.verify.of_config import setup as small_setup
+from jaxpar.verify.of_config.losses_and_gradients import Case, parameter_order, random_batch, random_params
 from jaxpar.verify.reference_ops import ReferenceOps
-from jaxpar.verify.report import as_json, verdict
+from jaxpar.verify.report import GradientRow, Verdict
 
 
 def config_of(
@@ -80,7 +82,7 @@ COVERING = [
 @pytest.mark.parametrize(("mesh", "kind"), COVERING)
 def test_a_layout_gives_the_gradients_of_one_device(mesh: tuple[int, int, int], kind: Any) -> None:
     found = verify.verify(config_of(mesh, *kind), jax.devices())
-    assert found.equal, verdict(found)
+    assert found.equal, str(found)
     assert [check.name for check in found.checks] == ["float32"]
     assert total_sizes(found.setup.config.mesh) == total_sizes(MeshSpec(data=mesh[0], fsdp=mesh[1], tensor=mesh[2]))
     errors = [row.error for row in found.checks[0].rows]
@@ -102,14 +104,14 @@ def test_rings_give_the_gradients_of_one_device(
     found = verify.verify(
         override(config_of(mesh, *kind), {"overlap.gather": gather, "overlap.scatter": scatter}), jax.devices()
     )
-    assert found.equal, verdict(found)
+    assert found.equal, str(found)
     assert found.setup.config.overlap == Overlap(gather, scatter)
 
 
 def test_halves_of_the_batch_give_the_gradients_of_one_device() -> None:
     config = override(config_of((2, 1, 4), "llama", True, True, 3), {"overlap.domino": "on", "overlap.scatter": "ring"})
     found = verify.verify(config, jax.devices())
-    assert found.equal, verdict(found)
+    assert found.equal, str(found)
     assert found.setup.config.train.batch == 2 * 2 * 2 * 3, "two sequences a half and device"
 
 
@@ -133,7 +135,7 @@ def test_more_devices_than_heads(mesh: tuple[int, int, int], family: str, heads:
     changes = {"model.heads": heads, "model.kv_heads": kv_heads, "model.embed": 16 * heads}
     changes |= {"overlap.gather": "bidirectional", "overlap.scatter": "ring"} if mesh[2] == 8 else {}
     found = verify.verify(override(config, changes), jax.devices())
-    assert found.equal, verdict(found)
+    assert found.equal, str(found)
     assert says in found.setup.notes[-1]
 
 
@@ -154,7 +156,7 @@ def with_experts(mesh: dict[str, int], **changes: Any) -> Config:
 )
 def test_experts_give_the_gradients_of_one_device(mesh: dict[str, int], changes: dict[str, Any]) -> None:
     found = verify.verify(with_experts(mesh, **changes), jax.devices())
-    assert found.equal, verdict(found)
+    assert found.equal, str(found)
     assert "blocks.router" in [row.name for row in found.checks[0].rows]
     assert max(row.error for row in found.checks[0].rows) < verify.FLOAT32 / 5
 
@@ -163,20 +165,20 @@ def test_capped_scores_of_a_split_vocabulary_give_the_gradients_of_one_device() 
     config = override(config_of((1, 2, 4), "llama", True, False, 1), {"model.logit_softcap": 3.0})
     found = verify.verify(config, jax.devices())
     assert found.setup.config.model.logit_softcap == 3.0
-    assert found.equal, verdict(found)
+    assert found.equal, str(found)
 
 
 def test_a_state_that_is_split_further_leaves_the_gradients_alone() -> None:
     config = override(config_of((2, 2, 2), "gpt2", True, True, 3), {"rules.state_embed": ("fsdp", "data")})
     found = verify.verify(config, jax.devices())
-    assert found.equal, verdict(found)
+    assert found.equal, str(found)
     assert found.setup.config.model.embed % 4 == 0, "else it could not be split"
 
 
 def test_bfloat16_is_as_far_from_float32_as_on_one_device() -> None:
     config = override(config_of((1, 2, 1), "llama", False, False, 1), {"precision.compute": "bfloat16"})
     found = verify.verify(config, jax.devices())
-    assert found.equal, verdict(found)
+    assert found.equal, str(found)
     float32, bfloat16 = found.checks
     assert bfloat16.name == "bfloat16"
     for exact, rounded in zip(float32.rows, bfloat16.rows, strict=True):
@@ -291,7 +293,7 @@ def test_a_planted_fault_is_caught_and_named(fault: str, names: Any, kind: str, 
     failed = found.failed
     assert failed is not None
     assert failed.name == "float32"
-    wrong = [row for row in failed.rows if not row.ok]
+    wrong = list(failed.wrong)
     assert [row.name for row in wrong] == (names or parameter_order(Model(found.setup.config.model)))
     for row in wrong:
         assert row.finding is not None
@@ -300,7 +302,7 @@ def test_a_planted_fault_is_caught_and_named(fault: str, names: Any, kind: str, 
         assert row.finding.residual < 1e-3
     assert failed.loss_ok == bool(names)
     assert not failed.on_one_device
-    line = verdict(found)
+    line = str(found)
     assert line.startswith("DIFFERS on ")
     assert f"first {wrong[0].name} [" in line
     assert says in line
@@ -315,7 +317,7 @@ def test_a_ring_sent_the_wrong_way_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert failed is not None
     assert not failed.loss_ok
     assert not failed.on_one_device
-    assert [row.name for row in failed.rows if not row.ok] == parameter_order(Model(config.model))
+    assert [row.name for row in failed.wrong] == parameter_order(Model(config.model))
 
 
 def test_copied_kv_heads_whose_gradients_are_not_summed_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +334,7 @@ def test_copied_kv_heads_whose_gradients_are_not_summed_are_caught(monkeypatch: 
     failed = verify.verify(config, jax.devices()).failed
     assert failed is not None
     assert failed.loss_ok
-    wrong = [row for row in failed.rows if not row.ok]
+    wrong = list(failed.wrong)
     assert [row.name for row in wrong] == ["blocks.k", "blocks.v"]
     for row in wrong:
         assert row.finding is not None
@@ -373,7 +375,7 @@ def test_answers_of_experts_from_the_wrong_device_are_caught(monkeypatch: pytest
     assert failed is not None
     assert not failed.loss_ok
     assert not failed.on_one_device
-    assert "blocks.router" in [row.name for row in failed.rows if not row.ok]
+    assert "blocks.router" in [row.name for row in failed.wrong]
 
 
 def test_a_doubled_psum_in_one_use_of_a_tied_table_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,11 +394,11 @@ def test_a_doubled_psum_in_one_use_of_a_tied_table_is_seen(monkeypatch: pytest.M
     assert planted
     failed = found.failed
     assert failed is not None
-    assert [row.name for row in failed.rows if not row.ok] == ["embed.tokens"]
-    assert failed.first is not None
-    assert failed.first.finding is not None
-    assert failed.first.finding.kind == "sum doubled"
-    assert failed.first.finding.says.endswith("; the other is right)")
+    assert [row.name for row in failed.wrong] == ["embed.tokens"]
+    finding = failed.wrong[0].finding
+    assert finding is not None
+    assert finding.kind == "sum doubled"
+    assert finding.says.endswith("; the other is right)")
 
 
 def test_a_fault_of_an_op_is_told_from_one_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +418,7 @@ def test_a_fault_of_an_op_is_told_from_one_of_the_mesh(monkeypatch: pytest.Monke
     assert q.finding is not None
     assert q.finding.says == "1/2 times the reference (in layer 1; those before it differ otherwise)"
     assert failed.origin == "blocks.q of layer 1"
-    line = verdict(found)
+    line = str(found)
     assert f"; nearest to the loss: blocks.q of layer 1, scaled, it is {q.finding.says}; " in line
     assert line.endswith("on one device the library's ops differ likewise")
 
@@ -433,19 +435,18 @@ def equal() -> tuple[Case, Answer]:
     params = random_params(model)
     case = Case(Config(), model, jax.devices()[:1], params, {}, step.gradients)
     grads = {path_name(path): leaf[None] for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    return case, Answer(LossSums(50.0, 50.0, 10.0), grads, {})  # pyright: ignore[reportArgumentType]
+    return case, Answer(np.array([50.0]), grads, tokens=10.0)
 
 
 @pytest.mark.quick
 def test_one_wrong_copy_is_enough() -> None:
     case, want = equal()
     grads = {name: np.concatenate([grad, grad]) for name, grad in want.grads.items()}
-    assert verify.compare_answers("float32", case, Answer(want.sums, grads, {}), want).ok
+    assert verify.compare_answers("float32", case, want._replace(grads=grads), want).equal
     grads["blocks.up"][1] *= 1.001
-    check = verify.compare_answers("float32", case, Answer(want.sums, grads, {}), want)
-    assert [row.name for row in check.rows if not row.ok] == ["blocks.up"]
-    assert check.first is not None
-    assert check.first.error == pytest.approx(1e-3, rel=1e-2)
+    check = verify.compare_answers("float32", case, want._replace(grads=grads), want)
+    assert [row.name for row in check.wrong] == ["blocks.up"]
+    assert check.wrong[0].error == pytest.approx(1e-3, rel=1e-2)
 
 
 @pytest.mark.quick
@@ -458,12 +459,12 @@ def test_the_librarys_ops_on_one_device_say_what_rounding_does_to_a_gradient_of_
     def off(by: float) -> Answer:
         whole = np.sqrt(np.mean(np.concatenate([grad.ravel() for grad in want.grads.values()]) ** 2))
         noise = 0.1 * by * whole * rng.normal(size=want.grads["blocks.down"].shape)
-        return Answer(want.sums, want.grads | {"blocks.down": noise}, {})
+        return want._replace(grads={**want.grads, "blocks.down": noise})
 
     def wrong(got: float, ops: float | None) -> list[str]:
         given = None if ops is None else off(ops)
         check = verify.compare_answers("bfloat16", case, off(got), want, want, given)
-        return [row.name for row in check.rows if not row.ok]
+        return [row.name for row in check.wrong]
 
     assert wrong(0.03, None) == ["blocks.down"]
     assert wrong(0.03, 0.03) == []
@@ -478,7 +479,7 @@ def test_the_key_bias_of_a_pure_pipeline_is_no_false_alarm_and_a_planted_error_o
                "pipeline.microbatches": 4, "train.accumulation": 1}  # fmt: skip
     config = override(load_config("gpt2_124m"), changes)
     found = verify.verify(config, jax.devices()[:4])
-    assert found.equal, verdict(found)
+    assert found.equal, str(found)
 
     def spoiled(model: Model, params: Any, batch: Any, plan: Any, *rest: Any) -> Any:
         sums, grads = step.gradients(model, params, batch, plan, *rest)
@@ -490,17 +491,17 @@ def test_the_key_bias_of_a_pure_pipeline_is_no_false_alarm_and_a_planted_error_o
     failed = verify.verify(config, jax.devices()[:4], spoiled).failed
     assert failed is not None
     assert failed.name == "bfloat16"
-    assert [row.name for row in failed.rows if not row.ok] == ["blocks.k_bias"]
+    assert [row.name for row in failed.wrong] == ["blocks.k_bias"]
 
 
 @pytest.mark.quick
 def test_loss_and_token_count_are_compared() -> None:
     case, want = equal()
-    for sums in (want.sums._replace(loss=want.sums.loss * 1.0001), want.sums._replace(tokens=2.0)):
-        check = verify.compare_answers("float32", case, Answer(sums, want.grads, {}), want)
+    for got in (want._replace(losses=want.losses * 1.0001), want._replace(tokens=2.0)):
+        check = verify.compare_answers("float32", case, got, want)
         assert not check.loss_ok
-        assert not check.ok
-        assert check.first is None
+        assert not check.equal
+        assert not check.wrong
 
 
 @pytest.mark.quick
@@ -508,9 +509,9 @@ def test_nan_is_a_difference_and_json_can_say_so() -> None:
     case, want = equal()
     grads = {name: grad.copy() for name, grad in want.grads.items()}
     grads["blocks.down"][0, 0, 0, 0] = np.nan
-    check = verify.compare_answers("float32", case, Answer(want.sums, grads, {}), want)
-    found = verify.Verification(verify.Setup(case.config, MeshSpec(), case.devices, ()), (check,), 1.0)
-    said = json.loads(json.dumps(as_json(found), allow_nan=False))
+    check = verify.compare_answers("float32", case, want._replace(grads=grads), want)
+    found = verify.Verification(small_setup.Setup(case.config, MeshSpec(), case.devices, ()), (check,), 1.0)
+    said = json.loads(json.dumps(found.as_json(), allow_nan=False))
     assert not said["equal"]
     assert said["first"] == "blocks.down"
     (row,) = [row for row in said["checks"][0]["parameters"] if row["name"] == "blocks.down"]
@@ -523,8 +524,8 @@ def test_a_zero_gradient_is_measured_against_the_floor() -> None:
     zero = {name: np.zeros_like(grad) if name == "blocks.k_bias" else grad for name, grad in want.grads.items()}
     rms = math.sqrt(np.mean(np.square(np.concatenate([grad.ravel() for grad in zero.values()]))))
     noise = zero | {"blocks.k_bias": zero["blocks.k_bias"] + np.float32(1e-7 * rms)}
-    check = verify.compare_answers("float32", case, Answer(want.sums, noise, {}), want._replace(grads=zero))
-    assert check.ok
+    check = verify.compare_answers("float32", case, want._replace(grads=noise), want._replace(grads=zero))
+    assert check.equal
     (row,) = [row for row in check.rows if row.name == "blocks.k_bias"]
     assert row.error == pytest.approx(1e-6, rel=1e-2)
 
@@ -561,14 +562,14 @@ def test_parameters_and_batches_hide_nothing() -> None:
 def test_what_cannot_be_laid_out_is_refused(changes: dict[str, Any], message: str) -> None:
     config = override(Config(), {"model.heads": 2, **changes})
     with pytest.raises(UserError, match=message):
-        verify.prepare(config, jax.devices())
+        small_setup.prepare(config, jax.devices())
 
 
 @pytest.mark.quick
 def test_cpu_devices_stand_in_for_too_few_accelerators() -> None:
     config = override(Config(), {"mesh.fsdp": 16, "mesh.distributed": True, "mesh.platform": "gpu", "train.batch": 16})
     alone: Any = SimpleNamespace(platform="gpu", device_kind="H100")
-    setup = verify.prepare(config, [alone])
+    setup = small_setup.prepare(config, [alone])
     assert setup.devices == jax.devices()
     assert [note.split(":")[0] for note in setup.notes] == [
         "SMALLER MESH",
@@ -598,15 +599,15 @@ def test_cpu_devices_stand_in_for_too_few_accelerators() -> None:
     ],
 )  # fmt: skip
 def test_the_small_model_has_the_attention_of_the_whole(changes: dict[str, Any], seq_len: int, said: list[str]) -> None:
-    setup = verify.prepare(override(Config(), changes), jax.devices())
+    setup = small_setup.prepare(override(Config(), changes), jax.devices())
     assert setup.config.data.seq_len == seq_len
     assert [note for note in setup.notes if note.startswith("OTHER ATTENTION")] == said
 
 
 @pytest.mark.quick
 def test_a_kernel_of_the_platform_gets_a_model_that_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "choose_attention", lambda *asked: choose_attention(*asked[:-1], "tpu"))
-    setup = verify.prepare(override(Config(), {"data.seq_len": 1024, "model.embed": 512}), jax.devices()[:1])
+    monkeypatch.setattr(small_setup, "choose_attention", lambda *asked: choose_attention(*asked[:-1], "tpu"))
+    setup = small_setup.prepare(override(Config(), {"data.seq_len": 1024, "model.embed": 512}), jax.devices()[:1])
     assert (setup.config.data.seq_len, setup.config.model.head_dim) == (128, 128)
 
 
@@ -617,8 +618,8 @@ def test_a_kernel_of_the_platform_gets_a_model_that_it_can_serve(monkeypatch: py
 def test_the_command_says_equal_and_exits_0(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = verify.GradientRow("blocks.q", (2, 3), 0.0, 1e-5)
-    check = verify.Check("float32", 1.0, 1.0, 0.0, 1e-6, True, (row,))
+    row = GradientRow("blocks.q", (2, 3), 0.0, 1e-5)
+    check = Verdict("float32", 1.0, 1.0, 0.0, 1e-6, (row,))
     monkeypatch.setattr(verify, "run", lambda setup, *_: verify.Verification(setup, (check,), 1.0))
     assert main("verify llama3_8b --on v5p_64 --json".split()) == 0  # noqa: SIM905
     said = json.loads(capsys.readouterr().out)

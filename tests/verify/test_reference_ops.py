@@ -15,10 +15,9 @@ from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.plan import Plan
 from jaxpar.models import FAMILIES, Model
 from jaxpar.parallel import Ops
-from jaxpar.train import step
-from jaxpar.verify.losses_and_gradients import Case, one_device, random_batch, random_params
+from jaxpar.verify.of_config.losses_and_gradients import Case, one_device
+from jaxpar.verify.of_config.shrink import shrink
 from jaxpar.verify.reference_ops import ReferenceOps
-from jaxpar.verify.shrink import shrink
 
 pytestmark = pytest.mark.quick
 
@@ -88,8 +87,7 @@ def primitives(jaxpr: Any) -> set[str]:
 def case_of(family: str) -> Case:
     config = override(Config(), {"model.family": family, "data.pack": True, "train.z_loss": 1e-3})
     small, _ = shrink(config, MeshSpec())
-    model = Model(small.model)
-    return Case(small, model, jax.devices()[:1], random_params(model), random_batch(small), step.gradients)
+    return Case.draw(small, jax.devices()[:1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,11 +115,11 @@ def test_rows_a_few_at_a_time_add_up(family: str) -> None:
     case = case_of(family)
     one = one_device(case, "float32", exact=True)
     whole = one(case.params, case.batch)
-    assert whole.sums.tokens == np.sum(case.batch["labels"] >= 0)
+    assert whole.tokens == np.sum(case.batch["labels"] >= 0)
     first = np.arange(len(case.batch["labels"]))[:, None] < 1
     kept = (np.where(mask, case.batch["labels"], -1) for mask in (first, ~first))
     parts = [one(case.params, case.batch | {"labels": labels}) for labels in kept]
-    assert sum(part.sums.loss for part in parts) == pytest.approx(whole.sums.loss)
+    assert sum(part.losses[0] for part in parts) == pytest.approx(whole.losses[0])
     largest = max(np.max(np.abs(grad)) for grad in whole.grads.values())
     for name, grad in whole.grads.items():
         np.testing.assert_allclose(sum(part.grads[name] for part in parts), grad, atol=1e-6 * largest, rtol=1e-4)

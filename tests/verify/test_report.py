@@ -12,8 +12,8 @@ import pytest
 from jaxpar.base.config import Config
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.verify.mistakes import Finding
-from jaxpar.verify.of_config import Check, GradientRow, Setup, Verification
-from jaxpar.verify.report import as_json, table, verdict
+from jaxpar.verify.of_config import Setup, Verification
+from jaxpar.verify.report import GradientRow, Verdict, table
 
 pytestmark = pytest.mark.quick
 
@@ -24,18 +24,18 @@ TWICE = GradientRow("head.table", (4, 3), 1.0, 1e-5, Finding("sum doubled", "2 t
 
 
 def found(*rows: GradientRow, loss_error: float = 0.0, origin: str = "", alone: bool = False) -> Verification:
-    check = Check("float32", 10.0, 10.0, loss_error, 1e-6, True, rows, origin, alone)
+    check = Verdict("float32", 10.0, 10.0, loss_error, 1e-6, rows, True, origin, alone)
     return Verification(SETUP, (check,), 12.3)
 
 
 def test_an_equal_plan() -> None:
     said = found(RIGHT)
     assert said.equal
-    assert verdict(said) == "EQUAL: loss and 1 gradients on data=2 (2 x cpu) as on one device; float32; 12 s"
+    assert str(said) == "EQUAL: loss and 1 gradients on data=2 (2 x cpu) as on one device; float32; 12 s"
 
 
 def test_the_first_difference_and_the_one_nearest_to_the_loss() -> None:
-    line = verdict(found(RIGHT, SIGN, TWICE, origin="head.table"))
+    line = str(found(RIGHT, SIGN, TWICE, origin="head.table"))
     assert line == (
         "DIFFERS on data=2 (2 x cpu), float32: 2 of 3 gradients (1 x sign, 1 x sum doubled); "
         "first blocks.up [2 x 3 x 4], off by 2.0e+00: sign, it is minus the reference; "
@@ -44,7 +44,7 @@ def test_the_first_difference_and_the_one_nearest_to_the_loss() -> None:
 
 
 def test_where_the_loss_differs_the_backward_order_says_nothing() -> None:
-    line = verdict(found(RIGHT, SIGN, loss_error=0.5, origin="blocks.up of layer 1", alone=True))
+    line = str(found(RIGHT, SIGN, loss_error=0.5, origin="blocks.up of layer 1", alone=True))
     assert ": the loss, by 5.0e-01 and 1 of 2 gradients (1 x sign); first blocks.up" in line
     assert "nearest" not in line
     assert line.endswith("; on one device the library's ops differ likewise")
@@ -53,11 +53,11 @@ def test_where_the_loss_differs_the_backward_order_says_nothing() -> None:
 def test_only_the_loss_differs() -> None:
     said = found(RIGHT, loss_error=0.5)
     assert not said.equal
-    assert verdict(said).endswith("float32: the loss, by 5.0e-01")
+    assert str(said).endswith("float32: the loss, by 5.0e-01")
 
 
 def test_the_table_has_a_row_for_the_loss_and_each_parameter() -> None:
-    rows = table(found(RIGHT, SIGN, loss_error=0.5))
+    rows = table(found(RIGHT, SIGN, loss_error=0.5).checks)
     columns = [list(column.cells) for column in rows.columns]
     assert columns[0] == ["loss", "embed.tokens", "blocks.up"]
     assert columns[1] == ["", "4 x 3", "2 x 3 x 4"]
@@ -66,7 +66,7 @@ def test_the_table_has_a_row_for_the_loss_and_each_parameter() -> None:
 
 
 def test_json_is_complete_documented_and_free_of_what_json_has_not() -> None:
-    said = as_json(found(RIGHT, SIGN._replace(error=math.inf), origin="blocks.up of layer 1"))
+    said = found(RIGHT, SIGN._replace(error=math.inf), origin="blocks.up of layer 1").as_json()
     assert json.loads(json.dumps(said, allow_nan=False)) == json.loads(json.dumps(said))
     assert said["first"] == "blocks.up"
     assert said["nearest_to_loss"] == "blocks.up of layer 1"

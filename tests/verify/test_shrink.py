@@ -7,24 +7,13 @@ from typing import Any
 
 import pytest
 
-from jaxpar.base.config import Config, load_config, override, presets
+from jaxpar.base.config import Config, load_config, override, presets, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import load_mesh_preset
-from jaxpar.base.mesh import DcnSpec, MeshSpec, devices_needed
+from jaxpar.base.mesh import DcnSpec, MeshSpec, devices_needed, total_sizes
 from jaxpar.base.plan import Context
-from jaxpar.verify.shrink import (
-    LEAST,
-    Least,
-    asked_sizes,
-    fit_mesh,
-    mesh_note,
-    odd_multiple,
-    pieces,
-    rules_of,
-    shrink,
-    simulated_devices,
-    total_sizes,
-)
+from jaxpar.verify.of_config.mesh import asked_sizes, fit_mesh, mesh_note, simulated_devices
+from jaxpar.verify.of_config.shrink import LEAST, Least, odd_multiple, pieces, shrink
 
 pytestmark = pytest.mark.quick
 
@@ -106,11 +95,11 @@ def test_enough_devices_are_simulated(mesh: MeshSpec, count: int) -> None:
 
 def test_a_smaller_mesh_is_said_loudly() -> None:
     asked = MeshSpec(fsdp=16, tensor=4)
-    assert str(mesh_note(asked, MeshSpec(fsdp=4, tensor=2), 8)).startswith(
+    assert mesh_note(asked, MeshSpec(fsdp=4, tensor=2), 8).startswith(
         "SMALLER MESH: fsdp=16 x tensor=4 needs 64 devices and 8 are here, so this verifies fsdp=4 x tensor=2"
     )
     assert mesh_note(MeshSpec(fsdp=-1), MeshSpec(fsdp=8), 8) == "mesh fsdp=-1 is fsdp=8 here"
-    assert mesh_note(MeshSpec(fsdp=8), MeshSpec(fsdp=8), 8) is None
+    assert mesh_note(MeshSpec(fsdp=8), MeshSpec(fsdp=8), 8) == ""
 
 
 @pytest.mark.parametrize("name", presets("jaxpar.configs"))
@@ -171,13 +160,13 @@ def test_more_devices_than_heads_stay_so(whole: Any, tensor: int, here: int, wan
     assert (heads, kv_heads) == want
     assert small.rules == config.rules, "the plan fits them again"
     fitted = rules_of(small, total_sizes(small.mesh))
-    assert fitted == rules_of(config, asked_sizes(config, small.mesh))
+    assert fitted == rules_of(config, asked_sizes(config.mesh, small.mesh))
     assert heads % pieces("heads", fitted, {"tensor": here, "context": 1}) == 0
 
 
 def test_a_mesh_axis_of_what_is_left_counts_as_it_is_here() -> None:
     config = override(Config(), {"mesh.tensor": -1, "mesh.dcn.data": 2})
-    assert asked_sizes(config, MeshSpec(tensor=4)) == total_sizes(MeshSpec(data=2, tensor=4))
+    assert asked_sizes(config.mesh, MeshSpec(tensor=4)) == total_sizes(MeshSpec(data=2, tensor=4))
 
 
 def test_what_is_turned_off_is_said() -> None:

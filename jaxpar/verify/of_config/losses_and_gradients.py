@@ -1,4 +1,4 @@
-"""The two answers that `verify` compares: loss and gradients on one device, and under a plan.
+"""The two answers that are compared: loss and gradients on one device, and under a plan.
 
 The reference is as plain as it can be: one device, a few rows after another, the ops of `jaxpar.verify.reference_ops`,
 nothing recomputed, layers unrolled.
@@ -9,12 +9,11 @@ Shapes: B batch, S sequence.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,9 +23,10 @@ from jaxpar.base.config import Config, ModelConfig, PrecisionConfig
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import path_name, replicated, tree_shardings
+from jaxpar.base.sharding import replicated, tree_shardings
 from jaxpar.hlo.turns import require_order
-from jaxpar.models import FAMILIES, Model, Params
+from jaxpar.models import FAMILIES, Batch, Model, Params
+from jaxpar.parallel import Ops
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
@@ -34,12 +34,14 @@ from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
 from jaxpar.train.plans import make_plan
 from jaxpar.train.state import param_shapes, param_shardings
-from jaxpar.verify.copies import copies
+from jaxpar.verify.comparison import Answer, answer_of, by_name, copies
 from jaxpar.verify.reference_ops import ReferenceOps
 
 Gradients = Callable[..., tuple[LossSums, Params]]
 """The function under test, called as `jaxpar.train.step.gradients` is."""
 Rows = dict[str, np.ndarray]
+OneDevice = Callable[[Params, Rows], Answer]
+"""Loss and gradients of a batch on the first device."""
 _ROWS = 2  # sequences that the reference takes at a time
 
 
@@ -54,27 +56,25 @@ class Case:
     batch: Rows
     gradients: Gradients
 
+    @classmethod
+    def draw(cls, config: Config, devices: list[jax.Device], gradients: Gradients = step.gradients) -> Case:
+        """Random parameters and a random batch for a config."""
+        model = Model(config.model)
+        return cls(config, model, devices, random_params(model), random_batch(config), gradients)
+
     def plan(self, precision: str) -> Plan:
         """The plan under test, in another precision."""
-        config = dataclasses.replace(self.config, precision=PrecisionConfig(precision))  # pyright: ignore[reportArgumentType]
+        config = replace(self.config, precision=PrecisionConfig(precision))  # pyright: ignore[reportArgumentType]
         return make_plan(config, self.devices)
-
-
-class Answer(NamedTuple):
-    """Loss sums; gradients by name, on the host [copies, ...], one copy if not distributed; as they lie on devices."""
-
-    sums: LossSums
-    grads: dict[str, np.ndarray]
-    arrays: dict[str, jax.Array]
 
 
 def one_device(
     case: Case,
     precision: str,
     exact: bool,
-    ops: Callable[[Plan], Any] = ReferenceOps,
+    ops: Callable[[Plan], Ops | ReferenceOps] = ReferenceOps,
     model: ModelConfig | None = None,
-) -> Callable[[Params, Rows], Answer]:
+) -> OneDevice:
     """Loss and gradients of a batch on the first device: the reference, where the ops are those.
 
     Args:
@@ -85,18 +85,14 @@ def one_device(
       model: another than the case's.
     """
     plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
-    unrolled = Model(dataclasses.replace(model or case.config.model, scan_layers=False), ops)
+    unrolled = Model(replace(model or case.config.model, scan_layers=False), ops)  # pyright: ignore[reportArgumentType]
     weights = step.loss_weights(case.config.train)
 
-    def loss_and_gradients(params: Params, batch: Rows) -> tuple[LossSums, Params]:
-        def loss(params: Params) -> tuple[jax.Array, LossSums]:
-            sums = unrolled.loss(params, batch, plan, None, weights)  # pyright: ignore[reportArgumentType]
-            return sums.loss, sums
+    def loss(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        sums = unrolled.loss(params, batch, plan, None, weights)
+        return sums.loss, sums.tokens
 
-        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return sums, grads
-
-    jitted = jax.jit(loss_and_gradients, compiler_options=_untuned(case.devices))
+    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=_untuned(case.devices))
 
     def run(params: Params, batch: Rows) -> Answer:
         """Sums over the rows, a few after another, added up in float64; rows without a label to count are left out."""
@@ -106,11 +102,12 @@ def one_device(
         total = None
         with _matmuls(exact):
             for part in [part for part in parts if np.any(part["labels"] >= 0)] or parts[:1]:
-                answer = jax.tree.map(lambda x: np.asarray(x, np.float64), jitted(here, part))
+                answer = jax.tree.map(lambda x: np.asarray(x, np.float64), value_and_grad(here, part))
                 total = answer if total is None else jax.tree.map(np.add, total, answer)
         assert total is not None
-        sums, grads = total
-        return Answer(jax.tree.map(float, sums), {name: leaf[None] for name, leaf in _named(grads).items()}, {})
+        (loss, tokens), grads = total
+        found = {name: np.asarray(leaf)[None] for name, leaf in by_name(grads).items()}
+        return Answer(loss[None], found, tokens=tokens[None])
 
     return run
 
@@ -121,7 +118,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     shapes = param_shapes(case.model, plan)
     shardings, stored = tree_shardings(shapes, case.model.axes, plan), param_shardings(shapes, case.model, plan)
 
-    def run(params: Params, batch: Any) -> tuple[LossSums, Params]:
+    def run(params: Params, batch: Batch) -> tuple[LossSums, Params]:
         weights = step.loss_weights(train)
         sums, grads = case.gradients(case.model, params, batch, plan, None, train.accumulation, weights)
         return sums, jax.tree.map(on_device, grads)
@@ -143,12 +140,17 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         compiled = jitted.lower(*given).compile()
         require_order(compiled, case.devices)
         sums, grads = compiled(*given)
-    return _answer(sums, grads, partial(in_model_order, plan=plan, layers=layers))
+    return answer_of(sums.loss, grads, partial(_in_model_order, plan, layers))._replace(tokens=copies(sums.tokens))
 
 
-def in_model_order(name: str, copies: np.ndarray, plan: Plan, layers: int) -> np.ndarray:
+def is_stacked(name: str) -> bool:
+    """Whether the first dim of a parameter is one of layers."""
+    return name.startswith("blocks.")
+
+
+def _in_model_order(plan: Plan, layers: int, name: str, copies: np.ndarray) -> np.ndarray:
     """Copies [n, *shape] of a parameter, its layers in the model's order and not as the plan stores them."""
-    if not name.startswith("blocks."):
+    if not is_stacked(name):
         return copies
     return reorder_layers(copies.swapaxes(0, 1), stored_order(plan, layers), None, layers).swapaxes(0, 1)
 
@@ -158,42 +160,25 @@ def _untuned(devices: list[jax.Device]) -> dict[str, Any]:
     return {"xla_backend_optimization_level": 0} if devices[0].platform == "cpu" else {}
 
 
-def _matmuls(exact: bool) -> contextlib.AbstractContextManager[Any]:
+def _matmuls(exact: bool) -> contextlib.AbstractContextManager[object]:
     """Float32 matmuls in float32: GPUs take TF32 and TPUs bfloat16 unless told."""
     return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
-
-
-def _answer(sums: LossSums, grads: Params, ordered: Callable[[str, np.ndarray], np.ndarray]) -> Answer:
-    arrays = _named(grads)
-    sums = jax.tree.map(_worst_scalar, sums)
-    return Answer(sums, {name: ordered(name, copies(array)) for name, array in arrays.items()}, arrays)
-
-
-def _named(tree: Params) -> dict[str, Any]:
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _worst_scalar(x: jax.Array) -> float:
-    """The copy of a scalar that is furthest from the first: the first itself where all agree."""
-    values = copies(x)
-    return float(values[int(np.argmax(np.abs(values - values[0])))])
 
 
 def parameter_order(model: Model) -> list[str]:
     """Parameter names in the order the model declares them, which is the order of its forward pass."""
     family, order = FAMILIES[model.config.family], []
 
-    def declared(part: nnx.Module, prefix: str) -> None:
+    def declared(part: nnx.Module, prefix: str) -> Iterator[str]:
         for name, value in vars(part).items():
             if isinstance(value, nnx.Module):
-                declared(value, f"{prefix}{name}.")
+                yield from declared(value, f"{prefix}.{name}")
             elif isinstance(value, nnx.Variable):
-                order.append(prefix + name)
+                yield f"{prefix}.{name}"
 
-    def declare() -> int:
-        declared(family.Embed(model.config, nnx.Rngs(0)), "embed.")
-        declared(family.Block(model.config, nnx.Rngs(0)), "blocks.")
-        declared(family.Head(model.config, nnx.Rngs(0)), "head.")
+    def declare() -> int:  # traced, so that no parameter is made
+        for prefix, part in (("embed", family.Embed), ("blocks", family.Block), ("head", family.Head)):
+            order.extend(declared(part(model.config, nnx.Rngs(0)), prefix))
         return 0
 
     jax.eval_shape(declare)

@@ -1,0 +1,191 @@
+"""A plan against one device, on a shrunk model: in float32, then in the plan's own precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpar.base.config import Config
+from jaxpar.base.mesh import describe, total_sizes
+from jaxpar.parallel import Ops
+from jaxpar.train import step
+from jaxpar.verify.comparison import Answer, compare, relative_error
+from jaxpar.verify.of_config.explain import explain_plan
+from jaxpar.verify.of_config.losses_and_gradients import (
+    Case,
+    Gradients,
+    OneDevice,
+    one_device,
+    parameter_order,
+    under_plan,
+)
+from jaxpar.verify.of_config.setup import Setup, prepare
+from jaxpar.verify.report import Verdict
+
+# Float32: a gradient is a float32 sum of at most some thousand products; in another order it is off by a few ulps
+# (6e-8), and a few dozen ops lie between it and the loss. Over all meshes of docs/verify.md the worst is 3.6e-6.
+FLOAT32, FLOAT32_LOSS = 1e-5, 3e-6
+# The plan's own precision: as far from the float32 reference as one device in that precision, up to this factor (a sum
+# over a mesh axis rounds its parts once more), and a floor for where one device was lucky.
+OWN_FACTOR, OWN_FLOOR, OWN_LOSS = 3.0, 2.0**-7, 2.0**-8
+# Plain ops are lucky wherever a gradient is zero by mathematics: with a whole softmax its terms cancel to the last bit,
+# with attention in tiles only to the precision. So one device with the library's ops, which have just been compared in
+# float32, counts too where it is this near to the reference: further off, its ops would be wrong in this precision.
+OPS_FACTOR, OPS_MOST = 2.0, 2.0**-4
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found.
+
+    Attributes:
+      setup: what was run, and where.
+      checks: the comparisons, up to the first that differs.
+      seconds: how long they took.
+    """
+
+    setup: Setup
+    checks: tuple[Verdict, ...]
+    seconds: float
+
+    @property
+    def equal(self) -> bool:
+        return all(check.equal for check in self.checks)
+
+    @property
+    def failed(self) -> Verdict | None:
+        """The check that differs."""
+        return next((check for check in self.checks if not check.equal), None)
+
+    def __str__(self) -> str:
+        devices, failed = self.setup.devices, self.failed
+        on = f"{describe(total_sizes(self.setup.config.mesh))} ({len(devices)} x {devices[0].device_kind})"
+        if failed:
+            return f"DIFFERS on {on}, {failed.name}: {failed.difference}"
+        names, count = ", ".join(check.name for check in self.checks), len(self.checks[0].rows)
+        return f"EQUAL: loss and {count} gradients on {on} as on one device; {names}; {self.seconds:.0f} s"
+
+    def as_json(self) -> dict[str, Any]:
+        """The whole result for `--json`; docs/verify.md describes it."""
+        failed, config, devices = self.failed, self.setup.config, self.setup.devices
+        return {
+            "equal": self.equal,
+            "verdict": str(self),
+            "first": failed.wrong[0].name if failed and failed.wrong else None,
+            "nearest_to_loss": failed.origin if failed else None,
+            "on_one_device": failed.on_one_device if failed else None,
+            "platform": devices[0].platform,
+            "device_kind": devices[0].device_kind,
+            "devices": len(devices),
+            "mesh": total_sizes(config.mesh),
+            "mesh_asked": total_sizes(self.setup.asked),
+            "notes": list(self.setup.notes),
+            "config": dataclasses.asdict(config),
+            "jax": jax.__version__,
+            "seconds": round(self.seconds, 2),
+            "checks": [check.as_json() for check in self.checks],
+        }
+
+
+def verify(
+    config: Config,
+    devices: list[jax.Device] | None = None,
+    gradients: Gradients | None = None,
+    say: Say = lambda line: None,
+) -> Verification:
+    """Compare a config's plan with one device: the loss and every gradient.
+
+    Args:
+      config: what to verify; its model is shrunk, and its mesh where the devices are too few.
+      devices: the devices to use; None = those of this process, CPU devices being simulated where that is possible.
+      gradients: the function under test; None = `jaxpar.train.step.gradients`, which `train` uses.
+      say: called with a line as each phase begins.
+
+    Raises:
+      UserError: a plan that the config's own sizes do not fit, or too few devices for its mesh axes.
+    """
+    return run(prepare(config, devices), gradients, say)
+
+
+def run(setup: Setup, gradients: Gradients | None = None, say: Say = lambda line: None) -> Verification:
+    """The second half of `verify`."""
+    began = time.perf_counter()
+    case = Case.draw(setup.config, setup.devices, gradients or step.gradients)
+    for note in setup.notes:
+        say(f"note: {note}")
+    checks: list[Verdict] = []
+    for check in _checks(case, say):
+        checks.append(check)
+        if not check.equal:
+            break
+    return Verification(setup, tuple(checks), time.perf_counter() - began)
+
+
+def _checks(case: Case, say: Say) -> Iterator[Verdict]:
+    """The comparisons one after another: each is made when it is asked for."""
+    say("reference: one device, plain ops, float32")
+    one = one_device(case, "float32", exact=True)
+    want = one(case.params, case.batch)
+    say(f"float32: {len(case.devices)} devices")
+    got = under_plan(case, "float32", exact=True)
+    yield _explained(compare_answers("float32", case, got, want), case, got, want, one, say)
+    precision, platform = case.config.precision.compute, case.devices[0].platform
+    if precision == "float32" and platform == "cpu":
+        return  # CPUs compute float32 in float32: the plan's own precision was just compared
+    name = precision if precision != "float32" else "float32 as run"
+    say(f"{name}: one device, then {len(case.devices)}")
+    near = one_device(case, precision, exact=False)(case.params, case.batch)
+    got = under_plan(case, precision, exact=False)
+    found, ops = compare_answers(name, case, got, want, near), None
+    if found.wrong:
+        ops = _with_ops(case, name, say)
+        found = compare_answers(name, case, got, want, near, ops)
+    yield _explained(found, case, got, want, one, say, ops)
+
+
+def _with_ops(case: Case, name: str, say: Say) -> Answer:
+    """One device with the library's ops, in a check's precision."""
+    say(f"{name}: one device with the library's ops")
+    return one_device(case, name.split()[0], exact=name == "float32", ops=Ops)(case.params, case.batch)
+
+
+def _explained(
+    check: Verdict, case: Case, got: Answer, want: Answer, one: OneDevice, say: Say, ops: Answer | None = None
+) -> Verdict:
+    """The check, its wrong gradients explained."""
+    if not check.wrong:
+        return check
+    found = explain_plan(case, check, got, want, one, say)
+    ops = ops or _with_ops(case, check.name, say)
+    alone = all(relative_error(ops, want, row.name) > 0.5 * row.error for row in check.wrong)
+    return dataclasses.replace(found, on_one_device=alone)
+
+
+def compare_answers(
+    name: str, case: Case, got: Answer, want: Answer, near: Answer | None = None, ops: Answer | None = None
+) -> Verdict:
+    """Errors of an answer against the reference; tolerances from one device in the same precision, if given.
+
+    Args:
+      name: of the comparison.
+      case: its parameters' order.
+      got, want: the answer under the plan, and the float32 reference.
+      near: one device with plain ops.
+      ops: one device with the library's.
+    """
+    limits = dict.fromkeys(parameter_order(case.model), FLOAT32)
+    if near is None:
+        return compare(got, want, limits, FLOAT32_LOSS, name)
+    for parameter in limits:
+        spread = OWN_FACTOR * relative_error(near, want, parameter)
+        if ops is not None and (off := relative_error(ops, want, parameter)) <= OPS_MOST:
+            spread = max(spread, OPS_FACTOR * off)
+        limits[parameter] = spread + OWN_FLOOR
+    return compare(got, want, limits, OWN_LOSS, name)

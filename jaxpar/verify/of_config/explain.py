@@ -1,0 +1,137 @@
+"""What is tried on the wrong gradients of a config's plan, besides what is tried on anyone's.
+
+The loss is a sum over tokens, so shards of the rows and microbatches by themselves add up to the whole gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from jaxpar.base.plan import Plan
+from jaxpar.parallel.token_order import TOKENS
+from jaxpar.verify.comparison import Answer
+from jaxpar.verify.explain import Alteration, Partition, evidence_of, explain, shards
+from jaxpar.verify.mistakes import Evidence, Finding, diagnose
+from jaxpar.verify.of_config.losses_and_gradients import Case, OneDevice, is_stacked, one_device
+from jaxpar.verify.reference_ops import ReferenceOps
+from jaxpar.verify.report import GradientRow, Verdict
+
+_TABLE, _HEAD = "embed.tokens", "head.table"
+
+
+def explain_plan(
+    case: Case, verdict: Verdict, got: Answer, want: Answer, one: OneDevice, say: Callable[[str], None]
+) -> Verdict:
+    """The verdict with how each wrong gradient differs, and which of them lies nearest to the loss.
+
+    Args:
+      case: what was run.
+      verdict: the comparison of `got` with `want`.
+      got, want: the answer under the plan, and the float32 reference.
+      one: the reference, to be run on other batches.
+      say: called with a line as each phase begins.
+    """
+    plan = case.plan("float32")
+    partitions = partitions_of(case, plan)
+    say(f"differs: the gradients of {sum(len(part.batches) for part in partitions)} shards and microbatches alone")
+
+    def altered() -> Iterator[Alteration]:
+        if not verdict.loss_ok:  # else the forward pass is right, and with it the mask
+            say("differs: the loss does too, so other attention masks are tried")
+            yield from _other_masks(case, one)
+
+    sizes = _other_sizes(case, plan)
+    run = partial(one, case.params)
+    verdict = explain(verdict, got, want, run, partitions, altered, sizes=sizes, stacked=is_stacked)
+
+    def of_one_use(row: GradientRow) -> GradientRow:
+        tied = row.name == _TABLE and case.config.model.tied_head
+        if not tied or row.finding is None or (row.finding.fits and row.finding.kind != "copies"):
+            return row
+        say("differs: the tied table's two uses apart")
+        return row._replace(finding=_explain_uses(case, evidence_of(row.name, got, want, sizes)) or row.finding)
+
+    rows = tuple(map(of_one_use, verdict.rows))
+    return replace(verdict, rows=rows, origin=nearest_to_loss(verdict.wrong))
+
+
+def partitions_of(case: Case, plan: Plan) -> list[Partition]:
+    """The batch by shards of its rows and by microbatches, as `step.gradients` deals them out, and in other orders."""
+    batch, accumulation = case.batch, case.config.train.accumulation
+    piped = plan.pipeline.microbatches if plan.size("stage") > 1 else 1
+    row = np.arange(len(batch["labels"]))
+    dealt = {
+        " of the pipeline": (piped, row // accumulation % piped),
+        "": (accumulation, row % accumulation),
+        " (of consecutive rows)": (accumulation, row // (len(row) // accumulation)),
+    }
+    return [
+        *shards(batch, dict.fromkeys(batch, plan.sharding(TOKENS))),
+        *(
+            Partition("microbatch", of, [{key: x[owner == n] for key, x in batch.items()} for n in range(count)])
+            for of, (count, owner) in dealt.items() if count > 1
+        ),
+    ]  # fmt: skip
+
+
+def _other_sizes(case: Case, plan: Plan) -> dict[str, int]:
+    """Numbers besides the mesh axes that a gradient may be wrong by."""
+    model, train = case.config.model, case.config.train
+    sizes = {
+        "accumulation": train.accumulation,
+        "microbatches": plan.pipeline.microbatches if plan.size("stage") > 1 else 1,
+        "query heads per kv head": model.heads // (model.kv_heads or model.heads),
+        "tokens that count": int(np.sum(case.batch["labels"] >= 0)),
+    }
+    return {name: size for name, size in sizes.items() if size > 1}
+
+
+def _other_masks(case: Case, one: OneDevice) -> Iterator[Alteration]:
+    """What the reference gives where documents are not kept apart, and with an attention mask that is off by one."""
+    if "segments" in case.batch:
+        for name, what in (
+            ("segments", "a token sees the documents packed before its own"),
+            ("positions", "positions do not restart with each document"),
+        ):
+            without = {key: rows for key, rows in case.batch.items() if key != name}
+            yield "documents", what, one(case.params, without)
+    for offset, blind, what in (
+        (1, "mean", "a token sees the one after it"),
+        (-1, "mean", "a token does not see itself and the first sees all"),
+        (-1, "zero", "a token does not see itself and the first sees none"),
+    ):
+        ops = partial(ReferenceOps, offset=offset, blind=blind)
+        yield "mask", what, one_device(case, "float32", exact=True, ops=ops)(case.params, case.batch)
+
+
+def _explain_uses(case: Case, evidence: Evidence) -> Finding | None:
+    """A tied table's gradient is the sum of two, as embedding and as output head: is one of them wrong, and how?
+
+    A model with a head of its own, equal to the embedding, gives the two apart.
+    """
+    model = replace(case.config.model, tied_head=False)
+    params = case.params | {"head": case.params["head"] | {"table": case.params["embed"]["tokens"]}}
+    apart = one_device(case, "float32", exact=True, model=model)(params, case.batch)
+    for name, use in ((_TABLE, "embedding"), (_HEAD, "output head")):
+        right = apart.grads[name][0]
+        other = evidence.want - right
+        copies = {axis: copies - other for axis, copies in evidence.copies.items()}
+        finding = diagnose(replace(evidence, got=evidence.got - other, want=right, copies=copies))
+        if finding.fits and finding.kind != "copies":
+            return finding._replace(says=f"{finding.says} (of its use as {use}; the other is right)")
+    return None
+
+
+def nearest_to_loss(wrong: tuple[GradientRow, ...]) -> str:
+    """The wrong gradient that a backward pass meets first: what is wrong there is passed on to the others."""
+    if not wrong:
+        return ""
+    parts = ("embed", "blocks", "head")
+    _, layer, _, row = max(
+        (parts.index(row.name.split(".")[0]), max(row.layers or [-1]), at, row) for at, row in enumerate(wrong)
+    )
+    return f"{row.name} of layer {layer}" if row.layers else row.name

@@ -1,0 +1,258 @@
+"""The smallest model and batch that keep what a plan can get wrong: `verify` runs them in place of a config's own.
+
+Family, rules, remat, precision, packing and mesh axes stay; layers are few and dims narrow, each a multiple of the
+pieces it is split into, and an odd one where it can be, so that no shard is a power of two by accident.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from jaxpar.base.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MetricsConfig,
+    ModelConfig,
+    TrainConfig,
+    rules_of,
+)  # fmt: skip
+from jaxpar.base.heads import fit_rules
+from jaxpar.base.mesh import MeshAxis, MeshSpec, total_sizes
+from jaxpar.base.plan import Overlap, Pipeline
+from jaxpar.base.sharding import LogicalAxis, ShardingRules, named_axes
+from jaxpar.parallel.pipeline import layers_of, microbatches
+from jaxpar.verify.of_config.mesh import asked_sizes
+
+MOST_ACCUMULATION = 4  # more microbatches repeat what these do
+_FEW = 4  # virtual stages have two layers each, more than so many have one
+_VOCAB = 40  # rows of the vocabulary tables, at least
+
+Sizes = Mapping[MeshAxis, int]
+"""Devices along each mesh axis."""
+
+
+class Least(NamedTuple):
+    """The least that a sequence and a head may be shrunk to; ops that depend on their size must stay what they are.
+
+    Attributes:
+      seq_len: tokens.
+      head_dim: features.
+      block: a sequence is a multiple of this.
+    """
+
+    seq_len: int = 12
+    head_dim: int = 6
+    block: int = 1
+
+
+# The smallest for plain attention, then one with two chunks of queries, then one whole tile of a TPU kernel.
+LEAST = (Least(), Least(seq_len=513), Least(seq_len=128, head_dim=128, block=128))
+
+
+class Shrunk(NamedTuple):
+    """A small config with the plan of a large one, and what was changed, a sentence each."""
+
+    config: Config
+    notes: tuple[str, ...]
+
+
+def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> Shrunk:
+    """A small model and batch on `mesh`, which is the config's own or what `fit_mesh` made of it.
+
+    Steps, learning rate, data source and whatever else has no part in a gradient are reset to their defaults.
+    """
+    sizes, asked = total_sizes(mesh), asked_sizes(config.mesh, mesh)
+    chunks = _chunks(config, sizes, asked)
+    multiples = _multiples(config, chunks, sizes, least)
+    # Three tokens a chunk: a single one would hide a wrong order inside it.
+    seq_len = odd_multiple(max(least.seq_len, 3 * chunks if chunks > 1 else 0), multiples["seq"])
+    layers, pipeline = _few_layers(config, sizes, asked)
+    model = _narrow_model(config, multiples, _few_heads(config, sizes, asked), layers, seq_len, least.head_dim)
+    overlap = _explicit(config.overlap)
+    accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
+    # Two sequences a shard (and a half): a batch dim of one would hide a wrong order inside a shard.
+    rows = 2 * overlap.parts * pieces("batch", config.rules, sizes)
+    staged = pieces("stage", config.rules, sizes) > 1
+    batch = rows * accumulation * (pipeline.microbatches if staged else 1)
+    train = TrainConfig(batch=batch, accumulation=accumulation, seed=config.train.seed, z_loss=config.train.z_loss,
+                        balance_loss=config.train.balance_loss, router_z_loss=config.train.router_z_loss)  # fmt: skip
+    small = replace(
+        config, model=model, data=DataConfig(seq_len=seq_len, pack=config.data.pack), train=train, mesh=mesh,
+        overlap=overlap, pipeline=pipeline, checkpoint=CheckpointConfig(), metrics=MetricsConfig(),
+    )  # fmt: skip
+    return Shrunk(small, tuple(_notes(config, small, asked)))
+
+
+def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: Sizes) -> int:
+    """Into how many the rules split a logical axis on a mesh of these sizes."""
+    return math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, rules))
+
+
+def _chunks(config: Config, sizes: Sizes, asked: Sizes) -> int:
+    """Into how many the sequence of q, k and v is cut: two for each device where they are in zigzag order."""
+    devices = pieces("attention_seq", rules_of(config, asked), sizes)
+    return devices if devices == 1 or config.context.strategy == "ulysses" else 2 * devices
+
+
+def _multiples(config: Config, chunks: int, sizes: Sizes, least: Least) -> dict[str, int]:
+    """What each small dim must be a multiple of, so that the mesh divides it."""
+
+    def split(*axes: LogicalAxis) -> int:
+        return math.lcm(*(pieces(axis, config.rules, sizes) for axis in axes))
+
+    return {
+        "seq": math.lcm(chunks, split("seq", "residual_seq"), least.block),
+        "layers": split("layers"),
+        "embed": split("embed", "state_embed"),
+        "head_dim": math.lcm(2, split("head_dim")),  # RoPE pairs the features of a head
+        "mlp": split("mlp"),
+        "experts": split("experts"),
+        "vocab": math.lcm(4, split("vocab")),
+    }
+
+
+def _few_heads(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, int]:
+    """The fewest heads and kv heads with which this mesh does what the config's own does with the model's.
+
+    They are the first pair, from the fewest query heads per kv head and then from the fewest heads, of which the mesh
+    divides what it must, and whose `situation` is that of the model; where no pair has that, the first with its rules.
+    """
+    rules, model, asked_rules = config.rules, config.model, rules_of(config, asked)
+    kv_heads = model.kv_heads or model.heads
+    group = model.heads // kv_heads
+    # Ulysses deals out the heads of a device, and its kv heads whole where they are enough.
+    dealt = pieces("attention_seq", asked_rules, sizes) if config.context.strategy == "ulysses" else 1
+    kv_on_device, dealt_there = (pieces(axis, asked_rules, asked) for axis in ("kv_heads", "attention_seq"))
+    kv_dealt = dealt if kv_heads // kv_on_device % dealt_there == 0 else 1
+    split = pieces("heads", asked_rules, sizes) * dealt
+    kv_split = pieces("kv_heads", asked_rules, sizes) * kv_dealt
+
+    def situation(heads: int, kv_heads: int, sizes: Sizes) -> tuple[ShardingRules, bool, bool]:
+        """The rules that fit the heads, whether devices are more than heads, and whether one has several copies."""
+        fitted, _ = fit_rules(rules, heads, kv_heads, sizes)
+        devices, copied = pieces("heads", fitted, sizes), fitted.heads != fitted.kv_heads
+        return fitted, pieces("heads", rules, sizes) > heads, copied and math.lcm(kv_heads, devices) > devices
+
+    most = math.lcm(*(pieces(axis, rules, sizes) for axis in ("heads", "kv_heads")), split, kv_split)
+    alike = [
+        (K * group * times, K)
+        for times in range(1, most + 1 if model.kv_heads else 2)
+        for K in range(min(2, kv_heads), 2 * most + 3)
+        if K * group * times % split == 0 and K % kv_split == 0
+        and situation(K * group * times, K, sizes)[0] == asked_rules
+    ]  # fmt: skip
+    wanted = situation(model.heads, kv_heads, asked)
+    return next((pair for pair in alike if situation(*pair, sizes) == wanted), alike[0])
+
+
+def _few_layers(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, Pipeline]:
+    """The fewest layers and microbatches that keep what a pipeline does.
+
+    An odd number of layers stays odd, stages of unequal layers stay so, and every slot of a buffer is used twice if it
+    is at all.
+    """
+    stages_asked, stages = (pieces("stage", config.rules, these) for these in (asked, sizes))
+    pipeline, layers = config.pipeline, config.model.layers
+    if stages_asked == 1:
+        return _multiple(2 + layers % 2, pieces("layers", config.rules, sizes)), pipeline
+    counts, parts = layers_of(layers, stages_asked, pipeline).counts, stages * pipeline.virtual
+    if max(counts) == min(counts):
+        small = (2 if parts <= _FEW else 1,) * parts
+    elif len(counts) == parts:
+        small = tuple(1 + (count > min(counts)) for count in counts)
+    else:
+        small = (1, 2, *[1] * (parts - 2))
+    count = microbatches(config, asked)
+    over = count % stages_asked  # as many more than a multiple of the stages, or some more
+    if count < stages_asked:
+        fewest = max(stages - 1, 1)
+    else:
+        fewest = 3 * stages + (over if stages == stages_asked else min(over, 1))
+    return sum(small), replace(pipeline, microbatches=min(count, fewest), layers=small)
+
+
+def _narrow_model(
+    config: Config, multiples: Mapping[str, int], heads: tuple[int, int], layers: int, seq_len: int, least_head_dim: int
+) -> ModelConfig:
+    """Few heads and layers, and the ratios of the other dims to them, about."""
+    model, (H, K) = config.model, heads
+    head_dim = _multiple(least_head_dim, multiples["head_dim"])
+    width = model.embed / (model.heads * (model.head_dim or model.embed // model.heads))
+    embed = odd_multiple(round(H * head_dim * width), multiples["embed"])
+    experts = _fewer_experts(model, multiples["experts"])
+    vocab = odd_multiple(_VOCAB, multiples["vocab"])
+    if model.vocab_size % model.vocab_multiple:  # a table with padding
+        vocab -= multiples["vocab"] // 2 + 1
+    window = max(-(-seq_len // 3), round(model.window * seq_len / config.data.seq_len))
+    return replace(
+        model,
+        layers=layers,
+        embed=embed,
+        heads=H,
+        kv_heads=K if model.kv_heads else 0,
+        head_dim=head_dim,
+        mlp=odd_multiple(round(embed * model.mlp / model.embed), multiples["mlp"]),
+        experts=experts,
+        capacity_factor=experts / model.experts_per_token if model.capacity_factor else 0.0,
+        vocab_size=vocab,
+        vocab_multiple=multiples["vocab"],
+        window=window if model.window else 0,
+        max_seq_len=seq_len if config.data.seq_len == model.max_seq_len else seq_len + 3,
+        dropout=0.0,
+    )
+
+
+def _fewer_experts(model: ModelConfig, split: int) -> int:
+    """Two on a device, and more than a token chooses; as many as there are where those are too many."""
+    fewer = _multiple(max(2 * split, model.experts_per_token + 1), split)
+    return min(fewer, model.experts) if model.experts % split == 0 else fewer
+
+
+def _explicit(overlap: Overlap) -> Overlap:
+    """What is left to choose is set to the form with the most that could go wrong: all give the same answer."""
+    return replace(
+        overlap,
+        gather="bidirectional" if overlap.gather == "auto" else overlap.gather,
+        scatter="bidirectional" if overlap.scatter == "auto" else overlap.scatter,
+        domino="on" if overlap.domino == "auto" else overlap.domino,
+    )
+
+
+def _notes(config: Config, small: Config, asked: Sizes) -> list[str]:
+    """What was changed, a sentence each."""
+    before, after = config.model, small.model
+    names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab_size", "window")
+    pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
+    changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old not in (0, new))
+    notes = [f"model shrunk: {changed}, sequence {config.data.seq_len} -> {small.data.seq_len}"]
+    if before.dropout:
+        notes.append(f"model.dropout {before.dropout} -> 0: each microbatch draws its own, so there is no one answer")
+    if before.capacity_factor:
+        notes.append(
+            f"model.capacity_factor {before.capacity_factor} -> {after.capacity_factor}: room for all, since which "
+            "tokens are dropped depends on the layout"
+        )
+    if small.train.accumulation < config.train.accumulation:
+        notes.append(f"train.accumulation {config.train.accumulation} -> {small.train.accumulation}")
+    for name, form in vars(config.overlap).items():
+        if form == "auto":
+            chosen = getattr(small.overlap, name)
+            notes.append(f"overlap.{name} auto -> {chosen}: all forms must give the same answer")
+    if pieces("stage", config.rules, asked) > 1:
+        count, fewer = microbatches(config, asked), small.pipeline.microbatches
+        notes += [f"pipeline.microbatches {count} -> {fewer}"] if fewer < count else []
+    return notes
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
+
+
+def odd_multiple(least: int, of: int) -> int:
+    """The smallest odd multiple of `of` that is at least `least`."""
+    times = -(-least // of)
+    return (times + 1 - times % 2) * of
