@@ -136,7 +136,7 @@ MUTATIONS = [
     Mutation("group_axis", "a wrong axis: groups of devices are not transposed", "jaxpar/hlo/groups.py",
              "(prod(dims),), _ints(match[3]))", "(prod(dims),), ())", "tests/hlo/test_groups.py"),
     Mutation("jump_once", "time that counts the repeated trips of a loop once", "jaxpar/rehearse/timeline/player.py",
-             "later = jump.periods * (jump", "later = (jump", "tests/rehearse/test_timeline.py"),
+             "later = repeats * (end.now", "later = (end.now", "tests/rehearse/test_timeline.py"),
     Mutation("gather_own_part", "a dropped scale: a gather sends a device's own part too",
              "jaxpar/rehearse/link_costs.py",
              "part * (size - 1) / size / share", "part / share", "tests/rehearse/test_link_costs.py"),

@@ -1,18 +1,26 @@
 """A device that plays a schedule: when each task runs, on what each start rests, and what compute waited for.
 
-Loops are played trip by trip until a trip begins just as an earlier one did (the same work in flight, the same lags).
-From there on they repeat, and the whole periods that are left are added at once.
+Loops are played trip by trip until a trip begins just as an earlier one did (the same work in flight, equally late).
+From there on they repeat: what was played since then counts as often as it fits into the trips that are left.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxpar.hlo.tasks import Loop, Node, Program, Task, Wait
 from jaxpar.rehearse.cost.cost import COMPUTE, Cost, Costs, Path
 from jaxpar.rehearse.timeline.schedule import crossing
+
+_LONGEST_PERIOD = 8
+"""Trips after which a loop may repeat itself."""
+_TIE = 1e-12
+"""Seconds. What ends this close together ends at once, and compute comes first: rounding must not choose a cause."""
+_LAST_PERIODS = 2
+"""Periods at the end of a loop that are played, not counted: there the critical path finds its way into the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,302 +39,230 @@ class Event:
     """The bar stands for this many further trips of a loop, which are not drawn one by one."""
 
 
-class PlayedNode(NamedTuple):
-    """A node made ready to be played. Nodes are numbered in program order, a loop's body right after the loop."""
+class Step(NamedTuple):
+    """A node with all that is needed to play it."""
 
-    number: int
     node: Node
     path: Path
-    cost: Cost | None
+    cost: Cost | None = None
     """Of a task."""
-    needs: tuple[int, ...] = ()
-    """Numbers of the nodes that must be over in the same trip."""
-    earlier: tuple[int, ...] = ()
-    """Numbers of the asynchronous tasks that must be over in the trip before."""
-    body: tuple[PlayedNode, ...] = ()
-    stop: int = 0
-    """One past the last number of the body."""
+    body: tuple[Step, ...] = ()
+    """Of a loop."""
     crossing: tuple[int, ...] = ()
-    """Of the body's tasks that may still run in the next trip."""
-    lanes: tuple[str, ...] = ()
-    """Held by anything in the body, compute left out."""
+    """Positions of the body's tasks that may still run in the next trip."""
+    lanes: frozenset[str] = frozenset()
+    """Held by anything in it, compute left out."""
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Positions, in the same list, of what must be over first; of a wait the task may be of the previous trip."""
+        return (self.node.task,) if isinstance(self.node, Wait) else self.node.depends
 
 
-def prepare(program: Program, costs: Costs) -> tuple[tuple[PlayedNode, ...], list[Path]]:
-    """The program's steps, and the path of each number.
+def make_steps(nodes: tuple[Node, ...], costs: Costs, path: Path = ()) -> tuple[Step, ...]:
+    """A list of nodes made ready to be played.
+
+    Args:
+      nodes: of a program or a loop's body.
+      costs: of the program's tasks.
+      path: of the loop.
 
     Raises:
-      ValueError: a node that depends on a later one: not a schedule.
+      ValueError: a node that depends on a later one: this is not a schedule.
     """
-    where: list[Path] = []
-    return _prepare(program.nodes, (), (), costs, where), where
-
-
-def _prepare(
-    nodes: tuple[Node, ...], carried: tuple[tuple[int, int], ...], path: Path, costs: Costs, where: list[Path]
-) -> tuple[PlayedNode, ...]:
-    numbers: list[int] = []
-    drafts: list[PlayedNode] = []
+    steps: list[Step] = []
     for i, node in enumerate(nodes):
         here = (*path, i)
-        numbers.append(len(where))
-        where.append(here)
-        step = PlayedNode(numbers[i], node, here, costs.of.get(here))
         if isinstance(node, Loop):
-            body = _prepare(node.body, node.carried, here, costs, where)
-            lanes = {lane for inner in body for lane in (inner.cost.lanes if inner.cost else inner.lanes)} - {COMPUTE}
-            across = {body[j].number for j in crossing(node.body)}
-            across |= {number for inner in body for number in inner.earlier}
-            step = step._replace(body=body, stop=len(where), lanes=tuple(sorted(lanes)), crossing=tuple(sorted(across)))
-        drafts.append(step)
-    # A wait may stand before the task of the previous trip, so numbers are filled in when all are known.
-    return tuple(_connect(i, step, nodes, carried, numbers) for i, step in enumerate(drafts))
+            body = make_steps(node.body, costs, here)
+            lanes = frozenset[str]().union(*(inner.lanes for inner in body))
+            step = Step(node, here, body=body, crossing=tuple(sorted(crossing(node.body))), lanes=lanes)
+        elif isinstance(node, Task):
+            cost = costs.of[here]
+            step = Step(node, here, cost, lanes=frozenset(cost.lanes) - {COMPUTE})
+        else:
+            step = Step(node, here)
+        in_this_trip = not (isinstance(node, Wait) and node.previous_trip)
+        if in_this_trip and any(j >= i for j in step.needs):
+            raise ValueError(f"{node.name} depends on a node that comes after it: not a schedule")
+        steps.append(step)
+    return tuple(steps)
 
 
-def _connect(
-    i: int, step: PlayedNode, nodes: tuple[Node, ...], carried: tuple[tuple[int, int], ...], numbers: list[int]
-) -> PlayedNode:
-    """A step with the numbers of what it needs."""
-    node = step.node
-    if isinstance(node, Wait):
-        now, before = ((), (node.task,)) if node.previous_trip else ((node.task,), ())
-    else:
-        taken = [producer for consumer, producer in carried if consumer == i]
-        # What is synchronous is over by the next trip anyway.
-        now, before = node.depends, tuple(j for j in taken if getattr(nodes[j], "asynchronous", False))
-    if any(j >= i for j in now):
-        raise ValueError(f"{node.name} depends on a node that comes after it: not a schedule")
-    return step._replace(needs=tuple(numbers[j] for j in now), earlier=tuple(numbers[j] for j in before))
+@dataclass(slots=True)
+class _Entry:
+    """One line of the log: a task ran, or compute waited."""
+
+    path: Path | None
+    """Of the task; None for a wait."""
+    cause: int
+    """The entry that its start rests on; -1 = the beginning of the step."""
+    blamed: Path
+    """What compute stood still for."""
+    stalled: float
+    """How long it did."""
+    times: int = 1
 
 
-Front = tuple[str, str | int]
-"""A part of the device's state: compute, one lane, or one task in flight."""
-
-_NOW: Front = ("now", 0)
-_LONGEST_PERIOD = 8  # trips
+class _Moment(NamedTuple):
+    time: float
+    entry: int
+    """What was over then; -1 = the beginning of the step."""
 
 
 class _Mark(NamedTuple):
     """The device at the beginning of a trip."""
 
-    lags: tuple[float, ...]
-    """How long after `now` each lane becomes free and each crossing task is over."""
     now: float
-    waited: list[float]
-    """Of the nodes in the body."""
-    fronts: dict[Front, int]
-    """The record that each part of the state rests on."""
-    records: int
-    """How many there were."""
-
-
-@dataclass(slots=True)
-class _Jump:
-    """Periods of a loop that were added at once: each like the one between two marks."""
-
-    begin: _Mark
-    end: _Mark
-    periods: int
-    steps: dict[Front, tuple[Counter[int], Front]]
-    """From one part of the state at the end of a period: what its chain runs through, back to which part."""
-
-
-class _Record(NamedTuple):
-    """That a node ran, or that a part of the state was carried over a jump."""
-
-    number: int = -1
-    """Of the node."""
-    cause: int = -1
-    """The record that its start rests on; -1 = the beginning of the step."""
-    jump: _Jump | None = None
-    front: Front = _NOW
-
-
-Moment = tuple[float, int]
-"""(time, record that it rests on)."""
+    lags: list[float]
+    """How long after `now` each lane of the loop becomes free, and each crossing task is over."""
+    entries: int
+    """How many there are in the log."""
 
 
 class Player:
     """The state of a device while it plays. Times in seconds since the step began."""
 
-    def __init__(self, nodes: int, drawn_trips: int, most_events: int):
-        self.now = 0.0
+    def __init__(self, drawn_trips: int, most_events: int):
+        self.now = _Moment(0.0, -1)
         """When compute is free."""
-        self.last = -1
-        """The record `now` rests on; -1 = the beginning."""
-        self.free: dict[str, Moment] = {}
+        self.free: dict[str, _Moment] = {}
         """When each lane is free."""
-        self.done: dict[int, Moment] = {}
-        """When each node was last over."""
-        self.waited = [0.0] * nodes
-        """How long compute stood still for each node."""
-        self.records: list[_Record] = []
-        self.loops: dict[Path, list[float]] = {}
-        """[executions, seconds] of each loop, as far as played."""
+        self.log: list[_Entry] = []
         self.events: list[Event] = []
         self.drawn_trips, self.most_events = drawn_trips, most_events
 
-    def run(self, steps: tuple[PlayedNode, ...], before: dict[int, Moment], trip: int, drawn: bool) -> None:
-        """Play a list of nodes once.
+    def play(self, program: Program, costs: Costs) -> float:
+        """Play a whole program; the seconds that it takes. At its end compute waits for whatever is still running.
+
+        Raises:
+          ValueError: a node that depends on a later one: this is not a schedule.
+        """
+        self._run(make_steps(program.nodes, costs), {}, 0, True)
+        self._wait_for(self.free.values())
+        return self.now.time
+
+    def stalls(self) -> dict[Path, float]:
+        """How long compute stood still for each task."""
+        found: defaultdict[Path, float] = defaultdict(float)
+        for entry in self.log:
+            found[entry.blamed] += entry.times * entry.stalled
+        return found
+
+    def critical_path(self) -> Counter[Path]:
+        """How often each task stands in the chain that ends last, each starting when the one before was over."""
+        passed: Counter[Path] = Counter()
+        at = self.now.entry
+        while at >= 0:
+            entry = self.log[at]
+            if entry.path is not None:
+                passed[entry.path] += entry.times
+            at = entry.cause
+        return passed
+
+    def _run(self, steps: tuple[Step, ...], before: dict[int, _Moment], trip: int, drawn: bool) -> list[_Moment]:
+        """Play a list of nodes once; when each of them is over.
 
         Args:
           steps: the nodes.
-          before: when tasks of the previous trip are over.
+          before: when tasks of the previous trip are over, by position.
           trip: of the loop these nodes are the body of.
           drawn: whether this becomes events.
         """
+        done: list[_Moment] = []
         for step in steps:
-            if isinstance(step.node, Task):
-                self._task(step, before, trip, drawn)
-            elif isinstance(step.node, Wait):
-                self._block([*((n, self.done[n]) for n in step.needs),
-                             *((n, before[n]) for n in step.earlier if n in before)])  # fmt: skip
-                self.done[step.number] = self.now, self.last
+            node = step.node
+            if isinstance(node, Task):
+                done.append(self._task(step, node, [done[j] for j in step.needs], trip, drawn))
+                continue
+            if isinstance(node, Wait) and node.previous_trip:
+                self._wait_for([before[node.task]] if node.task in before else [])
             else:
-                self._loop(step, drawn)
+                self._wait_for([done[j] for j in step.needs])
+            if isinstance(node, Loop):
+                self._loop(step, node, drawn)
+            done.append(self.now)
+        return done
 
-    def _block(self, moments: list[tuple[int, Moment]]) -> None:
+    def _wait_for(self, moments: Iterable[_Moment]) -> None:
         """Compute stands still until all these are over."""
-        for number, (time, record) in moments:
-            if time > self.now:
-                self.waited[number] += time - self.now
-                self.now, self.last = time, record
+        for moment in moments:
+            if moment.time > self.now.time + _TIE:
+                blamed = self.log[moment.entry].path or ()
+                self.log.append(_Entry(None, moment.entry, blamed, moment.time - self.now.time))
+                self.now = _Moment(moment.time, len(self.log) - 1)
 
-    def _task(self, step: PlayedNode, before: dict[int, Moment], trip: int, drawn: bool) -> None:
-        cost, number = step.cost, step.number
-        assert cost is not None and isinstance(step.node, Task)
-        (start, cause), blamed = (self.now, self.last), number
-        moments = [(n, self.done[n]) for n in step.needs]
-        moments += [(n, before[n]) for n in step.earlier if n in before]
-        moments += [(number, self.free[lane]) for lane in cost.lanes if lane in self.free]
-        for whose, (time, record) in moments:
-            if time > start:
-                start, cause, blamed = time, record, whose
-        end = start + cost.seconds
-        record = len(self.records)
-        self.records.append(_Record(number, cause))
-        for lane in cost.lanes:
+    def _task(self, step: Step, task: Task, needs: list[_Moment], trip: int, drawn: bool) -> _Moment:
+        """Play a task; when it is over."""
+        assert step.cost is not None
+        start, blamed = self.now, step.path
+        for moment in needs:
+            if moment.time > start.time + _TIE:
+                start, blamed = moment, self.log[moment.entry].path or ()
+        for lane in step.cost.lanes:
+            moment = self.free.get(lane, start)
+            if moment.time > start.time + _TIE:
+                start, blamed = moment, step.path
+        end = _Moment(start.time + step.cost.seconds, len(self.log))
+        stalled = 0.0 if task.asynchronous else start.time - self.now.time
+        self.log.append(_Entry(step.path, start.entry, blamed, stalled))
+        for lane in step.cost.lanes:
             if lane != COMPUTE:
-                self.free[lane] = end, record
-            if drawn and cost.seconds and len(self.events) < self.most_events:
-                self.events.append(Event(lane, start, cost.seconds, step.node.name, step.path, trip))
-        self.done[number] = end, record
-        if not step.node.asynchronous:
-            self.waited[blamed] += start - self.now
-            self.now, self.last = end, record
+                self.free[lane] = end
+            if drawn and step.cost.seconds and len(self.events) < self.most_events:
+                self.events.append(Event(lane, start.time, step.cost.seconds, task.name, step.path, trip))
+        if not task.asynchronous:
+            self.now = end
+        return end
 
-    def _loop(self, step: PlayedNode, drawn: bool) -> None:
-        loop = step.node
-        assert isinstance(loop, Loop)
-        self._block([(n, self.done[n]) for n in step.needs])
-        began, undrawn = self.now, self.now
+    def _loop(self, step: Step, loop: Loop, drawn: bool) -> None:
+        """Play a loop until it repeats itself, count what repeats, and play the last trips."""
+        shown = self.drawn_trips if drawn else 0
+        undrawn = self.now.time
         marks: list[_Mark] = []
-        before: dict[int, Moment] = {}
-        trip, jumped = 0, False
+        before: dict[int, _Moment] = {}
+        trip, skipped = 0, False
         while trip < loop.trips:
-            if trip == self.drawn_trips:
-                undrawn = self.now
-            if not jumped and (trip >= self.drawn_trips or not drawn):
+            if trip == shown:
+                undrawn = self.now.time
+            if trip >= shown and not skipped:
                 mark = self._mark(step, before)
                 period = _period(marks, mark)
-                if period and loop.trips - trip >= period:
-                    periods, jumped = (loop.trips - trip) // period, True
-                    self._jump(step, _Jump(marks[-period], mark, periods, {}), before)
-                    trip += periods * period
-                    continue
-                marks = [*marks[1 - _LONGEST_PERIOD :], mark]
-            self.run(step.body, before, trip, drawn and trip < self.drawn_trips)
-            before = {n: self.done[n] for n in step.crossing}
+                repeats = (loop.trips - trip) // period - _LAST_PERIODS if period else 0
+                if repeats > 0:
+                    self._skip(step, before, marks[-period], mark, repeats)
+                    trip, skipped = trip + repeats * period, True
+                marks.append(mark)
+            done = self._run(step.body, before, trip, trip < shown)
+            before = {j: done[j] for j in step.crossing}
             trip += 1
-        # A loop is over when everything in it is.
-        self._block(list(before.items()))
-        self.done[step.number] = self.now, self.last
-        played = self.loops.setdefault(step.path, [0, 0.0])
-        played[0] += 1
-        played[1] += self.now - began
-        if drawn and loop.trips > self.drawn_trips:
-            rest = loop.trips - self.drawn_trips
-            self.events.append(
-                Event(COMPUTE, undrawn, self.now - undrawn, loop.name, step.path, self.drawn_trips, rest)
-            )
+        self._wait_for(before.values())  # a loop is over when everything in it is
+        if drawn and loop.trips > shown:
+            seconds = self.now.time - undrawn
+            self.events.append(Event(COMPUTE, undrawn, seconds, loop.name, step.path, shown, loop.trips - shown))
 
-    def _mark(self, loop: PlayedNode, before: dict[int, Moment]) -> _Mark:
-        moments: dict[Front, Moment] = {("lane", lane): self.free.get(lane, (0.0, -1)) for lane in loop.lanes}
-        moments |= {("task", n): before.get(n, (0.0, -1)) for n in loop.crossing}
-        lags = tuple(max(0.0, time - self.now) for time, _ in moments.values())
-        # `now` comes first: where two parts of the state rest on one record, a chain goes back through compute.
-        fronts = {_NOW: self.last} | {front: record for front, (_, record) in moments.items()}
-        return _Mark(lags, self.now, self.waited[loop.number : loop.stop], fronts, len(self.records))
+    def _mark(self, step: Step, before: dict[int, _Moment]) -> _Mark:
+        moments = [self.free[lane] for lane in sorted(step.lanes) if lane in self.free] + list(before.values())
+        return _Mark(self.now.time, [max(0.0, time - self.now.time) for time, _ in moments], len(self.log))
 
-    def _jump(self, loop: PlayedNode, jump: _Jump, before: dict[int, Moment]) -> None:
-        """Add the periods of a jump: every time in the loop moves on by as much, and so does what was waited for."""
-        later = jump.periods * (jump.end.now - jump.begin.now)
-        for i, (old, new) in enumerate(zip(jump.begin.waited, jump.end.waited, strict=True)):
-            self.waited[loop.number + i] += jump.periods * (new - old)
-
-        def moved(front: Front, moment: Moment) -> Moment:
-            if jump.end.fronts[front] == jump.begin.fronts[front]:
-                return moment  # untouched all through the period, so long over
-            self.records.append(_Record(jump=jump, front=front))
-            return moment[0] + later, len(self.records) - 1
-
-        self.now, self.last = moved(_NOW, (self.now, self.last))
-        for lane in loop.lanes:
-            if lane in self.free:
-                self.free[lane] = moved(("lane", lane), self.free[lane])
-        for number, moment in before.items():
-            before[number] = moved(("task", number), moment)
-
-    def finish(self) -> float:
-        """The end of the step: compute waits for whatever is still running."""
-        self._block([(self._number(record), (time, record)) for time, record in self.free.values()])
-        return self.now
-
-    def _number(self, record: int) -> int:
-        """The node that a record is of."""
-        number, _, jump, front = self.records[record]
-        return self._number(jump.end.fronts[front]) if jump else number
-
-    def loop_seconds(self) -> dict[Path, float]:
-        """One execution of each loop, on average over those played."""
-        return {path: seconds / count for path, (count, seconds) in self.loops.items()}
-
-    def critical(self) -> Counter[int]:
-        """How often each node stands in the chain that ends last."""
-        return self._back(self.last, 0)[0]
-
-    def _back(self, record: int, floor: int) -> tuple[Counter[int], int]:
-        """Back along what each start rests on, to the first record below `floor`: what was passed, and that record."""
-        passed: Counter[int] = Counter()
-        while record >= floor:
-            number, cause, jump, front = self.records[record]
-            if jump is None:
-                passed[number] += 1
-                record = cause
-                continue
-            visits: Counter[Front] = Counter()
-            for _ in range(jump.periods):
-                visits[front] += 1
-                front = self._period_back(jump, front)[1]
-            for visited, times in visits.items():
-                for inner, count in self._period_back(jump, visited)[0].items():
-                    passed[inner] += times * count
-            record = jump.end.fronts[front]
-        return passed, record
-
-    def _period_back(self, jump: _Jump, front: Front) -> tuple[Counter[int], Front]:
-        """One period of a jump, seen from one part of the state at its end."""
-        if front not in jump.steps:
-            passed, record = self._back(jump.end.fronts[front], jump.begin.records)
-            found = next(part for part, first in jump.begin.fronts.items() if first == record)
-            jump.steps[front] = passed, found
-        return jump.steps[front]
+    def _skip(self, step: Step, before: dict[int, _Moment], begin: _Mark, end: _Mark, repeats: int) -> None:
+        """Count what was played between two marks as often again as it repeats; all times of the loop move on."""
+        for entry in self.log[begin.entries : end.entries]:
+            entry.times *= 1 + repeats
+        later = repeats * (end.now - begin.now)
+        self.now = _Moment(self.now.time + later, self.now.entry)
+        for j, (time, entry) in before.items():
+            before[j] = _Moment(time + later, entry)
+        for lane in step.lanes & self.free.keys():
+            time, entry = self.free[lane]
+            self.free[lane] = _Moment(time + later, entry)
 
 
 def _period(marks: list[_Mark], mark: _Mark) -> int:
     """How many trips ago the device stood just as it does now; 0 = never, as far as is remembered."""
-    for back, old in enumerate(reversed(marks), 1):
+    for back, old in enumerate(reversed(marks[-_LONGEST_PERIOD:]), 1):
         slack = 1e-9 * (mark.now - old.now)
-        if all(abs(a - b) <= slack for a, b in zip(mark.lags, old.lags, strict=True)):
+        same = len(mark.lags) == len(old.lags)
+        if same and all(abs(a - b) <= slack for a, b in zip(mark.lags, old.lags, strict=True)):
             return back
     return 0

@@ -53,21 +53,12 @@ def _bound(nodes: tuple[Node, ...], costs: Costs, path: Path) -> tuple[float, di
     return max(chain, *load.values(), 0.0), load
 
 
-def list_schedule(program: Program, costs: Costs, loop_seconds: dict[Path, float]) -> float:
-    """Seconds of a greedy schedule: whatever is ready and has its lanes free starts, the longest chain first.
-
-    Args:
-      program: the graph.
-      costs: its prices.
-      loop_seconds: one execution of each loop as the program schedules it, for the loops with work that crosses from
-        trip to trip: these are taken as they are.
-    """
-    return _greedy(program.nodes, costs, (), loop_seconds)[0]
+def list_schedule(program: Program, costs: Costs) -> float:
+    """Seconds of a greedy schedule: whatever is ready and has its lanes free starts, the longest chain first."""
+    return _greedy(program.nodes, costs, ())[0]
 
 
-def _greedy(
-    nodes: tuple[Node, ...], costs: Costs, path: Path, loop_seconds: dict[Path, float]
-) -> tuple[float, tuple[str, ...]]:
+def _greedy(nodes: tuple[Node, ...], costs: Costs, path: Path) -> tuple[float, tuple[str, ...]]:
     """Seconds of the greedy schedule of a list of nodes, and the lanes it uses."""
     seconds, lanes = [], []
     for i, node in enumerate(nodes):
@@ -76,10 +67,8 @@ def _greedy(
             seconds.append(costs.of[here].seconds)
             lanes.append(_own_lanes(node, costs.of[here].lanes))
         elif isinstance(node, Loop):
-            once, inner = _greedy(node.body, costs, here, loop_seconds)
-            # The program's own schedule exists as well, so the better of the two can be had.
-            kept = loop_seconds.get(here, node.trips * once)
-            seconds.append(kept if crossing(node.body) else min(kept, node.trips * once))
+            once, inner = _greedy(node.body, costs, here)
+            seconds.append(node.trips * once)
             lanes.append(tuple({COMPUTE, *inner}))
         else:
             seconds.append(0.0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from jaxpar.base.hardware import Hardware
 from jaxpar.hlo.tasks import Collective, Program, Task
 from jaxpar.rehearse.cost.cost import COMPUTE, Costs, OnLinks, Path, Speeds, price, tasks
-from jaxpar.rehearse.timeline.player import Event, Player, prepare
+from jaxpar.rehearse.timeline.player import Event, Player
 from jaxpar.rehearse.timeline.schedule import list_schedule, lower_bound
 
 
@@ -87,16 +87,13 @@ def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: in
     Raises:
       ValueError: a node that depends on a later one: not a schedule.
     """
-    steps, where = prepare(program, costs)
-    player = Player(len(where), drawn_trips, most_events)
-    player.run(steps, {}, 0, True)
-    seconds = player.finish()
-    waited = dict(zip(where, player.waited, strict=True))
-    critical = {where[number]: count for number, count in player.critical().items()}
+    player = Player(drawn_trips, most_events)
+    seconds = player.play(program, costs)
+    waited, critical = player.stalls(), player.critical_path()
     busy, stalls, lanes = (defaultdict[str, float](float) for _ in range(3))
     rows, path_rows, idle = [], [], 0.0
     for path, task, count in tasks(program.nodes):
-        cost, stalled = costs.of[path], waited[path]
+        cost, stalled = costs.of[path], waited.get(path, 0.0)
         if COMPUTE in cost.lanes:
             busy[task.kind] += count * (cost.seconds - cost.launch)
             idle += count * cost.launch
@@ -112,7 +109,7 @@ def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: in
     path_rows.sort(key=lambda row: -row[2])
     return Timeline(
         seconds, dict(busy), dict(stalls), idle, dict(lanes), rows, path_rows,
-        lower_bound(program, costs), min(list_schedule(program, costs, player.loop_seconds()), seconds), player.events,
+        lower_bound(program, costs), min(list_schedule(program, costs), seconds), player.events,
     )  # fmt: skip
 
 
