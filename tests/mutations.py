@@ -134,7 +134,7 @@ MUTATIONS = [
              "times * node.trips", "times",
              "tests/rehearse/test_cost.py tests/rehearse/test_timeline.py tests/hlo/test_programs.py"),
     Mutation("group_axis", "a wrong axis: groups of devices are not transposed", "jaxpar/hlo/groups.py",
-             "(prod(dims),), _ints(match[3]))", "(prod(dims),), ())", "tests/hlo/test_groups.py"),
+             "str(prod(shape))), _ints(match[3]))", "str(prod(shape))), ())", "tests/hlo/test_groups.py"),
     Mutation("jump_once", "time that counts the repeated trips of a loop once", "jaxpar/rehearse/timeline/player.py",
              "later = repeats * (end.now", "later = (end.now", "tests/rehearse/test_timeline.py"),
     Mutation("gather_own_part", "a dropped scale: a gather sends a device's own part too",

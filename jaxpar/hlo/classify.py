@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from jaxpar.hlo import opcodes
@@ -13,21 +14,31 @@ from jaxpar.hlo.origin import split_by
 from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
 from jaxpar.hlo.slices import Devices
 from jaxpar.hlo.tasks import Kind, Place, Task
-from jaxpar.hlo.traffic import HOST, MOVES, result_of, traffic
+from jaxpar.hlo.traffic import HOST, result_of, traffic
 
-_NO_ARITHMETIC = MOVES | opcodes.FREE
+KernelCost = Callable[[str, str, list[tuple[int, ...]]], float | None]
+"""(instruction name, jax's path of it, shapes of its operands) -> FLOPs of a kernel; None for one that is not known."""
+
+_NO_ARITHMETIC = opcodes.MOVES | opcodes.FREE
 _HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")  # sends between devices are collectives
-_CYCLES = '"estimated_cycles":"'
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
-def task_of(module: Module, devices: Devices, computation: Computation, instruction: Instruction, place: Place) -> Task:
-    """The task of an instruction that takes time, without its dependencies."""
+def task_of(
+    module: Module, devices: Devices, computation: Computation, instruction: Instruction, place: Place,
+    kernel_cost: KernelCost | None = None,
+) -> Task:  # fmt: skip
+    """The task of an instruction that takes time, without its dependencies.
+
+    Raises:
+      IndexError, KeyError, ValueError: attributes in a form that is not known.
+    """
     collective = collective_of(module, devices, computation, instruction)
     if collective and not opcodes.owns_collective(module, instruction):
         collective = None
     work, bytes_ = work_of(module, computation, instruction), traffic(module, computation, instruction)
-    if opcodes.target(instruction) and not work.flops:
-        work, bytes_ = _stated_cost(instruction, _operand_dtype(computation, instruction), bytes_)
+    if instruction.target and not work.flops:
+        work, bytes_ = _kernel_work(computation, instruction, bytes_, kernel_cost)
     kind = "collective" if collective else _kind(module, computation, instruction, work)
     result = next(result_of(instruction).leaves(), instruction.shape)
     return Task(
@@ -55,9 +66,8 @@ def _shown(shape: Shape) -> str:
 
 
 def _kind(module: Module, computation: Computation, instruction: Instruction, work: Multiplied) -> Kind:
-    target = opcodes.target(instruction)
-    if target:
-        return "matmul" if target.startswith(opcodes.GEMM_TARGETS) else "kernel"
+    if instruction.target:
+        return "matmul" if instruction.target.startswith(opcodes.GEMM_TARGETS) else "kernel"
     if work.flops:
         return "matmul"
     if is_control(computation, instruction):
@@ -80,19 +90,17 @@ def is_control(computation: Computation, instruction: Instruction) -> bool:
 
 def _only_moves(module: Module, instruction: Instruction) -> bool:
     """Whether nothing is computed: a copy, a change of layout, a slice, or a fusion of such with offsets."""
-    if instruction.base in MOVES:
-        return True
-    if instruction.base not in ("fusion", "call", "async"):
-        return False
-    inner = [module.computations[name] for name in instruction.called if name in module.computations]
+    if instruction.base not in opcodes.CALLERS:
+        return instruction.base in opcodes.MOVES
+    inner = module.called(instruction)
     called = [i for computation in inner for i in computation.instructions.values() if i.shape.elements > 1]
     return bool(called) and all(i.opcode in _NO_ARITHMETIC or _only_moves(module, i) for i in called)
 
 
 def _copied_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
     """What crosses the host link: the result, or where an array is updated in place, the update."""
-    inner = module.computations.get(instruction.called[0]) if instruction.called else None
-    root, where = (inner.instructions[inner.root], inner) if inner else (instruction, computation)
+    where = next(iter(module.called(instruction)), None)
+    root, where = (where.instructions[where.root], where) if where else (instruction, computation)
     if root.base == "dynamic-update-slice":
         return where.instructions[root.operands[1]].shape.bytes
     return result_of(root).bytes
@@ -100,25 +108,32 @@ def _copied_bytes(module: Module, computation: Computation, instruction: Instruc
 
 def cycles(instruction: Instruction) -> int | None:
     """The TPU compiler's estimate of one execution, in core clock cycles; None where it made none."""
-    _, found, rest = instruction.tail.partition(_CYCLES)
-    number = rest.partition('"')[0]
-    return int(number) if found and number.isdigit() and 0 < int(number) < 2**60 else None
+    found = _CYCLES.search(instruction.tail)
+    return int(found[1]) if found and 0 < int(found[1]) < 2**60 else None
 
 
-def _operand_dtype(computation: Computation, instruction: Instruction) -> str:
-    """Of the largest operand: what a kernel multiplies, not its tables."""
-    shapes = [operand.shape for operand in computation.operands(instruction)]
-    return max(shapes, key=lambda shape: shape.bytes).dtype if shapes else ""
+def _kernel_work(
+    computation: Computation, call: Instruction, bytes_: int, kernel_cost: KernelCost | None
+) -> tuple[Multiplied, int]:
+    """FLOPs and bytes of a kernel as its author stated them, else as `kernel_cost` knows; the arrays' `bytes_` else.
+
+    It multiplies the dtype of its largest operand: the others are tables.
+    """
+    shapes = [operand.shape for operand in computation.operands(call)]
+    stated = _stated_cost(call)
+    flops = float(stated.get("flops", 0))
+    if not flops and kernel_cost:
+        flops = kernel_cost(call.name, call.op_name, [shape.dims for shape in shapes]) or 0.0
+    dtype = max(shapes, key=lambda shape: shape.bytes).dtype if shapes and flops else ""
+    return Multiplied(flops, dtype), int(stated.get("bytes_accessed", bytes_))
 
 
-def _stated_cost(call: Instruction, dtype: str, bytes_: int) -> tuple[Multiplied, int]:
-    """FLOPs and bytes that a Pallas kernel's author stated; no FLOPs and the arrays' bytes where none did."""
+def _stated_cost(call: Instruction) -> dict[str, Any]:
+    """The cost estimate of a Pallas kernel, as JSON; empty where its author gave none."""
+    # Triton's lowering has no place for a cost: `metadata` of the call carries it.
+    if noted := re.search(r'serialized_metadata = "([^"]*)"', call.attributes.get("backend_config", "")):
+        return json.loads(noted[1].replace("\\22", '"'))
     estimate: Any = backend_config(call)
     for key in ("custom_call_config", "cost_estimate"):
         estimate = estimate.get(key, {}) if isinstance(estimate, dict) else {}
-    # Triton's lowering has no place for a cost: `metadata` of the call carries it.
-    if noted := re.search(r'serialized_metadata = "([^"]*)"', call.attributes.get("backend_config", "")):
-        estimate = json.loads(noted[1].replace("\\22", '"'))
-    if not estimate:
-        return Multiplied(), bytes_
-    return Multiplied(float(estimate.get("flops", 0)), dtype), int(estimate.get("bytes_accessed", bytes_))
+    return estimate

@@ -7,21 +7,10 @@ from collections import Counter
 from math import prod
 
 from jaxpar.hlo.groups import Groups, replica_groups, source_target_pairs
+from jaxpar.hlo.opcodes import CALLERS, COLLECTIVES
 from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, split
 from jaxpar.hlo.slices import TRANSFERS, Devices, megascale
 from jaxpar.hlo.tasks import Collective, CollectiveKind
-
-KINDS: dict[str, CollectiveKind] = {
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "all-reduce": "all-reduce",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "all-to-all",
-    "collective-permute": "ppermute",
-    "collective-broadcast": "ppermute",
-    "send": "ppermute",
-    "recv": "ppermute",
-}
 
 
 def collective_of(
@@ -32,22 +21,18 @@ def collective_of(
     Transfers to and from the host (`send` with is_host_transfer, of anything but the traffic between slices) are none.
     Groups are empty where the text has them in a form that nobody here knows.
     """
-    kind = KINDS.get(instruction.base)
     if instruction.attributes.get("is_host_transfer") == "true":
         said = megascale(instruction)
         kind = TRANSFERS.get(said.get("_xla_megascale_transfer_type", ""), "ppermute") if said else None
         groups = devices.between(said["_xla_megascale_target"]) if "_xla_megascale_target" in said else ()
         return _collective(computation, instruction, kind, groups) if kind else None
+    kind = COLLECTIVES.get(instruction.base)
     if kind is not None:
         groups = devices.everywhere(_groups(module, instruction, kind))
         return _collective(computation, instruction, kind, groups)
-    if instruction.base not in ("fusion", "call", "async"):
-        return None
-    for name in instruction.called:
-        inner = module.computations.get(name)
-        for called in inner.instructions.values() if inner else ():
-            found = collective_of(module, devices, inner, called) if inner else None
-            if found is not None:
+    for inner in module.called(instruction) if instruction.base in CALLERS else ():
+        for called in inner.instructions.values():
+            if (found := collective_of(module, devices, inner, called)) is not None:
                 return _scattered(instruction, found)
     return None
 
@@ -75,7 +60,7 @@ def _collective(computation: Computation, instruction: Instruction, kind: Collec
     by_dtype: Counter[str] = Counter()
     for leaf in leaves:
         by_dtype[leaf.dtype] += leaf.bytes
-    return Collective(kind, groups, bytes_, max(by_dtype, key=lambda dtype: by_dtype[dtype], default=""))
+    return Collective(kind, groups, bytes_, max(by_dtype, key=by_dtype.__getitem__, default=""))
 
 
 def _sliced_bytes(instruction: Instruction, whole: Shape) -> int:
@@ -93,10 +78,4 @@ def _groups(module: Module, instruction: Instruction, kind: CollectiveKind) -> G
         return groups
     if instruction.opcode == "collective-broadcast":
         return tuple((group[0], other) for group in groups for other in group[1:])
-    pairs = source_target_pairs(instruction)
-    if pairs:
-        return pairs
-    # send and recv carry their pairs in the frontend attributes.
-    stated = next((text for key, text in instruction.frontend.items() if key.endswith("source_target_pairs")), "")
-    numbers = [int(number) for number in re.findall(r"\d+", stated)]
-    return tuple(zip(numbers[::2], numbers[1::2], strict=False))
+    return source_target_pairs(instruction)

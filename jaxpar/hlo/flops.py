@@ -13,9 +13,9 @@ from functools import lru_cache
 from math import gcd, prod
 from typing import Any
 
-from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
+from jaxpar.hlo.opcodes import CALLERS, GEMM_TARGETS
+from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, words_of
 
-GEMM_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul", "__triton$gemm")
 _ATTENTION = "__cudnn$fmha"
 _CONVOLUTION = "__cudnn$conv"
 
@@ -27,38 +27,27 @@ class Multiplied:
     flops: float = 0.0
     dtype: str = ""
 
-    def plus(self, other: Multiplied) -> Multiplied:
-        """Both one after another."""
-        larger = self if self.flops >= other.flops else other
-        return Multiplied(self.flops + other.flops, larger.dtype)
-
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Multiplied:
     """The matmuls of one instruction, those in the computations it calls included (a loop inside counts once)."""
     shapes = [operand.shape for operand in computation.operands(instruction)]
     if len(shapes) < len(instruction.operands):
         return Multiplied()  # a text cut short
+    if instruction.base in CALLERS:
+        inner = module.called(instruction)
+        parts = [work_of(module, called, one) for called in inner for one in called.instructions.values()]
+        largest = max(parts, key=lambda part: part.flops, default=Multiplied())
+        return Multiplied(sum(part.flops for part in parts), largest.dtype)
     match instruction.base:
         case "dot" | "ragged-dot":
             flops = dot_flops(instruction, shapes[0])
         case "convolution":
-            flops = convolution_flops(instruction, shapes[0], shapes[1])
+            flops = convolution_flops(instruction, shapes[0], shapes[1], next(instruction.shape.leaves()))
         case "custom-call":
             flops = library_flops(instruction, shapes)
-        case "fusion" | "call" | "async":
-            return _called_work(module, instruction)
         case _:
-            return Multiplied()
+            flops = 0.0
     return Multiplied(flops, shapes[0].dtype) if flops else Multiplied()
-
-
-def _called_work(module: Module, instruction: Instruction) -> Multiplied:
-    total = Multiplied()
-    for name in instruction.called:
-        inner = module.computations.get(name)
-        for called in inner.instructions.values() if inner else ():
-            total = total.plus(work_of(module, inner, called)) if inner else total
-    return total
 
 
 def dot_flops(dot: Instruction, lhs: Shape) -> float:
@@ -67,11 +56,10 @@ def dot_flops(dot: Instruction, lhs: Shape) -> float:
     return 2.0 * dot.shape.elements * prod(lhs.dims[dim] for dim in contracted)
 
 
-def convolution_flops(convolution: Instruction, lhs: Shape, rhs: Shape) -> float:
-    """Of a `convolution`, positions in padding left out; `dim_labels=b01f_01io->b01f` names the dims."""
+def convolution_flops(convolution: Instruction, lhs: Shape, rhs: Shape, out: Shape) -> float:
+    """Of a convolution, positions in padding left out; `dim_labels=b01f_01io->b01f` names the dims."""
     labels = convolution.attributes.get("dim_labels", "")
     lhs_labels, rhs_labels, out_labels = re.split(r"_|->", labels)
-    out = next(convolution.shape.leaves())
     groups = int(convolution.attributes.get("batch_group_count", 1))
     inputs, outputs = rhs.dims[rhs_labels.index("i")], rhs.dims[rhs_labels.index("o")]
     batch = lhs.dims[lhs_labels.index("b")] // groups
@@ -86,7 +74,7 @@ def convolution_flops(convolution: Instruction, lhs: Shape, rhs: Shape) -> float
 
 def _window(text: str, dims: int) -> list[tuple[int, int, int, int, int]]:
     """(size, stride, padding before, dilation of the left, of the right operand) of each spatial dim."""
-    fields = dict(piece.split("=", 1) for piece in text.strip("{}").split() if "=" in piece)
+    fields = words_of(text)
 
     def column(key: str, otherwise: str) -> list[str]:
         return fields[key].split("x") if key in fields else [otherwise] * dims
@@ -122,21 +110,22 @@ def library_flops(call: Instruction, shapes: list[Shape]) -> float:
     Attention by cuDNN: 4 B H S T h forward and 10 backward, halved where it is causal and less where a window slides,
     since tiles of which nothing is seen are skipped.
     """
-    target = call.attributes.get("custom_call_target", "").strip('"')
-    config = backend_config(call)
+    target, config, result = call.target, backend_config(call), next(call.shape.leaves(), None)
+    if result is None or not shapes:
+        return 0.0  # of a tuple the result is the first part, the others are workspace
     if target.startswith(GEMM_TARGETS):
         numbers = _find(config, "dot_dimension_numbers") or {}
-        contracted = [int(dim) for dim in numbers.get("lhs_contracting_dimensions", ())]
-        if not contracted and shapes:
-            contracted = [len(shapes[0].dims) - 1]
-        out = max((leaf for leaf in call.shape.leaves() if leaf.dims), key=lambda leaf: leaf.elements, default=None)
-        # A tuple holds a workspace beside the result, of bytes: the result is its first part.
-        first = next(call.shape.leaves(), out)
-        return 2.0 * first.elements * prod(shapes[0].dims[dim] for dim in contracted) if first and shapes else 0.0
+        contracted = [int(dim) for dim in numbers.get("lhs_contracting_dimensions", ())] or [-1]
+        return 2.0 * result.elements * prod(shapes[0].dims[dim] for dim in contracted)
     if target.startswith(_ATTENTION) and len(shapes) >= 2:
         return _attention_flops(target, config, shapes)
     if target.startswith(_CONVOLUTION) and "dim_labels" in call.attributes:
-        return _library_convolution_flops(call, target, shapes)
+        lhs, rhs = shapes[:2]  # in a gradient the arrays change places
+        if "BackwardInput" in target:
+            lhs, result = result, lhs
+        elif "BackwardFilter" in target:
+            rhs, result = result, rhs
+        return convolution_flops(call, lhs, rhs, result)
     return 0.0
 
 
@@ -157,25 +146,10 @@ def _attention_flops(target: str, config: Any, shapes: list[Shape]) -> float:
     return (10.0 if "Backward" in target else 4.0) * prod(q) * seen
 
 
-def _library_convolution_flops(call: Instruction, target: str, shapes: list[Shape]) -> float:
-    """Of cuDNN's convolutions, whose result is the first part of a tuple; gradients swap the roles of the arrays."""
-    out = next(call.shape.leaves())
-    lhs, rhs = shapes[0], shapes[1]
-    if "BackwardInput" in target:
-        lhs, out = out, lhs
-    elif "BackwardFilter" in target:
-        rhs, out = out, rhs
-    flat = Instruction(call.name, "convolution", out, call.operands, "", call.tail)
-    return convolution_flops(flat, lhs, rhs)
-
-
 def backend_config(instruction: Instruction) -> Any:
     """The backend's own notes as JSON; {} when there are none or they are not JSON."""
-    text = instruction.attributes.get("backend_config", "")
-    if text.startswith('"'):
-        text = re.sub(r"\\(.)", r"\1", text[1:-1])
     try:
-        return json.loads(text) if text else {}
+        return json.loads(instruction.attributes.get("backend_config", "{}"))
     except json.JSONDecodeError:
         return {}
 

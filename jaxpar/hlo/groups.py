@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from math import prod
 
+import numpy as np
+
 from jaxpar.hlo.parse import Instruction, split
 
 Groups = tuple[tuple[int, ...], ...]
@@ -30,69 +32,59 @@ def replica_groups(collective: Instruction, devices: int) -> Groups:
         match = _IOTA.match(text)
         if match is None:
             raise ValueError(f"replica_groups {text[:60]!r}")
-        rows, _ = dims = _ints(match[1])
-        flat = _iota(_ints(match[2]) if match[2] else (prod(dims),), _ints(match[3]))
-        width = len(flat) // rows
-        return tuple(tuple(flat[row * width : (row + 1) * width]) for row in range(rows))
-    groups = tuple(_ints(group.strip("{}")) for group in split(text[1:-1])) if text.startswith("{") else ()
+        shape = _ints(match[1])
+        return _rows(_iota(_ints(match[2] or str(prod(shape))), _ints(match[3])).reshape(shape))
+    groups = tuple(_ints(group) for group in split(text[1:-1])) if text.startswith("{") else ()
     return groups or (tuple(range(devices)),)
 
 
 def source_target_pairs(permute: Instruction) -> Groups:
-    """(source, target) positions of a collective-permute."""
-    return tuple(_ints(pair.strip("{}")) for pair in split(permute.attributes.get("source_target_pairs", "{}")[1:-1]))
+    """(source, target) positions of a collective-permute; send and recv have them in their frontend attributes."""
+    stated = permute.attributes | permute.frontend
+    text = next((value for key, value in stated.items() if key.endswith("source_target_pairs")), "{}")
+    return tuple(_ints(pair) for pair in split(text[1:-1]))
 
 
 def _of_mesh(text: str, device_ids: str) -> Groups:
     """Groups along some axes of a mesh: one group for each position of the others."""
-    axes_text, _, tail = text.removeprefix("mesh[").partition("]")
-    names, sizes = zip(*(piece.rsplit("=", 1) for piece in split(axes_text)), strict=True)
-    names, sizes = [name.strip("'") for name in names], [int(size) for size in sizes]
+    axes, _, tail = text.removeprefix("mesh[").partition("]")
+    sizes = {name.strip("'"): int(size) for name, _, size in (piece.rpartition("=") for piece in split(axes))}
     order, _, chosen = (device_ids or tail).rpartition("{")
-    devices = _device_order(order, prod(sizes))
-    # Every axis is cut into its parts inside, chosen and outside; dims and which of them are chosen, in order.
-    dims: list[int] = []
-    taken: list[int] = []
-    cuts: dict[int, list[tuple[int, int, int]]] = {}
-    for place, piece in enumerate(split(chosen.strip("{} "))):
-        match = _AXIS.match(piece.strip())
-        if match is None or match[1] not in names:
+    picked: list[tuple[str, int, int]] = []  # (axis, what is outside of the part, size of the part)
+    for piece in split(chosen.strip("{} ")):
+        match = _AXIS.match(piece)
+        if match is None or match[1] not in sizes:
             raise ValueError(f"mesh axis {piece!r} in replica_groups")
-        axis = names.index(match[1])
-        before, size = (int(match[2]), int(match[3])) if match[2] else (1, sizes[axis])
-        cuts.setdefault(axis, []).append((before, size, place))
-    chosen_at: dict[int, int] = {}
-    for axis, whole in enumerate(sizes):
+        picked.append((match[1], int(match[2] or 1), int(match[3] or sizes[match[1]])))
+    # Every axis becomes several dims: what is outside of each part of it that was picked, that part, and the rest.
+    dims: list[int] = []
+    place: dict[tuple[str, int, int], int] = {}
+    for axis, size in sizes.items():
         done = 1
-        for before, size, place in sorted(cuts.get(axis, ())):
-            dims.append(before // done)
-            chosen_at[place] = len(dims)
-            dims.append(size)
-            done = before * size
-        dims.append(whole // done)
-    taken = [chosen_at[place] for place in sorted(chosen_at)]
-    outside = [dim for dim in range(len(dims)) if dim not in taken]
-    flat = [devices[i] for i in _iota(tuple(dims), (*outside, *taken))]
-    width = prod(dims[dim] for dim in taken)
-    return tuple(tuple(flat[start : start + width]) for start in range(0, len(flat), width))
+        for part in sorted(one for one in picked if one[0] == axis):
+            place[part] = len(dims) + 1
+            dims += [part[1] // done, part[2]]
+            done = part[1] * part[2]
+        dims.append(size // done)
+    inside = [place[part] for part in picked]
+    outside = [dim for dim in range(len(dims)) if dim not in inside]
+    devices = _device_order(order, prod(dims)).reshape(dims).transpose(outside + inside)
+    return _rows(devices.reshape(-1, prod(dims[dim] for dim in inside)))
 
 
-def _device_order(text: str, count: int) -> list[int]:
+def _device_order(text: str, count: int) -> np.ndarray:
     """`([4,2]T(1,0))` or a plain list; the identity where nothing is said."""
     match = _IOTA.search(text)
-    if match:
-        return _iota(_ints(match[1]), _ints(match[3]))
-    return list(_ints(text)) or list(range(count))
+    return _iota(_ints(match[1]), _ints(match[3])) if match else np.array(_ints(text) or range(count))
 
 
-def _iota(dims: tuple[int, ...], permutation: tuple[int, ...]) -> list[int]:
+def _iota(dims: tuple[int, ...], permutation: tuple[int, ...]) -> np.ndarray:
     """0, 1, 2, ... as an array of these dims, transposed, flat again."""
-    permutation = permutation or tuple(range(len(dims)))
-    strides = [prod(dims[dim + 1 :]) for dim in range(len(dims))]
-    flat = [0]
-    for dim in permutation:
-        flat = [start + step * strides[dim] for start in flat for step in range(dims[dim])]
-    return flat
+    return np.arange(prod(dims)).reshape(dims).transpose(permutation or None).ravel()
+
+
+def _rows(groups: np.ndarray) -> Groups:
+    return tuple(map(tuple, groups.tolist()))
 
 
 def _ints(text: str | None) -> tuple[int, ...]:

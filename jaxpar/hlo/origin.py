@@ -11,7 +11,9 @@ from __future__ import annotations
 import importlib.util
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Literal
 import jax
 
 from jaxpar.hlo.parse import Frame, Instruction, Module, words
-from jaxpar.hlo.tasks import Phase, Place
+from jaxpar.hlo.tasks import Loop, Node, Phase, Place, Task, Wait
 
 PackageDirs = Sequence[tuple[str, str]]
 """(directory, name shown) pairs, the most telling first: ("/home/me/jaxpar/models", "models"). `OWN` stands for all
@@ -159,13 +161,6 @@ def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
     return ""
 
 
-def most_telling(source: str, dirs: PackageDirs) -> bool:
-    """Whether a source line is one of the first of the directories."""
-    if not dirs or dirs[0] != OWN:
-        return source.startswith(f"{dirs[0][1]}/" if dirs else "")
-    return bool(source) and not source.startswith(tuple(f"{shown}/" for _, shown in dirs[1:]))
-
-
 def _inside(file: str, folder: str) -> bool:
     return file.startswith(folder.rstrip("/") + "/")
 
@@ -176,3 +171,53 @@ def _packages() -> tuple[str, ...]:
     installed = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     others = [str(Path(jax.__file__).parents[1]), *(folder for folder, _ in default_dirs())]
     return tuple(dict.fromkeys([*installed, *others]))
+
+
+def inherit(nodes: list[Node], around: Place) -> list[Node]:
+    """Nodes of one list, with places for the tasks that the compiler made itself, which have none of their own.
+
+    A copy or slice without a scope belongs to what it feeds, else to what feeds it: the nearest such task with a scope.
+    A matmul belongs to the neighbour in the innermost scope, and among several to the latest of its operands, which in
+    a backward is the gradient, not what was saved. What is left belongs to the loop that it feeds or rests on, else to
+    the loop around it. A phase or line of its own is kept.
+
+    Args:
+      nodes: one list of a program.
+      around: place of the loop that the list is the body of.
+    """
+    places = [Place() if isinstance(node, Wait) else node.place for node in nodes]
+    users: dict[int, list[int]] = defaultdict(list)
+    for position, node in enumerate(nodes):
+        for maker in () if isinstance(node, Wait) else node.depends:
+            users[maker].append(position)
+
+    def given(neighbours: Iterable[int]) -> list[Place]:
+        """Places of neighbours: not of bookkeeping on scalars, nor of a whole loop."""
+        tasks = [(at, nodes[at]) for at in neighbours]
+        return [places[at] for at, node in tasks if isinstance(node, Task) and node.kind != "control"]
+
+    tasks = {position: node for position, node in enumerate(nodes) if isinstance(node, Task)}
+    for position in reversed(tasks):
+        if tasks[position].kind != "matmul":
+            places[position] = _from(places[position], given(users[position]))
+    found = list(nodes)
+    for position, task in tasks.items():
+        makers = task.depends[::-1] if task.kind == "matmul" else task.depends
+        near = given(makers) + given(users[position])
+        if task.kind == "matmul":
+            near.sort(key=lambda place: -place.scope.count("/"))
+        places[position] = _from(places[position], near)
+        loops = [node.place for at in (*users[position], *makers) if isinstance(node := nodes[at], Loop)]
+        found[position] = replace(task, place=_from(places[position], [*loops, around], anything=True))
+    return found
+
+
+def _from(place: Place, near: Iterable[Place], anything: bool = False) -> Place:
+    """`place`, or where it has no scope that of the first neighbour that has one (or, with `anything`, any)."""
+    if place.scope or (place.phase == "other" and place.source):
+        return place
+    near = [other for other in near if other.scope or anything]
+    alike = [other for other in near if place.phase in ("other", other.phase)]
+    other = next(iter(alike or near), place)
+    phase = other.phase if place.phase == "other" or other.phase == "update" else place.phase
+    return Place(other.scope, place.source or other.source, phase)

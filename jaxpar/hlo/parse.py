@@ -8,7 +8,8 @@ by those who know them, so an attribute or opcode that this file has never seen 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
@@ -20,9 +21,12 @@ _OPEN, _CLOSE = "{([", "})]"
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
 _START = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = ")
+_END = re.compile(r"\}(?:, execution_thread=.*)?$")
 _WIDTH = re.compile(r"(?:bf|[fsuc])(\d+)")
 _SPACE = re.compile(r"S\((\d+)\)")
-_PAIR = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\{[^}]*\}|\S+)')
+_WORD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
+_CALLS = ("calls", "to_apply", "condition", "body", "branch_computations", "true_computation", "false_computation",
+          "called_computations", "async_wrapped_computation")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,6 @@ class Shape:
     Attributes:
       dtype: `bf16`; `tuple` for a tuple; `token` and the like carry no data.
       dims: sizes; empty for a scalar or a tuple.
-      layout: minor-to-major dims, `1,0:T(8,128)`'s first part; empty where the text has none.
       tiled: the layout has tiles, which only the TPU compiler writes.
       space: memory space, the n of `S(n)`; 0 = the device's main memory.
       parts: a tuple's shapes.
@@ -40,7 +43,6 @@ class Shape:
 
     dtype: str
     dims: tuple[int, ...] = ()
-    layout: tuple[int, ...] = ()
     tiled: bool = False
     space: int = 0
     parts: tuple[Shape, ...] = ()
@@ -89,30 +91,33 @@ class Instruction:
 
     @cached_property
     def attributes(self) -> dict[str, str]:
-        """Attributes by name, values as they stand in the text."""
-        found = {}
-        for piece in split(self.tail):
-            key, equals, value = piece.partition("=")
-            if equals:
-                found[key] = value
-        return found
+        """Attributes by name; values as they stand in the text, but for their quotes."""
+        return fields(self.tail)
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        """`op_name`, `stack_frame_id`, `source_file` and so on, quotes taken off."""
-        pairs = _PAIR.findall(self.attributes.get("metadata", "")[1:-1])
-        return {key: _unquoted(value) for key, value in pairs}
+        """`op_name`, `stack_frame_id`, `source_file` and so on."""
+        return words_of(self.attributes.get("metadata", ""))
 
     @cached_property
     def frontend(self) -> dict[str, str]:
-        """The frontend attributes, quotes taken off."""
-        pieces = split(self.attributes.get("frontend_attributes", "")[1:-1])
-        return {key: _unquoted(value) for key, _, value in (piece.partition("=") for piece in pieces)}
+        """The frontend attributes."""
+        return fields(self.attributes.get("frontend_attributes", "")[1:-1])
 
     @property
     def base(self) -> str:
         """The opcode without what makes it the start of an asynchronous pair: `copy` for copy-start."""
         return self.opcode.removesuffix("-start")
+
+    @property
+    def target(self) -> str:
+        """The target of a custom call; empty for any other opcode."""
+        return self.attributes.get("custom_call_target", "") if self.opcode == "custom-call" else ""
+
+    @property
+    def index(self) -> int:
+        """Which part of a tuple a get-tuple-element takes."""
+        return int(self.attributes["index"])
 
     @property
     def op_name(self) -> str:
@@ -122,19 +127,12 @@ class Instruction:
     @cached_property
     def called(self) -> tuple[str, ...]:
         """Names of the computations it calls, in the order of the attributes."""
-        names = []
-        for key in _CALLS:
-            value = self.attributes.get(key, "")
-            names += [name.strip().lstrip("%") for name in value.strip("{}").split(",") if name.strip()]
-        return tuple(names)
+        values = [self.attributes.get(key, "") for key in _CALLS]
+        return tuple(name.strip().lstrip("%") for value in values for name in value.strip("{}").split(",") if name)
 
     def numbers(self, key: str) -> tuple[int, ...]:
         """A list attribute such as `dimensions={0,1}`; empty when it is absent."""
         return tuple(int(n) for n in re.findall(r"-?\d+", self.attributes.get(key, "")))
-
-
-_CALLS = ("calls", "to_apply", "condition", "body", "branch_computations", "true_computation", "false_computation")
-_CALLS += ("called_computations", "async_wrapped_computation")
 
 
 @dataclass(frozen=True)
@@ -154,6 +152,13 @@ class Computation:
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """The instructions that an instruction uses; those that a text cut short does not have are left out."""
         return [self.instructions[name] for name in instruction.operands if name in self.instructions]
+
+    def behind(self, name: str, through: Container[str] = ("copy", "bitcast")) -> Instruction | None:
+        """The instruction that made a value, looking through those that hand it on; None in a text cut short."""
+        found = self.instructions.get(name)
+        while found is not None and found.opcode in through:
+            found = self.instructions.get(found.operands[0])
+        return found
 
     @cached_property
     def users(self) -> dict[str, tuple[Instruction, ...]]:
@@ -181,14 +186,14 @@ class Module:
 
     Attributes:
       name: `jit_step`.
-      header: the attributes of its first line, as text.
+      header: the attributes of its first line.
       computations: by name.
       entry: name of the one that is run.
       frames: stack frames by number, from the tables at the module's top; empty in older texts.
     """
 
     name: str
-    header: str
+    header: dict[str, str]
     computations: dict[str, Computation]
     entry: str
     frames: dict[int, Frame]
@@ -202,8 +207,26 @@ class Module:
     @cached_property
     def devices(self) -> int:
         """Replicas times partitions."""
-        counts = [re.search(rf"\b{key}=(\d+)", self.header) for key in ("replica_count", "num_partitions")]
-        return prod(int(count[1]) for count in counts if count)
+        return prod(int(self.header.get(key, 1)) for key in ("replica_count", "num_partitions"))
+
+    def called(self, instruction: Instruction) -> list[Computation]:
+        """The computations that an instruction calls; those that a text cut short does not have are left out."""
+        return [self.computations[name] for name in instruction.called if name in self.computations]
+
+    def body(self, loop: Instruction) -> Computation:
+        """The body of a `while`."""
+        return self.computations[loop.attributes["body"].lstrip("%")]
+
+    def handed_on(self, loop: Instruction, through: Container[str] = ("copy", "bitcast")) -> set[int]:
+        """Which parts of its state the body of a `while` hands on unchanged, by number; `through` as for `behind`."""
+        body = self.body(loop)
+        root = body.instructions[body.root]
+        parts = [body.behind(name, through) for name in root.operands] if root.opcode == "tuple" else []
+        return {
+            n for n, part in enumerate(parts)
+            if part is not None and part.opcode == "get-tuple-element" and part.index == n
+            and part.operands[0] in body.parameters
+        }  # fmt: skip
 
     def stack(self, instruction: Instruction) -> list[Frame]:
         """Frames of an instruction, innermost first; its one file and line where the text has no tables."""
@@ -235,19 +258,18 @@ def parse(text: str) -> Module:
             title, body = line, []
         elif body is None:
             tables.append(line)
-        elif line.startswith("}") and (not body or _depth(body[-1]) <= 0):  # not a brace of a kernel's own notes
-            is_entry = title.startswith("ENTRY ")
+        elif _END.match(line):
             computation = _computation(title.removeprefix("ENTRY "), body)
             computations[computation.name] = computation
-            entry = computation.name if is_entry else entry
+            entry = computation.name if title.startswith("ENTRY ") else entry
             body = None
         elif _START.match(line) or not body:
             body.append(line)
-        else:  # a literal over several lines
+        else:  # a literal, or a kernel's own notes, over several lines
             body[-1] += " " + line.strip()
     if not entry:
         raise UserError(f"module {name.strip()} has no ENTRY computation: the text was cut short, read it whole")
-    return Module(name.strip(), header, computations, entry, _frames(tables))
+    return Module(name.strip(), fields(header), computations, entry, _frames(tables))
 
 
 def _computation(title: str, lines: list[str]) -> Computation:
@@ -289,16 +311,10 @@ def parse_shape(text: str) -> Shape:
     match = _ARRAY.match(text)
     if match is None:
         return Shape(text)
-    dtype, dims, layout = match[1], match[2], match[3] or ""
-    order, _, tiles = layout.partition(":")
-    space = _SPACE.search(tiles)
-    return Shape(
-        dtype,
-        tuple(int(dim.strip(" <=?")) for dim in dims.split(",") if dim.strip(" <=?")),
-        tuple(int(dim) for dim in order.split(",") if dim),
-        "T(" in tiles,
-        int(space[1]) if space else 0,
-    )
+    layout = match[3] or ""
+    space = _SPACE.search(layout)
+    dims = tuple(int(dim) for dim in re.findall(r"\d+", match[2]))
+    return Shape(match[1], dims, "T(" in layout, int(space[1]) if space else 0)
 
 
 def split(text: str) -> list[str]:
@@ -328,10 +344,15 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _depth(text: str) -> int:
-    """How many brackets are still open at the end."""
-    signs = [text[mark.start()] for mark in _MARK.finditer(text)]
-    return sum((sign in _OPEN) - (sign in _CLOSE) for sign in signs)
+def fields(text: str) -> dict[str, str]:
+    """`key=value, key={a, b}` by key; quotes of the values taken off."""
+    pairs = (piece.partition("=") for piece in split(text))
+    return {key: _unquoted(value) for key, equals, value in pairs if equals}
+
+
+def words_of(text: str) -> dict[str, str]:
+    """`{key=value key="a b"}` by key, where spaces part them; quotes of the values taken off."""
+    return {key: _unquoted(value) for key, value in _WORD.findall(text.strip("{}"))}
 
 
 def _bits(dtype: str) -> int:
@@ -351,23 +372,21 @@ def _frames(lines: list[str]) -> dict[int, Frame]:
 
     The text prints a parent one too high, so that 1 means none; a text that prints 0 somewhere does not.
     """
-    tables: dict[str, dict[int, str]] = {}
-    rows: dict[int, str] = {}
+    tables: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    title = ""
     for line in lines:
         number, _, value = line.partition(" ")
         if number.isdigit():
-            rows[int(number)] = value
-        elif line.strip():
-            rows = tables.setdefault(line.strip(), {})
-    files, functions = tables.get("FileNames", {}), tables.get("FunctionNames", {})
-    locations = {
-        number: dict(_PAIR.findall(row.strip("{}"))) for number, row in tables.get("FileLocations", {}).items()
-    }
-    stacks = {number: dict(_PAIR.findall(row.strip("{}"))) for number, row in tables.get("StackFrames", {}).items()}
+            tables[title][int(number)] = value
+        elif line:
+            title = line.strip()
+    files, functions = tables["FileNames"], tables["FunctionNames"]
+    places = {number: words_of(row) for number, row in tables["FileLocations"].items()}
+    stacks = {number: words_of(row) for number, row in tables["StackFrames"].items()}
     shift = 0 if any(row.get("parent_frame_id", "0") == "0" for row in stacks.values()) else 1
     frames = {}
     for number, row in stacks.items():
-        place = locations.get(int(row.get("file_location_id", 0)), {})
+        place = places.get(int(row.get("file_location_id", 0)), {})
         frames[number] = Frame(
             _unquoted(files.get(int(place.get("file_name_id", 0)), "")),
             int(place.get("line", 0)),

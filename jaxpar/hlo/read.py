@@ -10,86 +10,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpar.hlo import opcodes
-from jaxpar.hlo.classify import task_of
-from jaxpar.hlo.line_of_origin import borrow_lines, inherit
-from jaxpar.hlo.origin import PackageDirs, default_dirs, place_of
+from jaxpar.hlo.classify import KernelCost, task_of
+from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, place_of
 from jaxpar.hlo.parse import Computation, Instruction, Module, parse
 from jaxpar.hlo.slices import Devices, devices_of, paired_send
 from jaxpar.hlo.tasks import Loop, Node, Place, Program, Task, Wait, walk
 from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
 
-KernelCost = Callable[[str, str, list[tuple[int, ...]]], float | None]
-"""(instruction name, jax's path of it, shapes of its operands) -> FLOPs of a kernel; None for one that is not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What an instruction's result hangs on.
-
-    Attributes:
-      tasks: positions, in the list being read, of the tasks that make it.
-      state: indices of the loop state it comes from, made before this trip.
-      start: position of the asynchronous task whose result it will be; None for a finished result.
-      parts: of a tuple.
-      made_in: places of the tasks inside a loop that made it.
-    """
-
-    tasks: frozenset[int] = frozenset()
-    state: frozenset[int] = frozenset()
-    start: int | None = None
-    parts: tuple[Value, ...] = ()
-    made_in: tuple[Place, ...] = ()
-
-    def part(self, index: int) -> Value:
-        """Element of a tuple; the whole where its parts are not told apart."""
-        return self.parts[index] if index < len(self.parts) else self
-
-
-_NOTHING = Value()
-
-
-@dataclass(slots=True)
-class _Nodes:
-    """A list of nodes being read.
-
-    Attributes:
-      nodes: so far.
-      uses: (position, index) pairs: the node needs that element of the loop state.
-      fed: for a position, places of the tasks inside loops that use its result.
-      made: for a position, places of the tasks inside loops that made its operands.
-      waits: (position, index) pairs: a wait for what the loop state holds under that index.
-      sent: position of each send to another device, under what it shares with its recv.
-    """
-
-    nodes: list[Node] = field(default_factory=list)
-    uses: set[tuple[int, int]] = field(default_factory=set)
-    fed: dict[int, list[Place]] = field(default_factory=dict)
-    made: dict[int, list[Place]] = field(default_factory=dict)
-    waits: list[tuple[int, int]] = field(default_factory=list)
-    sent: dict[str, int] = field(default_factory=dict)
-
-    def add(self, node: Node, operands: Value) -> int:
-        """Append a node that needs these operands; its position."""
-        position = len(self.nodes)
-        self.nodes.append(node)
-        self.uses.update((position, index) for index in operands.state)
-        if operands.made_in:
-            self.made.setdefault(position, []).extend(operands.made_in)
-        return position
-
-
-@dataclass(slots=True)
-class _Reader:
-    module: Module
-    dirs: PackageDirs
-    devices: Devices
-    kernel_cost: KernelCost | None = None
-    unknown: Counter[str] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
+_PAIRED = ("recv", "recv-done", "send-done")
+_ALIAS = re.compile(r"\{(\d+)\}: \((\d+),")
+"""In `output_to_operand_aliasing={{1}: (0, {}), ...}`, which result of a fusion is which operand."""
 
 
 def read_program(
@@ -115,211 +49,209 @@ def read_program(
     devices, note = devices_of(module, slice_of)
     reader = _Reader(module, default_dirs() if package_dirs is None else package_dirs, devices, kernel_cost)
     reader.notes += [note] if note else []
-    if "is_scheduled=true" not in module.header:
+    if module.header.get("is_scheduled") != "true":
         reader.notes.append("the module is not scheduled: its tasks are in the order of the text")
     entry = module.computations[module.entry]
     into = _Nodes()
-    _read(reader, entry, {}, [_NOTHING] * len(entry.parameters), into)
-    nodes = borrow_lines(tuple(inherit(into.nodes, into.fed, into.made, Place())), reader.dirs)
-    unknown = dict(sorted(reader.unknown.items()))
-    return Program(module.name, nodes, unknown, tuple(dict.fromkeys(reader.notes)))
+    reader.read(entry, {}, [_NOTHING] * len(entry.parameters), into)
+    nodes = tuple(inherit(into.nodes, Place()))
+    return Program(module.name, nodes, dict(sorted(reader.unknown.items())), tuple(dict.fromkeys(reader.notes)))
 
 
-def _read(
-    reader: _Reader, computation: Computation, known: Mapping[int, Scalar], arguments: list[Value], into: _Nodes
-) -> Value:
-    """Append the tasks of a computation; what its result hangs on.
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What an instruction's result hangs on.
 
-    `known` are scalars of its one tuple parameter that never change (a loop's), for the trip counts of loops inside.
+    Attributes:
+      tasks: positions, in the list being read, of the tasks that make it.
+      state: the part of the loop's state that it is, made before this trip.
+      start: position of the asynchronous task whose result it will be; None for a finished result.
+      parts: of a tuple.
     """
-    values: dict[str, Value] = {}
-    for instruction in computation.instructions.values():
-        operands = [values.get(name, _NOTHING) for name in instruction.operands]
-        opcode = instruction.opcode
-        if opcode == "parameter":
-            value = arguments[int(instruction.literal)] if int(instruction.literal) < len(arguments) else _NOTHING
-        elif opcode == "tuple":
-            value = replace(_merged(operands), parts=tuple(operands))
-        elif opcode == "get-tuple-element":
-            value = operands[0].part(int(instruction.attributes["index"]))
-        elif opcode == "while":
-            value = _read_loop(reader, computation, instruction, known, operands[0], into)
-        elif opcode == "conditional":
-            value = _read_branch(reader, instruction, known, operands, into)
-        elif opcode == "call" and instruction.called:
-            value = _read(reader, reader.module.computations[instruction.called[0]], {}, operands, into)
-        elif opcode in _PAIRED and (pair := paired_send(computation, instruction)):
-            value = _read_paired(instruction, pair, operands[0], into)
-        elif opcodes.is_done(reader.module, instruction):
-            value = _read_done(instruction, _merged(operands), into)
-        elif opcodes.is_free(instruction):
-            value = operands[0] if len(operands) == 1 else _merged(operands)
-        else:
-            value = _read_task(reader, computation, instruction, operands, into)
-        values[instruction.name] = value
-    return values.get(computation.root, _NOTHING)
+
+    tasks: frozenset[int] = frozenset()
+    state: int | None = None
+    start: int | None = None
+    parts: tuple[Value, ...] = ()
+
+    def part(self, index: int) -> Value:
+        """Element of a tuple; the whole where its parts are not told apart."""
+        return self.parts[index] if index < len(self.parts) else self
 
 
-def _merged(values: list[Value]) -> Value:
-    return Value(
-        frozenset().union(*(value.tasks for value in values)),
-        frozenset().union(*(value.state for value in values)),
-        next((value.start for value in values if value.start is not None), None),
-        made_in=tuple(dict.fromkeys(place for value in values for place in value.made_in)),
-    )
+_NOTHING = Value()
 
 
-def _read_task(
-    reader: _Reader, computation: Computation, instruction: Instruction, operands: list[Value], into: _Nodes
-) -> Value:
-    going_on = [operand for operand in operands if operand.start is not None]
-    merged = _merged([operand for operand in operands if operand.start is None])
-    place = place_of(reader.module, instruction, reader.dirs)
-    name = opcodes.unknown_name(instruction)
-    try:
-        task = task_of(reader.module, reader.devices, computation, instruction, place)
-    except (IndexError, KeyError, ValueError):  # attributes in a form that is not known: kept, and listed
-        task = Task(instruction.name, instruction.opcode, "fusion", place, shape=str(instruction.shape))
-        name = f"{instruction.opcode} in an unknown form"
-    if name:
-        reader.unknown[name] += 1
-    if task.collective and not task.collective.groups:
-        reader.notes.append(f"{task.name}: between which devices, the text does not say")
-    if task.kind == "kernel" and not task.flops and reader.kernel_cost:
-        task = _priced(task, reader.kernel_cost, instruction.op_name, computation.operands(instruction))
-    if task.kind == "kernel" and not task.flops and opcodes.target(instruction).startswith(opcodes.PALLAS_TARGETS):
-        reader.notes.append(f"{task.name}: a kernel without a cost estimate, its FLOPs are not counted")
-    position = into.add(replace(task, depends=tuple(sorted(merged.tasks))), merged)
-    if instruction.opcode == "send":
-        into.sent[instruction.name] = position
-    if task.asynchronous:
-        return Value(frozenset({position}), start=position)
-    made = Value(frozenset({position}))
-    aliases = _aliases(instruction) if going_on else {}
-    if not aliases:
-        return made
-    # Results that are operands handed on: of a collective that goes on during this fusion.
-    parts = (aliases.get(index) for index in range(len(instruction.shape.parts)))
-    return Value(made.tasks, parts=tuple(made if part is None else operands[part] for part in parts))
+def _merge(values: Sequence[Value]) -> Value:
+    """What hangs on all of these."""
+    tasks = frozenset[int]().union(*(value.tasks for value in values))
+    state = next((value.state for value in values if value.state is not None), None)
+    start = next((value.start for value in values if value.start is not None), None)
+    return Value(tasks, state, start)
 
 
-def _priced(task: Task, kernel_cost: KernelCost, path: str, operands: list[Instruction]) -> Task:
-    flops = kernel_cost(task.name, path, [operand.shape.dims for operand in operands])
-    if flops is None:
-        return task
-    largest = max((operand.shape for operand in operands), key=lambda shape: shape.bytes)
-    return replace(task, flops=flops, dtype=largest.dtype)
+@dataclass(slots=True)
+class _Nodes:
+    """A list of nodes being read.
+
+    Attributes:
+      nodes: so far.
+      waits: (position, index) pairs: a wait for what the loop state holds under that index.
+      sent: position of each send to another device, by its name.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    waits: list[tuple[int, int]] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)
+
+    def add(self, node: Node) -> int:
+        """Append a node; its position."""
+        self.nodes.append(node)
+        return len(self.nodes) - 1
 
 
-def _aliases(instruction: Instruction) -> dict[int, int]:
-    """Which result of a fusion is which operand, from `output_to_operand_aliasing={{1}: (0, {}), ...}`."""
-    pairs = re.findall(r"\{(\d+)\}: \((\d+),", instruction.attributes.get("output_to_operand_aliasing", ""))
-    return {int(result): int(operand) for result, operand in pairs}
+@dataclass(slots=True)
+class _Reader:
+    module: Module
+    dirs: PackageDirs
+    devices: Devices
+    kernel_cost: KernelCost | None = None
+    unknown: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    def read(
+        self, computation: Computation, known: Mapping[int, Scalar], arguments: list[Value], into: _Nodes
+    ) -> Value:
+        """Append the tasks of a computation; what its result hangs on.
+
+        `known` are scalars of its one tuple parameter that never change (a loop's), for the trip counts of loops
+        inside.
+        """
+        values: dict[str, Value] = {}
+        for instruction in computation.instructions.values():
+            operands = [values.get(name, _NOTHING) for name in instruction.operands]
+            opcode = instruction.opcode
+            if opcode == "parameter":
+                number = int(instruction.literal)
+                value = arguments[number] if number < len(arguments) else _NOTHING
+            elif opcode == "tuple":
+                value = replace(_merge(operands), parts=tuple(operands))
+            elif opcode == "get-tuple-element":
+                value = operands[0].part(instruction.index)
+            elif opcode == "while":
+                value = self._loop(computation, instruction, known, operands[0], into)
+            elif opcode == "conditional":
+                value = self._branch(instruction, operands, into)
+            elif opcode == "call" and instruction.called:
+                value = self.read(self.module.computations[instruction.called[0]], {}, operands, into)
+            elif opcode in _PAIRED and (send := paired_send(computation, instruction)):
+                value = _receive(instruction, into.sent.get(send), into)
+            elif opcodes.is_done(self.module, instruction):
+                value = _finish(instruction, operands, into)
+            elif opcodes.is_free(instruction):
+                value = operands[0] if len(operands) == 1 else _merge(operands)
+            else:
+                value = self._task(computation, instruction, operands, into)
+            values[instruction.name] = value
+        return values.get(computation.root, _NOTHING)
+
+    def _task(self, computation: Computation, instruction: Instruction, operands: list[Value], into: _Nodes) -> Value:
+        place = place_of(self.module, instruction, self.dirs)
+        name = opcodes.unknown_name(instruction)
+        try:
+            task = task_of(self.module, self.devices, computation, instruction, place, self.kernel_cost)
+        except (IndexError, KeyError, ValueError):  # attributes in a form that is not known: kept, and listed
+            task = Task(instruction.name, instruction.opcode, "fusion", place, shape=str(instruction.shape))
+            name = f"{instruction.opcode} in an unknown form"
+        if name:
+            self.unknown[name] += 1
+        if task.collective and not task.collective.groups:
+            self.notes.append(f"{task.name}: between which devices, the text does not say")
+        if task.kind == "kernel" and not task.flops and instruction.target.startswith(opcodes.PALLAS_TARGETS):
+            self.notes.append(f"{task.name}: a kernel without a cost estimate, its FLOPs are not counted")
+        finished = [operand for operand in operands if operand.start is None]
+        position = into.add(replace(task, depends=tuple(sorted(_merge(finished).tasks))))
+        made = Value(frozenset({position}))
+        if instruction.opcode == "send":
+            into.sent[instruction.name] = position
+        if task.asynchronous:
+            return replace(made, start=position)
+        if len(finished) == len(operands):
+            return made
+        # Results that are operands handed on: of a collective that goes on during this fusion.
+        pairs = _ALIAS.findall(instruction.attributes.get("output_to_operand_aliasing", ""))
+        handed_on = {int(result): operands[int(operand)] for result, operand in pairs}
+        parts = tuple(handed_on.get(index, made) for index in range(len(instruction.shape.parts)))
+        return replace(made, parts=parts if handed_on else ())
+
+    def _branch(self, instruction: Instruction, operands: list[Value], into: _Nodes) -> Value:
+        """The most expensive branch (by FLOPs, then bytes), inlined."""
+
+        def cost(name: str) -> tuple[float, float]:
+            silent = _Reader(self.module, self.dirs, self.devices, self.kernel_cost)
+            trial = _Nodes()
+            silent.read(self.module.computations[name], {}, [], trial)
+            tasks = list(walk(tuple(trial.nodes)))
+            return sum(task.flops * count for task, count in tasks), sum(task.bytes * count for task, count in tasks)
+
+        best = max(instruction.called, key=cost)
+        count = len(instruction.called)
+        self.notes.append(f"{instruction.name}: of {count} branches the most expensive, {best}, is taken")
+        operand = operands[1 + instruction.called.index(best) :][:1]  # the first says which branch
+        return self.read(self.module.computations[best], {}, operand, into)
+
+    def _loop(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        known: Mapping[int, Scalar],
+        operand: Value,
+        into: _Nodes,
+    ) -> Value:
+        state = initial_state(self.module, computation, instruction, known)
+        trips = trip_count(self.module, instruction, state)
+        if trips is None:
+            self.notes.append(f"{instruction.name}: no trip count in the text, taken as 1")
+        width = len(instruction.shape.parts)
+        argument = Value(parts=tuple(Value(state=index) for index in range(width))) if width else Value(state=0)
+        inside = _Nodes()
+        unchanged = invariant(self.module, instruction, state)
+        root = self.read(self.module.body(instruction), unchanged, [argument], inside)
+        ends = [root.part(index) for index in range(max(1, width))]
+        self._close_waits(inside, ends)
+        place = place_of(self.module, instruction, self.dirs)
+        nodes = tuple(inherit(inside.nodes, place))
+        depends = _merge([start for start in operand.parts or (operand,) if start.start is None]).tasks
+        loop = Loop(instruction.name, 1 if trips is None else trips, nodes, tuple(sorted(depends)), place)
+        position = into.add(loop)
+        made = Value(frozenset({position}))
+        parts = tuple(made if end.start is None else replace(made, start=position) for end in ends)
+        return replace(made, parts=parts)
+
+    def _close_waits(self, inside: _Nodes, ends: list[Value]) -> None:
+        """Point waits for loop state at the task of the previous trip; one from before the loop is not waited for."""
+        for position, index in inside.waits:
+            name, start = inside.nodes[position].name, ends[index].start
+            if start is None:
+                self.notes.append(f"{name}: waits for a task that was started before its loop; not waited for")
+            wait = Task(name, "wait", "control") if start is None else Wait(name, start, previous_trip=True)
+            inside.nodes[position] = wait
 
 
-def _read_done(instruction: Instruction, operand: Value, into: _Nodes) -> Value:
+def _finish(instruction: Instruction, operands: list[Value], into: _Nodes) -> Value:
     """A wait, where the operand is a started task; else nothing (the task was no asynchronous one)."""
+    operand = operands[0] if len(operands) == 1 else _merge(operands)
     if operand.start is not None:
-        into.add(Wait(instruction.name, operand.start), _NOTHING)
-    elif operand.state:
-        position = into.add(Wait(instruction.name, -1, previous_trip=True), _NOTHING)
-        into.waits += [(position, index) for index in operand.state]
-    return Value(operand.tasks, operand.state, None, (), operand.made_in)
+        into.add(Wait(instruction.name, operand.start))
+    elif operand.state is not None:
+        position = into.add(Wait(instruction.name, -1, previous_trip=True))
+        into.waits.append((position, operand.state))
+    return Value(operand.tasks, operand.state)
 
 
-_PAIRED = ("recv", "recv-done", "send-done")
-
-
-def _read_paired(instruction: Instruction, send: str, operand: Value, into: _Nodes) -> Value:
+def _receive(instruction: Instruction, sent: int | None, into: _Nodes) -> Value:
     """The receiving half of a transfer whose task is the send: its end is waited for where the data is wanted."""
-    position = into.sent.get(send)
-    if instruction.opcode != "recv-done" or position is None:
-        return Value(state=operand.state)
-    into.add(Wait(instruction.name, position), _NOTHING)
-    return Value(frozenset({position}))
-
-
-def _read_branch(
-    reader: _Reader, instruction: Instruction, known: Mapping[int, Scalar], operands: list[Value], into: _Nodes
-) -> Value:
-    """The most expensive branch (by FLOPs, then bytes), inlined."""
-    best, most = "", (-1.0, -1)
-    for name in instruction.called:
-        trial = _Nodes()
-        _read(_silent(reader), reader.module.computations[name], {}, [_NOTHING], trial)
-        tasks = list(walk(tuple(trial.nodes)))
-        cost = sum(task.flops * count for task, count in tasks), sum(task.bytes * count for task, count in tasks)
-        if cost > most:
-            best, most = name, cost
-    reader.notes.append(
-        f"{instruction.name}: of {len(instruction.called)} branches the most expensive, {best}, is taken"
-    )
-    number = instruction.called.index(best)
-    inner = reader.module.computations[best]
-    return _read(reader, inner, {}, [operands[number + 1]] if number + 1 < len(operands) else [], into)
-
-
-def _silent(reader: _Reader) -> _Reader:
-    """A reader whose notes go nowhere."""
-    return _Reader(reader.module, reader.dirs, reader.devices, reader.kernel_cost)
-
-
-def _read_loop(
-    reader: _Reader,
-    computation: Computation,
-    instruction: Instruction,
-    known: Mapping[int, Scalar],
-    operand: Value,
-    into: _Nodes,
-) -> Value:
-    module = reader.module
-    state = initial_state(module, computation, instruction, known)
-    trips = trip_count(module, instruction, state)
-    if trips is None:
-        reader.notes.append(f"{instruction.name}: no trip count in the text, taken as 1")
-    body = module.computations[instruction.attributes["body"].lstrip("%")]
-    width = max(1, len(instruction.shape.parts))
-    argument = Value(
-        state=frozenset(range(width)), parts=tuple(Value(state=frozenset({index})) for index in range(width))
-    )
-    inside = _Nodes()
-    root = _read(reader, body, invariant(module, instruction, state), [argument], inside)
-    ends = [root.part(index) for index in range(width)]
-    _close_waits(reader, inside, ends)
-    carried = {(user, maker) for user, index in inside.uses for maker in ends[index].tasks}
-    place = place_of(module, instruction, reader.dirs)
-    nodes = inherit(inside.nodes, inside.fed, inside.made, place)
-    users: dict[int, list[Place]] = {}
-    for position, index in sorted(inside.uses):
-        users.setdefault(index, []).append(_place(nodes[position]))
-    starts = operand.parts or (operand,)
-    depends = frozenset().union(*(start.tasks for start in starts if start.start is None))
-    merged = replace(_merged(list(starts)), made_in=())
-    loop = Loop(instruction.name, 1 if trips is None else trips, tuple(nodes), tuple(sorted(depends)))
-    position = into.add(replace(loop, carried=tuple(sorted(carried)), place=place), merged)
-    for index, start in enumerate(starts):
-        for maker in start.tasks:
-            into.fed.setdefault(maker, []).extend(users.get(index, ()))
-    here = frozenset({position})
-    parts = []
-    for end in ends:
-        made = tuple(dict.fromkeys(_place(nodes[maker]) for maker in sorted(end.tasks)))
-        parts.append(Value(here, start=None if end.start is None else position, made_in=made))
-    return Value(here, parts=tuple(parts))
-
-
-def _close_waits(reader: _Reader, inside: _Nodes, ends: list[Value]) -> None:
-    """Point waits for loop state at the task of the previous trip; those for a task before the loop become control."""
-    for position, index in inside.waits:
-        start, wait = ends[index].start, inside.nodes[position]
-        assert isinstance(wait, Wait)
-        if start is not None:
-            inside.nodes[position] = replace(wait, task=start)
-    for position, node in enumerate(inside.nodes):
-        if isinstance(node, Wait) and node.task < 0:
-            reader.notes.append(f"{node.name}: waits for a task that was started before its loop; not waited for")
-            inside.nodes[position] = Task(node.name, "wait", "control")
-
-
-def _place(node: Node) -> Place:
-    return Place() if isinstance(node, Wait) else node.place
+    if instruction.opcode != "recv-done" or sent is None:
+        return _NOTHING
+    into.add(Wait(instruction.name, sent))
+    return Value(frozenset({sent}))

@@ -7,6 +7,7 @@ position in the program's device assignment, which is the mesh's devices in row-
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -103,8 +104,6 @@ class Loop:
     trips: int
     body: tuple[Node, ...]
     depends: tuple[int, ...] = ()
-    carried: tuple[tuple[int, int], ...] = ()
-    """(consumer, producer) positions in `body`: the consumer needs what the producer made in the previous trip."""
     place: Place = Place()
 
 
@@ -124,7 +123,7 @@ class Program:
     """What was assumed while reading: `while.7: no trip count, taken as 1`."""
 
 
-def walk(nodes: tuple[Node, ...], times: int = 1):
+def walk(nodes: tuple[Node, ...], times: int = 1) -> Iterator[tuple[Task, int]]:
     """Every task of a program (or loop body) with how often it runs in one step: `(task, count)` pairs."""
     for node in nodes:
         if isinstance(node, Loop):

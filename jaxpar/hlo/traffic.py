@@ -6,22 +6,13 @@ slice, whatever the sizes of its operand and result. What the compiler put on th
 
 from __future__ import annotations
 
-from jaxpar.hlo.collectives import KINDS
-from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, words
+from jaxpar.hlo.opcodes import CALLERS, COLLECTIVES, ELEMENTWISE, SLICES
+from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
 
 HOST = 5
 """Memory space of the host, on every platform that has one."""
-MOVES = words("copy transpose reshape slice dynamic-slice dynamic-update-slice concatenate reverse")
-"""Opcodes that move data and compute nothing."""
-_VIEWS = words("bitcast get-tuple-element reshape copy-done")
-_SLICES = ("dynamic-slice", "slice", "gather")
-_ELEMENTWISE = words(
-    "abs add and atan2 bitcast bitcast-convert broadcast ceil clamp compare complex convert copy cosine divide erf"
-    " exponential exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply negate"
-    " not or pad popcnt power real reduce-precision remainder reshape reverse round-nearest-afz round-nearest-even"
-    " rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine sqrt subtract tan tanh transpose"
-    " tuple xor cbrt concatenate"
-)
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}
+"""Which operand is the update of the first."""
 
 
 def in_memory(module: Module, shape: Shape) -> bool:
@@ -54,12 +45,11 @@ def result_of(instruction: Instruction) -> Shape:
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Bytes read plus bytes written by one execution of an instruction."""
-    operands = computation.operands(instruction)
-    inner = module.computations.get(instruction.called[0]) if instruction.called else None
+    shapes = [operand.shape for operand in computation.operands(instruction)]
     result = result_of(instruction)
-    if instruction.base in ("fusion", "call", "async") and inner is not None:
-        return _fusion_traffic(module, inner, result, operands)
-    shapes = [operand.shape for operand in operands]
+    inner = module.called(instruction) if instruction.base in CALLERS else []
+    if inner:
+        return _fusion_traffic(module, inner[0], result, shapes)
     written = memory_bytes(module, result)
     match instruction.base:
         case "dynamic-slice" | "slice" | "gather":
@@ -79,47 +69,40 @@ def _share(module: Module, whole: Shape, part: int) -> int:
     return part if in_memory(module, next(whole.leaves(), whole)) else 0
 
 
-def _fusion_traffic(module: Module, inner: Computation, result: Shape, operands: list[Instruction]) -> int:
+def _fusion_traffic(module: Module, inner: Computation, result: Shape, operands: list[Shape]) -> int:
     need = needed(module, inner)
-    read = 0.0
-    for name, operand in zip(inner.parameters, operands, strict=False):
-        read += need.get(name, 1.0) * memory_bytes(module, operand.shape)
-    root = inner.instructions[inner.root]
-    written = 0
-    outputs = [inner.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    leaves = list(result.leaves())
+    given = zip(inner.parameters, operands, strict=False)
+    read = sum(need.get(name, 1.0) * memory_bytes(module, shape) for name, shape in given)
+    outputs, leaves = _outputs(inner), list(result.leaves())
     if len(outputs) != len(leaves):
         return round(read) + memory_bytes(module, result)
+    written = 0
     for output, leaf in zip(outputs, leaves, strict=True):
-        if _is_passed_on(root, output):
+        if _is_passed_on(inner, output):
             continue
-        update = _updated(inner, output)
-        part = leaf.bytes if update is None else update.shape.bytes
-        written += part if in_memory(module, leaf) else 0
+        update = _update_in_place(inner, output)
+        part = inner.instructions[update.operands[_UPDATES[update.opcode]]].shape if update else leaf
+        written += part.bytes if in_memory(module, leaf) else 0
     return round(read) + written
 
 
-def _is_passed_on(root: Instruction, output: Instruction) -> bool:
+def _outputs(inner: Computation) -> list[Instruction]:
+    root = inner.instructions[inner.root]
+    return inner.operands(root) if root.opcode == "tuple" else [root]
+
+
+def _is_passed_on(inner: Computation, output: Instruction) -> bool:
     """An operand handed on as it is, or a collective that goes on during this fusion: nothing that it writes."""
-    return root.opcode == "tuple" and (output.opcode == "parameter" or output.opcode in KINDS)
+    return output.name != inner.root and (output.opcode == "parameter" or output.opcode in COLLECTIVES)
 
 
-def _updated(inner: Computation, output: Instruction) -> Instruction | None:
-    """The update, where an output is an array updated in place."""
-    while output.opcode in ("bitcast", "copy") and output.operands[0] in inner.instructions:
-        output = inner.instructions[output.operands[0]]
-    if output.opcode == "dynamic-update-slice" and _is_parameter(inner, output.operands[0]):
-        return inner.instructions[output.operands[1]]
-    if output.opcode == "scatter" and _is_parameter(inner, output.operands[0]):
-        return inner.instructions[output.operands[-1]]
-    return None
-
-
-def _is_parameter(inner: Computation, name: str) -> bool:
-    instruction = inner.instructions[name]
-    while instruction.opcode in ("bitcast", "copy"):
-        instruction = inner.instructions[instruction.operands[0]]
-    return instruction.opcode == "parameter"
+def _update_in_place(inner: Computation, output: Instruction) -> Instruction | None:
+    """The instruction that makes an output by updating a part of one of the fusion's operands; None for any other."""
+    update = inner.behind(output.name)
+    if update is None or update.opcode not in _UPDATES:
+        return None
+    whole = inner.behind(update.operands[0])
+    return update if whole is not None and whole.opcode == "parameter" else None
 
 
 def needed(module: Module, inner: Computation) -> dict[str, float]:
@@ -129,48 +112,34 @@ def needed(module: Module, inner: Computation) -> dict[str, float]:
     Several readers are taken to ask for different elements, up to the whole. What a collective inside needs, it reads
     itself.
     """
-    share: dict[str, float] = {}
-    root = inner.instructions[inner.root]
+    share: dict[str, float] = {inner.root: 1.0}
+    outputs = {output.name: output for output in _outputs(inner)}
+    passed_on = {name for name, output in outputs.items() if _is_passed_on(inner, output)}
+    updates = [_update_in_place(inner, output) for output in outputs.values()]
+    in_place = {update.name for update in updates if update is not None}
     for name in reversed(inner.instructions):
-        instruction = inner.instructions[name]
-        if name == inner.root:
-            share[name] = 1.0
-            continue
-        users = [user for user in inner.users[name] if not (user is root and _is_passed_on(root, instruction))]
-        asked = (_asked(module, inner, instruction, user, share.get(user.name, 0.0)) for user in users)
-        share[name] = min(1.0, sum(asked))
+        users = [user for user in inner.users[name] if not (user.name == inner.root and name in passed_on)]
+        source = inner.instructions[name]
+        asked = (_asked(module, source, user, share.get(user.name, 0.0), user.name in in_place) for user in users)
+        share.setdefault(name, min(1.0, sum(asked)))
     return share
 
 
-def _asked(module: Module, inner: Computation, source: Instruction, user: Instruction, share: float) -> float:
-    """The share of `source` that a user needs to make `share` of its own elements."""
-    if share == 0.0 or user.opcode in KINDS:
+def _asked(module: Module, source: Instruction, user: Instruction, share: float, in_place: bool) -> float:
+    """The share of `source` that a user needs to make `share` of its own elements, perhaps by an update in place."""
+    if share == 0.0 or user.opcode in COLLECTIVES:
         return 0.0
     whole = source.shape.elements or 1
     first = user.operands[0] == source.name
-    if user.opcode in _SLICES and first:
+    if user.opcode in SLICES and first:
         return share * user.shape.elements / whole
-    if user.opcode in ("dynamic-update-slice", "scatter") and first:
-        return 0.0 if _in_place(inner, user) else share
-    if user.opcode == "fusion" and user.called[0] in module.computations:
-        nested = module.computations[user.called[0]]
+    if user.opcode in _UPDATES and first:
+        return 0.0 if in_place else share
+    if user.opcode == "fusion" and (inner := module.called(user)):
+        (nested,) = inner
         need = needed(module, nested)
         pairs = zip(nested.parameters, user.operands, strict=False)
         return sum(need[parameter] for parameter, name in pairs if name == source.name)
-    if user.opcode in _ELEMENTWISE or user.opcode in _SLICES:
+    if user.opcode in ELEMENTWISE or user.opcode in SLICES:
         return share
     return 1.0
-
-
-def _in_place(inner: Computation, update: Instruction) -> bool:
-    """Whether an update overwrites one of the fusion's operands: from a parameter, to a result, nothing between."""
-    outputs = {inner.root, *inner.instructions[inner.root].operands}
-    name = update.name
-    while name not in outputs:
-        users = inner.users[name]
-        if len(users) != 1 or users[0].opcode not in ("bitcast", "copy"):
-            return False
-        name = users[0].name
-    root = inner.instructions[inner.root]
-    direct = name == inner.root or root.opcode in ("tuple", "bitcast", "copy")
-    return direct and _is_parameter(inner, update.operands[0])

@@ -10,10 +10,11 @@ ever. On GPU a loop is run by the host, to its end, before the next op of the st
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+
+import jax
 
 from jaxpar.base.errors import UserError
-from jaxpar.hlo.collectives import KINDS
+from jaxpar.hlo.opcodes import COLLECTIVES
 from jaxpar.hlo.parse import Computation, Instruction, Module, parse
 
 _NESTED = ("while", "conditional", "call")
@@ -41,12 +42,12 @@ def unordered(text: str) -> list[tuple[Instruction, Instruction]]:
     return [pair for pairs in found for pair in pairs]
 
 
-def require_order(compiled: Any, devices: Iterable[Any]) -> None:
+def require_order(compiled: jax.stages.Compiled, devices: Iterable[jax.Device]) -> None:
     """Refuse a program of the CPU whose collectives may be taken for one another: its numbers could be wrong.
 
     Args:
-      compiled: a `jax.stages.Compiled`.
-      devices: those it runs on.
+      compiled: the program.
+      devices: those that it runs on.
 
     Raises:
       UserError: there are such; it names the first two.
@@ -65,7 +66,7 @@ def require_order(compiled: Any, devices: Iterable[Any]) -> None:
 def _bears(instruction: Instruction, bearing: dict[str, bool]) -> bool:
     if instruction.opcode in _NESTED:
         return any(bearing.get(name, False) for name in instruction.called)
-    return instruction.opcode in KINDS
+    return instruction.opcode in COLLECTIVES
 
 
 def _in(module: Module, computation: Computation, bearing: dict[str, bool]) -> list[tuple[Instruction, Instruction]]:
@@ -78,8 +79,7 @@ def _in(module: Module, computation: Computation, bearing: dict[str, bool]) -> l
             made[instruction.name] = operands
             continue
         if instruction.opcode == "get-tuple-element":
-            index = int(instruction.attributes["index"])
-            made[instruction.name] = operands[0][index] if isinstance(operands[0], tuple) else operands[0]
+            made[instruction.name] = operands[0][instruction.index] if isinstance(operands[0], tuple) else operands[0]
             continue
         all_of = _flat(operands)
         if _bears(instruction, bearing):
@@ -88,23 +88,11 @@ def _in(module: Module, computation: Computation, bearing: dict[str, bool]) -> l
             last, all_of = instruction, all_of | {instruction.name}
         made[instruction.name] = all_of
         if instruction.opcode == "while" and isinstance(state := operands[0], tuple):
-            untouched = _untouched(module, instruction)
+            # What reads a part that the loop hands on as it is need not wait for it; a copy is made by the loop.
+            untouched = module.handed_on(instruction, through=())
             made[instruction.name] = tuple(part if k in untouched else all_of for k, part in enumerate(state))
     return found
 
 
 def _flat(made: _Made) -> frozenset[str]:
     return frozenset[str]().union(*map(_flat, made)) if isinstance(made, tuple) else made
-
-
-def _untouched(module: Module, loop: Instruction) -> set[int]:
-    """The parts of its state that a loop hands on as they are: what reads them need not wait for it."""
-    body = module.computations[loop.attributes["body"].lstrip("%")]
-    root = body.instructions[body.root]
-    if root.opcode != "tuple":
-        return set()
-    found = set[int]()
-    for index, part in enumerate(body.operands(root)):
-        if part.opcode == "get-tuple-element" and int(part.attributes["index"]) == index:
-            found.update(index for source in body.operands(part) if source.opcode == "parameter")
-    return found

@@ -50,7 +50,6 @@ def test_the_tpu_compilers_loop_around_a_matmul() -> None:
     done = position(loop.body, "collective-permute-done")
     assert loop.body[done] == Wait("collective-permute-done", position(loop.body, "collective-permute-start"))
     assert position(loop.body, "collective-permute-start") < position(loop.body, "fusion.37") < done
-    assert loop.carried  # the partial sums
 
 
 def test_a_tpu_gather_that_goes_on_during_other_fusions() -> None:

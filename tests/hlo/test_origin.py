@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpar.hlo.origin import decode, default_dirs, place_of, source_line, split_by
+from jaxpar.hlo.origin import decode, default_dirs, inherit, place_of, source_line, split_by
 from jaxpar.hlo.parse import Frame, parse
-from jaxpar.hlo.tasks import Place
+from jaxpar.hlo.tasks import Loop, Node, Place, Task, Wait
 
 pytestmark = pytest.mark.quick
 
@@ -140,3 +140,69 @@ def test_who_split_an_array(path: str, author: str) -> None:
     module = parse(text)
     instruction = module.computations["main"].instructions["a"]
     assert split_by(module, instruction) == author
+
+
+# Places for what the compiler made: from the nearest neighbour that has one.
+
+MLP = Place("block/mlp", "models/llama.py:77", "forward")
+HEAD = Place("head", "models/llama.py:94", "backward")
+NOWHERE = Place()
+
+
+def task(place: Place, *depends: int, kind: str = "copy", flops: float = 0.0) -> Task:
+    return Task("t", "copy", kind, place, depends, flops)  # pyright: ignore[reportArgumentType]
+
+
+def places(*nodes: Node, around: Place = NOWHERE) -> list[Place | None]:
+    found = inherit(list(nodes), around)
+    return [None if isinstance(node, Wait) else node.place for node in found]
+
+
+def test_a_copy_belongs_to_what_it_feeds() -> None:
+    assert places(task(HEAD), task(NOWHERE, 0), task(MLP, 1))[1] == MLP
+
+
+def test_through_a_chain_of_copies() -> None:
+    assert places(task(NOWHERE), task(NOWHERE, 0), task(MLP, 1)) == [MLP, MLP, MLP]
+
+
+def test_else_to_what_feeds_it() -> None:
+    assert places(task(HEAD), task(NOWHERE, 0)) == [HEAD, HEAD]
+
+
+def test_a_matmul_belongs_to_the_latest_of_its_operands() -> None:
+    gradient = Place("block/mlp", "models/llama.py:81", "backward")
+    assert places(task(MLP), task(gradient), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2] == gradient
+    assert places(task(NOWHERE, kind="matmul"), task(MLP, 0))[0] == MLP
+
+
+def test_a_matmul_belongs_to_the_neighbour_in_the_innermost_scope() -> None:
+    core = Place("block/attention/core", "models/llama.py:74", "forward")
+    assert places(task(HEAD), task(NOWHERE, 0, kind="matmul"), task(MLP, 1), task(core, 1))[1] == core
+    assert places(task(core), task(MLP), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2] == core
+
+
+def test_waits_are_passed_over() -> None:
+    assert places(task(NOWHERE), Wait("w", 0), task(MLP, 0)) == [MLP, None, MLP]
+
+
+def test_a_phase_and_a_line_of_its_own_are_kept_and_neighbours_of_that_phase_preferred() -> None:
+    slice_ = Place("", "models/model.py:114", "backward")
+    found = places(task(slice_), task(MLP, 0), task(HEAD, 0))
+    assert found[0] == Place("head", "models/model.py:114", "backward")
+
+
+def test_bookkeeping_gives_nothing_and_a_loop_gives_what_is_left() -> None:
+    """The loop that it feeds or rests on, else the one around it."""
+    assert places(task(NOWHERE), task(MLP, 0, kind="control"))[0] == NOWHERE
+    assert places(task(NOWHERE), around=HEAD)[0] == HEAD
+    backward = Place("", "models/model.py:134", "backward")
+    loop = Loop("while", 2, (task(MLP),), (0,), backward)
+    assert places(task(NOWHERE), loop)[0] == backward
+    assert places(loop, task(NOWHERE, 0))[1] == backward
+    assert places(task(NOWHERE), loop, task(MLP, 0))[0] == MLP
+
+
+def test_what_belongs_to_no_scope_by_its_own_line_stays_there() -> None:
+    schedule = Place("", "jaxpar/train/step.py:140", "other")
+    assert places(task(schedule), task(MLP, 0))[0] == schedule

@@ -54,8 +54,7 @@ def test_tuples_have_parts_leaves_and_the_sum_of_their_bytes() -> None:
     assert parse_shape("()") == Shape("tuple")
 
 
-def test_layout() -> None:
-    assert parse_shape("f32[2,3]{0,1}").layout == (0, 1)
+def test_tiles() -> None:
     assert not parse_shape("f32[2,3]{0,1}").tiled
     assert parse_shape("f32[2,3]{0,1:T(8,128)}").tiled
 
@@ -109,7 +108,7 @@ def test_a_brace_at_the_start_of_a_line_need_not_end_the_computation() -> None:
     module = parse((DATA / "tpu_kernel.txt").read_text())
     entry = module.computations[module.entry]
     kernel = entry.instructions["splash_mha_fwd_residuals.1"]
-    assert kernel.attributes["custom_call_target"] == '"tpu_custom_call"'
+    assert kernel.target == "tpu_custom_call"
     assert "xprof_metadata" in kernel.attributes["frontend_attributes"]
     assert entry.root == "fusion"
 
@@ -117,7 +116,7 @@ def test_a_brace_at_the_start_of_a_line_need_not_end_the_computation() -> None:
 def test_an_unknown_opcode_and_attribute_are_kept() -> None:
     found = instruction('%x = f32[2]{0} frobnicate-start(%a), wibble={1,{2,3}}, wobble="yes, no"')
     assert (found.opcode, found.base, found.operands) == ("frobnicate-start", "frobnicate", ("a",))
-    assert found.attributes == {"wibble": "{1,{2,3}}", "wobble": '"yes, no"'}
+    assert found.attributes == {"wibble": "{1,{2,3}}", "wobble": "yes, no"}
 
 
 TABLES = """

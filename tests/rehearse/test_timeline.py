@@ -140,7 +140,7 @@ def test_a_double_buffered_loop(fetching, computing):
     trips = 100
     loop = Loop(
         "loop", trips - 1, (Wait("arrived", 1, previous_trip=True), fetch(fetching), matmul(computing)),
-        depends=(1,), carried=((0, 1),),
+        depends=(1,),
     )  # fmt: skip
     found = played(fetch(fetching, name="first"), Wait("arrived", 0), loop, matmul(computing, 2, name="last"))
     assert found.seconds == pytest.approx((trips - 1) * max(fetching, computing) + fetching + computing)
