@@ -63,25 +63,19 @@ def convolution_flops(convolution: Instruction, lhs: Shape, rhs: Shape, out: Sha
     groups = int(convolution.attributes.get("batch_group_count", 1))
     inputs, outputs = rhs.dims[rhs_labels.index("i")], rhs.dims[rhs_labels.index("o")]
     batch = lhs.dims[lhs_labels.index("b")] // groups
-    window = _window(convolution.attributes.get("window", ""), sum(label.isdigit() for label in out_labels))
+    window = words_of(convolution.attributes.get("window", ""))
+    dims = sum(label.isdigit() for label in out_labels)
+
+    def extents(key: str, otherwise: int) -> list[int]:
+        """Of each spatial dim, from `3x3`; of a padding `1_1x0_2` what comes before."""
+        return [int(one.split("_")[0]) for one in window[key].split("x")] if key in window else [otherwise] * dims
+
+    keys = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
     positions = 1
-    for dim, extent in enumerate(window):
-        label = str(dim)
-        sizes = lhs.dims[lhs_labels.index(label)], out.dims[out_labels.index(label)]
+    for dim, extent in enumerate(zip(*(extents(key, otherwise) for key, otherwise in keys.items()), strict=True)):
+        sizes = lhs.dims[lhs_labels.index(str(dim))], out.dims[out_labels.index(str(dim))]
         positions *= _positions(*sizes, *extent)
     return 2.0 * inputs * outputs * batch * positions
-
-
-def _window(text: str, dims: int) -> list[tuple[int, int, int, int, int]]:
-    """(size, stride, padding before, dilation of the left, of the right operand) of each spatial dim."""
-    fields = words_of(text)
-
-    def column(key: str, otherwise: str) -> list[str]:
-        return fields[key].split("x") if key in fields else [otherwise] * dims
-
-    before = [pad.split("_")[0] for pad in column("pad", "0_0")]
-    columns = column("size", "1"), column("stride", "1"), before, column("lhs_dilate", "1"), column("rhs_dilate", "1")
-    return [(int(a), int(b), int(c), int(d), int(e)) for a, b, c, d, e in zip(*columns, strict=True)]
 
 
 @lru_cache(maxsize=10_000)

@@ -1,8 +1,8 @@
 """The text of a compiled module (`compiled.as_text()`) as typed data: computations, instructions, shapes, stack frames.
 
-The text is read line by line, since the printer gives each instruction one line (a literal may go on over several);
-inside a line a small scanner matches brackets and quotes. Attributes are kept as text under their names and only read
-by those who know them, so an attribute or opcode that this file has never seen is not an error.
+An instruction begins a line; inside of it a small scanner matches brackets and quotes. Attributes are kept as text
+under their names and only read by those who know them, so an attribute or opcode that this file has never seen is no
+error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _MARK = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[{(\[\])},]')
 _OPEN, _CLOSE = "{([", "})]"
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
-_START = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = ")
-_END = re.compile(r"\}(?:, execution_thread=.*)?$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)[^\n]*\{\n(.*?)^\}(?:, execution_thread=[^\n]*)?$", re.M | re.S)
+_NEXT = re.compile(r"^\s+(?=(?:ROOT )?%?[\w.\-]+ = )", re.M)
+_LINE_END = re.compile(r"\s*\n\s*")
 _WIDTH = re.compile(r"(?:bf|[fsuc])(\d+)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _WORD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
@@ -176,7 +177,6 @@ class Frame:
 
     file: str
     line: int
-    function: str
     parent: int
 
 
@@ -232,7 +232,7 @@ class Module:
         """Frames of an instruction, innermost first; its one file and line where the text has no tables."""
         meta = instruction.metadata
         if "source_file" in meta:
-            return [Frame(meta["source_file"], int(meta.get("source_line", 0)), "", 0)]
+            return [Frame(meta["source_file"], int(meta.get("source_line", 0)), 0)]
         frames, number = [], int(meta.get("stack_frame_id", 0))
         while number in self.frames and len(frames) < 1000:
             frames.append(self.frames[number])
@@ -250,40 +250,21 @@ def parse(text: str) -> Module:
     if not first.startswith("HloModule "):
         raise UserError(f"not the text of a compiled module: it starts with {first[:40]!r}, try compiled.as_text()")
     name, _, header = first.removeprefix("HloModule ").partition(",")
-    computations, entry, tables = {}, "", []
-    body: list[str] | None = None
-    title = ""
-    for line in text.lstrip().splitlines()[1:]:
-        if body is None and line.endswith("{") and ("->" in line or line.startswith("ENTRY")):
-            title, body = line, []
-        elif body is None:
-            tables.append(line)
-        elif _END.match(line):
-            computation = _computation(title.removeprefix("ENTRY "), body)
-            computations[computation.name] = computation
-            entry = computation.name if title.startswith("ENTRY ") else entry
-            body = None
-        elif _START.match(line) or not body:
-            body.append(line)
-        else:  # a literal, or a kernel's own notes, over several lines
-            body[-1] += " " + line.strip()
-    if not entry:
+    found = list(_COMPUTATION.finditer(text))
+    computations = {title: _computation(title, body) for _, title, body in map(re.Match.groups, found)}
+    entry = next((match[2] for match in found if match[1]), None)
+    if entry is None:
         raise UserError(f"module {name.strip()} has no ENTRY computation: the text was cut short, read it whole")
-    return Module(name.strip(), fields(header), computations, entry, _frames(tables))
+    return Module(name.strip(), fields(header), computations, entry, _frames(text[: found[0].start()].splitlines()[1:]))
 
 
-def _computation(title: str, lines: list[str]) -> Computation:
-    name = re.split(r"[\s(]", title.lstrip("%"), maxsplit=1)[0]
-    instructions, root = {}, ""
-    for line in lines:
-        line = line.strip()
-        if " = " not in line:
-            continue
-        instruction = _instruction(line.removeprefix("ROOT "))
-        instructions[instruction.name] = instruction
-        if line.startswith("ROOT ") or not root:
-            root = instruction.name
-    return Computation(name, instructions, root)
+def _computation(name: str, body: str) -> Computation:
+    # An instruction may go on over several lines: a literal, or a kernel's own notes.
+    lines = [_LINE_END.sub(" ", piece).strip() for piece in _NEXT.split(body) if " = " in piece]
+    instructions = [_instruction(line.removeprefix("ROOT ")) for line in lines]
+    roots = [one.name for one, line in zip(instructions, lines, strict=True) if line.startswith("ROOT ")]
+    first = [one.name for one in instructions[:1]]  # of a text without a root
+    return Computation(name, {one.name: one for one in instructions}, (roots + first + [""])[0])
 
 
 def _instruction(line: str) -> Instruction:
@@ -380,7 +361,7 @@ def _frames(lines: list[str]) -> dict[int, Frame]:
             tables[title][int(number)] = value
         elif line:
             title = line.strip()
-    files, functions = tables["FileNames"], tables["FunctionNames"]
+    files = tables["FileNames"]
     places = {number: words_of(row) for number, row in tables["FileLocations"].items()}
     stacks = {number: words_of(row) for number, row in tables["StackFrames"].items()}
     shift = 0 if any(row.get("parent_frame_id", "0") == "0" for row in stacks.values()) else 1
@@ -390,7 +371,6 @@ def _frames(lines: list[str]) -> dict[int, Frame]:
         frames[number] = Frame(
             _unquoted(files.get(int(place.get("file_name_id", 0)), "")),
             int(place.get("line", 0)),
-            _unquoted(functions.get(int(place.get("function_name_id", 0)), "")),
             int(row.get("parent_frame_id", 0)) - shift,
         )
     return frames

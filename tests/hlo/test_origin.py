@@ -80,15 +80,15 @@ def test_operations_made_one_have_the_scope_that_they_share() -> None:
 
 def test_the_innermost_line_of_a_model_comes_before_the_librarys() -> None:
     frames = [
-        Frame("/site-packages/optax/base.py", 9, "f", 0),
-        Frame("/repo/jaxpar/parallel/linear.py", 104, "_linear", 0),
-        Frame("/repo/models/layers.py", 55, "RMSNorm", 0),
-        Frame("/repo/models/llama.py", 66, "Block", 0),
+        Frame("/site-packages/optax/base.py", 9, 0),
+        Frame("/repo/jaxpar/parallel/linear.py", 104, 0),
+        Frame("/repo/models/layers.py", 55, 0),
+        Frame("/repo/models/llama.py", 66, 0),
     ]
     assert source_line(frames, DIRS) == "models/layers.py:55"
     assert source_line(frames[:2], DIRS) == "jaxpar/parallel/linear.py:104"
     assert source_line(frames[:1], DIRS) == ""
-    assert source_line([Frame("/repo/models_of_mine/x.py", 1, "", 0)], DIRS) == ""
+    assert source_line([Frame("/repo/models_of_mine/x.py", 1, 0)], DIRS) == ""
 
 
 def test_models_and_the_library_are_found_where_they_are_installed() -> None:
@@ -97,7 +97,7 @@ def test_models_and_the_library_are_found_where_they_are_installed() -> None:
     dirs = default_dirs()
     assert [shown for _, shown in dirs] == ["models", "jaxpar"]
     file = str(jaxpar.models.__file__)
-    assert source_line([Frame(file, 3, "", 0)], dirs) == "models/__init__.py:3"
+    assert source_line([Frame(file, 3, 0)], dirs) == "models/__init__.py:3"
 
 
 def test_a_fusion_without_metadata_is_taken_for_what_it_wraps() -> None:
