@@ -48,7 +48,7 @@ _ARITHMETIC: dict[str, Callable[..., Scalar | None]] = {
     "multiply": operator.mul,
     "divide": _divide,
     "remainder": _remainder,
-    "negate": operator.neg,
+    "negate": lambda a: -a,
     "maximum": max,
     "minimum": min,
     "clamp": lambda low, value, high: min(max(value, low), high),

@@ -55,7 +55,7 @@ def require_order(compiled: jax.stages.Compiled, devices: Iterable[jax.Device]) 
     devices = list(devices)
     if len(devices) < 2 or devices[0].platform != "cpu":
         return
-    for loop, after in unordered(compiled.as_text()):
+    for loop, after in unordered(compiled.as_text() or ""):
         raise UserError(
             f"XLA:CPU may run {loop.op_name or loop.name} and {after.op_name or after.name} at once and mix up their "
             "collectives, since neither needs the other's result: numbers could be wrong. Where these are your own "
