@@ -33,6 +33,7 @@ from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.simulate import StepSimulation, simulate
 from jaxpar.rehearse.targets import Target, load_target
 from jaxpar.rehearse.timeline.timeline import TaskTime, Timeline
+from jaxpar.train.state_bytes import local_bytes
 
 PyTree = Any
 _DRAWN_TRIPS, _MOST_EVENTS = 100, 60_000
@@ -110,8 +111,10 @@ def step(
     say(f"compiling for {target.name}")
     compiled = compile_for(jitted, arguments, mesh, target)
     simulation = simulate_compiled(compiled, say, own_dirs())
-    given = dict(zip(_names(jitted, len(arguments)), arguments, strict=True))
-    taken = memory.of_arguments(compiled.stats, given, simulation.hardware.hbm_bytes)
+    given = zip(_names(jitted, len(arguments)), arguments, strict=True)
+    sizes = {name: local_bytes([leaf for leaf in jax.tree.leaves(tree) if _placed(leaf)]) for name, tree in given}
+    known = {name: size for name, size in sizes.items() if size}
+    taken = memory.account(compiled.stats, known, simulation.hardware.hbm_bytes)
     return report_of(compiled, simulation, Known(taken, name, tokens=tokens, model_flops=model_flops))
 
 
@@ -211,6 +214,10 @@ def report_of(compiled: Compiled, simulation: StepSimulation, known: Known) -> R
         "unknown": dict(program.unknown),
         "notes": [*_notes(timeline), *queueing_notes(collectives), *program.notes, *simulation.costs.notes],
     }  # fmt: skip
+
+
+def _placed(leaf: Any) -> bool:
+    return getattr(leaf, "sharding", None) is not None
 
 
 def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:

@@ -26,7 +26,7 @@ from jaxpar.rehearse.simulate import StepSimulation
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.state import TrainState, in_host, param_shapes, state_shapes
-from jaxpar.train.state_bytes import by_memory, state_of
+from jaxpar.train.state_bytes import by_memory, local_bytes, state_of
 from jaxpar.train.step import make_train_step, step_shapes
 
 
@@ -170,10 +170,11 @@ def step_sizes(config: Config, plan: Plan) -> StepSizes:
 def _memory(step: CompiledStep, simulation: StepSimulation) -> Memory:
     """A device's memory by what the config knows, with what to try where it is too little."""
     config, plan, compiled, has = step.config, step.plan, step.compiled, simulation.hardware.hbm_bytes
-    taken = memory.account(
-        compiled.stats, step.state, step.batch, parse(compiled.text), config.model.layers, has, step.host,
-        state_of(config, plan, compiled.target.platform).gradients,
-    )  # fmt: skip
+    state, _ = by_memory(step.state, step.host)
+    arguments = {"parameters": state.params, "optimizer": state.opt_state, "batch": local_bytes(step.batch)}
+    kept = memory.saved_bytes(parse(compiled.text), config.model.layers)
+    gradients = state_of(config, plan, compiled.target.platform).gradients
+    taken = memory.account(compiled.stats, arguments, has, kept, gradients)
     if not taken["fits"]:
         taken["advice"] = advice(taken["categories"], taken["total"], has, step_sizes(config, plan))
     return taken

@@ -6,7 +6,7 @@ import pytest
 from fake_rehearsal import fake_rehearsal
 
 from jaxpar.base.errors import UserError
-from jaxpar.rehearse.report.conditions import Condition, failures, parse_conditions
+from jaxpar.rehearse.report.conditions import failures, parse_conditions
 
 pytestmark = pytest.mark.quick
 
@@ -23,11 +23,10 @@ def report():
 
 
 def test_conditions_are_read_with_their_growth():
-    assert parse_conditions("unplanned-collective, memory+5%,time+0.5%,large-copy", RULES, True) == (
-        Condition("unplanned-collective"), Condition("memory", 0.05), Condition("time", 0.005),
-        Condition("large-copy"),
-    )  # fmt: skip
-    assert parse_conditions("", RULES, False) == ()
+    assert parse_conditions("unplanned-collective, memory+5%,time+0.5%,large-copy", RULES, True) == {
+        "unplanned-collective": None, "memory": 0.05, "time": 0.005, "large-copy": None,
+    }  # fmt: skip
+    assert parse_conditions("", RULES, False) == {}
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,10 @@ def compiled(config: Config) -> tuple[Any, Module, Any, Any, Plan]:
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}], ids=["one device", "fsdp x tensor"])
 def test_a_step_that_keeps_one_array_a_layer(mesh):
     stats, module, state, batch, plan = compiled(config_of("full", **mesh))
-    found = account(stats, state, batch, module, LAYERS, 2**30)
+    arguments = {
+        "parameters": local_bytes(state.params), "optimizer": local_bytes(state.opt_state), "batch": local_bytes(batch),
+    }  # fmt: skip
+    found = account(stats, arguments, 2**30, saved_bytes(module, LAYERS), arguments["parameters"])
     parts = found["categories"]
     assert sum(parts.values()) == found["total"] and found["fits"] and found["host"] == {}
     assert found["total"] >= stats.argument_size_in_bytes + stats.temp_size_in_bytes
@@ -57,7 +60,7 @@ def test_a_step_that_keeps_one_array_a_layer(mesh):
     # The block's input of each layer, in float32, split over the batch and the sequence.
     assert parts["activations"] == 4 * LAYERS * BATCH * SEQ * EMBED // plan.size("batch") // plan.size("residual_seq")
     assert parts["batch"] == 2 * 4 * BATCH * SEQ // plan.size("batch")
-    assert parts["parameters"] == local_bytes(state.params)
+    assert parts["gradients"] == parts["parameters"]
     assert 2 * parts["parameters"] < parts["optimizer"] < 2.01 * parts["parameters"], "two moments and a counter"
     assert parts["padding"] < 64, "the number of the step; XLA:CPU pads nothing"
 
@@ -140,16 +143,18 @@ def test_an_account_of_given_figures():
         argument_size_in_bytes=1000, temp_size_in_bytes=500, output_size_in_bytes=1040, alias_size_in_bytes=1000,
         generated_code_size_in_bytes=30, host_argument_size_in_bytes=0, host_temp_size_in_bytes=70,
     )  # fmt: skip
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    leaf = lambda count: jax.ShapeDtypeStruct((count,), jnp.float32, sharding=one)  # noqa: E731
-    state = SimpleNamespace(params=[leaf(60)], opt_state=[leaf(120)])
-    module = loop("jvp()")
-    found = account(stats, state, [leaf(5)], module, 3, 1500)
+    arguments = {"parameters": 240, "optimizer": 480, "batch": 20}
+    found = account(stats, arguments, 1500, activations=96, gradients=240)
     assert found["categories"] == {
         "parameters": 240, "optimizer": 480, "batch": 20, "activations": 96, "gradients": 240,
         "temporaries": 500 - 96 - 240 + 40, "program": 30, "padding": 260,
     }  # fmt: skip
     assert found["total"] == 1000 + 500 + 40 + 30 == sum(found["categories"].values())
     assert (found["fits"], found["host"]) == (False, {"temporaries": 70})
-    assert account(stats, state, [leaf(5)], module, 3, 1570)["fits"]
-    assert account(stats, state, [leaf(5)], module, 3, 0)["fits"], "no figure: nothing to be said against it"
+    assert account(stats, arguments, 1570)["fits"]
+    assert account(stats, arguments, 0)["fits"], "no figure: nothing to be said against it"
+    assert account(stats, arguments, 0)["categories"] == {
+        "parameters": 240, "optimizer": 480, "batch": 20, "temporaries": 540, "program": 30, "padding": 260,
+    }, "what is not known is not among them"  # fmt: skip
+    unused = account(stats, arguments | {"unused": 1000}, 0)["categories"]
+    assert unused == {"temporaries": 540, "program": 30, "arguments": 1000}, "an argument that the program leaves out"

@@ -55,9 +55,6 @@ def sent_bytes(planned: Requested, mesh: Mapping[str, int]) -> float:
     return hlo_tasks.sent_bytes(planned.kind, planned.bytes, math.prod(mesh[axis] for axis in planned.axes))
 
 
-_Key = tuple[str, frozenset[str]]
-
-
 class RequestedRows:
     """The plan's collectives, to be looked up by those of a program.
 
@@ -68,18 +65,13 @@ class RequestedRows:
     """
 
     def __init__(self, plan: Sequence[Requested], mesh: Mapping[str, int], tasks: Sequence[TaskTime] = ()):
-        self._plan, self._mesh = plan, mesh
-        self._by_scope: defaultdict[tuple[str, _Key], list[Requested]] = defaultdict(list)
-        self._anywhere: defaultdict[_Key, list[Requested]] = defaultdict(list)
-        for planned in plan:
-            self._by_scope[scope_of(planned), (planned.kind, planned.axes)].append(planned)
-            self._anywhere[planned.kind, planned.axes].append(planned)
-        sent: defaultdict[tuple[str, _Key], float] = defaultdict(float)
+        self._mesh = mesh
+        self._plan = [(scope_of(planned), planned) for planned in plan]
+        self._sent: defaultdict[tuple[str, str, frozenset[str]], float] = defaultdict(float)  # by scope, kind and axes
         for row in tasks:
-            if row.task.collective:
-                key = row.task.collective.kind, frozenset(axes_of(row.task.collective, mesh))
-                sent[row.task.place.scope, key] += row.task.collective.sent_bytes * row.count
-        self._sent = sent
+            if collective := row.task.collective:
+                key = row.task.place.scope, collective.kind, frozenset(axes_of(collective, mesh))
+                self._sent[key] += collective.sent_bytes * row.count
 
     def answer(self, row: TaskTime) -> InPlan:
         """Whether the plan has this collective of the program.
@@ -89,43 +81,45 @@ class RequestedRows:
         """
         collective, scope = row.task.collective, row.task.place.scope
         assert collective is not None
-        axes = frozenset(axes_of(collective, self._mesh))
-        key = collective.kind, axes
-        same, elsewhere = self._by_scope.get((scope, key), []), self._anywhere.get(key, [])
-        if same and (collective.bytes in _sizes(same) or self._no_more(key, same, scope)):
-            return InPlan(True, _why(same[0]))
-        if collective.kind == "ppermute" and (ring := self._ring(scope, axes)):
+        kind, axes = collective.kind, frozenset(axes_of(collective, self._mesh))
+        anywhere = [planned for _, planned in self._plan if (planned.kind, planned.axes) == (kind, axes)]
+        here = [planned for at, planned in self._plan if at == scope and (planned.kind, planned.axes) == (kind, axes)]
+        if self._account_for(collective, axes, here, scope):
+            return InPlan(True, _why(here[0]))
+        if kind == "ppermute" and (ring := self._ring(scope, axes)):
             return InPlan(True, f"a step of the ring that makes the {ring.kind} over {_names(ring.axes)}")
-        if elsewhere and (collective.bytes in _sizes(elsewhere) or self._no_more(key, elsewhere)):
-            return InPlan(True, _why(elsewhere[0]) + ", merged or moved by XLA")
+        if self._account_for(collective, axes, anywhere):
+            return InPlan(True, _why(anywhere[0]) + ", merged or moved by XLA")
         if collective.bytes < SMALL:
             return InPlan(True, f"small ({bytes_text(collective.bytes)}): XLA's own, for scalars, norms and biases")
-        scattered = [
-            over
-            for where, (kind, over) in self._by_scope
-            if where == scope and kind == "reduce-scatter" and over <= axes
-        ]
-        if collective.kind == "all-reduce" and scattered:
-            return InPlan(
-                False, f"the plan has a reduce-scatter over {_names(scattered[0])} here: summed whole, twice the bytes"
-            )
-        if same:
-            return InPlan(False, f"the plan has a smaller {collective.kind} over {_names(axes)} here, not this one")
-        return InPlan(False, f"the plan has no {collective.kind} over {_names(axes)} here")
+        for at, planned in self._plan:
+            if kind == "all-reduce" and at == scope and planned.kind == "reduce-scatter" and planned.axes <= axes:
+                over = _names(planned.axes)
+                return InPlan(False, f"the plan has a reduce-scatter over {over} here: summed whole, twice the bytes")
+        if here:
+            return InPlan(False, f"the plan has a smaller {kind} over {_names(axes)} here, not this one")
+        return InPlan(False, f"the plan has no {kind} over {_names(axes)} here")
 
-    def _no_more(self, key: _Key, asked: Sequence[Requested], scope: str | None = None) -> bool:
+    def _account_for(
+        self, collective: Collective, axes: frozenset[str], asked: Sequence[Requested], scope: str | None = None
+    ) -> bool:
+        """Whether these are what the program does: one of them has the same size, or no more is sent in all."""
+        same_size = any(planned.bytes == collective.bytes for planned in asked)
+        return same_size or (bool(asked) and self._no_more(collective.kind, axes, asked, scope))
+
+    def _no_more(self, kind: str, axes: frozenset[str], asked: Sequence[Requested], scope: str | None = None) -> bool:
         """Whether the program, or one scope of it, sends no more of a kind than was asked for: then each is one of
         those, whole or merged."""
-        found = sum(sent for (where, k), sent in self._sent.items() if k == key and scope in (None, where))
-        return found <= _SLACK * sum(sent_bytes(planned, self._mesh) * planned.count for planned in asked)
+        sent = sum(size for (at, *what), size in self._sent.items() if what == [kind, axes] and scope in (None, at))
+        return sent <= _SLACK * sum(sent_bytes(planned, self._mesh) * planned.count for planned in asked)
 
     def _ring(self, scope: str, axes: frozenset[str]) -> Requested | None:
         """What a ppermute may be a step of: a ring over two axes steps along one of them at a time."""
-        whole = [p for p in self._plan if p.kind != "ppermute" and axes <= p.axes]
-        if not whole or not self._no_more(("ppermute", axes), whole):
+        whole = [(at, planned) for at, planned in self._plan if planned.kind != "ppermute" and axes <= planned.axes]
+        if not whole or not self._no_more("ppermute", axes, [planned for _, planned in whole]):
             return None
-        here = [planned for planned in whole if scope_of(planned) == scope and planned.axes == axes]
-        return (here or whole)[0]
+        here = [planned for at, planned in whole if at == scope and planned.axes == axes]
+        return (here or [planned for _, planned in whole])[0]
 
 
 def collective_rows(
@@ -179,10 +173,6 @@ def queueing_notes(rows: Iterable[CollectiveRow]) -> list[str]:
 def scope_of(planned: Requested) -> str:
     """The model's scope of a planned collective, as `hlo.tasks.Place` has it: `block/attention`."""
     return decode(f"{planned.scope}/{planned.kind}")[0]
-
-
-def _sizes(asked: Sequence[Requested]) -> set[int]:
-    return {planned.bytes for planned in asked}
 
 
 def _why(planned: Requested) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-import jax
 
 from jaxpar.hlo.parse import Computation, Instruction, Module
 from jaxpar.rehearse.report.schema import Memory
-from jaxpar.train.state_bytes import by_memory, local_bytes
 
 
 class CompiledBytes(NamedTuple):
@@ -97,71 +95,26 @@ def _empty(computation: Computation, name: str) -> bool:
     return blank or "AllocateBuffer" in made.attributes.get("custom_call_target", "")
 
 
-def of_arguments(stats: Any, arguments: dict[str, Any], hbm_bytes: int) -> Memory:
-    """The report's memory of a function of which only the arguments are known.
-
-    Args:
-      stats: `compiled.memory_analysis()`.
-      arguments: by name, ShapeDtypeStructs with shardings, or pytrees of such.
-      hbm_bytes: what a device has; 0 = no figure.
-    """
-    compiled = CompiledBytes.of(stats)
-    placed = {name: [leaf for leaf in jax.tree.leaves(tree) if _placed(leaf)] for name, tree in arguments.items()}
-    sizes = {name: local_bytes(leaves) for name, leaves in placed.items() if leaves}
-    if sum(sizes.values()) > compiled.arguments:  # an argument that is not used is left out of the program
-        sizes = {}
-    left = compiled.arguments - sum(sizes.values())
-    parts = sizes | {"padding" if sizes else "arguments": left, "temporaries": compiled.temporaries}
-    return _memory(stats, compiled, parts | {"program": compiled.program}, hbm_bytes)
-
-
-def _placed(leaf: Any) -> bool:
-    return getattr(leaf, "sharding", None) is not None
-
-
 def account(
-    stats: Any,
-    state: Any,
-    batch: Any,
-    module: Module,
-    layers: int,
-    hbm_bytes: int,
-    host: Any = None,
-    summed: int | None = None,
-) -> Memory:
+    stats: Any, arguments: Mapping[str, int], hbm_bytes: int, activations: int = 0,
+    gradients: int = 0,
+) -> Memory:  # fmt: skip
     """The report's memory.
 
     Args:
       stats: `compiled.memory_analysis()`.
-      state: the TrainState, as ShapeDtypeStructs with shardings.
-      batch: likewise.
-      module: the compiled program.
-      layers: of the model.
+      arguments: bytes of one device's part of each argument, by name.
       hbm_bytes: what a device has; 0 = no figure.
-      host: as for `by_memory`.
-      summed: bytes of gradients; None = as many as of the parameters.
+      activations: bytes of the temporaries that are kept from forward to backward: `saved_bytes`.
+      gradients: bytes of them that are gradients.
     """
     compiled, temporaries = CompiledBytes.of(stats), stats.temp_size_in_bytes
-    (parameters, optimizer), _ = by_memory(state, host)
-    rows = local_bytes(batch)
-    saved = min(saved_bytes(module, layers), temporaries)
-    # Gradients lie as float32 moments do, two a parameter.
-    gradients = min(parameters, optimizer // 2) if summed is None else summed
-    gradients = min(gradients, temporaries - saved)
-    categories = {
-        "parameters": parameters,
-        "optimizer": optimizer,
-        "batch": rows,
-        "activations": saved,
-        "gradients": gradients,
-        "temporaries": compiled.temporaries - saved - gradients,
-        "program": compiled.program,
-        "padding": compiled.arguments - parameters - optimizer - rows,
-    }
-    return _memory(stats, compiled, categories, hbm_bytes)
-
-
-def _memory(stats: Any, compiled: CompiledBytes, categories: dict[str, int], hbm_bytes: int) -> Memory:
+    if sum(arguments.values()) > compiled.arguments:  # an argument that is not used is left out of the program
+        arguments = {}
+    left = compiled.arguments - sum(arguments.values())
+    activations = min(activations, temporaries)
+    gradients = min(gradients, temporaries - activations)
+    known = {"activations": activations, "gradients": gradients} if activations or gradients else {}
     on_host = {
         "arguments": stats.host_argument_size_in_bytes,
         "temporaries": stats.host_temp_size_in_bytes,
@@ -170,7 +123,13 @@ def _memory(stats: Any, compiled: CompiledBytes, categories: dict[str, int], hbm
         "hbm_bytes": hbm_bytes,
         "total": compiled.total,
         "fits": not hbm_bytes or compiled.total <= hbm_bytes,
-        "categories": categories,
+        "categories": {
+            **arguments,
+            **known,
+            "temporaries": compiled.temporaries - activations - gradients,
+            "program": compiled.program,
+            "padding" if arguments else "arguments": left,
+        },
         "host": {name: size for name, size in on_host.items() if size},
         "advice": [],
     }

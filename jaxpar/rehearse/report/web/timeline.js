@@ -56,9 +56,10 @@ function drawTimeline() {
     for (const event of events) {
       const x0 = Math.max(xOf(event[START]), LEFT), x1 = Math.min(xOf(event[START] + event[LENGTH]), width);
       if (x1 <= x0) continue;
+      const at = event[INSTRUCTION];
       // Part of a pixel is drawn as pale as it is small, so that a thousand bars in one add up to what they are.
-      fill(data.kinds[event[INSTRUCTION]], x0, y, x1 - x0 - (x1 - x0 > 4 ? 0.6 : 0), ROW);
-      if (x1 - x0 > 40) write(data.scopes[event[INSTRUCTION]] || data.names[event[INSTRUCTION]], x0 + 4, y + ROW / 2, "card", x1 - x0 - 6);
+      fill(data.kinds[at], x0, y, x1 - x0 - (x1 - x0 > 4 ? 0.6 : 0), ROW);
+      if (x1 - x0 > 40) write(data.scopes[at].split("/").pop() || data.names[at], x0 + 4, y + ROW / 2, "card", x1 - x0 - 6);
     }
     write(data.lanes[lane], 0, y + ROW / 2, "soft");
   }
@@ -151,7 +152,7 @@ function timeText(time, digit) {
 function describe(event) {
   const at = event[INSTRUCTION];
   return [data.names[at], `${data.kinds[at]}, ${data.phases[at]}, on ${data.lanes[event[LANE]]}`,
-    `${timeText(event[LENGTH], event[LENGTH] / 100)} from ${timeText(event[START], 0.001)}`,
+    `${timeText(event[LENGTH], event[LENGTH] / 100)} from ${timeText(event[START], 1)}`,
     event[REPEATS] ? `stands for ${event[REPEATS]} more trips of the loop` : "",
     data.bytes[at] ? `${data.bytes[at].toLocaleString("en-US")} bytes` : "", data.scopes[at], data.sources[at]].filter(Boolean).join("\n");
 }
