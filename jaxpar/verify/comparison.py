@@ -8,7 +8,7 @@ rounding and has no scale of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -20,9 +20,6 @@ from jaxpar.verify.report import GradientRow, Verdict
 
 FLOOR = 0.1
 
-Reorder = Callable[[str, np.ndarray], np.ndarray]
-"""`(name, copies [n, *shape])` -> the same in the order of the reference."""
-
 
 class Answer(NamedTuple):
     """A loss and its gradients, in every copy that there is.
@@ -30,22 +27,21 @@ class Answer(NamedTuple):
     Attributes:
       losses: [copies].
       grads: by the parameter's name, [copies, *shape].
-      arrays: the gradients as they lie on devices; empty where nobody asks.
+      shardings: where the gradients lay; empty where nobody asks.
       tokens: [copies], how many tokens the loss counts, where the program says so.
-      reorder: what brings copies of `arrays` into the order of `grads`.
     """
 
     losses: np.ndarray
     grads: Mapping[str, np.ndarray]
-    arrays: Mapping[str, jax.Array] = {}
+    shardings: Mapping[str, NamedSharding] = {}
     tokens: np.ndarray | float = 0.0
-    reorder: Reorder = lambda name, copies: copies
 
 
-def answer_of(loss: jax.Array, grads: PyTree, reorder: Reorder = lambda name, copies: copies) -> Answer:
+def answer_of(loss: jax.Array, grads: PyTree) -> Answer:
     """A loss and its gradients, fetched from the devices."""
     arrays = by_name(grads)
-    return Answer(copies(loss), {name: reorder(name, copies(x)) for name, x in arrays.items()}, arrays, reorder=reorder)
+    shardings = {name: x.sharding for name, x in arrays.items() if isinstance(x.sharding, NamedSharding)}
+    return Answer(copies(loss), {name: copies(x) for name, x in arrays.items()}, shardings)
 
 
 def by_name(tree: PyTree) -> dict[str, jax.Array]:
@@ -54,7 +50,7 @@ def by_name(tree: PyTree) -> dict[str, jax.Array]:
 
 
 def copies(array: jax.Array) -> np.ndarray:
-    """Every copy of an array that this process's devices hold, [copies, *shape]."""
+    """Every copy of an array that this process's devices hold, in the order of the mesh, [copies, *shape]."""
     shards = array.addressable_shards
     found = np.empty((1 + max(shard.replica_id for shard in shards), *array.shape), array.dtype)
     for shard in shards:
@@ -62,29 +58,19 @@ def copies(array: jax.Array) -> np.ndarray:
     return found
 
 
-def copies_by_axis(array: jax.Array) -> dict[str, np.ndarray]:
+def copies_by_axis(copies: np.ndarray, sharding: NamedSharding) -> dict[str, np.ndarray]:
     """For each mesh axis that an array is not split over, the array as each coordinate has it, [n, *shape].
 
-    The other such axes are held at coordinate 0. Only for arrays that this process holds whole.
+    The other such axes are held at coordinate 0.
+
+    Args:
+      copies: all of them, [copies, *shape], in the order of the mesh.
+      sharding: of the array.
     """
-    sharding = sharding_of(array)
-    mesh = sharding.mesh
-    place = {device: dict(zip(mesh.axis_names, at, strict=True)) for at, device in np.ndenumerate(mesh.devices)}
-    split = [axis for dim in range(array.ndim) for axis in axes_of_dim(sharding, dim)]
-    free = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in split]
-    found = {axis: np.empty((mesh.shape[axis], *array.shape), array.dtype) for axis in free}
-    for shard in array.addressable_shards:
-        at = place[shard.device]
-        for axis in free:
-            if all(at[other] == 0 for other in free if other != axis):
-                found[axis][(at[axis], *shard.index)] = np.asarray(shard.data)
-    return found
-
-
-def sharding_of(array: jax.Array) -> NamedSharding:
-    """Where an array lies on its mesh."""
-    assert isinstance(array.sharding, NamedSharding), f"jit gave an array the sharding {array.sharding}"
-    return array.sharding
+    split = [axis for dim in range(copies.ndim - 1) for axis in axes_of_dim(sharding, dim)]
+    free = {axis: size for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in split}
+    grid, others = copies.reshape(*free.values(), *copies.shape[1:]), (0,) * (len(free) - 1)
+    return {axis: np.moveaxis(grid, at, 0)[(slice(None), *others)] for at, axis in enumerate(free)}
 
 
 def axes_of_dim(sharding: NamedSharding, dim: int) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxpar.base.sharding import PyTree, path_name
-from jaxpar.verify.comparison import Answer, axes_of_dim, copies_by_axis, distance, scale_of, sharding_of
+from jaxpar.verify.comparison import Answer, axes_of_dim, copies_by_axis, distance, scale_of
 from jaxpar.verify.mistakes import Contribution, Evidence, diagnose
 from jaxpar.verify.report import Verdict
 
@@ -54,7 +54,7 @@ def explain(
 
     Args:
       verdict: the comparison of `got` with `want`.
-      got: the program's answer, with its arrays.
+      got: the program's answer, with its shardings.
       want: the reference's.
       run: the reference, which is run on each part of each partition.
       partitions: of the batch.
@@ -90,15 +90,14 @@ def explain(
 
 def evidence_of(name: str, got: Answer, want: Answer, sizes: Mapping[str, int]) -> Evidence:
     """What is known of one gradient before the reference is run again."""
-    array, right = got.arrays[name], want.grads[name][0]
-    sharding = sharding_of(array)
+    copies, right, sharding = got.grads[name], want.grads[name][0], got.shardings[name]
     return Evidence(
-        got=max(got.grads[name], key=lambda copy: distance(copy, right)),
+        got=max(copies, key=lambda copy: distance(copy, right)),
         want=right,
         sizes=sizes,
         axis_sizes={str(axis): size for axis, size in sharding.mesh.shape.items() if size > 1},
         split=[axes_of_dim(sharding, dim) for dim in range(right.ndim)],
-        copies={axis: got.reorder(name, found) for axis, found in copies_by_axis(array).items()},
+        copies=copies_by_axis(copies, sharding),
     )
 
 

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.plan import Plan
-from jaxpar.verify.comparison import copies_by_axis
+from jaxpar.verify.comparison import copies, copies_by_axis
 from jaxpar.verify.explain import _contributions
 from jaxpar.verify.of_config.explain import nearest_to_loss, partitions_of
 from jaxpar.verify.of_config.losses_and_gradients import Case, one_device
@@ -66,10 +67,11 @@ def test_copies_are_told_apart_by_mesh_axis(plan_of: Callable[..., Plan]) -> Non
 
     x = jnp.arange(4.0)
     wrong = jax.jit(jax.shard_map(local, mesh=plan.mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))(x)
-    copies = copies_by_axis(wrong)
-    assert set(copies) == {"data", "tensor"}
-    np.testing.assert_array_equal(copies["data"], [x, x + 10])
-    np.testing.assert_array_equal(copies["tensor"], [x, x + 100])
+    assert isinstance(wrong.sharding, NamedSharding)
+    found = copies_by_axis(copies(wrong), wrong.sharding)
+    assert set(found) == {"data", "tensor"}
+    np.testing.assert_array_equal(found["data"], [x, x + 10])
+    np.testing.assert_array_equal(found["tensor"], [x, x + 100])
 
 
 @pytest.mark.quick

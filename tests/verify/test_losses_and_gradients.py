@@ -69,5 +69,5 @@ def test_the_plan_is_run_as_in_training() -> None:
         assert (plan.compute, plan.mesh.shape["tensor"], key, accumulation) == (precision, 2, None, 3)
         assert weights == LossWeights(z_loss=0.1, balance_loss=0.2)
         assert matmuls == ("highest" if exact else None)
-    assert answer.arrays["blocks.up"].sharding.spec == P(None, None, "tensor")
+    assert answer.shardings["blocks.up"].spec == P(None, None, "tensor")
     np.testing.assert_array_equal(answer.grads["blocks.up"], np.stack([case.params["blocks"]["up"]] * 2))

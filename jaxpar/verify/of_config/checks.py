@@ -19,7 +19,6 @@ from jaxpar.verify.of_config.explain import explain_plan
 from jaxpar.verify.of_config.losses_and_gradients import (
     Case,
     Gradients,
-    OneDevice,
     one_device,
     parameter_order,
     under_plan,
@@ -131,41 +130,25 @@ def run(setup: Setup, gradients: Gradients | None = None, say: Say = lambda line
 def _checks(case: Case, say: Say) -> Iterator[Verdict]:
     """The comparisons one after another: each is made when it is asked for."""
     say("reference: one device, plain ops, float32")
-    one = one_device(case, "float32", exact=True)
-    want = one(case.params, case.batch)
-    say(f"float32: {len(case.devices)} devices")
-    got = under_plan(case, "float32", exact=True)
-    yield _explained(compare_answers("float32", case, got, want), case, got, want, one, say)
-    precision, platform = case.config.precision.compute, case.devices[0].platform
-    if precision == "float32" and platform == "cpu":
-        return  # CPUs compute float32 in float32: the plan's own precision was just compared
-    name = precision if precision != "float32" else "float32 as run"
-    say(f"{name}: one device, then {len(case.devices)}")
-    near = one_device(case, precision, exact=False)(case.params, case.batch)
-    got = under_plan(case, precision, exact=False)
-    found, ops = compare_answers(name, case, got, want, near), None
-    if found.wrong:
-        ops = _with_ops(case, name, say)
-        found = compare_answers(name, case, got, want, near, ops)
-    yield _explained(found, case, got, want, one, say, ops)
-
-
-def _with_ops(case: Case, name: str, say: Say) -> Answer:
-    """One device with the library's ops, in a check's precision."""
-    say(f"{name}: one device with the library's ops")
-    return one_device(case, name.split()[0], exact=name == "float32", ops=Ops)(case.params, case.batch)
-
-
-def _explained(
-    check: Verdict, case: Case, got: Answer, want: Answer, one: OneDevice, say: Say, ops: Answer | None = None
-) -> Verdict:
-    """The check, its wrong gradients explained."""
-    if not check.wrong:
-        return check
-    found = explain_plan(case, check, got, want, one, say)
-    ops = ops or _with_ops(case, check.name, say)
-    alone = all(relative_error(ops, want, row.name) > 0.5 * row.error for row in check.wrong)
-    return dataclasses.replace(found, on_one_device=alone)
+    reference = one_device(case, "float32", exact=True)
+    want = reference(case.params, case.batch)
+    count, precision = len(case.devices), case.config.precision.compute
+    runs = [("float32", "float32", True)]
+    if precision != "float32" or case.devices[0].platform != "cpu":  # a CPU computes float32 in float32 anyway
+        runs.append((precision if precision != "float32" else "float32 as run", precision, False))
+    for name, precision, exact in runs:
+        say(f"{name}: {count} devices" if exact else f"{name}: one device, then {count}")
+        near = None if exact else one_device(case, precision, exact)(case.params, case.batch)
+        got = under_plan(case, precision, exact)
+        check = compare_answers(name, case, got, want, near)
+        if check.wrong:
+            say(f"{name}: one device with the library's ops")
+            ops = one_device(case, precision, exact, ops=Ops)(case.params, case.batch)
+            check = compare_answers(name, case, got, want, near, ops)
+            alike = all(relative_error(ops, want, row.name) > 0.5 * row.error for row in check.wrong)
+            check = explain_plan(case, check, got, want, reference, say)
+            check = dataclasses.replace(check, on_one_device=bool(check.wrong) and alike)
+        yield check
 
 
 def compare_answers(

@@ -35,6 +35,8 @@ def explain_plan(
       one: the reference, to be run on other batches.
       say: called with a line as each phase begins.
     """
+    if not verdict.wrong:
+        return verdict
     plan = case.plan("float32")
     partitions = partitions_of(case, plan)
     say(f"differs: the gradients of {sum(len(part.batches) for part in partitions)} shards and microbatches alone")

@@ -12,7 +12,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -140,7 +139,9 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         compiled = jitted.lower(*given).compile()
         require_order(compiled, case.devices)
         sums, grads = compiled(*given)
-    return answer_of(sums.loss, grads, partial(_in_model_order, plan, layers))._replace(tokens=copies(sums.tokens))
+    answer = answer_of(sums.loss, grads)
+    ordered = {name: _in_model_order(name, grad, order, layers) for name, grad in answer.grads.items()}
+    return answer._replace(grads=ordered, tokens=copies(sums.tokens))
 
 
 def is_stacked(name: str) -> bool:
@@ -148,11 +149,11 @@ def is_stacked(name: str) -> bool:
     return name.startswith("blocks.")
 
 
-def _in_model_order(plan: Plan, layers: int, name: str, copies: np.ndarray) -> np.ndarray:
+def _in_model_order(name: str, copies: np.ndarray, order: tuple[int, ...] | None, layers: int) -> np.ndarray:
     """Copies [n, *shape] of a parameter, its layers in the model's order and not as the plan stores them."""
     if not is_stacked(name):
         return copies
-    return reorder_layers(copies.swapaxes(0, 1), stored_order(plan, layers), None, layers).swapaxes(0, 1)
+    return reorder_layers(copies.swapaxes(0, 1), order, None, layers).swapaxes(0, 1)
 
 
 def _untuned(devices: list[jax.Device]) -> dict[str, Any]:
