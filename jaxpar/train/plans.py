@@ -58,15 +58,15 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
         count = microbatches(config, mesh.shape)
         check_stages(plan, config.model.layers, count)
         plan = replace(plan, pipeline=replace(config.pipeline, microbatches=count))
-    _check_parameters(config, plan)
-    _check_batch(config, plan)
+    check_parameters(config, plan)
+    check_batch(config, plan)
     check_names(config, plan)
     if asked := offload_asked(plan):
         check_offload(asked, mesh.devices.flat[0], memory.offload_anyway)
     return plan
 
 
-def _check_parameters(config: Config, plan: Plan) -> None:
+def check_parameters(config: Config, plan: Plan) -> None:
     """Refuse parameters and optimizer states that the mesh does not divide, and layouts that no op moves between."""
     model = Model(config.model)
     shapes = param_shapes(model, plan)
@@ -78,7 +78,7 @@ def _check_parameters(config: Config, plan: Plan) -> None:
     plan.sharding((*ATTENDED[:2], "heads", "head_dim"), name="attention")
 
 
-def _check_batch(config: Config, plan: Plan) -> None:
+def check_batch(config: Config, plan: Plan) -> None:
     """Refuse a batch or a sequence that the mesh does not divide."""
     train, sizes, seq_len, shards = config.train, config.model, config.data.seq_len, plan.size("batch")
     microbatch = train.batch // train.accumulation

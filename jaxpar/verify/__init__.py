@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxpar.verify._gradients import gradients
 from jaxpar.verify.report import GradientRow, Verdict
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["GradientRow", "Verdict", "config", "gradients"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """`config`, when it is first asked for: it brings the models and the training step along."""
     if name == "config":
         from jaxpar.verify.of_config import verify

@@ -91,13 +91,8 @@ class Finding(NamedTuple):
         return self.residual <= FITS
 
 
-class Guess(NamedTuple):
-    """A hypothesis filled in: what the gradient would be if it were so."""
-
-    kind: str
-    says: str
-    predicted: np.ndarray
-
+Guess = tuple[str, str, np.ndarray]
+"""A hypothesis filled in: its kind, what it says, and what the gradient would be if it were so."""
 
 KINDS = {
     "zero": "nothing arrived",
@@ -147,12 +142,10 @@ def _diagnose(evidence: Evidence) -> Finding:
         share = 1 - np.mean(np.isfinite(evidence.got))
         return Finding("not finite", f"not finite in {share:.1%} of its entries", 0.0)
     difference = _distance(evidence.got, evidence.want)
-    guesses = [guess for hypothesis in HYPOTHESES for guess in hypothesis(evidence)]
     found = _differing_copies(evidence, difference)
-    found += [
-        Finding(guess.kind, guess.says, _distance(evidence.got, guess.predicted) / max(difference, 1e-300))
-        for guess in guesses
-    ]
+    for hypothesis in HYPOTHESES:
+        for kind, says, predicted in hypothesis(evidence):
+            found.append(Finding(kind, says, _distance(evidence.got, predicted) / max(difference, 1e-300)))
     best = min(found, key=lambda finding: finding.residual)
     if best.fits:
         # Of those that fit equally well the first: hypotheses stand from the plain to the particular.
@@ -169,7 +162,7 @@ def _diagnose(evidence: Evidence) -> Finding:
 
 
 def _zero(evidence: Evidence) -> Iterator[Guess]:
-    yield Guess("zero", "zero", np.zeros_like(evidence.want))
+    yield "zero", "zero", np.zeros_like(evidence.want)
 
 
 def _factor(evidence: Evidence) -> Iterator[Guess]:
@@ -183,19 +176,19 @@ def _factor(evidence: Evidence) -> Iterator[Guess]:
             continue
         if inverse:
             says = f"1/{number} of the reference, one over the size of {_or(names)}: a mean in place of a sum?"
-            yield Guess("scaled", says, evidence.want / np.float32(number))
+            yield "scaled", says, evidence.want / np.float32(number)
         elif summed:
             says = f"{number} times the reference, the size of {_or(summed)}, as if summed over it once more"
-            yield Guess("sum doubled", says, evidence.want * np.float32(number))
+            yield "sum doubled", says, evidence.want * np.float32(number)
         else:
             says = f"{number} times the reference, the size of {_or(names)}"
-            yield Guess("scaled", says, evidence.want * np.float32(number))
+            yield "scaled", says, evidence.want * np.float32(number)
     number = Fraction(factor).limit_denominator(_LARGEST_FACTOR)
     if number == -1:
-        yield Guess("sign", "minus the reference", -evidence.want)
+        yield "sign", "minus the reference", -evidence.want
     elif number != 1:
-        yield Guess("scaled", f"{number} times the reference", evidence.want * np.float32(number))
-    yield Guess("scaled", f"{factor:.6g} times the reference", evidence.want * np.float32(factor))
+        yield "scaled", f"{number} times the reference", evidence.want * np.float32(number)
+    yield "scaled", f"{factor:.6g} times the reference", evidence.want * np.float32(factor)
 
 
 def _named(sizes: Mapping[str, int], value: float) -> tuple[int, list[str]]:
@@ -216,46 +209,47 @@ def _parts(evidence: Evidence) -> Iterator[Guess]:
     """One contribution alone, twice, or left out."""
     for name, kind, value in evidence.parts:
         missing, doubled = ("sum missing", "sum doubled") if kind == "sum" else (kind, kind)
-        yield Guess(missing, f"the contribution of {name} alone", value)
-        yield Guess(doubled, f"the reference with {name} counted twice", evidence.want + value)
-        yield Guess(missing, f"the reference without {name}", evidence.want - value)
+        yield missing, f"the contribution of {name} alone", value
+        yield doubled, f"the reference with {name} counted twice", evidence.want + value
+        yield missing, f"the reference without {name}", evidence.want - value
 
 
 def _permuted(evidence: Evidence) -> Iterator[Guess]:
     """Blocks along one dim in another order, as many as a mesh axis has devices; those that split the dim first."""
-    for dim, size in enumerate(evidence.want.shape):
+    sizes = evidence.axis_sizes
+    for dim, length in enumerate(evidence.want.shape):
         own = evidence.split[dim] if dim < len(evidence.split) else ()
-        axes = [*own, *(axis for axis in evidence.axis_sizes if axis not in own)]
-        counts: dict[int, list[str]] = {}
-        for axis in axes:
-            counts.setdefault(evidence.axis_sizes[axis], []).append(axis)
+        names: dict[int, list[str]] = {sizes[axis]: [axis] for axis in reversed(own)}
         if len(own) > 1:
-            counts.setdefault(math.prod(evidence.axis_sizes[axis] for axis in own), []).append(" x ".join(own))
-        for count, names in counts.items():
-            if count > 1 and size % count == 0:
-                yield from _permutation(evidence, dim, count, names[:1] if names[0] in own else names)
+            names.setdefault(math.prod(sizes[axis] for axis in own), [" x ".join(own)])
+        split = set(names)
+        for axis, size in sizes.items():
+            if size not in split:
+                names.setdefault(size, []).append(axis)
+        for count, axes in names.items():
+            if count > 1 and length % count == 0:
+                yield from _permutation(evidence, dim, count, axes)
 
 
-def _permutation(evidence: Evidence, dim: int, count: int, names: Sequence[str]) -> Iterator[Guess]:
+def _permutation(evidence: Evidence, dim: int, count: int, axes: Sequence[str]) -> Iterator[Guess]:
     """The permutation of `count` blocks along `dim` that fits best, if each block has one place."""
     got, want = (np.split(array, count, axis=dim) for array in (evidence.got, evidence.want))
     source = [int(np.argmin([_distance(block, other) for other in want])) for block in got]
     if sorted(source) != list(range(count)) or source == list(range(count)):
         return
-    predicted = np.concatenate([want[place] for place in source], axis=dim)
-    says = f"the reference with its {count} blocks along dim {dim} ({_or(names)}) in the order {source}"
-    yield Guess("permuted", says, predicted)
+    says = f"the reference with its {count} blocks along dim {dim} ({_or(axes)}) in the order {source}"
+    yield "permuted", says, np.concatenate([want[place] for place in source], axis=dim)
 
 
 def _transposed(evidence: Evidence) -> Iterator[Guess]:
     for a, b in itertools.combinations(range(evidence.want.ndim), 2):
         if evidence.want.shape[a] == evidence.want.shape[b] > 1:
-            yield Guess("transposed", f"the reference with dims {a} and {b} exchanged", evidence.want.swapaxes(a, b))
+            yield "transposed", f"the reference with dims {a} and {b} exchanged", evidence.want.swapaxes(a, b)
 
 
 def _altered(evidence: Evidence) -> Iterator[Guess]:
     for (kind, what), value in evidence.altered.items():
-        yield Guess(kind, f"what the reference gives where {what}", value)
+        yield kind, f"what the reference gives where {what}", value
 
 
 HYPOTHESES: tuple[Callable[[Evidence], Iterator[Guess]], ...] = (

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import Axes, LogicalAxis
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.experts import RouterSums
 
@@ -39,14 +39,16 @@ class ReferenceOps:
 
     def column_linear(
         self,
-        x_BSD: Array, weights: Sequence[Array], axes: Any, biases: Sequence[Array | None] | None = None,
-        seq: Any = "seq",
+        x_BSD: Array, weights: Sequence[Array], axes: Sequence[Axes], biases: Sequence[Array | None] | None = None,
+        seq: LogicalAxis = "seq",
     ) -> tuple[Array, ...]:  # fmt: skip
         """`x @ w` for each weight, plus its bias."""
         biases = biases or [None] * len(weights)
         return tuple(self._linear(x_BSD, weight, 1, bias) for weight, bias in zip(weights, biases, strict=True))
 
-    def row_linear(self, h_BSI: Array, weight: Array, axes: Any, bias: Array | None = None, seq: Any = "seq") -> Array:
+    def row_linear(
+        self, h_BSI: Array, weight: Array, axes: Axes, bias: Array | None = None, seq: LogicalAxis = "seq"
+    ) -> Array:
         """`h @ w` over all dims of h but the first two, plus the bias."""
         return self._linear(h_BSI, weight, h_BSI.ndim - 2, bias)
 
@@ -54,7 +56,9 @@ class ReferenceOps:
         y = jnp.tensordot(x.astype(self.plan.dtype), weight.astype(self.plan.dtype), dims)
         return y if bias is None else y + bias.astype(y.dtype)
 
-    def lookup(self, table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: Any) -> Float[Array, "B S D"]:
+    def lookup(
+        self, table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: LogicalAxis | None
+    ) -> Float[Array, "B S D"]:
         """Rows of a table, in the compute dtype."""
         return table_VD.astype(self.plan.dtype)[ids_BS]
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.table import Table
 
@@ -107,10 +107,10 @@ class Verdict:
         console().print(table([self]))
         console().print(str(self))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The comparison for JSON; an error that is not finite is the string "inf"."""
 
-        def of_row(row: GradientRow) -> dict[str, Any]:
+        def of_row(row: GradientRow) -> dict[str, object]:
             finding = row.finding and row.finding._asdict() | {"fits": row.finding.fits}
             return row._asdict() | {"error": _number(row.error), "ok": row.ok, "finding": finding}
 

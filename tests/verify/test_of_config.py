@@ -553,7 +553,10 @@ def test_parameters_and_batches_hide_nothing() -> None:
             r"blocks.down: dim 1 \(mlp\) has size 514, which tensor=4",
         ),
         ({"mesh.fsdp": 16, "model.heads": 4, "model.embed": 24}, r"dim 1 \(embed\) has size 24, which fsdp=16"),
-        ({"mesh.data": 16, "train.batch": 24}, r"activations of a microbatch: dim 0 \(batch\) has size 24"),
+        (
+            {"mesh.data": 16, "train.batch": 24},
+            "is a microbatch of 24 sequences, which 16 data-parallel shards do not divide",
+        ),
         ({"mesh.data": 0}, "mesh.data is 0"),
         ({"train.batch": 0}, "must be at least 1"),
         (dict.fromkeys(("mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor"), 4), "8 devices are here, too few"),

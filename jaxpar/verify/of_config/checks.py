@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -71,7 +70,7 @@ class Verification:
         names, count = ", ".join(check.name for check in self.checks), len(self.checks[0].rows)
         return f"EQUAL: loss and {count} gradients on {on} as on one device; {names}; {self.seconds:.0f} s"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The whole result for `--json`; docs/verify.md describes it."""
         failed, config, devices = self.failed, self.setup.config, self.setup.devices
         return {

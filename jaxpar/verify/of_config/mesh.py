@@ -6,12 +6,11 @@ import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
 
 import jax
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import DcnSpec, MeshSpec, axis_sizes, describe, devices_needed, resolve, total_sizes
+from jaxpar.base.mesh import DcnSpec, MeshAxis, MeshSpec, axis_sizes, describe, devices_needed, resolve, total_sizes
 from jaxpar.base.runtime import start, widen_cpu_pool
 
 SIMULATED = 8
@@ -119,7 +118,7 @@ def fit_mesh(spec: MeshSpec, devices: int) -> MeshSpec | None:
     return None
 
 
-def _with_sizes(spec: MeshSpec, sizes: Mapping[Any, float]) -> MeshSpec:
+def _with_sizes(spec: MeshSpec, sizes: Mapping[MeshAxis, float]) -> MeshSpec:
     return replace(spec, **{axis: int(size) for axis, size in sizes.items()})
 
 
@@ -137,7 +136,7 @@ def mesh_note(asked: MeshSpec, used: MeshSpec, here: int) -> str:
     )
 
 
-def asked_sizes(asked: MeshSpec, used: MeshSpec) -> dict[Any, int]:
+def asked_sizes(asked: MeshSpec, used: MeshSpec) -> dict[MeshAxis, int]:
     """Devices along each axis of the mesh that was asked for, where an axis of -1 has those of the one that is used."""
     filled = {axis: getattr(used, axis) for axis, size in axis_sizes(asked).items() if size == -1}
     return total_sizes(replace(asked, **filled))

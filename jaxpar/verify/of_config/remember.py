@@ -8,7 +8,6 @@ from collections.abc import Callable
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -63,7 +62,7 @@ def _remembered(path: Path, say: Callable[[str], None]) -> str:
     return ""
 
 
-def facts_of(setup: Setup) -> dict[str, Any]:
+def facts_of(setup: Setup) -> dict[str, object]:
     """All that the outcome hangs on: versions, platform, compiler flags, the library's source, the shrunk config."""
     device = setup.devices[0]
     return {

@@ -14,15 +14,13 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MESH_AXES, MeshSpec, make_mesh, total_sizes
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import ShardingRules, tree_shardings
+from jaxpar.base.sharding import ShardingRules
 from jaxpar.kernels.attention.chunked import ROWS
-from jaxpar.models import Model
-from jaxpar.parallel.context import check_split
 from jaxpar.parallel.ops import choose_attention
 from jaxpar.parallel.pipeline import check_stages, microbatches
-from jaxpar.train.state import param_shapes
+from jaxpar.train.plans import check_batch, check_parameters
 from jaxpar.verify.of_config.mesh import asked_sizes, place_mesh
-from jaxpar.verify.of_config.shrink import LEAST, Shrunk, shrink
+from jaxpar.verify.of_config.shrink import LEAST, shrink
 
 
 class Setup(NamedTuple):
@@ -54,18 +52,12 @@ def _check_sizes(config: Config, mesh: MeshSpec) -> None:
     """Refuse a config whose own sizes its mesh does not divide: the shrunk ones always fit."""
     sizes = asked_sizes(config.mesh, mesh)
     plan = _layout(config, AbstractMesh(tuple(sizes.values()), MESH_AXES), rules_of(config, sizes))
-    sizes_of, rows = config.model, config.train.batch // config.train.accumulation
     if plan.size("stage") > 1:
         count = microbatches(config, sizes)
-        check_stages(plan, sizes_of.layers, count)
-        rows //= count
-    model = Model(sizes_of)
-    tree_shardings(param_shapes(model, plan), model.axes, plan)
-    activation = (rows, config.data.seq_len, sizes_of.embed)
-    plan.sharding(("batch", "seq", None), activation, "activations of a microbatch")
-    plan.sharding(("batch", "residual_seq", None), activation, "residual stream of a microbatch")
-    kv_heads = sizes_of.kv_heads or sizes_of.heads
-    check_split(plan, plan.context.strategy, config.data.seq_len, sizes_of.heads, kv_heads)
+        check_stages(plan, config.model.layers, count)
+        plan = replace(plan, pipeline=replace(config.pipeline, microbatches=count))
+    check_parameters(config, plan)
+    check_batch(config, plan)
 
 
 def _layout(config: Config, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Plan:
@@ -73,7 +65,7 @@ def _layout(config: Config, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> 
     return Plan(mesh, rules, context=config.context, attention=config.kernels.attention, pipeline=config.pipeline)  # pyright: ignore[reportArgumentType]
 
 
-def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> Shrunk:
+def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> tuple[Config, list[str]]:
     """The smallest config whose attention has the implementation that the whole one has on these devices."""
     plan = _layout(config, make_mesh(mesh, devices), rules_of(config, asked_sizes(config.mesh, mesh)))
     notes: list[str] = []
@@ -98,7 +90,7 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
         notes += [f"OTHER ATTENTION: {there} on {platform}, {wanted} here"] if there != wanted else []
     model = small.model
     _, fitted = fit_rules(config.rules, model.heads, model.kv_heads or model.heads, total_sizes(mesh))
-    return Shrunk(small, (*notes, *changes, *fitted))
+    return small, [*notes, *changes, *fitted]
 
 
 def _attention(plan: Plan, config: Config, platform: str = "") -> str:

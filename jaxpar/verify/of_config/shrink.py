@@ -53,15 +53,8 @@ class Least(NamedTuple):
 LEAST = (Least(), Least(seq_len=513), Least(seq_len=128, head_dim=128, block=128))
 
 
-class Shrunk(NamedTuple):
-    """A small config with the plan of a large one, and what was changed, a sentence each."""
-
-    config: Config
-    notes: tuple[str, ...]
-
-
-def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> Shrunk:
-    """A small model and batch on `mesh`, which is the config's own or what `fit_mesh` made of it.
+def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> tuple[Config, list[str]]:
+    """A config with a small model and batch on `mesh`, and what was changed, a sentence each.
 
     Steps, learning rate, data source and whatever else has no part in a gradient are reset to their defaults.
     """
@@ -84,7 +77,7 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> Shrunk:
         config, model=model, data=DataConfig(seq_len=seq_len, pack=config.data.pack), train=train, mesh=mesh,
         overlap=overlap, pipeline=pipeline, checkpoint=CheckpointConfig(), metrics=MetricsConfig(),
     )  # fmt: skip
-    return Shrunk(small, tuple(_notes(config, small, asked)))
+    return small, _notes(config, small, asked)
 
 
 def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: Sizes) -> int:
