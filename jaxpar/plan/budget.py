@@ -28,8 +28,8 @@ from jaxpar.models import Model
 from jaxpar.parallel.host_memory import check_offload, lowered_for
 from jaxpar.plan.choose_remat import (
     ActionCosts,
-    Choice,
     Item,
+    Option,
     Solution,
     costs_of,
     frontier,
@@ -310,7 +310,7 @@ class _Search:
         self.work, self.compiled = work_bytes(self.config, self.plan), False
         # What every assignment of this search takes besides, the same for all.
         self.besides = self.state.moved + other_seconds(self.config, self.plan, hardware)
-        self.here = [item._replace(choices=tuple(one for one in item.choices if one.action != "offload"))
+        self.here = [item._replace(options=tuple(one for one in item.options if one.action != "offload"))
                      for item in self.items]  # fmt: skip
         self.update = self.state.update
         found = frontier(self.items)
@@ -424,10 +424,10 @@ def compiled_bytes(config: Config, devices: list[jax.Device], platform: str) -> 
 
 def reasons(search: _Search, solution: Solution) -> str:
     """Why a solution is as it is: `offload block_input (2.10 GiB, hidden behind 41 ms of compute), ...`."""
-    parts, by_action = [], dict[str, list[tuple[Item, Choice]]]()
+    parts, by_action = [], dict[str, list[tuple[Item, Option]]]()
     for item, action in zip(search.items, solution.actions, strict=True):
-        choice = next(choice for choice in item.choices if choice.action == action)
-        by_action.setdefault(action, []).append((item, choice))
+        option = next(option for option in item.options if option.action == action)
+        by_action.setdefault(action, []).append((item, option))
     costs, step = search.costs, search.costs.forward + search.costs.backward
     if found := by_action.get("offload"):
         waits = costs.seconds(solution.host, solution.again) - step - solution.again
@@ -450,7 +450,7 @@ def reasons(search: _Search, solution: Solution) -> str:
     return ", ".join(parts)
 
 
-def _names(found: Sequence[tuple[Item, Choice]]) -> str:
+def _names(found: Sequence[tuple[Item, Option]]) -> str:
     return ", ".join(name for item, _ in found for name in item.names)
 
 

@@ -12,19 +12,18 @@ behind the backward on the way in.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpar.base.activation_names import Action, Keep
-from jaxpar.base.config import Config
+from jaxpar.base.config import Config, MemoryConfig
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.base.heads import beside
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
-from jaxpar.parallel.pipeline.layers import layers_in, stored_order
-from jaxpar.plan.communication import arrays, sites
-from jaxpar.plan.communication.sites import one_block
+from jaxpar.parallel.pipeline.layers import layers_in
+from jaxpar.plan.communication import sent_again, step_collectives
 from jaxpar.train.saved_activations import Activation, activations, loss_cut, microbatches_of
 
 _UNKNOWN = Hardware(peak_flops=PeakFlops(1e12, 1e12), hbm_bandwidth=1e11, host_link_bandwidth=1e10)
@@ -37,7 +36,7 @@ loop over layers sends what a layer made before the next one starts."""
 _PASSES = 3  # over its array, that an elementwise op makes: it reads two and writes one
 
 
-class Choice(NamedTuple):
+class Option(NamedTuple):
     """One way to treat an activation, on one device in one step.
 
     Attributes:
@@ -57,7 +56,7 @@ class Item(NamedTuple):
     """Activations that are decided together, and the choices."""
 
     names: tuple[str, ...]
-    choices: tuple[Choice, ...]
+    options: tuple[Option, ...]
 
 
 class ActionCosts(NamedTuple):
@@ -101,9 +100,9 @@ def frontier(items: Sequence[Item]) -> list[Solution]:
     found = [Solution(0, 0, 0.0, ())]
     for item in items:
         grown = sorted(
-            Solution(one.device + choice.device, one.host + choice.host, one.again + choice.seconds,
-                     (*one.actions, choice.action))
-            for one in found for choice in item.choices
+            Solution(one.device + option.device, one.host + option.host, one.again + option.seconds,
+                     (*one.actions, option.action))
+            for one in found for option in item.options
         )  # fmt: skip
         # In order of device bytes; of those before only the ones that lead in (host, seconds) can beat the next.
         found, leading = [], list[tuple[int, float]]()
@@ -132,21 +131,23 @@ def items_of(config: Config, plan: Plan, hardware: Hardware, offload: bool) -> l
       offload: host memory may be used.
     """
     listed = {one.name: one for one in activations(config, plan)}
-    seconds = {name: _seconds_again(name, one, config, plan, hardware) for name, one in listed.items()}
-    times = _blocks_a_step(config, plan)
-    groups = [("attention_out", "attention_lse")] if "attention_lse" in listed else [("attention_out",)]
+    times, rate, sent = _blocks_a_step(config, plan), _link_rate(hardware), sent_again(config, plan)
+    seconds = {
+        name: times * (_seconds_to_make(one, config, plan, hardware) + (sent[name] / rate if rate else 0.0))
+        for name, one in listed.items()
+    }
     found = []
     for name, one in listed.items():
-        names = next((group for group in groups if name in group), (name,))
-        if name != names[0]:
+        if name == "attention_lse":  # which is decided with attention_out
             continue
-        size, blocks = sum(listed[each].bytes for each in names), one.blocks
-        choices = [Choice("save", size * blocks, 0, 0.0)]
+        names = (name, "attention_lse") if name == "attention_out" and "attention_lse" in listed else (name,)
+        size = sum(listed[each].bytes for each in names)
+        options = [Option("save", size * one.blocks, 0, 0.0)]
         if offload:
-            choices.append(Choice("offload", 0, size * times, 0.0))
+            options.append(Option("offload", 0, size * times, 0.0))
         if name != "block_input":
-            choices.append(Choice("recompute", 0, 0, max(seconds[each] for each in names)))
-        found.append(Item(names, tuple(choices)))
+            options.append(Option("recompute", 0, 0, max(seconds[each] for each in names)))
+        found.append(Item(names, tuple(options)))
     return found
 
 
@@ -157,50 +158,38 @@ def _blocks_a_step(config: Config, plan: Plan) -> int:
     return each * config.train.accumulation * microbatches_of(plan)
 
 
-def _seconds_again(name: str, one: Activation, config: Config, plan: Plan, hardware: Hardware) -> float:
-    """What making an activation again costs in a step: its matmul or its pass over memory, and what it sends."""
-    times, model = _blocks_a_step(config, plan), config.model
-    shapes = Model(model)
-    weights: dict[str, Any] = one_block(arrays(shapes.shapes(stored_order(plan, model.layers)), shapes.axes))
-    made_by = {"q": "q", "k": "k", "v": "v", "mlp_input": "out", "gate": "gate", "up": "up", "expert_out": "down"}
-    flops = 0.0
-    if name in made_by and made_by[name] in weights:
-        weight = weights[made_by[name]]
-        tokens = math.prod(one.shape[:2]) // (plan.size("batch") * plan.size("seq"))
-        dims = [(size, axis) for size, axis in zip(weight.shape, weight.axes, strict=True) if axis != "experts"]
-        flops = 2.0 * tokens * math.prod(size for size, _ in dims)
-        flops /= math.prod(plan.size(beside(axis, plan)) for _, axis in dims if axis != "embed")
-        if "experts" in weight.axes:  # rows, of which most buffers have more than there are tokens
-            rows = (
-                math.prod(one.shape[:3])
-                // plan.size("batch")
-                / plan.size("seq" if name != "expert_out" else "residual_seq")
-            )
-            flops *= rows / tokens
-    elif name == "attention_out":
-        rows, S = config.train.batch // config.train.accumulation // microbatches_of(plan), config.data.seq_len
-        pieces = plan.size("batch") * plan.size("attention_seq") * plan.size("heads")
-        width = model.heads * (model.head_dim or model.embed // model.heads)
-        flops = 4.0 * rows * S * min(S, model.window or S) * width / 2 / pieces
-    computed = flops / flops_rate(hardware, plan)
+_MADE_BY = {"q": "q", "k": "k", "v": "v", "mlp_input": "out", "gate": "gate", "up": "up", "expert_out": "down"}
+"""The weight that an activation is a product with."""
+
+
+def _seconds_to_make(one: Activation, config: Config, plan: Plan, hardware: Hardware) -> float:
+    """What making an activation of one block computes: its matmul or its pass over memory, whichever takes longer."""
+    flops = _attention_flops(config, plan) if one.name == "attention_out" else _matmul_flops(one, config, plan)
     passed = _PASSES * one.bytes / (hardware.hbm_bandwidth or _UNKNOWN.hbm_bandwidth)
-    return times * max(computed, passed) + _sent_again(name, config, plan, hardware)
+    return max(flops / flops_rate(hardware, plan), passed)
 
 
-def _sent_again(name: str, config: Config, plan: Plan, hardware: Hardware) -> float:
-    """Seconds of the collectives that making an activation again asks for."""
-    if plan.mesh.size == 1:
+def _matmul_flops(one: Activation, config: Config, plan: Plan) -> float:
+    """FLOPs of the matmul that makes an activation, on one device; 0 where none does."""
+    model, name = Model(config.model), _MADE_BY.get(one.name, "")
+    if name not in model.axes["blocks"]:
         return 0.0
-    model = Model(config.model)
-    parameters = arrays(model.shapes(stored_order(plan, config.model.layers)), model.axes)
-    keep = dict.fromkeys(vars(Keep()), "save")
-    rate = hardware.ici.axis_bandwidth or hardware.dcn_bandwidth
+    shape, axes = model.shapes()["blocks"][name].shape[1:], model.axes["blocks"][name][1:]
+    # Of experts the rows are those of the buffers, most of which have more than there are tokens.
+    rows = math.prod(one.shape[:3] if "experts" in axes else one.shape[:2])
+    seq = "residual_seq" if one.name == "expert_out" else "seq"
+    dims = [(size, axis) for size, axis in zip(shape, axes, strict=True) if axis != "experts"]
+    pieces = math.prod(plan.size(beside(axis, plan)) for _, axis in dims if axis != "embed")
+    return 2.0 * rows * math.prod(size for size, _ in dims) / (plan.size("batch") * plan.size(seq) * pieces)
 
-    def sent(keep: Mapping[str, Any]) -> float:
-        moves = sites(parameters, config, replace(plan, remat="full", keep=Keep(**keep)))
-        return sum(site.sent for site in moves if site.scope.startswith("block"))
 
-    return max(sent(keep | {name: "recompute"}) - sent(keep), 0.0) / rate if rate else 0.0
+def _attention_flops(config: Config, plan: Plan) -> float:
+    """FLOPs of one block's scores and weighted values, on one device."""
+    model, S = config.model, config.data.seq_len
+    rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
+    pieces = plan.size("batch") * plan.size("attention_seq") * plan.size("heads")
+    width = model.heads * (model.head_dim or model.embed // model.heads)
+    return 4.0 * rows * S * min(S, model.window or S) * width / 2 / pieces
 
 
 def costs_of(config: Config, plan: Plan, hardware: Hardware) -> ActionCosts:
@@ -220,13 +209,18 @@ def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:
     times = config.train.accumulation * microbatches_of(plan)
     again = 2.0 * cut.tokens / flops_rate(hardware, plan) if cut.tiling.slices > 1 else 0.0
     added = 12.0 * cut.tiling.chunks / (hardware.hbm_bandwidth or _UNKNOWN.hbm_bandwidth)
-    loss = times * cut.rows * cut.embed * (again or added)
-    rate = hardware.ici.axis_bandwidth or hardware.dcn_bandwidth
-    if plan.mesh.size == 1 or not rate:
+    loss, rate = times * cut.rows * cut.embed * (again or added), _link_rate(hardware)
+    if not rate:
         return loss
-    model = Model(config.model)
-    parameters = arrays(model.shapes(stored_order(plan, config.model.layers)), model.axes)
-    return loss + sum(site.sent for site in sites(parameters, config, plan)) / rate
+    # Where arrays lie does not change what is sent, nor does unrolling recomputed blocks: one trace serves them all.
+    config = replace(config, memory=MemoryConfig(), model=replace(config.model, scan_layers=True))
+    plan = replace(plan, remat="full", keep=Keep(), optimizer="device", parameters="device")
+    return loss + sum(one.sent for one in step_collectives(config, plan)) / rate
+
+
+def _link_rate(hardware: Hardware) -> float:
+    """Bytes/s of a device's links; 0 = not known."""
+    return hardware.ici.axis_bandwidth or hardware.dcn_bandwidth
 
 
 def flops_rate(hardware: Hardware, plan: Plan) -> float:

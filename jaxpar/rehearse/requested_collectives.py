@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend import core
 from jax.sharding import Mesh
 
-from jaxpar.base.jax_compat import COLLECTIVES, COND, SCAN, STILL, WHILE
+from jaxpar.base.jax_compat import COLLECTIVES, COND, NAME, SCAN, STILL, WHILE
 from jaxpar.hlo.tasks import CollectiveKind
+
+_AnyJaxpr = core.Jaxpr | core.ClosedJaxpr
 
 
 @dataclass(frozen=True)
@@ -35,18 +37,24 @@ class Requested:
     """jax's name stack, its own wrappers among it: `transpose(jvp())/block/attention`."""
     dtype: str
     """Of what is sent: `bfloat16`."""
+    shape: tuple[int, ...] = ()
+    """Of the array whose bytes count."""
 
 
 @dataclass(eq=False)
 class _Value:
-    """A node of the graph: what it needs, and the collective it is, if any."""
+    """A node of the graph: what it needs, the collective it is and the name that `checkpoint_name` gave it, if any."""
 
     needs: tuple[_Value, ...] = ()
     collective: Requested | None = None
+    name: str = ""
 
 
 def requested_collectives(
-    jaxpr: core.ClosedJaxpr, mesh: Mesh, say: Callable[[str], None] = lambda line: None
+    jaxpr: core.ClosedJaxpr,
+    mesh: Mesh,
+    say: Callable[[str], None] = lambda line: None,
+    given: Collection[str] = (),
 ) -> list[Requested]:
     """Collectives of a traced function: `requested_collectives(jax.jit(step).trace(*args).jaxpr, mesh)`.
 
@@ -55,14 +63,19 @@ def requested_collectives(
     Args:
       jaxpr: of the whole function.
       mesh: whose axes the collectives name.
-      say: called with a line, once, for whatever could not be counted exactly: a loop whose trips are not known,
+      say: is called with a line, once, for whatever could not be counted exactly: a loop whose trips are not known,
         branches, a primitive that is not known.
+      given: names of arrays (`checkpoint_name`) that are taken as there: what only these need is not counted.
+
+    Returns:
+      In the order in which the program has them; alike ones are one, with the sum of their counts.
     """
     reader = _Reader(mesh, say)
-    inputs = [_Value() for _ in jaxpr.in_avals]
+    needed = _needed(reader.closed(jaxpr, [_Value() for _ in jaxpr.in_avals], ""), given=given)
     counts: Counter[Requested] = Counter()
-    for found in _reached(reader.closed(jaxpr, inputs, "")):
-        counts[replace(found, count=1)] += found.count
+    for value in reader.made:
+        if id(value) in needed and value.collective:
+            counts[replace(value.collective, count=1)] += value.collective.count
     return [replace(found, count=count) for found, count in counts.items()]
 
 
@@ -72,8 +85,9 @@ class _Reader:
     def __init__(self, mesh: Mesh, say: Callable[[str], None]):
         self._sizes = dict(mesh.shape)
         self._print, self._said = say, set[str]()
-        self._known: dict[Any, list[_Value]] = {}  # in the body that is being read
-        self._made: list[Requested] = []
+        self._known: dict[Hashable, list[_Value]] = {}  # in the body that is being read
+        self.made: list[_Value] = []
+        """Every collective, in the order in which the program has them."""
         self._trips = 1  # of the loops around what is being read
 
     def _say(self, line: str) -> None:
@@ -81,16 +95,16 @@ class _Reader:
             self._said.add(line)
             self._print(line)
 
-    def closed(self, jaxpr: Any, inputs: Sequence[_Value], scope: str) -> list[_Value]:
+    def closed(self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
         """The values of a jaxpr's results, whose constants are its own."""
         constants = [self._once(("constant", id(array)), 1)[0] for array in getattr(jaxpr, "consts", ())]
         return self._run(_open(jaxpr), [*constants, *inputs], scope)
 
     def _run(self, jaxpr: core.Jaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
         """`inputs` are the values of its constvars and invars."""
-        values: dict[Any, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+        values: dict[core.Var, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
-        def value(atom: Any) -> _Value:
+        def value(atom: core.Var | core.Literal) -> _Value:
             if not isinstance(atom, core.Literal):
                 return values[atom]
             scalar = not getattr(atom.val, "shape", ())
@@ -102,13 +116,13 @@ class _Reader:
             values.update(zip(eqn.outvars, results, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _once(self, key: Any, count: int, needs: Sequence[_Value] = ()) -> list[_Value]:
+    def _once(self, key: Hashable, count: int, needs: Sequence[_Value] = ()) -> list[_Value]:
         """The `count` results of what this key describes, the same ones each time."""
         if key not in self._known:
             self._known[key] = [_Value(tuple(needs)) for _ in range(count)]
         return self._known[key]
 
-    def _results(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+    def _results(self, eqn: core.JaxprEqn, arguments: list[_Value], scope: str) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
         if read := {SCAN: self._scan, WHILE: self._while, COND: self._cond}.get(name):
             return read(eqn, arguments, scope)
@@ -121,9 +135,14 @@ class _Reader:
             return self._collectives(eqn, axes, arguments, scope)
         if axes and not name.startswith(STILL):
             self._say(f"{scope or 'the step'}: {name} over {' x '.join(sorted(axes))} is not counted")
-        return self._once(_key(eqn, arguments), len(eqn.outvars), arguments)
+        results = self._once(_key(eqn, arguments), len(eqn.outvars), arguments)
+        if name == NAME:
+            results[0].name = params["name"]
+        return results
 
-    def _collectives(self, eqn: Any, axes: frozenset[str], arguments: list[_Value], scope: str) -> list[_Value]:
+    def _collectives(
+        self, eqn: core.JaxprEqn, axes: frozenset[str], arguments: list[_Value], scope: str
+    ) -> list[_Value]:
         """One collective for each of the arrays that are sent."""
         name, key = eqn.primitive.name, _key(eqn, arguments)
         if eqn.params.get("axis_index_groups"):
@@ -134,13 +153,13 @@ class _Reader:
         for argument, before, after in zip(arguments, eqn.invars, eqn.outvars, strict=True):
             aval = after.aval if COLLECTIVES[name] == "all-gather" else before.aval
             size = math.prod(aval.shape) * aval.dtype.itemsize
-            sent = Requested(COLLECTIVES[name], axes, size, self._trips, scope, str(aval.dtype))
-            self._made.append(sent)
+            sent = Requested(COLLECTIVES[name], axes, size, self._trips, scope, str(aval.dtype), aval.shape)
             results.append(_Value((argument,), sent))
+        self.made += results
         self._known[key] = results
         return results
 
-    def _inside(self, jaxpr: Any, inputs: Sequence[_Value], scope: str, trips: int = 1) -> list[_Value]:
+    def _inside(self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str, trips: int = 1) -> list[_Value]:
         """A loop's body or a branch: the compiler merges nothing across its border."""
         known, outside = self._known, self._trips
         self._known, self._trips = {}, outside * trips
@@ -148,7 +167,7 @@ class _Reader:
         self._known, self._trips = known, outside
         return results
 
-    def _scan(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+    def _scan(self, eqn: core.JaxprEqn, arguments: list[_Value], scope: str) -> list[_Value]:
         """The body is read once: constants are the values outside, carries and slices are new ones."""
         params, body = eqn.params, _open(eqn.params["jaxpr"])
         # How many are which is told by their ranks, alike in every jax: what is stacked has one more than its slice.
@@ -160,35 +179,36 @@ class _Reader:
         _carry(fresh[:carries], results)
         return [_Value((result,)) for result in results]
 
-    def _while(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+    def _while(self, eqn: core.JaxprEqn, arguments: list[_Value], scope: str) -> list[_Value]:
         params = eqn.params
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        fresh, made = [_Value((argument,)) for argument in arguments[second:]], len(self._made)
+        fresh, made = [_Value((argument,)) for argument in arguments[second:]], len(self.made)
         results = self._inside(params["body_jaxpr"], [*arguments[first:second], *fresh], scope)
         again = self._inside(params["cond_jaxpr"], [*arguments[:first], *fresh], scope)
         _carry(fresh, results)
-        if len(self._made) > made:
+        if len(self.made) > made:
             self._say(f"{scope or 'the step'}: a loop whose trips are not known, its collectives are counted once")
         return [_Value((result, *again)) for result in results]  # the condition says how often it runs
 
-    def _cond(self, eqn: Any, arguments: list[_Value], scope: str) -> list[_Value]:
+    def _cond(self, eqn: core.JaxprEqn, arguments: list[_Value], scope: str) -> list[_Value]:
         """Whether it is taken is not known: of a branch that may be passed by, the bytes are an upper bound."""
-        made, read = len(self._made), []
+        made, read = len(self.made), []
         for branch in eqn.params["branches"]:
-            before = len(self._made)
+            before = len(self.made)
             results = self._inside(branch, arguments[1:], scope)
-            moved = sum(sent.bytes * sent.count for sent in self._made[before:])
+            sent = [value.collective for value in self.made[before:] if value.collective]
+            moved = sum(one.bytes * one.count for one in sent)
             read.append((moved, results))
         best, *others = (results for _, results in sorted(read, key=lambda branch: -branch[0]))
-        if len(self._made) > made:
+        if len(self.made) > made:
             self._say(f"{scope or 'the step'}: of {len(read)} branches the one that sends most is counted")
         # Of the others counts what they need, and not what they send.
         return [
-            _Value((result, arguments[0], *(x for results in others for x in _given(results[at], arguments[1:]))))
+            _Value((result, arguments[0], *(x for results in others for x in _used(arguments[1:], results[at]))))
             for at, result in enumerate(best)
         ]
 
-    def _axes(self, params: Any) -> frozenset[str]:
+    def _axes(self, params: Mapping[str, Any]) -> frozenset[str]:
         names = params.get("axes") or params.get("axis_name") or ()
         names = names if isinstance(names, tuple | list) else (names,)
         return frozenset(str(axis) for axis in names if self._sizes.get(axis, 1) > 1)
@@ -200,61 +220,52 @@ def _carry(values: Sequence[_Value], results: Sequence[_Value]) -> None:
         value.needs = (*value.needs, result)
 
 
-def _key(eqn: Any, arguments: Sequence[_Value]) -> Any:
+def _key(eqn: core.JaxprEqn, arguments: Sequence[_Value]) -> Hashable:
     """What makes two equations the same work: values live as long as the reader, so their ids are theirs alone."""
     params = {name: value for name, value in eqn.params.items() if name != "sharding"}
     shapes = tuple(str(var.aval) for var in eqn.outvars)
     return eqn.primitive.name, tuple(map(id, arguments)), str(params), shapes
 
 
-def _reached(outputs: Sequence[_Value]) -> Iterator[Requested]:
-    """Every collective that the outputs need."""
+def _needed(outputs: Sequence[_Value], stop: Collection[int] = (), given: Collection[str] = ()) -> set[int]:
+    """The ids of all values that the outputs need; not of what is needed only through those in `stop` or `given`."""
     left, seen = list(outputs), set[int]()
     while left:
         value = left.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        left.extend(value.needs)
-        if value.collective:
-            yield value.collective
-
-
-def _given(result: _Value, arguments: Sequence[_Value]) -> list[_Value]:
-    """Those of the arguments that a result needs."""
-    left, seen, wanted, found = [result], set[int](), set(map(id, arguments)), []
-    while left:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if id(value) in wanted:
-            found.append(value)
-        else:
+        if id(value) not in stop and value.name not in given:
             left.extend(value.needs)
-    return found
+    return seen
 
 
-def _rank(atom: Any) -> int:
+def _used(arguments: Sequence[_Value], result: _Value) -> list[_Value]:
+    """Those of a branch's arguments that one of its results needs."""
+    needed = _needed([result], stop=set(map(id, arguments)))
+    return [argument for argument in arguments if id(argument) in needed]
+
+
+def _rank(atom: core.Var | core.Literal) -> int:
     return len(getattr(atom.aval, "shape", ()))
 
 
-def _is_jaxpr(value: Any) -> bool:
+def _is_jaxpr(value: object) -> bool:
     return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
 
 
-def _open(jaxpr: Any) -> core.Jaxpr:
+def _open(jaxpr: _AnyJaxpr) -> core.Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)  # newer jax has one class for both, which is its own
 
 
-def _fits(inner: Any, eqn: Any) -> bool:
+def _fits(inner: _AnyJaxpr, eqn: core.JaxprEqn) -> bool:
     """Whether a jaxpr among an equation's parameters takes its arguments and gives its results: a call."""
     jaxpr, closed_over = _open(inner), len(getattr(inner, "consts", ()))
     takes = len(jaxpr.constvars) + len(jaxpr.invars) - closed_over
     return (takes, len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))
 
 
-def _kept_apart(params: Any) -> bool:
+def _kept_apart(params: Mapping[str, Any]) -> bool:
     """Whether the compiler may not merge a recomputation with the forward pass: `jax.checkpoint(prevent_cse=True)`."""
     barred = params.get("prevent_cse")
     return bool(params.get("differentiated")) and (any(barred) if isinstance(barred, tuple) else bool(barred))

@@ -19,7 +19,7 @@ from jaxpar.parallel.pipeline.layers import layers_of, microbatches
 from jaxpar.parallel.pipeline.schedules import Table, schedule
 from jaxpar.parallel.pipeline.simulator import UNIT, Compared, rank_schedules, simulate_schedule
 from jaxpar.plan.choose_overlap import closed, is_open
-from jaxpar.plan.communication import arrays, sites
+from jaxpar.plan.communication import step_collectives
 from jaxpar.plan.memory_account import memory_account
 from jaxpar.show.figures import mesh_figure, save_figure
 from jaxpar.show.layer import layer_figure
@@ -51,9 +51,8 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
     unchosen = is_open(config.overlap)
     config = dataclasses.replace(config, mesh=mesh, overlap=closed(config.overlap))
     plan, model = make_plan(config, start(mesh, config.compile.cache)), Model(config.model)
-    shapes = param_shapes(model, plan)
-    rows, parameters = placements(shapes, model.axes, plan), arrays(shapes, model.axes)
-    moves = sites(parameters, config, plan)
+    rows, named = placements(param_shapes(model, plan), model.axes, plan), activations(config, plan)
+    collectives = step_collectives(config, plan)
     title = (
         f"{config.model.family}, {count_text(model.parameter_count())} parameters, on {describe(dict(plan.mesh.shape))}"
     )
@@ -69,7 +68,7 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
             out.print("overlap auto: shown as xla, without Domino; train and rehearse choose")
         out.print(sharding_table(rows))
         out.print("")
-        out.print(activation_table(activations(config, plan)))
+        out.print(activation_table(named))
         out.print("")
         parts = memory_account(config, plan, "tpu")  # a device whose host memory is another
         out.print(memory_table(parts))
@@ -78,10 +77,10 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
                 f"memory.budget {config.memory.budget}: shown as policy and keep say; train and rehearse solve it"
             )
         out.print("")
-        out.print(communication_table(moves) if moves else "no collectives: one device")
+        out.print(communication_table(collectives) if collectives else "no collectives: one device")
     save_figure(mesh_figure(rows, plan, title), picture)
     layer = picture.with_name(f"{picture.stem}_layer.svg")
-    save_figure(layer_figure(parameters, moves, config, plan, title), layer)
+    save_figure(layer_figure(rows, named, collectives, plan, title), layer)
     if not as_json:
         memory = picture.with_name(f"{picture.stem}_memory.png")
         save_figure(memory_figure(parts, title, has=has), memory)

@@ -11,9 +11,8 @@ from rich.table import Table
 
 from jaxpar.base.activation_names import NAMES
 from jaxpar.base.console import bytes_text
-from jaxpar.base.mesh import MESH_AXES
 from jaxpar.base.sharding import Placement
-from jaxpar.plan.communication import Site
+from jaxpar.plan.communication import StepCollective
 from jaxpar.train.saved_activations import Activation
 
 
@@ -46,16 +45,17 @@ def activation_table(rows: Sequence[Activation]) -> Table:
     return table
 
 
-def communication_table(sites: Sequence[Site], most: int = 3) -> Table:
-    """What one device sends in a step, by collective and mesh axes, most first, and what the largest parts are for."""
+def communication_table(collectives: Sequence[StepCollective], most: int = 3) -> Table:
+    """What one device sends in a step, by collective and mesh axes, most first; and in which scopes and phases most of
+    it is sent."""
     groups: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for site in sites:
-        groups[site.kind, " x ".join(axis for axis in MESH_AXES if axis in site.axes)][site.what] += site.sent
-    table = Table("collective", "over", "sent a step", "for", box=None, pad_edge=False)
+    for one in collectives:
+        groups[one.kind, " x ".join(one.axes)][f"{one.scope} {one.phase}"] += one.sent
+    table = Table("collective", "over", "sent a step", "where", box=None, pad_edge=False)
     table.columns[2].justify = "right"
     for (kind, over), parts in sorted(groups.items(), key=lambda item: -sum(item[1].values())):
         whole = sum(parts.values())
-        shares = [f"{what} {100 * size / whole:.0f} %" for what, size in nlargest(most, parts.items(), itemgetter(1))]
+        shares = [f"{where} {100 * size / whole:.0f} %" for where, size in nlargest(most, parts.items(), itemgetter(1))]
         table.add_row(kind, over, bytes_text(whole), "; ".join([*shares, *["..."] * (len(parts) > most)]))
-    table.add_row("all", "", bytes_text(sum(site.sent for site in sites)), "")
+    table.add_row("all", "", bytes_text(sum(one.sent for one in collectives)), "and what XLA adds for norms and biases")
     return table

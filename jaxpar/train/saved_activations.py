@@ -21,8 +21,9 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.heads import beside
 from jaxpar.base.jax_compat import NAME, SHARD_MAP
 from jaxpar.base.plan import Plan
-from jaxpar.models import Model
+from jaxpar.models import Model, Params
 from jaxpar.parallel.cross_entropy import Tiling, tiling
+from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.parallel.pipeline.program import program
@@ -131,31 +132,51 @@ def check_names(config: Config, plan: Plan) -> None:
             )
 
 
+class OneBlock(NamedTuple):
+    """One block of a model on a microbatch, `(layer, x_BSD, positions_BS, segments_BS) -> (halves of x_BSD, routers'
+    sums)`. It is hashable, so that what is traced of it can be kept."""
+
+    config: ModelConfig
+    rows: int
+    seq_len: int
+    packed: bool
+    plan: Plan
+
+    def __call__(
+        self, layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
+    ) -> tuple[tuple[jax.Array, ...], RouterSums | None]:
+        plan, key = self.plan, jax.random.key(0) if self.config.dropout else None
+        places = zip(halves(positions_BS, TOKENS, plan), halves(segments_BS, TOKENS, plan), strict=True)
+        return Model(self.config).layer(layer, halves(x_BSD, STORED, plan), list(places), plan, key)
+
+    def shapes(self) -> tuple[Params, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]:
+        """Of the arguments: global ShapeDtypeStructs without shardings."""
+        layer = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), Model(self.config).shapes()["blocks"]
+        )
+        x_BSD = jax.ShapeDtypeStruct((self.rows, self.seq_len, self.config.embed), self.plan.dtype)
+        ids_BS = jax.ShapeDtypeStruct((self.rows, self.seq_len), jnp.int32)
+        return layer, x_BSD, ids_BS, ids_BS if self.packed else None
+
+
+def one_block(config: Config, plan: Plan) -> OneBlock:
+    """A block of this config, which is run by this plan."""
+    rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
+    return OneBlock(config.model, rows, config.data.seq_len, config.data.pack, plan)
+
+
 def traced_block(config: Config, plan: Plan) -> tuple[core.ClosedJaxpr, int]:
     """One block's forward of a microbatch as autodiff runs it, everything kept: its results are what the block makes,
     so many, and what the backward is given."""
-    rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
-    everything = replace(plan, remat="none", keep=Keep())
-    return _traced_block(config.model, rows, config.data.seq_len, config.data.pack, everything)
+    return _traced_forward(one_block(config, replace(plan, remat="none", keep=Keep())))
 
 
 @lru_cache(maxsize=16)
-def _traced_block(
-    config: ModelConfig, rows: int, S: int, packed: bool, everything: Plan
-) -> tuple[core.ClosedJaxpr, int]:
-    model = Model(config)
-    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), model.shapes()["blocks"])
-    ids = jax.ShapeDtypeStruct((rows, S), jnp.int32)
-    key = jax.random.key(0) if config.dropout else None
+def _traced_forward(block: OneBlock) -> tuple[core.ClosedJaxpr, int]:
+    def forward(layer: Params, x_BSD: jax.Array, *places: jax.Array | None) -> Any:
+        return jax.vjp(lambda layer, x_BSD: block(layer, x_BSD, *places), layer, x_BSD)
 
-    def forward(layer: Any, x_BSD: Any, positions_BS: Any, segments_BS: Any) -> Any:
-        places = zip(*(halves(x, TOKENS, everything) for x in (positions_BS, segments_BS)), strict=True)
-        xs, places = halves(x_BSD, STORED, everything), list(places)
-        return jax.vjp(lambda layer, xs: model.layer(layer, xs, places, everything, key), layer, xs)
-
-    segments = ids if packed else None
-    x_BSD = jax.ShapeDtypeStruct((rows, S, config.embed), everything.dtype)
-    traced, (made, _) = jax.make_jaxpr(forward, return_shape=True)(layer, x_BSD, ids, segments)
+    traced, (made, _) = jax.make_jaxpr(forward, return_shape=True)(*block.shapes())
     return traced, len(jax.tree.leaves(made))
 
 

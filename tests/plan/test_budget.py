@@ -212,7 +212,7 @@ def best_of_all(items: list[Item], search: _Search, room: int) -> float:
     device, host, again = np.zeros(1), np.zeros(1), np.zeros(1)
     for item in items:
         device, host, again = (
-            (total[:, None] + np.array([getattr(choice, field) for choice in item.choices])[None]).ravel()
+            (total[:, None] + np.array([getattr(option, field) for option in item.options])[None]).ravel()
             for total, field in ((device, "device"), (host, "host"), (again, "seconds"))
         )
     costs, fits = search.costs, device <= room
@@ -230,7 +230,7 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     devices = target.devices()
     base = override(Config(), SIZES | MODELS[model] | sizes | {"memory.may": ()})
     search = _Search(base, subject.Outer(), devices, "cuda", target.hardware)
-    everything = search.state.device + search.work + sum(item.choices[0].device for item in search.items)
+    everything = search.state.device + search.work + sum(item.options[0].device for item in search.items)
     least = compiled_bytes(override(base, {"memory.policy": "full"}), devices, "cuda")[0]
     budget = int(least + share * (everything - least))
     found, tried = within_budget(

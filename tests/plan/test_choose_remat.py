@@ -13,17 +13,17 @@ from traced_steps import config_of, staged
 
 from jaxpar.base.config import override
 from jaxpar.base.hardware import Hardware
-from jaxpar.plan.choose_remat import ActionCosts, Choice, Item, Solution, costs_of, frontier, items_of, solve
+from jaxpar.plan.choose_remat import ActionCosts, Option, Item, Solution, costs_of, frontier, items_of, solve
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.plans import make_plan
 from jaxpar.train.saved_activations import activations
 
 pytestmark = pytest.mark.quick
 
-choices = st.tuples(
+options = st.tuples(
     st.sampled_from(["save", "offload", "recompute"]), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)
-).map(lambda row: Choice(row[0], row[1], row[2], float(row[3])))
-items = st.lists(st.lists(choices, min_size=1, max_size=3).map(tuple), min_size=1, max_size=5).map(
+).map(lambda row: Option(row[0], row[1], row[2], float(row[3])))
+items = st.lists(st.lists(options, min_size=1, max_size=3).map(tuple), min_size=1, max_size=5).map(
     lambda rows: [Item((f"a{n}",), row) for n, row in enumerate(rows)]
 )
 
@@ -35,7 +35,7 @@ def every(found: list[Item]) -> list[Solution]:
             sum(c.device for c in row), sum(c.host for c in row), sum(c.seconds for c in row),
             tuple(c.action for c in row),
         )
-        for row in itertools.product(*(item.choices for item in found))
+        for row in itertools.product(*(item.options for item in found))
     ]  # fmt: skip
 
 
@@ -73,15 +73,15 @@ def test_what_is_made_again_costs_its_matmul():
     plan = make_plan(config, jax.devices())
     peak = Hardware(hbm_bandwidth=1e30, host_link_bandwidth=1.0)
     found = {item.names[0]: item for item in items_of(config, plan, peak, offload=True)}
-    up = {choice.action: choice for choice in found["up"].choices}
+    up = {option.action: option for option in found["up"].options}
     size = 64 * 64 * 256 * 2 // 8
-    assert up["save"] == Choice("save", 2 * size, 0, 0.0)
-    assert up["offload"] == Choice("offload", 0, 2 * size, 0.0)
+    assert up["save"] == Option("save", 2 * size, 0, 0.0)
+    assert up["offload"] == Option("offload", 0, 2 * size, 0.0)
     flops = 2 * (2 * 64 * 64 * 64 * 256) / 8
     assert up["recompute"].seconds == pytest.approx(flops / (0.6 * 1e12), rel=1e-9)
-    assert {choice.action for choice in found["block_input"].choices} == {"save", "offload"}
+    assert {option.action for option in found["block_input"].options} == {"save", "offload"}
     assert found["attention_out"].names == ("attention_out", "attention_lse")
-    assert all(len(item.choices) == 2 or item.names[0] != "block_input" for item in found.values())
+    assert all(len(item.options) == 2 or item.names[0] != "block_input" for item in found.values())
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_every_activation_of_a_plan_is_decided(config: Any) -> None:
     assert sorted(name for item in found for name in item.names) == sorted(
         one.name for one in activations(config, plan)
     )
-    assert {choice.action for item in found for choice in item.choices} == {"save", "recompute"}
+    assert {option.action for item in found for option in item.options} == {"save", "recompute"}
     for item in found:
-        for choice in item.choices:
-            assert choice.seconds > 0 if choice.action == "recompute" else choice.seconds == 0
+        for option in item.options:
+            assert option.seconds > 0 if option.action == "recompute" else option.seconds == 0
     costs = costs_of(config, plan, hardware)
     assert costs.backward == 2 * costs.forward > 0 and 0 < costs.exposed < 1

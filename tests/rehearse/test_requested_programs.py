@@ -1,13 +1,13 @@
 """The plan's collectives of whole training steps, beside what three compilers make of them.
 
-By closed form: tests/plan/test_communication.py.
+By hand: tests/plan/test_communication.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from traced_steps import Sent, asked_here, compiled, config_of, over, sent, stag
 
 from jaxpar.base.config import Config, MemoryConfig, load_config
 from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.plan import Overlap
+from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.train.plans import make_plan
@@ -35,9 +37,9 @@ def test_one_device_sends_nothing():
 
 def test_48_unrolled_layers_are_counted_in_seconds():
     config = load_config("gpt2_1558m")
-    model = dataclasses.replace(config.model, scan_layers=False)
+    model = replace(config.model, scan_layers=False)
     memory = MemoryConfig(policy="full")
-    config = dataclasses.replace(config, model=model, memory=memory, mesh=MeshSpec(fsdp=8))
+    config = replace(config, model=model, memory=memory, mesh=MeshSpec(fsdp=8))
     assert model.layers == 48
     plan, model = make_plan(config, jax.devices()), Model(config.model)
     step = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
@@ -106,6 +108,31 @@ def test_a_step_sends_what_it_asks_for(config):
     assert_sent_as_asked(*compiled(config))
 
 
+RINGS = Overlap("ring", "bidirectional")
+ZERO1 = ShardingRules(embed=(), state_embed=("data",))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(config_of("llama", "full", data=2, fsdp=4), rules=ShardingRules(state_embed=("fsdp", "data"))),
+        pytest.param(replace(config_of("llama", "full", fsdp=4, tensor=2), overlap=RINGS), marks=pytest.mark.slow),
+        pytest.param(
+            replace(config_of("gpt2", data=4, tensor=2), rules=ZERO1, overlap=RINGS), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["HSDP, state further split", "rings", "ZeRO-1, rings"],
+)  # fmt: skip
+def test_a_step_of_other_rules_and_forms_sends_what_it_asks_for(config):
+    assert_sent_as_asked(*compiled(config))
+
+
+def test_a_pipeline_of_two_chunks_sends_what_it_asks_for():
+    config = staged(config_of("gpt2", stage=2, data=4), "interleaved", 4, pipeline_virtual=2, train_batch=16)
+    asked, made = compiled(config)
+    assert_sent_as_asked(asked, made, summed_later(config, asked))
+
+
 def test_a_step_here_gathers_once_what_every_microbatch_needs():
     """XLA:CPU moves gathers of the weights out of the loop over microbatches, and sends less than is asked for."""
     asked, made = compiled(config_of("gpt2", scan=False, accumulation=2, data=2, fsdp=4))
@@ -137,6 +164,18 @@ def assert_compiles_as_asked(config: Config, target: str) -> None:
 @needs_libtpu
 def test_a_step_for_absent_tpus_sends_what_it_asks_for():
     assert_compiles_as_asked(ABSENT_FAST, "v5e-8")
+
+
+@needs_libtpu
+def test_rings_for_absent_tpus_send_what_they_ask_for():
+    assert_compiles_as_asked(replace(ABSENT_FAST, overlap=RINGS), "v5e-8")
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_zero1_for_absent_tpus_sends_what_it_asks_for():
+    config = replace(config_of("llama", "full", compute="bfloat16", embed=1024, data=8), rules=ZERO1)
+    assert_compiles_as_asked(config, "v5e-8")
 
 
 @needs_cuda

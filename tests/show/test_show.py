@@ -39,7 +39,7 @@ def test_the_table_and_the_picture(picture, capsys):
     layer = picture.with_name("tiny_layer.svg")
     assert lines[-2:] == [f"one layer: {layer}", f"picture: {picture}"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "gradients of up" in layer.read_text()
+    assert "gate" not in layer.read_text() and "up [128, 512]" in layer.read_text()
 
 
 @pytest.mark.parametrize("draw", [show, show_schedule])
@@ -107,11 +107,10 @@ def test_a_pipeline_has_its_layers_as_they_are_stored(picture, capsys):
     assert row["bytes_per_device"] == 2 * 64 * 512 * 4
     show(config, picture)
     words = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert any(line.startswith("ppermute stage ") and "activations 50 %; gradients of activations 50 %" in line
-               for line in words)  # fmt: skip
-    assert any(line.startswith("reduce-scatter stage ") and "last stage's output" in line for line in words)
-    assert any(line.startswith("all-reduce stage ") and "gradients of embedding and head" in line for line in words)
-    assert "between the 2 stages" in picture.with_name("tiny_layer.svg").read_text()
+    assert any(line.startswith("ppermute stage ") and "send forward 50 %; send backward 50 %" in line for line in words)
+    assert any(line.startswith("reduce-scatter stage ") and "share forward" in line for line in words)
+    assert any(line.startswith("all-reduce stage ") and "sum forward" in line for line in words)
+    assert "from stage to stage" in picture.with_name("tiny_layer.svg").read_text()
 
 
 # The schedule of a pipeline.

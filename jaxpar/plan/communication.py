@@ -1,0 +1,135 @@
+"""What a plan sends in a training step: the collectives of the traced step, each with its place in the model.
+
+Nothing is compiled and no array is made. The collectives are those that the ops of this library write down
+(`jaxpar.rehearse.requested_collectives`). What XLA adds by itself for norms, biases and the gradient's norm is not
+among them; a rehearsal shows that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxpar.base.activation_names import NAMES, Keep
+from jaxpar.base.config import Config
+from jaxpar.base.mesh import MESH_AXES
+from jaxpar.base.plan import Plan
+from jaxpar.hlo.origin import decode
+from jaxpar.hlo.tasks import CollectiveKind, Phase, sent_bytes
+from jaxpar.models import Model, Params
+from jaxpar.parallel.remat import remat
+from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
+from jaxpar.train.saved_activations import OneBlock, one_block
+from jaxpar.train.step import make_train_step, step_shapes
+
+
+class StepCollective(NamedTuple):
+    """A collective of a training step, as often as the step runs it.
+
+    Attributes:
+      scope: of the model, as `jax.named_scope` has it: `block/attention`.
+      phase: `forward`, `recomputed`, `backward` or `update`. What the recomputed forward and the backward both need is
+        sent once, and counts for the first of them.
+      kind: of collective.
+      axes: its mesh axes of more than one device, in the order of the mesh.
+      devices: along them.
+      bytes: of one group's whole array, as `hlo.tasks.Collective.bytes`; of a ppermute, one message.
+      count: how often it runs in a step.
+      dtype: of what is sent.
+      shape: of the array whose bytes count.
+    """
+
+    scope: str
+    phase: Phase
+    kind: CollectiveKind
+    axes: tuple[str, ...]
+    devices: int
+    bytes: int
+    count: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def sent_once(self) -> float:
+        """Bytes that one device sends each time, by a bandwidth-optimal algorithm."""
+        return sent_bytes(self.kind, self.bytes, self.devices)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends in a step."""
+        return self.count * self.sent_once
+
+
+@lru_cache(maxsize=64)
+def step_collectives(config: Config, plan: Plan) -> tuple[StepCollective, ...]:
+    """Every collective of one training step, in the order in which the step has them.
+
+    In a pipeline all stages run all ticks, so what is sent for a layer is sent in the bubble as well. The lookup and
+    the loss run in some ticks only; where they stand in a branch, every round of that loop counts it, which makes
+    their bytes an upper bound.
+
+    Args:
+      config: the experiment, whose overlap is settled.
+      plan: of the config, from `jaxpar.train.step.make_plan`. Devices that are not here will do.
+    """
+    if plan.mesh.size == 1:
+        return ()
+    model = Model(config.model)
+    traced = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
+    return tuple(_in_the_model(found, plan) for found in requested_collectives(traced.jaxpr, plan.mesh))
+
+
+def sent(collectives: Iterable[StepCollective]) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
+    """Bytes that one device sends in a step, by kind of collective and mesh axes."""
+    total: dict[tuple[CollectiveKind, tuple[str, ...]], float] = defaultdict(float)
+    for one in collectives:
+        total[one.kind, one.axes] += one.sent
+    return dict(total)
+
+
+def sent_again(config: Config, plan: Plan) -> dict[str, float]:
+    """Bytes that one device sends to make each activation of `activation_names.NAMES` again, in one block.
+
+    It is what the gradient of a block sends more where that activation alone is not kept.
+
+    Args:
+      config: model, batch and sequence length.
+      plan: of the config; what it keeps does not matter.
+    """
+    if plan.mesh.size == 1:
+        return dict.fromkeys(NAMES, 0.0)
+    traced = _block_gradient(one_block(config, replace(plan, remat="full", keep=Keep())))
+
+    def total(kept: Iterable[str]) -> float:
+        found = requested_collectives(traced, plan.mesh, given=frozenset(kept))
+        return sum(_in_the_model(one, plan).sent for one in found)
+
+    least = total(NAMES)
+    return {name: total(set(NAMES) - {name}) - least for name in NAMES}
+
+
+def _in_the_model(found: Requested, plan: Plan) -> StepCollective:
+    axes = tuple(axis for axis in MESH_AXES if axis in found.axes)
+    scope, phase = decode(f"{found.scope}/{found.kind}")
+    devices = math.prod(plan.mesh.shape[axis] for axis in axes)
+    return StepCollective(scope, phase, found.kind, axes, devices, found.bytes, found.count, found.dtype, found.shape)
+
+
+@lru_cache(maxsize=64)
+def _block_gradient(block: OneBlock) -> core.ClosedJaxpr:
+    """The gradient of a block that keeps its input alone; its forward is in it only as the backward needs it."""
+
+    def gradient(layer: Params, x_BSD: jax.Array, *places: jax.Array | None) -> tuple[Params, jax.Array]:
+        forward = remat(lambda layer, x_BSD: block(layer, x_BSD, *places)[0], block.plan)
+        made, pull = jax.vjp(forward, layer, x_BSD)
+        return pull(jax.tree.map(jnp.ones_like, made))
+
+    return jax.make_jaxpr(gradient)(*block.shapes())
