@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxpar.base.activation_names import NAMES, Keep
+from jaxpar.base.activation_names import NAMES
 from jaxpar.base.config import Config
 from jaxpar.base.mesh import MESH_AXES
 from jaxpar.base.plan import Plan
@@ -95,7 +95,7 @@ def sent(collectives: Iterable[StepCollective]) -> dict[tuple[CollectiveKind, tu
     return dict(total)
 
 
-def sent_again(config: Config, plan: Plan) -> dict[str, float]:
+def sent_again(config: Config, plan: Plan) -> Mapping[str, float]:
     """Bytes that one device sends to make each activation of `activation_names.NAMES` again, in one block.
 
     It is what the gradient of a block sends more where that activation alone is not kept.
@@ -104,9 +104,15 @@ def sent_again(config: Config, plan: Plan) -> dict[str, float]:
       config: model, batch and sequence length.
       plan: of the config; what it keeps does not matter.
     """
+    return _sent_again(one_block(config, plan))
+
+
+@lru_cache(maxsize=64)
+def _sent_again(block: OneBlock) -> Mapping[str, float]:
+    plan = block.plan
     if plan.mesh.size == 1:
         return dict.fromkeys(NAMES, 0.0)
-    traced = _block_gradient(one_block(config, replace(plan, remat="full", keep=Keep())))
+    traced = _block_gradient(block)
 
     def total(kept: Iterable[str]) -> float:
         found = requested_collectives(traced, plan.mesh, given=frozenset(kept))
@@ -123,12 +129,11 @@ def _in_the_model(found: Requested, plan: Plan) -> StepCollective:
     return StepCollective(scope, phase, found.kind, axes, devices, found.bytes, found.count, found.dtype, found.shape)
 
 
-@lru_cache(maxsize=64)
 def _block_gradient(block: OneBlock) -> core.ClosedJaxpr:
     """The gradient of a block that keeps its input alone; its forward is in it only as the backward needs it."""
 
     def gradient(layer: Params, x_BSD: jax.Array, *places: jax.Array | None) -> tuple[Params, jax.Array]:
-        forward = remat(lambda layer, x_BSD: block(layer, x_BSD, *places)[0], block.plan)
+        forward = remat(lambda layer, x_BSD: block(layer, x_BSD, *places)[0], replace(block.plan, remat="full"))
         made, pull = jax.vjp(forward, layer, x_BSD)
         return pull(jax.tree.map(jnp.ones_like, made))
 

@@ -32,7 +32,12 @@ _KINDS: dict[CollectiveKind, str] = {
 }  # fmt: skip
 _WEIGHT, _ACTIONS = "#fdf3d8", dict[Action, str](save="#d3e6f7", offload="#d9ecd0", recompute="#f6f6f6")
 _ACTION_WORDS = dict[Action, str](save="kept", offload="kept in host memory", recompute="made again")
-_COLUMNS = "weights, as stored", "activations", "forward: one after another", "backward: one after another"
+_COLUMNS = (
+    "weights, as stored",
+    "activations",
+    "forward, one after another",
+    "backward, one after another (again: recomputed)",
+)
 _SECTIONS = {
     "embed": "embedding", "block": "one layer", "loss": "head and loss", "send": "from stage to stage",
     "sum": "sums of all stages, after the last tick", "accumulate": "after the last microbatch", "update": "update",
@@ -134,7 +139,7 @@ def _collective(one: StepCollective, inner: str) -> _Card:
     sent = f"{one.kind} over {' x '.join(one.axes)}, {bytes_text(one.sent_once)}"
     times = f" x {one.count}" if one.count > 1 else ""
     place = f"{inner}: " if inner else ""
-    again = ", to make it again" if one.phase == "recomputed" else ""
+    again = ", again" if one.phase == "recomputed" else ""
     return _Card((sent + times, f"{place}{one.dtype} {list(one.shape)}{again}"), _KINDS[one.kind])
 
 
@@ -151,8 +156,8 @@ def _draw_heading(axes: Axes, title: str, sections: Iterable[_Columns]) -> None:
     notes = (
         "Arrays: the shape of a whole microbatch's, or as stored; the bytes of it on each device; below, the mesh axes "
         "over which each dim is cut.",
-        "Collectives: the bytes that one device sends each time, and how many times in a step; below, the array that is "
-        "gathered, summed or passed on.",
+        "Collectives: the bytes that one device sends each time, and how many times in a step; below, the array that "
+        "is gathered, summed or passed on.",
     )
     for line, note in enumerate(notes):
         axes.text(_WIDTH / 2, 0.6 + 0.19 * line, note, ha="center", va="center", fontsize=_FONT, color="#444444")

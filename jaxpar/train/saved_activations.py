@@ -160,15 +160,16 @@ class OneBlock(NamedTuple):
 
 
 def one_block(config: Config, plan: Plan) -> OneBlock:
-    """A block of this config, which is run by this plan."""
+    """A block of this config as this plan runs it. What the plan keeps, and where it has the state, is left out."""
     rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
+    plan = replace(plan, remat="none", keep=Keep(), loss_mib=0, parameters="device", optimizer="device")
     return OneBlock(config.model, rows, config.data.seq_len, config.data.pack, plan)
 
 
 def traced_block(config: Config, plan: Plan) -> tuple[core.ClosedJaxpr, int]:
     """One block's forward of a microbatch as autodiff runs it, everything kept: its results are what the block makes,
     so many, and what the backward is given."""
-    return _traced_forward(one_block(config, replace(plan, remat="none", keep=Keep())))
+    return _traced_forward(one_block(config, plan))
 
 
 @lru_cache(maxsize=16)

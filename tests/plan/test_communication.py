@@ -137,7 +137,7 @@ def test_ulysses_swaps_the_sequence_for_heads():
 
 
 def test_rows_for_experts_and_back():
-    """4 experts, 2 a token, on 2 devices: a device has room for all rows of both. There and back, forward and backward."""
+    """4 experts, 2 a token, on 2 devices: each has room for all rows of both. There and back, forward and backward."""
     config = override(config_of("llama", expert=2), {"model.experts": 4, "model.experts_per_token": 2})
     rows = 2 * (16 // 2 * 64) * 2 * 64 * 4  # 2 devices' tokens, 2 choices of each, D=64
     moves = sent_by(config, "block/mlp/dispatch", "block/mlp/combine")

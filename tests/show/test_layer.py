@@ -91,7 +91,7 @@ def test_arrays_lie_where_the_plan_puts_them():
         assert shown[shown.index(name) + 1] == split
     gathered = shown.index("all-gather over tensor, 16.00 KiB x 2")
     assert shown[gathered + 1] == "attention: bfloat16 [4, 64, 64]"
-    assert "attention: bfloat16 [4, 64, 64], to make it again" in shown
+    assert "attention: bfloat16 [4, 64, 64], again" in shown
 
 
 def test_weights_are_as_wide_as_they_are_stored():
