@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from jaxpar.base.sharding import LogicalAxis
+
 Action = Literal["save", "offload", "recompute"]
 Choice = Literal["policy", "save", "offload", "recompute"]
 Policy = Literal["none", "full", "block_inputs", "attention_out", "selective", "dots"]
@@ -51,13 +53,13 @@ class Named(NamedTuple):
     """A description of an activation, and the logical axes of its dims."""
 
     what: str
-    axes: tuple[str | None, ...]
+    axes: tuple[LogicalAxis | None, ...]
 
 
-_STREAM = ("batch", "residual_seq", None)
-_HIDDEN = ("batch", "seq", "mlp")
-_Q = ("batch", "attention_seq", "heads", "head_dim")
-_KV = ("batch", "attention_seq", "kv_heads", "head_dim")
+_STREAM: tuple[LogicalAxis | None, ...] = ("batch", "residual_seq", None)
+_HIDDEN: tuple[LogicalAxis | None, ...] = ("batch", "seq", "mlp")
+_Q: tuple[LogicalAxis | None, ...] = ("batch", "attention_seq", "heads", "head_dim")
+_KV: tuple[LogicalAxis | None, ...] = ("batch", "attention_seq", "kv_heads", "head_dim")
 NAMES: dict[str, Named] = {
     "block_input": Named("residual stream into the block", _STREAM),
     "attention_norm": Named("normed input of attention", _STREAM),

@@ -78,7 +78,7 @@ def step_collectives(config: Config, plan: Plan) -> tuple[StepCollective, ...]:
 
     Args:
       config: the experiment, whose overlap is settled.
-      plan: of the config, from `jaxpar.train.step.make_plan`. Devices that are not here will do.
+      plan: of the config, from `jaxpar.train.plans.make_plan`. Devices that are not here will do.
     """
     if plan.mesh.size == 1:
         return ()
@@ -132,9 +132,13 @@ def _in_the_model(found: Requested, plan: Plan) -> StepCollective:
 def _block_gradient(block: OneBlock) -> core.ClosedJaxpr:
     """The gradient of a block that keeps its input alone; its forward is in it only as the backward needs it."""
 
-    def gradient(layer: Params, x_BSD: jax.Array, *places: jax.Array | None) -> tuple[Params, jax.Array]:
-        forward = remat(lambda layer, x_BSD: block(layer, x_BSD, *places)[0], replace(block.plan, remat="full"))
-        made, pull = jax.vjp(forward, layer, x_BSD)
+    def gradient(
+        layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
+    ) -> tuple[Params, jax.Array]:
+        def forward(layer: Params, x_BSD: jax.Array) -> tuple[jax.Array, ...]:
+            return block(layer, x_BSD, positions_BS, segments_BS)[0]
+
+        made, pull = jax.vjp(remat(forward, replace(block.plan, remat="full")), layer, x_BSD)
         return pull(jax.tree.map(jnp.ones_like, made))
 
     return jax.make_jaxpr(gradient)(*block.shapes())

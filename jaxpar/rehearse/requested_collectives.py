@@ -151,7 +151,7 @@ class _Reader:
             return self._known[key]
         results = []
         for argument, before, after in zip(arguments, eqn.invars, eqn.outvars, strict=True):
-            aval = after.aval if COLLECTIVES[name] == "all-gather" else before.aval
+            aval: Any = after.aval if COLLECTIVES[name] == "all-gather" else before.aval
             size = math.prod(aval.shape) * aval.dtype.itemsize
             sent = Requested(COLLECTIVES[name], axes, size, self._trips, scope, str(aval.dtype), aval.shape)
             results.append(_Value((argument,), sent))
@@ -255,7 +255,8 @@ def _is_jaxpr(value: object) -> bool:
 
 
 def _open(jaxpr: _AnyJaxpr) -> core.Jaxpr:
-    return getattr(jaxpr, "jaxpr", jaxpr)  # newer jax has one class for both, which is its own
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)  # newer jax has one class for both, which is its own
+    return inner
 
 
 def _fits(inner: _AnyJaxpr, eqn: core.JaxprEqn) -> bool:

@@ -30,8 +30,9 @@ _KINDS: dict[CollectiveKind, str] = {
     "all-gather": "#0077bb", "reduce-scatter": "#cc3311", "all-reduce": "#aa3377", "all-to-all": "#00796b",
     "ppermute": "#b8520a",
 }  # fmt: skip
-_WEIGHT, _ACTIONS = "#fdf3d8", dict[Action, str](save="#d3e6f7", offload="#d9ecd0", recompute="#f6f6f6")
-_ACTION_WORDS = dict[Action, str](save="kept", offload="kept in host memory", recompute="made again")
+_WEIGHT = "#fdf3d8"
+_ACTIONS: dict[Action, str] = {"save": "#d3e6f7", "offload": "#d9ecd0", "recompute": "#f6f6f6"}
+_ACTION_WORDS: dict[Action, str] = {"save": "kept", "offload": "in host memory", "recompute": "made again"}
 _COLUMNS = (
     "weights, as stored",
     "activations",
@@ -125,7 +126,7 @@ def _activation(one: Activation, plan: Plan) -> _Card:
     return _Card((title, _split(NAMES[one.name].axes, plan)), _ACTIONS[one.action])
 
 
-def _split(axes: Iterable[str | None], plan: Plan) -> str:
+def _split(axes: Iterable[LogicalAxis | None], plan: Plan) -> str:
     """`batch / fsdp=4 x seq / tensor=2 x embed`: the dims, and the mesh axes over which each is cut."""
     words = []
     for axis in axes:

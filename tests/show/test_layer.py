@@ -22,8 +22,9 @@ from jaxpar.models import Model
 from jaxpar.plan.communication import StepCollective, step_collectives
 from jaxpar.show.figures import save_figure
 from jaxpar.show.layer import layer_figure
+from jaxpar.train.plans import make_plan
 from jaxpar.train.saved_activations import activations
-from jaxpar.train.step import make_plan, param_shapes
+from jaxpar.train.state import param_shapes
 
 pytestmark = pytest.mark.quick
 
