@@ -3,6 +3,7 @@
 if __name__ != "jaxpar.models":
     raise ImportError(f"imported as {__name__!r}: that makes a second copy of the models; use `import jaxpar.models`")
 
-from jaxpar.models.model import FAMILIES, Batch, Model, Params
+from jaxpar.models.families import FAMILIES
+from jaxpar.models.model import PARTS, Batch, Model, Params
 
-__all__ = ["FAMILIES", "Batch", "Model", "Params"]
+__all__ = ["FAMILIES", "PARTS", "Batch", "Model", "Params"]

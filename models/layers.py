@@ -1,4 +1,4 @@
-"""What the models share: declaring a parameter, the two norms, rotary positions, the head.
+"""What models are made of: a parameter's declaration, the two norms, rotary positions, a vocabulary table.
 
 Shapes: B batch, S sequence, D embed, H heads, h head_dim, V vocab.
 """
@@ -95,23 +95,10 @@ def _turned_by_matmul(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"
     return jnp.matmul(x_BSHh, turn_hh, precision="highest")
 
 
-def padded_vocab(config: ModelConfig) -> int:
-    """Rows of the vocabulary tables: the vocabulary rounded up, so that a mesh axis can divide it."""
-    return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
-
-
 def vocab_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
-    """A vocabulary table [V, D]: the input embedding or the output head. Rows past the vocabulary are never read."""
-    return param(rngs, normal(config.init_std), vocab=padded_vocab(config), embed=config.embed)
+    """A vocabulary table [V, D]: the input embedding or the output head.
 
-
-class VocabHead(nnx.Module):
-    """A final norm, and the vocabulary matrix: the embedding's own when the head is tied, else one more table."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, norm: type[LayerNorm] | type[RMSNorm]):
-        self.norm = norm(config, rngs)
-        if not config.tied_head:
-            self.table = vocab_table(config, rngs)
-
-    def __call__(self, x_BSD: Float[Array, "B S D"], embedding_VD: Float[Array, "V D"]) -> tuple[Array, Array]:
-        return self.norm(x_BSD), self.table[...] if hasattr(self, "table") else embedding_VD
+    The vocabulary is rounded up, so that a mesh axis can divide it. Rows past it are never read.
+    """
+    rows = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
+    return param(rngs, normal(config.init_std), vocab=rows, embed=config.embed)

@@ -11,7 +11,6 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,9 +19,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.plan import Plan
-from jaxpar.models import gpt2, llama
+from jaxpar.models.transformer import Block, Embed, Head
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device
@@ -31,14 +29,15 @@ from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.remat import remat
 from jaxpar.parallel.token_order import TOKENS, halves, in_natural_order, in_order, whole_batch
 
-FAMILIES: dict[str, ModuleType] = {"gpt2": gpt2, "llama": llama}
+PARTS: dict[str, Callable[[ModelConfig, nnx.Rngs], nnx.Module]] = {"embed": Embed, "blocks": Block, "head": Head}
+"""The parts of a model, by what they are called among its parameters."""
 
 Params = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 
 
 class Model:
-    """GPT-2 or LLaMA of a given size; holds no arrays.
+    """A model of a given family and size; holds no arrays.
 
     Attributes:
       config: its sizes.
@@ -47,11 +46,7 @@ class Model:
     """
 
     def __init__(self, config: ModelConfig, ops: Callable[[Plan], Ops] = Ops):
-        if config.family not in FAMILIES:
-            hint = nearest(config.family, FAMILIES)
-            raise UserError(f"no model family {config.family!r}{hint}: model.family is one of {', '.join(FAMILIES)}")
         self.config, self.ops = config, ops
-        self._parts = _parts(config)
         self._graphs, axes = _split(config)
         self.axes = copy.deepcopy(axes)
 
@@ -78,7 +73,7 @@ class Model:
         }
 
     def _init_part(self, name: str, key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(self._parts[name](self.config, nnx.Rngs(key))))
+        return nnx.to_pure_dict(nnx.state(PARTS[name](self.config, nnx.Rngs(key))))
 
     def shapes(self, order: Sequence[int] | None = None) -> Params:
         """The parameters as ShapeDtypeStructs; `order` as for `init`."""
@@ -219,17 +214,12 @@ class Model:
         return rows * self.config.embed * (1 if self.config.tied_head else 2)
 
 
-def _parts(config: ModelConfig) -> dict[str, Callable[..., nnx.Module]]:
-    family = FAMILIES[config.family]
-    return {"embed": family.Embed, "blocks": family.Block, "head": family.Head}
-
-
 # Both are remembered: a budget asks for the same model some hundred times.
 @lru_cache(maxsize=64)
 def _split(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The graph of each part, and the logical axes of its parameters."""
     graphs, axes = {}, {}
-    for name, part in _parts(config).items():
+    for name, part in PARTS.items():
         graphs[name], state = nnx.split(nnx.eval_shape(lambda part=part: part(config, nnx.Rngs(0))))
         stacked = ("layers",) if name == "blocks" else ()
         axes[name] = jax.tree.map(

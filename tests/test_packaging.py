@@ -50,7 +50,7 @@ def test_the_types_are_public():
     assert files("jaxpar").joinpath("py.typed").is_file()
 
 
-@pytest.mark.parametrize("module", ["models", "models.gpt2"])
+@pytest.mark.parametrize("module", ["models", "models.transformer"])
 def test_models_cannot_be_imported_a_second_time_from_the_repository(module):
     done = subprocess.run(
         [sys.executable, "-c", f"import {module}"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -84,4 +84,4 @@ def test_a_wheel_holds_the_presets_and_no_other_top_level_package(tmp_path):
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"jaxpar"}
     data = {f"jaxpar/{file.relative_to(ROOT)}" for folder in INSIDE for file in (ROOT / folder).rglob("*.toml")}
     data |= {f"jaxpar/rehearse/report/web/{file.name}" for file in (ROOT / "jaxpar/rehearse/report/web").iterdir()}
-    assert {"jaxpar/py.typed", "jaxpar/models/gpt2.py", *data} <= set(names)
+    assert {"jaxpar/py.typed", "jaxpar/models/transformer.py", *data} <= set(names)

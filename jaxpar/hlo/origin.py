@@ -150,7 +150,7 @@ def _pieces(path: str, separator: str = "/") -> list[str]:
 
 
 def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
-    """`models/llama.py:72`: the innermost frame in the first directory that has any; empty when none has."""
+    """`models/transformer.py:72`: the innermost frame in the first directory that has any; empty when none has."""
     for folder, shown in dirs:
         for frame in frames:
             if (folder, shown) == OWN and not any(_inside(frame.file, other) for other in _packages()):

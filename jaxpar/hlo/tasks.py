@@ -23,7 +23,7 @@ class Place:
     scope: str = ""
     """Named scopes, jax's own wrappers taken out: `block/attention`."""
     source: str = ""
-    """`models/llama.py:72`: the innermost line of a model, else of the library."""
+    """`models/transformer.py:72`: the innermost line of a model, else of the library."""
     phase: Phase = "other"
 
 

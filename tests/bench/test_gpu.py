@@ -259,6 +259,6 @@ def test_all_of_it_in_a_tiny_form(tmp_path: Path) -> None:
     }  # fmt: skip
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     lines = [row["line"] for one in read_piece(tmp_path, "trace")["cases"].values() for row in one["rows"]]
-    assert any(line.startswith("models/gpt2.py:") for line in lines)
+    assert any(line.startswith("models/transformer.py:") for line in lines)
     assert (tmp_path / "report.md").read_text() in done.stdout + "\n"
     assert json.loads((tmp_path / "step.json").read_text())["facts"]["small"] is True

@@ -228,8 +228,10 @@ def test_refused_sizes_say_why() -> None:
         Model(ModelConfig(family="gpt2", experts=4))
     with pytest.raises(UserError, match="no model family 'lama' \\(did you mean 'llama'\\?\\)"):
         Model(ModelConfig(family="lama"))
-    with pytest.raises(UserError, match="neither grouped kv heads nor RoPE"):
+    with pytest.raises(UserError, match=r"gpt2 has no grouped kv heads, found model.kv_heads=2: set it to 0"):
         Model(ModelConfig(family="gpt2", heads=4, kv_heads=2))
+    with pytest.raises(UserError, match=r"gpt2 has no RoPE: leave model.rope_factor alone"):
+        Model(ModelConfig(family="gpt2", rope_factor=2.0))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

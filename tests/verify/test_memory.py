@@ -176,9 +176,12 @@ def test_a_wrong_offload_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         return x
 
     shifted.defvjp(lambda x: (x, None), lambda _, dx: (jax.numpy.roll(dx, 1, axis=0),))
-    from jaxpar.models import llama
+    from jaxpar.models import transformer
 
-    monkeypatch.setattr(llama, "named", lambda x, name: shifted(own(x, name)) if name == "mlp_input" else own(x, name))
+    def wrong(x: Any, name: str) -> Any:
+        return shifted(own(x, name)) if name == "mlp_input" else own(x, name)
+
+    monkeypatch.setattr(transformer, "named", wrong)
     found = verify.verify(override(Config(), COMMON | LLAMA | OFFLOAD_INPUTS | {"mesh.fsdp": 2}), jax.devices()[:2])
     assert not found.equal
     failed = found.failed

@@ -23,7 +23,7 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import replicated, tree_shardings
 from jaxpar.hlo.turns import require_order
-from jaxpar.models import FAMILIES, Batch, Model, Params
+from jaxpar.models import PARTS, Batch, Model, Params
 from jaxpar.parallel import Ops
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device
@@ -167,7 +167,7 @@ def _matmuls(exact: bool) -> contextlib.AbstractContextManager[object]:
 
 def parameter_order(model: Model) -> list[str]:
     """Parameter names in the order the model declares them, which is the order of its forward pass."""
-    family, order = FAMILIES[model.config.family], []
+    order: list[str] = []
 
     def declared(part: nnx.Module, prefix: str) -> Iterator[str]:
         for name, value in vars(part).items():
@@ -177,7 +177,7 @@ def parameter_order(model: Model) -> list[str]:
                 yield f"{prefix}.{name}"
 
     def declare() -> int:  # traced, so that no parameter is made
-        for prefix, part in (("embed", family.Embed), ("blocks", family.Block), ("head", family.Head)):
+        for prefix, part in PARTS.items():
             order.extend(declared(part(model.config, nnx.Rngs(0)), prefix))
         return 0
 
