@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import LANES
 from jaxpar.base.mesh import MeshAxis
-from jaxpar.base.sharding import Axes, Layout, LogicalAxis, is_axes
+from jaxpar.base.sharding import Axes, Layout, LogicalAxis, is_axes, state_axes
 
 
 def manual(local: Callable[..., Any], layout: Layout, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
@@ -45,6 +45,37 @@ def manual(local: Callable[..., Any], layout: Layout, in_axes: Any, out_axes: An
         local, mesh=None if around else layout.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes),
         axis_names=axes, check_vma=False,
     )  # fmt: skip
+
+
+def manual_vjp(
+    forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], layout: Layout, in_axes: tuple[Any, ...],
+    out_axes: Any,
+) -> Callable[..., Any]:  # fmt: skip
+    """`manual(forward, ...)` with its gradient written out, so that every collective of it stands where it should.
+
+    The arguments are kept for the backward.
+
+    Args:
+      forward: a function of local arrays.
+      backward: a function of the same arrays and of the cotangent of what `forward` returned. It returns the gradient
+        of each argument, laid out as gradients are (`state_axes`), and None for an argument of integers.
+      layout: mesh and rules.
+      in_axes, out_axes: as for `manual`.
+    """
+
+    @jax.custom_vjp
+    def run(*args: Any) -> Any:
+        return manual(forward, layout, in_axes, out_axes)(*args)
+
+    def pull(args: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+        def gradient_axes(axes: Axes, x: jax.Array) -> Axes | None:
+            return state_axes(axes) if jnp.issubdtype(x.dtype, jnp.floating) else None
+
+        gradients = jax.tree.map(gradient_axes, in_axes, args, is_leaf=is_axes)
+        return manual(backward, layout, (*in_axes, out_axes), gradients)(*args, cotangent)
+
+    run.defvjp(lambda *args: (run(*args), args), pull)
+    return run
 
 
 def turn_after(turn: jax.Array | None, arrays: Any, axes: Any, layout: Layout) -> Any:

@@ -5,15 +5,12 @@ Shapes: B batch, S sequence, D embed, V vocab.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.sharding import Layout, LogicalAxis, state_axes
-from jaxpar.parallel.collectives import gather, manual, reduce, split_over
+from jaxpar.parallel.collectives import gather, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, use
 
 _Axes = tuple[LogicalAxis | None, ...]
@@ -34,20 +31,24 @@ def lookup(
       UserError: rules that split tokens and rows over the same mesh axis.
     """
     layout.sharding((*GATHERED[:2], axis), name="lookup")
-    rows: Any = _lookup(table_VD, ids_BS, axis, layout)
-    return rows
+    stored: _Axes = (axis, "embed")
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _lookup(table_VD: Array, ids_BS: Array, axis: LogicalAxis | None, layout: Layout) -> Array:
     # Left to itself XLA gathers the whole table. Each device looks up the rows it has, and the rest are zeros.
-    def local(table_VD: Array, ids_BS: Array) -> Array:
-        table_VD = use(table_VD, (axis, "embed"), layout)
+    def forward(table_VD: Array, ids_BS: Array) -> Array:
+        table_VD = use(table_VD, stored, layout)
         ids_BS, here_BS = _local_ids(ids_BS, table_VD.shape[0], axis, layout)
         rows_BSD = jnp.where(here_BS[..., None], table_VD[ids_BS], 0)
         return reduce(rows_BSD, layout.mesh_axes(axis), GATHERED, STORED, layout)
 
-    return manual(local, layout, ((axis, "embed"), GATHERED[:2]), STORED)(table_VD, ids_BS)
+    def backward(table_VD: Array, ids_BS: Array, dx_BSD: Array) -> tuple[Array, None]:
+        dx_BSD, rows = gather(dx_BSD, STORED, GATHERED, layout), table_VD.shape[0]
+        ids_BS, here_BS = _local_ids(ids_BS, rows, axis, layout)
+        dx_BSD = jnp.where(here_BS[..., None], dx_BSD.astype(jnp.float32), 0)
+        dtable_VD = jnp.zeros((rows, dx_BSD.shape[-1]), jnp.float32).at[ids_BS].add(dx_BSD)
+        dtable_VD = reduce(dtable_VD, split_over(GATHERED[:2], layout), (axis, None), state_axes(stored), layout)
+        return dtable_VD.astype(table_VD.dtype), None
+
+    return manual_vjp(forward, backward, layout, (stored, GATHERED[:2]), STORED)(table_VD, ids_BS)
 
 
 def _local_ids(ids_BS: Array, rows: int, axis: LogicalAxis | None, layout: Layout) -> tuple[Array, Array]:
@@ -56,28 +57,6 @@ def _local_ids(ids_BS: Array, rows: int, axis: LogicalAxis | None, layout: Layou
     ids_BS = ids_BS - shard * rows
     here_BS = (ids_BS >= 0) & (ids_BS < rows)
     return jnp.where(here_BS, ids_BS, 0), here_BS
-
-
-def _lookup_forward(table_VD, ids_BS, axis, layout):
-    return _lookup(table_VD, ids_BS, axis, layout), (table_VD, ids_BS)
-
-
-def _lookup_backward(axis, layout, residuals, dx_BSD):
-    def local(table_VD: Array, ids_BS: Array, dx_BSD: Array) -> Array:
-        dx_BSD = gather(dx_BSD, STORED, GATHERED, layout)
-        rows = table_VD.shape[0]
-        ids_BS, here_BS = _local_ids(ids_BS, rows, axis, layout)
-        dx_BSD = jnp.where(here_BS[..., None], dx_BSD.astype(jnp.float32), 0)
-        dtable_VD = jnp.zeros((rows, dx_BSD.shape[-1]), jnp.float32).at[ids_BS].add(dx_BSD)
-        dtable_VD = reduce(dtable_VD, split_over(GATHERED[:2], layout), (axis, None), state_axes(stored), layout)
-        return dtable_VD.astype(table_VD.dtype)
-
-    table_VD, ids_BS = residuals
-    stored: _Axes = (axis, "embed")
-    return manual(local, layout, (stored, GATHERED[:2], STORED), state_axes(stored))(table_VD, ids_BS, dx_BSD), None
-
-
-_lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:

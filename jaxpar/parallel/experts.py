@@ -32,10 +32,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.sharding import Layout, LogicalAxis, state_axes
 from jaxpar.kernels.grouped_matmul import Groups, inverse
-from jaxpar.parallel.collectives import gather, manual, reduce, split_over
+from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, use, used_axes
 from jaxpar.parallel.remat import named
 
@@ -124,16 +123,15 @@ def expert_mlp(
         weights_BSK, chosen_BSK, balance, z = found
         places = _find_places(chosen_BSK, router_DE.shape[1], capacity_factor, layout)
     with jax.named_scope("dispatch"):
-        rows: Any = _each(_copies, layout, (STORED, _SOURCES), _ROWS, x_BSD.astype(layout.dtype), places.sources)
+        rows = _each(_copies, layout, (STORED, _SOURCES), _ROWS)(x_BSD.astype(layout.dtype), places.sources)
         rows = named(_exchange(layout, rows), "expert_input")
     with jax.named_scope("experts"):
-        hidden: Any = _grouped(layout, False, rows, places.counts, (gate_EDF, up_EDF))
-        gate, up = named(hidden[0], "gate"), named(hidden[1], "up")
-        rows = _grouped(layout, True, named(jax.nn.silu(gate) * up, "mlp_hidden"), places.counts, (down_EFD,))
+        gate, up = _grouped(layout, rows, places.counts, (gate_EDF, up_EDF), sums=False)
+        hidden = named(jax.nn.silu(named(gate, "gate")) * named(up, "up"), "mlp_hidden")
+        (rows,) = _grouped(layout, hidden, places.counts, (down_EFD,), sums=True)
     with jax.named_scope("combine"):
-        layouts = ((_ROWS, STORED), STORED)
-        rows = named(_exchange(layout, rows[0]), "expert_out")
-        y_BSD: Any = _each(_weighted, layout, layouts, STORED, (rows, weights_BSK), places.slots)
+        rows = named(_exchange(layout, rows), "expert_out")
+        y_BSD = _each(_weighted, layout, ((_ROWS, STORED), STORED), STORED)((rows, weights_BSK), places.slots)
     return y_BSD, RouterSums(balance, z, places.dropped)
 
 
@@ -162,12 +160,11 @@ def _route_forward(layout, k, x_BSD, router_DE):
 
 def _route_backward(layout, k, residuals, cotangents):
     def local(x_BSD: Array, router_DE: Array, chosen_BSK: Array, share_BE: Array, given: Any) -> tuple[Array, Array]:
-        whole_DE = _whole_router(router_DE, layout)
-        logits_BSE = _router_logits(x_BSD, whole_DE)
-        _, pull = jax.vjp(lambda logits_BSE: _weigh(logits_BSE, chosen_BSK, share_BE), logits_BSE)
-        (dlogits_BSE,) = pull(given)
-        _, pull = jax.vjp(_router_logits, x_BSD, whole_DE)
-        dx_BSD, drouter_DE = pull(dlogits_BSE)
+        def weigh(x_BSD: Array, whole_DE: Array) -> tuple[Array, Array, Array]:
+            return _weigh(_router_logits(x_BSD, whole_DE), chosen_BSK, share_BE)
+
+        _, pull = jax.vjp(weigh, x_BSD, _whole_router(router_DE, layout))
+        dx_BSD, drouter_DE = pull(given)
         return dx_BSD, reduce(drouter_DE, split_over(STORED[:2], layout), (None, None), state_axes(_ROUTER), layout)
 
     dweights, _, dbalance, dz = cotangents
@@ -250,24 +247,13 @@ _exchange.defvjp(
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _each(local: Callable[..., Array], layout: Layout, layouts: Any, out: Any, arrays: Any, places: Array) -> Array:
-    """`local` on each device's part of the arrays, without a word between devices, backward neither."""
-    return manual(local, layout, layouts, out)(arrays, places)
+def _each(local: Callable[..., Array], layout: Layout, in_axes: tuple[Any, Any], out_axes: _Axes) -> Callable[..., Any]:
+    """`local(arrays, places)` on each device's part, without a word between devices, in the backward neither."""
 
+    def backward(arrays: Any, places: Array, cotangent: Array) -> tuple[Any, None]:
+        return jax.vjp(lambda arrays: local(arrays, places), arrays)[1](cotangent)[0], None
 
-def _each_forward(local, layout, layouts, out, arrays, places):
-    return _each(local, layout, layouts, out, arrays, places), (arrays, places)
-
-
-def _each_backward(local, layout, layouts, out, residuals, cotangent):
-    def back(arrays: Any, places: Array, cotangent: Array) -> Any:
-        return jax.vjp(lambda arrays: local(arrays, places), arrays)[1](cotangent)[0]
-
-    return manual(back, layout, (*layouts, out), layouts[0])(*residuals, cotangent), None
-
-
-_each.defvjp(_each_forward, _each_backward)
+    return manual_vjp(local, backward, layout, in_axes, out_axes)
 
 
 def _copies(x_BSD: Array, sources: Array) -> Array:
@@ -287,35 +273,32 @@ def _taken(x: Array, index: Array) -> Array:
     return jnp.where(index[..., None] >= 0, x[jnp.maximum(index, 0)], 0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _grouped(
-    layout: Layout, sums: bool, x: Array, counts: Array | None, weights: tuple[Array, ...]
+    layout: Layout, x: Array, counts: Array | None, weights: tuple[Array, ...], *, sums: bool
 ) -> tuple[Array, ...]:
-    """Rows times the weights of their experts: column linears [E, D, F] of rows, or the row linear [E, F, D] of hidden
-    rows that stand in the order of the experts, its sums scattered (`sums`). As `parallel._linear`.
+    """Rows times the weights of their experts, as `jaxpar.parallel.linear` does it for the rows of one weight.
 
     A row that is empty belongs to no expert, and what becomes of it is never read.
-    """
 
-    def local(x: Array, counts: Array | None, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-        groups, used = _groups(counts, weights, layout), _used(weights, sums, layout)
+    Args:
+      layout: mesh, rules and compute dtype.
+      x: rows, or hidden rows, which stand in the order of the experts.
+      counts: see `_Places`.
+      weights: column linears [E, D, F] that share a gather of the rows, or one row linear [E, F, D].
+      sums: a row linear, whose sums are scattered.
+    """
+    axes, x_axes, y_axes = (_DOWN, _HIDDEN, _ROWS) if sums else (_UP, _ROWS, _HIDDEN)
+
+    def forward(x: Array, counts: Array | None, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+        groups, used = _groups(counts, weights, layout), [use(weight, axes, layout) for weight in weights]
         if sums:
             return (_rows_from(groups, groups.product(x[0, 0], used[0]), layout),)
         x_RD = _rows_to(groups, x.astype(layout.dtype), layout)
         return tuple(groups.product(x_RD, weight)[None, None] for weight in used)
 
-    outs = (_ROWS,) if sums else (_HIDDEN,) * len(weights)
-    return manual(local, layout, _layouts(sums, counts, weights), outs)(x, counts, weights)
-
-
-def _grouped_forward(layout, sums, x, counts, weights):
-    return _grouped(layout, sums, x, counts, weights), (x, counts, weights)
-
-
-def _grouped_backward(layout, sums, residuals, dys):
-    def local(x: Array, counts: Array | None, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> Any:
-        groups, used = _groups(counts, weights, layout), _used(weights, sums, layout)
-        swapped = [jnp.swapaxes(weight, 1, 2) for weight in used]
+    def backward(x: Array, counts: Array | None, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> Any:
+        groups = _groups(counts, weights, layout)
+        swapped = [jnp.swapaxes(use(weight, axes, layout), 1, 2) for weight in weights]
         if sums:
             x_RI, dys_RO = x[0, 0], [_rows_to(groups, dys[0], layout)]
             dx = groups.product(dys_RO[0], swapped[0])[None, None]
@@ -324,38 +307,15 @@ def _grouped_backward(layout, sums, residuals, dys):
             products = [groups.product(dy, weight) for dy, weight in zip(dys_RO, swapped, strict=True)]
             dx = _rows_from(groups, sum(products[1:], products[0]), layout)
         # An expert's tokens are all where it is, but for those of axes that do not split experts.
-        others: list[MeshAxis] = [
-            axis for axis in split_over(GATHERED[:2], layout) if axis not in layout.mesh_axes("experts")
-        ]
-        axes = _DOWN if sums else _UP
+        others = [axis for axis in split_over(GATHERED[:2], layout) if axis not in layout.mesh_axes("experts")]
         dweights = tuple(
             reduce(groups.transposed(x_RI, dy), others, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
             for dy, weight in zip(dys_RO, weights, strict=True)
         )
-        return dx, dweights
+        return dx, None, dweights
 
-    x, counts, weights = residuals
-    x_axes, counts_axes, weights_axes = _layouts(sums, counts, weights)
-    outs = (x_axes, tuple(state_axes(axes) for axes in weights_axes))
-    dys_axes = (_ROWS,) if sums else (_HIDDEN,) * len(weights)
-    run = manual(local, layout, (x_axes, counts_axes, weights_axes, dys_axes), outs)
-    dx, dweights = run(x, counts, weights, tuple(dys))
-    return dx, None, dweights
-
-
-_grouped.defvjp(_grouped_forward, _grouped_backward)
-
-
-def _layouts(sums: bool, counts: Array | None, weights: Sequence[Array]) -> tuple[Any, Any, Any]:
-    return (
-        _HIDDEN if sums else _ROWS,
-        None if counts is None else _ROWS,
-        (_DOWN if sums else _UP,) * len(weights),
-    )
-
-
-def _used(weights: Sequence[Array], sums: bool, layout: Layout) -> list[Array]:
-    return [use(weight, _DOWN if sums else _UP, layout) for weight in weights]
+    in_axes = (x_axes, None if counts is None else _ROWS, (axes,) * len(weights))
+    return manual_vjp(forward, backward, layout, in_axes, (y_axes,) * len(weights))(x, counts, weights)
 
 
 def _groups(counts: Array | None, weights: Sequence[Array], layout: Layout) -> Groups:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -26,7 +25,7 @@ from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.plan import Form
 from jaxpar.base.sharding import Layout, LogicalAxis, state_axes
 from jaxpar.kernels.attention.call import MASKED, capped
-from jaxpar.parallel.collectives import gather, manual, own_piece, platform_of, reduce, split_over
+from jaxpar.parallel.collectives import gather, manual_vjp, own_piece, platform_of, reduce, split_over
 from jaxpar.parallel.ring_matmul import all_gather_matmul, matmul_reduce_scatter
 
 _Axes = tuple[LogicalAxis | None, ...]
@@ -106,7 +105,8 @@ def column_linear(
     for weight, axes_of in zip(weights, stored, strict=True):
         layout.sharding(axes_of, weight.shape, "weight")
     site = _Site(STORED, stored, outs, ("batch", seq, None), layout.compute, False, *_forms(overlap))
-    return _linear(layout, site, x_BSD, tuple(weights), tuple(biases or (None,) * len(weights)))
+    ys = _linear(layout, site, x_BSD, tuple(weights))
+    return tuple(_plus(y, bias) for y, bias in zip(ys, biases or (None,) * len(ys), strict=True))
 
 
 def row_linear(
@@ -134,8 +134,7 @@ def row_linear(
     layout.sharding(("batch", seq, *axes), h_BSI.shape, "input")
     layout.sharding((*axes, "embed"), weight.shape, "weight")
     site = _Site(("batch", seq, *axes), ((*axes, "embed"),), (STORED,), used, layout.compute, True, *_forms(overlap))
-    ys: Any = _linear(layout, site, h_BSI, (weight,), (bias,))
-    return ys[0]
+    return _plus(_linear(layout, site, h_BSI, (weight,))[0], bias)
 
 
 def logits(
@@ -154,8 +153,7 @@ def logits(
     """
     outs: tuple[_Axes, ...] = (("batch", "seq", "vocab"),)
     site = _Site(STORED, (("embed", "vocab"),), outs, GATHERED, "float32", False, *_forms(overlap))
-    ys: Any = _linear(layout, site, x_BSD, (head_VD.T,), (None,))
-    logits_BSV = capped(ys[0], softcap)
+    logits_BSV = capped(_linear(layout, site, x_BSD, (head_VD.T,))[0], softcap)
     if vocab_size in (0, head_VD.shape[0]):
         return logits_BSV
     return jnp.where(jnp.arange(head_VD.shape[0]) < vocab_size, logits_BSV, MASKED)
@@ -165,29 +163,15 @@ def _forms(overlap: Overlapping) -> tuple[Form, Form]:
     return overlap if isinstance(overlap, tuple) else (overlap, overlap)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _linear(
-    layout: Layout, site: _Site, x: Array, weights: tuple[Array, ...], biases: tuple[Array | None, ...]
-) -> tuple[Array, ...]:
-    def local(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+def _linear(layout: Layout, site: _Site, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+    def forward(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         x, used = x.astype(layout.dtype), _used(weights, site, layout)
         if site.sums:
             products, over = [(x, used[0])], split_over(used_axes(site.weights[0])[:-1], layout)
             return (matmul_reduce_scatter(products, over, site.used, STORED, site.out_dtype, layout, site.scatters),)
         return tuple(all_gather_matmul(x, used, STORED, site.used, site.out_dtype, layout, site.gathers)[1])
 
-    ys = manual(local, layout, (site.x, site.weights), site.ys)(x, weights)
-    return tuple(
-        y if bias is None else y + _repeated(bias, y).astype(y.dtype) for y, bias in zip(ys, biases, strict=True)
-    )
-
-
-def _linear_forward(layout, site, x, weights, biases):
-    return _linear(layout, site, x, weights, biases), (x, weights, biases)
-
-
-def _linear_backward(layout, site, residuals, dys):
-    def local(x: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+    def backward(x: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
         dx_dtype, x, used = x.dtype, x.astype(layout.dtype), _used(weights, site, layout)
         dys = tuple(dy.astype(layout.dtype) for dy in dys)
         split = x.ndim - 2  # the weight's leading dims are x's trailing ones
@@ -205,24 +189,14 @@ def _linear_backward(layout, site, residuals, dys):
                 for over, products in groups.items()
             )
             x, _ = all_gather_matmul(x, (), STORED, site.used, layout.compute, layout, site.gathers)
+        tokens, dims = split_over(site.used[:2], layout), _copied_dims(site, layout)
         dweights = tuple(
-            _summed(
-                _matmul_transposed(x, dy, w.shape, layout), weight, axes, dim, split_over(site.used[:2], layout), layout
-            )
-            for dy, w, weight, axes, dim in zip(
-                dys, used, weights, site.weights, _copied_dims(site, layout), strict=True
-            )
+            _summed(_matmul_transposed(x, dy, use.shape, layout), weight, axes, dim, tokens, layout)
+            for dy, use, weight, axes, dim in zip(dys, used, weights, site.weights, dims, strict=True)
         )
-        return jnp.asarray(dx, dx_dtype), tuple(d.astype(w.dtype) for d, w in zip(dweights, weights, strict=True))
+        return jnp.asarray(dx, dx_dtype), dweights
 
-    x, weights, biases = residuals
-    dlayouts = (site.x, tuple(state_axes(axes) for axes in site.weights))
-    dx, dweights = manual(local, layout, (site.x, site.weights, site.ys), dlayouts)(x, weights, tuple(dys))
-    dbiases = tuple(None if bias is None else _bias_gradient(dy, bias) for bias, dy in zip(biases, dys, strict=True))
-    return dx, dweights, dbiases
-
-
-_linear.defvjp(_linear_forward, _linear_backward)
+    return manual_vjp(forward, backward, layout, (site.x, site.weights), site.ys)(x, weights)
 
 
 def used_axes(axes: _Axes) -> _Axes:
@@ -251,27 +225,24 @@ def _copied(weight: Array, dim: int | None, layout: Layout) -> Array:
     return own_piece(jnp.repeat(weight, times, axis=dim), axes, dim, devices)
 
 
-def _summed(dweight: Array, weight: Array, axes: _Axes, dim: int | None, tokens: tuple[MeshAxis, ...], layout: Layout):
+def _summed(
+    dweight: Array, weight: Array, axes: _Axes, dim: int | None, tokens: tuple[MeshAxis, ...], layout: Layout
+) -> Array:
     """Inside `manual`, a device's weight gradient summed over tokens and copies, as gradients are stored."""
     if dim is not None:
         whole = jax.ShapeDtypeStruct((*dweight.shape[:dim], weight.shape[dim], *dweight.shape[dim + 1 :]), jnp.float32)
         (dweight,) = jax.linear_transpose(lambda w: _copied(w, dim, layout), whole)(dweight)
         tokens += copying(layout)
-    return reduce(dweight, tokens, used_axes(axes), state_axes(axes), layout)
+    return reduce(dweight, tokens, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
 
 
-def _repeated(bias: Array, y: Array) -> Array:
-    """A bias [*out] for an output [B, S, *out] in which kv heads are copied."""
+def _plus(y: Array, bias: Array | None) -> Array:
+    """An output [B, S, *out], whose kv heads may be copies, plus its bias [*out]: added, and so summed, in float32."""
+    if bias is None:
+        return y
     for dim, (size, wanted) in enumerate(zip(bias.shape, y.shape[2:], strict=True)):
         bias = bias if size == wanted else jnp.repeat(bias, wanted // size, axis=dim)
-    return bias
-
-
-def _bias_gradient(dy: Array, bias: Array) -> Array:
-    """The gradient of a bias [*out], summed over tokens and copies in float32."""
-    dbias = jnp.sum(dy, axis=(0, 1), dtype=jnp.float32)
-    (dbias,) = jax.linear_transpose(lambda b: _repeated(b, dy), jax.ShapeDtypeStruct(bias.shape, jnp.float32))(dbias)
-    return dbias.astype(bias.dtype)
+    return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
 
 
 def use(weight: Array, axes: _Axes, layout: Layout) -> Array:
