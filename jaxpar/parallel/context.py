@@ -5,7 +5,7 @@ Three strategies. `ring` sends keys and values round the devices, and merges wha
 the split of the sequence for a split of the heads (Jacobs et al. 2023, arXiv:2309.14509).
 
 The first two keep tokens in zigzag order, so that every device has the same work: see `jaxpar.parallel.zigzag`;
-`batches.in_order` puts a batch in that order. A strategy runs inside `manual`, on local arrays.
+`token_order.in_order` puts a batch in that order. A strategy runs inside `manual`, on local arrays.
 
 Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H heads, K kv heads, h head_dim; a leading 2
 counts a device's chunks, the early one first.
@@ -13,6 +13,7 @@ counts a device's chunks, the early one first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -184,7 +185,7 @@ split_attention.defvjp(_forward, _backward)
 
 
 def _strategy(split: Split) -> Any:
-    return _STRATEGIES[split.strategy if split.devices > 1 else "whole"]
+    return _STRATEGIES[split.strategy if split.devices > 1 else "ulysses"]
 
 
 def kernel_for(split: Split, mask: Mask, q_BSHh: Any, k_BSKh: Any, platform: str) -> tuple[str, str]:
@@ -225,33 +226,6 @@ def _segment_axes(segments_BS: Array | None) -> Any:
 
 def _kv_axes(layout: Layout) -> _Axes:
     return ("batch", "attention_seq", beside("kv_heads", layout), None)
-
-
-def needed_kv_heads(first: Any, heads: int, group: int) -> Array:
-    """The kv heads of query heads `first` to `first + heads - 1`, each once, or one a query head where groups are cut.
-
-    Args:
-      first: a multiple of `heads`.
-      heads: how many.
-      group: query heads per kv head.
-    """
-    if heads % group == 0 or group % heads == 0:
-        return first // group + jnp.arange(max(heads // group, 1))
-    return (first + jnp.arange(heads)) // group
-
-
-# Whole sequences.
-
-
-def _whole_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
-    return work.kernel.forward(q_BSHh, k_BSKh, v_BSKh, packed(work.mask, *[work.segments_BT] * 2), Call())
-
-
-def _whole_backward(
-    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: ContextTask
-) -> tuple[Array, Array, Array]:
-    arrays = q_BSHh, k_BSKh, v_BSKh, dout_BSHh, lse_BHS, delta_BHS
-    return work.kernel.backward(*arrays, packed(work.mask, *[work.segments_BT] * 2), Call())
 
 
 # All-gather.
@@ -301,61 +275,48 @@ def _natural(x: Array, work: ContextTask) -> Array:
     return reordered(x, inverse(chunk_order(work.layout, "all_gather")), 1)
 
 
-# Ulysses.
+# Ulysses: a share of the heads over the whole sequence. Of a sequence that is whole it is all of them; nothing is sent.
 
 
 def _ulysses_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
-    shares = _Shares.of(q_BSHh, k_BSKh, work)
-    k, v, mask = shares.send_kv(k_BSKh), shares.send_kv(v_BSKh), packed(work.mask, *[work.segments_BT] * 2)
-    out, lse = work.kernel.forward(shares.to_heads(q_BSHh), k, v, mask, Call(out_dtype=v_BSKh.dtype))
-    return shares.to_sequence(out), lse
+    k, v = _kv_to_heads(k_BSKh, work), _kv_to_heads(v_BSKh, work)
+    seen, call = packed(work.mask, work.segments_BT, work.segments_BT), Call(out_dtype=v_BSKh.dtype)
+    out, lse = work.kernel.forward(_trade(q_BSHh, 2, 1, work), k, v, seen, call)
+    return _trade(out, 1, 2, work), lse
 
 
 def _ulysses_backward(
     q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHT: Array, delta_BHS: Array, work: ContextTask
 ) -> tuple[Array, Array, Array]:
-    shares = _Shares.of(q_BSHh, k_BSKh, work)
-    q, k, v = shares.to_heads(q_BSHh), shares.send_kv(k_BSKh), shares.send_kv(v_BSKh)
-    dout, delta_BTH1 = shares.to_heads(dout_BSHh), shares.to_heads(delta_BHS.swapaxes(1, 2)[..., None])
-    mask, delta_BHT = packed(work.mask, *[work.segments_BT] * 2), delta_BTH1[..., 0].swapaxes(1, 2)
-    dq, dk, dv = work.kernel.backward(q, k, v, dout, lse_BHT, delta_BHT, mask, Call())
-    return shares.to_sequence(dq), shares.back_kv(dk), shares.back_kv(dv)
+    q, k, v = _trade(q_BSHh, 2, 1, work), _kv_to_heads(k_BSKh, work), _kv_to_heads(v_BSKh, work)
+    dout, delta_BHT = _trade(dout_BSHh, 2, 1, work), _trade(delta_BHS, 1, 2, work)
+    seen = packed(work.mask, work.segments_BT, work.segments_BT)
+    dq, dk, dv = work.kernel.backward(q, k, v, dout, lse_BHT, delta_BHT, seen, Call())
+    return _trade(dq, 1, 2, work), _kv_to_sequence(dk, k_BSKh, work), _kv_to_sequence(dv, v_BSKh, work)
 
 
-class _Shares(NamedTuple):
-    """How Ulysses deals out a device's heads: `sent` are the kv heads that each device is sent, one after another."""
+def _trade(x: Array, split_dim: int, whole_dim: int, work: ContextTask) -> Array:
+    """An array that is split over the devices by another of its dims, which is whole now."""
+    if work.size == 1:
+        return x
+    return jax.lax.all_to_all(x, work.axes, split_axis=split_dim, concat_axis=whole_dim, tiled=True)
 
-    work: ContextTask
-    kv_heads: int
-    sent: Array
 
-    @staticmethod
-    def of(q_BSHh: Array, k_BSKh: Array, work: ContextTask) -> _Shares:
-        H, K = q_BSHh.shape[2], k_BSKh.shape[2]
-        heads = H // work.size
-        sent = jnp.concatenate([needed_kv_heads(to * heads, heads, H // K) for to in range(work.size)])
-        return _Shares(work, K, sent)
+def _kv_to_heads(x_BSKh: Array, work: ContextTask) -> Array:
+    """A share of the kv heads, each copied as often as it takes to share them out evenly."""
+    copies = math.lcm(x_BSKh.shape[2], work.size) // x_BSKh.shape[2]
+    return _trade(jnp.repeat(x_BSKh, copies, axis=2) if copies > 1 else x_BSKh, 2, 1, work)
 
-    def to_heads(self, x_BSHh: Array) -> Array:
-        """A share of the heads over the whole sequence."""
-        return jax.lax.all_to_all(x_BSHh, self.work.axes, split_axis=2, concat_axis=1, tiled=True)
 
-    def to_sequence(self, x_BTHh: Array) -> Array:
-        return jax.lax.all_to_all(x_BTHh, self.work.axes, split_axis=1, concat_axis=2, tiled=True)
-
-    def send_kv(self, x_BSKh: Array) -> Array:
-        return self.to_heads(jnp.take(x_BSKh, self.sent, axis=2))
-
-    def back_kv(self, dx_BTKh: Array) -> Array:
-        """The transpose of `send_kv`, summed in float32."""
-        dx_BSKh = self.to_sequence(dx_BTKh).astype(jnp.float32)
-        B, S, _, h = dx_BSKh.shape
-        return jnp.zeros((B, S, self.kv_heads, h), jnp.float32).at[:, :, self.sent].add(dx_BSKh)
+def _kv_to_sequence(dx_BTKh: Array, x_BSKh: Array, work: ContextTask) -> Array:
+    """The transpose of `_kv_to_heads`: gradients of copies are summed in float32."""
+    B, S, K, h = x_BSKh.shape
+    dx_BSKh = _trade(dx_BTKh, 1, 2, work)
+    return dx_BSKh if dx_BSKh.shape[2] == K else jnp.sum(dx_BSKh.reshape(B, S, K, -1, h), axis=3, dtype=jnp.float32)
 
 
 _STRATEGIES: dict[str, tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, Array, Array]]]] = {
     "ring": (ring_attention.forward, ring_attention.backward),
     "all_gather": (_gather_forward, _gather_backward),
     "ulysses": (_ulysses_forward, _ulysses_backward),
-    "whole": (_whole_forward, _whole_backward),
 }
