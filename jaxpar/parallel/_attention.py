@@ -125,43 +125,31 @@ def choose(
     platform: str = "",
     batch: int = 1,
 ) -> tuple[str, str]:
-    """Which implementation `attention` takes, and why not one before it; a strategy where the sequence is split.
+    """Which implementation computes `attention`, or its parts where the sequence is split, and why not one before it.
 
     Args:
       split: layout, strategy, and the implementation that is asked for.
       mask: without documents.
       seq_len, head_dim: of the arrays.
-      dropping: weights are dropped out.
-      packed: with documents.
-      platform: what it is compiled for; empty = that of the layout's devices.
-      batch: sequences of a device.
+      dropping: attention weights are dropped out.
+      packed: there are documents.
+      platform: `gpu` or `tpu` in place of what the layout's devices are.
+      batch: sequences of one device.
 
     Raises:
       UserError: the one asked for cannot serve.
     """
-    name, why = choose_kernel(
-        split, mask, seq_len, head_dim, dropping=dropping, packed=packed, platform=platform, batch=batch
-    )
-    if split.devices > 1:
-        return split.strategy, "the sequence is split over devices"
-    if split.implementation != "auto":
-        dispatch.say_once(f"attention by {name}, which kernels.attention asks for")
-    return name, why
-
-
-def choose_kernel(
-    split: Split, mask: Mask, seq_len: int, head_dim: int, *, dropping: bool, packed: bool, platform: str, batch: int
-) -> tuple[str, str]:
-    """As `choose`; of a sequence that is split, what computes its parts."""
-    layout = split.layout
+    layout, platform = split.layout, platform or platform_of(split.layout)
     one = jax.ShapeDtypeStruct((batch, seq_len // split.devices, 1, head_dim), layout.dtype)
     ids: Any = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)
     mask = mask & Segments(ids, ids) if packed else mask
-    platform = platform or platform_of(layout)
     if split.devices > 1:
         return kernel_for(split, mask, one, one, platform)
     asked = dispatch.Asked(one, one, mask, Call(), with_lse=False, dropping=dropping, cut=_cut_heads(layout))
-    return dispatch.choose(asked, platform, split.implementation)
+    name, why = dispatch.choose(asked, platform, split.implementation)
+    if split.implementation != "auto":
+        dispatch.say_once(f"attention by {name}, which kernels.attention asks for")
+    return name, why
 
 
 def _cut_heads(layout: Layout) -> str:

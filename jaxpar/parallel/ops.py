@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
-from jaxtyping import Array, Float, Int
+from jax import Array
 
 from jaxpar.base.heads import beside
 from jaxpar.base.plan import Plan
@@ -39,7 +38,7 @@ class Ops:
     plan: Plan
 
     def column_linear(
-        self, x_BSD: Float[Array, "B S D"], weights: Sequence[Array], axes: Sequence[_Axes],
+        self, x_BSD: Array, weights: Sequence[Array], axes: Sequence[_Axes],
         biases: Sequence[Array | None] | None = None, seq: LogicalAxis = "seq",
     ) -> tuple[Array, ...]:  # fmt: skip
         """See `jaxpar.parallel.column_linear`."""
@@ -48,27 +47,19 @@ class Ops:
 
     def row_linear(
         self, h_BSI: Array, weight: Array, axes: _Axes, bias: Array | None = None, seq: LogicalAxis = "seq"
-    ) -> Float[Array, "B S D"]:
+    ) -> Array:
         """See `jaxpar.parallel.row_linear`."""
         forms = self.plan.overlap.forms(axes[0])
         return linear.row_linear(h_BSI, weight, axes, self.plan, bias=bias, seq=seq, overlap=forms)
 
-    def lookup(
-        self, table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: LogicalAxis | None
-    ) -> Float[Array, "B S D"]:
+    def lookup(self, table_VD: Array, ids_BS: Array, axis: LogicalAxis | None) -> Array:
         """See `jaxpar.parallel.lookup`."""
         return embedding.lookup(table_VD, ids_BS, axis, self.plan)
 
     def attention(
-        self,
-        q_BSHh: Float[Array, "B S H h"],
-        k_BSKh: Float[Array, "B S K h"],
-        v_BSKh: Float[Array, "B S K h"],
-        segments_BS: Int[Array, "B S"] | None = None,
-        dropout_rate: float = 0.0,
-        key: jax.Array | None = None,
-        window: int = 0,
-    ) -> Float[Array, "B S H h"]:
+        self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BS: Array | None = None, dropout_rate: float = 0.0,
+        key: Array | None = None, window: int = 0,
+    ) -> Array:  # fmt: skip
         """Causal attention: see `jaxpar.parallel.attention`.
 
         Args:
@@ -84,15 +75,9 @@ class Ops:
         )  # fmt: skip
 
     def expert_mlp(
-        self,
-        x_BSD: Float[Array, "B S D"],
-        router_DE: Float[Array, "D E"],
-        gate_EDF: Float[Array, "E D F"],
-        up_EDF: Float[Array, "E D F"],
-        down_EFD: Float[Array, "E F D"],
-        experts_per_token: int,
+        self, x_BSD: Array, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int,
         capacity_factor: float,
-    ) -> tuple[Float[Array, "B S D"], RouterSums]:
+    ) -> tuple[Array, RouterSums]:  # fmt: skip
         """See `jaxpar.parallel.expert_mlp`."""
         return experts.expert_mlp(
             x_BSD, router_DE, gate_EDF, up_EDF, down_EFD, self.plan, experts_per_token=experts_per_token,
@@ -100,13 +85,7 @@ class Ops:
         )  # fmt: skip
 
     def linear_cross_entropy(
-        self,
-        x_BSD: Float[Array, "B S D"],
-        head_VD: Float[Array, "V D"],
-        labels_BS: Int[Array, "B S"],
-        vocab_size: int,
-        z_loss: float = 0.0,
-        softcap: float = 0.0,
+        self, x_BSD: Array, head_VD: Array, labels_BS: Array, vocab_size: int, z_loss: float = 0.0, softcap: float = 0.0
     ) -> LossSums:
         """See `jaxpar.parallel.linear_cross_entropy`."""
         return cross_entropy.linear_cross_entropy(
@@ -114,9 +93,7 @@ class Ops:
             loss_mib=self.plan.loss_mib,
         )  # fmt: skip
 
-    def logits(
-        self, x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], vocab_size: int, softcap: float = 0.0
-    ) -> Float[Array, "B S V"]:
+    def logits(self, x_BSD: Array, head_VD: Array, vocab_size: int, softcap: float = 0.0) -> Array:
         """See `jaxpar.parallel.logits`."""
         forms = self.plan.overlap.forms("vocab")
         return linear.logits(x_BSD, head_VD, self.plan, vocab_size=vocab_size, softcap=softcap, overlap=forms)
@@ -142,11 +119,15 @@ def choose_attention(
     platform: str = "",
     batch: int = 1,
 ) -> tuple[str, str]:
-    """Which implementation `Ops.attention` takes, and why not one before it; arguments as for `_attention.choose`."""
-    return _attention.choose(
-        split_of(plan), causal(window), seq_len, head_dim, dropping=dropping, packed=packed, platform=platform,
-        batch=batch,
-    )  # fmt: skip
+    """Which implementation `Ops.attention` takes, and why not one before it; arguments as for `_attention.choose`.
+
+    Where the sequence is split it is a strategy.
+    """
+    split, mask = split_of(plan), causal(window)
+    found = _attention.choose(
+        split, mask, seq_len, head_dim, dropping=dropping, packed=packed, platform=platform, batch=batch
+    )
+    return found if split.devices == 1 else (split.strategy, "the sequence is split over devices")
 
 
 def attention_notes(
@@ -155,20 +136,15 @@ def attention_notes(
     """Why no kernel serves where there are some, for the log; arguments as for `_attention.choose`."""
     if plan.attention != "auto":
         return []
-    name, why = _attention.choose_kernel(
-        split_of(plan), causal(window), seq_len, head_dim, dropping=dropping, packed=packed, platform="", batch=batch
+    name, why = _attention.choose(
+        split_of(plan), causal(window), seq_len, head_dim, dropping=dropping, packed=packed, batch=batch
     )
     return [f"attention by plain XLA, in tiles, and no kernel ({why})"] if name == "chunked" and why else []
 
 
-def overlap_notes(plan: Plan, seq_len: int) -> list[str]:
-    """Where a ring that the plan asks for gives way to a collective, or to one way: for the log.
-
-    Args:
-      plan: mesh, rules and forms of overlap.
-      seq_len: of the training sequences.
-    """
-    asked = {name: form for name, form in vars(plan.overlap).items() if form in ("ring", "bidirectional")}
+def overlap_notes(plan: Plan) -> list[str]:
+    """Where a ring that the plan asks for gives way to a collective: for the log."""
+    asked = [name for name, form in vars(plan.overlap).items() if form in ("ring", "bidirectional")]
     if not asked:
         return []
     flags, moves = " and ".join(f"overlap.{name}" for name in asked), further_split(STORED, GATHERED, plan)
@@ -187,6 +163,4 @@ def overlap_notes(plan: Plan, seq_len: int) -> list[str]:
         if split and rings and set(split) != set(rings[0]):
             over, around = " x ".join(split), " x ".join(rings[0])
             notes.append(f"overlap.scatter: sums over {over} (rules.{axis}) take a collective, the ring is {around}")
-    if "bidirectional" in asked.values() and seq_len // plan.size("residual_seq") < 2:
-        notes.append(f"{flags}: a device has a single row of the sequence, which goes one way")
     return notes

@@ -106,7 +106,7 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
     asked = offload_asked(plan)
     return [
         *_fit_rules(config, plan.mesh)[1],
-        *overlap_notes(plan, config.data.seq_len),
+        *overlap_notes(plan),
         *pipeline_notes(config, plan),
         *(offload_notes(asked, plan.mesh.devices.flat[0]) if asked else []),
         *_sum_notes(config, plan),
