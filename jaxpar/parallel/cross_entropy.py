@@ -104,64 +104,41 @@ class _Scores(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sums(layout: Layout, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
-    def local(x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
-        x_BSD = gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout)
-        tiles = tiling(labels_BS.size, head_VD.shape[0], x_BSD.shape[-1], layout, how.loss_mib)
-        if tiles.slices > 1:
-            x_TD, labels_T = x_BSD.reshape(labels_BS.size, -1), labels_BS.reshape(-1)
-            seen = _over_slices(x_TD, labels_T, _sliced(head_VD, tiles.slices), layout, how)
-            return _over_devices(_sums_of(seen, labels_T, layout, how)[0], layout)
-        head_VD = use(head_VD, _HEAD, layout)
-
-        def add(total: LossSums, chunk: tuple[Array, Array]) -> tuple[LossSums, None]:
-            sums, _ = _chunk_sums(*chunk, head_VD, layout, how)
-            return jax.tree.map(jnp.add, total, sums), None
-
-        total, _ = jax.lax.scan(add, LossSums(*jnp.zeros(3)), _chunks(x_BSD, labels_BS, tiles.chunks))
-        return _over_devices(total, layout)
-
-    layouts = (STORED, _HEAD, GATHERED[:2])
-    return manual(local, layout, layouts, LossSums(*_SCALARS))(x_BSD, head_VD, labels_BS)
+    return _sums_and_gradients(layout, how, x_BSD, head_VD, labels_BS, wanted=False)[0]
 
 
 def _sums_forward(layout, how, x_BSD, head_VD, labels_BS):
-    def local(x_BSD: Array, head_VD: Array, labels_BS: Array) -> tuple[LossSums, Array, Array]:
-        stored, x_BSD = x_BSD, gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout)
-        tiles = tiling(labels_BS.size, head_VD.shape[0], x_BSD.shape[-1], layout, how.loss_mib)
-        if tiles.slices > 1:
-            total, dx_BSD, dhead_VD = _by_slices(x_BSD, _sliced(head_VD, tiles.slices), labels_BS, layout, how)
-            dx_BSD = reduce(dx_BSD, layout.mesh_axes("vocab"), GATHERED, STORED, layout)
-            return _over_devices(total, layout), dx_BSD.astype(stored.dtype), dhead_VD.astype(head_VD.dtype)
-        used_VD = use(head_VD, _HEAD, layout)
-
-        def add(carry: tuple[LossSums, Array], chunk: tuple[Array, Array]) -> tuple[tuple[LossSums, Array], Array]:
-            (total, dhead_VD), x_TD = carry, chunk[0]
-            sums, dlogits_TV = _chunk_sums(*chunk, used_VD, layout, how)
-            dlogits_TV = dlogits_TV.astype(layout.dtype)
-            dhead_VD += jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
-            dx_TD = jnp.matmul(dlogits_TV, used_VD, preferred_element_type=layout.dtype)
-            return (jax.tree.map(jnp.add, total, sums), dhead_VD), dx_TD
-
-        zeros = LossSums(*jnp.zeros(3)), jnp.zeros(used_VD.shape, jnp.float32)
-        (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_BSD, labels_BS, tiles.chunks))
-        dx_BSD = dx_NTD.reshape(-1, x_BSD.shape[-1])[: labels_BS.size].reshape(x_BSD.shape)
-        dx_BSD = reduce(dx_BSD, layout.mesh_axes("vocab"), GATHERED, STORED, layout)
-        dhead_VD = reduce(dhead_VD, split_over(GATHERED[:2], layout), ("vocab", None), state_axes(_HEAD), layout)
-        return _over_devices(total, layout), dx_BSD.astype(stored.dtype), dhead_VD.astype(head_VD.dtype)
-
-    layouts = (STORED, _HEAD, GATHERED[:2])
-    outs = (LossSums(*_SCALARS), STORED, state_axes(_HEAD))
-    sums, dx_BSD, dhead_VD = manual(local, layout, layouts, outs)(x_BSD, head_VD, labels_BS)
-    return sums, (dx_BSD, dhead_VD)
+    return _sums_and_gradients(layout, how, x_BSD, head_VD, labels_BS, wanted=True)
 
 
-def _sums_backward(layout, how, residuals, cotangents):
-    dx_BSD, dhead_VD = residuals
-    scale = cotangents.loss
-    return (dx_BSD * scale).astype(dx_BSD.dtype), (dhead_VD * scale).astype(dhead_VD.dtype), None
+def _sums_backward(layout, how, gradients, cotangents):
+    dx_BSD, dhead_VD = ((gradient * cotangents.loss).astype(gradient.dtype) for gradient in gradients)
+    return dx_BSD, dhead_VD, None
 
 
 _sums.defvjp(_sums_forward, _sums_backward)
+
+
+def _sums_and_gradients(
+    layout: Layout, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Array, wanted: bool
+) -> tuple[LossSums, tuple[Array, Array] | None]:
+    """The sums, and where they are wanted the gradients of x and of the matrix."""
+
+    def local(x_BSD: Array, head_VD: Array, labels_BS: Array) -> tuple[LossSums, tuple[Array, Array] | None]:
+        x_TD = gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout).reshape(labels_BS.size, -1)
+        tiles = tiling(len(x_TD), len(head_VD), x_TD.shape[1], layout, how.loss_mib)
+        by, count = (_by_chunks, tiles.chunks) if tiles.slices == 1 else (_by_slices, tiles.slices)
+        sums, gradients = by(x_TD, head_VD, labels_BS.reshape(-1), count, layout, how, wanted)
+        axes = split_over(GATHERED[:2], layout)
+        sums = jax.lax.psum(sums, axes) if axes else sums
+        if gradients is None:
+            return sums, None
+        dx_BSD, dhead_VD = gradients[0].reshape(*labels_BS.shape, -1), gradients[1]
+        dx_BSD = reduce(dx_BSD, layout.mesh_axes("vocab"), GATHERED, STORED, layout)
+        return sums, (dx_BSD.astype(x_BSD.dtype), dhead_VD.astype(head_VD.dtype))
+
+    outs = (LossSums(*_SCALARS), (STORED, state_axes(_HEAD)) if wanted else None)
+    return manual(local, layout, (STORED, _HEAD, GATHERED[:2]), outs)(x_BSD, head_VD, labels_BS)
 
 
 class Tiling(NamedTuple):
@@ -204,19 +181,40 @@ def tiling(tokens: int, rows: int, embed: int, layout: Layout, loss_mib: int) ->
     return Tiling(1, slices)
 
 
-def _chunks(x_BSD: Array, labels_BS: Array, N: int) -> tuple[Array, Array]:
-    """A device's tokens in N equal chunks [N, T, D] and [N, T]; the last is filled up with tokens that do not count."""
-    missing = -labels_BS.size % N
-    x_TD = jnp.pad(x_BSD.reshape(labels_BS.size, -1), ((0, missing), (0, 0)))
-    labels_T = jnp.pad(labels_BS.reshape(-1), (0, missing), constant_values=-1)
-    return x_TD.reshape(N, -1, x_BSD.shape[-1]), labels_T.reshape(N, -1)
+# By chunks of a device's tokens. Here and below, inside `manual`: gradients of x are still to be summed over the
+# vocabulary's devices, and those of the matrix are as they are stored.
 
 
-def _chunk_sums(x_TD: Array, labels_T: Array, head_VD: Array, layout: Layout, how: _Scores) -> tuple[LossSums, Array]:
-    """Inside `manual`: the sums of these tokens, and the loss's gradient by their float32 scores [T, V of a device]."""
-    logits_TV, is_label_TV = _scores(x_TD, labels_T, head_VD, _first_row(head_VD.shape[0], layout), how)
-    sums, dlse_T, lse_T = _sums_of(_seen(logits_TV, is_label_TV), labels_T, layout, how)
-    return sums, _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how)
+def _by_chunks(
+    x_TD: Array, head_VD: Array, labels_T: Array, chunks: int, layout: Layout, how: _Scores, wanted: bool
+) -> tuple[LossSums, tuple[Array, Array] | None]:
+    used_VD = use(head_VD, _HEAD, layout)
+    first = _first_row(len(used_VD), layout)
+
+    def add(carry: tuple[LossSums, Array | None], chunk: tuple[Array, Array]) -> Any:
+        (total, dhead_VD), (x_TD, labels_T) = carry, chunk
+        logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, first, how)
+        sums, dlse_T, lse_T = _sums_of(_seen(logits_TV, is_label_TV), labels_T, layout, how)
+        total = jax.tree.map(jnp.add, total, sums)
+        if not wanted:
+            return (total, None), None
+        dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(layout.dtype)
+        dhead_VD += jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
+        return (total, dhead_VD), jnp.matmul(dlogits_TV, used_VD, preferred_element_type=layout.dtype)
+
+    zeros = LossSums(*jnp.zeros(3)), jnp.zeros(used_VD.shape, jnp.float32) if wanted else None
+    (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_TD, labels_T, chunks))
+    if not wanted:
+        return total, None
+    dhead_VD = reduce(dhead_VD, split_over(GATHERED[:2], layout), ("vocab", None), state_axes(_HEAD), layout)
+    return total, (dx_NTD.reshape(-1, x_TD.shape[1])[: len(x_TD)], dhead_VD)
+
+
+def _chunks(x_TD: Array, labels_T: Array, N: int) -> tuple[Array, Array]:
+    """Tokens in N equal chunks [N, T, D] and [N, T]; the last is filled up with tokens that do not count."""
+    missing = -len(labels_T) % N
+    x_TD, labels_T = jnp.pad(x_TD, ((0, missing), (0, 0))), jnp.pad(labels_T, (0, missing), constant_values=-1)
+    return x_TD.reshape(N, -1, x_TD.shape[1]), labels_T.reshape(N, -1)
 
 
 class _Seen(NamedTuple):
@@ -266,20 +264,15 @@ def _dlogits(logits_TV: Array, is_label_TV: Array, labels_T: Array, dlse_T: Arra
     return through_cap(dlogits_TV, logits_TV, how.softcap)
 
 
-# By slices of the vocabulary. Inside `manual`: x and labels of all of a device's tokens, its part of the matrix in N.
+# By slices of the vocabulary.
 
 
-def _sliced(head_VD: Array, slices: int) -> Array:
-    return head_VD.reshape(slices, -1, head_VD.shape[1])
+def _by_slices(
+    x_TD: Array, head_VD: Array, labels_T: Array, slices: int, layout: Layout, how: _Scores, wanted: bool
+) -> tuple[LossSums, tuple[Array, Array] | None]:
+    rows, tokens = len(head_VD) // slices, split_over(GATHERED[:2], layout)
+    parts = head_VD.reshape(slices, rows, -1), _first_row(len(head_VD), layout) + rows * jnp.arange(slices)
 
-
-def _rows_of(head_NVD: Array, layout: Layout) -> tuple[Array, Array]:
-    """The slices, and each one's first row in the whole matrix."""
-    N, rows, _ = head_NVD.shape
-    return head_NVD, _first_row(N * rows, layout) + rows * jnp.arange(N)
-
-
-def _over_slices(x_TD: Array, labels_T: Array, head_NVD: Array, layout: Layout, how: _Scores) -> _Seen:
     def add(seen: _Seen, part: tuple[Array, Array]) -> tuple[_Seen, None]:
         new = _seen(*_scores(x_TD, labels_T, use(part[0], _HEAD, layout), part[1], how))
         most_T = jnp.maximum(seen.most_T, new.most_T)
@@ -287,16 +280,10 @@ def _over_slices(x_TD: Array, labels_T: Array, head_NVD: Array, layout: Layout, 
         return _Seen(most_T, total_T, seen.label_T + new.label_T), None
 
     nothing = jnp.zeros(labels_T.shape)
-    return jax.lax.scan(add, _Seen(nothing + MASKED, nothing, nothing), _rows_of(head_NVD, layout))[0]
-
-
-def _by_slices(
-    x_BSD: Array, head_NVD: Array, labels_BS: Array, layout: Layout, how: _Scores
-) -> tuple[LossSums, Array, Array]:
-    """The sums, and the gradients of x and of the matrix: x's still to be summed over the vocabulary's devices."""
-    x_TD, labels_T = x_BSD.reshape(labels_BS.size, -1), labels_BS.reshape(-1)
-    sums, dlse_T, lse_T = _sums_of(_over_slices(x_TD, labels_T, head_NVD, layout, how), labels_T, layout, how)
-    tokens = split_over(GATHERED[:2], layout)
+    seen, _ = jax.lax.scan(add, _Seen(nothing + MASKED, nothing, nothing), parts)
+    sums, dlse_T, lse_T = _sums_of(seen, labels_T, layout, how)
+    if not wanted:
+        return sums, None
 
     def pull(dx_TD: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
         used_VD = use(part[0], _HEAD, layout)
@@ -307,12 +294,5 @@ def _by_slices(
         dx_TD += jnp.matmul(dlogits_TV, used_VD, preferred_element_type=jnp.float32)
         return dx_TD, reduce(dhead_DV, tokens, (None, _HEAD[0]), state_axes(_HEAD)[::-1], layout)
 
-    dx_TD, dhead_NDV = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), _rows_of(head_NVD, layout))
-    dhead_VD = dhead_NDV.swapaxes(1, 2).reshape(-1, dhead_NDV.shape[1])
-    return sums, dx_TD.astype(layout.dtype).reshape(x_BSD.shape), dhead_VD
-
-
-def _over_devices(sums: LossSums, layout: Layout) -> LossSums:
-    """Inside `manual`: sums over the devices that hold different tokens."""
-    axes = split_over(GATHERED[:2], layout)
-    return jax.lax.psum(sums, axes) if axes else sums
+    dx_TD, dhead_NDV = jax.lax.scan(pull, jnp.zeros(x_TD.shape, jnp.float32), parts)
+    return sums, (dx_TD.astype(layout.dtype), dhead_NDV.swapaxes(1, 2).reshape(-1, dhead_NDV.shape[1]))

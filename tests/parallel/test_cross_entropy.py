@@ -105,7 +105,7 @@ def test_the_loss_and_its_gradients_are_those_of_all_scores_at_once(
 @pytest.mark.parametrize(("length", "chunk"), [(13, 4), (13, 13), (7, 3), (1, 1), (5, 100)])
 def test_any_number_of_tokens_is_cut_into_chunks_no_longer_than_asked(length: int, chunk: int) -> None:
     x, _, labels = inputs(1, length)
-    x_NTD, labels_NT = jaxpar.parallel.cross_entropy._chunks(x, labels, -(-length // chunk))
+    x_NTD, labels_NT = jaxpar.parallel.cross_entropy._chunks(x[0], labels[0], -(-length // chunk))
     assert labels_NT.shape[0] == -(-length // chunk)
     assert labels_NT.shape[1] <= chunk
     np.testing.assert_array_equal(x_NTD.reshape(-1, D)[:length], x[0])
