@@ -54,6 +54,9 @@ class _Tensor(NamedTuple):
     params: tuple[str, ...]
     index: tuple[int, ...]
 
+    def bytes(self, dtype: Dtype) -> int:
+        return math.prod(self.shape) * jnp.dtype(dtype).itemsize
+
 
 def _layout(model: Model) -> list[_Tensor]:
     """The tensors of a model's checkpoint in the file's order, those of a block together."""
@@ -113,9 +116,8 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
 
         def load(tree_path, leaf, sharding):
             name = path_name(tree_path)
-            stacked = len(leaf.shape) - len(letters[name])
-            read = partial(_stack, reads[name], stacked) if stacked else partial(_pad, reads[name][()])
-            return _place(leaf.shape, sharding, partial(read, leaf.dtype))
+            read = partial(_fill, reads[name], len(leaf.shape) - len(letters[name]), leaf.dtype)
+            return _place(leaf.shape, sharding, read)
 
         return jax.tree_util.tree_map_with_path(load, shapes, shardings)
 
@@ -243,20 +245,16 @@ def _read(
     return source[tuple(reads)].reshape(shape)[tuple(cuts)].transpose([order.index(c) for c in letters])
 
 
-def _stack(reads: dict[tuple[int, ...], Read], dims: int, dtype: np.dtype, bounds: Bounds) -> np.ndarray:
-    """A block of a parameter that is stacked over its first `dims`: layer by layer, expert by expert."""
-    out = np.empty([stop - start for start, stop in bounds], dtype)
-    for index in product(*(range(*cut) for cut in bounds[:dims])):
-        place = tuple(number - start for number, (start, _) in zip(index, bounds, strict=False))
-        out[place] = reads[index](bounds[dims:])
-    return out
+def _fill(reads: dict[tuple[int, ...], Read], stacked: int, dtype: np.dtype, bounds: Bounds) -> np.ndarray:
+    """A block of a parameter that is stacked over its first dims, read layer by layer and expert by expert.
 
-
-def _pad(read: Read, dtype: np.dtype, bounds: Bounds) -> np.ndarray:
-    """A block of a parameter that is not stacked, zeros where it passes the vocabulary."""
+    It is zeros where it passes the vocabulary.
+    """
     out = np.zeros([stop - start for start, stop in bounds], dtype)
-    block = read(bounds)
-    out[tuple(slice(size) for size in block.shape)] = block
+    for index in product(*(range(*cut) for cut in bounds[:stacked])):
+        block = reads[index](bounds[stacked:])
+        place = [number - start for number, (start, _) in zip(index, bounds, strict=False)]
+        out[(*place, *map(slice, block.shape))] = block
     return out
 
 
@@ -354,11 +352,11 @@ def _piece(leaf: jax.Array, index: tuple[int, ...], dtype: Dtype) -> jax.Array:
     return leaf.astype(dtype)
 
 
-def _split(layout: list[_Tensor], dtype: Dtype, max_bytes: int) -> list[list[_Tensor]]:
+def _split(tensors: list[_Tensor], dtype: Dtype, max_bytes: int) -> list[list[_Tensor]]:
     """The tensors of each file, in order."""
     files, room = [], 0
-    for tensor in layout:
-        size = _bytes(tensor, dtype)
+    for tensor in tensors:
+        size = tensor.bytes(dtype)
         if size > room:
             files.append([])
             room = max_bytes
@@ -367,31 +365,27 @@ def _split(layout: list[_Tensor], dtype: Dtype, max_bytes: int) -> list[list[_Te
     return files
 
 
-def _bytes(tensor: _Tensor, dtype: Dtype) -> int:
-    return math.prod(tensor.shape) * jnp.dtype(dtype).itemsize
-
-
 def _write_files(
     folder: Path, files: list[list[_Tensor]], arrays: Iterator[tuple[str, np.ndarray]], dtype: Dtype
 ) -> None:
     """The safetensors files, and their index when there are several."""
     if len(files) == 1:
         return _write(folder / "model.safetensors", files[0], arrays, dtype)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, tensors in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         _write(folder / name, tensors, islice(arrays, len(tensors)), dtype)
         weight_map |= {tensor.name: name for tensor in tensors}
-    total = sum(_bytes(tensor, dtype) for tensors in files for tensor in tensors)
+    total = sum(tensor.bytes(dtype) for tensors in files for tensor in tensors)
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write(file: Path, tensors: list[_Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype) -> None:
     """One safetensors file: header length, JSON header, data. The library's `save_file` wants all tensors at once."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        start, end = end, end + _bytes(tensor, dtype)
+        start, end = end, end + tensor.bytes(dtype)
         header[tensor.name] = {"dtype": _WRITTEN[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned

@@ -68,7 +68,7 @@ MUTATIONS = [
              "tests/kernels/test_chunked.py"),
     # Parallel ops.
     Mutation("linear_sum", "a missing sum of weight gradients over the devices that split the sequence",
-             "jaxpar/parallel/linear.py", "split_over(site.used[:2], layout)", "split_over(site.used[:1], layout)",
+             "jaxpar/parallel/linear.py", "split_over(used[:2], layout)", "split_over(used[:1], layout)",
              "tests/parallel/test_linear.py tests/parallel/test_context.py"),
     Mutation("reduce_twice", "a sum taken again over axes that a reduce-scatter has summed",
              "jaxpar/parallel/collectives.py",

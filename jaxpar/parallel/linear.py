@@ -12,9 +12,10 @@ of a linear.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float
 from jaxpar.base.heads import beside, copying
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.plan import Form
-from jaxpar.base.sharding import Layout, LogicalAxis, state_axes
+from jaxpar.base.sharding import Axes, Layout, LogicalAxis, state_axes
 from jaxpar.kernels.attention.call import MASKED, capped
 from jaxpar.parallel.collectives import gather, manual_vjp, own_piece, platform_of, reduce, split_over
 from jaxpar.parallel.ring_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -34,24 +35,6 @@ GATHERED: _Axes = ("batch", "seq", None)
 ATTENDED: _Axes = ("batch", "attention_seq", None)
 Overlapping = Form | tuple[Form, Form]
 """One form for both moves, or one for gathers and one for scatters."""
-
-
-class _Site(NamedTuple):
-    """Layouts of one linear as its arrays lie between ops (input, weights and outputs), and the forms of its moves."""
-
-    x: _Axes
-    weights: tuple[_Axes, ...]
-    ys: tuple[_Axes, ...]
-    used: _Axes
-    """Of the residual stream where it is multiplied."""
-    out_dtype: str
-    sums: bool
-    """A row linear: its one output is summed over the devices that split its input, and scattered. Else a column
-    linear: its input is gathered."""
-    gathers: Form
-    """Of the sequence: a column linear's forward, a row linear's backward."""
-    scatters: Form
-    """Of sums over the sequence: a row linear's forward, a column linear's backward."""
 
 
 @overload
@@ -104,8 +87,7 @@ def column_linear(
     layout.sharding(STORED, x_BSD.shape, "x")
     for weight, axes_of in zip(weights, stored, strict=True):
         layout.sharding(axes_of, weight.shape, "weight")
-    site = _Site(STORED, stored, outs, ("batch", seq, None), layout.compute, False, *_forms(overlap))
-    ys = _linear(layout, site, x_BSD, tuple(weights))
+    ys = _columns(x_BSD, tuple(weights), stored, outs, ("batch", seq, None), layout.compute, layout, overlap)
     return tuple(_plus(y, bias) for y, bias in zip(ys, biases or (None,) * len(ys), strict=True))
 
 
@@ -131,10 +113,25 @@ def row_linear(
       UserError: as `column_linear`.
     """
     used: _Axes = ("batch", seq, None)
-    layout.sharding(("batch", seq, *axes), h_BSI.shape, "input")
-    layout.sharding((*axes, "embed"), weight.shape, "weight")
-    site = _Site(("batch", seq, *axes), ((*axes, "embed"),), (STORED,), used, layout.compute, True, *_forms(overlap))
-    return _plus(_linear(layout, site, h_BSI, (weight,))[0], bias)
+    split, stored = ("batch", seq, *axes), (*axes, "embed")
+    layout.sharding(split, h_BSI.shape, "input")
+    layout.sharding(stored, weight.shape, "weight")
+    gathers, scatters = _forms(overlap)
+
+    def forward(h: Array, weight: Array) -> Array:
+        products = [(h.astype(layout.dtype), use(weight, stored, layout))]
+        return matmul_reduce_scatter(
+            products, split_over(used_axes(axes), layout), used, STORED, layout.compute, layout, scatters
+        )
+
+    def backward(h: Array, weight: Array, dy: Array) -> tuple[Array, Array]:
+        swapped = _swapped(use(weight, stored, layout), len(axes))
+        dy = dy.astype(layout.dtype)
+        dy, (dh,) = all_gather_matmul(dy, [swapped], STORED, used, layout.compute, layout, gathers)
+        dweight = _weight_gradient(h.astype(layout.dtype), dy, weight, stored, used, layout, None)
+        return dh.astype(h.dtype), dweight
+
+    return _plus(manual_vjp(forward, backward, layout, (split, stored), STORED)(h_BSI, weight), bias)
 
 
 def logits(
@@ -151,9 +148,9 @@ def logits(
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
       overlap: as for `column_linear`.
     """
-    outs: tuple[_Axes, ...] = (("batch", "seq", "vocab"),)
-    site = _Site(STORED, (("embed", "vocab"),), outs, GATHERED, "float32", False, *_forms(overlap))
-    logits_BSV = capped(_linear(layout, site, x_BSD, (head_VD.T,))[0], softcap)
+    stored, outs = (("embed", "vocab"),), (("batch", "seq", "vocab"),)
+    (logits_BSV,) = _columns(x_BSD, (head_VD.T,), stored, outs, GATHERED, "float32", layout, overlap)
+    logits_BSV = capped(logits_BSV, softcap)
     if vocab_size in (0, head_VD.shape[0]):
         return logits_BSV
     return jnp.where(jnp.arange(head_VD.shape[0]) < vocab_size, logits_BSV, MASKED)
@@ -163,56 +160,54 @@ def _forms(overlap: Overlapping) -> tuple[Form, Form]:
     return overlap if isinstance(overlap, tuple) else (overlap, overlap)
 
 
-def _linear(layout: Layout, site: _Site, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+def _columns(
+    x: Array, weights: tuple[Array, ...], stored: tuple[_Axes, ...], outs: tuple[_Axes, ...], used: _Axes, dtype: str,
+    layout: Layout, overlap: Overlapping,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Column linears that share one gather of x.
+
+    Args:
+      x, weights: global arrays.
+      stored, outs: logical axes of each weight, and of each output.
+      used: of x where it is multiplied.
+      dtype: of the outputs.
+      layout, overlap: as for `column_linear`.
+    """
+    gathers, scatters = _forms(overlap)
+    copies = [axes.index("kv_heads") if copying(layout) and "kv_heads" in axes else None for axes in stored]
+
+    def use_all(weights: tuple[Array, ...]) -> list[Array]:
+        whole = (use(weight, axes, layout) for weight, axes in zip(weights, stored, strict=True))
+        return [_copied(weight, dim, layout) for weight, dim in zip(whole, copies, strict=True)]
+
     def forward(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-        x, used = x.astype(layout.dtype), _used(weights, site, layout)
-        if site.sums:
-            products, over = [(x, used[0])], split_over(used_axes(site.weights[0])[:-1], layout)
-            return (matmul_reduce_scatter(products, over, site.used, STORED, site.out_dtype, layout, site.scatters),)
-        return tuple(all_gather_matmul(x, used, STORED, site.used, site.out_dtype, layout, site.gathers)[1])
+        x = x.astype(layout.dtype)
+        return tuple(all_gather_matmul(x, use_all(weights), STORED, used, dtype, layout, gathers)[1])
 
     def backward(x: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
-        dx_dtype, x, used = x.dtype, x.astype(layout.dtype), _used(weights, site, layout)
         dys = tuple(dy.astype(layout.dtype) for dy in dys)
-        split = x.ndim - 2  # the weight's leading dims are x's trailing ones
-        swapped = [jnp.transpose(weight, (*range(split, weight.ndim), *range(split))) for weight in used]
-        if site.sums:
-            dy, (dx,) = all_gather_matmul(dys[0], swapped, STORED, site.used, layout.compute, layout, site.gathers)
-            dys = (dy,)
-        else:
-            # What is partial over the same mesh axes is added up before it is sent.
-            groups: dict[tuple[MeshAxis, ...], list[tuple[Array, Array]]] = {}
-            for dy, weight, axes in zip(dys, swapped, site.ys, strict=True):
-                groups.setdefault(split_over(axes[2:], layout), []).append((dy, weight))
-            dx = sum(
-                matmul_reduce_scatter(products, over, site.used, STORED, layout.compute, layout, site.scatters)
-                for over, products in groups.items()
-            )
-            x, _ = all_gather_matmul(x, (), STORED, site.used, layout.compute, layout, site.gathers)
-        tokens, dims = split_over(site.used[:2], layout), _copied_dims(site, layout)
-        dweights = tuple(
-            _summed(_matmul_transposed(x, dy, use.shape, layout), weight, axes, dim, tokens, layout)
-            for dy, use, weight, axes, dim in zip(dys, used, weights, site.weights, dims, strict=True)
+        # What is partial over the same mesh axes is added up before it is sent.
+        groups: dict[tuple[MeshAxis, ...], list[tuple[Array, Array]]] = {}
+        for dy, weight, axes in zip(dys, use_all(weights), outs, strict=True):
+            groups.setdefault(split_over(axes[2:], layout), []).append((dy, _swapped(weight, 1)))
+        parts = (
+            matmul_reduce_scatter(products, over, used, STORED, layout.compute, layout, scatters)
+            for over, products in groups.items()
         )
-        return jnp.asarray(dx, dx_dtype), dweights
+        dx = functools.reduce(jnp.add, parts).astype(x.dtype)
+        x, _ = all_gather_matmul(x.astype(layout.dtype), (), STORED, used, layout.compute, layout, gathers)
+        dweights = tuple(
+            _weight_gradient(x, dy, weight, axes, used, layout, dim)
+            for dy, weight, axes, dim in zip(dys, weights, stored, copies, strict=True)
+        )
+        return dx, dweights
 
-    return manual_vjp(forward, backward, layout, (site.x, site.weights), site.ys)(x, weights)
+    return manual_vjp(forward, backward, layout, (STORED, stored), outs)(x, weights)
 
 
-def used_axes(axes: _Axes) -> _Axes:
+def used_axes(axes: Axes) -> _Axes:
     """The layout of a weight as it is multiplied: whole over `embed`."""
     return tuple(None if axis == "embed" else axis for axis in axes)
-
-
-def _used(weights: Sequence[Array], site: _Site, layout: Layout) -> list[Array]:
-    used = (use(weight, axes, layout) for weight, axes in zip(weights, site.weights, strict=True))
-    return [_copied(weight, dim, layout) for weight, dim in zip(used, _copied_dims(site, layout), strict=True)]
-
-
-def _copied_dims(site: _Site, layout: Layout) -> list[int | None]:
-    """Of each weight the dim of which devices take copies of kv heads; None = none."""
-    copies = bool(copying(layout)) and not site.sums
-    return [axes.index("kv_heads") if copies and "kv_heads" in axes else None for axes in site.weights]
 
 
 def _copied(weight: Array, dim: int | None, layout: Layout) -> Array:
@@ -223,17 +218,6 @@ def _copied(weight: Array, dim: int | None, layout: Layout) -> Array:
     devices = layout.pieces(axes)
     times = devices // math.gcd(devices, weight.shape[dim])
     return own_piece(jnp.repeat(weight, times, axis=dim), axes, dim, devices)
-
-
-def _summed(
-    dweight: Array, weight: Array, axes: _Axes, dim: int | None, tokens: tuple[MeshAxis, ...], layout: Layout
-) -> Array:
-    """Inside `manual`, a device's weight gradient summed over tokens and copies, as gradients are stored."""
-    if dim is not None:
-        whole = jax.ShapeDtypeStruct((*dweight.shape[:dim], weight.shape[dim], *dweight.shape[dim + 1 :]), jnp.float32)
-        (dweight,) = jax.linear_transpose(lambda w: _copied(w, dim, layout), whole)(dweight)
-        tokens += copying(layout)
-    return reduce(dweight, tokens, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
 
 
 def _plus(y: Array, bias: Array | None) -> Array:
@@ -250,11 +234,27 @@ def use(weight: Array, axes: _Axes, layout: Layout) -> Array:
     return gather(weight.astype(layout.dtype), axes, used_axes(axes), layout)
 
 
-def _matmul_transposed(x: Array, dy: Array, shape: tuple[int, ...], layout: Layout) -> Array:
-    """The weight gradient: [B, S, *in] and [B, S, *out] contracted over the tokens, summed in float32."""
+def _swapped(weight: Array, split: int) -> Array:
+    """A weight [*in, *out], of so many dims in, as [*out, *in]."""
+    return jnp.transpose(weight, (*range(split, weight.ndim), *range(split)))
+
+
+def _weight_gradient(
+    x: Array, dy: Array, weight: Array, axes: _Axes, used: _Axes, layout: Layout, copied: int | None
+) -> Array:
+    """Inside `manual`: [B, S, *in] and [B, S, *out] contracted over the tokens, as gradients are stored.
+
+    It is summed in float32, over the devices that have other tokens, and over those that have copies of the same heads.
+    """
+    shape, tokens = (*x.shape[2:], *dy.shape[2:]), split_over(used[:2], layout)
     if platform_of(layout) == "tpu" and len(x) > 1:
         over = (0, 1)  # of heads that lie [B, H, h, S] XLA would make copies, to have one dim of the two
     else:
         over = (0,)  # two dims XLA:CPU would transpose
         x, dy = (array.reshape(array.shape[0] * array.shape[1], -1) for array in (x, dy))
-    return jax.lax.dot_general(x, dy, ((over, over), ((), ())), preferred_element_type=jnp.float32).reshape(shape)
+    dweight = jax.lax.dot_general(x, dy, ((over, over), ((), ())), preferred_element_type=jnp.float32).reshape(shape)
+    if copied is not None:
+        whole = jax.ShapeDtypeStruct((*shape[:copied], weight.shape[copied], *shape[copied + 1 :]), jnp.float32)
+        (dweight,) = jax.linear_transpose(lambda weight: _copied(weight, copied, layout), whole)(dweight)
+        tokens += copying(layout)
+    return reduce(dweight, tokens, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
