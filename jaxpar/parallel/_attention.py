@@ -96,8 +96,7 @@ def attention(
         if name in dispatch.PAIRS or split.devices > 1:
             return split_attention(split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)
         kv_heads: _Axes = (*ATTENDED[:2], beside("kv_heads", layout), "head_dim")
-        segment_axes: Any = None if segments_BS is None else ATTENDED[:2]
-        layouts = heads, kv_heads, kv_heads, segment_axes
+        layouts = heads, kv_heads, kv_heads, None if segments_BS is None else ATTENDED[:2]
         return manual(local, layout, layouts, heads)(q_BSHh, k_BSKh, v_BSKh, segments_BS)
 
 
@@ -141,7 +140,7 @@ def choose(
     """
     layout, platform = split.layout, platform or platform_of(split.layout)
     one = jax.ShapeDtypeStruct((batch, seq_len // split.devices, 1, head_dim), layout.dtype)
-    ids: Any = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)
+    ids: Any = jax.ShapeDtypeStruct((batch, seq_len), jnp.int32)  # a mask takes arrays
     mask = mask & Segments(ids, ids) if packed else mask
     if split.devices > 1:
         return kernel_for(split, mask, one, one, platform)

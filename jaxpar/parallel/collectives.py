@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,13 @@ import jax.numpy as jnp
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import LANES
 from jaxpar.base.mesh import MeshAxis
-from jaxpar.base.sharding import Axes, Layout, LogicalAxis, is_axes, state_axes
+from jaxpar.base.sharding import Axes, Layout, LogicalAxis, PyTree, is_axes, state_axes
+
+Out = TypeVar("Out")
+Tree = TypeVar("Tree")
 
 
-def manual(local: Callable[..., Any], layout: Layout, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+def manual(local: Callable[..., Out], layout: Layout, in_axes: PyTree, out_axes: PyTree) -> Callable[..., Out]:
     """`local` on every device's own part of the arrays; on one device `local` itself.
 
     Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the other axes, also where
@@ -38,7 +41,7 @@ def manual(local: Callable[..., Any], layout: Layout, in_axes: Any, out_axes: An
     if not axes or (not around and layout.mesh.size == 1):
         return local
 
-    def specs(axes: Any) -> Any:
+    def specs(axes: PyTree) -> PyTree:
         return jax.tree.map(layout.spec, axes, is_leaf=is_axes)  # None, for an argument that is None, stays
 
     return jax.shard_map(
@@ -48,9 +51,9 @@ def manual(local: Callable[..., Any], layout: Layout, in_axes: Any, out_axes: An
 
 
 def manual_vjp(
-    forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], layout: Layout, in_axes: tuple[Any, ...],
-    out_axes: Any,
-) -> Callable[..., Any]:  # fmt: skip
+    forward: Callable[..., Out], backward: Callable[..., tuple[PyTree, ...]], layout: Layout,
+    in_axes: tuple[PyTree, ...], out_axes: PyTree,
+) -> Callable[..., Out]:  # fmt: skip
     """`manual(forward, ...)` with its gradient written out, so that every collective of it stands where it should.
 
     The arguments are kept for the backward.
@@ -64,10 +67,10 @@ def manual_vjp(
     """
 
     @jax.custom_vjp
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree) -> Out:
         return manual(forward, layout, in_axes, out_axes)(*args)
 
-    def pull(args: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+    def pull(args: tuple[PyTree, ...], cotangent: Out) -> tuple[PyTree, ...]:
         def gradient_axes(axes: Axes, x: jax.Array) -> Axes | None:
             return state_axes(axes) if jnp.issubdtype(x.dtype, jnp.floating) else None
 
@@ -78,7 +81,7 @@ def manual_vjp(
     return run
 
 
-def turn_after(turn: jax.Array | None, arrays: Any, axes: Any, layout: Layout) -> Any:
+def turn_after(turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Layout) -> jax.Array | None:
     """`turn`, an int32 zero, but not there before these arrays: with `waits` an op comes after those that gave them.
 
     Only XLA:CPU needs it, and elsewhere a turn is None. It starts collectives in the order of its schedule, but takes a
@@ -96,7 +99,7 @@ def turn_after(turn: jax.Array | None, arrays: Any, axes: Any, layout: Layout) -
     if turn is None:
         return None
 
-    def local(turn: jax.Array, arrays: Any) -> jax.Array:
+    def local(turn: jax.Array, arrays: PyTree) -> jax.Array:
         for array in jax.tree.leaves(arrays):
             bits = jax.lax.bitcast_convert_type(array[(0,) * array.ndim].astype(jnp.float32), jnp.int32)
             turn = jnp.where(bits * bits & 3 < 2, turn, 1)  # true of every square, which XLA does not know
@@ -105,7 +108,7 @@ def turn_after(turn: jax.Array | None, arrays: Any, axes: Any, layout: Layout) -
     return manual(local, layout, ((), axes), ())(turn, arrays)
 
 
-def waits(x: Any, turn: jax.Array | None) -> Any:
+def waits(x: Tree, turn: jax.Array | None) -> Tree:
     """The same arrays, for ops that come after what `turn` comes after."""
     return x if turn is None else jax.tree.map(lambda x: jnp.where(turn == 0, x, jnp.zeros_like(x)), x)
 
@@ -190,10 +193,10 @@ def further_split(stored: Axes, used: Axes, layout: Layout) -> list[tuple[int, t
     for dim, (outer, inner) in enumerate(zip(stored, used, strict=True)):
         split, kept = layout.mesh_axes(outer), layout.mesh_axes(inner)
         if split[: len(kept)] != kept:
-            fitting = " ".join((*kept, *(axis for axis in split if axis not in kept)))
+            fitting = ", ".join((*kept, *(axis for axis in split if axis not in kept)))
             raise UserError(
                 f"dim {dim} is used split over {_words(inner, kept)} and stored split over {_words(outer, split)}, "
-                f"which does not begin with it: try --rules.{outer} {fitting}"
+                f"which does not begin with it: try rules.{outer}=({fitting})"
             )
         if extra := split[len(kept) :]:
             moves.append((dim, extra))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ from jaxpar.parallel.remat import named
 from jaxpar.parallel.zigzag import PARTS, ContextTask, chunk_order, inverse, own_chunks, packed, reordered, stacked
 
 _Axes = tuple[LogicalAxis | None, ...]
+_Shaped = Array | jax.ShapeDtypeStruct
+_Forward = Callable[[Array, Array, Array, ContextTask], tuple[Array, Array]]
+_Backward = Callable[[Array, Array, Array, Array, Array, Array, ContextTask], tuple[Array, Array, Array]]
 _Q: _Axes = ("batch", "attention_seq", "heads", None)
 # Log-sum-exps are kept as a device made them, [B, 1, H, S]: Ulysses has other heads and tokens than q and the output.
 _LSE: _Axes = ("batch", "attention_seq", "heads", None)
@@ -53,10 +56,10 @@ def check_chunks(layout: Layout, strategy: Strategy, seq_len: int) -> None:
     chunks = max(layout.size("attention_seq"), len(chunk_order(layout, strategy)))
     if seq_len % chunks:
         below = seq_len // chunks * chunks
-        shorter = f"--data.seq-len {below} or " if below else ""
+        shorter = f"data.seq_len={below} or " if below else ""
         raise UserError(
             f"data.seq_len={seq_len} is not cut into {chunks} equal chunks, which {strategy} over "
-            f"{_sizes(layout)} needs: try {shorter}--data.seq-len {below + chunks}"
+            f"{_sizes(layout)} needs: try {shorter}data.seq_len={below + chunks}"
         )
 
 
@@ -85,7 +88,7 @@ def check_split(
     if dropout > 0:
         raise UserError(
             f"model.dropout={dropout} with the sequence split over {_sizes(layout)}: what is dropped would depend on "
-            "the mesh: try --model.dropout 0, or leave the sequence whole"
+            "the mesh: try model.dropout=0, or leave the sequence whole"
         )
     layout.sharding((*_Q[1:3], None), (seq_len, heads, 1), "queries")
     layout.sharding(("attention_seq", "kv_heads"), (seq_len, kv_heads), "keys and values")
@@ -96,7 +99,7 @@ def check_split(
         fits = largest_divisor(here, layout.mesh.shape[axis])
         raise UserError(
             f"Ulysses with too few heads: {_sizes(layout)} cannot share out {here} heads (model.heads={heads} over "
-            f"{layout.size('heads')} devices): try --context.strategy ring, or --mesh.{axis} {fits}"
+            f"{layout.size('heads')} devices): try context.strategy=ring, or mesh.{axis}={fits}"
         )
 
 
@@ -184,11 +187,11 @@ def _backward(split, mask, residuals, dout_BSHh):
 split_attention.defvjp(_forward, _backward)
 
 
-def _strategy(split: Split) -> Any:
+def _strategy(split: Split) -> tuple[_Forward, _Backward]:
     return _STRATEGIES[split.strategy if split.devices > 1 else "ulysses"]
 
 
-def kernel_for(split: Split, mask: Mask, q_BSHh: Any, k_BSKh: Any, platform: str) -> tuple[str, str]:
+def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platform: str) -> tuple[str, str]:
     """The implementation that serves what a strategy hands to it, and why not one before it.
 
     Args:
@@ -220,7 +223,7 @@ def _work(split: Split, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_
     return ContextTask(split.layout, mask, segments_BT, pair(name))
 
 
-def _segment_axes(segments_BS: Array | None) -> Any:
+def _segment_axes(segments_BS: Array | None) -> _Axes | None:
     return None if segments_BS is None else _SEGMENTS
 
 
@@ -257,7 +260,7 @@ def _gather_backward(
     return jnp.concatenate(dqs, axis=1), dk, dv
 
 
-def _against_all(work: ContextTask, k_BSKh: Array) -> list[tuple[int, Mask, Any]]:
+def _against_all(work: ContextTask, k_BSKh: Array) -> list[tuple[int, Mask, Call]]:
     """Of one's early and late chunk, how many keys from the first it may see, and how."""
     C, n = k_BSKh.shape[1] // 2, work.size
     segments_BT = None if work.segments_BT is None else _natural(work.segments_BT, work)
@@ -315,7 +318,7 @@ def _kv_to_sequence(dx_BTKh: Array, x_BSKh: Array, work: ContextTask) -> Array:
     return dx_BSKh if dx_BSKh.shape[2] == K else jnp.sum(dx_BSKh.reshape(B, S, K, -1, h), axis=3, dtype=jnp.float32)
 
 
-_STRATEGIES: dict[str, tuple[Callable[..., tuple[Array, Array]], Callable[..., tuple[Array, Array, Array]]]] = {
+_STRATEGIES: dict[str, tuple[_Forward, _Backward]] = {
     "ring": (ring_attention.forward, ring_attention.backward),
     "all_gather": (_gather_forward, _gather_backward),
     "ulysses": (_ulysses_forward, _ulysses_backward),

@@ -13,13 +13,13 @@ Shapes: B batch, S sequence, T tokens of a chunk, N chunks or slices, D embed, V
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.base.sharding import Layout, LogicalAxis, state_axes
+from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, state_axes
 from jaxpar.kernels.attention.call import MASKED, capped, through_cap
 from jaxpar.kernels.attention.dispatch import say_once
 from jaxpar.parallel.collectives import further_split, gather, manual, reduce, split_over
@@ -57,7 +57,7 @@ class LossWeights(NamedTuple):
 
 
 LIKELIHOOD = LossWeights()  # nothing added to it
-_SCALARS: Any = ((),) * 3  # logical axes of the sums
+_SUMS: PyTree = LossSums((), (), ())  # pyright: ignore[reportArgumentType]
 
 
 def linear_cross_entropy(
@@ -87,9 +87,7 @@ def linear_cross_entropy(
       UserError: rules that split tokens and vocabulary over the same mesh axis.
     """
     layout.sharding((*GATHERED[:2], "vocab"), name="loss")
-    sums: Any = _sums(
-        layout, _Scores(vocab_size or head_VD.shape[0], z_loss, softcap, loss_mib), x_BSD, head_VD, labels_BS
-    )
+    sums = _sums(layout, _Scores(vocab_size or head_VD.shape[0], z_loss, softcap, loss_mib), x_BSD, head_VD, labels_BS)
     return LossSums(sums.loss, jax.lax.stop_gradient(sums.nll), sums.tokens)
 
 
@@ -137,7 +135,7 @@ def _sums_and_gradients(
         dx_BSD = reduce(dx_BSD, layout.mesh_axes("vocab"), GATHERED, STORED, layout)
         return sums, (dx_BSD.astype(x_BSD.dtype), dhead_VD.astype(head_VD.dtype))
 
-    outs = (LossSums(*_SCALARS), (STORED, state_axes(_HEAD)) if wanted else None)
+    outs = (_SUMS, (STORED, state_axes(_HEAD)) if wanted else None)
     return manual(local, layout, (STORED, _HEAD, GATHERED[:2]), outs)(x_BSD, head_VD, labels_BS)
 
 
@@ -191,7 +189,7 @@ def _by_chunks(
     used_VD = use(head_VD, _HEAD, layout)
     first = _first_row(len(used_VD), layout)
 
-    def add(carry: tuple[LossSums, Array | None], chunk: tuple[Array, Array]) -> Any:
+    def add(carry: tuple[LossSums, Array | None], chunk: tuple[Array, Array]) -> PyTree:
         (total, dhead_VD), (x_TD, labels_T) = carry, chunk
         logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, first, how)
         sums, dlse_T, lse_T = _sums_of(_seen(logits_TV, is_label_TV), labels_T, layout, how)
@@ -225,12 +223,12 @@ class _Seen(NamedTuple):
     label_T: Array
 
 
-def _first_row(rows: int, layout: Layout) -> Any:
+def _first_row(rows: int, layout: Layout) -> Array | int:
     vocab = layout.mesh_axes("vocab")
     return jax.lax.axis_index(vocab) * rows if vocab else 0
 
 
-def _scores(x_TD: Array, labels_T: Array, head_VD: Array, first: Any, how: _Scores) -> tuple[Array, Array]:
+def _scores(x_TD: Array, labels_T: Array, head_VD: Array, first: Array | int, how: _Scores) -> tuple[Array, Array]:
     """Float32 scores of rows from `first` on [T, V], and which of them are the labels'."""
     entries_V = first + jnp.arange(head_VD.shape[0])
     logits_TV = capped(jnp.matmul(x_TD, head_VD.T, preferred_element_type=jnp.float32), how.softcap)

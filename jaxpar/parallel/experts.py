@@ -25,14 +25,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Layout, LogicalAxis, state_axes
+from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, state_axes
 from jaxpar.kernels.grouped_matmul import Groups, inverse
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, use, used_axes
@@ -47,7 +47,7 @@ _SOURCES: _Axes = ("batch", "residual_seq", None)
 _ROUTER: _Axes = ("embed", None)
 _UP: _Axes = ("experts", "embed", "mlp")
 _DOWN: _Axes = ("experts", "mlp", "embed")
-_SCALAR: Any = ()
+_SCALAR: _Axes = ()
 
 
 class RouterSums(NamedTuple):
@@ -116,11 +116,10 @@ def expert_mlp(
         if axis not in tokens:
             raise UserError(
                 f"rules.experts splits the experts over {axis}={layout.mesh.shape[axis]}, which splits no tokens, so "
-                f"its devices would all send the same: add {axis} to --rules.batch, or take it out of --rules.experts"
+                f"its devices would all send the same: add {axis} to rules.batch, or take it out of rules.experts"
             )
     with jax.named_scope("router"):
-        found: Any = _route(layout, experts_per_token, x_BSD, router_DE)
-        weights_BSK, chosen_BSK, balance, z = found
+        weights_BSK, chosen_BSK, balance, z = _route(layout, experts_per_token, x_BSD, router_DE)
         places = _find_places(chosen_BSK, router_DE.shape[1], capacity_factor, layout)
     with jax.named_scope("dispatch"):
         rows = _each(_copies, layout, (STORED, _SOURCES), _ROWS)(x_BSD.astype(layout.dtype), places.sources)
@@ -142,7 +141,7 @@ def _route(layout: Layout, k: int, x_BSD: Array, router_DE: Array) -> tuple[Arra
 
 
 def _route_forward(layout, k, x_BSD, router_DE):
-    def local(x_BSD: Array, router_DE: Array) -> Any:
+    def local(x_BSD: Array, router_DE: Array) -> tuple[tuple[Array, ...], Array]:
         logits_BSE = _router_logits(x_BSD, _whole_router(router_DE, layout))
         chosen_BSK = jax.lax.top_k(logits_BSE, k)[1]
         choices_BE = jnp.sum(jax.nn.one_hot(chosen_BSK, logits_BSE.shape[-1]), axis=(1, 2))
@@ -159,7 +158,7 @@ def _route_forward(layout, k, x_BSD, router_DE):
 
 
 def _route_backward(layout, k, residuals, cotangents):
-    def local(x_BSD: Array, router_DE: Array, chosen_BSK: Array, share_BE: Array, given: Any) -> tuple[Array, Array]:
+    def local(x_BSD: Array, router_DE: Array, chosen_BSK: Array, share_BE: Array, given: PyTree) -> tuple[Array, Array]:
         def weigh(x_BSD: Array, whole_DE: Array) -> tuple[Array, Array, Array]:
             return _weigh(_router_logits(x_BSD, whole_DE), chosen_BSK, share_BE)
 
@@ -247,10 +246,10 @@ _exchange.defvjp(
 )
 
 
-def _each(local: Callable[..., Array], layout: Layout, in_axes: tuple[Any, Any], out_axes: _Axes) -> Callable[..., Any]:
+def _each(local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes: _Axes) -> Callable[..., Array]:
     """`local(arrays, places)` on each device's part, without a word between devices, in the backward neither."""
 
-    def backward(arrays: Any, places: Array, cotangent: Array) -> tuple[Any, None]:
+    def backward(arrays: PyTree, places: Array, cotangent: Array) -> tuple[PyTree, None]:
         return jax.vjp(lambda arrays: local(arrays, places), arrays)[1](cotangent)[0], None
 
     return manual_vjp(local, backward, layout, in_axes, out_axes)
@@ -296,7 +295,7 @@ def _grouped(
         x_RD = _rows_to(groups, x.astype(layout.dtype), layout)
         return tuple(groups.product(x_RD, weight)[None, None] for weight in used)
 
-    def backward(x: Array, counts: Array | None, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> Any:
+    def backward(x: Array, counts: Array | None, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> PyTree:
         groups = _groups(counts, weights, layout)
         swapped = [jnp.swapaxes(use(weight, axes, layout), 1, 2) for weight in weights]
         if sums:

@@ -148,8 +148,9 @@ def logits(
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
       overlap: as for `column_linear`.
     """
-    stored, outs = (("embed", "vocab"),), (("batch", "seq", "vocab"),)
-    (logits_BSV,) = _columns(x_BSD, (head_VD.T,), stored, outs, GATHERED, "float32", layout, overlap)
+    stored: _Axes = ("embed", "vocab")
+    outs: _Axes = ("batch", "seq", "vocab")
+    (logits_BSV,) = _columns(x_BSD, (head_VD.T,), (stored,), (outs,), GATHERED, "float32", layout, overlap)
     logits_BSV = capped(logits_BSV, softcap)
     if vocab_size in (0, head_VD.shape[0]):
         return logits_BSV

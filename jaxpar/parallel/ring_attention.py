@@ -11,15 +11,20 @@ chunks, the early one first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxpar.kernels.attention.call import merge
+from jaxpar.base.sharding import PyTree
+from jaxpar.kernels.attention.call import Call, merge
+from jaxpar.kernels.masks import Mask
 from jaxpar.parallel.zigzag import ContextTask, joined, own_chunks, stacked
 
+KeysValues = tuple[Array, Array]
+Place = Array | int  # the number of a half, of a chunk, or of hops, known at run time or before
+State = TypeVar("State")
 UNROLLED = 8  # devices up to which every step of the ring is written out; beyond, the steps in the middle are a loop
 
 
@@ -28,14 +33,14 @@ def forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> t
     q, kv, early, late = *_halved(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
     C = q.shape[2]
 
-    def tile(q_half: Any, kv: Any, kv_half: Any, how: Any) -> tuple[Array, Array]:
+    def tile(q_half: Place, kv: KeysValues, kv_half: Place, how: tuple[Mask, Call]) -> tuple[Array, Array]:
         return work.kernel.forward(q[q_half], kv[0][kv_half], kv[1][kv_half], *how)
 
     def own() -> tuple[Array, Array]:
         of_late = merge(tile(1, kv, 1, work.diagonal(late, C)), tile(1, kv, 0, work.pair(late, early, C)))
         return jax.tree.map(lambda *x: jnp.stack(x), tile(0, kv, 0, work.diagonal(early, C)), of_late)
 
-    def visit(pairs: tuple[Array, Array], kv: Any, hops: Any) -> tuple[Array, Array]:
+    def visit(pairs: tuple[Array, Array], kv: KeysValues, hops: Place) -> tuple[Array, Array]:
         first, second = _visible(work, hops)
         for q_half, kv_half, q_chunk, kv_chunk in (first, second):
             old = pairs[0][q_half], pairs[1][q_half]
@@ -59,7 +64,9 @@ def backward(
     dout, lse, delta = stacked(dout_BSHh, 1), stacked(lse_BHS, 2), stacked(delta_BHS, 2)
     C = q.shape[2]
 
-    def tile(sums: Any, q_half: Any, kv: Any, kv_half: Any, how: Any) -> Any:
+    def tile(
+        sums: tuple[Array, ...], q_half: Place, kv: KeysValues, kv_half: Place, how: tuple[Mask, Call]
+    ) -> tuple[Array, ...]:
         """The sums (dq, dk, dv), each [2, ...], with what one pair of chunks adds."""
         mine = q[q_half], kv[0][kv_half], kv[1][kv_half], dout[q_half], lse[q_half], delta[q_half]
         places = q_half, kv_half, kv_half
@@ -67,12 +74,12 @@ def backward(
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, *kv))
 
-    def diagonals() -> tuple[Any, Any, Any]:
+    def diagonals() -> PyTree:
         sums = tile(zeros, 0, kv, 0, work.diagonal(early, C))
         dq, *own = tile(sums, 1, kv, 1, work.diagonal(late, C))
         return dq, tuple(own), None
 
-    def visit(state: tuple[Any, Any, Any], kv: Any, hops: Any) -> tuple[Any, Any, Any]:
+    def visit(state: PyTree, kv: KeysValues, hops: Place) -> PyTree:
         dq, own, passing = state
         passing = zeros[1:] if passing is None else work.hop(passing)
         sums = dq, *passing
@@ -87,7 +94,9 @@ def backward(
     return joined(dq, 1), joined(dk, 1), joined(dv, 1)
 
 
-def _around(work: ContextTask, kv: Any, own: Callable[[], Any], visit: Callable[[Any, Any, Any], Any]) -> Any:
+def _around(
+    work: ContextTask, kv: KeysValues, own: Callable[[], State], visit: Callable[[State, KeysValues, Place], State]
+) -> State:
     """The state after the keys and values of every device; the next are on their way while some are at work.
 
     Args:
@@ -97,7 +106,7 @@ def _around(work: ContextTask, kv: Any, own: Callable[[], Any], visit: Callable[
       visit: state, keys and values, and how many hops they have made -> state; the first may change its form.
     """
 
-    def turn(carry: tuple[Any, Any], hops: Any) -> tuple[tuple[Any, Any], None]:
+    def turn(carry: tuple[KeysValues, State], hops: Place) -> tuple[tuple[KeysValues, State], None]:
         kv, state = carry
         coming = work.hop(kv)
         return (coming, visit(state, kv, hops)), None
@@ -113,7 +122,7 @@ def _around(work: ContextTask, kv: Any, own: Callable[[], Any], visit: Callable[
     return visit(state, kv, last)
 
 
-def _visible(work: ContextTask, hops: Any) -> Sequence[tuple[Any, Any, Any, Any]]:
+def _visible(work: ContextTask, hops: Place) -> Sequence[tuple[Place, Place, Array, Array]]:
     """The two pairs of chunks with something to see in the block of the device so many hops behind.
 
     Returns:
@@ -127,5 +136,5 @@ def _visible(work: ContextTask, hops: Any) -> Sequence[tuple[Any, Any, Any, Any]
     return (1, 0, late, behind), (half, half, q_chunk, kv_chunk)
 
 
-def _halved(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array) -> tuple[Array, tuple[Array, Array]]:
+def _halved(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array) -> tuple[Array, KeysValues]:
     return stacked(q_BSHh, 1), (stacked(k_BSKh, 1), stacked(v_BSKh, 1))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +48,14 @@ def all_gather_matmul(
     if ring is None:
         x = gather(x, stored, used, layout)
         return x, [matmul(x, weight, dtype) for weight in weights]
-    rows = x.shape[1] * ring.size
-    wholes: list[Any] = [None] * (1 + len(weights))
+    rows, wholes = x.shape[1] * ring.size, []
     for first, chunk in _gathered(x, ring):
-        for i, part in enumerate((chunk, *(matmul(chunk, weight, dtype) for weight in weights))):
-            wholes[i] = _put(wholes[i], part, first, rows)
+        parts = (chunk, *(matmul(chunk, weight, dtype) for weight in weights))
+        wholes = wholes or [jax.lax.empty((len(part), rows, *part.shape[2:]), part.dtype) for part in parts]
+        wholes = [
+            jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=1)
+            for whole, part in zip(wholes, parts, strict=True)
+        ]
     return wholes[0], wholes[1:]
 
 
@@ -167,10 +170,3 @@ def _scattered(summand: Callable[[jax.Array, int], jax.Array], rows: int, dtype:
             own = summand(ring.behind(-hops, way) * rows + first, count)
             sums.append((own + arriving[i].astype(own.dtype) if arriving else own).astype(dtype))
     return jnp.concatenate(sums, axis=1) if len(sums) > 1 else sums[0]
-
-
-def _put(whole: jax.Array | None, part: jax.Array, first: jax.Array, rows: int) -> jax.Array:
-    """`whole` with `part` from row `first` of its dim 1; None = an array of `rows` in which nothing stands yet."""
-    if whole is None:
-        whole = jnp.asarray(jax.lax.empty((part.shape[0], rows, *part.shape[2:]), part.dtype))
-    return jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=1)

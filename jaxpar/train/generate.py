@@ -31,7 +31,7 @@ def greedy(
       UserError: an empty prompt, an id outside the vocabulary, or a plan with stages.
     """
     if plan.size("stage") > 1:
-        raise UserError(f"a pipeline of {plan.size('stage')} stages trains, and does not generate: use --mesh.stage 1")
+        raise UserError(f"a pipeline of {plan.size('stage')} stages trains, and does not generate: use mesh.stage=1")
     ids = [int(token) for token in prompt]
     if not ids or not 0 <= min(ids) <= max(ids) < model.config.vocab_size:
         raise UserError(f"the prompt needs at least one token id, all in 0..{model.config.vocab_size - 1}")

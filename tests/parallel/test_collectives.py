@@ -152,12 +152,12 @@ WRONG: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     (
         {"residual_seq": ("tensor", "context")},
         r"dim 1 is used split over context \(rules.seq\) and stored split over tensor x context "
-        r"\(rules.residual_seq\), which does not begin with it: try --rules.residual_seq context tensor",
+        r"\(rules.residual_seq\), which does not begin with it: try rules.residual_seq=\(context, tensor\)",
         ("context", "tensor"),
     ),
     (
         {"residual_seq": ()},
-        r"stored split over nothing \(rules.residual_seq\), which .*: try --rules.residual_seq context",
+        r"stored split over nothing \(rules.residual_seq\), which .*: try rules.residual_seq=\(context\)",
         ("context",),
     ),
 ]

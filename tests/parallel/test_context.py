@@ -308,12 +308,12 @@ def test_memory_of_a_device_falls_with_their_number(strategy, monkeypatch):
     ("strategy", "mesh", "rules", "sizes", "says"),
     [
         ("ring", {"context": 4}, {}, (20, 4, 4),
-         r"^data.seq_len=20 is not cut into 8 equal chunks, which ring over context=4 needs: try --data.seq-len 16 or "
-         "--data.seq-len 24$"),
+         r"^data.seq_len=20 is not cut into 8 equal chunks, which ring over context=4 needs: try data.seq_len=16 or "
+         "data.seq_len=24$"),
         ("ulysses", {"context": 4}, {}, (6, 4, 4), r"=6 is not cut into 4 equal chunks"),
         ("ulysses", {"context": 4, "tensor": 2}, {}, (16, 4, 4),
          r"^Ulysses with too few heads: context=4 cannot share out 2 heads \(model.heads=4 over 2 devices\): "
-         "try --context.strategy ring, or --mesh.context 2$"),
+         "try context.strategy=ring, or mesh.context=2$"),
         ("ring", {"context": 2}, {"heads": ("context",)}, (8, 4, 4), r"queries: mesh axis context=2 is used twice"),
         ("ring", {"context": 2, "tensor": 2}, {"heads": ()}, (8, 4, 4),
          r"dim 0 is used split over tensor \(rules.kv_heads\)"),

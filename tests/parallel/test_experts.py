@@ -170,7 +170,7 @@ def test_experts_that_do_not_divide_are_refused_with_what_does():
         plan.sharding(("layers", "experts", "embed", "mlp"), (2, 8, 12, 24), "blocks.gate")
     assert str(error.value) == (
         "blocks.gate: dim 1 (experts) has size 8, which expert=3 does not divide: "
-        "try --mesh.expert 2, or take expert out of --rules.experts"
+        "try mesh.expert=2, or take expert out of rules.experts"
     )
 
 

@@ -211,7 +211,7 @@ def test_a_sequence_that_cannot_be_split_is_refused_before_anything_is_compiled(
 
 def test_a_state_must_be_split_as_its_parameters_or_further() -> None:
     config = config_of("gpt2", **{"rules.state_embed": ("data", "fsdp"), "mesh.data": 2, "mesh.fsdp": 2})
-    with pytest.raises(UserError, match=r"which does not begin with it: try --rules.state_embed fsdp data$"):
+    with pytest.raises(UserError, match=r"which does not begin with it: try rules.state_embed=\(fsdp, data\)$"):
         make_plan(config, jax.devices()[:4])
     config = config_of("gpt2", **{"rules.state_embed": ("data",), "mesh.data": 3, "train.batch": 12, "model.embed": 64})
     with pytest.raises(UserError, match=r"dim . \(state_embed\) has size .*, which data=3 does not divide"):
