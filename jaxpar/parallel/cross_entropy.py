@@ -13,7 +13,7 @@ Shapes: B batch, S sequence, T tokens of a chunk, N chunks or slices, D embed, V
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,8 @@ def linear_cross_entropy(
       UserError: rules that split tokens and vocabulary over the same mesh axis.
     """
     layout.sharding((*GATHERED[:2], "vocab"), name="loss")
-    sums = _sums(layout, _Scores(vocab_size or head_VD.shape[0], z_loss, softcap, loss_mib), x_BSD, head_VD, labels_BS)
+    how = _Scores(vocab_size or head_VD.shape[0], z_loss, softcap, loss_mib)
+    sums = cast(LossSums, _sums(layout, how, x_BSD, head_VD, labels_BS))
     return LossSums(sums.loss, jax.lax.stop_gradient(sums.nll), sums.tokens)
 
 
@@ -189,7 +190,7 @@ def _by_chunks(
     used_VD = use(head_VD, _HEAD, layout)
     first = _first_row(len(used_VD), layout)
 
-    def add(carry: tuple[LossSums, Array | None], chunk: tuple[Array, Array]) -> PyTree:
+    def add(carry: PyTree, chunk: tuple[Array, Array]) -> tuple[PyTree, PyTree]:
         (total, dhead_VD), (x_TD, labels_T) = carry, chunk
         logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, first, how)
         sums, dlse_T, lse_T = _sums_of(_seen(logits_TV, is_label_TV), labels_T, layout, how)
@@ -200,7 +201,7 @@ def _by_chunks(
         dhead_VD += jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
         return (total, dhead_VD), jnp.matmul(dlogits_TV, used_VD, preferred_element_type=layout.dtype)
 
-    zeros = LossSums(*jnp.zeros(3)), jnp.zeros(used_VD.shape, jnp.float32) if wanted else None
+    zeros: PyTree = LossSums(*jnp.zeros(3)), jnp.zeros(used_VD.shape, jnp.float32) if wanted else None
     (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_TD, labels_T, chunks))
     if not wanted:
         return total, None

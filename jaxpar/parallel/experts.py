@@ -25,14 +25,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, state_axes
+from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, state_axes, without
 from jaxpar.kernels.grouped_matmul import Groups, inverse
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, use, used_axes
@@ -119,7 +119,8 @@ def expert_mlp(
                 f"its devices would all send the same: add {axis} to rules.batch, or take it out of rules.experts"
             )
     with jax.named_scope("router"):
-        weights_BSK, chosen_BSK, balance, z = _route(layout, experts_per_token, x_BSD, router_DE)
+        routed = cast(tuple[Array, ...], _route(layout, experts_per_token, x_BSD, router_DE))
+        weights_BSK, chosen_BSK, balance, z = routed
         places = _find_places(chosen_BSK, router_DE.shape[1], capacity_factor, layout)
     with jax.named_scope("dispatch"):
         rows = _each(_copies, layout, (STORED, _SOURCES), _ROWS)(x_BSD.astype(layout.dtype), places.sources)
@@ -135,7 +136,7 @@ def expert_mlp(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _route(layout: Layout, k: int, x_BSD: Array, router_DE: Array) -> tuple[Array, Array, Array, Array]:
+def _route(layout: Layout, k: int, x_BSD: Array, router_DE: Array) -> tuple[Array, ...]:
     """Weights [B, S, K] in float32, chosen experts [B, S, K], and the sums of balance and z."""
     return _route_forward(layout, k, x_BSD, router_DE)[0]
 
@@ -306,7 +307,7 @@ def _grouped(
             products = [groups.product(dy, weight) for dy, weight in zip(dys_RO, swapped, strict=True)]
             dx = _rows_from(groups, sum(products[1:], products[0]), layout)
         # An expert's tokens are all where it is, but for those of axes that do not split experts.
-        others = [axis for axis in split_over(GATHERED[:2], layout) if axis not in layout.mesh_axes("experts")]
+        others = without(split_over(GATHERED[:2], layout), layout.mesh_axes("experts"))
         dweights = tuple(
             reduce(groups.transposed(x_RI, dy), others, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
             for dy, weight in zip(dys_RO, weights, strict=True)

@@ -113,7 +113,8 @@ def row_linear(
       UserError: as `column_linear`.
     """
     used: _Axes = ("batch", seq, None)
-    split, stored = ("batch", seq, *axes), (*axes, "embed")
+    split: _Axes = ("batch", seq, *axes)
+    stored: _Axes = (*axes, "embed")
     layout.sharding(split, h_BSI.shape, "input")
     layout.sharding(stored, weight.shape, "weight")
     gathers, scatters = _forms(overlap)
