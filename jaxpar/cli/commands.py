@@ -14,25 +14,28 @@ from jaxpar.cli.arguments import Overrides, asks_help, config_args, parse, place
 
 
 @dataclass(frozen=True)
-class TrainArgs:
-    """Train a config, or go on training its run."""
+class _ConfigArgs:
+    """Of a command that takes a config."""
 
     config: Overrides
-    run: str = ""
-    """Run folder; empty = runs/NAME, or the one that the config came from."""
-    verify: bool = False
-    """First compare the plan with one device on a small model (once: it is remembered); refuse it if it differs."""
     on: str = ""
     """Take the [mesh] table from this mesh preset or file instead."""
 
 
 @dataclass(frozen=True)
-class VerifyArgs:
+class TrainArgs(_ConfigArgs):
+    """Train a config, or go on training its run."""
+
+    run: str = ""
+    """Run folder; empty = runs/NAME, or the one that the config came from."""
+    verify: bool = False
+    """First compare the plan with one device on a small model (once: it is remembered); refuse it if it differs."""
+
+
+@dataclass(frozen=True)
+class VerifyArgs(_ConfigArgs):
     """Loss and every gradient of a config's plan against one device, on a small model of the same kind."""
 
-    config: Overrides
-    on: str = ""
-    """Take the [mesh] table from this mesh preset or file instead."""
     json: bool = False
     """Print one JSON object."""
 
@@ -49,12 +52,9 @@ class EvalArgs:
 
 
 @dataclass(frozen=True)
-class ShowArgs:
+class ShowArgs(_ConfigArgs):
     """Where the parameters of a config live, what its devices send, and pictures of the mesh and of one layer."""
 
-    config: Overrides
-    on: str = ""
-    """Take the [mesh] table from this mesh preset or file instead."""
     out: str = ""
     """Where the picture of the mesh goes; empty = NAME.png. That of a layer goes beside it: NAME_layer.svg."""
     schedule: bool = False
@@ -64,14 +64,11 @@ class ShowArgs:
 
 
 @dataclass(frozen=True)
-class RehearseArgs:
+class RehearseArgs(_ConfigArgs):
     """The training step compiled for hardware that is not here: does it fit, what takes the time, what is exposed."""
 
-    config: Overrides
     target: str = ""
     """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ... or here."""
-    on: str = ""
-    """Take the [mesh] table from this mesh preset or file instead."""
     html: str = ""
     """Write the report as one self-contained page."""
     trace: str = ""

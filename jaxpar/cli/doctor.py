@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
 
 import jax
 
@@ -13,44 +11,14 @@ from jaxpar.base.console import PACKAGES, bytes_text
 from jaxpar.base.hardware import hardware_of
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.runtime import start
-from jaxpar.parallel import host_memory as offload
+from jaxpar.parallel.host_memory import known_bad, memory_kinds
 from jaxpar.rehearse.targets import compilers
 
 OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "transformers", "torch")
 
 
-class KnownTrouble(NamedTuple):
-    """A combination that is known to go wrong: when, and what happens."""
-
-    applies: Callable[[dict[str, str], str], bool]
-    what: str
-
-
-KNOWN_BAD = (
-    *(
-        KnownTrouble(
-            lambda versions, backend, bad=bad: (backend, versions.get("jaxlib")) == (bad.platform, bad.jaxlib), bad.what
-        )
-        for bad in offload.KNOWN_BAD
-    ),
-    KnownTrouble(
-        lambda versions, _: versions.get("jax", "").split(".")[:2] != versions.get("jaxlib", "").split(".")[:2],
-        "jax and jaxlib are of different releases: install both at the same version",
-    ),
-    KnownTrouble(
-        lambda versions, backend: backend == "cpu" and any("cuda" in name for name in versions),
-        "a CUDA plugin is installed and JAX runs on CPU: no driver or no GPU is visible (see `nvidia-smi`); "
-        "all is well if it is there to rehearse",
-    ),
-    KnownTrouble(
-        lambda versions, _: versions.get("orbax-checkpoint") == "0.12.8",
-        "orbax-checkpoint 0.12.8 restores a flipped bit without a word: keep checkpoints on storage that checksums",
-    ),
-)
-
-
 def installed() -> dict[str, str]:
-    """Versions of the packages that matter, those that are here."""
+    """The versions of the packages that matter, as far as they are installed."""
     found = {}
     for name in (*PACKAGES, *OPTIONAL):
         try:
@@ -72,8 +40,28 @@ def examine() -> tuple[list[str], list[str]]:
         f"packages     {', '.join(f'{name} {number}' for name, number in versions.items())}",
         f"backend      {backend}: {len(devices)} x {first.device_kind}{limit}",
         f"processes    {jax.process_count()}",
-        f"memory kinds {', '.join(offload.memory_kinds(first))}",
+        f"memory kinds {', '.join(memory_kinds(first))}",
         *(f"compiler     for {name} targets: {what}" for name, what in compilers().items()),
         f"hardware     {hardware.chip if hardware else 'no preset knows this chip: MFU will not be shown'}",
     ]
-    return facts, [bad.what for bad in KNOWN_BAD if bad.applies(versions, backend)]
+    return facts, warnings_for(versions, backend)
+
+
+def warnings_for(versions: dict[str, str], backend: str) -> list[str]:
+    """What is known to go wrong with these versions of packages on a backend (`cpu`, `gpu`, `tpu`), a line each."""
+    jax_version, jaxlib_version = versions.get("jax", ""), versions.get("jaxlib", "")
+    found = []
+    if bad := known_bad(backend, jaxlib_version):
+        found.append(bad)
+    if jax_version.split(".")[:2] != jaxlib_version.split(".")[:2]:
+        found.append("jax and jaxlib are of different releases: install both at the same version")
+    if backend == "cpu" and any("cuda" in name for name in versions):
+        found.append(
+            "a CUDA plugin is installed and JAX runs on CPU: no driver or no GPU is visible (see `nvidia-smi`); "
+            "all is well if it is there to rehearse"
+        )
+    if versions.get("orbax-checkpoint") == "0.12.8":
+        found.append(
+            "orbax-checkpoint 0.12.8 restores a flipped bit without a word: keep checkpoints on storage that checksums"
+        )
+    return found

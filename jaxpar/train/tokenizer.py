@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from jaxpar.base.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    import tokenizers  # of the hf extra
 
 # The document separators of GPT-2 and Qwen, LLaMA 3, LLaMA 2 and Mistral, Gemma.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -77,16 +80,15 @@ class CharsTokenizer:
         Raises:
           UserError: a character outside the set.
         """
-        known, points = _code_points(self.chars), _code_points(text)
-        ids = np.searchsorted(known, points).astype(np.int32)
-        unknown = known[np.minimum(ids, len(known) - 1)] != points
-        if unknown.any():
-            where = int(unknown.argmax())
+        ids = {char: i for i, char in enumerate(self.chars)}
+        try:
+            return np.fromiter((ids[char] for char in text), np.int32, len(text))
+        except KeyError as error:
+            (char,) = error.args
             raise UserError(
-                f"character {text[where]!r} at position {where} is not one of the {len(self.chars)} characters "
+                f"character {char!r} at position {text.index(char)} is not one of the {len(self.chars)} characters "
                 "of the chars tokenizer, which are those of its training text: leave it out, or use the bytes tokenizer"
-            )
-        return ids
+            ) from error
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return "".join(self.chars[i] if i < len(self.chars) else "\ufffd" for i in ids)
@@ -95,15 +97,11 @@ class CharsTokenizer:
         return json.dumps({"tokenizer": "chars", "chars": self.chars})
 
 
-def _code_points(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
-
-
 @dataclass(frozen=True)
 class HFTokenizer:
-    """A tokenizer.json of Hugging Face; no special token is added to a text, none is hidden from it."""
+    """A tokenizer.json of Hugging Face: it adds no special token to a text, and hides none."""
 
-    inner: Any
+    inner: tokenizers.Tokenizer
     vocab_size: int
     end_of_text: int | None
 
