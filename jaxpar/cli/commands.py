@@ -235,6 +235,6 @@ def run_folder(name: str) -> Path:
 
 
 def _run_config(folder: str) -> Config:
-    from jaxpar.train.restore import read_run_config
+    from jaxpar.train.run_folder import read_run_config
 
     return read_run_config(Path(folder))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxpar.base.config import CheckpointConfig
@@ -16,10 +19,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import path_name
 
 METRIC = "val_loss"
-
-
-def _text(array: tuple[tuple[int, ...], jnp.dtype] | None) -> str:
-    return "absent" if array is None else f"{array[1]}{list(array[0])}"
+PyTree = Any  # a TrainState, or any other: Orbax looks at its leaves
 
 
 def _worst_first(metrics: dict[str, float]) -> float:
@@ -68,8 +68,8 @@ class Checkpoints:
         losses = [(metrics[METRIC], step) for metrics, step in scored if metrics and math.isfinite(metrics[METRIC])]
         return min(losses, default=(None, None))[1]
 
-    def save(self, step: int, state: Any, data_state: dict[str, Any], val_loss: float | None) -> None:
-        """Save in the background; a step already there is left alone. One that was not evaluated is never the best."""
+    def save(self, step: int, state: PyTree, data_state: dict[str, Any], val_loss: float | None) -> None:
+        """Save in the background, unless the step is there already. One that was not evaluated is never the best."""
         assert self._writes, "opened for reading"
         if step in self._manager.all_steps():
             return
@@ -82,14 +82,10 @@ class Checkpoints:
         Raises:
           UserError: it cannot be read.
         """
-        try:
-            found: Any = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
-        except (ValueError, KeyError, OSError) as error:
-            raise self._unreadable(step, error) from error
-        return found.data
+        return self._read(step, data=ocp.args.JsonRestore()).data
 
-    def restore(self, step: int, shapes: Any, shardings: Any) -> tuple[Any, dict[str, Any]]:
-        """The state of a step, on the given shardings, and the data iterator's state.
+    def restore(self, step: int, shapes: PyTree, shardings: PyTree) -> PyTree:
+        """The state of a step, on the given shardings.
 
         Args:
           step: a finished step.
@@ -97,37 +93,49 @@ class Checkpoints:
           shardings: a tree of the same form.
 
         Raises:
-          UserError: files missing or cut short, or another model's state.
+          UserError: files missing or cut short, or a state of another model or precision.
         """
-        target = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
-        )
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore())
-        try:
-            self._check(step, shapes)
-            restored: Any = self._manager.restore(step, args=items)
-        except (ValueError, KeyError, OSError) as error:
-            raise self._unreadable(step, error) from error
-        return restored.state, restored.data
 
-    def _unreadable(self, step: int, error: Exception) -> UserError:
-        reason = str(error).strip().splitlines()[0][:200]
-        return UserError(
-            f"checkpoint {self.folder / str(step)} cannot be read ({reason}): "
-            "delete that folder to fall back to an older one"
-        )
+        def target(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def _check(self, step: int, shapes: Any) -> None:
+        self._check(step, shapes)
+        return self._read(step, state=ocp.args.StandardRestore(jax.tree.map(target, shapes, shardings))).state
+
+    def _check(self, step: int, shapes: PyTree) -> None:
         """Compare names, shapes and dtypes with what was saved, before anything is read: Orbax casts without a word."""
         self._manager.wait_until_finished()
-        found: Any = self._manager.item_metadata(step)
-        saved, wanted = (
-            {path_name(path): (tuple(leaf.shape), jnp.dtype(leaf.dtype)) for path, leaf in leaves}
-            for leaves in map(jax.tree_util.tree_leaves_with_path, (found.state, shapes))
-        )
-        for name in sorted(saved.keys() | wanted.keys()):
-            if saved.get(name) != wanted.get(name):
-                raise ValueError(f"{name} is {_text(saved.get(name))} there and {_text(wanted.get(name))} here")
+        with self._readable(step):
+            found: Any = self._manager.item_metadata(step)
+            saved, wanted = (
+                {path_name(path): f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}" for path, leaf in leaves}
+                for leaves in map(jax.tree_util.tree_leaves_with_path, (found.state, shapes))
+            )
+            if not saved:
+                raise ValueError("it holds no state")
+        for name in [*wanted, *sorted(saved.keys() - wanted.keys())]:
+            there, here = saved.get(name, "absent"), wanted.get(name, "absent")
+            if there != here:
+                raise UserError(
+                    f"checkpoint {self.folder / str(step)} is of another model or precision ({name} is {there} there "
+                    f"and {here} here): take those of its run's config.toml"
+                )
+
+    def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
+        with self._readable(step):
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+
+    @contextmanager
+    def _readable(self, step: int) -> Iterator[None]:
+        """What Orbax cannot read inside, as a UserError with a way out."""
+        try:
+            yield
+        except (ValueError, KeyError, OSError) as error:
+            reason = str(error).strip().splitlines()[0][:200]
+            raise UserError(
+                f"checkpoint {self.folder / str(step)} cannot be read ({reason}): "
+                "delete that folder to fall back to an older one"
+            ) from error
 
     def close(self) -> None:
         """Wait for what is being written; raises what went wrong in the background (a full disk, say)."""

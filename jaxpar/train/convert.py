@@ -15,9 +15,9 @@ from jaxpar.base.runtime import start
 from jaxpar.models import Model
 from jaxpar.models.hf import export_hf, import_hf, model_config_from_hf
 from jaxpar.train.checkpoint import Checkpoints
-from jaxpar.train.loop import open_run
 from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import beside_state, pick_step, require_model, restore_state, unstaged
+from jaxpar.train.run_folder import open_run
 from jaxpar.train.state import init_state
 
 TOKENIZER = "tokenizer.json"

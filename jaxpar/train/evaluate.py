@@ -1,4 +1,4 @@
-"""Validation loss of a finished or running run, on any mesh."""
+"""Validation loss: of parameters while they train, or of a run's checkpoint on any mesh."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import numpy as np
+from jax.stages import Compiled
+
 from jaxpar.base.config import Config, check
 from jaxpar.base.errors import UserError
-from jaxpar.base.processes import together
+from jaxpar.base.plan import Plan
+from jaxpar.base.processes import Batches, together
 from jaxpar.base.runtime import start
-from jaxpar.models import Model
+from jaxpar.models import Model, Params
 from jaxpar.train.checkpoint import Checkpoints
-from jaxpar.train.data import load_corpus
-from jaxpar.train.loop import evaluate
+from jaxpar.train.data import Tokens, load_corpus, val_batches
 from jaxpar.train.plans import kernel_notes, make_plan
 from jaxpar.train.restore import pick_step, restore_state
-from jaxpar.train.step import compile_eval_step
+from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_batch
 
 
 class Evaluation(NamedTuple):
@@ -28,17 +32,32 @@ class Evaluation(NamedTuple):
     perplexity: float
 
 
+def evaluate(eval_step: Compiled, params: Params, stream: Tokens, config: Config, plan: Plan, limit: int) -> float:
+    """Mean loss in nats a token over the windows of so many validation batches, or of all where `limit` is 0."""
+    rows = batch_rows(config.train.batch, plan)
+    read = val_batches(stream, config.data, config.train.batch, rows, config.model.vocab_size, limit)
+    batches = Batches(read, empty_batch(config, plan))
+    sums = jax.device_get([eval_step(params, put_batch(batch, plan)) for batch in batches])
+    batches.require()
+    nll, tokens = np.sum(np.asarray(sums, np.float64), axis=0)
+    return float(nll / tokens)
+
+
 def evaluate_run(
     config: Config, folder: Path, step: int = 0, say: Callable[[str], None] = lambda line: None
 ) -> Evaluation:
-    """Evaluate a run's checkpoint under `config`, whose mesh may be another than the run's, on the batches of a run's
-    end (`train.final_eval_batches`; by default the whole validation set).
+    """Evaluate a run's checkpoint on the batches of a run's end (`train.final_eval_batches`, by default all).
+
+    Args:
+      config: of the run; its mesh may be another.
+      folder: the run folder.
+      step: which checkpoint; 0 = the best, or the newest where none was evaluated.
+      say: is given each note on how it runs.
 
     Raises:
       UserError: no checkpoint, no validation data, a mesh that does not fit.
     """
-    check(config)
-    plan, model = make_plan(config, start(config.mesh, config.compile.cache)), Model(config.model)
+    plan, model = make_plan(check(config), start(config.mesh, config.compile.cache)), Model(config.model)
     for note in kernel_notes(config, plan, training=False):
         say(note)
     corpus = together(lambda: load_corpus(config.data, config.model.vocab_size))
@@ -47,7 +66,6 @@ def evaluate_run(
     checkpoints = Checkpoints(folder / "checkpoints")
     step = pick_step(checkpoints, step)
     state, _ = restore_state(checkpoints, step, model, config, plan)
-    loss = evaluate(
-        compile_eval_step(model, config, plan), state.params, corpus.val, config, plan, config.train.final_eval_batches
-    )
+    eval_step = compile_eval_step(model, config, plan)
+    loss = evaluate(eval_step, state.params, corpus.val, config, plan, config.train.final_eval_batches)
     return Evaluation(step, loss, math.exp(min(loss, 700)))

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from grain import DatasetIterator
+from jax.stages import Compiled
 
-from jaxpar.base.config import RESOLVED, Config, check, incompatible, require_settled, to_toml
+from jaxpar.base.config import Config, check, require_settled
 from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count_text, duration_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_said, kernel_too_large
@@ -21,14 +22,17 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.processes import Batches, ask_to_stop, stop_signals, together
 from jaxpar.base.runtime import start
 from jaxpar.hlo.turns import require_order
-from jaxpar.models import Model, Params
+from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.checkpoint import METRIC, Checkpoints
-from jaxpar.train.data import Corpus, Tokens, load_corpus, train_batches, unigram_entropy, val_batches
-from jaxpar.train.metrics import MetricsLog, device_memory, mfu
+from jaxpar.train.data import Batch as HostBatch
+from jaxpar.train.data import Corpus, load_corpus, train_batches, unigram_entropy
+from jaxpar.train.evaluate import evaluate
+from jaxpar.train.metrics import Meter, MetricsLog
 from jaxpar.train.optimizer import schedule_note
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
-from jaxpar.train.restore import beside_state, initial_params, read_run_config, restore_state
+from jaxpar.train.restore import beside_state, initial_params, restore_state
+from jaxpar.train.run_folder import open_run
 from jaxpar.train.state import TrainState, init_state
 from jaxpar.train.state_bytes import local_bytes
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, make_train_step, put_batch, step_shapes
@@ -62,8 +66,8 @@ class OutOfMemory(UserError):
         self.config, self.plan, self.said = config, plan, said
 
 
-Watch = Callable[[Config, Plan, Any], None]
-"""Called beside the first steps with the config, its plan and the compiled step, a `jax.stages.Compiled`."""
+Watch = Callable[[Config, Plan, Compiled], None]
+"""Called beside the first steps with the config, its plan and the compiled step."""
 
 
 def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch = lambda *_: None) -> Result:
@@ -98,100 +102,49 @@ def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch
     if before is not None and (note := schedule_note(before.train, config.train, checkpoints.latest() or 0)):
         say(note)
     try:
-        return _Run(config, folder, Model(config.model), plan, corpus, checkpoints, watch).go()
+        return _Run(config, folder, plan, corpus, checkpoints, watch).go()
     finally:
         checkpoints.close()
 
 
-def open_run(folder: Path, config: Config) -> Config | None:
-    """Make a run folder with its `config.toml`, or check that the one there is of the same experiment.
-
-    Process 0 does, and the others learn whether it could: what they see may be half written.
-
-    Returns:
-      On process 0 the config that was there, None where there was none.
-    """
-    return together(lambda: _open_run(folder, config) if jax.process_index() == 0 else None)
-
-
-def _open_run(folder: Path, config: Config) -> Config | None:
-    path, before = folder / "config.toml", None
-    if path.exists():
-        before = read_run_config(folder)
-        changed = incompatible(before, config)
-        if [name.name for name in (folder / "checkpoints").glob("[0-9]*")] == ["0"]:
-            # An import that has not trained yet: how it will is open, what its arrays are is not.
-            changed = [text for text in changed if text.startswith(("model.", "precision."))]
-        if changed:
-            differences = "; ".join(changed[:3] + ["..."] * (len(changed) > 3))
-            raise UserError(
-                f"{folder} holds a run of another config ({differences}): "
-                "use another --run folder, or give the old values"
-            )
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there and is no run folder (it has no config.toml): use another --run folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_toml(config, RESOLVED), encoding="utf-8")
-    return before
-
-
-def evaluate(eval_step: Any, params: Params, stream: Tokens, config: Config, plan: Plan, limit: int) -> float:
-    """Mean loss in nats a token over the windows of so many validation batches, or of all where `limit` is 0."""
-    rows = batch_rows(config.train.batch, plan)
-    read = val_batches(stream, config.data, config.train.batch, rows, config.model.vocab_size, limit)
-    batches = Batches(read, empty_batch(config, plan))
-    sums = jax.device_get([eval_step(params, put_batch(batch, plan)) for batch in batches])
-    batches.require()
-    nll, tokens = np.sum(np.asarray(sums, np.float64), axis=0)
-    return float(nll / tokens)
-
-
-@dataclass
 class _Run:
-    """One call of `run`: what the loop needs, and what it has measured since the last log line."""
+    """One call of `run`: what the loop needs, and the steps whose numbers it has not read yet."""
 
-    config: Config
-    folder: Path
-    model: Model
-    plan: Plan
-    corpus: Corpus
-    checkpoints: Checkpoints
-    watch: Watch
-    val_loss: float | None = None
-    loss: float | None = None
-    _mark: tuple[float, int] = (0.0, 0)  # time and step of the last log line
-    _waited: float = 0.0  # seconds spent waiting for data since then
-    _aside: float = 0.0  # seconds spent on evaluation and saving since then
-    _trained: float = 0.0  # seconds spent on steps in this call
-    _unread: list[tuple[int, jax.Array, jax.Array]] = field(default_factory=list)  # loss and norm of steps since then
+    def __init__(
+        self, config: Config, folder: Path, plan: Plan, corpus: Corpus, checkpoints: Checkpoints, watch: Watch
+    ):
+        self.config, self.folder, self.plan, self.corpus = config, folder, plan, corpus
+        self.checkpoints, self.watch, self.model = checkpoints, watch, Model(config.model)
+        self.first = checkpoints.latest() or 0
+        self.last = min(config.train.stop_at or config.train.steps, config.train.steps)
+        self.entropy = unigram_entropy(corpus.train.tokens)
+        self.main = jax.process_index() == 0
+        self.show = ProgressLine(config.train.steps, self.first, self.main)
+        self.loss: float | None = None
+        self.val_loss: float | None = None
+        self._unread: list[tuple[int, jax.Array, jax.Array]] = []  # step, loss and gradient norm
 
     def go(self) -> Result:
-        config, train = self.config, self.config.train
-        first = self.checkpoints.latest() or 0
-        last = min(train.stop_at or train.steps, train.steps)
-        entropy = unigram_entropy(self.corpus.train.tokens)
-        self.main = jax.process_index() == 0
-        self.show = ProgressLine(train.steps, first, self.main)
-        if first >= last:
-            more = f"stop-at 0 goes on to step {train.steps}" if last < train.steps else "steps extends it"
-            done = f"step {first} of {last} is done already: nothing to train (--train.{more})"
+        if self.first >= self.last:
+            steps = self.config.train.steps
+            more = f"stop-at 0 goes on to step {steps}" if self.last < steps else "steps extends it"
+            done = f"step {self.first} of {self.last} is done already: nothing to train (--train.{more})"
             self.show.say(f"{done}; see {self.folder}")
-            return Result(first, None, None, entropy, False)
+            return Result(self.first, None, None, self.entropy, False)
         # One thread beside this one: it compiles the step while the state is made or read; while the first steps run it
         # compiles the evaluation and draws the memory.
         with self._out_of_memory(), _one_thread() as self.beside:
             compiling = self.beside.submit(self._compile)
-            state, data = self._start(first, entropy)
+            state, data = self._start()
             step_fn, said = compiling.result()
             self.show.say(said)
-            metrics = MetricsLog(self.folder, first, config.metrics.tensorboard, self.main)
+            metrics = MetricsLog(self.folder, self.first, self.config.metrics.tensorboard, self.main)
             with metrics as self.log, self.show, stop_signals() as stop_after:
-                step = self._loop(step_fn, state, data, first, last, stop_after)
-            if self.watched is not None:
-                self.watched.result()
+                step = self._loop(step_fn, state, data, stop_after)
+            self.watching.result()
         if self.main:
-            self._say_result(step, last, entropy)
-        return Result(step, self.loss, self.val_loss, entropy, step < last)
+            self._say_result(step)
+        return Result(step, self.loss, self.val_loss, self.entropy, step < self.last)
 
     @contextmanager
     def _out_of_memory(self) -> Iterator[None]:
@@ -205,38 +158,39 @@ class _Run:
                 raise UserError(f"the compiler refuses this step: {said}") from error
             raise OutOfMemory(self.config, self.plan, str(error)) from error
 
-    def _start(self, first: int, entropy: float) -> tuple[TrainState, Any]:
-        """The state and the data iterator at step `first`, and the start-up lines."""
-        config, model, plan = self.config, self.model, self.plan
+    def _start(self) -> tuple[TrainState[jax.Array], DatasetIterator[HostBatch]]:
+        """The state and the data iterator at the first step, and the start-up lines."""
+        config, model, plan, text = self.config, self.model, self.plan, self.corpus.train
         rows = batch_rows(config.train.batch, plan)
-        data = train_batches(self.corpus.train, config.data, config.train.batch, rows, config.model.vocab_size)
+        data = train_batches(text, config.data, config.train.batch, rows, config.model.vocab_size)
         if self.checkpoints.latest() is None:
             params = initial_params(config, plan) if config.train.init else None
             state = init_state(model, config, plan, params)
         else:
-            state, data_state = restore_state(self.checkpoints, first, model, config, plan)
-            trained_on, here = data_state["training_tokens"], len(self.corpus.train.tokens)
-            if trained_on not in (None, here):
+            state, beside = restore_state(self.checkpoints, self.first, model, config, plan)
+            if beside["training_tokens"] not in (None, len(text.tokens)):
                 raise UserError(
-                    f"the run was trained on {trained_on:,} tokens and {self.corpus.train.origin} now has {here:,}: "
-                    "bring the old text back (the stdlib corpus changes with Python), or start a new --run"
+                    f"the run was trained on {beside['training_tokens']:,} tokens and {text.origin} now has "
+                    f"{len(text.tokens):,}: bring the old text back (the stdlib corpus changes with Python), or start "
+                    "a new --run"
                 )
-            if data_state["iterator"] is not None:
-                data.set_state(data_state["iterator"])
+            if beside["iterator"] is not None:
+                data.set_state(beside["iterator"])
+        held_out = len(self.corpus.val.tokens) if self.corpus.val else 0
         facts = {
             "model": f"{config.model.family}, {count_text(model.parameter_count())} parameters, "
             f"{bytes_text(local_bytes(state))} of state per device",
-            "data": f"{self.corpus.train.origin}: {len(self.corpus.train.tokens):,} training tokens, "
-            f"{len(self.corpus.val.tokens) if self.corpus.val else 0:,} for validation, "
-            f"unigram entropy {entropy:.3f} nats a token",
-            "run": f"{self.folder}" + (f", resumed after step {first}" if first else ""),
-            **({"weights": config.train.init} if config.train.init and not first else {}),
+            "data": f"{text.origin}: {len(text.tokens):,} training tokens, {held_out:,} for validation, "
+            f"unigram entropy {self.entropy:.3f} nats a token",
+            "run": f"{self.folder}" + (f", resumed after step {self.first}" if self.first else ""),
         }
+        if config.train.init and not self.first:
+            facts["weights"] = config.train.init
         for line in banner(plan, facts):
             self.show.say(line)
         return state, data
 
-    def _compile(self) -> tuple[Any, str]:
+    def _compile(self) -> tuple[Compiled, str]:
         """The training step, compiled ahead, so that the first step is timed like the others, and what to say of it."""
         began = time.perf_counter()
         step_fn = make_train_step(self.model, self.config, self.plan)
@@ -246,50 +200,52 @@ class _Run:
         used = f": {bytes_text(memory.temp_size_in_bytes)} of temporaries per device" if memory else ""
         return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
 
-    def _compile_evaluation(self) -> Any:
-        return compile_eval_step(self.model, self.config, self.plan)
-
     def _loop(
-        self, step_fn: Any, state: TrainState, data: Any, first: int, last: int, stop_after: Callable[[int], bool]
+        self,
+        step_fn: Compiled,
+        state: TrainState[jax.Array],
+        data: DatasetIterator[HostBatch],
+        stop_after: Callable[[int], bool],
     ) -> int:
-        """Steps first+1..last; returns the last one finished."""
-        train, every = self.config.train, self.config.checkpoint.every
-        self._mark, step, metrics, logged = (time.perf_counter(), first), first, {}, first
-        batches = Batches(data, empty_batch(self.config, self.plan), ask_to_stop)
-        for step in range(first + 1, last + 1):
-            asked, before = time.perf_counter(), metrics
-            batch = put_batch(next(batches), self.plan)
-            self._waited += time.perf_counter() - asked
+        """The steps after `first`; returns the last one finished."""
+        config, train, text = self.config, self.config.train, self.corpus.train
+        flops, devices = self.model.flops_per_token(config.data.seq_len), list(self.plan.mesh.devices.ravel())
+        self.meter = Meter(self.first, flops, devices, self.plan.compute)
+        step = logged = self.first
+        metrics: dict[str, jax.Array] = {}
+        batches = Batches(data, empty_batch(config, self.plan), ask_to_stop)
+        for step in range(self.first + 1, self.last + 1):
+            before = metrics
+            with self.meter.waiting():
+                batch = put_batch(next(batches), self.plan)
             state, metrics = step_fn(state, batch)
             self._unread.append((step, metrics["loss"], metrics["grad_norm"]))
-            if step == first + 1:
+            if step == self.first + 1:
                 if self.corpus.val is not None:
-                    self.eval_step = self.beside.submit(self._compile_evaluation)
-                self.watched = self.beside.submit(self.watch, self.config, self.plan, step_fn) if self.main else None
+                    self.eval_step = self.beside.submit(lambda: compile_eval_step(self.model, config, self.plan))
+                watch = self.watch if self.main else lambda *_: None
+                self.watching = self.beside.submit(watch, config, self.plan, step_fn)
             # The host stays one step ahead: the step before is awaited, and its metrics fetched, while this one runs.
             jax.block_until_ready(before)
-            if (step - 1) % self.config.metrics.log_every == 0 and step - 1 > logged:
+            if (step - 1) % config.metrics.log_every == 0 and step - 1 > logged:
                 self._log(step - 1, before)
-            stop = stop_after(step) or step == last
-            evaluating = self.corpus.val is not None and (
-                step == last or (train.eval_every and step % train.eval_every == 0)
-            )
-            saving = stop or (every and step % every == 0)
+            stop = stop_after(step) or step == self.last
+            saving = stop or _is_due(step, config.checkpoint.every)
+            evaluating = self.corpus.val is not None and (step == self.last or _is_due(step, train.eval_every))
             if not (evaluating or saving):
                 continue
             jax.block_until_ready(metrics)  # a step still under way belongs to training's time
             batches.require()
-            if step % self.config.metrics.log_every == 0 or stop:
+            if step % config.metrics.log_every == 0 or stop:
                 self._log(step, metrics)
                 logged = step
             self._require_finite(step)
-            began = time.perf_counter()
-            if evaluating:
-                self.val_loss = self._evaluate(step, state, train.eval_batches)
-            if saving:
-                beside = beside_state(self.plan, self.config, data.get_state(), len(self.corpus.train.tokens))
-                self.checkpoints.save(step, state, beside, self.val_loss if evaluating else None)
-            self._aside += time.perf_counter() - began
+            with self.meter.aside():
+                if evaluating:
+                    self.val_loss = self._evaluate(step, state, train.eval_batches)
+                if saving:
+                    beside = beside_state(self.plan, config, data.get_state(), len(text.tokens))
+                    self.checkpoints.save(step, state, beside, self.val_loss if evaluating else None)
             if stop:
                 break
         final = train.final_eval_batches
@@ -299,25 +255,12 @@ class _Run:
 
     def _log(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Fetch a step's metrics, and say and write them with the speed since the last time."""
-        numbers: dict[str, Any] = {key: float(value) for key, value in jax.device_get(metrics).items()}
-        now, (then, before) = time.perf_counter(), self._mark
-        elapsed, steps = max(now - then - self._aside, 1e-9), step - before
-        tokens_per_second = numbers.pop("tokens") * steps / elapsed
-        flops, devices = self.model.flops_per_token(self.config.data.seq_len), list(self.plan.mesh.devices.ravel())
-        on_cpu = devices[0].platform == "cpu"
-        numbers |= {
-            "tokens_per_second": tokens_per_second,
-            "step_seconds": elapsed / steps,
-            "tflops_per_device": None if on_cpu else tokens_per_second * flops / len(devices) / 1e12,
-            "mfu": mfu(tokens_per_second, flops, devices, self.plan.compute),
-            "device_memory": device_memory(devices),
-            "data_wait": min(self._waited / elapsed, 1.0),
-        }
-        self._mark, self._waited, self._aside = (now, step), 0.0, 0.0
-        self._trained += elapsed
+        numbers = {key: float(value) for key, value in jax.device_get(metrics).items()}
+        speed = self.meter.read(step, numbers.pop("tokens"))
         self.loss = numbers["loss"]
-        self.show.step(step, numbers, (self.config.train.steps - step) * elapsed / steps)
-        self.log.write(step, **numbers)
+        left = (self.config.train.steps - step) * (speed["step_seconds"] or 0.0)
+        self.show.step(step, numbers | speed, left)
+        self.log.write(step, **numbers, **speed)
         self._require_finite(step)
 
     def _require_finite(self, last: int) -> None:
@@ -336,7 +279,7 @@ class _Run:
                     + ("no checkpoint was saved before" if saved is None else f"the checkpoint of step {saved} is kept")
                 )
 
-    def _evaluate(self, step: int, state: TrainState, limit: int, prefix: str = "") -> float:
+    def _evaluate(self, step: int, state: TrainState[jax.Array], limit: int, prefix: str = "") -> float:
         assert self.corpus.val is not None
         began = time.perf_counter()
         loss = evaluate(self.eval_step.result(), state.params, self.corpus.val, self.config, self.plan, limit)
@@ -345,14 +288,17 @@ class _Run:
         self.show.say(f"step {step}  validation loss {loss:.4f}  ({over}, {time.perf_counter() - began:.1f} s)")
         return loss
 
-    def _say_result(self, step: int, last: int, entropy: float) -> None:
-        if step < last:
+    def _say_result(self, step: int) -> None:
+        if step < self.last:
             self.show.say(f"stopped after step {step}, saved; the same command goes on from there")
             return
         val = "" if self.val_loss is None else f", validation loss {self.val_loss:.4f} nats a token"
-        self.show.say(
-            f"step {step} done in {duration_text(self._trained)} of training{val} (unigram entropy {entropy:.3f})"
-        )
+        took = duration_text(self.meter.trained)
+        self.show.say(f"step {step} done in {took} of training{val} (unigram entropy {self.entropy:.3f})")
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 @contextmanager

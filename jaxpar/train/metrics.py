@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +28,63 @@ def device_memory(devices: list[jax.Device]) -> int | None:
     return max(peaks, default=None)
 
 
+class Meter:
+    """The speed of the steps between two readings, by the clock, without what is done aside from training.
+
+    Args:
+      step: the last finished step.
+      flops_per_token: see `Model.flops_per_token`.
+      devices: that the step runs on.
+      dtype: of its matmuls.
+    """
+
+    def __init__(self, step: int, flops_per_token: float, devices: list[jax.Device], dtype: str):
+        self._flops, self._devices, self._dtype = flops_per_token, devices, dtype
+        self._step, self._time, self._waited, self._aside = step, time.perf_counter(), 0.0, 0.0
+        self.trained = 0.0
+        """Seconds of all steps until the last reading."""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the step waits for data."""
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside is no training: an evaluation, a save."""
+        began = time.perf_counter()
+        yield
+        self._aside += time.perf_counter() - began
+
+    def read(self, step: int, tokens: float) -> dict[str, float | None]:
+        """The speed since the last reading, and a new start. What is not known of a device is None.
+
+        Args:
+          step: the last finished step, beyond that of the last reading.
+          tokens: of each step.
+        """
+        now = time.perf_counter()
+        elapsed, steps = max(now - self._time - self._aside, 1e-9), step - self._step
+        rate, on_cpu = tokens * steps / elapsed, self._devices[0].platform == "cpu"
+        waited = min(self._waited / elapsed, 1.0)
+        self._step, self._time, self._waited, self._aside = step, now, 0.0, 0.0
+        self.trained += elapsed
+        return {
+            "tokens_per_second": rate,
+            "step_seconds": elapsed / steps,
+            "tflops_per_device": None if on_cpu else rate * self._flops / len(self._devices) / 1e12,
+            "mfu": mfu(rate, self._flops, self._devices, self._dtype),
+            "device_memory": device_memory(self._devices),
+            "data_wait": waited,
+        }
+
+
 class MetricsLog:
-    """`metrics.jsonl`, one object a line, flushed as written; lines of steps to be run again are dropped on resume.
-    A context manager.
+    """`metrics.jsonl`, one object a line, flushed as written. On resume it drops the lines of steps to be run again.
+
+    It is a context manager.
 
     Args:
       folder: the run folder.
@@ -51,14 +108,14 @@ class MetricsLog:
                 raise UserError("metrics.tensorboard needs the extra: pip install 'jaxpar[tensorboard]'") from error
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
-    def write(self, step: int, **values: Any) -> None:
-        """One line: the step and whatever was measured at it; Nones are left out."""
-        values = {key: value for key, value in values.items() if value is not None}
+    def write(self, step: int, **values: float | None) -> None:
+        """Write one line: the step, and what was measured at it; what is None is left out."""
+        known = {key: value for key, value in values.items() if value is not None}
         if self._file is not None:
-            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            self._file.write(json.dumps({"step": step, **known}) + "\n")
             self._file.flush()
         if self._board is not None:
-            for key, value in values.items():
+            for key, value in known.items():
                 self._board.add_scalar(key, value, step)
 
     def __enter__(self) -> MetricsLog:

@@ -1,4 +1,4 @@
-"""What lies in a run folder, read back: its config, a checkpoint's state on any mesh, weights to start from."""
+"""A checkpoint's state on any mesh, and weights to start from."""
 
 from __future__ import annotations
 
@@ -9,27 +9,19 @@ from typing import Any
 
 import jax
 
-from jaxpar.base.config import Config, ModelConfig, flatten, parse
+from jaxpar.base.config import Config, ModelConfig, flatten
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import path_name
 from jaxpar.models import Model, Params
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.checkpoint import Checkpoints
+from jaxpar.train.run_folder import read_run_config
 from jaxpar.train.state import TrainState, reorder_state, state_shapes, state_shardings
 
 ORDER = "layer_order"
 # What a config may set freely over weights of another: how it runs and trains, not what its numbers mean.
 _FREE = ("vocab_multiple", "dropout", "init_std", "scan_layers", "max_seq_len")
-
-
-def read_run_config(folder: Path) -> Config:
-    """The config a run folder was made with."""
-    path = folder / "config.toml"
-    if not path.exists():
-        raise UserError(f"{folder} is no run folder: it has no config.toml")
-    return parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def pick_step(checkpoints: Checkpoints, step: int) -> int:
@@ -49,20 +41,17 @@ def restore_state(
     checkpoints: Checkpoints, step: int, model: Model, config: Config, plan: Plan
 ) -> tuple[TrainState[jax.Array], dict[str, Any]]:
     """The training state of a checkpoint on this plan's mesh (any mesh), and what was saved beside it."""
-    layers, order = config.model.layers, checkpoints.data(step).get(ORDER)
-    wanted, saved = stored_order(plan, layers), None if order is None else tuple(order)
+    layers, data = config.model.layers, checkpoints.data(step)
+    wanted, saved = stored_order(plan, layers), data.get(ORDER)
     shardings = state_shardings(model, config, plan)
-    if saved == wanted:
-        return checkpoints.restore(step, state_shapes(model, config, plan), shardings)
+    if saved == (None if wanted is None else list(wanted)):
+        return checkpoints.restore(step, state_shapes(model, config, plan), shardings), data
     # Layers are read as they lie there, over the stages if that can be, and then each stage is sent its own.
-    there = saved or tuple(range(layers))
+    there = tuple(saved or range(layers))
     rules = plan.rules if len(there) % plan.size("layers") == 0 else replace(plan.rules, layers=(), stage=())
-    found, data = checkpoints.restore(
-        step,
-        state_shapes(model, config, plan, there),
-        state_shardings(model, config, replace(plan, rules=rules), there),
-    )
-    move = partial(reorder_state, before=saved, after=wanted, config=config)
+    shapes, as_saved = state_shapes(model, config, plan, there), replace(plan, rules=rules)
+    found = checkpoints.restore(step, shapes, state_shardings(model, config, as_saved, there))
+    move = partial(reorder_state, before=there, after=wanted, config=config)
     return jax.jit(move, out_shardings=shardings)(found), data
 
 
@@ -84,7 +73,6 @@ def initial_params(config: Config, plan: Plan) -> Params:
         return import_hf(source, model, plan)
     theirs = read_run_config(source)
     require_model(theirs.model, config.model, source)
-    require_shapes(Model(theirs.model), model, source)
     checkpoints = Checkpoints(source / "checkpoints")
     # The optimizer's state, which is read too, must be as it lies there; it is dropped.
     stored = replace(config, precision=replace(theirs.precision, compute=config.precision.compute))
@@ -105,21 +93,6 @@ def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:
     differing = [text for text in differing if text.split()[0] not in _FREE]
     if differing:
         raise UserError(f"{source} is not the model of this config: {'; '.join(differing)}")
-
-
-def require_shapes(theirs: Model, ours: Model, source: Path) -> None:
-    """Refuse a run whose arrays have other shapes, as those of another `vocab_multiple` do.
-
-    Raises:
-      UserError: with the first of them.
-    """
-    leaves = zip(*(jax.tree_util.tree_leaves_with_path(model.shapes()) for model in (theirs, ours)), strict=True)
-    for (path, there), (_, here) in leaves:
-        if there.shape != here.shape:
-            raise UserError(
-                f"{source} has {path_name(path)} {list(there.shape)}, this config {list(here.shape)}: "
-                "take its model.vocab_multiple and model.max_seq_len"
-            )
 
 
 def unstaged(plan: Plan) -> Plan:

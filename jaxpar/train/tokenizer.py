@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -20,46 +20,28 @@ if TYPE_CHECKING:
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
-class Tokenizer(Protocol):
-    """What the rest of the library asks of a tokenizer."""
+class BytesTokenizer:
+    """The bytes of UTF-8: any text, 256 ids.
 
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        ...
+    Attributes:
+      vocab_size: one more than the largest id.
+      end_of_text: the id that closes a document; None when there is none to spare.
+    """
 
-    @property
-    def end_of_text(self) -> int | None:
-        """The id that closes a document; None when there is none to spare."""
-        ...
+    vocab_size: int = 256
+    end_of_text: int | None = None
 
     def encode(self, text: str) -> np.ndarray:
         """Ids [N], int32."""
-        ...
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of some ids; what is no text, or no id of this vocabulary, becomes U+FFFD or nothing."""
-        ...
-
-    def to_json(self) -> str:
-        """All that `load_tokenizer` needs to make this tokenizer again."""
-        ...
-
-
-class BytesTokenizer:
-    """The bytes of UTF-8: any text, 256 ids."""
-
-    vocab_size = 256
-    end_of_text = None
-
-    def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of some ids; what is no text, or no id of this vocabulary, becomes U+FFFD."""
         # A model may have more ids than 256; the byte 255 is never UTF-8, so they too become U+FFFD.
         return np.minimum(ids, 255).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
+        """All that `load_tokenizer` needs to make this tokenizer again."""
         return json.dumps({"tokenizer": "bytes"})
 
 
@@ -68,7 +50,7 @@ class CharsTokenizer:
     """One id per character of a fixed set, in code point order: nanoGPT's character-level data."""
 
     chars: str
-    end_of_text = None
+    end_of_text: ClassVar[None] = None
 
     @property
     def vocab_size(self) -> int:
@@ -113,6 +95,9 @@ class HFTokenizer:
 
     def to_json(self) -> str:
         return self.inner.to_str()
+
+
+Tokenizer = BytesTokenizer | CharsTokenizer | HFTokenizer
 
 
 def make_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:

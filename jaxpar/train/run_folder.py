@@ -1,0 +1,58 @@
+"""A run folder's `config.toml`: read back, or written when a run begins or goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from jaxpar.base.config import RESOLVED, Config, incompatible, parse, to_toml
+from jaxpar.base.errors import UserError
+from jaxpar.base.processes import together
+
+
+def read_run_config(folder: Path) -> Config:
+    """The config that a run folder was made with, or last went on with.
+
+    Raises:
+      UserError: it has none.
+    """
+    path = folder / "config.toml"
+    if not path.exists():
+        raise UserError(f"{folder} is no run folder: it has no config.toml")
+    return parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def open_run(folder: Path, config: Config) -> Config | None:
+    """Make a run folder with its `config.toml`, or check that the one there is of the same experiment.
+
+    Process 0 does it, and the others learn whether it could: what they see may be half written.
+
+    Returns:
+      On process 0 the config that was there, None where there was none.
+
+    Raises:
+      UserError: the folder is that of another experiment, or no run folder.
+    """
+    return together(lambda: _open_run(folder, config) if jax.process_index() == 0 else None)
+
+
+def _open_run(folder: Path, config: Config) -> Config | None:
+    path, before = folder / "config.toml", None
+    if path.exists():
+        before = read_run_config(folder)
+        changed = incompatible(before, config)
+        if [name.name for name in (folder / "checkpoints").glob("[0-9]*")] == ["0"]:
+            # An import that has not trained yet: how it will is open, what its arrays are is not.
+            changed = [text for text in changed if text.startswith(("model.", "precision."))]
+        if changed:
+            differences = "; ".join(changed[:3] + ["..."] * (len(changed) > 3))
+            raise UserError(
+                f"{folder} holds a run of another config ({differences}): "
+                "use another --run folder, or give the old values"
+            )
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there and is no run folder (it has no config.toml): use another --run folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_toml(config, RESOLVED), encoding="utf-8")
+    return before
