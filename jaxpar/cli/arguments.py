@@ -12,7 +12,7 @@ import functools
 import io
 import itertools
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
@@ -21,6 +21,11 @@ from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.unused_settings import require_effects
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Args = TypeVar("Args", bound="DataclassInstance")
+"""The dataclass of a command's arguments."""
 FLAGS = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
 _PLAINLY = {  # what Python says of a value that is no number, and what its flag needs
     ": invalid literal for int() with base 10: ": " is a whole number, found ",
@@ -31,42 +36,52 @@ Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOf
 
 
 def config_args(
-    usage: str | None, schema: type, words: list[str], load: Callable[[str], Config] = load_config
-) -> tuple[str, Any]:
-    """The first word (a preset's name or a path), and the parsed flags with that config as their default.
+    usage: str | None, schema: Callable[[Config], Args], words: list[str], load: Callable[[str], Config] = load_config
+) -> tuple[str, Args]:
+    """The first word (a preset's name or a path), and the flags, parsed with that config as their default.
 
-    Where `--on` names a mesh, the config is on that one.
+    Args:
+      usage: of the command.
+      schema: the dataclass of its arguments, which has a field `config`; with a field `on` it takes a mesh by name.
+      words: all words after the command's name.
+      load: the config that the first word names.
 
     Raises:
       UserError: words that cannot be parsed, `--on` beside flags of a mesh, or a setting that can have no effect.
     """
-    if words[:1] in (["-h"], ["--help"]):
-        parse(usage, schema(Config()), ["--help"])
-    (name,) = places(usage, words, 1)
-    args, flags = parse(usage, schema(load(name)), words[1:]), {word for word in words if word.startswith("--")}
+    (name,) = positional(usage, schema(Config()), words, 1)
+    args: Any = parse(usage, schema(load(name)), words[1:])  # a type variable's fields are not known
+    keys = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
     if getattr(args, "on", ""):
-        if any(flag.startswith("--mesh.") for flag in flags):
+        if any(key.startswith("mesh.") for key in keys):
             raise UserError("--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on")
         mesh, _ = load_mesh_preset(args.on)
         args = dataclasses.replace(args, config=dataclasses.replace(args.config, mesh=mesh))
-    require_effects(name, args.config, {flag[2:].partition("=")[0].replace("-", "_") for flag in flags})
+    require_effects(name, args.config, keys)
     return name, args
 
 
-def places(usage: str | None, words: list[str], count: int) -> list[str]:
-    """The words before the flags: names and paths that the command cannot do without."""
+def positional(usage: str | None, default: DataclassInstance, words: list[str], count: int) -> list[str]:
+    """The words before the flags: the names and paths that the command cannot do without.
+
+    Where help is asked for in their place, it is shown, with the values of `default`.
+
+    Raises:
+      UserError: there are fewer words than `count`.
+    """
+    if {"-h", "--help"}.intersection(words[:count]):
+        parse(usage, default, ["--help"])
     if len(words) < count or any(word.startswith("-") for word in words[:count]):
         raise UserError("usage: " + _line(usage))
     return words[:count]
 
 
-def asks_help(words: list[str]) -> bool:
-    """Whether help is among the flags."""
-    return "-h" in words or "--help" in words
+def parse(usage: str | None, default: Args, words: list[str]) -> Args:
+    """`default` with the values of the flags, typed by tyro.
 
-
-def parse(usage: str | None, default: Any, words: list[str]) -> Any:
-    """`default` with the flags' values, typed by tyro; what it refuses becomes a UserError in place of its box."""
+    Raises:
+      UserError: a flag or a value that tyro refuses: one line, in place of its box.
+    """
     said, prog = io.StringIO(), _line(usage).partition(" [")[0]
     try:
         with contextlib.redirect_stderr(said):

@@ -10,7 +10,7 @@ from typing import Literal
 from jaxpar.base.config import Config, check, presets
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
-from jaxpar.cli.arguments import Overrides, asks_help, config_args, parse, places
+from jaxpar.cli.arguments import Overrides, config_args, parse, positional
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,7 @@ def convert_command(words: list[str]) -> int:
     """jaxpar convert HF_FOLDER RUN_FOLDER [--section.key value ...], or RUN_FOLDER HF_FOLDER [--dtype D]"""
     from jaxpar.train import convert
 
-    if asks_help(words):
-        parse(convert_command.__doc__, ConvertArgs(Config()), ["--help"])
-    source, target = map(Path, places(convert_command.__doc__, words, 2))
+    source, target = map(Path, positional(convert_command.__doc__, ConvertArgs(Config()), words, 2))
     exporting = (source / "config.toml").exists()
     base = _run_config(words[0]) if exporting else convert.config_of(source, target)
     args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
@@ -199,9 +197,7 @@ def tokenize_command(words: list[str]) -> int:
     from jaxpar.base.config import DataConfig
     from jaxpar.train.data import tokenize, unigram_entropy
 
-    if asks_help(words):
-        parse(tokenize_command.__doc__, TokenizeArgs(), ["--help"])
-    path, out = places(tokenize_command.__doc__, words, 2)
+    path, out = positional(tokenize_command.__doc__, TokenizeArgs(), words, 2)
     args = parse(tokenize_command.__doc__, TokenizeArgs(), words[2:])
     source = "stdlib" if path == "stdlib" else "text"
     if source == "text" and args.max_bytes != TokenizeArgs.max_bytes:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.stages import Compiled
 
 from jaxpar.base.config import Config, check
 from jaxpar.base.console import console, count_text
@@ -51,7 +52,7 @@ def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
     if verify:
         together(lambda: require(settled, devices, say))
 
-    def report_memory(config: Config, plan: Plan, compiled: Any) -> None:
+    def report_memory(config: Config, plan: Plan, compiled: Compiled) -> None:
         if memory := compiled.memory_analysis():
             device = plan.mesh.devices.flat[0]
             title = f"{folder.name}: memory of a device on {describe(dict(plan.mesh.shape))}"
