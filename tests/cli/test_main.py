@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -177,7 +178,7 @@ def test_help_of_a_command_shows_its_usage_and_flags(command, flag, capsys):
     assert stop.value.code == 0
     text, function = capsys.readouterr().out, getattr(commands, f"{command}_command", None)
     assert text.startswith(f"usage: jaxpar {command}")
-    promised = [word.strip("[]") for word in str(function.__doc__).split() if word.startswith("[--")]
+    promised = re.findall(r"--[a-z.-]+", str(function.__doc__))
     takes_config = "--section.key" in promised
     wanted = [*promised, *(["--train.learning-rate", "--mesh.dcn.data"] if takes_config else [])]
     assert all(flag in text for flag in wanted if flag != "--section.key")
