@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.base.sharding import PyTree, path_name
 from jaxpar.verify.comparison import Answer, axes_of_dim, copies_by_axis, distance, scale_of
-from jaxpar.verify.mistakes import Contribution, Evidence, diagnose
+from jaxpar.verify.mistakes import Evidence, diagnose, guesses_of_part
 from jaxpar.verify.report import Verdict
 
 _ADDS_UP = 1e-3
@@ -62,30 +62,33 @@ def explain(
       sizes: numbers besides mesh axes that a gradient may be wrong by, by name.
       stacked: whether the first dim of a parameter, given its name, is one of layers.
     """
-    parts, others = _contributions(run, partitions, want)
-    asked, rows = False, []
+    parts, means = _contributions(run, partitions, want)
+    others: list[Alteration] | None = None
+    rows = []
     for row in verdict.rows:
         if row.ok:
             rows.append(row)
             continue
-        name = row.name
-        evidence = dataclasses.replace(
-            evidence_of(name, got, want, sizes or {}),
-            parts=[Contribution(label, kind, answer.grads[name][0]) for label, kind, answer in parts],
-            altered={(kind, what): answer.grads[name][0] for kind, what, answer in others},
-        )
+        name, evidence = row.name, evidence_of(row.name, got, want, sizes or {})
+        guesses = _predicted(name, means)
+        for what, part, answer in parts:
+            guesses |= guesses_of_part(what, part, answer.grads[name][0], evidence.want)
         layers = None
         if stacked(name):
             off, most = map(distance, evidence.got, evidence.want), row.tolerance * scale_of(want, name)
             layers = tuple(layer for layer, error in enumerate(off) if not error <= most)
-        finding = diagnose(evidence, layers)
+        finding = diagnose(dataclasses.replace(evidence, guesses=guesses), layers)
         if not finding.fits:
-            others += [] if asked else altered()
-            asked = True
-            values = {(kind, what): answer.grads[name][0] for kind, what, answer in others}
-            finding = diagnose(dataclasses.replace(evidence, altered=values), layers)
+            others = list(altered()) if others is None else others
+            guesses |= _predicted(name, others)
+            finding = diagnose(dataclasses.replace(evidence, guesses=guesses), layers)
         rows.append(row._replace(finding=finding, layers=layers))
     return dataclasses.replace(verdict, rows=tuple(rows))
+
+
+def _predicted(name: str, altered: Iterable[Alteration]) -> dict[tuple[str, str], np.ndarray]:
+    """One gradient of each alteration, by what `diagnose` is to call it."""
+    return {(kind, f"what the reference gives where {what}"): answer.grads[name][0] for kind, what, answer in altered}
 
 
 def evidence_of(name: str, got: Answer, want: Answer, sizes: Mapping[str, int]) -> Evidence:
@@ -103,20 +106,20 @@ def evidence_of(name: str, got: Answer, want: Answer, sizes: Mapping[str, int]) 
 
 def _contributions(
     run: Reference, partitions: Iterable[Partition], want: Answer
-) -> tuple[list[tuple[str, str, Answer]], list[Alteration]]:
-    """Name, kind and gradients of each part, where parts add up to the whole; where they do not, their means.
+) -> tuple[list[Alteration], list[Alteration]]:
+    """What each part, `shard` or `microbatch`, contributes by its name; and the means of parts that do not add up.
 
     They add up as they are if the loss is a sum, and divided by their number if it is a mean of equal parts. If it is a
     mean of unequal ones, then the mean of their means is a mistake.
     """
-    parts, means = [], []
+    parts: list[Alteration] = []
+    means: list[Alteration] = []
     for what, of, batches in partitions:
         answers = [run(batch) for batch in batches]
         total = _scaled(1.0, *answers)
         scale = next((scale for scale in (1.0, 1 / len(answers)) if _is_near(_scaled(scale, total), want)), None)
         if scale is not None:
-            kind = "sum" if what == "shard" else what
-            parts += [(f"{what} {n}{of}", kind, _scaled(scale, answer)) for n, answer in enumerate(answers)]
+            parts += [(what, f"{what} {n}{of}", _scaled(scale, answer)) for n, answer in enumerate(answers)]
         else:
             own = f"each {what}{of} divides by its own number of tokens"
             means += [("mean", own, _scaled(1 / len(answers), total)),

@@ -21,20 +21,6 @@ _NEAR = 0.01  # a factor this near, relatively, to a size is tried as that size;
 _LARGEST_FACTOR = 64  # denominator of a factor that is written as a fraction
 
 
-class Contribution(NamedTuple):
-    """What some of the tokens contribute to a gradient.
-
-    Attributes:
-      name: whose tokens: `microbatch 1`, `shard 0 of data`.
-      kind: `microbatch`, or `sum` over a mesh axis: which mistake it is when this part alone is wrong.
-      value: the contribution, of the gradient's shape.
-    """
-
-    name: str
-    kind: str
-    value: np.ndarray
-
-
 @dataclass(frozen=True)
 class Evidence:
     """One wrong gradient, and what it may be compared with. All arrays are of one shape unless said.
@@ -45,8 +31,7 @@ class Evidence:
       axis_sizes: devices along each mesh axis.
       sizes: other numbers that a wrong factor may be, by name: accumulation, query heads per kv head.
       split: mesh axes along each dim.
-      parts: contributions of shards and microbatches.
-      altered: what the gradient would be under another computation, by (kind, what it is).
+      guesses: what the gradient would be by mistakes that only a caller can make, by (kind, what it says).
       copies: by mesh axis that should hold copies, the gradient as each coordinate of it has it, [n, *shape].
     """
 
@@ -55,8 +40,7 @@ class Evidence:
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     split: Sequence[tuple[str, ...]] = ()
-    parts: Sequence[Contribution] = ()
-    altered: Mapping[tuple[str, str], np.ndarray] = field(default_factory=dict)
+    guesses: Mapping[tuple[str, str], np.ndarray] = field(default_factory=dict)
     copies: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def of_layers(self, layers: Sequence[int]) -> Evidence:
@@ -66,8 +50,7 @@ class Evidence:
             self,
             got=self.got[pick],
             want=self.want[pick],
-            parts=[part._replace(value=part.value[pick]) for part in self.parts],
-            altered={key: value[pick] for key, value in self.altered.items()},
+            guesses={key: value[pick] for key, value in self.guesses.items()},
             copies={axis: value[:, pick] for axis, value in self.copies.items()},
         )
 
@@ -205,15 +188,6 @@ def _or(names: Sequence[str]) -> str:
     return " or ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
 
 
-def _parts(evidence: Evidence) -> Iterator[Guess]:
-    """One contribution alone, twice, or left out."""
-    for name, kind, value in evidence.parts:
-        missing, doubled = ("sum missing", "sum doubled") if kind == "sum" else (kind, kind)
-        yield missing, f"the contribution of {name} alone", value
-        yield doubled, f"the reference with {name} counted twice", evidence.want + value
-        yield missing, f"the reference without {name}", evidence.want - value
-
-
 def _permuted(evidence: Evidence) -> Iterator[Guess]:
     """Blocks along one dim in another order, as many as a mesh axis has devices; those that split the dim first."""
     sizes = evidence.axis_sizes
@@ -247,14 +221,31 @@ def _transposed(evidence: Evidence) -> Iterator[Guess]:
             yield "transposed", f"the reference with dims {a} and {b} exchanged", evidence.want.swapaxes(a, b)
 
 
-def _altered(evidence: Evidence) -> Iterator[Guess]:
-    for (kind, what), value in evidence.altered.items():
-        yield kind, f"what the reference gives where {what}", value
+def _given(evidence: Evidence) -> Iterator[Guess]:
+    for (kind, says), value in evidence.guesses.items():
+        yield kind, says, value
 
 
 HYPOTHESES: tuple[Callable[[Evidence], Iterator[Guess]], ...] = (
-    _zero, _factor, _permuted, _transposed, _parts, _altered,
+    _zero, _factor, _permuted, _transposed, _given,
 )  # fmt: skip
+
+
+def guesses_of_part(what: str, name: str, value: np.ndarray, want: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
+    """What a gradient would be if one contribution to it stood alone, counted twice or was left out.
+
+    Args:
+      what: `microbatch`, or `shard`, which a sum over a mesh axis adds to the others.
+      name: whose contribution: `shard 0 of data`.
+      value: the contribution.
+      want: the reference, of the same shape.
+    """
+    missing, doubled = ("sum missing", "sum doubled") if what == "shard" else (what, what)
+    return {
+        (missing, f"the contribution of {name} alone"): value,
+        (doubled, f"the reference with {name} counted twice"): want + value,
+        (missing, f"the reference without {name}"): want - value,
+    }
 
 
 def _differing_copies(evidence: Evidence, difference: float) -> list[Finding]:

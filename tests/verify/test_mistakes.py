@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpar.verify.mistakes import KINDS, Contribution, Evidence, diagnose
+from jaxpar.verify.mistakes import KINDS, Evidence, diagnose, guesses_of_part
 
 pytestmark = pytest.mark.quick
 
@@ -86,13 +86,17 @@ def test_exchanged_dims_are_recognised() -> None:
 
 def test_one_contribution_twice_alone_or_left_out() -> None:
     shards, batches = split_in(4), split_in(3)
-    parts = [Contribution(f"shard {i} of fsdp", "sum", value) for i, value in enumerate(shards)]
-    parts += [Contribution(f"microbatch {i}", "microbatch", value) for i, value in enumerate(batches)]
-    assert found(shards[2], parts=parts) == ("sum missing", "the contribution of shard 2 of fsdp alone")
-    assert found(WANT - shards[1], parts=parts) == ("sum missing", "the reference without shard 1 of fsdp")
-    assert found(WANT + shards[0], parts=parts) == ("sum doubled", "the reference with shard 0 of fsdp counted twice")
-    assert found(WANT + batches[1], parts=parts) == ("microbatch", "the reference with microbatch 1 counted twice")
-    assert found(WANT - batches[2], parts=parts) == ("microbatch", "the reference without microbatch 2")
+    parts = [("shard", f"shard {i} of fsdp", value) for i, value in enumerate(shards)]
+    parts += [("microbatch", f"microbatch {i}", value) for i, value in enumerate(batches)]
+    guesses = {key: value for part in parts for key, value in guesses_of_part(*part, WANT).items()}
+    assert found(shards[2], guesses=guesses) == ("sum missing", "the contribution of shard 2 of fsdp alone")
+    assert found(WANT - shards[1], guesses=guesses) == ("sum missing", "the reference without shard 1 of fsdp")
+    assert found(WANT + shards[0], guesses=guesses) == (
+        "sum doubled",
+        "the reference with shard 0 of fsdp counted twice",
+    )
+    assert found(WANT + batches[1], guesses=guesses) == ("microbatch", "the reference with microbatch 1 counted twice")
+    assert found(WANT - batches[2], guesses=guesses) == ("microbatch", "the reference without microbatch 2")
 
 
 def test_copies_that_add_up_tell_of_a_missing_sum() -> None:
@@ -106,8 +110,8 @@ def test_copies_that_add_up_tell_of_a_missing_sum() -> None:
 
 def test_another_computation_is_recognised() -> None:
     other = drawn(2, *WANT.shape)
-    altered = {("mask", "a token sees the one after it"): other, ("documents", "documents mix"): -other}
-    assert found(other, altered=altered) == ("mask", "what the reference gives where a token sees the one after it")
+    guesses = {("mask", "a token sees the one after it"): other, ("documents", "documents mix"): -other}
+    assert found(other, guesses=guesses) == ("mask", "a token sees the one after it")
 
 
 def test_errors_without_structure_are_rounding_and_larger_ones_unknown() -> None:

@@ -229,16 +229,13 @@ def _notes(config: Config, small: Config, asked: Sizes) -> list[str]:
             f"model.capacity_factor {before.capacity_factor} -> {after.capacity_factor}: room for all, since which "
             "tokens are dropped depends on the layout"
         )
-    if small.train.accumulation < config.train.accumulation:
-        notes.append(f"train.accumulation {config.train.accumulation} -> {small.train.accumulation}")
-    for name, form in vars(config.overlap).items():
-        if form == "auto":
-            chosen = getattr(small.overlap, name)
-            notes.append(f"overlap.{name} auto -> {chosen}: all forms must give the same answer")
-    if pieces("stage", config.rules, asked) > 1:
-        count, fewer = microbatches(config, asked), small.pipeline.microbatches
-        notes += [f"pipeline.microbatches {count} -> {fewer}"] if fewer < count else []
-    return notes
+    piped = microbatches(config, asked) if pieces("stage", config.rules, asked) > 1 else small.pipeline.microbatches
+    others = [
+        ("train.accumulation", config.train.accumulation, small.train.accumulation),
+        *((f"overlap.{name}", form, getattr(small.overlap, name)) for name, form in vars(config.overlap).items()),
+        ("pipeline.microbatches", piped, small.pipeline.microbatches),
+    ]
+    return notes + [f"{name} {old} -> {new}" for name, old, new in others if old != new]
 
 
 def _multiple(least: int, of: int) -> int:
