@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,8 +44,8 @@ def answer_of(loss: jax.Array, grads: PyTree) -> Answer:
     return Answer(copies(loss), {name: copies(x) for name, x in arrays.items()}, shardings)
 
 
-def by_name(tree: PyTree) -> dict[str, jax.Array]:
-    """The arrays of a tree by their paths: `blocks.up`."""
+def by_name(tree: PyTree) -> dict[str, Any]:
+    """The arrays of a tree, of jax or numpy, by their paths: `blocks.up`."""
     return {path_name(path) or "params": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 

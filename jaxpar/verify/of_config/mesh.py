@@ -105,7 +105,7 @@ def fit_mesh(spec: MeshSpec, devices: int) -> MeshSpec | None:
     over_all = {axis: size * slices[axis] for axis, size in inside.items()}
     two_slices, one_slice = {axis: min(count, 2) for axis, count in slices.items()}, dict.fromkeys(slices, 1)
     for wanted, dcn in ((inside, two_slices), (over_all, one_slice)):
-        small = {axis: min(size, 2) for axis, size in wanted.items()}
+        small: dict[MeshAxis, float] = {axis: min(size, 2) for axis, size in wanted.items()}
         room = devices // (math.prod(small.values()) * math.prod(dcn.values()))
         if not room:
             continue
