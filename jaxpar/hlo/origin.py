@@ -67,19 +67,20 @@ def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Pla
 
 
 def split_by(module: Module, instruction: Instruction) -> Literal["", "compiler", "author"]:
-    """Who chose how an instruction's arrays lie on devices: see `Task.split_by`."""
+    """Who chose how an instruction's arrays lie on devices: see `Task.split_by`.
+
+    In a `shard_map` inside a scope that is its author. One around all scopes (a pipeline's) leaves mesh axes to the
+    compiler.
+    """
     name = _telling(module, instruction).op_name
-    return "" if "/" not in name else "author" if _in_shard_map(name) else "compiler"
-
-
-def _in_shard_map(op_name: str) -> bool:
-    """Whether an operation is in a `shard_map` inside a scope. One around all scopes (a pipeline's) leaves mesh axes to
-    the compiler."""
-    pieces = _pieces(op_name.split(";")[0])
-    if pieces[-1].startswith("("):
-        return any(_in_shard_map("/".join([*pieces[:-1], tail])) for tail in _pieces(pieces[-1][1:-1], ":"))
-    around = [n for n, piece in enumerate(pieces) if piece == "shard_map"]
-    return bool(around) and decode("/".join(pieces[: around[-1] + 1]))[0] != ""
+    if "/" not in name:
+        return ""
+    for pieces in _paths(name):
+        if "shard_map" in pieces:
+            last = len(pieces) - pieces[::-1].index("shard_map")
+            if _decode_path(pieces[:last])[0]:
+                return "author"
+    return "compiler"
 
 
 def _telling(module: Module, instruction: Instruction) -> Instruction:
@@ -105,10 +106,22 @@ def decode(op_name: str) -> tuple[str, Phase]:
     is recomputed. Operations that the compiler made one, `block/(mlp/mul:attention/dot_general)`, have the scope
     that they share, and the phase of the first.
     """
+    decoded = [_decode_path(pieces) for pieces in _paths(op_name)]
+    alike = takewhile(lambda level: len(set(level)) == 1, zip(*(scopes for scopes, _ in decoded), strict=False))
+    return "/".join(level[0] for level in alike), decoded[0][1]
+
+
+def _paths(op_name: str) -> list[list[str]]:
+    """The pieces of a path; of each path where the compiler made several operations one, `block/(mlp/mul:head/dot)`."""
     pieces = _pieces(op_name.split(";")[0])  # several paths where instructions were merged: the first speaks
-    if pieces[-1].startswith("("):
-        alternatives = [decode("/".join([*pieces[:-1], tail])) for tail in _pieces(pieces[-1][1:-1], ":")]
-        return _shared([scope.split("/") for scope, _ in alternatives]), alternatives[0][1]
+    if not pieces[-1].startswith("("):
+        return [pieces]
+    tails = _pieces(pieces[-1][1:-1], ":")
+    return [path for tail in tails for path in _paths("/".join([*pieces[:-1], tail]))]
+
+
+def _decode_path(pieces: list[str]) -> tuple[list[str], Phase]:
+    """The scopes and the phase of one path."""
     scopes: list[str] = []
     backward = inside = False
     for piece in pieces[:-1]:
@@ -120,21 +133,15 @@ def decode(op_name: str) -> tuple[str, Phase]:
     outside = next((n for n, name in enumerate(scopes) if name not in _TICKS), len(scopes))
     tick, scopes = scopes[0] if outside else "", scopes[outside:]
     twice = next((n for n, pair in enumerate(pairwise(scopes)) if pair[0] == pair[1]), None)
-    scope = "/".join(scopes[:twice])  # a Pallas kernel's name, which stands there twice, is no scope
+    scopes = scopes[:twice]  # a Pallas kernel's name, which stands there twice, is no scope
     if scopes[:1] == [UPDATE]:
-        return scope, "update"
+        return scopes, "update"
     in_backward = tick not in ("", "forward")
     if "rematted_computation" in pieces or (in_backward and inside and not backward):
-        return scope, "recomputed"
+        return scopes, "recomputed"
     if backward or in_backward:
-        return scope, "backward"
-    return scope, "forward" if inside or scope or tick else "other"
-
-
-def _shared(scopes: list[list[str]]) -> str:
-    """The outermost scopes that all of them have."""
-    alike = takewhile(lambda level: len(set(level)) == 1, zip(*scopes, strict=False))
-    return "/".join(level[0] for level in alike)
+        return scopes, "backward"
+    return scopes, "forward" if inside or scopes or tick else "other"
 
 
 def _pieces(path: str, separator: str = "/") -> list[str]:

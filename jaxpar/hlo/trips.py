@@ -11,43 +11,25 @@ import operator
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from jaxpar.hlo.parse import Computation, Instruction, Module
 
-Scalar = int | float | bool
+Scalar = int
+"""An integer, or a bool."""
 State = Mapping[int, Scalar]
 """Known scalars of a loop's tuple, by index."""
 
 _STATED = re.compile(r'"known_trip_count":\{"n":"(\d+)"')  # as the CPU and GPU compilers write it
-_MOST_TRIPS = 10_000
-"""Of a loop whose counter does not move in equal steps: its trips are tried one by one."""
+_WALKED = 4096
+"""Trips tried one by one. A loop that is still running then has its end searched for, up to `_ENDLESS`."""
 _ENDLESS = 2**40
-
-
-def _divide(a: Scalar, b: Scalar) -> Scalar | None:
-    """Truncating division, as in HLO; None by zero."""
-    if not b:
-        return None
-    if isinstance(a, float) or isinstance(b, float):
-        return a / b
-    return a // b if a * b >= 0 else -(-a // b)
-
-
-def _remainder(a: Scalar, b: Scalar) -> Scalar | None:
-    quotient = _divide(a, b)
-    return a - b * quotient if isinstance(quotient, int) else None
-
-
 _SAME = ("copy", "bitcast", "reshape", "convert", "broadcast", "optimization-barrier")
-_COMPARE = {"EQ": operator.eq, "NE": operator.ne, "LT": operator.lt}
-_COMPARE |= {"LE": operator.le, "GT": operator.gt, "GE": operator.ge}
-_ARITHMETIC: dict[str, Callable[..., Scalar | None]] = {
+_COMPARE = {"EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt,
+            "GE": operator.ge}  # fmt: skip
+_ARITHMETIC: dict[str, Callable[..., Scalar]] = {
     "add": operator.add,
     "subtract": operator.sub,
     "multiply": operator.mul,
-    "divide": _divide,
-    "remainder": _remainder,
     "negate": lambda a: -a,
     "maximum": max,
     "minimum": min,
@@ -105,46 +87,28 @@ def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
     def after(state: State) -> dict[int, Scalar]:
         return _known(module, body, {n: results[n] for n in state if n < len(results)}, state)
 
-    return _count(runs, after, initial)
-
-
-def _count(
-    runs: Callable[[State], bool | None], after: Callable[[State], dict[int, Scalar]], state: State
-) -> int | None:
-    """Trips until `runs` says no. Where the state moves in equal steps its end is searched, else trips are walked."""
-    going = runs(state)
-    if not going:
-        return None if going is None else 0
-    second = after(state)
-    third = after(second)
-    steps = {n: second[n] - state[n] for n in third}
-    if all(third[n] - second[n] == step for n, step in steps.items()):
-        return _first_stop(lambda trips: runs({n: state[n] + trips * step for n, step in steps.items()}))
-    for trips in range(1, _MOST_TRIPS):
-        state = after(state)
+    state = initial
+    for trips in range(_WALKED):
         going = runs(state)
         if not going:
             return None if going is None else trips
-    return None
+        state = after(state)
+    return _search(runs, state, after(state))
 
 
-def _first_stop(runs: Callable[[int], bool | None]) -> int | None:
-    """The first trip before which `runs` is no.
+def _search(runs: Callable[[State], bool | None], state: State, following: State) -> int | None:
+    """The trips of a loop still running after `_WALKED`, whose state goes on in equal steps; None if it never ends."""
+    steps = {n: value - state[n] for n, value in following.items()}
 
-    Where the condition is an inequality (counter != 8) it is no on one trip only, so the first trips are tried one by
-    one; a loop that is still running after those is taken to be yes up to its end and no from there on.
-    """
-    tried = 4096
-    for trips in range(1, tried):
-        going = runs(trips)
-        if not going:
-            return None if going is None else trips
-    high = 2 * tried
-    while runs(high):
+    def stopped(trips: int) -> bool:
+        return not runs({n: state[n] + trips * step for n, step in steps.items()})
+
+    high = 1
+    while not stopped(high):
         high *= 2
         if high > _ENDLESS:
             return None
-    return bisect_left(range(high), True, lo=tried, key=lambda trips: not runs(trips))
+    return _WALKED + bisect_left(range(high), True, key=stopped)
 
 
 def evaluate(
@@ -196,7 +160,7 @@ def _apply(instruction: Instruction, values: list[Scalar]) -> Scalar | None:
     """What an instruction makes of scalars; None where nobody here knows."""
     opcode = instruction.opcode
     if opcode in _SAME:
-        return int(values[0]) if opcode == "convert" and instruction.shape.dtype[0] in "su" else values[0]
+        return values[0]
     if opcode == "compare":
         compare = _COMPARE.get(instruction.attributes.get("direction", ""))
         return compare(*values) if compare else None
@@ -207,7 +171,4 @@ def _literal(text: str) -> Scalar | None:
     text = text.strip("{} ")
     if text in ("true", "false"):
         return text == "true"
-    for number in (int, float):
-        with suppress(ValueError):
-            return number(text)
-    return None
+    return int(text) if text.lstrip("-").isdigit() else None

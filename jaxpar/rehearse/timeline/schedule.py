@@ -87,30 +87,22 @@ def _run_greedy(nodes: tuple[Node, ...], seconds: list[float], lanes: list[tuple
     for i in reversed(range(len(nodes))):
         remaining[i] += max((remaining[j] for j in users[i]), default=0.0)
     missing = [len(row) for row in needs]
-    ready: dict[tuple[str, ...], list[tuple[float, int]]] = {}
+    ready = {i for i, count in enumerate(missing) if not count}
     running: list[tuple[float, int]] = []
     busy: set[str] = set()
     now = 0.0
-
-    def release(i: int) -> None:
-        heapq.heappush(ready.setdefault(lanes[i], []), (-remaining[i], i))
-
-    for i, count in enumerate(missing):
-        if not count:
-            release(i)
-    while running or any(ready.values()):
-        startable = [queue for held, queue in ready.items() if queue and not busy.intersection(held)]
-        if startable:
-            i = heapq.heappop(min(startable))[1]
-            busy.update(lanes[i])
-            heapq.heappush(running, (now + seconds[i], i))
-            continue
+    while ready or running:
+        for i in sorted(ready, key=lambda i: (-remaining[i], i)):
+            if busy.isdisjoint(lanes[i]):
+                ready.remove(i)
+                busy.update(lanes[i])
+                heapq.heappush(running, (now + seconds[i], i))
         now, i = heapq.heappop(running)
         busy.difference_update(lanes[i])
         for user in users[i]:
             missing[user] -= 1
             if not missing[user]:
-                release(user)
+                ready.add(user)
     return now
 
 
