@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxpar.hlo.parse import Computation, Instruction, Module
+from jaxpar.hlo.parse import Computation, Module
 from jaxpar.rehearse.report.schema import Memory
 
 
@@ -61,7 +61,7 @@ def saved_bytes(module: Module, layers: int) -> int:
                 continue
             state = computation.instructions.get(loop.operands[0])
             names = state.operands if state is not None and state.opcode == "tuple" else ()
-            same = _unchanged(module, loop)
+            same = module.handed_on(loop)
             shapes = [
                 computation.instructions[name].shape
                 for at, name in enumerate(names) if at not in same and _empty(computation, name)
@@ -70,29 +70,13 @@ def saved_bytes(module: Module, layers: int) -> int:
     return total
 
 
-def _unchanged(module: Module, loop: Instruction) -> set[int]:
-    """Which of a loop's arrays leave its body as they came, by number."""
-    body = module.computations[loop.attributes["body"].lstrip("%")]
-    root = body.instructions[body.root]
-    found = set[int]()
-    for at, name in enumerate(root.operands if root.opcode == "tuple" else ()):
-        one = body.instructions[name]
-        while one.opcode in ("copy", "bitcast"):
-            one = body.instructions[one.operands[0]]
-        if one.opcode == "get-tuple-element" and one.operands[0] in body.parameters and one.numbers("index") == (at,):
-            found.add(at)
-    return found
-
-
 def _empty(computation: Computation, name: str) -> bool:
     """Whether a loop's array starts out with nothing in it."""
-    made = computation.instructions.get(name)
-    while made is not None and made.opcode in ("copy", "bitcast", "get-tuple-element"):
-        made = computation.instructions.get(made.operands[0])
+    made = computation.behind(name, ("copy", "bitcast", "get-tuple-element"))
     if made is None:
         return False
     blank = made.opcode in ("broadcast", "constant") or (made.opcode == "fusion" and "broadcast" in made.name)
-    return blank or "AllocateBuffer" in made.attributes.get("custom_call_target", "")
+    return blank or "AllocateBuffer" in made.target
 
 
 def account(
