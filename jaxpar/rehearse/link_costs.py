@@ -68,12 +68,8 @@ class _Leg:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """One algorithm: its legs, one after another or all at once."""
-
-    legs: tuple[_Leg, ...]
-    together: bool
+Legs = tuple[_Leg, ...]
+"""Of one algorithm: one after another in a torus, elsewhere all at once."""
 
 
 def collective_time(collective: Collective, places: tuple[Position, ...], target: Target) -> CollectiveTime:
@@ -87,52 +83,45 @@ def collective_time(collective: Collective, places: tuple[Position, ...], target
     Raises:
       UserError: the target has no figure for a link that the collective uses.
     """
-    hardware = target.hardware
-    routes = _routes(collective.kind, collective.groups, places, hardware)
-    best: CollectiveTime | None = None
-    for route in routes:
-        if not route.legs:
-            return CollectiveTime(0.0, 0.0, (), "nothing moves", 0.0)
-        for leg in route.legs:
-            if not leg.bandwidth:
-                raise UserError(
-                    f"target {target.name} ({hardware.chip}) has no figure for the bandwidth of {leg.lanes[0]}, which "
-                    f"a {collective.kind} over {leg.text} needs: rehearse for a known target, or calibrate this one"
-                )
-        found = _fastest(route, collective.bytes, hardware)
-        if best is None or found.seconds < best.seconds:
-            best = found
-    assert best is not None
-    return best
+    hardware, kind = target.hardware, collective.kind
+    routes = _routes(kind, collective.groups, places, hardware)
+    if not routes:
+        return CollectiveTime(0.0, 0.0, (), "nothing moves", 0.0)
+    for leg in (leg for legs in routes for leg in legs):
+        if not leg.bandwidth:
+            raise UserError(
+                f"target {target.name} ({hardware.chip}) has no figure for the bandwidth of {leg.lanes[0]}, which "
+                f"a {kind} over {leg.text} needs: rehearse for a known target, or calibrate this one"
+            )
+    together = hardware.ici.kind != "torus" or kind == "ppermute"
+    times = [_time(legs, together, collective.bytes, hardware) for legs in routes]
+    return min(times, key=lambda time: time.seconds)
 
 
-def _fastest(route: _Route, size: int, hardware: Hardware) -> CollectiveTime:
-    """The time of a route with the protocol that suits this size best."""
-    moving = [leg.load * size / leg.bandwidth for leg in route.legs]
-    transfer = max(moving) if route.together else sum(moving)
+def _time(legs: Legs, together: bool, size: int, hardware: Hardware) -> CollectiveTime:
+    """The time of an algorithm with the protocol that suits this size best."""
+    moving = [leg.load * size / leg.bandwidth for leg in legs]
+    transfer = max(moving) if together else sum(moving)
     times = []
     for protocol in hardware.protocols:
-        waits = [leg.hops * (protocol.dcn_hop if leg.lanes == ("dcn",) else protocol.hop) for leg in route.legs]
+        waits = [leg.hops * (protocol.dcn_hop if leg.lanes == ("dcn",) else protocol.hop) for leg in legs]
         latency = protocol.start + sum(waits)
         times.append((latency + transfer / protocol.share, latency))
     seconds, latency = min(times, default=(transfer, 0.0))
-    slowest = max(route.legs, key=lambda leg: leg.load / leg.bandwidth)
-    lanes = tuple(dict.fromkeys(lane for leg in route.legs for lane in leg.lanes))
-    text = (" and " if route.together else ", then ").join(leg.text for leg in route.legs)
+    slowest = max(legs, key=lambda leg: leg.load / leg.bandwidth)
+    lanes = tuple(dict.fromkeys(lane for leg in legs for lane in leg.lanes))
+    text = (" and " if together else ", then ").join(leg.text for leg in legs)
     return CollectiveTime(seconds, latency, lanes, text, slowest.load * size)
 
 
 @lru_cache(maxsize=1024)
-def _routes(
-    kind: CollectiveKind, groups: Groups, places: tuple[Position, ...], hardware: Hardware
-) -> tuple[_Route, ...]:
-    """The algorithms a collective may use here."""
-    apart = tuple(group for group in groups if len(set(group)) > 1)
-    if not apart:
-        return (_Route((), False),)
-    seats = tuple(tuple(places[position] for position in group) for group in apart)
+def _routes(kind: CollectiveKind, groups: Groups, places: tuple[Position, ...], hardware: Hardware) -> tuple[Legs, ...]:
+    """The algorithms that a collective may use here; none where nothing moves."""
+    seats = tuple(tuple(places[position] for position in group) for group in groups if len(set(group)) > 1)
+    if not seats:
+        return ()
     if hardware.ici.kind == "torus":
-        return (_on_torus(kind, seats, hardware),)
+        return (_messages(seats, hardware) if kind == "ppermute" else _on_torus(kind, seats, hardware),)
     return _on_switches(kind, seats, hardware)
 
 
@@ -142,21 +131,21 @@ Seats = tuple[tuple[Position, ...], ...]
 # Switches: GPU nodes, and devices of one machine.
 
 
-def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tuple[_Route, ...]:
+def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tuple[Legs, ...]:
     inside = hardware.ici.links * hardware.ici.link_bandwidth
     lane = "nvlink" if hardware.ici.kind == "switch" else "memory"
     if kind == "ppermute":
         far = [start.slice != end.slice for start, end in groups]
         near = _Leg((lane,), 1.0, inside, 1, "pairs in a node")
         net = _Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1, "pairs in different nodes")
-        return (_Route(((near,) if not all(far) else ()) + ((net,) if any(far) else ()), True),)
+        return (((near,) if not all(far) else ()) + ((net,) if any(far) else ()),)
     size = max(map(len, groups))
     counts = [Counter(position.slice for position in group).values() for group in groups]
     nodes = max(map(len, counts))
     # Devices of a group in one node: the fewest have the fewest NICs, the most have the most to exchange.
     few, many = min(min(count) for count in counts), max(max(count) for count in counts)
 
-    def legs(in_node: float, across: float, hops: float, net_hops: float) -> tuple[_Leg, ...]:
+    def legs(in_node: float, across: float, hops: float, net_hops: float) -> Legs:
         found = []
         if many > 1:
             found.append(_Leg((lane,), in_node, inside, hops, f"{many} in a node"))
@@ -165,55 +154,41 @@ def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tup
         return tuple(found)
 
     if kind == "all-to-all":
-        return (_Route(legs((many - 1) / size, (size - few) / size, many - 1, nodes - 1), True),)
+        return (legs((many - 1) / size, (size - few) / size, many - 1, nodes - 1),)
     ring = legs((size - 1) / size, (nodes - 1) / nodes / few, size - nodes, nodes - 1)
     if kind != "all-reduce":
-        return (_Route(ring, True),)
+        return (ring,)
     # Up a tree and down again: a chain inside a node, halving across nodes. 0.92 is NCCL's factor for trees.
     tree = legs(1 / 0.92, 1 / 0.92 / few, many - 1, math.ceil(math.log2(nodes)))
-    return tuple(_Route(tuple(_twice(leg) for leg in route), True) for route in (ring, tree))
+    return _twice(ring), _twice(tree)
 
 
-def _twice(leg: _Leg) -> _Leg:
-    return _Leg(leg.lanes, 2 * leg.load, leg.bandwidth, 2 * leg.hops, leg.text)
+def _twice(legs: Legs) -> Legs:
+    """A reduce-scatter and an all-gather."""
+    return tuple(_Leg(leg.lanes, 2 * leg.load, leg.bandwidth, 2 * leg.hops, leg.text) for leg in legs)
 
 
 # A torus, its slices, and the halves of its chips.
 
 
-def _on_torus(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> _Route:
-    if kind == "ppermute":
-        return _Route(_messages(groups, hardware), True)
+def _on_torus(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> Legs:
+    size = max(map(len, groups))
     slices = max(len({position.slice for position in group}) for group in groups)
     cores = max(len({position.core for position in group}) for group in groups)
-    legs = []
     # What one core of a chip does with its like, slice by slice; the other cores do the same at the same time.
-    inner = [_apart(group) for group in groups]
-    within = max(len(part) for parts in inner for part in parts)
-    if kind == "all-to-all":
-        size = max(map(len, groups))
-        if cores > 1:
-            legs.append(_chip_leg((cores - 1) / size, hardware, cores))
-        if within > 1:
-            legs.append(_all_to_all(tuple(part for parts in inner for part in parts), 1 / slices, hardware))
-        if slices > 1:
-            legs.append(_dcn_leg((slices - 1) / slices, hardware, slices))
-        return _Route(tuple(legs), False)
+    parts = tuple(part for group in groups for part in _apart(group))
+    within = max(map(len, parts))
+    exchange = kind == "all-to-all"
+    legs = []
     if cores > 1:
-        legs.append(_chip_leg((cores - 1) / cores, hardware, cores))
+        load = (cores - 1) / (size if exchange else cores)
+        legs.append(_Leg(("chip",), load, hardware.ici.chip_bandwidth, 1, f"{cores} devices of a chip"))
     if within > 1:
-        legs.append(_gather(tuple(part for parts in inner for part in parts), 1 / cores, hardware))
+        legs.append(_all_to_all(parts, 1 / slices, hardware) if exchange else _gather(parts, 1 / cores, hardware))
     if slices > 1:
-        legs.append(_dcn_leg((slices - 1) / slices / (cores * within), hardware, slices))
-    return _Route(tuple(_twice(leg) for leg in legs) if kind == "all-reduce" else tuple(legs), False)
-
-
-def _chip_leg(load: float, hardware: Hardware, cores: int) -> _Leg:
-    return _Leg(("chip",), load, hardware.ici.chip_bandwidth, 1, f"{cores} devices of a chip")
-
-
-def _dcn_leg(load: float, hardware: Hardware, slices: int) -> _Leg:
-    return _Leg(("dcn",), load, hardware.dcn_bandwidth, slices - 1, f"{slices} slices")
+        load = (slices - 1) / slices / (1 if exchange else cores * within)
+        legs.append(_Leg(("dcn",), load, hardware.dcn_bandwidth, slices - 1, f"{slices} slices"))
+    return _twice(tuple(legs)) if kind == "all-reduce" else tuple(legs)
 
 
 def _apart(group: tuple[Position, ...]) -> list[tuple[Position, ...]]:
@@ -239,9 +214,7 @@ class _Load:
             ways = {ahead: amount}
             if wraps and ahead:
                 up, down = ahead % side, ahead % side - side
-                ways = (
-                    {up: amount} if up < -down else {down: amount} if -down < up else {up: amount / 2, down: amount / 2}
-                )
+                ways = {up: amount / 2, down: amount / 2} if up == -down else {min(up, down, key=abs): amount}
             for way, part in ways.items():
                 step = 1 if way > 0 else -1
                 for hop in range(0, way, step):
@@ -251,19 +224,15 @@ class _Load:
             here[axis] = end.coords[axis]
         return hops
 
-    def busiest(self, axis: int) -> float:
-        return max(self.axes[axis].values(), default=0.0)
-
     @property
-    def used(self) -> list[int]:
-        return [axis for axis, links in enumerate(self.axes) if links]
+    def busiest(self) -> dict[int, float]:
+        """Bytes on the busiest link of each axis that is used."""
+        return {axis: max(links.values()) for axis, links in enumerate(self.axes) if links}
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        ways = [{step for _, step, *_ in links} for links in self.axes]
-        return tuple(
-            f"ici:{AXES[axis]}{'+' if step > 0 else '-'}" for axis in self.used for step in sorted(ways[axis])[::-1]
-        )
+        ways = [sorted({step for _, step, *_ in links}, reverse=True) for links in self.axes]
+        return tuple(f"ici:{AXES[axis]}{'+' if step > 0 else '-'}" for axis, steps in enumerate(ways) for step in steps)
 
 
 def _sides(group: tuple[Position, ...]) -> tuple[tuple[int, ...], ...] | None:
@@ -280,20 +249,20 @@ def _gather(groups: Seats, part: float, hardware: Hardware) -> _Leg:
     if any(box is None for box in boxes):
         for group in groups:
             _ring(load, group)
-        busiest = max(load.busiest(axis) for axis in load.used)
+        busiest = max(load.busiest.values())
         hops = max(_ring(_Load(hardware), group) for group in groups) / 2
         return _Leg(load.lanes, part * (size - 1) / size * busiest, bandwidth, hops, f"ring of {size} across the torus")
     for group in groups:
         for line in _lines(group):
             _ring(load, line)
     # Each axis takes data in proportion to what it can carry.
-    share = sum(1 / load.busiest(axis) for axis in load.used)
+    share = sum(1 / busiest for busiest in load.busiest.values())
     widths = [max(len(box[axis]) for box in boxes if box) for axis in range(len(hardware.ici.shape))]
     hops = max(_reach(box, hardware) for box in boxes if box)
     text = " and ".join(
         f"{'ring' if hardware.ici.wraps[axis] and widths[axis] == hardware.ici.shape[axis] else 'line'} of "
         f"{widths[axis]} along {AXES[axis]}"
-        for axis in load.used
+        for axis in load.busiest
     )
     return _Leg(load.lanes, part * (size - 1) / size / share, bandwidth, hops, text)
 
@@ -339,12 +308,11 @@ def _all_to_all(groups: Seats, part: float, hardware: Hardware) -> _Leg:
                     if here != there:
                         hops = max(hops, load.send(here, there, part / len(line)))
         hops = max(hops, _reach(box, hardware) if box else 0)
-    busiest = max(load.busiest(axis) for axis in load.used)
-    text = f"{max(map(len, groups))} along {' and '.join(AXES[axis] for axis in load.used)}"
-    return _Leg(load.lanes, busiest, hardware.ici.link_bandwidth, hops, text)
+    text = f"{max(map(len, groups))} along {' and '.join(AXES[axis] for axis in load.busiest)}"
+    return _Leg(load.lanes, max(load.busiest.values()), hardware.ici.link_bandwidth, hops, text)
 
 
-def _messages(pairs: Seats, hardware: Hardware) -> tuple[_Leg, ...]:
+def _messages(pairs: Seats, hardware: Hardware) -> Legs:
     """Each (source, target) pair's message on its way, all at the same time."""
     load, hops, slices, cores = _Load(hardware), 0, False, False
     for start, end in pairs:
@@ -356,11 +324,10 @@ def _messages(pairs: Seats, hardware: Hardware) -> tuple[_Leg, ...]:
             hops = max(hops, load.send(start, end, 1.0))
     legs = []
     if cores:
-        legs.append(_chip_leg(1.0, hardware, 2))
-    if load.used:
-        busiest = max(load.busiest(axis) for axis in load.used)
-        text = f"{hops} hop{'s' if hops > 1 else ''} along {' and '.join(AXES[axis] for axis in load.used)}"
-        legs.append(_Leg(load.lanes, busiest, hardware.ici.link_bandwidth, hops, text))
+        legs.append(_Leg(("chip",), 1.0, hardware.ici.chip_bandwidth, 1, "2 devices of a chip"))
+    if load.busiest:
+        text = f"{hops} hop{'s' if hops > 1 else ''} along {' and '.join(AXES[axis] for axis in load.busiest)}"
+        legs.append(_Leg(load.lanes, max(load.busiest.values()), hardware.ici.link_bandwidth, hops, text))
     if slices:
         legs.append(_Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1, "another slice"))
     return tuple(legs)

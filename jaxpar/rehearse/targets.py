@@ -19,7 +19,7 @@ from jax.experimental import topologies
 
 from jaxpar.base.config import presets
 from jaxpar.base.errors import UserError, nearest
-from jaxpar.base.hardware import CHIPS, Chip, GpuCompiler, Hardware, Interconnect, Slices, hardware_of, load_chip
+from jaxpar.base.hardware import CHIPS, Chip, GpuCompiler, Hardware, Slices, hardware_of, load_chip
 from jaxpar.base.mesh import MeshSpec, describe, resolve
 from jaxpar.base.runtime import without_chips
 
@@ -81,36 +81,33 @@ def load_target(name: str) -> Target:
     """
     if name == "here":
         return _here()
-    match = re.fullmatch(r"(\w+?)(?:([-:])(\d+(?:x\d+)*)|x(\d+))", name.lower())
+    match = re.fullmatch(r"(\w+?)([-:x])(\d+(?:x\d+)*)", name.lower())
     chips = [chip for chip in presets(CHIPS) if chip != "cpu"]
     if match is None or match[1] not in chips:
-        raise UserError(_unknown(name, chips))
-    chip = load_chip(match[1])
-    if bool(match[4]) == bool(chip.slices.name):
-        raise UserError(f"no target {name!r}: " + _how_to_write(match[1], chip))
-    if match[4]:
-        return _gpus(match[1], chip, int(match[4]))
-    numbers = [int(number) for number in match[3].split("x")]
-    if match[2] == ":":
-        return _slice(match[1], chip, tuple(numbers), 1, named_by_shape=True)
-    if len(numbers) > 2 or min(numbers) < 1:
+        words = [example for chip in chips for example in _examples(chip)]
+        guess = nearest(name.lower().replace("litepod", "e"), [*words, "here"])
+        raise UserError(
+            f"no target {name!r}{guess}: chips are {', '.join(chips)}, as in v5p-64, v5p-64x4, h100x64; or here"
+        )
+    chip, mark, numbers = load_chip(match[1]), match[2], _numbers(match[3])
+    if mark == "x" and not chip.slices.name and len(numbers) == 1:
+        return _gpus(match[1], chip, numbers[0])
+    if mark == ":" and chip.slices.name:
+        return _slice(match[1], chip, numbers, 1, named_by_shape=True)
+    if mark != "-" or not chip.slices.name or len(numbers) > 2 or min(numbers) < 1:
         raise UserError(f"no target {name!r}: " + _how_to_write(match[1], chip))
     count, slices = (*numbers, 1)[:2]
     shape = _shape_of(count, chip.slices)
     if shape is None:
-        nearby = [f"{match[1]}-{size}" for size in _nearest_sizes(count, chip.slices)]
+        sizes = sorted(_sizes(chip.slices))
+        near = [size for size in sizes if size < count][-1:] + [size for size in sizes if size > count][:1]
+        nearby = [f"{match[1]}-{size}" for size in near]
         if count > chip.slices.most_chips:
             nearby.append(f"two slices of that, {nearby[0]}x2")
         raise UserError(
             f"target {name!r}: no {match[1]} slice has {count} chips, the nearest are {' and '.join(nearby)}"
         )
     return _slice(match[1], chip, shape, slices)
-
-
-def _unknown(name: str, chips: list[str]) -> str:
-    words = [example for chip in chips for example in _examples(chip)]
-    guess = nearest(name.lower().replace("litepod", "e"), [*words, "here"])
-    return f"no target {name!r}{guess}: chips are {', '.join(chips)}, as in v5p-64, v5p-64x4, h100x64; or here"
 
 
 def _examples(name: str) -> list[str]:
@@ -141,29 +138,25 @@ def _sizes(slices: Slices) -> set[int]:
     return small | (set(range(whole, slices.most_chips + 1, whole)) if whole else set())
 
 
-def _nearest_sizes(count: int, slices: Slices) -> list[int]:
-    sizes = sorted(_sizes(slices))
-    below = [size for size in sizes if size < count][-1:]
-    return below + [size for size in sizes if size > count][:1]
-
-
 def _shape_of(count: int, slices: Slices) -> tuple[int, ...] | None:
     """The shape closest to a cube that has this many chips: the shortest longest side, then the longest shortest."""
-    listed = [_numbers(shape) for shape in slices.shapes]
-    fits = [shape for shape in listed if math.prod(shape) == count]
-    if fits or count not in _sizes(slices):
-        return fits[0] if fits else None
-    cubes, side = count // slices.cube**3, slices.cube
+    listed = [shape for shape in map(_numbers, slices.shapes) if math.prod(shape) == count]
+    if listed or count not in _sizes(slices):
+        return listed[0] if listed else None
+    cubes = count // slices.cube**3
     factors = [n for n in range(1, cubes + 1) if cubes % n == 0]
-    found = [(a, b, cubes // (a * b)) for a in factors for b in factors if cubes % (a * b) == 0]
-    sorted_sides = [sides for sides in found if sides == tuple(sorted(sides))]
-    a, b, c = min(sorted_sides, key=lambda sides: (sides[2], -sides[0]))
-    return a * side, b * side, c * side
+    found = [
+        (a, b, cubes // (a * b))
+        for a in factors
+        for b in factors
+        if cubes % (a * b) == 0 and a <= b <= cubes // (a * b)
+    ]
+    return tuple(side * slices.cube for side in min(found, key=lambda sides: (sides[2], -sides[0])))
 
 
 def _slice(name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_shape: bool = False) -> Target:
     """`count` slices of this shape."""
-    text, rules = "x".join(map(str, shape)), chip.slices
+    text, rules, devices = "x".join(map(str, shape)), chip.slices, chip.hardware.devices_per_chip
     cubes = rules.cube and len(shape) == 3 and min(shape) > 0 and all(side % rules.cube == 0 for side in shape)
     if text not in rules.shapes and not (cubes and math.prod(shape) <= rules.most_chips):
         whole = f", and sides of a multiple of {rules.cube} up to {rules.most_chips} chips" if rules.cube else ""
@@ -171,14 +164,10 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_s
     chips = math.prod(shape)
     wraps = tuple(side == rules.ring if rules.ring else bool(cubes) for side in shape)
     hardware = replace(chip.hardware, chips=chips * count, ici=replace(chip.hardware.ici, shape=shape, wraps=wraps))
-    vendor = rules.vendor.format(chips=chips, cores=2 * chips)
-    note = ""
-    if "{cores}" in rules.vendor:
-        note = (
-            f"{chips} chips{' a slice' if count > 1 else ''}; Google Cloud counts TensorCores and calls this {vendor}"
-        )
-    if hardware.devices_per_chip > 1:
-        note += f"; JAX sees {hardware.devices_per_chip} devices a chip"
+    vendor, each = rules.vendor.format(chips=chips, cores=2 * chips), " a slice" if count > 1 else ""
+    counted = f"{chips} chips{each}; Google Cloud counts TensorCores and calls this {vendor}"
+    note = counted if "{cores}" in rules.vendor else ""
+    note += f"; JAX sees {devices} devices a chip" if devices > 1 else ""
     label = f"{name}:{text}" if named_by_shape else f"{name}-{chips}" + (f"x{count}" if count > 1 else "")
     return Target(label, name, "tpu", hardware, count, text, vendor, note)
 
@@ -187,6 +176,8 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_s
 
 
 def _gpus(name: str, chip: Chip, count: int) -> Target:
+    if count < 1:
+        raise UserError(f"target '{name}x{count}' has no GPUs: " + _how_to_write(name, chip))
     nodes, rest = divmod(count, GPUS_PER_NODE)
     if rest and count not in (1, 2, 4):
         below, above = nodes * GPUS_PER_NODE or 4, (nodes + 1) * GPUS_PER_NODE
@@ -195,36 +186,26 @@ def _gpus(name: str, chip: Chip, count: int) -> Target:
             f"{name}x{below} and {name}x{above}"
         )
     nodes, per_node = max(nodes, 1), min(count, GPUS_PER_NODE)
-    if count < 1:
-        raise UserError(f"target '{name}x{count}' has no GPUs: " + _how_to_write(name, chip))
-    ici = replace(chip.hardware.ici, shape=(per_node,), wraps=(True,))
-    hardware = replace(chip.hardware, chips=count, ici=ici)
+    hardware = replace(chip.hardware, chips=count, ici=replace(chip.hardware.ici, shape=(per_node,), wraps=(True,)))
     return Target(f"{name}x{count}", name, "cuda", hardware, nodes, f"{nodes}x{per_node}")
 
 
 def _here() -> Target:
     """This machine's devices; an unknown chip has no figures."""
     devices = jax.devices()
-    first = devices[0]
-    platform: Platform = {"gpu": "cuda", "tpu": "tpu"}.get(first.platform, "cpu")  # pyright: ignore[reportAssignmentType]
-    known = hardware_of(first.device_kind) or Hardware(chip=first.device_kind, device_kinds=(first.device_kind,))
-    slices = len(set(_slice_indices(devices)))
-    ici = known.ici
-    if platform == "tpu":
-        shape = _extent([device.coords for device in devices], ici)
-        rings = [side == 16 if len(shape) == 2 else all(side % 4 == 0 for side in shape) for side in shape]
-        ici = replace(ici, shape=shape, wraps=tuple(rings))
-    else:
-        ici = replace(ici, shape=(len(devices) // slices,), wraps=(platform == "cuda",))
-    chips = len(devices) // known.devices_per_chip
-    topology = "x".join(map(str, ici.shape if platform == "tpu" else (slices, *ici.shape)))
-    return Target("here", first.device_kind, platform, replace(known, chips=chips, ici=ici), slices, topology)
-
-
-def _extent(coords: Sequence[Sequence[int]], ici: Interconnect) -> tuple[int, ...]:
-    """The sides of the box these coordinates fill; JAX gives three numbers for a 2D torus too."""
-    axes = ici.links // 2 or 3
-    return tuple(max(place[axis] for place in coords) + 1 for axis in range(axes))
+    kind, slices = devices[0].device_kind, len(set(_slice_indices(devices)))
+    platform: Platform = {"gpu": "cuda", "tpu": "tpu"}.get(devices[0].platform, "cpu")  # pyright: ignore[reportAssignmentType]
+    known = hardware_of(kind) or Hardware(chip=kind, device_kinds=(kind,))
+    shape, wraps = (len(devices) // slices,), (platform == "cuda",)
+    if platform == "tpu":  # JAX gives three coordinates for a 2D torus too
+        axes = zip(*(device.coords[: known.ici.links // 2 or 3] for device in devices), strict=True)
+        shape = tuple(max(axis) + 1 for axis in axes)
+        wraps = tuple(side == 16 if len(shape) == 2 else all(side % 4 == 0 for side in shape) for side in shape)
+    hardware = replace(
+        known, chips=len(devices) // known.devices_per_chip, ici=replace(known.ici, shape=shape, wraps=wraps)
+    )
+    topology = "x".join(map(str, shape if platform == "tpu" else (slices, *shape)))
+    return Target("here", kind, platform, hardware, slices, topology)
 
 
 def _slice_indices(devices: Sequence[Any]) -> list[int]:
