@@ -1,19 +1,14 @@
 """`jaxpar bench gpu`: what half an hour with a GPU is for, in pieces that can be taken up again.
 
-`bench_pieces` runs them. What is timed is waited for, long enough to be timed, and the median of several turns.
+`gpu_pieces` runs them. What is timed is waited for, long enough to be timed, and the median of several turns.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
-from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +20,25 @@ from jaxpar.base.config import Config, check, load_config, override
 from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.hardware import Hardware, hardware_of, load_chip, peak_flops
 from jaxpar.base.jax_compat import NO_CUDA_GRAPHS
-from jaxpar.bench.alternate import alternate, mean_seconds, train_steps
-from jaxpar.bench.attention import LEAST_SECONDS, MASKS, AttentionBenchArgs, bench_attention
-from jaxpar.bench.gpu_pieces import Found, Piece, check_folder, facts_here, read_piece, report, run_piece
-from jaxpar.bench.rehearse import compare_predictions, no_links
+from jaxpar.bench.alternate import Row
+from jaxpar.bench.attention import MASKS, AttentionBenchArgs, bench_attention
+from jaxpar.bench.gpu_pieces import Piece, Say, read_piece, report, run_piece
+from jaxpar.bench.rehearse import compare_predictions, no_links, ready_step
+from jaxpar.bench.step import bench_step
 from jaxpar.hlo.tasks import Task, walk
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call, Unserved
 from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.masks import Causal, Mask
-from jaxpar.models import Model
-from jaxpar.rehearse.calibrate import ready_step
-from jaxpar.rehearse.cost.stopwatch import durations, elapsed
+from jaxpar.rehearse.cost.stopwatch import durations
 from jaxpar.rehearse.timeline.timeline import step_time
-from jaxpar.train.metrics import device_memory, mfu
+from jaxpar.train.metrics import device_memory
 from jaxpar.train.plans import make_plan
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuBenchArgs:
-    """Kernels, attention, GPT-2's step, predictions, matmuls and a trace, on the GPU that is here."""
+    """Kernels, attention, GPT-2's step, predictions and a trace, on the GPU that is here."""
 
     out: str = "build/gpu"
     """Folder of the results, JSON by piece, and of report.md. What has a result there is not run again."""
@@ -67,7 +61,7 @@ def _kernel_name(kernel: str, mask: str, h: int, dtype: str = "bfloat16") -> str
     return f"{kernel}, {mask}, head_dim {h}, {dtype}"
 
 
-def _kernel(kernel: str, mask_name: str, h: int, dtype: str, small: bool, out: Path) -> Found:
+def _kernel(kernel: str, mask_name: str, h: int, dtype: str, small: bool, out: Path, say: Say) -> list[Row]:
     """The largest errors, each as a part of what is allowed; grouped queries throughout."""
     B, S, H, K = (1, 45, 2, 1) if small else (2, 1024, 8, 2)
     odd = mask_name == "odd lengths"
@@ -82,7 +76,7 @@ def _kernel(kernel: str, mask_name: str, h: int, dtype: str, small: bool, out: P
     if why := dispatch.refusal(kernel, dispatch.Asked(given[0], given[1], mask, call, ours), on):
         raise Unserved(why)
 
-    def found(q: Any, k: Any, v: Any, dout: Any) -> Any:
+    def found(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> tuple[jax.Array | None, ...]:
         if not ours:
             out, pull = jax.vjp(lambda q, k, v: dispatch.LIBRARIES[kernel](q, k, v, mask, call), q, k, v)
             return out, None, *pull(dout)
@@ -96,15 +90,17 @@ def _kernel(kernel: str, mask_name: str, h: int, dtype: str, small: bool, out: P
     value, gradient = BOUNDS[dtype]
     bounds = {"out": value, "lse": BOUNDS["float32"][0], "dq": gradient, "dk": gradient, "dv": gradient}
     sizes = means, *want[1:]  # weights are rounded before values cancel
-    row = {
+    errors = {
         name: float(jnp.max(jnp.abs(x.astype(jnp.float32) - right)) / jnp.max(jnp.abs(size)) / bounds[name])
         for name, x, right, size in zip(bounds, jax.jit(found)(*given), want, sizes, strict=True) if x is not None
     }  # fmt: skip
-    return {"rows": [row], "status": "right" if np.max([*row.values()]) <= 1 else "wrong"}  # NaN is wrong
+    return [{**errors, "verdict": "right" if np.max([*errors.values()]) <= 1 else "wrong"}]  # NaN is wrong
 
 
 @jax.jit  # here, so that all kernels of a case share what it compiles
-def _exact(q: Any, k: Any, v: Any, dout: Any, dlse: Any, mask: Mask) -> Any:
+def _exact(
+    q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, dlse: jax.Array, mask: Mask
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """(out, lse, dq, dk, dv), and the means of the sizes of values."""
     out_lse, pull = jax.vjp(lambda q, k, v: reference(q, k, v, mask), q, k, v)
     return (*out_lse, *pull((dout, dlse))), reference(q, k, abs(v), mask)[0]
@@ -113,29 +109,28 @@ def _exact(q: Any, k: Any, v: Any, dout: Any, dlse: Any, mask: Mask) -> Any:
 # Attention: speed.
 
 
-def _attention(mask: str, h: int, S: int, small: bool, out: Path) -> Found:
+def _attention(mask: str, h: int, S: int, small: bool, out: Path, say: Say) -> list[Row]:
     """In turns, at the sizes of FlashAttention's own figures: 16k tokens, heads that make 2,048 wide."""
-    kernels, notes = read_piece(out, "kernels")["cases"], list[str]()
+    kernels = read_piece(out, "kernels")["cases"]
     h, S, heads, tokens = (16, 64, 2, 128) if small else (h, S, 2048 // h, 16384)
-    names = [
-        name for name in (*KERNELS, "chunked")
-        if kernels.get(_kernel_name(name, mask, h), {}).get("status") not in ("wrong", "failed")
-    ]  # fmt: skip
-    asked = AttentionBenchArgs((S,), (h,), (mask,), tuple(names), tokens, heads, heads, rounds=2 if small else 9)
-    rows = []
-    for row in bench_attention(asked, notes.append):
-        of_row = {"by": row.implementation}
-        for name, ms, rate in zip(("forward", "both"), (1e3 * row.forward, 1e3 * row.both), row.rates, strict=True):
-            of_row |= {f"{name}, ms": ms, f"{name}, TFLOP/s": rate, f"{name}, % of peak": _share(1e12 * rate)}
-        rows.append(of_row)
-    left_out = [f"not {name}: wrong, or failed, in the piece before" for name in KERNELS if name not in names]
-    return {"rows": rows, "notes": left_out + [note.partition(": ")[2] for note in notes if ": not " in note]}
-
-
-def _share(rate: float) -> float | None:
-    """FLOP/s as a percentage of the chip's dense peak in bfloat16, where that is known."""
+    names = [name for name in KERNELS if _is_usable(kernels.get(_kernel_name(name, mask, h)))]
+    for name in set(KERNELS) - set(names):
+        say(f"not {name}: wrong, or failed, in the piece before")
+    asked = AttentionBenchArgs((S,), (h,), (mask,), (*names, "chunked"), tokens, heads, heads, rounds=2 if small else 9)
+    rows = bench_attention(asked, lambda line: say(line.partition(": ")[2]) if ": not " in line else None)
     peak = peak_flops(jax.devices()[0].device_kind, "bfloat16")
-    return 100 * rate / peak if peak else None
+    for row in rows:
+        for way in ("forward", "both") if peak else ():
+            row[f"{way}, % of peak"] = 1e14 * float(row[f"{way}, TFLOP/s"] or 0) / peak
+    return [{name: cell for name, cell in row.items() if name not in ("mask", "sequence", "head_dim")} for row in rows]
+
+
+def _is_usable(case: dict[str, Any] | None) -> bool:
+    """Whether a kernel was right in a case, or was not tried."""
+    if case is None:
+        return True
+    wrong = any(row["verdict"] == "wrong" for row in case.get("rows", ()))
+    return case["status"] != "failed" and not wrong
 
 
 # GPT-2's step, beside PyTorch's.
@@ -153,122 +148,37 @@ def _config(preset: str, changes: dict[str, Any], small: bool) -> Config:
     return check(override(load_config(preset), _BASE | changes | (_TINY if small else {})))
 
 
-def _step(changes: dict[str, Any], beside_torch: bool, small: bool, out: Path) -> Found:
+def _step(changes: dict[str, Any], beside_torch: bool, small: bool, out: Path, say: Say) -> list[Row]:
     """Ten steps of GPT-2 124M, then ten of PyTorch's, in turns."""
-    config, devices = _config(_GPT2, changes, small), jax.devices()[:1]
-    rounds, steps = (3, 2) if small else (7, 10)
-    run, tokens = train_steps(config, make_plan(config, devices)), config.train.batch * config.data.seq_len
-    flops = Model(config.model).flops_per_token(config.data.seq_len)
-
-    def row(by: str, seconds: float, **more: Any) -> Found:
-        used = mfu(tokens / seconds, flops, devices, config.precision.compute)
-        return {"by": by, "ms": 1e3 * seconds, "tokens/s": tokens / seconds, "MFU, %": used and 100 * used, **more}
-
-    first, notes = run(1), list[str]()
-    torch = _torch(config, small) if beside_torch else None
-    try:
-        if torch is None:
-            raise ChildProcessError("not asked for")
-        torch(1)
-        both = alternate(("jaxpar", "torch"), lambda: run(steps), lambda: torch(steps), rounds, 1)
-        times = [seconds / steps for seconds in both.seconds]
-        quartiles = " to ".join(f"{ratio:.3f}" for ratio in both.ratio_quartiles)
-        notes.append(f"jaxpar / torch {both.ratio:.3f} (quartiles {quartiles}, {rounds} rounds of {steps} steps)")
-        theirs = [row(seconds=times[1], **torch(1))]
-    except ChildProcessError as missing:
-        notes.append(f"not beside PyTorch: {missing}")
-        times, theirs = [float(np.median([mean_seconds(lambda: run(steps), 1) / steps for _ in range(rounds)]))], []
-    finally:
-        if torch:
-            torch(0)
-    peak, last = device_memory(devices), run(1)
-    if not last < first:  # nor NaN
-        raise ValueError(f"the loss does not fall: {first} at first, {last} at last")
-    ours = row("jaxpar", times[0], loss=last, **{"peak, GiB": peak and peak / 2**30})
-    return {"rows": [ours, *theirs], "notes": notes}
+    config, (rounds, steps) = _config(_GPT2, changes, small), (3, 2) if small else (7, 10)
+    return bench_step(config, make_plan(config, jax.devices()[:1]), rounds, steps, beside_torch, say)
 
 
-def _torch(config: Config, small: bool) -> Callable[[int], Found]:
-    """`run(n)` takes n steps of PyTorch's and says what it is, its loss and memory; `run(0)` ends it.
-
-    In a process of its own, as the CUDA libraries that it brings are not jax's. ChildProcessError where it cannot.
-    """
-    asked = {**vars(config.model), **vars(config.train), "seq_len": config.data.seq_len, "small": small}
-    words = [sys.executable, "-P", str(Path(__file__).with_name("torch_step.py")), json.dumps(asked)]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def run(steps: int) -> Found:
-        if not steps:
-            return {"ended": process.kill()}
-        if process.poll() is None:
-            print(steps, file=process.stdin, flush=True)
-        said = json.loads((process.stdout and process.stdout.readline()) or '{"missing": "its process ended"}')
-        if "missing" in said:
-            raise ChildProcessError(said["missing"])
-        return said
-
-    return run
+# Predicted against measured: steps, lines.
 
 
-# Predicted against measured: steps, matmuls, lines.
-
-
-def _prediction(preset: str, changes: dict[str, Any], small: bool, out: Path) -> Found:
-    figures, notes = _figures(small)
-    (row,) = compare_predictions({"": _config(preset, changes, small)}, figures, patience=0.0)
+def _prediction(preset: str, changes: dict[str, Any], small: bool, out: Path, say: Say) -> list[Row]:
+    (row,) = compare_predictions({"": _config(preset, changes, small)}, _figures(small, say))
     peak = device_memory(jax.devices()[:1])
-    return {"notes": notes, "rows": [{
+    return [{
         "predicted, ms": 1e3 * row.predicted, "fastest, ms": 1e3 * row.fastest, "median, ms": 1e3 * row.median,
         "predicted / fastest": row.ratio, "predicted, GiB": row.predicted_bytes / 2**30,
         "peak, GiB": peak and peak / 2**30, "predicted / peak": peak and row.predicted_bytes / peak,
-    }]}  # fmt: skip
+    }]  # fmt: skip
 
 
-def _figures(small: bool) -> tuple[Hardware, list[str]]:
-    """Published figures of the GPU, and what is to be said of them; in the small form those of an H100."""
+def _figures(small: bool, say: Say) -> Hardware:
+    """Published figures of the GPU, in the small form those of an H100; none for an unknown GPU, which is said."""
     kind = jax.devices()[0].device_kind
     if known := load_chip("h100").hardware if small else hardware_of(kind):
-        return known, []
-    return Hardware(), [f"no figures of {kind}, so nothing is predicted: a file of meshes/chips would have them"]
+        return known
+    say(f"no figures of {kind}, so nothing is predicted: a file of meshes/chips would have them")
+    return Hardware()
 
 
-_FORMS: dict[str, Callable[..., jax.Array]] = {
-    "forward": lambda x, w, dy: x @ w,
-    "input gradient": lambda x, w, dy: dy @ w.T,
-    "weight gradient": lambda x, w, dy: x.T @ dy,
-}
-
-
-def _matmul(T: int, K: int, N: int, small: bool, out: Path) -> Found:
-    """Several in one program, each on arrays of its own, which together no cache holds, and after the one before."""
-    T, K, N = (64, 32, 48) if small else (T, K, N)
-    count = 2 if small else int(np.clip(256e6 / (2 * (T * K + K * N + T * N)), 2, 24))
-    keys = iter(jax.random.split(jax.random.key(0), 3 * count))
-    shapes = (T, K), (K, N), (T, N)
-    arrays = [[jax.random.normal(next(keys), shape, jnp.bfloat16) for shape in shapes] for _ in range(count)]
-
-    def chained(form: Callable[..., jax.Array], arrays: Any) -> list[jax.Array]:
-        done: list[jax.Array] = []
-        for three in arrays:
-            three, _ = jax.lax.optimization_barrier((three, done[-1:]))
-            done.append(form(*three))
-        return done
-
-    row: Found = {}
-    for name, form in _FORMS.items():
-        run = partial(jax.jit(partial(chained, form)), arrays)
-        mean_seconds(run, 2)
-        calls = int(np.clip(LEAST_SECONDS / mean_seconds(run, 1), 1, 50))
-        seconds = float(np.median([mean_seconds(run, calls) for _ in range(2 if small else 9)])) / count
-        rate = 2.0 * T * K * N / seconds
-        row |= {f"{name}, us": 1e6 * seconds, f"{name}, TFLOP/s": rate / 1e12, f"{name}, % of peak": _share(rate)}
-    return {"rows": [row]}
-
-
-def _trace(small: bool, out: Path) -> Found:
+def _trace(small: bool, out: Path, say: Say) -> list[Row]:
     """Times of each line of the model, by the profiler and by the prices of a rehearsal; the profile is kept."""
     step, count = ready_step(_config(_GPT2, {}, small), "traced"), 3
-    wall = float(np.median([elapsed(step.run) for _ in range(5)]))
 
     def run() -> None:
         for _ in range(count):
@@ -278,8 +188,7 @@ def _trace(small: bool, out: Path) -> Found:
     if not measured:
         raise UserError(f"the profiler named no instruction that ran: look at {out / 'profile'}")
     seconds = {name: sum(times) / count for (_, name), times in measured.items()}
-    figures, notes = _figures(small)
-    timeline = step_time(step.program, figures, no_links)
+    timeline = step_time(step.program, _figures(small, say), no_links)
     lines: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def line(task: Task) -> list[float]:
@@ -290,17 +199,15 @@ def _trace(small: bool, out: Path) -> Found:
     for task, _ in walk(step.program.nodes):
         line(task)[0] += seconds.pop(task.name, 0.0)
     lines["no task", "", "", ""] = [sum(seconds.values()), 0.0]
-    most = ", ".join(f"{name} {1e3 * seconds[name]:.2f}" for name in nlargest(5, seconds, key=seconds.__getitem__))
-    sums = [1e3 * sum(times) for times in zip(*lines.values(), strict=True)]
-    rows = [
+    took, price = (1e3 * sum(times) for times in zip(*lines.values(), strict=True))
+    say(
+        f"a step took {1e3 * step.seconds:.2f} ms, its instructions {took:.2f}; "
+        f"predicted {1e3 * timeline.seconds:.2f}, its tasks {price:.2f}"
+    )
+    return [
         {"line": source, "scope": scope, "phase": phase, "kind": kind, "ms": 1e3 * took, "predicted, ms": 1e3 * price}
         for (source, scope, phase, kind), (took, price) in sorted(lines.items(), key=lambda item: -item[1][0])
     ]
-    notes.append(
-        f"a step took {1e3 * wall:.2f} ms, its instructions {sums[0]:.2f}; predicted {1e3 * timeline.seconds:.2f}, its "
-        f"tasks {sums[1]:.2f}; no task are {most}"
-    )
-    return {"rows": rows, "notes": notes}
 
 
 _KERNELS = [
@@ -331,11 +238,6 @@ _PREDICTED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_124m, float32, batch 8": (_GPT2, {"precision.compute": "float32", "kernels.attention": "chunked",
                                             "train.batch": 8}),
 }  # fmt: skip
-_MATMULS = [  # of linear layers of GPT-2, LLaMA 1B and 8B
-    *((8192, K, N) for K, N in ((768, 768), (768, 3072), (3072, 768), (768, 50304), (2048, 8192), (8192, 2048),
-                                (4096, 4096), (4096, 14336), (14336, 4096))),
-    *((T, K, K) for K in (768, 4096) for T in (1024, 32768)),
-]  # fmt: skip
 PIECES: dict[str, Piece] = {
     "kernels": Piece({_kernel_name(*x): partial(_kernel, *x) for x in _KERNELS}, len(KERNELS), case_seconds=100.0),
     "attention": Piece({"{}, head_dim {}, {} tokens".format(*x): partial(_attention, *x) for x in _ATTENTION}),
@@ -343,31 +245,23 @@ PIECES: dict[str, Piece] = {
     "step": Piece({name: partial(_step, *x) for name, x in _STEPS.items()}, alone=True, case_seconds=300.0,
                   environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
     "rehearse": Piece({name: partial(_prediction, *x) for name, x in _PREDICTED.items()}, alone=True),
-    "matmul": Piece({"{} tokens, {} in, {} out".format(*x): partial(_matmul, *x) for x in _MATMULS}),
     "trace": Piece({"gpt2_124m, batch 32": _trace}, environment={
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + f" --{NO_CUDA_GRAPHS}="}),
 }  # fmt: skip
 
 
-def bench_gpu(args: GpuBenchArgs, say: Callable[[str], None] = lambda line: None) -> bool:
-    """Run what has no result yet and write report.md; whether every case that was asked for now has a result.
+def bench_gpu(args: GpuBenchArgs, say: Say = lambda line: None) -> str:
+    """Run what has no result yet, and write report.md, which is returned.
 
     Raises:
-      UserError: no GPU and not the small form, an unknown piece, or a folder with results of another machine or jax.
+      UserError: an unknown piece, or what `run_piece` raises.
     """
     for name in args.pieces:
         if name not in PIECES:
             raise UserError(f"bench gpu has no piece {name!r}{nearest(name, PIECES)}: there are {', '.join(PIECES)}")
-    out, here = Path(args.out), facts_here(args.small)
-    if here["platform"] != "gpu" and not args.small:
-        raise UserError(
-            f"bench gpu needs an NVIDIA GPU; JAX {here['jax']} finds {here['device']}, nvidia-smi "
-            f"{here['driver'] or 'nothing'}: install jax's CUDA plugin where there is a GPU, or try the tiny form that "
-            "runs on a CPU, --small (make gpu SMALL=1)"
-        )
-    check_folder(out, PIECES, here)
-    done = []
+    out, text = Path(args.out), ""
     for name in args.pieces or PIECES:
-        done.append(run_piece(PIECES[name], name, f"{__name__}.PIECES", out, here, say))
-        (out / "report.md").write_text(report(out, PIECES), encoding="utf-8")
-    return all(done)
+        run_piece(PIECES[name], name, f"{__name__}.PIECES", out, args.small, say)
+        text = report(out, PIECES)
+        (out / "report.md").write_text(text, encoding="utf-8")
+    return text

@@ -1,26 +1,21 @@
 """Measurements in pieces that can be taken up again, each piece a list of cases.
 
-Processes of their own run the cases and write OUT/PIECE.json after each; who asks for them only watches, and touches no
-GPU. A case that hangs or crashes is recorded, and the others go on in a fresh process, since an error on a GPU spoils
-the process that it happened in.
+Processes of their own run the cases and hand over what they find; the one that asks writes OUT/PIECE.json after each,
+and touches no GPU. A case that hangs or crashes is recorded, and the others go on in a fresh process, since an error on
+a GPU spoils the process that it happened in.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import os
 import platform
-import re
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,18 +24,20 @@ import jax.numpy as jnp
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_said
-from jaxpar.base.runtime import write_whole
+from jaxpar.base.runtime import versions, write_whole
+from jaxpar.bench.alternate import Row, table
 from jaxpar.kernels.attention.call import Unserved
 
 Found = dict[str, Any]
-"""Of a case: `rows` by column for the report, `notes`, a `status` if it is not just measured."""
-Case = Callable[[bool, Path], Found]
-"""Given whether it is the small form, and the folder of the results."""
-PIECE_SECONDS = 8 * 60.0
+"""JSON: of a case its `status`, and its `rows` for the report and `notes`, or `why` it has none."""
+Say = Callable[[str], None]
+Case = Callable[[bool, Path, Say], list[Row]]
+"""Given whether it is the small form, the folder of the results, and what takes a note."""
+START_SECONDS = 120.0
 
 
 class Piece(NamedTuple):
-    """A part of the half hour, of at most PIECE_SECONDS.
+    """A part of the measurements.
 
     Attributes:
       cases: in order.
@@ -58,192 +55,138 @@ class Piece(NamedTuple):
 
 
 def read_piece(out: Path, name: str) -> Found:
-    """What a piece has found: `facts`, `cases` by name, and the case that is `running`."""
+    """What a piece has found: the `facts` of where it ran, and `cases` by name."""
     try:
         return json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {"facts": {}, "cases": {}, "running": ""}
+        return {"facts": {}, "cases": {}}
 
 
-def _write_piece(out: Path, name: str, found: Found) -> None:
-    write_whole(out / f"{name}.json", json.dumps(found, indent=1))
-
-
-def check_folder(out: Path, names: Iterable[str], here: Found) -> None:
-    """Make the folder of the results.
-
-    Raises:
-      UserError: it has results of another device, another jax, or of the other form, small or not.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        then = read_piece(out, name)["facts"]
-        for fact in ("device", "jax", "small"):
-            if then and then[fact] != here[fact]:
-                raise UserError(f"{out} has results of {fact} {then[fact]}, and here it is {here[fact]}: try --out DIR")
-
-
-def run_piece(piece: Piece, name: str, at: str, out: Path, here: Found, say: Callable[[str], None]) -> bool:
-    """Run the cases of a piece that have no result yet; whether all of them now have one.
+def run_piece(piece: Piece, name: str, at: str, out: Path, small: bool, say: Say) -> None:
+    """Run the cases of a piece that have no result yet.
 
     Args:
+      piece: what to run.
+      name: of the piece.
       at: the dict of pieces that it stands in under its name, as `module.NAME`.
-      here: of `facts_here`.
+      out: folder of the results.
+      small: whether to run the small form.
+      say: told of each case.
+
+    Raises:
+      UserError: JAX does not start; there is no GPU, and it is not the small form; or the folder has results of another
+        device, another jax, or of the other form.
     """
-    found = read_piece(out, name) | {"facts": here, "running": ""}
-    _write_piece(out, name, found)
-    module, _, table = at.rpartition(".")
-    words = _python(f"from {module} import {table}; end_with_parent(); sys.exit(work({table}, {name!r}, {str(out)!r}))")
-    environment = {**piece.environment, **_platform(here["small"])}
-    deadline, ended, before = time.time() + PIECE_SECONDS, "", -1
-    # As long as it gets further: a process that has done its work may still crash while it ends.
-    while len(found["cases"]) > before and ended != "exit code 0" and not ended.startswith("out of"):
-        before = len(found["cases"])
-        ended = watch(words, environment, out / f"{name}.json", deadline, piece.case_seconds)
-        found = read_piece(out, name)
-        if found["running"] and not ended.startswith("out of"):
-            say(f"{name}: {found['running']}: failed: {ended}")
-            found["cases"][found["running"]] = {"status": "failed", "why": ended}
-            _write_piece(out, name, found | {"running": ""})
-    if ended != "exit code 0":
-        say(f"{name}: {ended}, not finished: the same command goes on with it")
-    return ended == "exit code 0"
+    names, (module, _, pieces) = list(piece.cases)[: piece.small if small else None], at.rpartition(".")
+    environment = {**os.environ, **piece.environment, **({"JAX_PLATFORMS": "cpu"} if small else {})}
+    while left := [case for case in names if case not in read_piece(out, name)["cases"]]:
+        left = left[:1] if piece.alone else left
+        line = f"from {module} import {pieces}; work({pieces}[{name!r}], {left!r}, {small}, {str(out)!r})"
+        words = [sys.executable, "-P", "-c", f"from {__name__} import work; {line}"]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+        try:
+            facts = read_line(process, START_SECONDS)
+            if "why" in facts:
+                raise UserError(f"JAX does not start here ({facts['why']}): what it printed above says why")
+            found = read_piece(out, name)
+            check_facts(facts, found["facts"], out)
+            for case in left:
+                result = read_line(process, piece.case_seconds)
+                found = {"facts": facts, "cases": found["cases"] | {case: result}}
+                write_whole(out / f"{name}.json", json.dumps(found, indent=1))
+                why = f": {result['why']}" if "why" in result else ""
+                say(f"{name} {len(found['cases'])}/{len(names)}: {case}: {result['status']}{why}")
+                if result["status"] == "failed":
+                    break
+        finally:
+            process.kill()
+            process.communicate()
 
 
-def _python(line: str) -> list[str]:
-    """A process that runs a line of this module, which it finds as this one did and not in the folder it stands in."""
-    return [sys.executable, "-P", "-c", f"import sys; from {__name__} import end_with_parent, facts, work; {line}"]
+def read_line(process: subprocess.Popen[str], seconds: float) -> Found:
+    """The next line of JSON of a process; a failure where it ends first, or is killed after so many seconds."""
+    assert process.stdout
+    late = threading.Event()
+    timer = threading.Timer(seconds, lambda: (late.set(), process.kill()))
+    timer.start()
+    line = process.stdout.readline()
+    timer.cancel()
+    if line:
+        return json.loads(line)
+    return {
+        "status": "failed",
+        "why": f"killed after {seconds:.0f} s" if late.is_set() else f"exit code {process.wait()}",
+    }
 
 
-def watch(words: Sequence[str], environment: Mapping[str, str], file: Path, deadline: float, silence: float) -> str:
-    """Run a process to its end, the deadline, or so many seconds in which it has not written the file; says which."""
-    # A group of its own, with whatever it starts; by the pipe it sees this process end.
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, env={**os.environ, **environment}, start_new_session=True)
-    began = time.time()
+def work(piece: Piece, cases: list[str], small: bool, out: str) -> None:
+    """Run cases in this process up to the first that fails; print as JSON where it runs and then what each finds."""
+    with os.fdopen(os.dup(1), "w") as results:
+        os.dup2(2, 1)  # what else is printed must not stand between the lines
+        print(json.dumps(facts_here(small)), file=results, flush=True)
+        for name in cases:
+            result = run_case(partial(piece.cases[name], small, Path(out)))
+            print(json.dumps(result), file=results, flush=True)
+            if result["status"] == "failed":
+                return
+
+
+def run_case(case: Callable[[Say], list[Row]]) -> Found:
+    """What a case found, with its `status`: measured; or refused or failed, and `why`."""
+    notes: list[str] = []
     try:
-        while process.poll() is None:
-            if time.time() > deadline:
-                return f"out of the {PIECE_SECONDS:.0f} s of a piece"
-            if time.time() - max(began, file.stat().st_mtime) > silence:
-                return f"killed after {silence:.0f} s"
-            time.sleep(0.1)
-        return f"exit code {process.returncode}"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process may hang in the driver even then
-            process.communicate(timeout=20)
-
-
-def end_with_parent() -> None:
-    """End this process and those that it started when the one that started it has ended."""
-
-    def wait() -> None:
-        sys.stdin.read()
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def work(pieces: Mapping[str, Piece], name: str, folder: str) -> int:
-    """Run the cases of a piece that have no result, in this process; its exit code: 3 leaves some to a fresh one."""
-    out, found, piece = Path(folder), read_piece(Path(folder), name), pieces[name]
-    small = found["facts"]["small"]
-    names = list(piece.cases)[: piece.small if small else None]
-    left = [case for case in names if case not in found["cases"]]
-    for case in left:
-        _write_piece(out, name, found | {"running": case})
-        began, result = time.time(), run_case(partial(piece.cases[case], small, out))
-        found["cases"][case] = result | {"took, s": time.time() - began, "clock": _nvidia("clocks.sm,temperature.gpu")}
-        _write_piece(out, name, found)
-        why = f": {result['why']}" if "why" in result else ""
-        print(f"{name} {len(found['cases'])}/{len(names)}: {case}: {result['status']}{why}", flush=True)
-        if case != left[-1] and (piece.alone or result["status"] == "failed"):
-            return 3
-    return 0
-
-
-def run_case(case: Callable[[], Found]) -> Found:
-    """What it found, with its `status`: measured, right, wrong; or refused or failed, and `why`."""
-    try:
-        found = {"status": "measured", **case()}
+        rows = case(notes.append)
         jnp.zeros(()).block_until_ready()  # raises where the case went on after an error of the GPU
-        return found
+        return {"status": "measured", "rows": rows, "notes": notes}
     except (Unserved, UserError) as refused:
         return {"status": "refused", "why": str(refused)}
     except Exception as error:  # whatever it is, the others go on
         return {"status": "failed", "why": f"{type(error).__name__}: {compiler_said(str(error) or '?')}"}
 
 
-# Where it runs.
-
-
-def _platform(small: bool) -> dict[str, str]:
-    return {"JAX_PLATFORMS": "cpu"} if small else {}
-
-
-def facts_here(small: bool) -> Found:
-    """What `facts` prints, in a process of its own: the one that starts JAX holds the GPU's memory."""
-    words = _python(f"facts({small})")
-    done = subprocess.run(words, env=os.environ | _platform(small), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"JAX does not start here: {(done.stderr.strip() or '?').splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def facts(small: bool) -> None:
-    """Print what this runs on, as JSON."""
+def facts_here(small: bool) -> dict[str, str]:
+    """What this process runs on."""
     device = jax.devices()[0]
-    names = re.compile("jaxlib|jax.cuda|nvidia.cudnn|flax|optax|torch ")
-    libraries = {text for x in distributions() if names.match(text := f"{x.name} {x.version}")}
-    print(json.dumps({
-        "date": datetime.date.today().isoformat(), "device": device.device_kind, "platform": device.platform,
-        "driver": _nvidia("name,driver_version,clocks.max.sm,power.limit"), "python": platform.python_version(),
-        "jax": jax.__version__, "small": small, "libraries": sorted(libraries),
-    }))  # fmt: skip
-
-
-def _nvidia(query: str) -> str:
-    """What nvidia-smi says of the first GPU; empty where it cannot."""
-    words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    words = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return "" if done.returncode else done.stdout.partition("\n")[0].strip()
+        driver = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout.partition("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        driver = ""
+    return {
+        "date": datetime.date.today().isoformat(), "device": device.device_kind, "platform": device.platform,
+        "driver": driver, "python": platform.python_version(), "form": "small" if small else "whole", **versions(),
+        "jax": jax.__version__,
+    }  # fmt: skip
 
 
-# What is read.
+def check_facts(here: Mapping[str, str], then: Mapping[str, str], out: Path) -> None:
+    """Whether what runs here may stand beside the results that a folder has.
+
+    Raises:
+      UserError: see `run_piece`.
+    """
+    if here["platform"] != "gpu" and here["form"] != "small":
+        raise UserError(
+            f"bench gpu needs an NVIDIA GPU; JAX {here['jax']} finds {here['device']}, nvidia-smi "
+            f"{here['driver'] or 'nothing'}: install jax's CUDA plugin where there is a GPU, or try the tiny form that "
+            "runs on a CPU, --small (make gpu SMALL=1)"
+        )
+    for fact in ("device", "jax", "form"):
+        if then and then[fact] != here[fact]:
+            raise UserError(f"{out} has results of {fact} {then[fact]}, and here it is {here[fact]}: try --out DIR")
 
 
 def report(out: Path, names: Iterable[str], most: int = 60) -> str:
     """Markdown of everything in the folder: where it ran, a table for each piece, and what was refused or failed."""
     found = {name: read_piece(out, name) for name in names}
     where = next((piece["facts"] for piece in found.values() if piece["facts"]), {})
-    parts = [", ".join(f"{key}: {_text(value)}" for key, value in where.items())]
+    parts = [", ".join(f"{key}: {value}" for key, value in where.items())]
     for name, piece in found.items():
-        rows = [
-            {"case": case, **row, **({"": one["status"]} if one["status"] in ("right", "wrong") else {})}
-            for case, one in piece["cases"].items() for row in one.get("rows", [])
-        ]  # fmt: skip
-        said = [
-            f"- {case}: {text}" for case, one in piece["cases"].items()
-            for text in [*one.get("notes", []), *([f"{one['status']}: {one['why']}"] if "why" in one else [])]
-        ]  # fmt: skip
-        parts += [f"### {name}", *_table(rows[:most]), *(["\n".join(said)] if said else [])] if piece["cases"] else []
+        rows, said = list[Row](), list[str]()
+        for case, one in piece["cases"].items():
+            rows += [{"case": case, **row} for row in one.get("rows", [])]
+            said += [f"- {case}: {note}" for note in one.get("notes", [])]
+            said += [f"- {case}: {one['status']}: {one['why']}"] if "why" in one else []
+        if piece["cases"]:
+            parts += [part for part in (f"### {name}", table(rows[:most]), "\n".join(said)) if part]
     return "\n\n".join(parts) + "\n"
-
-
-def _table(rows: Iterable[Found]) -> list[str]:
-    """In Markdown; of no rows, nothing."""
-    head = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [head, ["---"] * len(head), *([_text(row.get(key)) for key in head] for row in rows)]
-    return ["\n".join("| " + " | ".join(line) + " |" for line in lines)] if head else []
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(value)
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return "" if value is None else str(value)

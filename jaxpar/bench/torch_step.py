@@ -1,7 +1,7 @@
-"""GPT-2's training step in PyTorch, as a process of its own that `jaxpar bench gpu` talks to.
+"""The training step of a `transformers` model, as a process of its own that `jaxpar.bench.step` talks to.
 
-It imports nothing of jax, whose CUDA libraries are others. Sizes come as JSON on the command line; then a number of
-steps a line, answered when they are done by a line of JSON, or by what is `missing`.
+It imports nothing of jax, whose CUDA libraries are others. What to train comes as JSON on the command line; then a
+number of steps a line, answered when they are done by a line of JSON, or by what is `missing`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
+
+import numpy as np
 
 
 def main() -> None:
@@ -19,61 +20,48 @@ def main() -> None:
     for line in sys.stdin:
         try:
             import torch  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            return print(json.dumps({"missing": "torch is not installed"}))
-        cuda = torch.cuda.is_available()
-        if not (cuda or asked["small"]):
+            import transformers  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            return print(json.dumps({"missing": f"{error}: pip install 'jaxpar[parity]'"}))
+        cuda = asked["platform"] == "gpu"
+        if cuda and not torch.cuda.is_available():
             return print(json.dumps({"missing": f"torch {torch.__version__} sees no GPU"}))
-        run = run or training(torch, asked, "cuda" if cuda else "cpu")
+        run = run or training(torch, transformers, asked, "cuda" if cuda else "cpu")
         loss, peak = run(int(line)), torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-        by = f"torch {torch.__version__}" + ", torch.compile" * cuda
+        by = f"transformers, torch {torch.__version__}, " + ("compiled" if cuda else "eager")
         print(json.dumps({"by": by, "loss": loss, "peak, GiB": peak}), flush=True)
     return None
 
 
-def training(torch: Any, asked: dict[str, Any], device: str) -> Callable[[int], float]:
-    """`run(n)` takes n steps on the same random tokens and gives the last one's loss, which it waits for.
+def training(torch: Any, transformers: Any, asked: dict[str, Any], device: str) -> Callable[[int], float]:
+    """`run(n)` takes n steps on the same random tokens and returns the last loss, which it waits for.
 
-    torch.compile, fused AdamW, bfloat16 by autocast, PyTorch's own attention; on a CPU nothing is compiled.
+    On a GPU: torch.compile, PyTorch's own attention, fused AdamW. The precision is the config's, by autocast.
     """
-    nn, D, S = torch.nn, asked["embed"], asked["seq_len"]
-    torch.set_float32_matmul_precision("high")  # TF32 where a matmul is left in float32
-
-    class GPT2(nn.Module):
-        """Its loss on one batch; blocks are PyTorch's, normed first."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            gelu = partial(nn.functional.gelu, approximate="tanh")
-            block = nn.TransformerEncoderLayer(
-                D, asked["heads"], asked["mlp"], 0.0, gelu, batch_first=True, norm_first=True
-            )
-            self.blocks = nn.TransformerEncoder(block, asked["layers"], nn.LayerNorm(D), enable_nested_tensor=False)
-            self.tokens, self.places = nn.Embedding(asked["vocab_size"], D), nn.Embedding(S, D)
-            for table in (self.tokens, self.places):
-                nn.init.normal_(table.weight, std=0.02)
-            self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(S))
-
-        def forward(self, ids: Any) -> Any:
-            x = self.tokens(ids[:, :-1]) + self.places.weight
-            scores = self.blocks(x, self.mask, is_causal=True) @ self.tokens.weight.T
-            return nn.functional.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
-
-    asked["vocab_size"] += -asked["vocab_size"] % asked["vocab_multiple"]
-    model = GPT2().to(device)
-    loss_of = torch.compile(model) if device == "cuda" else model
-    betas = asked["beta1"], asked["beta2"]
+    train, shape, cuda = asked["train"], asked["model"], device == "cuda"
+    torch.set_float32_matmul_precision("high")  # TF32 where a matmul is left in float32, as XLA does
+    config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, asked["dropout"])
+    attention = "sdpa" if cuda else "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(device)
+    forward = torch.compile(model) if cuda else model
+    betas = train["beta1"], train["beta2"]
     adamw = torch.optim.AdamW(
-        model.parameters(), asked["learning_rate"], betas, asked["eps"], asked["weight_decay"], fused=device == "cuda"
+        model.parameters(), train["learning_rate"], betas, train["eps"], train["weight_decay"], fused=cuda
     )
-    ids = torch.randint(asked["vocab_size"], (asked["batch"], S + 1), device=device)
+    size = train["batch"], asked["seq_len"] + 1
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, asked["vocab_size"], size, np.int32)).long().to(device)
+    half = asked["compute"] == "bfloat16"
 
     def run(n: int) -> float:
         for _ in range(n):
-            with torch.autocast(device, torch.bfloat16):
-                loss = loss_of(ids)
+            with torch.autocast(device, torch.bfloat16, enabled=half):
+                scores = forward(ids[:, :-1]).logits
+                loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), asked["clip_norm"])
+            torch.nn.utils.clip_grad_norm_(model.parameters(), train["clip_norm"] or float("inf"))
             adamw.step()
             adamw.zero_grad(set_to_none=True)
         return loss.item()

@@ -1,21 +1,27 @@
-"""`jaxpar bench`: the words of each comparison, and what it prints; a `bench_*` module does the measuring."""
+"""`jaxpar bench`: the words of each comparison; a module of `jaxpar.bench` measures, and its rows are printed."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+
 from jaxpar.base.config import check
 from jaxpar.base.console import check_folders, console
 from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.runtime import start
+from jaxpar.bench.alternate import table
 from jaxpar.cli.arguments import Overrides, config_args, parse
 from jaxpar.rehearse.targets import Target, load_target
 
 
 @dataclass(frozen=True)
 class StepBenchArgs:
-    """The training step against another implementation of it, alternating in one run."""
+    """The training step against that of `transformers` in PyTorch, in turns."""
 
     config: Overrides
     rounds: int = 15
@@ -27,9 +33,6 @@ class StepBenchArgs:
 @dataclass(frozen=True)
 class RehearseBenchArgs:
     """Predicted against measured training steps of many shapes, on one device of this machine."""
-
-    picture: str = ""
-    """Where to draw predicted against measured (PNG)."""
 
 
 @dataclass(frozen=True)
@@ -54,51 +57,48 @@ class PipelineBenchArgs:
 
 def step_command(words: list[str]) -> int:
     """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
-    from jaxpar.bench.alternate import bench_step, table
+    from jaxpar.bench.step import bench_step
+    from jaxpar.train.plans import make_plan
 
     _, args = config_args(step_command.__doc__, StepBenchArgs, words)
-    console().print(table([bench_step(check(args.config), args.rounds, args.calls)]))
+    config, say = check(args.config), console().print
+    plan = make_plan(config, start(config.mesh, config.compile.cache))
+    say(table(bench_step(config, plan, args.rounds, args.calls, say=say)))
     return 0
 
 
 def rehearse_command(words: list[str]) -> int:
-    """jaxpar bench rehearse [--picture FILE]"""
+    """jaxpar bench rehearse"""
     from jaxpar.base.hardware import Hardware
-    from jaxpar.base.mesh import MeshSpec
-    from jaxpar.base.runtime import start
-    from jaxpar.bench.rehearse import compare_predictions, configs, prediction_figure, prediction_table
+    from jaxpar.bench.rehearse import compare_predictions, configs, prediction_rows, summary
     from jaxpar.rehearse.calibrate import calibrated
-    from jaxpar.show.figures import save_figure
 
-    args = parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
-    check_folders(args.picture)
+    parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
     start(MeshSpec(), "off")  # as `rehearse`: it reads what the compiler writes
     say = console().print
     kept = calibrated(say)
-    rows = compare_predictions(configs(), kept.hardware(Hardware()), kept.speeds(), say=say)
-    say(prediction_table(rows))
-    if args.picture:
-        save_figure(prediction_figure(rows, "predicted and measured steps, one device here"), Path(args.picture))
+    found = compare_predictions(configs(), kept.hardware(Hardware()), kept.speeds(), say=say)
+    say(f"{table(prediction_rows(found))}\n\n{summary(found)}")
     return 0
 
 
 def overlap_command(words: list[str]) -> int:
     """jaxpar bench overlap CONFIG --target T [--step] [--section.key value ...]"""
-    from jaxpar.bench.overlap import compare_forms, overlap_table
+    from jaxpar.bench.overlap import compare_forms
 
     _, args = config_args(overlap_command.__doc__, OverlapBenchArgs, words)
     target, say = _target("overlap", args.target), console().print
-    say(overlap_table(compare_forms(check(args.config), target, args.step, say)))
+    say(table(compare_forms(check(args.config), target, args.step, say)))
     return 0
 
 
 def pipeline_command(words: list[str]) -> int:
     """jaxpar bench pipeline CONFIG --target T [--section.key value ...]"""
-    from jaxpar.bench.pipeline import compare_schedules, schedules_table
+    from jaxpar.bench.pipeline import compare_schedules
 
     _, args = config_args(pipeline_command.__doc__, PipelineBenchArgs, words)
     target, say = _target("pipeline", args.target), console().print
-    say(schedules_table(compare_schedules(check(args.config), target, say)))
+    say(table(compare_schedules(check(args.config), target, say)))
     return 0
 
 
@@ -109,34 +109,19 @@ def _target(bench: str, name: str) -> Target:
 
 
 def attention_command(words: list[str]) -> int:
-    """jaxpar bench attention [--masks NAME ...] [--seq-lens N ...] [--tune] [--json FILE] [--picture FILE]"""
-    from jaxpar.base.mesh import MeshSpec
-    from jaxpar.base.runtime import start
-    from jaxpar.bench import attention as bench
-    from jaxpar.show.figures import save_figure
+    """jaxpar bench attention [--masks NAME ...] [--seq-lens N ...] [--tune] [--json FILE]"""
+    from jaxpar.bench.attention import FLOPS, AttentionBenchArgs, bench_attention
 
-    args = parse(attention_command.__doc__, bench.AttentionBenchArgs(), words)
-    check_folders(args.json, args.picture)
+    args = parse(attention_command.__doc__, AttentionBenchArgs(), words)
+    check_folders(args.json)
     start(MeshSpec())
-    say = console().print
-    if args.tune:
-        bench.tune_first(args, say)
-    rows = bench.bench_attention(args, say)
-    found = bench.attention_json(args, rows)
-    say(bench.attention_table(rows))
+    rows = bench_attention(args, console().print)
+    console().print(f"{table(rows)}\n\n{FLOPS}")
     if args.json:
+        device = jax.devices()[0]
+        where = {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
+        found = {**where, "bench": dataclasses.asdict(args), "rows": rows}
         Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
-    if args.picture:
-        save_figure(bench.attention_figure(rows, f"attention on {found['device']}"), Path(args.picture))
-    return 0
-
-
-def fusions_command(words: list[str]) -> int:
-    """jaxpar bench fusions [--targets T ...] [--seq-len N] [--tensor N]"""
-    from jaxpar.bench.fusions import FusionBenchArgs, bench_fusions, fusion_table
-
-    args, say = parse(fusions_command.__doc__, FusionBenchArgs(), words), console().print
-    say(fusion_table(bench_fusions(args, say)))
     return 0
 
 
@@ -144,7 +129,6 @@ def gpu_command(words: list[str]) -> int:
     """jaxpar bench gpu [--out DIR] [--pieces NAME ...] [--small]"""
     from jaxpar.bench.gpu import GpuBenchArgs, bench_gpu
 
-    args, say = parse(gpu_command.__doc__, GpuBenchArgs(), words), console().print
-    done = bench_gpu(args, say)
-    say((Path(args.out) / "report.md").read_text(encoding="utf-8"))
-    return 0 if done else 1
+    say = console().print
+    say(bench_gpu(parse(gpu_command.__doc__, GpuBenchArgs(), words), say))
+    return 0

@@ -34,7 +34,6 @@ BENCHES = {
     "pipeline": "the step in every pipeline schedule, compiled for a target",
     "attention": "every implementation of attention that serves here, in turns",
     "gpu": "all that half an hour with a GPU is for, in pieces that can be taken up again",
-    "fusions": "what a compiler makes of a block's element-wise parts, for each target",
 }
 _HELP = ("-h", "--help", "help")
 

@@ -1,43 +1,34 @@
-"""The comparison's arithmetic, and that both sides of `bench step` really train."""
+"""Candidates in turns: the ratio is of neighbouring rounds, and the table has every column."""
 
 from __future__ import annotations
 
 import pytest
 
-from jaxpar.base.config import load_config, override
-from jaxpar.base.errors import UserError
 from jaxpar.bench import alternate as bench
 
 
 def test_the_ratio_is_of_neighbouring_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(x for pair in [(1.0, 2.0), (3.0, 4.0), (2.0, 8.0)] for x in pair)
+    warm = [9.0, 9.0]
+    clock = iter([*warm, 2.0, 1.0, 4.0, 3.0, 8.0, 2.0])
     monkeypatch.setattr(bench, "mean_seconds", lambda function, calls: next(clock))
-    found = bench.alternate(("a", "b"), lambda: None, lambda: None, rounds=3, calls=1)
-    assert found.seconds == (2.0, 4.0)
-    assert found.ratio == 0.5 and found.ratio_quartiles == (0.375, 0.625)
-    assert "0.50 (0.38 to 0.62)" in bench.table([found])
+    found = bench.alternate({"a": lambda: None, "b": lambda: None}, rounds=3, calls=1)
+    assert found["a"] == (4.0, 1.0, (1.0, 1.0))
+    assert found["b"] == (2.0, 0.5, (0.375, 0.625))
 
 
-def test_both_sides_train_on_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch", reason="install the parity extra")
-    pytest.importorskip("transformers", reason="install the parity extra")
-    losses: dict[str, list[float]] = {}
-
-    def record(names, first, second, rounds, calls):
-        for name, function in zip(names, (first, second), strict=True):
-            losses[name] = [function() for _ in range(5)]
-        return bench.Comparison(names, (1.0, 1.0), 1.0, (1.0, 1.0), rounds)
-
-    monkeypatch.setattr(bench, "alternate", record)
-    config = override(
-        load_config("shakespeare_char_cpu"), {"train.learning_rate": 3e-3, "train.warmup_steps": 0, "model.layers": 1}
-    )
-    bench.bench_step(config)
-    for series in losses.values():
-        assert 4.0 < series[0] < 4.4 and series[-1] < series[0] - 0.1  # log(65) = 4.17
+def test_short_calls_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(bench, "mean_seconds", lambda function, calls: counts.append(calls) or 0.004)
+    bench.alternate({"a": lambda: None}, rounds=2)
+    assert counts == [1, 1, 5, 5]
 
 
-def test_another_precision_is_refused() -> None:
-    config = override(load_config("shakespeare_char_cpu"), {"precision.compute": "bfloat16"})
-    with pytest.raises(UserError, match="compares in float32"):
-        bench.bench_step(config)
+def test_the_table_has_every_column_that_a_row_has() -> None:
+    rows: list[bench.Row] = [{"by": "a", "ms": 0.25, "tokens": 123456}, {"by": "b", "ms": 123456.7, "MFU, %": None}]
+    assert bench.table(rows).splitlines() == [
+        "| by | ms | tokens | MFU, % |",
+        "| --- | --- | --- | --- |",
+        "| a | 0.25 | 123,456 |  |",
+        "| b | 123,457 |  |  |",
+    ]
+    assert bench.table([]) == ""

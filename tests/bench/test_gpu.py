@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,131 +16,131 @@ import pytest
 from jaxpar.base.errors import UserError
 from jaxpar.bench import gpu as bench_gpu
 from jaxpar.bench import gpu_pieces as bench_pieces
-from jaxpar.bench.gpu_pieces import Piece, read_piece, report, run_case, run_piece, watch, work
+from jaxpar.bench.gpu_pieces import Piece, read_line, read_piece, report, run_case, run_piece, work
 from jaxpar.cli.main import main
 from jaxpar.kernels.attention import chunked, dispatch
 from jaxpar.kernels.attention.call import Unserved
 from jaxpar.rehearse.cost.stopwatch import _durations
 
 ROOT = Path(__file__).parents[2]
-HERE = {"device": "a GPU", "platform": "gpu", "driver": "570", "jax": "0.12.0", "small": False}
+HERE = {"device": "a GPU", "platform": "gpu", "driver": "570", "jax": "0.12.0", "form": "whole"}
 
 
 def raising(error: Exception) -> Any:
-    def case(small: bool, out: Path) -> Any:
+    def case(*_: Any) -> Any:
         raise error
 
     return case
 
 
-def measured(small: bool, out: Path) -> dict[str, Any]:
-    return {"rows": [{"ms": 0.25}]}
+def measured(*_: Any) -> list[dict[str, Any]]:
+    return [{"ms": 0.25}]
 
 
 CASES = {"first": measured, "second": raising(ValueError("poison")), "third": raising(Unserved("no such mask"))}
+RIGHT = {"status": "measured", "rows": [{"ms": 0.25}], "notes": []}
+
+
+def keep(out: Path, name: str, cases: dict[str, Any], facts: dict[str, str] = HERE) -> None:
+    (out / f"{name}.json").write_text(json.dumps({"facts": facts, "cases": cases}))
+
+
+def processes(monkeypatch: pytest.MonkeyPatch, *said: list[Any]) -> list[str]:
+    """Processes that print these lines of JSON and end; returns the Python lines that they were given."""
+    started: list[str] = []
+
+    def start(words: list[str], **_: Any) -> Any:
+        lines = said[len(started)]
+        started.append(words[-1])
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        return SimpleNamespace(stdout=io.StringIO(text), wait=lambda: -6, kill=lambda: None, communicate=lambda: None)
+
+    monkeypatch.setattr(bench_pieces.subprocess, "Popen", start)
+    return started
 
 
 # Statuses, and going on.
 
 
-def test_a_case_is_measured_refused_or_failed(tmp_path: Path) -> None:
-    found = {name: run_case(lambda case=case: case(False, tmp_path)) for name, case in CASES.items()}
+def test_a_case_is_measured_refused_or_failed() -> None:
+    found = {name: run_case(case) for name, case in CASES.items()}
     assert found == {
-        "first": {"status": "measured", "rows": [{"ms": 0.25}]},
+        "first": RIGHT,
         "second": {"status": "failed", "why": "ValueError: poison"},
         "third": {"status": "refused", "why": "no such mask"},
     }
-    assert run_case(lambda: {"status": "wrong"}) == {"status": "wrong"}
-    assert run_case(lambda: raising(UserError("no figures"))(False, tmp_path))["status"] == "refused"
+    assert run_case(raising(UserError("no figures")))["status"] == "refused"
+    assert run_case(lambda say: (say("beside nothing"), [])[1])["notes"] == ["beside nothing"]
 
 
-@pytest.mark.parametrize(("alone", "codes"), [(False, [3, 0]), (True, [3, 3, 0])])
-def test_work_leaves_a_spoiled_process_and_runs_nothing_twice(tmp_path: Path, alone: bool, codes: list[int]) -> None:
-    ran: list[str] = []
-
-    def noted(name: str) -> Any:
-        return lambda small, out: (ran.append(name), CASES[name](small, out))[1]
-
-    pieces = {"some": Piece({name: noted(name) for name in CASES}, alone=alone)}
-    bench_pieces._write_piece(tmp_path, "some", {"facts": HERE, "cases": {}, "running": ""})
-    assert [work(pieces, "some", str(tmp_path)) for _ in codes] == codes
-    assert ran == ["first", "second", "third"]
-    assert work(pieces, "some", str(tmp_path)) == 0 and len(ran) == 3
-    assert [one["status"] for one in read_piece(tmp_path, "some")["cases"].values()] == [
-        "measured",
-        "failed",
-        "refused",
-    ]
+def test_a_process_ends_with_the_case_that_spoils_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """What a case prints does not stand between its lines of JSON."""
+    noisy = {"loud": lambda *_: print("loud") or [], **CASES}
+    read, write = os.pipe()
+    kept = os.dup(1)
+    os.dup2(write, 1)
+    try:
+        work(Piece(noisy), list(noisy), True, "")
+    finally:
+        os.dup2(kept, 1)
+        os.close(write)
+    with os.fdopen(read) as lines:
+        facts, *results = map(json.loads, lines)
+    assert facts["platform"] == "cpu" and facts["form"] == "small"
+    assert [result["status"] for result in results] == ["measured", "measured", "failed"]
 
 
-def test_the_small_form_has_its_number_of_cases(tmp_path: Path) -> None:
-    bench_pieces._write_piece(tmp_path, "some", {"facts": HERE | {"small": True}, "cases": {}, "running": ""})
-    assert work({"some": Piece({str(i): measured for i in range(4)}, small=2)}, "some", str(tmp_path)) == 0
-    assert list(read_piece(tmp_path, "some")["cases"]) == ["0", "1"]
-
-
-def test_what_was_running_when_its_process_died_has_failed_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pieces, deaths, said = {"some": Piece(CASES)}, ["exit code -6", "killed after 9 s", "exit code -11"], list[str]()
-
-    def one_process(words: Any, environment: Any, file: Path, deadline: float, silence: float) -> str:
-        found = read_piece(tmp_path, "some")
-        left = [case for case in CASES if case not in found["cases"]]
-        if not deaths:
-            return f"exit code {work(pieces, 'some', str(tmp_path))}"
-        if deaths == ["exit code -11"]:  # at its very end
-            work(pieces, "some", str(tmp_path))
-        else:
-            bench_pieces._write_piece(tmp_path, "some", found | {"running": left[0]})
-        return deaths.pop(0)
-
-    monkeypatch.setattr(bench_pieces, "watch", one_process)
-    assert run_piece(pieces["some"], "some", "here.PIECES", tmp_path, HERE, said.append)
-    found = read_piece(tmp_path, "some")
-    assert {name: one["why"] for name, one in found["cases"].items()} == {
-        "first": "exit code -6", "second": "killed after 9 s", "third": "no such mask",
-    }  # fmt: skip
-    assert found["running"] == "" and found["facts"] == HERE
-    assert said == ["some: first: failed: exit code -6", "some: second: failed: killed after 9 s"]
-
-
-@pytest.mark.parametrize(("ended", "running"), [("out of the 480 s of a piece", "first"), ("exit code 1", "")])
-def test_what_the_end_of_a_piece_cut_off_or_never_began_is_left_for_the_next_time(
-    ended: str, running: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def one_process(*words: Any) -> str:
-        bench_pieces._write_piece(tmp_path, "some", read_piece(tmp_path, "some") | {"running": running})
-        return ended
-
+def test_what_died_has_failed_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = {"status": "failed", "why": "ValueError: poison"}
+    started = processes(monkeypatch, [HERE], [HERE, failed], [HERE, RIGHT])
     said: list[str] = []
-    monkeypatch.setattr(bench_pieces, "watch", one_process)
-    assert not run_piece(Piece(CASES), "some", "here.PIECES", tmp_path, HERE, said.append)
-    assert read_piece(tmp_path, "some")["cases"] == {}
-    assert said == [f"some: {ended}, not finished: the same command goes on with it"]
+    run_piece(Piece(CASES), "some", "here.PIECES", tmp_path, False, said.append)
+    assert read_piece(tmp_path, "some") == {
+        "facts": HERE,
+        "cases": {"first": {"status": "failed", "why": "exit code -6"}, "second": failed, "third": RIGHT},
+    }
+    assert said == [
+        "some 1/3: first: failed: exit code -6", "some 2/3: second: failed: ValueError: poison",
+        "some 3/3: third: measured",
+    ]  # fmt: skip
+    assert "work(PIECES['some'], ['second', 'third'], False" in started[1]
+    run_piece(Piece(CASES), "some", "here.PIECES", tmp_path, False, said.append)
+    assert len(started) == 3, "what has a result is not run again"
 
 
-@pytest.mark.slow
-def test_a_process_is_watched(tmp_path: Path) -> None:
-    """It ends, crashes, is silent too long with a child of its own, or runs into the deadline."""
-    file = tmp_path / "some.json"
-    file.touch()
+@pytest.mark.parametrize(
+    ("piece", "small", "count"), [(Piece(CASES, alone=True), False, 3), (Piece(CASES, 2), True, 1)]
+)
+def test_cases_alone_have_a_process_each_and_the_small_form_its_number(
+    piece: Piece, small: bool, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = HERE | {"form": "small"} if small else HERE
+    started = processes(monkeypatch, *([[here, RIGHT, RIGHT]] * 3))
+    run_piece(piece, "some", "here.PIECES", tmp_path, small, lambda line: None)
+    assert len(started) == count
+    assert list(read_piece(tmp_path, "some")["cases"]) == list(CASES)[: 2 if small else 3]
 
-    def ends(script: str, seconds: float = 60.0) -> str:
-        return watch([sys.executable, "-c", script], {"LATE": "7"}, file, time.time() + seconds, 2.0)
 
-    assert ends("import os; raise SystemExit(int(os.environ['LATE']))") == "exit code 7"
-    assert ends("import os; os.abort()") == "exit code -6"
-    assert ends("import time; time.sleep(60)", 0.5) == "out of the 480 s of a piece"
-    child = tmp_path / "child"
-    sleeper = f"import subprocess as s, time; open({str(child)!r}, 'w').write(str(s.Popen(['sleep', '60']).pid)); "
-    assert ends(sleeper + "time.sleep(60)") == "killed after 2 s"
-    # The child is killed too, but nobody waits for it: it is gone, or a zombie, once the kernel has run it.
-    deadline = time.time() + 30
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        while " Z " not in Path(f"/proc/{child.read_text()}/stat").read_text():
-            assert time.time() < deadline
-            time.sleep(0.05)
+def test_a_process_that_does_not_start_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes(monkeypatch, [])
+    with pytest.raises(UserError, match=r"JAX does not start here \(exit code -6\)"):
+        run_piece(Piece(CASES), "some", "here.PIECES", tmp_path, False, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("print('{\"a\": 1}', flush=True); import time; time.sleep(60)", {"a": 1}),
+        ("raise SystemExit(7)", {"status": "failed", "why": "exit code 7"}),
+        ("import os; os.abort()", {"status": "failed", "why": "exit code -6"}),
+        ("import time; time.sleep(60)", {"status": "failed", "why": "killed after 1 s"}),
+    ],
+)
+def test_a_process_is_read_until_it_ends_or_hangs(script: str, found: Any) -> None:
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert read_line(process, 1.0 if "killed" in str(found) else 60.0) == found
+    process.kill()
+    process.communicate()
 
 
 # What it calls wrong.
@@ -163,19 +162,27 @@ def test_a_kernel_that_is_wrong_is_called_so(
 
     pair = SimpleNamespace(forward=forward, backward=backward, refusal=lambda *given: "")
     monkeypatch.setattr(dispatch, "pair", lambda name: pair)
-    found = bench_gpu._kernel("pallas_gpu", "odd lengths", 64, "bfloat16" if spoiled else "float32", True, tmp_path)
-    assert found["status"] == status
-    assert list(found["rows"][0]) == ["out", "lse", "dq", "dk", "dv"]
+    found = bench_gpu._kernel(
+        "pallas_gpu", "odd lengths", 64, "bfloat16" if spoiled else "float32", True, tmp_path, print
+    )
+    assert found[0]["verdict"] == status
+    assert list(found[0]) == ["out", "lse", "dq", "dk", "dv", "verdict"]
 
 
 def test_attention_leaves_out_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = {bench_gpu._kernel_name("pallas_hopper", "causal", 16): {"status": "wrong"}}
-    bench_pieces._write_piece(tmp_path, "kernels", {"facts": HERE, "cases": cases, "running": ""})
-    asked: list[Any] = []
-    monkeypatch.setattr(bench_gpu, "bench_attention", lambda bench, say: asked.append(bench) or [])
-    found = bench_gpu._attention("causal", 128, 4096, True, tmp_path)
+    wrong = {"status": "measured", "rows": [{"verdict": "wrong"}]}
+    right = {"status": "measured", "rows": [{"verdict": "right"}]}
+    keep(tmp_path, "kernels", {
+        bench_gpu._kernel_name("pallas_hopper", "causal", 16): wrong,
+        bench_gpu._kernel_name("pallas_gpu", "causal", 16): right,
+    })  # fmt: skip
+    asked, said = list[Any](), list[str]()
+    row = {"mask": "causal", "sequence": 64, "head_dim": 16, "implementation": "chunked", "forward, ms": 1.0}
+    monkeypatch.setattr(bench_gpu, "bench_attention", lambda bench, say: asked.append(bench) or [row])
+    found = bench_gpu._attention("causal", 128, 4096, True, tmp_path, said.append)
     assert asked[0].implementations == ("cudnn", "pallas_gpu", "chunked")
-    assert found["notes"] == ["not pallas_hopper: wrong, or failed, in the piece before"]
+    assert said == ["not pallas_hopper: wrong, or failed, in the piece before"]
+    assert found == [{"implementation": "chunked", "forward, ms": 1.0}]
 
 
 # Where it runs, and what is read.
@@ -189,32 +196,32 @@ def test_attention_leaves_out_what_is_wrong(tmp_path: Path, monkeypatch: pytest.
             "bench gpu needs an NVIDIA GPU; JAX 0.12.0 finds cpu, nvidia-smi nothing: install jax's CUDA plugin where",
         ),
         ("--pieces kernel", "bench gpu has no piece 'kernel' (did you mean 'kernels'?): there are kernels, attention,"),
-        ("--small", "has results of jax 0.11.0, and here it is 0.12.0: try --out DIR"),
+        ("--small --pieces step", "has results of jax 0.11.0, and here it is 0.12.0: try --out DIR"),
     ],
 )
 def test_mistakes_are_said(
     words: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = HERE | {"platform": "cpu", "device": "cpu", "driver": "", "small": words == "--small"}
-    bench_pieces._write_piece(tmp_path, "step", {"facts": here | {"jax": "0.11.0"}, "cases": {}, "running": ""})
-    monkeypatch.setattr(bench_gpu, "facts_here", lambda small: here)
+    form = "small" if "--small" in words else "whole"
+    here = HERE | {"platform": "cpu", "device": "cpu", "driver": "", "form": form}
+    keep(tmp_path, "step", {}, here | {"jax": "0.11.0"})
+    processes(monkeypatch, [here])
     assert main(["bench", "gpu", "--out", str(tmp_path), *words.split()]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_the_report_has_a_table_a_piece_and_says_what_failed(tmp_path: Path) -> None:
-    cases = {
-        "a": {"status": "wrong", "rows": [{"ms": 0.25, "tokens/s": 123456.7}]},
+    keep(tmp_path, "some", {
+        "a": {"status": "measured", "rows": [{"ms": 0.25, "tokens/s": 123456.7}]},
         "b": {"status": "failed", "why": "exit code -6"},
         "c": {"status": "measured", "rows": [{"ms": 2.0, "peak, GiB": None}], "notes": ["beside nothing"]},
-    }
-    bench_pieces._write_piece(tmp_path, "some", {"facts": HERE, "cases": cases, "running": ""})
+    })  # fmt: skip
     assert report(tmp_path, ["some", "none"]).splitlines() == [
-        "device: a GPU, platform: gpu, driver: 570, jax: 0.12.0, small: False", "", "### some", "",
-        "| case | ms | tokens/s |  | peak, GiB |",
-        "| --- | --- | --- | --- | --- |",
-        "| a | 0.25 | 123,457 | wrong |  |",
-        "| c | 2 |  |  |  |", "",
+        "device: a GPU, platform: gpu, driver: 570, jax: 0.12.0, form: whole", "", "### some", "",
+        "| case | ms | tokens/s | peak, GiB |",
+        "| --- | --- | --- | --- |",
+        "| a | 0.25 | 123,457 |  |",
+        "| c | 2 |  |  |", "",
         "- b: failed: exit code -6",
         "- c: beside nothing",
     ]  # fmt: skip
@@ -251,14 +258,15 @@ def test_all_of_it_in_a_tiny_form(tmp_path: Path) -> None:
     for name, piece in bench_gpu.PIECES.items():
         cases = read_piece(tmp_path, name)["cases"]
         assert len(cases) == piece.small
-        assert {one["status"] for one in cases.values()} <= {"right", "measured", "refused"}, (name, cases)
+        assert {one["status"] for one in cases.values()} <= {"measured", "refused"}, (name, cases)
         assert any(one.get("rows") for one in cases.values()), name
     kernels = read_piece(tmp_path, "kernels")["cases"]
-    assert {name.partition(",")[0]: one["status"] for name, one in kernels.items()} == {
-        "cudnn": "refused", "pallas_gpu": "right", "pallas_hopper": "right",
-    }  # fmt: skip
+    verdicts = {
+        name.partition(",")[0]: [row["verdict"] for row in one.get("rows", ())] for name, one in kernels.items()
+    }
+    assert verdicts == {"cudnn": [], "pallas_gpu": ["right"], "pallas_hopper": ["right"]}
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     lines = [row["line"] for one in read_piece(tmp_path, "trace")["cases"].values() for row in one["rows"]]
     assert any(line.startswith("models/transformer.py:") for line in lines)
     assert (tmp_path / "report.md").read_text() in done.stdout + "\n"
-    assert json.loads((tmp_path / "step.json").read_text())["facts"]["small"] is True
+    assert json.loads((tmp_path / "step.json").read_text())["facts"]["form"] == "small"

@@ -8,22 +8,21 @@ from typing import Any
 import pytest
 
 from jaxpar.base.config import load_config, override
-from jaxpar.bench.fusions import FusionBenchArgs
 from jaxpar.cli import bench as bench_commands
 from jaxpar.cli.main import BENCHES, main
 from jaxpar.rehearse.targets import load_target
+from jaxpar.train.plans import make_plan
 
 pytestmark = pytest.mark.quick
 
 CONFIG = ["step", "overlap", "pipeline"]  # those that take one
 FLAGS = {
     "step": {"--rounds", "--calls"},
-    "rehearse": {"--picture"},
+    "rehearse": set(),
     "overlap": {"--target", "--step"},
     "pipeline": {"--target"},
     "attention": {"--seq-lens", "--head-dims", "--masks", "--implementations", "--tokens", "--heads", "--kv-heads",
-                  "--dtype", "--rounds", "--tune", "--json", "--picture"},
-    "fusions": {"--targets", "--seq-len", "--tensor"},
+                  "--dtype", "--rounds", "--tune", "--json"},
     "gpu": {"--out", "--pieces", "--small"},
 }  # fmt: skip
 
@@ -63,7 +62,6 @@ def test_help_shows_a_bench_its_own_flags(bench: str, capsys: pytest.CaptureFixt
         ("pipeline tiny --step", "jaxpar bench pipeline takes no --step"),
         ("rehearse --calls 3", "jaxpar bench rehearse takes no --calls: jaxpar bench rehearse --help lists its flags"),
         ("attention --target v5e-8", "jaxpar bench attention takes no --target"),
-        ("fusions --target v5e-8", "jaxpar bench fusions takes no --target (did you mean '--targets'?)"),
     ],
 )
 def test_a_mistaken_command_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,25 +74,21 @@ TINY = override(load_config("tiny"), {"model.mlp": 32})
 
 
 @pytest.mark.parametrize(
-    ("words", "measure", "table", "wanted"),
+    ("words", "measure", "wanted"),
     [
-        ("step tiny --model.mlp 32 --rounds 2", "bench.alternate.bench_step", "bench.alternate.table", (TINY, 2, 10)),
-        ("overlap tiny --model.mlp 32 --target v5e-8 --step", "bench.overlap.compare_forms",
-         "bench.overlap.overlap_table", (TINY, load_target("v5e-8"), True)),
-        ("pipeline tiny --model.mlp 32 --target v5e-8", "bench.pipeline.compare_schedules",
-         "bench.pipeline.schedules_table", (TINY, load_target("v5e-8"))),
-        ("fusions --targets v5e-8 --tensor 2", "bench.fusions.bench_fusions", "bench.fusions.fusion_table",
-         (FusionBenchArgs(("v5e-8",), tensor=2),)),
+        ("step tiny --model.mlp 32 --rounds 2", "step.bench_step", (TINY, make_plan(TINY), 2, 10)),
+        ("overlap tiny --model.mlp 32 --target v5e-8 --step", "overlap.compare_forms",
+         (TINY, load_target("v5e-8"), True)),
+        ("pipeline tiny --model.mlp 32 --target v5e-8", "pipeline.compare_schedules", (TINY, load_target("v5e-8"))),
     ],
 )  # fmt: skip
 def test_the_words_reach_the_measuring_and_its_table_is_printed(
-    words: str, measure: str, table: str, wanted: tuple[Any, ...],
+    words: str, measure: str, wanted: tuple[Any, ...],
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Measuring itself takes minutes: `wanted` is what it would be given, before `say`."""
     given: list[Any] = []
-    monkeypatch.setattr(f"jaxpar.{measure}", lambda *values: given.extend(values))
-    monkeypatch.setattr(f"jaxpar.{table}", lambda rows: "the table")
+    monkeypatch.setattr(f"jaxpar.bench.{measure}", lambda *values, **more: given.extend(values) or [{"ms": 1.5}])
     assert main(["bench", *words.split()]) == 0
     assert tuple(given[: len(wanted)]) == wanted
-    assert capsys.readouterr().out == "the table\n"
+    assert capsys.readouterr().out == "| ms |\n| --- |\n| 1.5 |\n"

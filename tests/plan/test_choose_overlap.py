@@ -12,7 +12,7 @@ from tiers import needs_libtpu
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.plan import Overlap
-from jaxpar.bench.overlap import PURE, OverlapRow, overlap_table
+from jaxpar.bench.overlap import PURE, block_row
 from jaxpar.plan import choose_overlap as auto
 from jaxpar.plan.choose_overlap import SITES, Trial, best, choose_overlap, time_forms, trial, words
 from jaxpar.rehearse.targets import load_target
@@ -162,10 +162,10 @@ def test_blocks_are_played_for_a_target():
     assert best(found).seconds == min(one.seconds for one in found)
 
 
-def test_the_table_marks_the_fastest_and_says_by_how_much():
-    trials = [Trial(overlap, seconds, 2e-3, 3e-3, 1e-3, 4e6) for overlap, seconds in zip(
-        (Overlap(), *PURE), (4e-3, 3e-3, 5e-3), strict=True)]  # fmt: skip
-    table = overlap_table([OverlapRow(one, None) for one in trials]).splitlines()
-    assert table[0] == "| form | block, ms | matmul | other compute | exposed | sent, MB |"
-    assert table[3] == "| **ring** | 3.00 | 2.00 | 1.00 | 1.00 | 4 |"
-    assert table[-1] == "Fastest block: ring, 25.0 % less than xla."
+def test_a_row_has_milliseconds_and_the_fastest_form_is_bold():
+    row = block_row(Trial(PURE[0], 3e-3, 2e-3, 3e-3, 1e-3, 4e6), True)
+    assert row == pytest.approx({
+        "form": "**ring**", "block, ms": 3.0, "matmul, ms": 2.0, "other compute, ms": 1.0, "exposed, ms": 1.0,
+        "sent, MB": 4.0,
+    })  # fmt: skip
+    assert block_row(Trial(Overlap(), 3e-3), False)["form"] == "xla"

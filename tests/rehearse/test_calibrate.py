@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from typing import Any
 
 import jax
 import pytest
 
-from jaxpar.base.config import Config, override
-from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
 from jaxpar.hlo.tasks import Collective, Task
 from jaxpar.rehearse import calibrate as subject
@@ -23,7 +21,7 @@ from jaxpar.rehearse.calibrate import (
     machine,
     save_calibration,
 )
-from jaxpar.rehearse.cost.probes import Probe, suite
+from jaxpar.rehearse.cost.probes import PROBES, Probe, initial, training_step
 from jaxpar.rehearse.cost.speeds import Sample
 from jaxpar.rehearse.link_costs import collective_time
 from jaxpar.rehearse.targets import Position, load_target
@@ -41,42 +39,29 @@ KNOWN = Calibration(
 
 
 def test_a_small_calibration_measures_this_machine(monkeypatch):
-    small = [
-        Probe("forward", lambda x, w: x @ w, ((256, 256), (256, 256))),
-        Probe("added", lambda x, y: x + y, ((512, 512), (512, 512))),
-    ]
-    monkeypatch.setattr(subject, "suite", lambda: small)
-    monkeypatch.setattr(subject, "STEPS", {})
+    monkeypatch.setattr(subject, "PROBES", {"one": Probe(4, 64, 64, 256, 256)})
     said: list[str] = []
-    found = calibrate(rounds=2, patience=0.0, say=said.append)
-    assert {item.sort.split(" ")[0] for item in found.samples} == {"matmul", "fusion"}
+    found = calibrate(rounds=2, say=said.append)
+    assert {item.sort.split(" ")[0] for item in found.samples} >= {"matmul", "fusion"}
     for item in found.samples:  # FLOP/s and bytes/s: from a slow, busy core to more than any machine has
-        assert 1e7 < item.rate < 1e14, item
+        assert 1e3 < item.rate < 1e15, item
     assert 0 <= found.launch < 1e-3
     assert found.devices == len(jax.devices()) == 8
     assert 0 < found.collective_start < 10
     assert 1e5 < found.collective_bandwidth < 1e13
-    assert found.spread >= 1
     assert said[-1] == "timing collectives"
     dot = Task("dot", "dot", "matmul", flops=2.0 * 256**3, dtype="f32", shape="f32[256,256]")
     assert found.speeds().seconds(dot) == pytest.approx(found.speeds(8).seconds(dot) / 8)  # type: ignore[operator]
 
 
-def test_a_training_step_gives_its_tasks():
-    sizes = {"model.layers": 1, "model.embed": 32, "model.heads": 2, "model.mlp": 64, "model.vocab_size": 64}
-    config = override(Config(), sizes | {"data.seq_len": 16, "train.batch": 2})
-    step = subject.ready_step(config, "shape")
-    assert {module for module, _ in step.tasks} == {"jit_shape"}
-    assert {"matmul", "fusion"} <= {task.kind for task in step.tasks.values()}
-    step.run()  # the state is donated, so only a new one can be stepped again
-    assert step.seconds > 0
-
-
-def test_the_suite_has_names_of_its_own():
-    names = [probe.name for probe in suite()]
-    assert len(set(names)) == len(names) > 100
-    assert all(name.isidentifier() for name in names)
-    assert set(subject.STEPS).isdisjoint(names)
+@pytest.mark.parametrize("name", PROBES)
+def test_a_step_that_is_timed_trains(name):
+    probe = PROBES[name]._replace(batch=2, seq=16, embed=64, mlp=64, vocab=64)
+    (state, tokens), step, losses = initial(probe), jax.jit(training_step, static_argnums=0), []
+    for _ in range(12):
+        state, loss = step(probe, state, tokens)
+        losses.append(float(loss))
+    assert abs(losses[0] - math.log(64)) < 0.5 and losses[-1] < losses[0] - 0.1
 
 
 def test_figures_are_the_best_that_was_measured():
@@ -116,7 +101,7 @@ def test_another_machine_version_or_flag_has_another_file(cache, monkeypatch):
 def test_a_kept_calibration_is_taken_and_only_its_collectives_timed_anew(cache, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(subject, "calibrate", lambda say: dataclasses.replace(KNOWN, devices=4))
-    monkeypatch.setattr(subject, "_collectives", lambda lull: (2e-4, 2e9))
+    monkeypatch.setattr(subject, "_collectives", lambda: (2e-4, 2e9))
     assert calibrated(said.append).devices == 4
     anew = calibrated(said.append)
     assert anew == dataclasses.replace(KNOWN, devices=8, collective_start=2e-4, collective_bandwidth=2e9)
@@ -126,9 +111,8 @@ def test_a_kept_calibration_is_taken_and_only_its_collectives_timed_anew(cache, 
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["", "[]", json.dumps({"format": 0})])
-def test_a_damaged_file_is_an_error_that_says_what_to_do(cache, text):
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"samples": [], "of": "another version"}', '{"samples": [1]}'])
+def test_a_file_that_cannot_be_read_is_no_calibration(cache, text):
     calibration_file().parent.mkdir()
     calibration_file().write_text(text)
-    with pytest.raises(UserError, match="delete it and calibrate again"):
-        load_calibration()
+    assert load_calibration() is None

@@ -187,7 +187,7 @@ def test_a_machine_is_measured_once(cache, monkeypatch):
     second = rehearse(CONFIG, found.compiled.target, say=said.append)
     assert rounds == [1]
     assert [line for line in said if "calibration" in line] == [
-        "no calibration of this machine yet: measuring it, about a minute"
+        "no calibration of this machine yet: measuring it, about half a minute"
     ]
     assert first["time"]["step"] == second["time"]["step"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxpar.hlo.tasks import Kind, Task
-from jaxpar.rehearse.cost.speeds import Sample, SpeedTable, sample, without_waits, work_of
+from jaxpar.rehearse.cost.speeds import Sample, SpeedTable, sample
 
 pytestmark = pytest.mark.quick
 
@@ -24,12 +24,13 @@ def table(*timed: tuple[Task, float], **options: int) -> SpeedTable:
 
 
 def test_a_matmul_is_its_sizes_and_the_library_that_runs_it():
-    work = work_of(Task("ynn_fusion.3", "fusion", "matmul", flops=2.0 * 12 * 4 * 64 * 32 * 16, dtype="f32",
-                        shape="f32[12,4,64,32]{3,2,1,0}"))  # fmt: skip
-    assert work is not None
-    assert work.sort == "matmul ynn f32"
-    assert [2**size for size in work.sizes] == [48, 64, 32, 16]
-    assert work_of(dot(64, 32, 16)) != work_of(dot(32, 64, 16))
+    task = Task("ynn_fusion.3", "fusion", "matmul", flops=2.0 * 12 * 4 * 64 * 32 * 16, dtype="f32",
+                shape="f32[12,4,64,32]{3,2,1,0}")  # fmt: skip
+    found = sample(task, 1.0)
+    assert found is not None
+    assert found.sort == "matmul ynn f32"
+    assert [2**size for size in found.sizes] == [48, 64, 32, 16]
+    assert sample(dot(64, 32, 16), 1.0) != sample(dot(32, 64, 16), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -42,10 +43,7 @@ def test_a_matmul_is_its_sizes_and_the_library_that_runs_it():
     ],
 )
 def test_other_tasks_are_their_traffic_and_what_they_compute(name, made):
-    work = work_of(fusion(1 << 20, name))
-    assert work is not None
-    assert (work.sort, work.amount) == (f"fusion {made} f32", 1 << 20)
-    assert work.sizes == (20.0, -1.0)
+    assert sample(fusion(1 << 20, name), 1.0) == Sample(f"fusion {made} f32", (20.0, -1.0), 1 << 20)
 
 
 def test_what_was_timed_takes_what_it_took():
@@ -74,6 +72,8 @@ def test_a_sort_that_was_not_timed_takes_the_nearest_or_nothing():
     bfloat16 = Task("dot", "dot", "matmul", flops=2.0 * 64**3, dtype="bf16", shape="bf16[64,64]")
     assert found.seconds(bfloat16) == pytest.approx(1e-4)
     assert found.seconds(dot(64, 64, 64, "ynn_fusion", "fusion")) == pytest.approx(1e-4)
+    both = table((dot(64, 64, 64), 1e-4), (dot(64, 64, 64, "ynn_fusion", "fusion"), 9e-4))
+    assert both.seconds(bfloat16) == pytest.approx(1e-4), "the same maker in another dtype is nearer than another maker"
     assert found.seconds(fusion(1 << 20)) is None
     assert found.seconds(Task("token", "after-all", "control")) is None
 
@@ -82,12 +82,3 @@ def test_nothing_is_learned_from_a_task_without_work_or_time():
     assert sample(Task("call", "custom-call", "kernel"), 1.0) is None
     assert sample(dot(8, 8, 8), 0.0) is None
     assert sample(dot(8, 8, 8), 1.0) == Sample("matmul dot f32", (0.0, 3.0, 3.0, 3.0), 1024.0)
-
-
-def test_what_waited_for_something_else_is_left_out():
-    alike = [Sample("copy plain f32", (20.0 + i / 100, -1.0), 2e9 * 2**i) for i in range(6)]
-    waited = Sample("copy plain f32", (20.0, -1.0), 1e8)
-    assert without_waits([*alike, waited]) == tuple(alike)
-    alone = [Sample("copy plain f32", (2.0, -1.0), 1e8), Sample("fusion plain f32", (20.0, -1.0), 1e8)]
-    assert without_waits([*alike, *alone]) == (*alike, *alone), "of another size, of another sort"
-    assert without_waits([*alike[:4], waited]) == (*alike[:4], waited), "too few to say"

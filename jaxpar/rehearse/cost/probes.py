@@ -1,113 +1,110 @@
-"""Small programs whose tasks a calibration times: the shapes and forms that a training step is made of.
+"""Small training steps whose tasks a calibration times where they stand.
 
-B batch, T tokens (or queries), S keys, H heads, h head_dim, K and N the dims of a matmul.
+In a step most of what is read comes from the main memory or from another core, which no program of one operation shows.
+The steps are those of plain transformers in plain JAX, with AdamW.
+
+Shapes: B batch, S positions (T those looked at), D embed, H heads, h head_dim, F mlp, V vocab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+Arrays = dict[str, jax.Array]
+HEAD_DIM = 32
 
 
 class Probe(NamedTuple):
-    """A small program and what it is fed."""
+    """The sizes of a step."""
 
-    name: str
-    """A Python identifier, its own: the profiler tells programs apart by it."""
-    function: Callable[..., Any]
-    shapes: tuple[tuple[int, ...], ...]
+    batch: int
+    seq: int
+    embed: int
+    mlp: int
+    vocab: int
+    layers: int = 1
+    """More than one are run by `lax.scan`."""
+    gated: bool = False
+    """RMSNorm and SwiGLU, as in LLaMA, in place of LayerNorm and GELU."""
     dtype: str = "float32"
+    """Of the matmuls."""
 
 
-def suite() -> list[Probe]:
-    """Everything that is timed on one device."""
-    return [*_matmuls(), *_attention(), *_maps()]
+PROBES = {
+    "small": Probe(4, 64, 128, 512, 256),
+    "long": Probe(2, 512, 128, 512, 256),
+    "wide": Probe(8, 128, 384, 1536, 4096),
+    "scan": Probe(8, 128, 128, 512, 256, layers=3),
+    "gated": Probe(4, 64, 128, 384, 256, gated=True),
+    "gated_wide": Probe(8, 128, 256, 768, 1024, gated=True),
+    "half": Probe(4, 128, 128, 512, 256, dtype="bfloat16"),
+}
 
 
-def _matmuls() -> list[Probe]:
-    """Linear layers, forward and backward."""
-    dims = [(64, 256), (128, 128), (128, 512), (512, 128), (256, 1024), (1024, 256), (512, 2048), (128, 8192)]
-    sizes = [(T, K, N, "float32") for T in (256, 1024, 4096) for K, N in dims if T * K * N <= 2**31]
-    sizes += [(T, K, N, "bfloat16") for T, K, N in ((256, 128, 512), (1024, 256, 1024))]
-    found = []
-    for T, K, N, dtype in sizes:
-        size = f"{T}x{K}x{N}_{dtype}"
-        found += [
-            Probe(f"forward_{size}", lambda x, w: x @ w, ((T, K), (K, N)), dtype),
-            Probe(f"input_gradient_{size}", lambda dy, w: dy @ w.T, ((T, N), (K, N)), dtype),
-            Probe(f"weight_gradient_{size}", lambda x, dy: x.T @ dy, ((T, K), (T, N)), dtype),
-        ]
-    return found
+def initial(probe: Probe) -> tuple[tuple[Arrays, Arrays, Arrays], jax.Array]:
+    """The state of a step, parameters and AdamW's two moments, and a batch of random tokens with their successors."""
+    D, F, V, rng = probe.embed, probe.mlp, probe.vocab, np.random.default_rng(0)
+    shapes = {"qkv": (3, D, D), "out": (D, D), "up": (D, F), "down": (F, D), "gains": (2, D)}
+    shapes |= {"gate": (D, F)} if probe.gated else {}
+    shapes = {name: (probe.layers, *shape) for name, shape in shapes.items()} | {"table": (V, D), "gain": (D,)}
+    params = {name: jnp.asarray(0.02 * rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    tokens = jnp.asarray(rng.integers(0, V, (probe.batch, probe.seq + 1)), jnp.int32)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return (params, zeros, jax.tree.map(jnp.zeros_like, params)), tokens
 
 
-def _attention() -> list[Probe]:
-    """Attention's matmuls, softmax and transposes."""
-    found = []
-    for B, H, S, h in ((8, 4, 64, 32), (4, 4, 256, 64), (2, 8, 512, 64)):
-        heads, square, size = (B, H, S, h), (B, H, S, S), f"{B}x{H}x{S}x{h}"
-        found += [
-            Probe(f"scores_{size}", lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, k), (heads, heads)),
-            Probe(f"mix_{size}", lambda p, v: jnp.einsum("bhts,bhsd->bhtd", p, v), (square, heads)),
-            Probe(f"mix_gradient_{size}", lambda p, dy: jnp.einsum("bhts,bhtd->bhsd", p, dy), (square, heads)),
-            Probe(f"softmax_{size}", _softmax_and_gradient, (square, square)),
-            Probe(f"heads_first_{size}", lambda x: x.transpose(0, 2, 1, 3), ((B, S, H, h),)),
-            Probe(f"heads_swapped_{size}", lambda x: x.transpose(0, 1, 3, 2), (heads,)),
-        ]
-    return found
+def training_step(
+    probe: Probe, state: tuple[Arrays, Arrays, Arrays], tokens: jax.Array
+) -> tuple[tuple[Arrays, Arrays, Arrays], jax.Array]:
+    """One step of AdamW on the gradient, clipped by its norm; the new state, and the loss."""
+    loss, grads = jax.value_and_grad(partial(_loss, probe))(state[0], tokens)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads.values()))
+    new = {}
+    for name, g in grads.items():
+        p, m, v = (part[name] for part in state)
+        g = g * jnp.minimum(1.0, 1.0 / norm)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        new[name] = p - 1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p), m, v
+    params, means, squares = ({name: three[i] for name, three in new.items()} for i in range(3))
+    return (params, means, squares), loss
 
 
-def _maps() -> list[Probe]:
-    """What maps, sums, copies, gathers and scatters; AdamW."""
-    found = []
-    for rows, width in ((64, 128), (256, 128), (1024, 128), (1024, 512), (4096, 512), (8192, 512)):
-        flat, size = (rows, width), f"{rows}x{width}"
-        found += [
-            Probe(f"add_{size}", lambda x, y: x + y, (flat, flat)),
-            Probe(f"three_{size}", lambda x, y, z: (x + y) * z, (flat, flat, flat)),
-            Probe(f"gelu_{size}", jax.nn.gelu, (flat,)),
-            Probe(f"norm_{size}", _norm_and_gradient, (flat, flat)),
-            Probe(f"column_sum_{size}", lambda x: x.sum(0), (flat,)),
-            Probe(f"transposed_{size}", lambda x: x.T, (flat,)),
-            Probe(f"embedding_{size}", _embedding_and_gradient, ((4096, width), (rows,))),
-            Probe(f"adam_{size}", _adam, (flat, flat, flat, flat)),
-            Probe(f"slice_{size}", lambda x: x[1], ((4, rows, width),)),
-        ]
-    return found
+def _loss(probe: Probe, params: Arrays, tokens: jax.Array) -> jax.Array:
+    """Mean cross-entropy of the next token."""
+    layers = {name: x for name, x in params.items() if name not in ("table", "gain")}
+    x_BSD = params["table"][tokens[:, :-1]].astype(probe.dtype)
+    if probe.layers > 1:
+        x_BSD, _ = jax.lax.scan(lambda x, layer: (_block(probe, layer, x), None), x_BSD, layers)
+    else:
+        x_BSD = _block(probe, {name: x[0] for name, x in layers.items()}, x_BSD)
+    x_BSD = _norm(probe, x_BSD, params["gain"])
+    scores_BSV = jnp.einsum("bsd,vd->bsv", x_BSD, params["table"].astype(probe.dtype)).astype(jnp.float32)
+    right_BS = jnp.take_along_axis(scores_BSV, tokens[:, 1:, None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(scores_BSV, axis=-1) - right_BS)
 
 
-def _softmax_and_gradient(x: jax.Array, dy: jax.Array) -> Any:
-    y, back = jax.vjp(lambda x: jax.nn.softmax(x, axis=-1), x)
-    return y, back(dy)
+def _block(probe: Probe, layer: Arrays, x_BSD: jax.Array) -> jax.Array:
+    B, S, D = x_BSD.shape
+    weights = {name: x.astype(probe.dtype) for name, x in layer.items()}
+    y_BSD = _norm(probe, x_BSD, layer["gains"][0])
+    q, k, v = ((y_BSD @ w).reshape(B, S, D // HEAD_DIM, HEAD_DIM) for w in weights["qkv"])
+    scores_BHST = jnp.einsum("bshd,bthd->bhst", q, k).astype(jnp.float32) / HEAD_DIM**0.5
+    scores_BHST = jnp.where(jnp.tril(jnp.ones((S, S), bool)), scores_BHST, -1e30)
+    shares_BHST = jax.nn.softmax(scores_BHST, axis=-1).astype(probe.dtype)
+    mixed_BSHh = jnp.einsum("bhst,bthd->bshd", shares_BHST, v)
+    x_BSD = x_BSD + mixed_BSHh.reshape(B, S, D) @ weights["out"]
+    y_BSD = _norm(probe, x_BSD, layer["gains"][1])
+    up_BSF = y_BSD @ weights["up"]
+    hidden_BSF = jax.nn.silu(y_BSD @ weights["gate"]) * up_BSF if probe.gated else jax.nn.gelu(up_BSF)
+    return x_BSD + hidden_BSF @ weights["down"]
 
 
-def _norm_and_gradient(x: jax.Array, dy: jax.Array) -> Any:
-    def norm(x: jax.Array) -> jax.Array:
-        centred = x - x.mean(-1, keepdims=True)
-        return centred * jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-5)
-
-    y, back = jax.vjp(norm, x)
-    return y, back(dy)
-
-
-def _embedding_and_gradient(table: jax.Array, numbers: jax.Array) -> Any:
-    ids = (jnp.abs(numbers) * 1000).astype(jnp.int32) % table.shape[0]
-    rows, back = jax.vjp(lambda table: table[ids], table)
-    return rows, back(rows)
-
-
-def _adam(p: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array) -> Any:
-    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
-    return p - 1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p), m, v
-
-
-CHAIN = 200
-
-
-def chain(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`CHAIN` small matmuls, which XLA does not fuse, one after another: what lies between tasks."""
-    for _ in range(CHAIN):
-        x = x @ w
-    return x
+def _norm(probe: Probe, x_BSD: jax.Array, gain_D: jax.Array) -> jax.Array:
+    x = x_BSD.astype(jnp.float32)
+    x = x if probe.gated else x - x.mean(-1, keepdims=True)
+    return ((1 + gain_D) * x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)).astype(probe.dtype)

@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.stages import Compiled
 
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Program, Task, walk
-from jaxpar.rehearse.cost.probes import Probe
 
-Arrays = dict[tuple[tuple[int, ...], str], jax.Array]
 Instruction = tuple[str, str]
 """(module, name) as the profiler says them: `("jit_step", "dot.3")`."""
 
 
 class Ready(NamedTuple):
-    """A program compiled, and its tasks."""
+    """A compiled program and its tasks."""
 
     program: Program
     tasks: dict[Instruction, Task]
@@ -33,29 +31,13 @@ class Ready(NamedTuple):
     """One execution, waited for."""
     seconds: float
     """Of an execution, roughly."""
-    stats: Any = None
-    """`compiled.memory_analysis()`."""
+    stats: Any
+    """`compiled.memory_analysis()`, whose type jaxlib does not give away."""
 
 
-def prepare(probe: Probe, arrays: Arrays) -> Ready:
-    """Compile a probe and run it warm; its arguments are taken from `arrays`, and made where they are missing."""
-    rng = np.random.default_rng(0)
-    for shape in probe.shapes:
-        if (shape, probe.dtype) not in arrays:
-            arrays[shape, probe.dtype] = jnp.asarray(rng.standard_normal(shape, np.float32), probe.dtype)
-    given = [arrays[shape, probe.dtype] for shape in probe.shapes]
-
-    def function(*given: jax.Array) -> Any:
-        return probe.function(*given)
-
-    function.__name__ = probe.name
-    compiled = jax.jit(function).lower(*given).compile()
-    return warm(compiled, lambda: compiled(*given))
-
-
-def warm(compiled: Any, start: Callable[[], Any]) -> Ready:
-    """A compiled program that `start` starts, run twice; its results are waited for."""
-    text = compiled.as_text()
+def warm(compiled: Compiled, start: Callable[[], object]) -> Ready:
+    """A compiled program that `start` starts, run twice; the arrays that `start` returns are waited for."""
+    text = compiled.as_text() or ""
     module = text.removeprefix("HloModule ").partition(",")[0]
     program = read_program(text)
     tasks = {(module, task.name): task for task, _ in walk(program.nodes)}
@@ -67,58 +49,25 @@ def warm(compiled: Any, start: Callable[[], Any]) -> Ready:
     return Ready(program, tasks, run, elapsed(run), compiled.memory_analysis())
 
 
-def elapsed(action: Callable[[], None]) -> float:
+def elapsed(action: Callable[[], object]) -> float:
     """Seconds an action takes."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
 
 
-class Lull:
-    """Waits for moments in which no other process uses the cores, as long as its patience lasts (on Linux only)."""
-
-    LOOK = 0.06  # seconds: the kernel counts in hundredths
-    OFTEN = 0.3  # seconds between two looks
-
-    def __init__(self, patience: float):
-        self.patience = patience
-        """Seconds it may still wait, all in all."""
-        self._looked = 0.0
-
-    def wait(self) -> None:
-        """Return when the cores are idle, or patience is at its end."""
-        while self.patience > 0 and time.perf_counter() - self._looked > self.OFTEN:
-            before = _core_seconds()
-            time.sleep(self.LOOK)
-            after = _core_seconds()
-            total, idle = (b - a for a, b in zip(before, after, strict=True))
-            if idle >= 0.9 * total:
-                self._looked = time.perf_counter()
-            self.patience -= self.LOOK
-
-
-def _core_seconds() -> tuple[float, float]:
-    """Ticks of all cores since the start, and those of them that were idle; zeros where nobody counts."""
-    try:
-        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    except (OSError, ValueError):
-        return 0.0, 0.0
-    return float(sum(ticks)), float(ticks[3] + ticks[4])
-
-
-def fastest(ready: Sequence[Ready], each: float, lull: Lull) -> dict[Instruction, float]:
+def fastest(ready: Sequence[Ready], each: float) -> dict[Instruction, float]:
     """Seconds of the fastest execution of every task, each program run for about `each` seconds, twice at least."""
 
     def run_all() -> None:
         for item in ready:
-            lull.wait()
             for _ in range(int(np.clip(each / item.seconds, 2, 20))):
                 item.run()
 
     return {name: min(times) for name, times in durations(run_all).items()}
 
 
-def durations(action: Callable[[], None], keep: Path | None = None) -> dict[Instruction, list[float]]:
+def durations(action: Callable[[], object], keep: Path | None = None) -> dict[Instruction, list[float]]:
     """Seconds of every execution of every instruction that runs in an action, on a GPU of each of its kernels.
 
     Args:
@@ -136,7 +85,7 @@ def durations(action: Callable[[], None], keep: Path | None = None) -> dict[Inst
             return _durations(jax.profiler.ProfileData.from_file(str(file)))
 
 
-def _durations(profile: Any) -> dict[Instruction, list[float]]:
+def _durations(profile: jax.profiler.ProfileData) -> dict[Instruction, list[float]]:
     """An instruction that XLA:CPU hands to other threads is over with the event `end: NAME`, tied to it by a number.
 
     Where a device has a plane of its own, the host's events of the same names are only the starts of its kernels.

@@ -1,0 +1,135 @@
+"""`jaxpar bench step`: a config's training step, in turns with the same step in PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxpar.base.config import Config
+from jaxpar.base.plan import Plan
+from jaxpar.bench.alternate import Row, alternate
+from jaxpar.models import Model
+from jaxpar.models.hf_families import hf_config
+from jaxpar.train.metrics import device_memory, mfu
+from jaxpar.train.state import init_state
+from jaxpar.train.step import make_train_step, put_batch
+
+
+def bench_step(
+    config: Config, plan: Plan, rounds: int = 15, steps: int = 10, beside_torch: bool = True,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Row]:  # fmt: skip
+    """Training steps of a config, and of `transformers` in PyTorch at the same shape and precision.
+
+    Both do forward, backward, clipping by global norm and AdamW on one batch of random tokens that is already in
+    memory, and wait for the loss. PyTorch compiles its step on a GPU and runs it eagerly on a CPU.
+
+    Args:
+      config: the experiment.
+      plan: for its devices.
+      rounds: turns of each.
+      steps: steps in a turn.
+      beside_torch: whether to run PyTorch's. Where it cannot run, `say` is told why.
+      say: told the ratio.
+
+    Returns:
+      A row for each, with the milliseconds of a step.
+
+    Raises:
+      ValueError: the loss does not fall.
+    """
+    devices = list(plan.mesh.devices.flat)
+    run, tokens = train_steps(config, plan), config.train.batch * config.data.seq_len
+    flops = Model(config.model).flops_per_token(config.data.seq_len)
+    first = run(1)
+    candidates: dict[str, Callable[[], object]] = {"jaxpar": lambda: run(steps)}
+    last: dict[str, Row] = {}
+    with contextlib.ExitStack() as stack:
+        if beside_torch:
+            try:
+                theirs = stack.enter_context(torch_steps(config))
+                by = str(theirs(1)["by"])
+                candidates[by] = lambda: last.update({by: theirs(steps)})
+            except ChildProcessError as missing:
+                say(f"not beside PyTorch: {missing}")
+        times = alternate(candidates, rounds, calls=1)
+    peak, loss = device_memory(devices), run(1)
+    if not loss < first:  # nor NaN
+        raise ValueError(f"the loss does not fall: {first} at first, {loss} at last")
+    last["jaxpar"] = {"loss": loss, "peak, GiB": peak and peak / 2**30}
+    rows: list[Row] = []
+    for by, timing in times.items():
+        seconds = timing.seconds / steps
+        used = mfu(tokens / seconds, flops, devices, config.precision.compute)
+        row: Row = {"by": by, "ms": 1e3 * seconds, "tokens/s": tokens / seconds, "MFU, %": used and 100 * used}
+        rows.append(row | last[by])
+        if by != "jaxpar":
+            low, high = (1 / ratio for ratio in reversed(timing.quartiles))
+            say(
+                f"jaxpar / torch {1 / timing.ratio:.3f} (quartiles {low:.3f} to {high:.3f}, "
+                f"{rounds} rounds of {steps} steps)"
+            )
+    return rows
+
+
+def train_steps(config: Config, plan: Plan) -> Callable[[int], float]:
+    """`run(n)` takes n training steps on the same random tokens and returns the last loss, which it waits for."""
+    model = Model(config.model)
+    step, batch = make_train_step(model, config, plan), random_batch(config, plan)
+    state = init_state(model, config, plan)
+
+    def run(n: int) -> float:
+        nonlocal state
+        for _ in range(n):
+            state, metrics = step(state, batch)
+        return float(jax.device_get(metrics["loss"]))
+
+    return run
+
+
+def random_batch(config: Config, plan: Plan) -> dict[str, jax.Array]:
+    """Random tokens of a config's shape, always the same."""
+    shape = (config.train.batch, config.data.seq_len + 1)
+    ids = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
+    return put_batch({"tokens": ids[:, :-1], "labels": ids[:, 1:]}, plan)
+
+
+@contextlib.contextmanager
+def torch_steps(config: Config) -> Iterator[Callable[[int], Row]]:
+    """`run(n)` takes n steps in PyTorch and returns what ran them (`by`), their loss and their memory.
+
+    They run in a process of their own, since the CUDA libraries that PyTorch brings are not those of jax.
+
+    Raises:
+      ChildProcessError: from `run`, where torch or transformers is missing or fails.
+    """
+    vocab, multiple = config.model.vocab_size, config.model.vocab_multiple
+    asked = {
+        "model": hf_config(config.model) | {"vocab_size": -(-vocab // multiple) * multiple}, "vocab_size": vocab,
+        "dropout": config.model.dropout, "train": vars(config.train), "seq_len": config.data.seq_len,
+        "compute": config.precision.compute, "platform": jax.default_backend(),
+    }  # fmt: skip
+    words = [sys.executable, "-P", str(Path(__file__).with_name("torch_step.py")), json.dumps(asked)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin and process.stdout
+
+    def run(steps: int) -> Row:
+        with contextlib.suppress(BrokenPipeError):
+            print(steps, file=process.stdin, flush=True)
+        said = json.loads(process.stdout.readline() or '{"missing": "its process ended"}')  # pyright: ignore[reportOptionalMemberAccess]
+        if "missing" in said:
+            raise ChildProcessError(said["missing"])
+        return said
+
+    try:
+        yield run
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,58 @@
+"""`jaxpar bench step`: both sides really train, on the same batch."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import pytest
+
+from jaxpar.base.config import Config, load_config, override
+from jaxpar.base.plan import Plan
+from jaxpar.bench import step as bench
+from jaxpar.bench.alternate import Timing
+from jaxpar.train.plans import make_plan
+
+
+def small(family: str) -> tuple[Config, Plan]:
+    changes = {"train.learning_rate": 3e-3, "train.warmup_steps": 0, "model.layers": 1, "model.family": family}
+    config = override(load_config("shakespeare_char_cpu"), changes | {"model.tied_head": family == "gpt2"})
+    return config, make_plan(config, jax.devices()[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_both_sides_train_on_the_same_batch(family: str) -> None:
+    pytest.importorskip("torch", reason="install the parity extra")
+    pytest.importorskip("transformers", reason="install the parity extra")
+    config, plan = small(family)
+    ours = bench.train_steps(config, plan)
+    with bench.torch_steps(config) as theirs:
+        for run in (lambda: float(theirs(1)["loss"] or 0), lambda: ours(1)):
+            losses = [run() for _ in range(5)]
+            assert 4.0 < losses[0] < 4.4 and losses[-1] < losses[0] - 0.1  # log(65) = 4.17
+
+
+def test_a_row_for_each_side_and_the_ratio_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs: bench.Row = {"by": "torch", "loss": 4.1, "peak, GiB": None}
+    monkeypatch.setattr(bench, "torch_steps", lambda config: contextlib.nullcontext(lambda steps: theirs))
+    times = {"jaxpar": Timing(0.02, 1.0, (1.0, 1.0)), "torch": Timing(0.05, 2.5, (2.0, 4.0))}
+    called: list[object] = []
+    monkeypatch.setattr(
+        bench, "alternate", lambda them, rounds, calls: called.extend(f() for f in them.values()) or times
+    )
+    config, plan = small("gpt2")
+    said: list[str] = []
+    ours, other = bench.bench_step(config, plan, rounds=7, steps=2, say=said.append)
+    assert (ours["by"], ours["ms"], other["ms"]) == ("jaxpar", 10.0, 25.0)
+    assert ours["tokens/s"] == config.train.batch * config.data.seq_len / 0.01
+    assert float(ours["loss"] or 9) < 4.2 and other["loss"] == 4.1 and len(called) == 2
+    assert said == ["jaxpar / torch 0.400 (quartiles 0.250 to 0.500, 7 rounds of 2 steps)"]
+
+
+def test_without_torch_it_is_said_and_ours_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.sys, "executable", "true")
+    config, plan = small("gpt2")
+    said: list[str] = []
+    (row,) = bench.bench_step(config, plan, rounds=1, steps=1, say=said.append)
+    assert row["by"] == "jaxpar" and said == ["not beside PyTorch: its process ended"]
