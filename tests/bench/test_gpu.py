@@ -239,6 +239,8 @@ def test_a_devices_own_plane_is_read_where_there_is_one() -> None:
     host, device = plane("/host:CPU", 8), plane("/device:GPU:0", 4)
     assert _durations(SimpleNamespace(planes=[host, device])) == {("jit_f", "dot.1"): [4e-9]}
     assert _durations(SimpleNamespace(planes=[host])) == {("jit_f", "dot.1"): [8e-9]}
+    absent = SimpleNamespace(name="/device:TPU:0", lines=[])
+    assert _durations(SimpleNamespace(planes=[absent, host])) == {("jit_f", "dot.1"): [8e-9]}
 
 
 # All of it.

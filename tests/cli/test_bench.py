@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jax
 import pytest
 
 from jaxpar.base.config import load_config, override
@@ -88,6 +89,7 @@ def test_the_words_reach_the_measuring_and_its_table_is_printed(
 ) -> None:  # fmt: skip
     """Measuring itself takes minutes: `wanted` is what it would be given, before `say`."""
     given: list[Any] = []
+    monkeypatch.setattr(bench_commands, "start", lambda *_: jax.devices())  # which would also turn the cache on
     monkeypatch.setattr(f"jaxpar.bench.{measure}", lambda *values, **more: given.extend(values) or [{"ms": 1.5}])
     assert main(["bench", *words.split()]) == 0
     assert tuple(given[: len(wanted)]) == wanted

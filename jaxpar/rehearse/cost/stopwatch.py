@@ -86,19 +86,23 @@ def durations(action: Callable[[], object], keep: Path | None = None) -> dict[In
 
 
 def _durations(profile: jax.profiler.ProfileData) -> dict[Instruction, list[float]]:
-    """An instruction that XLA:CPU hands to other threads is over with the event `end: NAME`, tied to it by a number.
+    """Where a device has a plane of its own, the host's events of the same names are only the starts of its kernels.
 
-    Where a device has a plane of its own, the host's events of the same names are only the starts of its kernels.
+    A compiler that is loaded for absent hardware (libtpu) has a plane too, in which nothing runs.
     """
-    started, ends, planes = [], {}, list(profile.planes)
-    for plane in [plane for plane in planes if plane.name.startswith("/device:")] or planes:
-        for line in plane.lines:
-            for event in line.events:
-                stats = dict(event.stats)
-                if "hlo_op" in stats:
-                    started.append((event.start_ns, event.start_ns + event.duration_ns, stats))
-                elif event.name.startswith("end: ") and "_c" in stats:
-                    ends[stats["_c"]] = event.start_ns
+    planes = list(profile.planes)
+    return _of_planes([plane for plane in planes if plane.name.startswith("/device:")]) or _of_planes(planes)
+
+
+def _of_planes(planes: Sequence[jax.profiler.ProfilePlane]) -> dict[Instruction, list[float]]:
+    """An instruction that XLA:CPU hands to other threads is over with the event `end: NAME`, tied to it by a number."""
+    started, ends = [], {}
+    for event in (event for plane in planes for line in plane.lines for event in line.events):
+        stats = dict(event.stats)
+        if "hlo_op" in stats:
+            started.append((event.start_ns, event.start_ns + event.duration_ns, stats))
+        elif event.name.startswith("end: ") and "_c" in stats:
+            ends[stats["_c"]] = event.start_ns
     found: dict[Instruction, list[float]] = defaultdict(list)
     for start, end, stats in started:
         over = max(end, ends.get(stats.get("_p"), end))
