@@ -148,32 +148,22 @@ def _launch() -> float:
 
 
 def _collectives() -> tuple[float, float]:
-    """Seconds before a collective's first byte and bytes/s after it, all devices here in one group; zeros for one."""
+    """Seconds before a collective's first byte and bytes/s after it, by sums over all devices here; zeros for one."""
     devices = jax.devices()
     if len(devices) == 1:
         return 0.0, 0.0
-    mesh, k = Mesh(np.array(devices), ("all",)), len(devices)
-    # What each moves of its array, as in `jaxpar.rehearse.link_costs`.
-    kinds = {
-        "gather": (lambda x: jax.lax.all_gather(x, "all", tiled=True), (k - 1) / k * k),
-        "scatter": (lambda x: jax.lax.psum_scatter(x, "all", tiled=True), (k - 1) / k),
-        "reduce": (lambda x: jax.lax.psum(x, "all"), 2 * (k - 1) / k),
-    }
-    small, large = 1 << 8, 1 << 18
-    starts, bandwidths = [], []
-    for function, load in kinds.values():
-        seconds = [_one_collective(function, mesh, count) for count in (small, large)]
-        starts.append(seconds[0])
-        bandwidths.append(load * 4 * large / max(seconds[1] - seconds[0], 1e-9))
-    return float(np.median(starts)), float(np.median(bandwidths))
+    mesh, counts = Mesh(np.array(devices), ("all",)), (1 << 8, 1 << 18)
+    start, long = (_sum_seconds(mesh, count) for count in counts)
+    sent = 2 * (mesh.size - 1) / mesh.size * 4 * counts[1]  # as in `jaxpar.rehearse.link_costs`
+    return start, sent / max(long - start, 1e-9)
 
 
-def _one_collective(function: Callable[[jax.Array], jax.Array], mesh: Mesh, count: int, chained: int = 5) -> float:
-    """Seconds of one collective of `count` float32 a device."""
+def _sum_seconds(mesh: Mesh, count: int, chained: int = 5) -> float:
+    """Seconds of one all-reduce of `count` float32 a device."""
 
     def body(x: jax.Array) -> jax.Array:
         for _ in range(chained):
-            x = jax.lax.optimization_barrier((x + 0.0 * function(x).ravel()[0],))[0]
+            x = jax.lax.optimization_barrier((x + 0.0 * jax.lax.psum(x, "all")[0],))[0]
         return x
 
     spec = PartitionSpec("all")
