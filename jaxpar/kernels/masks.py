@@ -17,17 +17,23 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache, partial, reduce
-from typing import Any, NamedTuple, TypeVar, dataclass_transform
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from jaxpar.base.errors import UserError
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """What of a tile may be seen: nothing, some of it, all of it."""
+Places: TypeAlias = Any
+"""Places, or what is known of them: an array of numpy or jax, or a number. Kernels compute with all of these alike."""
+Start: TypeAlias = int | Array
+"""The place of the first query or key, which may be traced."""
 _Kind = TypeVar("_Kind")
 _REFINED = 1 << 27  # places of partial tiles that are looked at one by one, at most
 
@@ -46,8 +52,8 @@ class Tiles(NamedTuple):
     T: int
     block_q: int
     block_k: int
-    q_start: Any = 0
-    k_start: Any = 0
+    q_start: Start = 0
+    k_start: Start = 0
     multiple: int = 1
 
     @property
@@ -55,7 +61,7 @@ class Tiles(NamedTuple):
         """[Q, K]."""
         return -(-self.S // self.block_q), -(-self.T // self.block_k)
 
-    def spans(self) -> tuple[Any, Any, Any, Any]:
+    def spans(self) -> tuple[Places, Places, Places, Places]:
         """Places of each tile's first and last query [Q, 1] and first and last key [1, K]."""
         Q, K = self.shape
         rows, columns = np.arange(Q)[:, None] * self.block_q, np.arange(K)[None] * self.block_k
@@ -66,7 +72,7 @@ class Tiles(NamedTuple):
         q, k = self.q_start, self.k_start
         return rows + q, last_rows + q, columns + k, last_columns + k
 
-    def ahead(self) -> tuple[Any, Any]:
+    def ahead(self) -> tuple[Places, Places]:
         """The least and the greatest d of each tile [Q, K]; every one between them occurs."""
         first_i, last_i, first_j, last_j = self.spans()
         return first_i - last_j, last_i - first_j
@@ -75,14 +81,14 @@ class Tiles(NamedTuple):
 class Mask:
     """The base of all masks."""
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Places, j: Places) -> Places:
         """Whether queries at places `i` may see keys at places `j`: bool, of their shapes broadcast.
 
         Numpy or jax; inside kernels too, where what is looked up must be replaced first (see `kernels.visits`).
         """
         raise NotImplementedError
 
-    def states(self, tiles: Tiles) -> Any:
+    def states(self, tiles: Tiles) -> Places:
         """`EMPTY`, `PARTIAL` or `FULL` of each tile, int8 [Q, K], or [B, Q, K] where ids say so.
 
         Numpy where everything is known while tracing. Exact for every mask but combinations and ids, which may say
@@ -112,7 +118,7 @@ class Mask:
         return Or(self, other)
 
 
-def _state(some: Any, every: Any) -> Any:
+def _state(some: Places, every: Places) -> Places:
     return some.astype(np.int8) + every.astype(np.int8)
 
 
@@ -126,10 +132,10 @@ def _static(kind: type[_Kind]) -> type[_Kind]:
 class Full(Mask):
     """Everything."""
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Places, j: Places) -> Places:
         return i - j == i - j
 
-    def states(self, tiles: Tiles) -> Any:
+    def states(self, tiles: Tiles) -> Places:
         return np.full(tiles.shape, FULL, np.int8)
 
 
@@ -139,10 +145,10 @@ class Causal(Mask):
 
     offset: int = 0
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Places, j: Places) -> Places:
         return i - j >= -self.offset
 
-    def states(self, tiles: Tiles) -> Any:
+    def states(self, tiles: Tiles) -> Places:
         least, most = tiles.ahead()
         return _state(most >= -self.offset, least >= -self.offset)
 
@@ -157,12 +163,12 @@ class Window(Mask):
     left: int | None = None
     right: int | None = None
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Places, j: Places) -> Places:
         seen = i - j == i - j
         seen = seen if self.left is None else i - j <= self.left
         return seen if self.right is None else seen & (i - j >= -self.right)
 
-    def states(self, tiles: Tiles) -> Any:
+    def states(self, tiles: Tiles) -> Places:
         (least, most), left, right = tiles.ahead(), self.left, self.right
         some = every = least == least
         if left is not None:
@@ -178,10 +184,10 @@ class PrefixLM(Mask):
 
     n: int
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Places, j: Places) -> Places:
         return (i - j >= 0) | (j < self.n)
 
-    def states(self, tiles: Tiles) -> Any:
+    def states(self, tiles: Tiles) -> Places:
         (least, most), (_, _, first_j, last_j) = tiles.ahead(), tiles.spans()
         return _state((most >= 0) | (first_j < self.n), (least >= 0) | (last_j < self.n))
 
@@ -193,11 +199,11 @@ class Dilated(Mask):
     window: int
     stride: int
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Places, j: Places) -> Places:
         d, reach = i - j, (self.window - 1) * self.stride
         return (d % self.stride == 0) & (d <= reach) & (d >= -reach)
 
-    def states(self, tiles: Tiles) -> Any:
+    def states(self, tiles: Tiles) -> Places:
         (least, most), stride = tiles.ahead(), self.stride
         reach = (self.window - 1) * stride
         within = (least >= -reach) & (most <= reach)
@@ -208,16 +214,21 @@ class Dilated(Mask):
         )
 
 
-def _minimum(*both: Any) -> Any:
-    return (jnp if _traced(*both) else np).minimum(*both)
+def _minimum(*both: Places) -> Places:
+    return numpy_for(*both).minimum(*both)
 
 
-def _maximum(*both: Any) -> Any:
-    return (jnp if _traced(*both) else np).maximum(*both)
+def _maximum(*both: Places) -> Places:
+    return numpy_for(*both).maximum(*both)
 
 
-def _traced(*values: Any) -> bool:
+def _traced(*values: object) -> bool:
     return any(isinstance(value, jax.Array) for value in values)
+
+
+def numpy_for(*values: object) -> ModuleType:
+    """The module that computes with these: jax.numpy if any of them is jax's."""
+    return jnp if _traced(*values) else np
 
 
 class Blocks(Mask):
@@ -235,20 +246,20 @@ class Blocks(Mask):
         """How many blocks are seen above and left of each corner."""
         return np.pad(np.cumsum(np.cumsum(self.map, axis=0, dtype=np.int32), axis=1, dtype=np.int32), ((1, 0), (1, 0)))
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Places, j: Places) -> Places:
         (M, N), row, column = self.map.shape, i // self.block_q, j // self.block_k
         inside = (row >= 0) & (row < M) & (column >= 0) & (column < N)
-        xp: Any = jnp if _traced(row, column) else np
+        xp = numpy_for(row, column)
         return xp.asarray(self.map)[xp.clip(row, 0, M - 1), xp.clip(column, 0, N - 1)] & inside
 
-    def states(self, tiles: Tiles) -> Any:
+    def states(self, tiles: Tiles) -> Places:
         first_i, last_i, first_j, last_j = tiles.spans()
         top, bottom = first_i // self.block_q, last_i // self.block_q + 1
         left, right = first_j // self.block_k, last_j // self.block_k + 1
-        (M, N), xp = self.map.shape, jnp if _traced(first_i, first_j) else np
-        area: Any = xp.asarray(self._area)
+        (M, N), xp = self.map.shape, numpy_for(first_i, first_j)
+        area = xp.asarray(self._area)
 
-        def up_to(row: Any, column: Any) -> Any:
+        def up_to(row: Places, column: Places) -> Places:
             return area[xp.clip(row, 0, M), xp.clip(column, 0, N)]
 
         seen = up_to(bottom, right) - up_to(top, right) - up_to(bottom, left) + up_to(top, left)
@@ -264,7 +275,7 @@ class BlockSparse(Blocks):
       block_map: bool [M, N], as an array or nested lists.
     """
 
-    block_map: Any
+    block_map: ArrayLike | _Packed
     block_q: int = 128
     block_k: int = 128
 
@@ -277,6 +288,7 @@ class BlockSparse(Blocks):
 
     @cached_property
     def map(self) -> Bool[np.ndarray, "M N"]:
+        assert isinstance(self.block_map, _Packed)
         return self.block_map.blocks()
 
     def __repr__(self) -> str:
@@ -347,7 +359,7 @@ class Segments(Mask):
     q_ids: Int[Array, "B S"]
     kv_ids: Int[Array, "B T"]
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Places, j: Places) -> Places:
         """[B, S, T], which places `i` [S, 1] and `j` [1, T] do not matter for; in a kernel, of a tile's ids."""
         return self.q_ids[..., :, None] == self.kv_ids[..., None, :]
 
@@ -356,7 +368,7 @@ class Segments(Mask):
             if getattr(ids, "shape", None) != shape:
                 raise UserError(f"Segments needs {name} {shape}, an id for each token, and was given {_shape_of(ids)}")
 
-    def states(self, tiles: Tiles) -> Any:
+    def states(self, tiles: Tiles) -> Places:
         """Exact where the ids of a sequence never fall."""
         (first, last), (begin, end) = _ends(self.q_ids, tiles.block_q), _ends(self.kv_ids, tiles.block_k)
         first, last, begin, end = first[:, :, None], last[:, :, None], begin[:, None], end[:, None]
@@ -367,14 +379,14 @@ class Segments(Mask):
         return f"Segments({_shape_of(self.q_ids)}, {_shape_of(self.kv_ids)})"
 
 
-def _shape_of(ids: Any) -> Any:
+def _shape_of(ids: object) -> object:
     return getattr(ids, "shape", ids)
 
 
-def _ends(ids: Any, block: int) -> tuple[Any, Any]:
+def _ends(ids: Array, block: int) -> tuple[Places, Places]:
     """The least and the greatest id of each tile [B, Q]."""
     B, S = ids.shape
-    xp: Any = jnp if _traced(ids) else np
+    xp = numpy_for(ids)
     tiled = xp.pad(ids, ((0, 0), (0, -S % block)), mode="edge").reshape(B, -1, block)
     return tiled.min(axis=-1), tiled.max(axis=-1)
 
@@ -396,10 +408,10 @@ class And(_Pair):
     left: Mask
     right: Mask
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Places, j: Places) -> Places:
         return self.left.visible(i, j) & self.right.visible(i, j)
 
-    def states(self, tiles: Tiles) -> Any:
+    def states(self, tiles: Tiles) -> Places:
         return _minimum(self.left.states(tiles), self.right.states(tiles))
 
     def replaced(self, of_leaf: Callable[[Mask], Mask]) -> Mask:
@@ -418,10 +430,10 @@ class Or(_Pair):
     left: Mask
     right: Mask
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Places, j: Places) -> Places:
         return self.left.visible(i, j) | self.right.visible(i, j)
 
-    def states(self, tiles: Tiles) -> Any:
+    def states(self, tiles: Tiles) -> Places:
         return _maximum(self.left.states(tiles), self.right.states(tiles))
 
     def replaced(self, of_leaf: Callable[[Mask], Mask]) -> Mask:
@@ -441,7 +453,7 @@ def looks_back(mask: Mask) -> bool:
     return isinstance(mask, Causal) and mask.offset <= 0
 
 
-def apart_from_segments(mask: Mask) -> tuple[Mask, Any]:
+def apart_from_segments(mask: Mask) -> tuple[Mask, Int[Array, "B S"] | None]:
     """A mask without its `Segments`, and their ids [B, S]; None where it has none.
 
     Raises:
@@ -470,13 +482,13 @@ def of_distance(mask: Mask) -> bool:
     return all(isinstance(leaf, Full | Causal | Window | Dilated) for leaf in mask.leaves())
 
 
-def dense(mask: Mask, tiles: Tiles) -> Any:
+def dense(mask: Mask, tiles: Tiles) -> Places:
     """Every place [S, T], or [B, S, T]: for the reference, and for short sequences."""
     i, j = np.arange(tiles.S)[:, None] + tiles.q_start, np.arange(tiles.T)[None] + tiles.k_start
     return mask.visible(i, j)
 
 
-def tile_states(mask: Mask, tiles: Tiles) -> Any:
+def tile_states(mask: Mask, tiles: Tiles) -> Places:
     """`mask.states`, exact for combinations too where all is known while tracing.
 
     Of those, tiles that the parts leave partial are looked at place by place: once for each diagonal where only d

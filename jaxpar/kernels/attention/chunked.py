@@ -10,17 +10,18 @@ Shapes: as in `jaxpar.kernels.attention.call`; G query heads per kv head, r quer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxpar.kernels.attention.call import BLIND, MASKED, Call, capped, grouped, product, through_cap, ungrouped
 from jaxpar.kernels.attention.reference import dropped
 from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Full, Mask, Segments, Tiles, tile_states
 
+State = TypeVar("State")
 ROWS, COLUMNS = 512, 1024  # of a tile, at most
 
 
@@ -139,7 +140,7 @@ class _Work(NamedTuple):
     def columns_only(self, x: Array) -> Array:
         return jax.lax.slice_in_dim(x, 0, self.tiles.T, axis=2)
 
-    def visit_all(self, visit: Callable[[Any, _Tile], Any], state: Any) -> Any:
+    def visit_all(self, visit: Callable[[State, _Tile], State], state: State) -> State:
         """The state after every tile that may hold something to see."""
         found = tile_states(self.mask, self.tiles)
         known = isinstance(found, np.ndarray) and found.ndim == 2
@@ -147,14 +148,14 @@ class _Work(NamedTuple):
         full = (likely == FULL) if known else np.zeros_like(likely, bool)
         if self.tiles.T % self.tiles.block_k:
             full[:, -1] = False
-        state_of = None if known else jnp.max(jnp.asarray(found), axis=0) if found.ndim == 3 else found
+        state_of: Array | None = None if known else jnp.max(found, axis=0) if found.ndim == 3 else jnp.asarray(found)
         for places, masked in ((full, False), ((likely != EMPTY) & ~full, True)):
             numbers = np.argwhere(places).astype(np.int32)
             if len(numbers) == 1:
                 state = visit(state, _Tile(self, int(numbers[0][0]), int(numbers[0][1]), masked, state_of))
             elif len(numbers):
 
-                def step(state: Any, number: Array, masked: bool = masked) -> tuple[Any, None]:
+                def step(state: State, number: Array, masked: bool = masked) -> tuple[State, None]:
                     return visit(state, _Tile(self, number[0], number[1], masked, state_of)), None
 
                 state, _ = jax.lax.scan(step, state, jnp.asarray(numbers))
@@ -179,7 +180,7 @@ class _Tile(NamedTuple):
     row: int | Array
     column: int | Array
     masked: bool
-    states: Any
+    states: Int[Array, "Q K"] | None
 
     def rows_of(self, x: Array) -> Array:
         size = self.work.tiles.block_q
@@ -195,7 +196,7 @@ class _Tile(NamedTuple):
     def put_columns(self, x: Array, part: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, part, self.column * self.work.tiles.block_k, axis=2)
 
-    def where_seen(self, seen: Callable[[], Any], otherwise: Any) -> Any:
+    def where_seen(self, seen: Callable[[], State], otherwise: State) -> State:
         """`seen()`, or `otherwise` where ids or places leave nothing to see."""
         if self.states is None:
             return seen()

@@ -14,15 +14,16 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError
 from jaxpar.kernels.attention import chunked, libraries
-from jaxpar.kernels.attention.call import DEFAULT, Call, Unserved
+from jaxpar.kernels.attention.call import DEFAULT, Arrays, Call, Unserved
 from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.masks import Mask
 
@@ -31,7 +32,7 @@ Implementation = Literal[
 ]  # fmt: skip
 PAIRS = {"pallas_hopper": "hopper", "pallas_gpu": "triton", "pallas_tpu": "tpu", "chunked": "chunked"}
 """Modules with a forward and a backward each: what a ring can use; see `pair`."""
-LIBRARIES: dict[str, Callable[..., Any]] = {"cudnn": libraries.cudnn, "splash": libraries.splash}
+LIBRARIES: dict[str, Callable[..., Array]] = {"cudnn": libraries.cudnn, "splash": libraries.splash}
 _KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("splash", "pallas_tpu"), "gpu": ("cudnn", "pallas_gpu")}
 """Of a platform, in order of speed; then plain XLA by tiles.
 
@@ -53,8 +54,8 @@ class Asked(NamedTuple):
       cut: why the arrays are not whole heads of one device, which only plain XLA takes; empty = they are.
     """
 
-    q: Any
-    k: Any
+    q: Arrays
+    k: Arrays
     mask: Mask
     call: Call
     with_lse: bool = True
@@ -104,19 +105,22 @@ def attention(
     dropping = key is not None and dropout_rate > 0
     asked = Asked(q_BSHh, k_BTKh, mask, call, with_lse or sinks is not None, dropping)
     name = choose(asked, platform or jax.default_backend(), implementation)[0]
-    out_BSHh: Any
-    lse_BHS: Any
+    lse_BHS: Array | None
     if name == "reference":
         out_BSHh, lse_BHS = reference(q_BSHh, k_BTKh, v_BTKh, mask, call, dropout_rate, key)
     elif name in PAIRS:
         rate = dropout_rate if dropping else 0.0
         try:
-            out_BSHh, lse_BHS = _of_pair(name, call, rate, q_BSHh, k_BTKh, v_BTKh, mask, key)
+            both = _of_pair(name, call, rate, q_BSHh, k_BTKh, v_BTKh, mask, key)
+            out_BSHh, lse_BHS = cast(tuple[Array, Array], both)  # of what custom_vjp wraps no type is known
         except Unserved as unserved:  # what only laying out its tiles shows
             raise UserError(f"attention by {name} cannot serve: {unserved}; chunked and reference do") from unserved
     else:
         out_BSHh, lse_BHS = LIBRARIES[name](q_BSHh, k_BTKh, v_BTKh, mask, call), None
-    return (out_BSHh, lse_BHS) if sinks is None else with_sinks(out_BSHh, lse_BHS, sinks)
+    if sinks is None:
+        return out_BSHh, lse_BHS
+    assert lse_BHS is not None  # with sinks, what gives no log-sum-exp has been refused
+    return with_sinks(out_BSHh, lse_BHS, sinks)
 
 
 def with_sinks(
@@ -159,7 +163,7 @@ def pair(name: str) -> ModuleType:
 
 
 def pair_for(
-    q_BSHh: Any, k_BTKh: Any, mask: Mask, platform: str, implementation: str = "auto", call: Call = DEFAULT
+    q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, platform: str, implementation: str = "auto", call: Call = DEFAULT
 ) -> tuple[str, str]:
     """The first that serves of those with a forward and a backward of their own, a key of `PAIRS`, and why not those
     before it.
@@ -233,11 +237,11 @@ def _check(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, sinks: Array
         leaf.check(B, S, T)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """What was given in a mask's place, and what to write for it."""
     if isinstance(value, type) and issubclass(value, Mask):
         return f"the class {value.__name__}: write {value.__name__}()"
-    if not hasattr(value, "shape"):
+    if not isinstance(value, jax.Array | np.ndarray):
         return f"{value!r}"
     return f"an array {value.dtype}{list(value.shape)}: a map of what is seen is BlockSparse(map, block_q, block_k)"
 
@@ -246,7 +250,9 @@ def _kind(value: Any) -> str:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _of_pair(name: str, call: Call, rate: float, q: Array, k: Array, v: Array, mask: Mask, key: Any) -> Any:
+def _of_pair(
+    name: str, call: Call, rate: float, q: Array, k: Array, v: Array, mask: Mask, key: jax.Array | None
+) -> tuple[Array, Array]:
     return pair(name).forward(q, k, v, mask, call, *_dropout(rate, key))
 
 
@@ -265,5 +271,5 @@ def _of_pair_backward(name, call, rate, residuals, cotangents):
 _of_pair.defvjp(_of_pair_forward, _of_pair_backward)
 
 
-def _dropout(rate: float, key: Any) -> tuple[chunked.Dropout, ...]:
-    return (chunked.Dropout(rate, key),) if rate else ()
+def _dropout(rate: float, key: jax.Array | None) -> tuple[chunked.Dropout, ...]:
+    return () if key is None or not rate else (chunked.Dropout(rate, key),)

@@ -12,14 +12,14 @@ Shapes: as in `jaxpar.kernels.attention.call`; in a kernel R rows of its strip a
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpar.base.jax_compat import cuda_version
-from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Unserved
+from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Ref, Unserved
 from jaxpar.kernels.attention.hopper_block import LOG2E, ROWS, Job, KernelBlock, Visit, job_of, launch, over
 from jaxpar.kernels.masks import Mask
 
@@ -27,7 +27,9 @@ MOST_HEAD_DIM = 256
 _LN2 = math.log(2)
 
 
-def refusal(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any, mask: Mask, call: Call = DEFAULT) -> str:
+def refusal(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: DTypeLike, mask: Mask, call: Call = DEFAULT
+) -> str:
     """Why these cannot be served, or nothing."""
     if why := _misfit():
         return why
@@ -102,7 +104,7 @@ def backward(
     return dq_BSHh, dk_BTKh, dv_BTKh
 
 
-def _like(x: Array, dtype: Any) -> jax.ShapeDtypeStruct:
+def _like(x: Array, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
@@ -110,8 +112,8 @@ def _like(x: Array, dtype: Any) -> jax.ShapeDtypeStruct:
 # what is subtracted from them, and `lse` in the backward are times log2(e).
 
 
-def _forward(block: KernelBlock, q: Any, k: Any, v: Any) -> list[Array]:
-    def step(visit: Visit, carry: Any) -> Any:
+def _forward(block: KernelBlock, q: Ref, k: Ref, v: Ref) -> list[Array]:
+    def step(visit: Visit, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         sums, most, total = carry
         visit.wait(0)
         scores, _ = visit.scores(block.product(q, k.at[visit.slot], transposed=True))
@@ -128,7 +130,7 @@ def _forward(block: KernelBlock, q: Any, k: Any, v: Any) -> list[Array]:
     return [sums * over(1 / divisor, sums), jnp.where(total == 0, MASKED, most * _LN2 + jnp.log(divisor))]
 
 
-def _dq(block: KernelBlock, q: Any, dout: Any, lse: Any, delta: Any, k: Any, v: Any) -> list[Array]:
+def _dq(block: KernelBlock, q: Ref, dout: Ref, lse: Ref, delta: Ref, k: Ref, v: Ref) -> list[Array]:
     lse_R, delta_R = lse[...], delta[...]
 
     def step(visit: Visit, dq: Array) -> Array:
@@ -143,8 +145,8 @@ def _dq(block: KernelBlock, q: Any, dout: Any, lse: Any, delta: Any, k: Any, v: 
     return [block.walk(step, _zeros(block)) * block.job.scale]
 
 
-def _dk_dv(block: KernelBlock, k: Any, v: Any, q: Any, lse: Any, dout: Any, delta: Any) -> list[Array]:
-    def step(visit: Visit, carry: Any) -> Any:
+def _dk_dv(block: KernelBlock, k: Ref, v: Ref, q: Ref, lse: Ref, dout: Ref, delta: Ref) -> list[Array]:
+    def step(visit: Visit, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         weights, slope = _of_keys(visit, k, q, lse)
         dk, dv = carry
         dv = block.product(weights.astype(dout.dtype), dout.at[visit.slot], onto=dv)
@@ -154,14 +156,14 @@ def _dk_dv(block: KernelBlock, k: Any, v: Any, q: Any, lse: Any, dout: Any, delt
     return [dk * block.job.scale, dv]
 
 
-def _dk(block: KernelBlock, k: Any, v: Any, q: Any, lse: Any, dout: Any, delta: Any) -> list[Array]:
+def _dk(block: KernelBlock, k: Ref, v: Ref, q: Ref, lse: Ref, dout: Ref, delta: Ref) -> list[Array]:
     def step(visit: Visit, dk: Array) -> Array:
         return _onto_dk(visit, dk, *_of_keys(visit, k, q, lse), v, q, dout, delta)
 
     return [block.walk(step, _zeros(block)) * block.job.scale]
 
 
-def _dv(block: KernelBlock, k: Any, q: Any, lse: Any, dout: Any) -> list[Array]:
+def _dv(block: KernelBlock, k: Ref, q: Ref, lse: Ref, dout: Ref) -> list[Array]:
     def step(visit: Visit, dv: Array) -> Array:
         weights, _ = _of_keys(visit, k, q, lse)
         return block.product(weights.astype(dout.dtype), dout.at[visit.slot], onto=dv)
@@ -169,7 +171,7 @@ def _dv(block: KernelBlock, k: Any, q: Any, lse: Any, dout: Any) -> list[Array]:
     return [block.walk(step, _zeros(block))]
 
 
-def _of_keys(visit: Visit, k: Any, q: Any, lse: Any) -> tuple[Array, Array | None]:
+def _of_keys(visit: Visit, k: Ref, q: Ref, lse: Ref) -> tuple[Array, Array | None]:
     """Weights of keys for queries, and the slope; all that is walked is there then."""
     visit.wait(0)
     scores, slope = visit.scores(visit.block.product(k, q.at[visit.slot], transposed=True))
@@ -179,7 +181,7 @@ def _of_keys(visit: Visit, k: Any, q: Any, lse: Any) -> tuple[Array, Array | Non
 
 
 def _onto_dk(
-    visit: Visit, dk: Array, weights: Array, slope: Array | None, v: Any, q: Any, dout: Any, delta: Any
+    visit: Visit, dk: Array, weights: Array, slope: Array | None, v: Ref, q: Ref, dout: Ref, delta: Ref
 ) -> Array:  # fmt: skip
     dweights = visit.block.product(v, dout.at[visit.slot], transposed=True)
     dscores = _sloped(weights * (dweights - over(delta[visit.slot], dweights, dim=1)), slope)

@@ -15,20 +15,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxpar.base.jax_compat import gpu_interpreter
-from jaxpar.kernels.attention.call import MASKED, Call, Unserved
+from jaxpar.kernels.attention.call import MASKED, Arrays, Call, Index, Ref, Unserved
 from jaxpar.kernels.attention.visits import check_blocks, in_tile, visits
 from jaxpar.kernels.masks import Mask, Segments, Tiles
 
+Carry = TypeVar("Carry")
 ROWS = 64
 """Of a strip: what one wgmma takes."""
 LOG2E = math.log2(math.e)
@@ -54,8 +56,8 @@ class Job(NamedTuple):
     H: int
     K: int
     h: int
-    dtype: Any
-    out_dtype: Any
+    dtype: DTypeLike
+    out_dtype: DTypeLike
     mask: Mask
     call: Call
     scale: float
@@ -102,7 +104,7 @@ class Job(NamedTuple):
         raise refused
 
 
-def job_of(q_shape: Sequence[int], k_shape: Sequence[int], dtype: Any, mask: Mask, call: Call) -> Job:
+def job_of(q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, mask: Mask, call: Call) -> Job:
     (B, S, H, h), (T, K) = q_shape, k_shape[1:3]
     scale = call.scale or 1 / math.sqrt(h)
     return Job(B, S, T, H, K, -(-h // 64) * 64, dtype, call.out_dtype or dtype, mask, call, scale)
@@ -154,10 +156,10 @@ def launch(
 class _Guide(NamedTuple):
     """What a block reads besides tensors: lists of visits, and the places of the first query and key."""
 
-    entries: Any
-    full: Any
-    some: Any
-    starts: Any
+    entries: Ref
+    full: Ref
+    some: Ref
+    starts: Ref
 
 
 def _ids(job: Job) -> tuple[list[Array], list[Array]]:
@@ -198,13 +200,13 @@ def _joined(job: Job, x: Array, like: jax.ShapeDtypeStruct) -> Array:
     return x.reshape(job.B, -1, *x.shape[2:])[:, : like.shape[1], :, : like.shape[3]]
 
 
-def _smem(x: Any, *copies: int) -> Any:
+def _smem(x: Arrays, *copies: int) -> Ref:
     """Room for one tile of a cut array, or for several."""
     shape = (x.shape[1], x.shape[3]) if x.ndim == 4 else x.shape[1:] if x.dtype == jnp.int32 else x.shape[2:]
     return plgpu.SMEM((*copies, *shape), x.dtype)
 
 
-def _tile(x: Any, n: Any, head: Any) -> Any:
+def _tile(x: Ref, n: Index, head: Index) -> Ref:
     """The ref of one tile."""
     return x.at[n, :, head] if len(x.shape) == 4 else x.at[n] if x.dtype == jnp.int32 else x.at[n, head]
 
@@ -213,8 +215,9 @@ def _tile(x: Any, n: Any, head: Any) -> Any:
 
 
 def _block(
-    job: Job, bits: int, kernel: Callable, guide: _Guide, own_arrays: list, stages: list, *targets: Any,
-    own: list, slots: list, ready: Any, arrived: list, done: Any,
+    job: Job, bits: int, kernel: Callable[..., list[Array]], guide: _Guide, own_arrays: list[Ref],
+    stages: list[list[Ref]], *targets: Ref,
+    own: list[Ref], slots: list[list[Ref]], ready: Ref, arrived: list[Ref], done: Ref,
 ) -> None:  # fmt: skip
     """What every warpgroup of a block does."""
     head, tile, b, me = (lax.axis_index(name) for name in _AXES)
@@ -241,7 +244,7 @@ def _block(
         block.fill(stages)
 
 
-def _take_registers(job: Job, count: int, action: Any) -> None:
+def _take_registers(job: Job, count: int, action: Literal["increase", "decrease"]) -> None:
     if job.strips == 2:  # With one, there are as many for all warpgroups as a thread can name.
         plgpu.set_max_registers(count, action=action)
 
@@ -260,27 +263,27 @@ class KernelBlock:
     job: Job
     bits: int
     guide: _Guide
-    head: Any
-    tile: Any
-    b: Any
-    me: Any
-    own: list[Any]
-    slots: list[list[Any]]
-    arrived: list[Any]
-    done: Any
+    head: Index
+    tile: Index
+    b: Index
+    me: Index
+    own: list[Ref]
+    slots: list[list[Ref]]
+    arrived: list[Ref]
+    done: Ref
 
-    def listed(self) -> tuple[tuple[Any, Any], Any, Any, int]:
+    def listed(self) -> tuple[tuple[Index, Index], Array, Array, int]:
         """The row of the lists, how many of it are full and how many there are, for each of how many heads."""
         job, guide = self.job, self.guide
         row = (self.b if guide.some.shape[0] > 1 else 0), self.tile
         return row, guide.full[row], guide.some[row], job.H // job.K if job.of_keys else 1
 
-    def walk(self, step: Callable[[Visit, Any], Any], carry: Any) -> Any:
+    def walk(self, step: Callable[[Visit, Carry], Carry], carry: Carry) -> Carry:
         """`carry` through `step` over all tiles to visit, those that need no mask first."""
         row, full, some, heads = self.listed()
 
-        def of_head(g: Any, carry: Any) -> Any:
-            def visit(n: Any, carry: Any, masked: bool) -> Any:
+        def of_head(g: Index, carry: Carry) -> Carry:
+            def visit(n: Array, carry: Carry, masked: bool) -> Carry:
                 slot = lax.rem(g * some + n, _SLOTS)
                 carry = step(Visit(self, slot, self.guide.entries[*row, n] if masked else None), carry)
                 plgpu.barrier_arrive(self.done.at[slot])
@@ -291,14 +294,14 @@ class KernelBlock:
 
         return of_head(0, carry) if heads == 1 else lax.fori_loop(0, heads, of_head, carry)
 
-    def fill(self, stages: list[list[Any]]) -> None:
+    def fill(self, stages: list[list[Ref]]) -> None:
         """Ask for the tiles of `walk`, each once all warpgroups have left its slot."""
         job, (row, _, some, heads) = self.job, self.listed()
 
-        def left(n: Any) -> None:
+        def left(n: Array) -> None:
             plgpu.barrier_wait(self.done.at[lax.rem(n, _SLOTS)])
 
-        def turn(n: Any, _: None) -> None:
+        def turn(n: Array, _: None) -> None:
             pl.when(n >= _SLOTS)(lambda: left(n))
             slot, g = lax.rem(n, _SLOTS), lax.div(n, some) if heads > 1 else 0
             place = self.b * job.shape[1] + (self.guide.entries[*row, n - g * some] >> self.bits)
@@ -310,17 +313,17 @@ class KernelBlock:
         lax.fori_loop(0, heads * some, turn, None)
         lax.fori_loop(lax.max(heads * some - _SLOTS, 0), heads * some, lambda n, _: left(n), None)
 
-    def product(self, a: Any, b: Any, onto: Array | None = None, transposed: bool = False) -> Array:
+    def product(self, a: Ref, b: Ref, onto: Array | None = None, transposed: bool = False) -> Array:
         """`onto + a @ b` in float32: `a` a ref or registers, `b` a ref, or what is there transposed."""
         if self.job.call.interpret:  # jax's interpreter has no wgmma of registers, nor of transposed refs
             out = jnp.dot(a[...], b[...].T if transposed else b[...], preferred_element_type=jnp.float32)
             return out if onto is None else onto + out
         b = plgpu.transpose_ref(b, (1, 0)) if transposed else b
         if onto is not None:
-            sums: Any = plgpu.WGMMAAccumulatorRef.init(onto)
+            sums: Ref = plgpu.WGMMAAccumulatorRef.init(onto)
             return pl.run_state(lambda sums: plgpu.wgmma(sums, a, b))(sums)
 
-        def alone(sums: Any) -> Array:
+        def alone(sums: Ref) -> Array:
             plgpu.wgmma(sums, a, b)
             return sums[...]
 
@@ -331,8 +334,8 @@ class Visit(NamedTuple):
     """A tile of the ring that a warpgroup is at; `entry` is that of the list, None where nothing is masked."""
 
     block: KernelBlock
-    slot: Any
-    entry: Any
+    slot: Array
+    entry: Array | None
 
     def wait(self, stage: int) -> None:
         """Until a stage's tile has arrived."""
@@ -351,6 +354,7 @@ class Visit(NamedTuple):
 
     def _seen(self) -> Array:
         """Which places of the tile are seen, [R, C]."""
+        assert self.entry is not None
         (job, bits, guide), shape = (self.block.job, self.block.bits, self.block.guide), (ROWS, self.block.job.ring)
         i = (self.block.tile * job.strips + self.block.me) * ROWS + lax.broadcasted_iota(jnp.int32, shape, 0)
         j = (self.entry >> bits) * job.ring + lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -370,7 +374,7 @@ class _Spread:
     dim: int
     shape: tuple[int, int]
 
-    def __getitem__(self, _: Any) -> Array:
+    def __getitem__(self, _: object) -> Array:
         return lax.broadcast_in_dim(self.ids, self.shape, (self.dim,))
 
 

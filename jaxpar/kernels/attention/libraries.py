@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.base.hardware import LANES
 from jaxpar.base.jax_compat import cudnn_version
-from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.attention.call import Arrays, Call
 from jaxpar.kernels.masks import EMPTY, And, Causal, Full, Mask, Segments, Tiles, Window, tile_states
 
 _COMPUTED = "computed="  # a name around splash's kernels, which say no cost: the share of all scores that they compute
@@ -34,7 +34,7 @@ class _Band(NamedTuple):
     segments: Segments | None = None
 
 
-def refusal(name: str, q_BSHh: Any, k_BTKh: Any, mask: Mask, call: Call, platform: str) -> str:
+def refusal(name: str, q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, call: Call, platform: str) -> str:
     """Why `cudnn` or `splash` cannot serve arrays or shapes like these; empty = it can."""
     (S, h), T, band = (q_BSHh.shape[1], q_BSHh.shape[3]), k_BTKh.shape[1], _band_of(mask)
     wanted = {"cudnn": "gpu", "splash": "tpu"}[name]
@@ -98,7 +98,7 @@ def splash(
         block_q=block_q, block_kv=block_k, block_kv_compute=block_k, block_q_dkv=block_q, block_kv_dkv=block_k,
         block_kv_dkv_compute=block_k, block_q_dq=block_q, block_kv_dq=block_k,
     )  # fmt: skip
-    one: Any = splash_mask.FullMask((S, T))
+    one: splash_mask.Mask = splash_mask.FullMask((S, T))
     if (band.left, band.right) == (None, 0):
         one = splash_mask.CausalMask((S, T))
     elif (band.left, band.right) != (None, None):
@@ -109,9 +109,8 @@ def splash(
     )  # fmt: skip
 
     def of_sequence(q_HSh: Array, k_KTh: Array, v_KTh: Array, ids: Segments | None) -> Array:
-        segments: Any = None if ids is None else splash_kernel.SegmentIds(ids.q_ids, ids.kv_ids)
-        out_HSh: Any = kernel(q_HSh, k_KTh, v_KTh, segments)
-        return out_HSh
+        segments = None if ids is None else splash_kernel.SegmentIds(ids.q_ids, ids.kv_ids)
+        return cast(Array, kernel(q_HSh, k_KTh, v_KTh, segments))  # which may give the log-sum-exp too, if asked
 
     # The kernel does not scale. In float32, because the scale itself may not fit the dtype.
     q_BHSh = (q_BSHh.swapaxes(1, 2).astype(jnp.float32) * call.scale_of(q_BSHh)).astype(q_BSHh.dtype)
@@ -120,7 +119,7 @@ def splash(
     return out_BHSh.swapaxes(1, 2)
 
 
-def _splash_block(q_BSHh: Any, call: Call) -> int:
+def _splash_block(q_BSHh: Array, call: Call) -> int:
     """The largest tiles that compile, forward and backward, in the 16 MiB of VMEM that every chip lets a kernel have:
     by compilers for v4 and v5e, with documents in a window."""
     row = q_BSHh.shape[-1] * q_BSHh.dtype.itemsize

@@ -5,8 +5,6 @@ Shapes: as in `jaxpar.kernels.attention.call`; G query heads per kv head.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -34,7 +32,7 @@ def reference(
     q_BSKGh = q_BSHh.reshape(B, S, K, H // K, h)
     scores_BKGST = jnp.einsum("BSKGh,BTKh->BKGST", q_BSKGh, k_BTKh, preferred_element_type=exact)
     scores_BKGST = capped(scores_BKGST * call.scale_of(q_BSHh), call.softcap)
-    seen: Any = mask.visible(jnp.arange(S)[:, None] + call.q_start, jnp.arange(T)[None] + call.k_start)
+    seen = mask.visible(jnp.arange(S)[:, None] + call.q_start, jnp.arange(T)[None] + call.k_start)
     seen = seen if seen.ndim == 2 else seen[:, None, None]
     scores_BKGST = jnp.where(seen, scores_BKGST, MASKED)
     most_BKGS1 = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores_BKGST, axis=-1, keepdims=True), BLIND))

@@ -24,19 +24,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpar.base.hardware import LANES
-from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Unserved, capped, through_cap
+from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Index, Ref, Unserved, capped, through_cap
 from jaxpar.kernels.attention.visits import in_tile, most_steps, visits
-from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Blocks, Mask, Segments, Tiles
+from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Blocks, Mask, Segments, Tiles, numpy_for
 
 TILE, LONG_TILE = 512, 1024
 """Queries, and keys, of a tile at most; the long one past 16 of the other.
@@ -52,7 +53,7 @@ Kind = Literal["queries", "keys", "per_query", "q_ids", "kv_ids"]
 [B, Q, 1, q] and [B, N, 1, t]."""
 
 
-def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: Any, mask: Mask, call: Call = DEFAULT) -> str:
+def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, mask: Mask, call: Call = DEFAULT) -> str:
     """Why these cannot be served, or nothing."""
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"{jnp.dtype(dtype).name} is not float32 or bfloat16"
@@ -204,21 +205,21 @@ class _Step(NamedTuple):
 
     call: Call
     scale: float
-    first: Any
-    last: Any
-    state: Any
+    first: Array
+    last: Array
+    state: Array
     seen: Callable[[], Array]
     across: bool
 
-    def rows(self, x: Any) -> Array:
+    def rows(self, x: Ref) -> Array:
         """From an array as it lies to [places, h], and the other way."""
         return x[...].T if self.across else x[...]
 
-    def columns(self, x: Any) -> Array:
+    def columns(self, x: Ref) -> Array:
         """From an array as it lies to [h, places], and the other way."""
         return x[...] if self.across else x[...].T
 
-    def scores(self, q: Any, k: Any) -> Array:
+    def scores(self, q: Ref, k: Ref) -> Array:
         return capped(_product(self.rows(k), self.columns(q)) * self.scale, self.call.softcap)
 
     def dscores(self, dcapped: Array, scores: Array) -> Array:
@@ -248,9 +249,9 @@ class _Walk(NamedTuple):
     scale: float
     tiles: Tiles
     of_keys: bool
-    rows: Any
-    codes: Any
-    count: Any
+    rows: Array | np.ndarray
+    codes: Array | np.ndarray
+    count: int | Array
     stride: int
     bits: int
     across: bool
@@ -265,7 +266,7 @@ class _Walk(NamedTuple):
         """The inverse of `by_head`."""
         return x[..., :S].transpose(0, 3, 1, 2) if self.across else x[:, :, :S].swapaxes(1, 2)
 
-    def at(self, b: Any, n: Any, rows: Any, codes: Any) -> tuple[Any, Any]:
+    def at(self, b: Index, n: Index, rows: Ref, codes: Ref) -> tuple[Array, Array]:
         """The tile of queries and the tile of keys of a step, by what lies in SMEM."""
         row, tile = rows[self.stride * b + n], codes[self.stride * b + n] >> self.bits + 2
         return (tile, row) if self.of_keys else (row, tile)
@@ -275,7 +276,7 @@ def _walk(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, tile: int, of_ke
     tiles = _tiles(q_BSHh.shape, k_BTKh.shape[1], q_BSHh.dtype, mask, call, tile)
     entries_BRW, full_BR, some_BR, bits = visits(mask, tiles, of_keys)
     (B, R, W), traced = entries_BRW.shape, isinstance(entries_BRW, jax.Array)
-    xp: Any = jnp if traced else np
+    xp = numpy_for(entries_BRW)
     ends_BR = xp.cumsum(xp.maximum(some_BR, 1), axis=1)  # a row of none has a step too, which writes its zeros
     count = xp.max(ends_BR[:, -1])
     L = R * W if traced else int(count)
@@ -300,7 +301,7 @@ def _check_list(steps: int) -> None:
         raise Unserved(f"{steps} tiles to visit are more than SMEM holds")
 
 
-def _tiles(q_shape: Sequence[int], T: int, dtype: Any, mask: Mask, call: Call, tile: int = 0) -> Tiles:
+def _tiles(q_shape: Sequence[int], T: int, dtype: DTypeLike, mask: Mask, call: Call, tile: int = 0) -> Tiles:
     _, S, _, h = q_shape
     # A long tile of more bytes does not fit in the 16 MiB of VMEM that all chips have.
     long = max(S, T) > 16 * TILE and h * jnp.dtype(dtype).itemsize <= 2 * LANES
@@ -324,7 +325,7 @@ def _block(length: int, most: int, blocks: list[int], start: int) -> int:
     return sizes[-1]
 
 
-def _step(walk: _Walk, G: int, lists: Sequence[Any], q_ids: Sequence[Any], kv_ids: Sequence[Any]) -> _Step:
+def _step(walk: _Walk, G: int, lists: Sequence[Ref], q_ids: Sequence[Ref], kv_ids: Sequence[Ref]) -> _Step:
     """The step that a kernel is at; the refs are of its lists, and of the ids of its tile."""
     (rows, codes, starts), (_, T, block_q, block_k, *_) = lists, walk.tiles
     of_n, of_g = (2, 3) if walk.of_keys else (3, 2)
@@ -354,7 +355,7 @@ def _launch(
     kernel: Callable[..., None],
     walk: _Walk,
     arrays: dict[Kind, list[Array]],
-    outputs: list[tuple[Kind, Any]],
+    outputs: list[tuple[Kind, DTypeLike]],
     sums: list[tuple[int, int]],
     products: int,
 ) -> list[Array]:
@@ -376,7 +377,7 @@ def _launch(
     kinds, inputs = zip(*((kind, x) for kind, found in (ids | arrays).items() for x in found), strict=True)
     specs = _specs(walk, H // K, h)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         n = len(segments)
         lists, q_ids, kv_ids, others = refs[:3], refs[3 : 3 + n], refs[3 + n : 3 + 2 * n], refs[3 + 2 * n :]
         kernel(_step(walk, H // K, lists, q_ids, kv_ids), *others)
@@ -411,10 +412,12 @@ def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
     """Which block of each kind of array a step takes."""
     q, t = walk.tiles.block_q, walk.tiles.block_k
 
-    def spec(shape: tuple[int | None, ...], index: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
+    def spec(shape: tuple[int | None, ...], index: Callable[..., tuple[Index, ...]]) -> pl.BlockSpec:
         """`index`: from a sequence, a kv head, a query head, a tile of queries and one of keys."""
 
-        def of_step(b: Any, kv_head: Any, outer: Any, inner: Any, rows: Any, codes: Any, _: Any) -> tuple[Any, ...]:
+        def of_step(
+            b: Index, kv_head: Index, outer: Index, inner: Index, rows: Ref, codes: Ref, _: Ref
+        ) -> tuple[Index, ...]:
             n, g = (outer, inner) if walk.of_keys else (inner, outer)
             return index(b, kv_head, kv_head * G + g, *walk.at(b, n, rows, codes))
 
@@ -423,7 +426,7 @@ def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
     def lying(block: int) -> tuple[int | None, ...]:
         return (None, None, h, block) if walk.across else (None, None, block, h)
 
-    def place(tile: Any) -> tuple[Any, Any]:
+    def place(tile: Index) -> tuple[Index, Index]:
         return (0, tile) if walk.across else (tile, 0)
 
     return {

@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,15 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Unserved
+from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Arrays, Call, Index, Ref, Unserved
 from jaxpar.kernels.attention.tuned import Sizes, Tile, sizes_here
 from jaxpar.kernels.attention.visits import in_tile, visits
-from jaxpar.kernels.masks import Blocks, Mask, Segments, Tiles
+from jaxpar.kernels.masks import Blocks, Mask, Segments, Tiles, numpy_for
 
+Carry = TypeVar("Carry")
 LOG2_E = math.log2(math.e)
 LEAST = 16
 """Entries of a side of a tile, at least: what Triton's matrix products take."""
@@ -41,7 +43,9 @@ ONLY = np.int32(0)
 """The head of a program that has one: of numpy, as the interpreter asks an index for its shape."""
 
 
-def refusal(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any, mask: Mask, call: Call = DEFAULT) -> str:
+def refusal(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: DTypeLike, mask: Mask, call: Call = DEFAULT
+) -> str:
     """Why these cannot be served, or nothing."""
     capability = getattr(jax.devices()[0], "compute_capability", "")
     if re.fullmatch(r"[1-7]\.\d", capability):
@@ -145,7 +149,7 @@ def _run(
     tile = _fitted(tile, S, T, mask, call)
     tiles = Tiles(S, T, tile.block_q, tile.block_k, call.q_start, call.k_start, call.multiple)
     *lists, bits = visits(mask, tiles, of_keys)
-    xp: Any = jnp if isinstance(call.q_start, jax.Array) or isinstance(call.k_start, jax.Array) else np
+    xp = numpy_for(call.q_start, call.k_start)
     starts = xp.stack([xp.asarray(start, np.int32) for start in (call.q_start, call.k_start)])
     ids = [(leaf.q_ids, leaf.kv_ids) for leaf in mask.leaves() if isinstance(leaf, Segments)]
     heads = K if of_keys else H
@@ -190,13 +194,13 @@ def _fitted(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
     return tile._replace(block_q=block_q, block_k=block_k, warps=warps)
 
 
-def _of_sequence(x: Any) -> pl.BlockSpec:
+def _of_sequence(x: Arrays) -> pl.BlockSpec:
     """A sequence's part of an array [B, ...], or of one that all share [1, ...]."""
     shared, rest = x.shape[0] == 1, x.shape[1:]
     return pl.BlockSpec((None, *rest), lambda _, n, b: (0 if shared else b, *[0] * len(rest)))
 
 
-def _of_head(x: Any, programs: int) -> pl.BlockSpec:
+def _of_head(x: Arrays, programs: int) -> pl.BlockSpec:
     """The heads of [B, S, H, h] or [B, H, S] that program n has: its own, or one that several programs share."""
     H = x.shape[2] if x.ndim == 4 else x.shape[1]
     own, sharing = max(H // programs, 1), max(programs // H, 1)
@@ -209,7 +213,7 @@ def _of_head(x: Any, programs: int) -> pl.BlockSpec:
 # The kernels. They are given a plan; the lists of visits; where queries and keys start; ids; the arrays, as above.
 
 
-def attention_forward(plan: _Plan, lists: Any, starts: Any, ids: Any, arrays: Any, out_ref: Any, lse_ref: Any) -> None:
+def attention_forward(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, out_ref: Ref, lse_ref: Ref) -> None:
     """A tile of queries: output and log-sum-exp, by a running maximum and total (algorithm 1)."""
     q_ref, k_ref, v_ref = arrays
     # Of a causal mask the last queries have the most to do: they come first, so that nothing long is left for the end.
@@ -217,7 +221,7 @@ def attention_forward(plan: _Plan, lists: Any, starts: Any, ids: Any, arrays: An
     queries = _queries(plan, row)
     q_qh = queries.load(q_ref, ONLY)
 
-    def visit(entry: Any, masked: bool, carry: Any) -> Any:
+    def visit(entry: Array, masked: bool, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out_qh, most_q, total_q = carry
         keys = _keys(plan, entry >> plan.bits, masked)
         scores_qk = _scores(plan, q_qh, keys.load(k_ref, ONLY))
@@ -239,7 +243,7 @@ def attention_forward(plan: _Plan, lists: Any, starts: Any, ids: Any, arrays: An
     queries.store_row(lse_ref, ONLY, jnp.where(blind_q, MASKED, most_q / LOG2_E + jnp.log(total_q)))
 
 
-def attention_dq(plan: _Plan, lists: Any, starts: Any, ids: Any, arrays: Any, dq_ref: Any) -> None:
+def attention_dq(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dq_ref: Ref) -> None:
     """A tile of queries: their gradient (algorithm 2, by rows)."""
     q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = arrays
     row = plan.tiles.shape[0] - 1 - pl.program_id(0)
@@ -247,7 +251,7 @@ def attention_dq(plan: _Plan, lists: Any, starts: Any, ids: Any, arrays: Any, dq
     q_qh, dout_qh = queries.load(q_ref, ONLY), queries.load(dout_ref, ONLY)
     lse_q1, delta_q1 = (queries.load_row(ref, ONLY)[:, None] for ref in (lse_ref, delta_ref))
 
-    def visit(entry: Any, masked: bool, dq_qh: Any) -> Any:
+    def visit(entry: Array, masked: bool, dq_qh: Array) -> Array:
         keys = _keys(plan, entry >> plan.bits, masked)
         k_kh = keys.load(k_ref, ONLY)
         seen_qk = _seen(plan, starts, ids, entry, queries, keys) if masked else None
@@ -260,15 +264,15 @@ def attention_dq(plan: _Plan, lists: Any, starts: Any, ids: Any, arrays: Any, dq
     queries.store(dq_ref, ONLY, _walk(lists, row, visit, _zeros(q_qh.shape)) * plan.scale)
 
 
-def attention_dkv(plan: _Plan, lists: Any, starts: Any, ids: Any, arrays: Any, dk_ref: Any, dv_ref: Any) -> None:
+def attention_dkv(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dk_ref: Ref, dv_ref: Ref) -> None:
     """A tile of keys: gradients of keys and values (algorithm 2, by columns), tiles transposed."""
     q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = arrays
     row = pl.program_id(0)
     keys = _keys(plan, row, True)
     k_kh, v_kh = keys.load(k_ref, ONLY), keys.load(v_ref, ONLY)
 
-    def of_head(head: Any, carry: Any) -> Any:
-        def visit(entry: Any, masked: bool, carry: Any) -> Any:
+    def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def visit(entry: Array, masked: bool, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             dk_kh, dv_kh = carry
             queries = _queries(plan, entry >> plan.bits)
             q_qh, dout_qh = queries.load(q_ref, head), queries.load(dout_ref, head)
@@ -288,7 +292,7 @@ def attention_dkv(plan: _Plan, lists: Any, starts: Any, ids: Any, arrays: Any, d
     keys.store(dv_ref, ONLY, dv_kh)
 
 
-def _walk(lists: Any, row: Any, visit: Callable[[Any, bool, Any], Any], carry: Any) -> Any:
+def _walk(lists: Ref, row: Index, visit: Callable[[Array, bool, Carry], Carry], carry: Carry) -> Carry:
     """`visit(entry, masked, carry)` of each tile of a row: those seen in full, then the others."""
     entries, full, some = lists
     for masked, begin, end in ((False, 0, full[row]), (True, full[row], some[row])):
@@ -303,7 +307,7 @@ class _Part(NamedTuple):
       end: of the sequence, where the tile may go past it; else None.
     """
 
-    start: Any
+    start: int | Array
     size: int
     end: int | None
     h: int
@@ -312,32 +316,32 @@ class _Part(NamedTuple):
     def places(self) -> Array:
         return self.start + jnp.arange(self.size)
 
-    def load(self, ref: Any, head: Any) -> Array:
+    def load(self, ref: Ref, head: Index) -> Array:
         """[size, h'] of [T, heads, h'], h' a power of two; zeros where there is nothing."""
         mask = self._entries(ref.shape[-1])
         return plt.load(ref.at[self._slice, head], mask=mask, other=None if mask is None else 0.0)
 
-    def store(self, ref: Any, head: Any, value: Array) -> None:
+    def store(self, ref: Ref, head: Index, value: Array) -> None:
         plt.store(ref.at[self._slice, head], value.astype(ref.dtype), mask=self._entries(ref.shape[-1]))
 
-    def load_row(self, ref: Any, *head: Any) -> Array:
+    def load_row(self, ref: Ref, *head: Index) -> Array:
         """[size] of [heads, T], or of [T]; zeros where there is nothing."""
         mask = self._rows
         return plt.load(ref.at[*head, self._slice], mask=mask, other=None if mask is None else 0)
 
-    def store_row(self, ref: Any, head: Any, value: Array) -> None:
+    def store_row(self, ref: Ref, head: Index, value: Array) -> None:
         plt.store(ref.at[head, self._slice], value, mask=self._rows)
 
     @property
-    def _slice(self) -> Any:
+    def _slice(self) -> slice | pl.Slice:
         return pl.ds(self.start, self.size)
 
     @property
-    def _rows(self) -> Any:
+    def _rows(self) -> Array | None:
         """Which places exist [size]; None = all."""
         return None if self.end is None else self.places < self.end
 
-    def _entries(self, width: int) -> Any:
+    def _entries(self, width: int) -> Array | None:
         """Which entries exist [size, width]; None = all."""
         rows, columns = self._rows, None if width == self.h else (jnp.arange(width) < self.h)[None]
         if rows is None or columns is None:
@@ -345,18 +349,20 @@ class _Part(NamedTuple):
         return rows[:, None] & columns
 
 
-def _queries(plan: _Plan, tile: Any) -> _Part:
+def _queries(plan: _Plan, tile: int | Array) -> _Part:
     block, S = plan.tiles.block_q, plan.tiles.S
     return _Part(tile * block, block, S if S % block else None, plan.h)
 
 
-def _keys(plan: _Plan, tile: Any, last: bool) -> _Part:
+def _keys(plan: _Plan, tile: int | Array, last: bool) -> _Part:
     """Only where it may be the last one can it go past the end."""
     block, T = plan.tiles.block_k, plan.tiles.T
     return _Part(tile * block, block, T if last and T % block else None, plan.h)
 
 
-def _seen(plan: _Plan, starts: Any, ids: Any, entry: Any, queries: _Part, keys: _Part, transposed: bool = False) -> Any:
+def _seen(
+    plan: _Plan, starts: Ref, ids: Ref, entry: Array, queries: _Part, keys: _Part, transposed: bool = False
+) -> Array:
     """Which places of a partial tile are seen [q, k]; transposed [k, q]."""
     pairs = [(queries.load_row(q_ids), keys.load_row(kv_ids)) for q_ids, kv_ids in ids]
     if transposed:  # ids are compared for equality, so they may change places
@@ -380,7 +386,7 @@ def _scores(plan: _Plan, a: Array, b: Array) -> Array:
     return jnp.tanh(products * (plan.scale / plan.softcap)) if plan.softcap else products
 
 
-def _weights(plan: _Plan, scores: Array, seen: Any, lse: Array) -> Array:
+def _weights(plan: _Plan, scores: Array, seen: Array | None, lse: Array) -> Array:
     """Made again from the log-sum-exp."""
     scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
     return jnp.exp2(scores * plan.unit - jnp.maximum(lse, BLIND) * LOG2_E)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxpar.base.runtime import cache_folder, write_whole
 
@@ -63,7 +64,7 @@ _KINDS = {"H100": "hopper", "H200": "hopper", "GH200": "hopper", "B200": "hopper
 """What a `device_kind` has in it."""
 
 
-def sizes_for(h: int, dtype: Any, chip: str) -> Sizes:
+def sizes_for(h: int, dtype: DTypeLike, chip: str) -> Sizes:
     """Those that were tuned for this chip here, else of the table.
 
     In a run of several processes those of the table: each has a cache of its own, and all must run the same program.
@@ -79,13 +80,13 @@ def sizes_for(h: int, dtype: Any, chip: str) -> Sizes:
     return (_FLOAT32 if jnp.dtype(dtype) == jnp.float32 else _BFLOAT16[family])[_width(h)]
 
 
-def sizes_here(h: int, dtype: Any) -> Sizes:
+def sizes_here(h: int, dtype: DTypeLike) -> Sizes:
     """Those for the devices of the mesh that a function is traced for; without one, for JAX's own."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return sizes_for(h, dtype, device.device_kind if device else jax.devices()[0].device_kind)
 
 
-def keep_sizes(h: int, dtype: Any, chip: str, sizes: Sizes) -> Path:
+def keep_sizes(h: int, dtype: DTypeLike, chip: str, sizes: Sizes) -> Path:
     """Keep what was tuned; returns the file."""
     file = _file()
     write_whole(file, json.dumps(kept_sizes() | {_key(h, dtype, chip): sizes}, indent=1))
@@ -104,7 +105,7 @@ def _file() -> Path:
     return cache_folder() / "triton_tiles.json"
 
 
-def _key(h: int, dtype: Any, chip: str) -> str:
+def _key(h: int, dtype: DTypeLike, chip: str) -> str:
     return f"{chip}, head_dim {_width(h)}, {jnp.dtype(dtype)}"
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from jaxpar.base.errors import UserError
 from jaxpar.kernels.attention import triton
@@ -23,7 +24,7 @@ _CAUSAL = Causal()
 
 def tune(
     h: int,
-    dtype: Any,
+    dtype: DTypeLike,
     shape: tuple[int, int, int, int] = (1, 8192, 16, 4),
     mask: Mask = _CAUSAL,
     candidates: Iterable[Tile] = CANDIDATES,
@@ -51,7 +52,7 @@ def tune(
     def seconds_of(kernel: str, tile: Tile) -> float:
         tried = sizes._replace(**{kernel: tile})
 
-        def run(q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any) -> Any:
+        def run(q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array) -> Array | tuple[Array, Array]:
             if kernel == "forward":
                 return triton.forward(q, k, v, mask, call, tried)
             dq, dk, dv = triton.backward(q, k, v, dout, lse, delta, mask, call, tried)
@@ -75,8 +76,8 @@ def tune(
     return sizes
 
 
-def seconds(run: Callable[..., Any], arrays: Any, rounds: int = 5, runs: int = 10) -> float:
-    """Of one run, the fastest round's mean."""
+def seconds(run: Callable[..., object], arrays: Sequence[Array], rounds: int = 5, runs: int = 10) -> float:
+    """The seconds of one run: the mean of the fastest round."""
     jax.block_until_ready(run(*arrays))
     times = []
     for _ in range(rounds):

@@ -12,15 +12,28 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
 from jaxpar.kernels.attention.call import Unserved
-from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, And, Blocks, Full, Mask, Or, Segments, Tiles, tile_states
+from jaxpar.kernels.masks import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    And,
+    Blocks,
+    Full,
+    Mask,
+    Or,
+    Places,
+    Segments,
+    Tiles,
+    numpy_for,
+    tile_states,
+)
 
 
 class Visits(NamedTuple):
@@ -50,12 +63,12 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     """
     check_blocks(mask, tiles)
     states = tile_states(mask, tiles)
-    xp: Any = jnp if isinstance(states, jax.Array) else np
+    xp = numpy_for(states)
     states = states if states.ndim == 3 else states[None]
     if tiles.T % tiles.block_k:
         states = xp.where(np.arange(tiles.shape[1]) == tiles.shape[1] - 1, xp.minimum(states, PARTIAL), states)
     named = _looked_up(mask)
-    values: Any = np.zeros(tiles.shape, np.int32)
+    values: Places = np.zeros(tiles.shape, np.int32)
     for n, leaf in enumerate(named):
         values = values | ((leaf.states(tiles) == FULL) << n)
     values = xp.broadcast_to(values, states.shape)
@@ -72,7 +85,7 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     return Visits(entries, full, some, len(named))
 
 
-def _at_most(mask: Mask, tiles: Tiles, of_keys: bool) -> Any:
+def _at_most(mask: Mask, tiles: Tiles, of_keys: bool) -> np.ndarray:
     """How many tiles each row visits at most, whatever the ids."""
     if isinstance(tiles.q_start, jax.Array) or isinstance(tiles.k_start, jax.Array):
         rows, columns = tiles.shape[::-1] if of_keys else tiles.shape
@@ -104,7 +117,7 @@ def check_blocks(mask: Mask, tiles: Tiles) -> None:
             raise Unserved(f"tiles of {tiles.block_q} x {tiles.block_k} cut the blocks of {leaf}")
 
 
-def in_tile(mask: Mask, i: Any, j: Any, entry: Any, ids: Sequence[tuple[Any, Any]] = ()) -> Any:
+def in_tile(mask: Mask, i: Places, j: Places, entry: Places, ids: Sequence[tuple[Places, Places]] = ()) -> Places:
     """Inside a kernel: which places of a partial tile are seen, keys past the end aside.
 
     Args:
@@ -130,9 +143,9 @@ def in_tile(mask: Mask, i: Any, j: Any, entry: Any, ids: Sequence[tuple[Any, Any
 class _Known(Mask):
     """A block mask inside a tile: all of it or nothing."""
 
-    value: Any
+    value: Places
 
-    def visible(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Places, j: Places) -> Places:
         return (i - j == i - j) & (self.value == 1)
 
 
