@@ -24,7 +24,7 @@ Tree = TypeVar("Tree")
 
 
 def manual(local: Callable[..., Out], layout: Layout, in_axes: PyTree, out_axes: PyTree) -> Callable[..., Out]:
-    """`local` on every device's own part of the arrays; on one device `local` itself.
+    """A function that runs `local` on every device's own part of the arrays; on one device it is `local` itself.
 
     Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the other axes, also where
     these have size 1: in what is manual over a part of the mesh only, XLA:CPU aborts at a bfloat16 `psum`, and Mosaic
@@ -82,7 +82,7 @@ def manual_vjp(
 
 
 def turn_after(turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Layout) -> jax.Array | None:
-    """`turn`, an int32 zero, but not there before these arrays: with `waits` an op comes after those that gave them.
+    """A turn, which is an int32 zero, that is ready after these arrays are: what `waits` for it runs after their ops.
 
     Only XLA:CPU needs it, and elsewhere a turn is None. It starts collectives in the order of its schedule, but takes a
     loop or a branch for started as soon as its first op is: what is inside may run beside a later collective, unless
@@ -91,7 +91,7 @@ def turn_after(turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Lay
     its end before the op that follows it.
 
     Args:
-      turn: of what came before, or None.
+      turn: the turn of what came before, or None.
       arrays: a tree of results of ops that may hold collectives.
       axes: logical axes of each.
       layout: mesh and rules.
@@ -109,7 +109,7 @@ def turn_after(turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Lay
 
 
 def waits(x: Tree, turn: jax.Array | None) -> Tree:
-    """The same arrays, for ops that come after what `turn` comes after."""
+    """The same arrays, ready after `turn` is."""
     return x if turn is None else jax.tree.map(lambda x: jnp.where(turn == 0, x, jnp.zeros_like(x)), x)
 
 
@@ -155,7 +155,7 @@ def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, 
 
 
 def own_piece(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
-    """Inside `manual`, of an array that is the same along mesh axes, each device's piece of `dim`."""
+    """Inside `manual`: each device's piece of `dim`, of an array that is the same along these mesh axes."""
     size = x.shape[dim] // pieces
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(mesh_axes) * size, size, dim)
 

@@ -72,10 +72,10 @@ def check_split(
 
     Args:
       layout: mesh and rules.
-      strategy: of a sequence that is split.
-      seq_len: of the training sequences.
-      heads, kv_heads: of the model.
-      dropout: rate.
+      strategy: how attention sees a sequence that is split.
+      seq_len: length of the sequences.
+      heads, kv_heads: how many the model has.
+      dropout: rate at which attention weights are dropped.
 
     Raises:
       UserError: what `check_chunks` refuses; dropout; heads too few for Ulysses; kv heads that are split where heads
@@ -112,7 +112,7 @@ class Split(NamedTuple):
 
     Attributes:
       layout: mesh and rules.
-      strategy: of a sequence that is split.
+      strategy: how attention sees a sequence that is split.
       implementation: one of `kernels.Implementation`, or `auto`.
     """
 
@@ -192,7 +192,7 @@ def _strategy(split: Split) -> tuple[_Forward, _Backward]:
 
 
 def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platform: str) -> tuple[str, str]:
-    """The implementation that serves what a strategy hands to it, and why not one before it.
+    """The implementation that serves what a strategy hands to it, and why none before it does.
 
     Args:
       split: layout, strategy, and the implementation that is asked for.
@@ -261,7 +261,7 @@ def _gather_backward(
 
 
 def _against_all(work: ContextTask, k_BSKh: Array) -> list[tuple[int, Mask, Call]]:
-    """Of one's early and late chunk, how many keys from the first it may see, and how."""
+    """For this device's early and late chunk: how many of the first keys it may see, and by which mask and call."""
     C, n = k_BSKh.shape[1] // 2, work.size
     segments_BT = None if work.segments_BT is None else _natural(work.segments_BT, work)
     return [

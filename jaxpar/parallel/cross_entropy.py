@@ -155,9 +155,9 @@ def tiling(tokens: int, rows: int, embed: int, layout: Layout, loss_mib: int) ->
     time of a byte of its memory (`jaxpar.meshes.chips`) the two are even at about `_CHUNK` tokens a chunk.
 
     Args:
-      tokens: of a device.
-      rows: of the vocabulary matrix that it has.
-      embed: of a row.
+      tokens: how many a device has.
+      rows: how many of the vocabulary matrix it has.
+      embed: length of a row.
       layout: mesh, rules and compute dtype.
       loss_mib: MiB that may be held: scores, and where the matrix is split over `embed` too what of it is gathered,
         with its float32 gradient. There slices spare these as well; else chunks are made larger instead.
@@ -217,7 +217,7 @@ def _chunks(x_TD: Array, labels_T: Array, N: int) -> tuple[Array, Array]:
 
 
 class _Seen(NamedTuple):
-    """Of a token over some of the vocabulary: the largest score, the sum of exp(score - largest), its label's score."""
+    """What each token has over some of the vocabulary: the largest score, the sum of exp(score - largest), its label's score."""
 
     most_T: Array
     total_T: Array

@@ -102,7 +102,7 @@ def expert_mlp(
       gate_EDF, up_EDF: logical axes ("experts", "embed", "mlp").
       down_EFD: logical axes ("experts", "mlp", "embed").
       layout: mesh, rules and compute dtype.
-      experts_per_token: that each token is sent to.
+      experts_per_token: how many experts each token is sent to.
       capacity_factor: rows of an expert from a device, as a multiple of the even share; 0 = nothing is dropped.
 
     Returns:
@@ -248,7 +248,7 @@ _exchange.defvjp(
 
 
 def _each(local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes: _Axes) -> Callable[..., Array]:
-    """`local(arrays, places)` on each device's part, without a word between devices, in the backward neither."""
+    """`local(arrays, places)` on each device's part; neither it nor its backward sends anything."""
 
     def backward(arrays: PyTree, places: Array, cotangent: Array) -> tuple[PyTree, None]:
         return jax.vjp(lambda arrays: local(arrays, places), arrays)[1](cotangent)[0], None

@@ -97,13 +97,13 @@ def backward(
 def _around(
     work: ContextTask, kv: KeysValues, own: Callable[[], State], visit: Callable[[State, KeysValues, Place], State]
 ) -> State:
-    """The state after the keys and values of every device; the next are on their way while some are at work.
+    """The state once the keys and values of every device have been here; the next travel while some are at work.
 
     Args:
       work: the ring.
       kv: this device's keys and values.
       own: makes the state, from them.
-      visit: state, keys and values, and how many hops they have made -> state; the first may change its form.
+      visit: (state, keys and values, how many hops they have made) -> state; the first visit may change its form.
     """
 
     def turn(carry: tuple[KeysValues, State], hops: Place) -> tuple[tuple[KeysValues, State], None]:
