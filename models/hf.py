@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import groupby, islice, product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import LogicalAxis, path_name, tree_shardings
-from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf, model_type
+from jaxpar.models.hf_families import HF_FAMILIES, Json, hf_config, model_config_from_hf, model_type
 from jaxpar.models.model import Model, Params
 
 __all__ = ["export_hf", "hf_config", "hf_tensors", "import_hf", "model_config_from_hf"]
@@ -43,6 +43,14 @@ _LETTERS: dict[LogicalAxis | None, str] = {
     "vocab": "V", "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "h", "mlp": "F"
 }  # fmt: skip
 _NEVER_SPLIT = {"embed.positions": "P", "blocks.router": "E"}  # the dim of a parameter that has no logical axis
+
+
+class _Source(Protocol):
+    """A tensor of a safetensors file; indexing reads it."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray: ...
 
 
 class _Tensor(NamedTuple):
@@ -122,9 +130,9 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
         return jax.tree_util.tree_map_with_path(load, shapes, shardings)
 
 
-def _open(path: Path, files: ExitStack) -> dict[str, Any]:
+def _open(path: Path, files: ExitStack) -> dict[str, _Source]:
     """Every tensor of a checkpoint by name, as an unread safetensors slice; `files` closes them."""
-    sources: dict[str, Any] = {}
+    sources: dict[str, _Source] = {}
     for file in _files(path):
         try:
             handle = files.enter_context(safe_open(file, framework="numpy"))
@@ -172,11 +180,11 @@ def _indexed(index: Path) -> list[Path]:
     return files
 
 
-def _match(sources: dict[str, Any], model: Model, origin: str) -> list[tuple[_Tensor, Any]]:
+def _match(sources: dict[str, _Source], model: Model, origin: str) -> list[tuple[_Tensor, _Source]]:
     """Each tensor that the model needs with its source, once names, shapes and dtypes all agree."""
     family = HF_FAMILIES[model_type(model.config)]
     wanted = {tensor.name.removeprefix(family.prefix): tensor for tensor in _layout(model)}
-    found: dict[str, Any] = {}
+    found: dict[str, _Source] = {}
     for name, source in sources.items():
         if name.endswith(family.ignored):
             continue
@@ -205,7 +213,7 @@ def _first(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
-def _check_tied(head: Any, table: Any, origin: str) -> None:
+def _check_tied(head: _Source, table: _Source, origin: str) -> None:
     """A tied model has one vocabulary table; a checkpoint may hold it twice, but not two different ones."""
     rows, step = table.get_shape()[0], 1024  # compared in pieces: either table may be gigabytes
     pieces = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
@@ -217,7 +225,7 @@ def _check_tied(head: Any, table: Any, origin: str) -> None:
 
 
 def _read(
-    source: Any, dims: Sequence[str], part: int, letters: str, sizes: dict[str, int], bounds: Bounds
+    source: _Source, dims: Sequence[str], part: int, letters: str, sizes: dict[str, int], bounds: Bounds
 ) -> np.ndarray:
     """A block of the parameter that is number `part` of a tensor; smaller than `bounds` where they pass the vocabulary.
 
@@ -382,7 +390,7 @@ def _write_files(
 
 def _write(file: Path, tensors: list[_Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype) -> None:
     """One safetensors file: header length, JSON header, data. The library's `save_file` wants all tensors at once."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: Json = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.bytes(dtype)
@@ -395,5 +403,5 @@ def _write(file: Path, tensors: list[_Tensor], arrays: Iterable[tuple[str, np.nd
             out.write(np.ascontiguousarray(array).view(np.uint8).data)
 
 
-def _write_json(file: Path, value: dict[str, Any]) -> None:
+def _write_json(file: Path, value: Json) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

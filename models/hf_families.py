@@ -14,6 +14,7 @@ from jaxpar.base.config import ModelConfig, from_dict
 from jaxpar.base.errors import UserError, nearest
 
 REQUIRED = object()
+Json = dict[str, Any]  # a config.json: another program wrote it, so its values may be anything
 
 
 class HfFamily(NamedTuple):
@@ -35,8 +36,8 @@ class HfFamily(NamedTuple):
 
     family: str
     architecture: str
-    sizes: dict[str, tuple[str, Any]]
-    fixed: dict[str, tuple[Any, ...]]
+    sizes: dict[str, tuple[str, object]]
+    fixed: dict[str, tuple[object, ...]]
     rope_theta: float | None
     prefix: str
     ignored: tuple[str, ...]
@@ -208,7 +209,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     )
 
 
-def hf_config(config: ModelConfig) -> dict[str, Any]:
+def hf_config(config: ModelConfig) -> Json:
     """The config.json of a model, in a form that transformers 4.43 and later (llama3 RoPE) all read.
 
     Token ids are null: a ModelConfig knows no tokenizer, and transformers' defaults belong to another vocabulary.
@@ -231,7 +232,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
                 f"that of a model without"
             )
     values = dataclasses.asdict(config) | {"kv_heads": config.kv_heads or config.heads, "head_dim": head_dim}
-    hf: dict[str, Any] = {"architectures": [family.architecture], "model_type": name}
+    hf: Json = {"architectures": [family.architecture], "model_type": name}
     hf |= {key: values[field] for field, (key, _) in family.sizes.items()}
     hf |= {key: accepted[0] for key, accepted in family.fixed.items()}
     hf |= {"bos_token_id": None, "eos_token_id": None}
@@ -241,14 +242,14 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     return hf
 
 
-def _value(table: dict[str, Any], key: str, absent: Any, file: Path) -> Any:
+def _value(table: Json, key: str, absent: object, file: Path) -> Any:
     value = table.get(key)
     if value is None and absent is REQUIRED:
         raise UserError(f"{file} has no {key}: add it, or download the file again")
     return absent if value is None else value
 
 
-def _rope_fields(hf: dict[str, Any], theta: float, file: Path) -> dict[str, Any]:
+def _rope_fields(hf: Json, theta: float, file: Path) -> Json:
     """Our rope fields. Transformers 5 writes all of them in `rope_parameters`, 4 the extension in `rope_scaling`."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import PyTree
 from jaxpar.models.transformer import Block, Embed, Head
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
@@ -32,7 +33,7 @@ from jaxpar.parallel.token_order import TOKENS, halves, in_natural_order, in_ord
 PARTS: dict[str, Callable[[ModelConfig, nnx.Rngs], nnx.Module]] = {"embed": Embed, "blocks": Block, "head": Head}
 """The parts of a model, by what they are called among its parameters."""
 
-Params = dict[str, Any]
+Params: TypeAlias = dict[str, PyTree]
 Batch = Mapping[str, jax.Array]
 
 
@@ -216,7 +217,7 @@ class Model:
 
 # Both are remembered: a budget asks for the same model some hundred times.
 @lru_cache(maxsize=64)
-def _split(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(config: ModelConfig) -> tuple[dict[str, nnx.GraphDef], Params]:
     """The graph of each part, and the logical axes of its parameters."""
     graphs, axes = {}, {}
     for name, part in PARTS.items():
@@ -235,10 +236,10 @@ def _shapes(config: ModelConfig, order: tuple[int, ...] | None) -> Params:
     return jax.eval_shape(lambda key: Model(config).init(key, order), jax.random.key(0))
 
 
-def _variables(state: Any) -> Any:
+def _variables(state: Mapping[str, PyTree]) -> Params:
     """An nnx state as nested plain dicts whose leaves are the variables."""
     return {k: _variables(v) if isinstance(v, Mapping) else v for k, v in state.items()}
 
 
-def _count(tree: Any) -> int:
+def _count(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

@@ -217,7 +217,7 @@ def _chunks(x_TD: Array, labels_T: Array, N: int) -> tuple[Array, Array]:
 
 
 class _Seen(NamedTuple):
-    """What each token has over some of the vocabulary: the largest score, the sum of exp(score - largest), its label's score."""
+    """Of some of the vocabulary: a token's largest score, its sum of exp(score - largest), and its label's score."""
 
     most_T: Array
     total_T: Array
