@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.heads import beside, copying, fit_rules
 from jaxpar.base.plan import Strategy
-from jaxpar.base.sharding import Layout, LogicalAxis
+from jaxpar.base.sharding import Axes, Layout
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.masks import Causal, Mask, Segments, apart_from_segments, looks_back
@@ -24,7 +24,6 @@ from jaxpar.parallel.context import Split, check_split, kernel_for, split_attent
 from jaxpar.parallel.linear import ATTENDED
 from jaxpar.parallel.remat import named
 
-_Axes = tuple[LogicalAxis | None, ...]
 _CAUSAL = Causal()
 
 
@@ -88,14 +87,14 @@ def attention(
             key=key, with_lse=False,
         )[0]  # fmt: skip
 
-    heads: _Axes = (*ATTENDED[:2], "heads", "head_dim")
+    heads: Axes = (*ATTENDED[:2], "heads", "head_dim")
     with jax.named_scope("core"):
         if split.devices == 1 and (_cut_heads(layout) or dropping):
             # What is dropped depends on the place in the whole array.
             return named(layout.constrain(local(q_BSHh, k_BSKh, v_BSKh, segments_BS), heads), "attention_out")
         if name in dispatch.PAIRS or split.devices > 1:
             return split_attention(split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)
-        kv_heads: _Axes = (*ATTENDED[:2], beside("kv_heads", layout), "head_dim")
+        kv_heads: Axes = (*ATTENDED[:2], beside("kv_heads", layout), "head_dim")
         layouts = heads, kv_heads, kv_heads, None if segments_BS is None else ATTENDED[:2]
         return manual(local, layout, layouts, heads)(q_BSHh, k_BSKh, v_BSKh, segments_BS)
 

@@ -178,6 +178,12 @@ def reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, piec
     return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=0).reshape(*front, piece, *back)
 
 
+def first_row(axis: LogicalAxis | None, rows: int, layout: Layout) -> jax.Array | int:
+    """Inside `manual`: the place in the whole of this device's first row, of `rows` that each has of a logical axis."""
+    split = layout.mesh_axes(axis)
+    return jax.lax.axis_index(split) * rows if split else 0
+
+
 def split_over(axes: Axes, layout: Layout) -> tuple[MeshAxis, ...]:
     """The mesh axes that split any of these logical axes: those over which a sum along them is partial."""
     return tuple(mesh_axis for axis in axes for mesh_axis in layout.mesh_axes(axis))

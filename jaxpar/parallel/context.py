@@ -26,7 +26,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.heads import beside
 from jaxpar.base.mesh import describe, largest_divisor
 from jaxpar.base.plan import Strategy
-from jaxpar.base.sharding import Layout, LogicalAxis
+from jaxpar.base.sharding import Axes, Layout
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.dispatch import pair, pair_for, say_once
 from jaxpar.kernels.masks import Mask
@@ -35,16 +35,15 @@ from jaxpar.parallel.collectives import further_split, gather, manual, platform_
 from jaxpar.parallel.remat import named
 from jaxpar.parallel.zigzag import PARTS, ContextTask, chunk_order, inverse, own_chunks, packed, reordered, stacked
 
-_Axes = tuple[LogicalAxis | None, ...]
 _Shaped = Array | jax.ShapeDtypeStruct
 _Forward = Callable[[Array, Array, Array, ContextTask], tuple[Array, Array]]
 _Backward = Callable[[Array, Array, Array, Array, Array, Array, ContextTask], tuple[Array, Array, Array]]
-_Q: _Axes = ("batch", "attention_seq", "heads", None)
+_Q: Axes = ("batch", "attention_seq", "heads", None)
 # Log-sum-exps are kept as a device made them, [B, 1, H, S]: Ulysses has other heads and tokens than q and the output.
-_LSE: _Axes = ("batch", "attention_seq", "heads", None)
-_SEGMENTS: _Axes = ("batch", None)
-_SPLIT: _Axes = (None, "attention_seq", None, None)  # k and v
-_WHOLE: _Axes = (None,) * 4
+_LSE: Axes = ("batch", "attention_seq", "heads", None)
+_SEGMENTS: Axes = ("batch", None)
+_SPLIT: Axes = (None, "attention_seq", None, None)  # k and v
+_WHOLE: Axes = (None,) * 4
 
 
 def check_chunks(layout: Layout, strategy: Strategy, seq_len: int) -> None:
@@ -223,11 +222,11 @@ def _work(split: Split, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_
     return ContextTask(split.layout, mask, segments_BT, pair(name))
 
 
-def _segment_axes(segments_BS: Array | None) -> _Axes | None:
+def _segment_axes(segments_BS: Array | None) -> Axes | None:
     return None if segments_BS is None else _SEGMENTS
 
 
-def _kv_axes(layout: Layout) -> _Axes:
+def _kv_axes(layout: Layout) -> Axes:
     return ("batch", "attention_seq", beside("kv_heads", layout), None)
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, state_axes
 from jaxpar.kernels.attention.call import MASKED, capped, through_cap
 from jaxpar.kernels.attention.dispatch import say_once
-from jaxpar.parallel.collectives import further_split, gather, manual, reduce, split_over
+from jaxpar.parallel.collectives import first_row, further_split, gather, manual, reduce, split_over
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import GATHERED, STORED, use
 
@@ -188,7 +188,7 @@ def _by_chunks(
     x_TD: Array, head_VD: Array, labels_T: Array, chunks: int, layout: Layout, how: _Scores, wanted: bool
 ) -> tuple[LossSums, tuple[Array, Array] | None]:
     used_VD = use(head_VD, _HEAD, layout)
-    first = _first_row(len(used_VD), layout)
+    first = first_row("vocab", len(used_VD), layout)
 
     def add(carry: PyTree, chunk: tuple[Array, Array]) -> tuple[PyTree, PyTree]:
         (total, dhead_VD), (x_TD, labels_T) = carry, chunk
@@ -222,11 +222,6 @@ class _Seen(NamedTuple):
     most_T: Array
     total_T: Array
     label_T: Array
-
-
-def _first_row(rows: int, layout: Layout) -> Array | int:
-    vocab = layout.mesh_axes("vocab")
-    return jax.lax.axis_index(vocab) * rows if vocab else 0
 
 
 def _scores(x_TD: Array, labels_T: Array, head_VD: Array, first: Array | int, how: _Scores) -> tuple[Array, Array]:
@@ -270,7 +265,7 @@ def _by_slices(
     x_TD: Array, head_VD: Array, labels_T: Array, slices: int, layout: Layout, how: _Scores, wanted: bool
 ) -> tuple[LossSums, tuple[Array, Array] | None]:
     rows, tokens = len(head_VD) // slices, split_over(GATHERED[:2], layout)
-    parts = head_VD.reshape(slices, rows, -1), _first_row(len(head_VD), layout) + rows * jnp.arange(slices)
+    parts = head_VD.reshape(slices, rows, -1), first_row("vocab", len(head_VD), layout) + rows * jnp.arange(slices)
 
     def add(seen: _Seen, part: tuple[Array, Array]) -> tuple[_Seen, None]:
         new = _seen(*_scores(x_TD, labels_T, use(part[0], _HEAD, layout), part[1], how))

@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.base.sharding import Layout, LogicalAxis, state_axes
-from jaxpar.parallel.collectives import gather, manual_vjp, reduce, split_over
+from jaxpar.base.sharding import Axes, Layout, LogicalAxis, state_axes
+from jaxpar.parallel.collectives import first_row, gather, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, use
-
-_Axes = tuple[LogicalAxis | None, ...]
 
 
 def lookup(
@@ -31,7 +29,7 @@ def lookup(
       UserError: rules that split tokens and rows over the same mesh axis.
     """
     layout.sharding((*GATHERED[:2], axis), name="lookup")
-    stored: _Axes = (axis, "embed")
+    stored: Axes = (axis, "embed")
 
     # Left to itself XLA gathers the whole table. Each device looks up the rows it has, and the rest are zeros.
     def forward(table_VD: Array, ids_BS: Array) -> Array:
@@ -53,8 +51,7 @@ def lookup(
 
 def _local_ids(ids_BS: Array, rows: int, axis: LogicalAxis | None, layout: Layout) -> tuple[Array, Array]:
     """Inside `manual`: ids counted from this device's first row, and which of them it has."""
-    shard = jax.lax.axis_index(layout.mesh_axes(axis)) if layout.mesh_axes(axis) else 0
-    ids_BS = ids_BS - shard * rows
+    ids_BS = ids_BS - first_row(axis, rows, layout)
     here_BS = (ids_BS >= 0) & (ids_BS < rows)
     return jnp.where(here_BS, ids_BS, 0), here_BS
 

@@ -32,22 +32,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, state_axes, without
+from jaxpar.base.sharding import Axes, Layout, PyTree, state_axes, without
 from jaxpar.kernels.grouped_matmul import Groups, inverse
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, use, used_axes
 from jaxpar.parallel.remat import named
 
-_Axes = tuple[LogicalAxis | None, ...]
 # Rows are [devices along batch, along the sequence, R, D]: each device has its own, so its part is [1, 1, R, D].
-_ROWS: _Axes = ("batch", "residual_seq", None, None)
-_USED: _Axes = ("batch", "seq", None, None)
-_HIDDEN: _Axes = ("batch", "seq", None, "mlp")
-_SOURCES: _Axes = ("batch", "residual_seq", None)
-_ROUTER: _Axes = ("embed", None)
-_UP: _Axes = ("experts", "embed", "mlp")
-_DOWN: _Axes = ("experts", "mlp", "embed")
-_SCALAR: _Axes = ()
+_ROWS: Axes = ("batch", "residual_seq", None, None)
+_USED: Axes = ("batch", "seq", None, None)
+_HIDDEN: Axes = ("batch", "seq", None, "mlp")
+_SOURCES: Axes = ("batch", "residual_seq", None)
+_ROUTER: Axes = ("embed", None)
+_UP: Axes = ("experts", "embed", "mlp")
+_DOWN: Axes = ("experts", "mlp", "embed")
+_SCALAR: Axes = ()
 
 
 class RouterSums(NamedTuple):
@@ -247,7 +246,7 @@ _exchange.defvjp(
 )
 
 
-def _each(local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes: _Axes) -> Callable[..., Array]:
+def _each(local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes: Axes) -> Callable[..., Array]:
     """`local(arrays, places)` on each device's part; neither it nor its backward sends anything."""
 
     def backward(arrays: PyTree, places: Array, cotangent: Array) -> tuple[PyTree, None]:

@@ -29,24 +29,23 @@ from jaxpar.kernels.attention.call import MASKED, capped
 from jaxpar.parallel.collectives import gather, manual_vjp, own_piece, platform_of, reduce, split_over
 from jaxpar.parallel.ring_matmul import all_gather_matmul, matmul_reduce_scatter
 
-_Axes = tuple[LogicalAxis | None, ...]
-STORED: _Axes = ("batch", "residual_seq", None)
-GATHERED: _Axes = ("batch", "seq", None)
-ATTENDED: _Axes = ("batch", "attention_seq", None)
+STORED: Axes = ("batch", "residual_seq", None)
+GATHERED: Axes = ("batch", "seq", None)
+ATTENDED: Axes = ("batch", "attention_seq", None)
 Overlapping = Form | tuple[Form, Form]
 """One form for both moves, or one for gathers and one for scatters."""
 
 
 @overload
 def column_linear(
-    x_BSD: Float[Array, "B S D"], weights: Array, axes: Sequence[LogicalAxis | None], layout: Layout, *,
+    x_BSD: Float[Array, "B S D"], weights: Array, axes: Axes, layout: Layout, *,
     biases: Array | None = None, seq: LogicalAxis = "seq", overlap: Overlapping = "xla",
 ) -> Array: ...  # fmt: skip
 
 
 @overload
 def column_linear(
-    x_BSD: Float[Array, "B S D"], weights: Sequence[Array], axes: Sequence[Sequence[LogicalAxis | None]],
+    x_BSD: Float[Array, "B S D"], weights: Sequence[Array], axes: Sequence[Axes],
     layout: Layout, *, biases: Sequence[Array | None] | None = None, seq: LogicalAxis = "seq",
     overlap: Overlapping = "xla",
 ) -> tuple[Array, ...]: ...  # fmt: skip
@@ -82,8 +81,8 @@ def column_linear(
     """
     if not isinstance(weights, list | tuple):
         return column_linear(x_BSD, (weights,), (axes,), layout, biases=(biases,), seq=seq, overlap=overlap)[0]
-    outs: tuple[_Axes, ...] = tuple(("batch", seq, *(beside(axis, layout) for axis in out)) for out in axes)
-    stored: tuple[_Axes, ...] = tuple(("embed", *out) for out in axes)
+    outs: tuple[Axes, ...] = tuple(("batch", seq, *(beside(axis, layout) for axis in out)) for out in axes)
+    stored: tuple[Axes, ...] = tuple(("embed", *out) for out in axes)
     layout.sharding(STORED, x_BSD.shape, "x")
     for weight, axes_of in zip(weights, stored, strict=True):
         layout.sharding(axes_of, weight.shape, "weight")
@@ -92,7 +91,7 @@ def column_linear(
 
 
 def row_linear(
-    h_BSI: Float[Array, "B S ..."], weight: Float[Array, "... D"], axes: Sequence[LogicalAxis | None], layout: Layout,
+    h_BSI: Float[Array, "B S ..."], weight: Float[Array, "... D"], axes: Axes, layout: Layout,
     *, bias: Float[Array, " D"] | None = None, seq: LogicalAxis = "seq", overlap: Overlapping = "xla",
 ) -> Float[Array, "B S D"]:  # fmt: skip
     """`h @ w` where the contracted dims are split: Megatron's row-parallel linear, its sum scattered over the sequence.
@@ -112,9 +111,9 @@ def row_linear(
     Raises:
       UserError: as `column_linear`.
     """
-    used: _Axes = ("batch", seq, None)
-    split: _Axes = ("batch", seq, *axes)
-    stored: _Axes = (*axes, "embed")
+    used: Axes = ("batch", seq, None)
+    split: Axes = ("batch", seq, *axes)
+    stored: Axes = (*axes, "embed")
     layout.sharding(split, h_BSI.shape, "input")
     layout.sharding(stored, weight.shape, "weight")
     gathers, scatters = _forms(overlap)
@@ -149,8 +148,8 @@ def logits(
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
       overlap: as for `column_linear`.
     """
-    stored: _Axes = ("embed", "vocab")
-    outs: _Axes = ("batch", "seq", "vocab")
+    stored: Axes = ("embed", "vocab")
+    outs: Axes = ("batch", "seq", "vocab")
     (logits_BSV,) = _columns(x_BSD, (head_VD.T,), (stored,), (outs,), GATHERED, "float32", layout, overlap)
     logits_BSV = capped(logits_BSV, softcap)
     if vocab_size in (0, head_VD.shape[0]):
@@ -163,7 +162,7 @@ def _forms(overlap: Overlapping) -> tuple[Form, Form]:
 
 
 def _columns(
-    x: Array, weights: tuple[Array, ...], stored: tuple[_Axes, ...], outs: tuple[_Axes, ...], used: _Axes, dtype: str,
+    x: Array, weights: tuple[Array, ...], stored: tuple[Axes, ...], outs: tuple[Axes, ...], used: Axes, dtype: str,
     layout: Layout, overlap: Overlapping,
 ) -> tuple[Array, ...]:  # fmt: skip
     """Column linears that share one gather of x.
@@ -207,7 +206,7 @@ def _columns(
     return manual_vjp(forward, backward, layout, (STORED, stored), outs)(x, weights)
 
 
-def used_axes(axes: Axes) -> _Axes:
+def used_axes(axes: Axes) -> Axes:
     """The layout of a weight as it is multiplied: whole over `embed`."""
     return tuple(None if axis == "embed" else axis for axis in axes)
 
@@ -231,7 +230,7 @@ def _plus(y: Array, bias: Array | None) -> Array:
     return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
 
 
-def use(weight: Array, axes: _Axes, layout: Layout) -> Array:
+def use(weight: Array, axes: Axes, layout: Layout) -> Array:
     """Inside `manual`, a weight as it is multiplied: cast first and gathered after, so half the bytes travel."""
     return gather(weight.astype(layout.dtype), axes, used_axes(axes), layout)
 
@@ -242,7 +241,7 @@ def _swapped(weight: Array, split: int) -> Array:
 
 
 def _weight_gradient(
-    x: Array, dy: Array, weight: Array, axes: _Axes, used: _Axes, layout: Layout, copied: int | None
+    x: Array, dy: Array, weight: Array, axes: Axes, used: Axes, layout: Layout, copied: int | None
 ) -> Array:
     """Inside `manual`: [B, S, *in] and [B, S, *out] contracted over the tokens, as gradients are stored.
 

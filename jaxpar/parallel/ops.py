@@ -15,7 +15,7 @@ from jax import Array
 
 from jaxpar.base.heads import beside
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import LogicalAxis
+from jaxpar.base.sharding import Axes, LogicalAxis
 from jaxpar.kernels.masks import Causal, Mask, Segments, Window
 from jaxpar.parallel import _attention, cross_entropy, embedding, experts, linear
 from jaxpar.parallel.collectives import further_split
@@ -23,8 +23,6 @@ from jaxpar.parallel.context import Split
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
-
-_Axes = Sequence[LogicalAxis | None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Ops:
     plan: Plan
 
     def column_linear(
-        self, x_BSD: Array, weights: Sequence[Array], axes: Sequence[_Axes],
+        self, x_BSD: Array, weights: Sequence[Array], axes: Sequence[Axes],
         biases: Sequence[Array | None] | None = None, seq: LogicalAxis = "seq",
     ) -> tuple[Array, ...]:  # fmt: skip
         """See `jaxpar.parallel.column_linear`."""
@@ -46,7 +44,7 @@ class Ops:
         return linear.column_linear(x_BSD, weights, axes, self.plan, biases=biases, seq=seq, overlap=forms)
 
     def row_linear(
-        self, h_BSI: Array, weight: Array, axes: _Axes, bias: Array | None = None, seq: LogicalAxis = "seq"
+        self, h_BSI: Array, weight: Array, axes: Axes, bias: Array | None = None, seq: LogicalAxis = "seq"
     ) -> Array:
         """See `jaxpar.parallel.row_linear`."""
         forms = self.plan.overlap.forms(axes[0])

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.plan import Plan, Strategy
-from jaxpar.base.sharding import Layout, LogicalAxis
+from jaxpar.base.sharding import Axes, Layout
 from jaxpar.parallel.collectives import manual
 from jaxpar.parallel.context import check_chunks
 from jaxpar.parallel.zigzag import chunk_order, inverse, reordered
 
-_Axes = tuple[LogicalAxis | None, ...]
-TOKENS: _Axes = ("batch", None)
+TOKENS: Axes = ("batch", None)
 """Arrays of a batch, one entry a token."""
 
 
@@ -51,7 +50,7 @@ def in_natural_order(x_BSV: Float[Array, "B S V"], layout: Layout, context: Stra
     return x_BSV if len(order) == 1 else reordered(x_BSV, inverse(order), 1)
 
 
-def halves(x: Array | None, axes: _Axes, plan: Plan) -> tuple[Any, ...]:
+def halves(x: Array | None, axes: Axes, plan: Plan) -> tuple[Any, ...]:
     """What a block runs on, one after the other: the array, or under Domino two halves of each device's sequences.
 
     Args:
@@ -64,7 +63,7 @@ def halves(x: Array | None, axes: _Axes, plan: Plan) -> tuple[Any, ...]:
     return manual(lambda x: tuple(jnp.split(x, 2)), plan, (axes,), (axes, axes))(x)
 
 
-def whole_batch(parts: tuple[Array, ...], axes: _Axes, plan: Plan) -> Array:
+def whole_batch(parts: tuple[Array, ...], axes: Axes, plan: Plan) -> Array:
     """The inverse of `halves`."""
     if len(parts) == 1:
         return parts[0]
