@@ -1,12 +1,17 @@
-"""Holds a report to its types: what `Rehearsal` says of every key, checked on a value."""
+"""Holds a report to what is promised of it: `Rehearsal`'s types, checked on a value, and a trace that is the step."""
 
 from __future__ import annotations
 
 import types
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+import pytest
+
 from jaxpar.rehearse.report.schema import Rehearsal
+from jaxpar.rehearse.report.trace import chrome_trace
 
 
 def problems(value: Any, kind: Any = Rehearsal, where: str = "") -> Iterator[str]:
@@ -58,3 +63,16 @@ def _name(kind: Any) -> str:
 def _wrong(where: str, expected: str, value: Any) -> str:
     found = repr(value)
     return f"{where or 'the report'}: expected {expected}, found {found if len(found) < 60 else found[:56] + ' ...'}"
+
+
+def assert_the_trace_is_the_step(report: Rehearsal) -> None:
+    """Bars of a lane follow one another, and the last of all ends with the step."""
+    lanes = defaultdict(list)
+    for event in chrome_trace(report)["traceEvents"]:
+        if event["ph"] == "X":
+            lanes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for bars in lanes.values():
+        bars.sort()
+        assert all(start >= end - 0.002 for (_, end), (start, _) in pairwise(bars)), "a nanosecond is rounding"
+    end = max(end for bars in lanes.values() for _, end in bars)
+    assert end == pytest.approx(1e6 * report["time"]["step"], rel=1e-6, abs=0.01)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 import traced_steps
-from report_types import problems
+from report_types import assert_the_trace_is_the_step, problems
 from tiers import needs_cuda, needs_libtpu
 
 from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig, to_toml
@@ -84,6 +84,7 @@ def assert_consistent(report: Rehearsal, config: Config, devices: int) -> None:
     """What holds of every report."""
     assert list(problems(report)) == []
     assert_times_add_up(report, config)
+    assert_the_trace_is_the_step(report)
     memory = report["memory"]
     assert sum(memory["categories"].values()) == memory["total"] > 0
     assert min(memory["categories"].values()) >= 0

@@ -2,11 +2,10 @@
 
 import gzip
 import json
-from collections import defaultdict
-from itertools import pairwise
 
 import pytest
 from fake_rehearsal import fake_rehearsal
+from report_types import assert_the_trace_is_the_step
 
 from jaxpar import rehearse
 from jaxpar.base.errors import UserError
@@ -34,15 +33,7 @@ def test_every_event_has_the_keys_that_viewers_ask_for(report):
 
 
 def test_bars_of_a_lane_do_not_overlap_and_the_last_ends_with_the_step(report):
-    lanes = defaultdict(list)
-    for event in chrome_trace(report)["traceEvents"]:
-        if event["ph"] == "X":
-            lanes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for bars in lanes.values():
-        bars.sort()
-        assert all(start >= end - 0.002 for (_, end), (start, _) in pairwise(bars))
-    end = max(end for bars in lanes.values() for _, end in bars)
-    assert end == pytest.approx(1e6 * report["time"]["step"], abs=0.01)
+    assert_the_trace_is_the_step(report)
 
 
 def test_a_bar_says_what_it_is(report):
