@@ -100,6 +100,8 @@ def test_findings_read_as_a_compilers_do(report):
 def test_notes_say_what_was_not_understood(report):
     assert note_lines(report)[-1] == "note: instructions not understood: custom-call:Foo x 2"
     report.update(unknown={}, notes=[])
+    assert note_lines(report) == ["note: 21.0 % of the compute time is a roofline estimate, not the compiler's own"]
+    report["time"]["estimated_without_cycles"] = 0.0
     assert note_lines(report) == []
 
 

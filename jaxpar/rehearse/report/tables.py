@@ -228,6 +228,10 @@ def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
 def note_lines(report: Rehearsal) -> list[str]:
     """What was assumed, and what was not understood."""
     lines = [f"note: {note}" for note in report["notes"]]
+    if (estimated := report["time"]["estimated_without_cycles"]) >= _NOTHING:
+        lines.append(
+            f"note: {percent_text(estimated)} of the compute time is a roofline estimate, not the compiler's own"
+        )
     if report["unknown"]:
         names = ", ".join(f"{name} x {count}" for name, count in report["unknown"].items())
         lines.append(f"note: instructions not understood: {names}")
