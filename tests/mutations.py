@@ -95,7 +95,7 @@ MUTATIONS = [
     # Pipelines.
     Mutation("ends_sum", "a missing sum of the embedding's and head's gradients over stages",
              "jaxpar/parallel/pipeline/executor.py",
-             "partial(jax.tree.map, self.total)", "lambda grads: grads",
+             "partial(jax.tree.map, self._total)", "lambda grads: grads",
              "tests/verify/test_pipeline.py -k 'gives or random'"),
     Mutation("stash_freed", "a stale buffer: a slot is given away before the weights' gradients read it",
              "jaxpar/parallel/pipeline/program.py",
@@ -103,7 +103,7 @@ MUTATIONS = [
              "tests/parallel/test_pipeline.py -k slots"),
     Mutation("layer_order", "the backward goes through a stage's layers from the first on",
              "jaxpar/parallel/pipeline/stage.py",
-             "(self._halves(dy), grads, waiting), reverse=True)", "(self._halves(dy), grads, waiting))",
+             "self._scan(body, carry, reverse=True)", "self._scan(body, carry)",
              "tests/verify/test_pipeline.py -k 'gives or random'"),
     Mutation("group_stride", "chunks collide where groups are larger than stages",
              "jaxpar/parallel/pipeline/schedules.py",

@@ -233,7 +233,7 @@ def test_a_last_microbatch_that_is_dropped_is_caught(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_a_tied_gradient_counted_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's part of a tied table is added by every stage that has the table, as if they did not share it out."""
-    own = executor._Stage._scored
+    own = executor._Stage._score
 
     def twice(self: Any, carry: Any, y_BSD: Any, row: Any) -> Any:
         found = own(self, carry, y_BSD, row)
@@ -241,7 +241,7 @@ def test_a_tied_gradient_counted_twice_is_caught(monkeypatch: pytest.MonkeyPatch
         ends = found.ends | {"embed": jax.tree.map(jnp.add, found.ends["embed"], more["embed"])}
         return found._replace(ends=ends)
 
-    failed, wrong, _ = failed_with(monkeypatch, executor._Stage, "_scored", twice)
+    failed, wrong, _ = failed_with(monkeypatch, executor._Stage, "_score", twice)
     assert failed.loss_ok
     assert wrong == ["embed.tokens"]
 
@@ -281,13 +281,13 @@ def test_places_of_another_microbatch_are_caught(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_a_stage_that_never_sends_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = executor._Stage._sent
+    own = executor._Stage._send
 
     def lost(self: Any, x_BSD: Any, by: int) -> Any:
         there = jax.lax.axis_index(self.axes) != 2
         return own(self, x_BSD if by > 0 else jnp.where(there, x_BSD, 0), by)
 
-    failed, wrong, _ = failed_with(monkeypatch, executor._Stage, "_sent", lost)
+    failed, wrong, _ = failed_with(monkeypatch, executor._Stage, "_send", lost)
     assert failed.loss_ok
     assert "head.norm.scale" not in wrong
     assert {"embed.positions", "blocks.up"} <= set(wrong)

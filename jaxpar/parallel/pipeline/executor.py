@@ -14,30 +14,33 @@ Shapes: M microbatches, B batch, S sequence, D embed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxpar.base.plan import Plan, gradient_dtype
-from jaxpar.base.sharding import state_axes
-from jaxpar.parallel.collectives import first_turn, is_axes, manual, reduce_scatter, turn_after, waits
+from jaxpar.base.sharding import Axes, PyTree, is_axes, state_axes
+from jaxpar.parallel.collectives import first_turn, manual, turn_after, waits
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.linear import GATHERED, STORED
-from jaxpar.parallel.pipeline.layers import layers_in
+from jaxpar.parallel.linear import STORED
+from jaxpar.parallel.pipeline.last_stage import gather_tokens, own_labels, share_tokens
+from jaxpar.parallel.pipeline.layers import Layers, layers_in
 from jaxpar.parallel.pipeline.program import Rows, Segment, TickProgram, program
 from jaxpar.parallel.pipeline.schedules import Kind, Table, schedule
-from jaxpar.parallel.pipeline.stage import LayerContext, PipelinedModel, Stack, empty, put, taken
+from jaxpar.parallel.pipeline.stage import LayerContext, Params, PipelinedModel, Stack, empty_buffers, read, write
 from jaxpar.parallel.token_order import TOKENS, halves, in_order
 
-Batch = Any
-Params = Any
+Batch = Mapping[str, Array]
+_X = TypeVar("_X")
 
 
 def gradients(
@@ -59,7 +62,9 @@ def gradients(
     """
     pipeline = plan.pipeline
     table = table or schedule(pipeline.schedule, plan.size("stage"), pipeline.microbatches, pipeline.virtual)
-    return _run(model, params, batch, plan, key, weights, program(table), backward=True)
+    task = _Task(model, plan, weights, _layers(model, plan), program(table), backward=True)
+    sums, grads = _run(task, params, batch, key)
+    return sums, {**grads["ends"], "blocks": grads["blocks"]}
 
 
 def loss(
@@ -68,56 +73,87 @@ def loss(
     """The loss alone: forward ticks, and nothing kept. Arguments as for `gradients`."""
     pipeline = plan.pipeline
     table = schedule("looped", plan.size("stage"), pipeline.microbatches, pipeline.virtual)
-    return _run(model, params, batch, plan, None, weights, program(table, backward=False), backward=False)[0]
+    task = _Task(model, plan, weights, _layers(model, plan), program(table, backward=False), backward=False)
+    return _run(task, params, batch, None)[0]
 
 
-def _run(
-    model: PipelinedModel, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, weights: LossWeights,
-    steps: TickProgram, backward: bool,
-) -> tuple[LossSums, Params]:  # fmt: skip
-    M, axes = plan.pipeline.microbatches, plan.mesh_axes("stage")
+def _layers(model: PipelinedModel, plan: Plan) -> Layers:
     layers = layers_in(plan, model.config.layers)
     assert layers is not None, "a pipeline has stages"
+    return layers
 
-    def parts(x_BS: Array) -> Array:
+
+@dataclass(frozen=True)
+class _Task:
+    """What all stages know: the model and how it runs, where its layers are, and the ticks."""
+
+    model: PipelinedModel
+    plan: Plan
+    weights: LossWeights
+    layers: Layers
+    steps: TickProgram
+    backward: bool
+
+
+class _Arrays(NamedTuple):
+    """What a stage is given.
+
+    Attributes:
+      blocks: stacked weights of its layers [virtual x places, ...].
+      ends: parameters of embedding and head.
+      rows: the batch [M, B, S].
+      key: dropout key, or None.
+      order: the layer at each of its places [virtual x places], -1 = none.
+    """
+
+    blocks: PyTree
+    ends: Params
+    rows: dict[str, Any]
+    key: Any
+    order: Any
+
+
+def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tuple[LossSums, Any]:
+    """The sums of the loss, and gradients of `blocks` and `ends`, None without `backward`."""
+    plan, axes, M = task.plan, task.plan.mesh_axes("stage"), task.plan.pipeline.microbatches
+
+    def cut(x_BS: Array) -> Array:
         x_BMS = x_BS.reshape(-1, M, x_BS.shape[1])
         return plan.constrain(x_BMS.swapaxes(0, 1), (None, *TOKENS))
 
-    rows = jax.tree.map(parts, in_order(batch, plan, plan.context.strategy))
+    rows = jax.tree.map(cut, in_order(batch, plan, plan.context.strategy))
     ends = {name: params[name] for name in params if name != "blocks"}
-    order = jnp.asarray(layers.order)
-    ticks = [segment.ticks for segment in steps.segments]
+    arrays = _Arrays(params["blocks"], ends, rows, key, jnp.asarray(task.layers.order))
+    ticks = [segment.ticks for segment in task.steps.segments]
 
-    def local(blocks: Params, ends: Params, rows: Batch, key: Any, order: Array, ticks: Any) -> Any:
-        stage = _Stage(
-            model, plan, blocks, ends, rows, key, order, weights, layers.places, -1 in layers.order, backward
-        )
-        carry = stage.start(steps)
-        for segment, mine in zip(steps.segments, ticks, strict=True):
-            body = partial(stage.round, ends=_Ends.of(segment))
+    def local(arrays: _Arrays, ticks: list[dict[Kind, Rows]]) -> tuple[LossSums, Any]:
+        stage = _Stage(task, arrays)
+        carry = stage.start()
+        for segment, mine in zip(task.steps.segments, ticks, strict=True):
+            body = partial(stage.round, shares=_Shares.of(segment))
             carry, _ = jax.lax.scan(lambda carry, row, body=body: (body(carry, row), None), carry, mine)
         return stage.finish(carry)
 
     by_stage = P(axes)
     of_ticks = [jax.tree.map(lambda x: P(None, axes) if x.ndim == 2 else P(), tick) for tick in ticks]
     run = jax.shard_map(
-        local, mesh=plan.mesh, in_specs=(by_stage, P(), P(), P(), by_stage, of_ticks),
-        out_specs=(P(), {"blocks": by_stage, "ends": P()} if backward else P()), axis_names=set(axes), check_vma=False,
+        local, mesh=plan.mesh, in_specs=(_Arrays(by_stage, P(), P(), P(), by_stage), of_ticks),
+        out_specs=(P(), {"blocks": by_stage, "ends": P()} if task.backward else P()), axis_names=set(axes),
+        check_vma=False,
     )  # fmt: skip
-    sums, grads = run(params["blocks"], ends, rows, key, order, ticks)
-    return sums, {**grads["ends"], "blocks": grads["blocks"]} if backward else None
+    return run(arrays, ticks)
 
 
-class _Ends(NamedTuple):
+class _Shares(NamedTuple):
     """In which share of some rounds a stage is at the first virtual stage, and at the last."""
 
     first: float
     last: float
 
     @staticmethod
-    def of(segment: Segment) -> dict[Kind, _Ends]:
+    def of(segment: Segment) -> dict[Kind, _Shares]:
         return {
-            kind: _Ends(float(np.mean(rows.some_end)), float(np.mean(rows.some_score)))
+            kind: _Shares(float(np.mean(rows.some_end)), float(np.mean(rows.some_score)))
             for kind, rows in segment.ticks.items()
         }
 
@@ -128,6 +164,7 @@ class _Carry(NamedTuple):
     Attributes:
       inbox: activations that have arrived [slots, B, S, D].
       sums: of the loss, of this stage's part.
+      turn: what the next op with a collective waits for, on CPU (`turn_after`).
       stash: what the forward keeps for the backward, arrays [slots x places, ...], or of a stage's input [slots, ...].
       cotangents: those that have arrived [slots, B, S, D].
       leaving: the cotangent that is sent next [B, S, D].
@@ -135,11 +172,11 @@ class _Carry(NamedTuple):
       waiting: what gradients of weights wait for, arrays [slots x places, ...].
       blocks: gradients of this stage's layers [virtual x places, ...], in the plan's dtype of such sums.
       ends: gradients of embedding and head, of this stage's part.
-      turn: what the next op with a collective waits for, on CPU (`turn_after`).
     """
 
     inbox: Array
     sums: LossSums
+    turn: Array | None
     stash: Any = None
     cotangents: Any = None
     leaving: Any = None
@@ -147,123 +184,120 @@ class _Carry(NamedTuple):
     waiting: Any = None
     blocks: Any = None
     ends: Any = None
-    turn: Any = None
 
 
 class _Stage:
     """One stage inside the `shard_map`: its arrays, and what it does in each kind of tick."""
 
-    def __init__(
-        self, model: PipelinedModel, plan: Plan, blocks: Params, ends: Params, rows: Batch, key: Any, order: Array,
-        weights: LossWeights, places: int, gaps: bool, backward: bool,
-    ):  # fmt: skip
-        self.model, self.plan, self.ends, self.rows, self.key = model, plan, ends, rows, key
-        self.weights, self.with_backward = weights, backward
-        self.axes, self.stages = plan.mesh_axes("stage"), plan.size("stage")
-        self.order, self.gaps, self.places = order, gaps, places
-        L, added = model.config.layers, None
-        if model.config.experts:
-            shares = weights.balance_loss / L, weights.router_z_loss / L, 0.0
+    def __init__(self, task: _Task, arrays: _Arrays):
+        self.model, self.plan, self.weights, self.steps = task.model, task.plan, task.weights, task.steps
+        self.arrays, self.ends, self.backward = arrays, arrays.ends, task.backward
+        self.places, self.gaps = task.layers.places, -1 in task.layers.order
+        self.axes = self.plan.mesh_axes("stage")
+        self.by_stage = task.backward and self.plan.recomputes and self.plan.pipeline.stash == "stage"
+        stored = partial(jax.tree.map, state_axes, is_leaf=is_axes)
+        axes = {name: stored(self.model.axes[name]) for name in ("blocks", *self.ends)}
+        blocks = jax.tree.map(lambda axes: (None, *axes[1:]), axes.pop("blocks"), is_leaf=is_axes)
+        self.layouts = {
+            "entering": STORED, "leaving": STORED, "cotangents": (None, *STORED), "blocks": blocks, "ends": axes
+        }  # fmt: skip
+        added, L = None, self.model.config.layers
+        if self.model.config.experts:
+            shares = self.weights.balance_loss / L, self.weights.router_z_loss / L, 0.0
             added = RouterSums(*(jnp.float32(share) for share in shares))
-        self.layers = Stack(model, plan, blocks, self._place, places, added)
+        self.layers = Stack(self.model, self.plan, arrays.blocks, self._context, self.places, added)
 
-    def _keys(self, i: Any) -> tuple[Any, Any]:
+    def _keys(self, i: ArrayLike) -> tuple[Array | None, Array | None]:
         """Of a microbatch's embedding, and of its layers, as `Model.hidden` has them."""
-        if self.key is None:
+        if self.arrays.key is None:
             return None, None
-        embed, blocks = jax.random.split(jax.random.fold_in(self.key, i))
+        embed, blocks = jax.random.split(jax.random.fold_in(self.arrays.key, i))
         return embed, jax.random.split(blocks, self.model.config.layers)
 
-    def _place(self, i: Any, chunk: Any, j: Any) -> LayerContext:
+    def _context(self, i: ArrayLike, chunk: ArrayLike, j: ArrayLike) -> LayerContext:
         row, plan = self._row(i), self.plan
         places = zip(halves(row["positions"], TOKENS, plan), halves(row.get("segments"), TOKENS, plan), strict=True)
-        layer, keys = self.order[chunk * self.places + j], self._keys(i)[1]
+        layer, keys = self.arrays.order[chunk * self.places + j], self._keys(i)[1]
         key = None if keys is None else keys[jnp.maximum(layer, 0)]
         return LayerContext(list(places), key, layer >= 0 if self.gaps else None)
 
-    def _row(self, i: Any) -> Any:
-        return {name: taken(x, i) for name, x in self.rows.items()}
+    def _row(self, i: ArrayLike) -> dict[str, Array]:
+        return {name: read(x, i) for name, x in self.arrays.rows.items()}
 
-    def _embed(self, ends: Params, i: Any) -> Array:
+    def _embed(self, ends: Params, i: ArrayLike) -> Array:
         row = self._row(i)
         x_BSD = self.model.embed(ends, row["tokens"], row["positions"], self.plan, self._keys(i)[0])
         return self.plan.constrain(x_BSD, STORED)
 
     # Buffers.
 
-    def start(self, steps: TickProgram) -> _Carry:
+    def start(self) -> _Carry:
         """Empty buffers and zero gradients."""
-        plan, routed = self.plan, RouterSums(*jnp.zeros(3)) if self.model.config.experts else None
-        self.x = jax.eval_shape(lambda: self._embed(self.ends, 0))
+        plan, steps = self.plan, self.steps
+        routed = RouterSums(*jnp.zeros(3)) if self.model.config.experts else None
+        x = jax.eval_shape(lambda: self._embed(self.ends, 0))
 
         def messages(slots: int) -> Array:
-            return plan.constrain(jnp.zeros((slots, *self.x.shape), self.x.dtype), (None, *STORED))
+            return plan.constrain(jnp.zeros((slots, *x.shape), x.dtype), (None, *STORED))
 
-        def kept(shapes: Sequence[Any], slots: int) -> list[Array]:
-            return [empty(shape, slots * self.places) for shape in shapes]
-
-        stored = partial(jax.tree.map, state_axes, is_leaf=is_axes)
-        self.layouts = {
-            "entering": STORED, "leaving": STORED, "cotangents": (None, *STORED),
-            "blocks": jax.tree.map(lambda axes: (None, *axes[1:]), stored(self.model.axes["blocks"]), is_leaf=is_axes),
-            "ends": {name: stored(self.model.axes[name]) for name in self.ends},
-        }  # fmt: skip
-        carry = _Carry(messages(steps.inbox), LossSums(*jnp.zeros(3), routed=routed), turn=first_turn(plan))
-        if not self.with_backward:
+        carry = _Carry(messages(steps.inbox), LossSums(*jnp.zeros(3), routed=routed), first_turn(plan))
+        if not self.backward:
             return carry
-        self.by_stage = plan.recomputes and plan.pipeline.stash == "stage"
-        self.layers.prepare(self.x, steps.waiting > 0, not self.by_stage)
+        self.layers.prepare(x, steps.waiting > 0, not self.by_stage)
         recipe, axes = self.layers.recipe, self.model.axes
-        self._kept = partial(kept, recipe.kept.shapes)
-        blocks = jax.tree.map(lambda x, axes: self._zeros(x, (None, *axes[1:])), self.layers.weights, axes["blocks"])
+        of_blocks = jax.tree.map(lambda x, axes: self._zeros(x, (None, *axes[1:])), self.arrays.blocks, axes["blocks"])
         return carry._replace(
             stash=messages(steps.stash) if self.by_stage else self._kept(steps.stash),
             cotangents=messages(steps.cotangents),
             leaving=messages(1)[0],
-            waiting=kept(recipe.parts.needed, steps.waiting) if recipe.parts else None,
-            blocks=blocks,
+            waiting=empty_buffers(recipe.parts.needed, steps.waiting * self.places) if recipe.parts else None,
+            blocks=of_blocks,
             ends={name: jax.tree.map(self._zeros, self.ends[name], axes[name]) for name in self.ends},
         )
 
-    def _zeros(self, weight: Array, axes: Any) -> Array:
+    def _kept(self, slots: int) -> list[Array]:
+        """Empty slots of what layers keep."""
+        return empty_buffers(self.layers.recipe.kept.shapes, slots * self.places)
+
+    def _zeros(self, weight: Array, axes: Axes) -> Array:
         """A gradient to add to, laid out as gradients are."""
         return self.plan.constrain(jnp.zeros(weight.shape, gradient_dtype(axes, self.plan)), state_axes(axes))
 
-    def finish(self, carry: _Carry) -> Any:
+    def finish(self, carry: _Carry) -> tuple[LossSums, Any]:
         """The sums, and the gradients: this stage's layers, and the ends summed over the stages."""
         with jax.named_scope("sum"):
             sums = jax.tree.map(lambda x: jax.lax.psum(x, self.axes), waits(carry.sums, carry.turn))
-            if not self.with_backward:
+            if not self.backward:
                 return sums, None
-            stored, summed = self.layouts["ends"], partial(jax.tree.map, self.total)
+            stored, summed = self.layouts["ends"], partial(jax.tree.map, self._total)
             ends = manual(summed, self.plan, (stored,), stored)(waits(carry.ends, carry.turn))
             return sums, {"blocks": carry.blocks, "ends": ends}
 
-    def total(self, grad: Array) -> Array:
+    def _total(self, grad: Array) -> Array:
         """Over the stages, in float32 as every sum of gradients over devices."""
         return jax.lax.psum(grad.astype(jnp.float32), self.axes).astype(grad.dtype)
 
     # Ticks.
 
-    def round(self, carry: _Carry, ticks: dict[Kind, Rows], ends: dict[Kind, _Ends]) -> _Carry:
+    def round(self, carry: _Carry, ticks: dict[Kind, Rows], shares: dict[Kind, _Shares]) -> _Carry:
         """The ticks of a round, one after another."""
         ticks = {kind: jax.tree.map(lambda x: x[0] if x.ndim else x, row) for kind, row in ticks.items()}
         run = {"forward": self._forward, "backward": self._backward, "input": self._backward, "weight": self._weight}
-        back = {"backward", "input"}.intersection(ends)
+        back = {"backward", "input"}.intersection(shares)
         arriving = None
         if back:
             with jax.named_scope("backward"):  # sent before the forward tick and taken after it: it travels beside it
-                arriving = self._sent(waits(carry.leaving, carry.turn), -1)
+                arriving = self._send(waits(carry.leaving, carry.turn), -1)
                 carry = carry._replace(turn=turn_after(carry.turn, arriving, STORED, self.plan))
-        for kind in ends:  # in the round's order, which a pytree does not keep
+        for kind in shares:  # in the round's order, which a pytree does not keep
             if kind in back:
                 arrived, cotangents = jax.lax.optimization_barrier((arriving, carry.cotangents))
-                carry = carry._replace(cotangents=put(cotangents, arrived, ticks[kind].arrives))
+                carry = carry._replace(cotangents=write(cotangents, arrived, ticks[kind].arrives))
             with jax.named_scope(kind):
-                carry = run[kind](carry, waits(ticks[kind], carry.turn), ends[kind])
-        if "forward" in ends:  # taken after the other ticks
+                carry = run[kind](carry, waits(ticks[kind], carry.turn), shares[kind])
+        if "forward" in shares:  # taken after the other ticks
             arrived, leaving = jax.lax.optimization_barrier((carry.entering, carry.leaving))
-            inbox = put(carry.inbox, arrived, ticks["forward"].arrives)
+            inbox = write(carry.inbox, arrived, ticks["forward"].arrives)
             carry = carry._replace(inbox=inbox, entering=None, leaving=leaving)
         return carry
 
@@ -275,123 +309,77 @@ class _Stage:
             carry = carry._replace(turn=turn_after(carry.turn, arrays, axes, self.plan))
         return carry
 
-    def _sent(self, x_BSD: Array, by: int) -> Array:
-        """What a neighbour had: of the stage before (by 1) or after (by -1), round the ends."""
-        around = [(s, (s + by) % self.stages) for s in range(self.stages)]
+    def _send(self, x_BSD: Array, by: int) -> Array:
+        """What a neighbour had: the stage before (by 1) or after (by -1), round the ends."""
+        stages = self.plan.size("stage")
+        around = [(s, (s + by) % stages) for s in range(stages)]
         with jax.named_scope("send"):
             return manual(lambda x: jax.lax.ppermute(x, self.axes, around), self.plan, (STORED,), STORED)(x_BSD)
 
-    def _forward(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
-        i, chunk = row.microbatch, row.chunk
-        x_BSD = taken(carry.inbox, row.taken)
-        x_BSD = _some(ends.first, row.some_end, lambda x: jnp.where(row.ends > 0, self._embed(self.ends, i), x), x_BSD)
-        if not self.with_backward:
-            y_BSD, _, routed = self.layers.forward(x_BSD, i, chunk)
-        elif self.by_stage:
-            y_BSD, _, routed = self.layers.forward(x_BSD, i, chunk)
-            carry = carry._replace(stash=put(carry.stash, x_BSD, row.kept))
-        else:
-            y_BSD, stash, routed = self.layers.forward(x_BSD, i, chunk, carry.stash, row.kept)
-            carry = carry._replace(stash=stash)
+    def _forward(self, carry: _Carry, row: Rows, shares: _Shares) -> _Carry:
+        def embedded(x_BSD: Array) -> Array:
+            return jnp.where(row.ends > 0, self._embed(self.ends, row.microbatch), x_BSD)
+
+        x_BSD = _if_some(shares.first, row.some_end, embedded, read(carry.inbox, row.taken))
+        y_BSD, stash, routed = self.layers.forward(x_BSD, row, None if self.by_stage else carry.stash)
+        carry = carry._replace(stash=write(carry.stash, x_BSD, row.kept) if self.by_stage else stash)
         if routed is not None:
-            carry = carry._replace(sums=self._with_routed(carry.sums, routed, row.on))
-        carry = self._then(carry._replace(entering=self._sent(y_BSD, 1)), "entering")
+            carry = carry._replace(sums=self._add_routed(carry.sums, routed, row.on))
+        carry = self._then(carry._replace(entering=self._send(y_BSD, 1)), "entering")
         row = waits(row, carry.turn)
-        carry = _some(ends.last, row.some_score, lambda carry: self._scored(carry, y_BSD, row), carry)
+        carry = _if_some(shares.last, row.some_score, lambda carry: self._score(carry, y_BSD, row), carry)
         return self._then(carry, "sums", "cotangents")
 
-    def _with_routed(self, sums: LossSums, routed: RouterSums, on: Array) -> LossSums:
+    def _add_routed(self, sums: LossSums, routed: RouterSums, on: Array) -> LossSums:
         """The routers' part of the loss, means over all layers, of this stage's layers."""
         share = jax.tree.map(lambda x: jnp.where(on > 0, x, 0) / self.model.config.layers, routed)
         added = self.weights.balance_loss * share.balance + self.weights.router_z_loss * share.z
         total = jax.tree.map(jnp.add, sums.routed, share)
         return sums._replace(loss=sums.loss + added, routed=total)
 
-    def _scored(self, carry: _Carry, y_BSD: Array, row: Rows) -> _Carry:
+    def _score(self, carry: _Carry, y_BSD: Array, row: Rows) -> _Carry:
         """The loss of the last stage's output, and its gradients, each stage with a part of the tokens."""
-        part_BSD = self._shared(jnp.where(row.scores > 0, y_BSD, 0))
-        labels_BS = jnp.where(row.some_score, self._own_labels(self._row(row.scored)["labels"]), -1)
+        part_BSD = share_tokens(jnp.where(row.scores > 0, y_BSD, 0), self.plan)
+        labels_BS = jnp.where(row.some_score, own_labels(self._row(row.scored)["labels"], self.plan), -1)
 
         def score(ends: Params, x_BSD: Array) -> tuple[Array, LossSums]:
             sums = self.model.score(ends, x_BSD, labels_BS, self.plan, self.weights)
             return sums.loss, sums
 
-        if not self.with_backward:
-            return carry._replace(sums=_plus(carry.sums, score(self.ends, part_BSD)[1]))
+        if not self.backward:
+            return carry._replace(sums=_add_sums(carry.sums, score(self.ends, part_BSD)[1]))
         (_, sums), (dends, dpart_BSD) = jax.value_and_grad(score, (0, 1), has_aux=True)(self.ends, part_BSD)
+        dy_BSD = gather_tokens(dpart_BSD, y_BSD.shape[1], self.plan)
         return carry._replace(
-            sums=_plus(carry.sums, sums),
-            ends=_added(carry.ends, dends),
-            cotangents=put(carry.cotangents, self._whole(dpart_BSD, y_BSD.shape[1]), row.cotangent),
+            sums=_add_sums(carry.sums, sums),
+            ends=_add_gradients(carry.ends, dends),
+            cotangents=write(carry.cotangents, dy_BSD, row.cotangent),
         )
 
-    def _shared(self, y_BSD: Array) -> Array:
-        """The sum over the stages [B, S, D], all but one of which are zero: to each a part of every device's tokens."""
-
-        def local(y_BSD: Array) -> Array:
-            y_BSD = jnp.pad(y_BSD, ((0, 0), (0, -y_BSD.shape[1] % self.stages), (0, 0)))
-            return reduce_scatter(y_BSD, self.axes, 1, self.stages)
-
-        with jax.named_scope("share"):
-            return manual(local, self.plan, (STORED,), STORED)(y_BSD)
-
-    def _whole(self, part_BSD: Array, S: int) -> Array:
-        """The inverse: all parts, on every stage."""
-        here = S // self.plan.size("residual_seq")
-
-        def local(part_BSD: Array) -> Array:
-            return jax.lax.all_gather(part_BSD, self.axes, axis=1, tiled=True)[:, :here]
-
-        with jax.named_scope("share"):
-            return manual(local, self.plan, (STORED,), STORED)(part_BSD)
-
-    def _own_labels(self, labels_BS: Array) -> Array:
-        """The labels of this stage's part; those of tokens that are filled in do not count."""
-        pieces = self.plan.size("residual_seq") // self.plan.size("seq")
-
-        def local(labels_BS: Array) -> Array:
-            labels_BTS = labels_BS.reshape(len(labels_BS), pieces, -1)
-            missing = -labels_BTS.shape[2] % self.stages
-            labels_BTS = jnp.pad(labels_BTS, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
-            labels_BTPS = labels_BTS.reshape(*labels_BTS.shape[:2], self.stages, -1)
-            own = jax.lax.dynamic_index_in_dim(labels_BTPS, jax.lax.axis_index(self.axes), 2, keepdims=False)
-            return own.reshape(len(labels_BS), -1)
-
-        return manual(local, self.plan, (GATHERED[:2],), GATHERED[:2])(labels_BS)
-
-    def _stashed(self, carry: _Carry, row: Rows) -> tuple[Any, Any]:
-        """What the layers of a chunk have kept, and the slot it is in: where only its input was, it is run again."""
-        if not self.by_stage:
-            return carry.stash, row.kept
-        x_BSD = taken(carry.stash, row.kept)
-        return self.layers.forward(x_BSD, row.microbatch, row.chunk, self._kept(1), 0)[1], 0
-
-    def _backward(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
-        dy_BSD, (stash, slot) = taken(carry.cotangents, row.taken), self._stashed(carry, row)
-        dx_BSD, blocks, waiting = self.layers.backward(
-            dy_BSD, row.microbatch, row.chunk, stash, slot, carry.blocks, row.on > 0, carry.waiting, row.waits
-        )
-        carry = self._passed_back(carry._replace(blocks=blocks, waiting=waiting), dx_BSD, row, ends)
-        return self._then(carry, "leaving", "ends")
-
-    def _weight(self, carry: _Carry, row: Rows, ends: _Ends) -> _Carry:
-        blocks = self.layers.weight_gradient(
-            row.microbatch, row.chunk, carry.stash, row.kept, carry.waiting, row.waits, carry.blocks, row.on > 0
-        )
-        return self._then(carry._replace(blocks=blocks), "blocks")
-
-    def _passed_back(self, carry: _Carry, dx_BSD: Array, row: Rows, ends: _Ends) -> _Carry:
-        """The cotangent ready to leave, or at the first virtual stage in the embedding's gradient."""
+    def _backward(self, carry: _Carry, row: Rows, shares: _Shares) -> _Carry:
+        """The cotangent goes through the layers and is ready to leave, or at the first virtual stage goes into the
+        embedding's gradient."""
+        i, on_first = row.microbatch, row.ends > 0
+        dy_BSD, stash = read(carry.cotangents, row.taken), carry.stash
+        if self.by_stage:  # only the stage's input is kept: its layers are run again
+            x_BSD, row = read(stash, row.kept), row._replace(kept=0)
+            stash = self.layers.forward(x_BSD, row, self._kept(1))[1]
+        dx_BSD, blocks, waiting = self.layers.backward(dy_BSD, row, stash, carry.blocks, carry.waiting)
 
         def embedded(ends: Params) -> Params:
-            _, pull = jax.vjp(lambda ends: self._embed(ends, row.microbatch), self.ends)
-            (more,) = pull(jnp.where(row.ends > 0, dx_BSD, 0))
-            return _added(ends, more)
+            _, pull = jax.vjp(lambda ends: self._embed(ends, i), self.ends)
+            return _add_gradients(ends, *pull(jnp.where(on_first, dx_BSD, 0)))
 
-        return carry._replace(leaving=dx_BSD, ends=_some(ends.first, row.some_end, embedded, carry.ends))
+        ends = _if_some(shares.first, row.some_end, embedded, carry.ends)
+        carry = carry._replace(blocks=blocks, waiting=waiting, leaving=dx_BSD, ends=ends)
+        return self._then(carry, "leaving", "ends")
+
+    def _weight(self, carry: _Carry, row: Rows, shares: _Shares) -> _Carry:
+        blocks = self.layers.weight_gradient(row, carry.stash, carry.waiting, carry.blocks)
+        return self._then(carry._replace(blocks=blocks), "blocks")
 
 
-def _some(share: float, some: Array, do: Callable[[Any], Any], x: Any) -> Any:
+def _if_some(share: float, some: Array, do: Callable[[_X], _X], x: _X) -> _X:
     """`do(x)` in the rounds in which some stage asks for it, and in others too where these are fewer than half.
 
     All stages agree on these rounds, so `do` may communicate.
@@ -401,10 +389,10 @@ def _some(share: float, some: Array, do: Callable[[Any], Any], x: Any) -> Any:
     return do(x) if share > 0.5 else jax.lax.cond(some, do, lambda x: x, x)
 
 
-def _added(total: Params, more: Params) -> Params:
+def _add_gradients(total: Params, more: Params) -> Params:
     """Gradients added to sums, in the sums' dtypes."""
     return jax.tree.map(lambda x, y: (x + y).astype(x.dtype), total, more)
 
 
-def _plus(total: LossSums, more: LossSums) -> LossSums:
+def _add_sums(total: LossSums, more: LossSums) -> LossSums:
     return total._replace(loss=total.loss + more.loss, nll=total.nll + more.nll, tokens=total.tokens + more.tokens)

@@ -83,13 +83,17 @@ def program(table: Table, backward: bool = True) -> TickProgram:
         for buffer, uses in _uses(table, rounds, s).items():
             depths[buffer] = max(depths[buffer], _assign_slots(uses, s, fields))
     first, segments = 0, list[Segment]()
-    for kinds, equal in groupby(rounds, key=lambda part: [_kind(tick) for tick in part]):
+    for kinds, equal in groupby(rounds, key=_kinds):
         count = len(list(equal))
         end, step = first + count * len(kinds), len(kinds)
         ticks: dict[Kind, Rows] = {kind: _rows(fields, slice(first + n, end, step)) for n, kind in enumerate(kinds)}
         segments.append(Segment(count, ticks))
         first = end
     return TickProgram(tuple(segments), **depths)
+
+
+def _kinds(part: list[Tick]) -> list[Kind]:
+    return [_kind(tick) for tick in part]
 
 
 def _kind(tick: Tick) -> Kind:

@@ -10,42 +10,65 @@ Shapes: B batch, S sequence, D embed; places, slots and layers lead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import PyTree
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights
+from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.parallel.linear import STORED
-from jaxpar.parallel.pipeline.split_backward import Kept, Parts, kept, split
+from jaxpar.parallel.pipeline.program import Rows
+from jaxpar.parallel.pipeline.split_backward import Kept, Parts, Shape, kept, split
 from jaxpar.parallel.remat import remat
 from jaxpar.parallel.token_order import halves, whole_batch
+
+Params = dict[str, PyTree]
+Places = Sequence[tuple[Array, Array | None]]
+"""Positions and segments of the tokens, of each of the batch's `halves`."""
+_Carry = TypeVar("_Carry")
+
+
+class ModelSizes(Protocol):
+    """What a pipeline asks of a model's config."""
+
+    layers: int
+    experts: int
+    scan_layers: bool
 
 
 class PipelinedModel(Protocol):
     """What a pipeline needs of a model: see `jaxpar.models.Model`."""
 
-    axes: Any
-    config: Any
-
-    def embed(self, params: Any, tokens_BS: Any, positions_BS: Any, plan: Plan, key: Any = None) -> Array: ...
-    def layer(self, layer: Any, xs: Any, places: Any, plan: Plan, key: Any) -> tuple[tuple[Array, ...], Any]: ...
-    def score(self, params: Any, x_BSD: Any, labels_BS: Any, plan: Plan, weights: LossWeights) -> LossSums: ...
+    @property
+    def axes(self) -> PyTree: ...
+    @property
+    def config(self) -> ModelSizes: ...
+    def embed(self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None) -> Array: ...
+    def layer(
+        self, layer: PyTree, xs: tuple[Array, ...], places: Places, plan: Plan, key: Any
+    ) -> tuple[tuple[Array, ...], RouterSums | None]: ...
+    def score(
+        self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights
+    ) -> LossSums: ...
 
 
 class LayerContext(NamedTuple):
     """What a layer is told besides its weights and its input.
 
     Attributes:
-      places: positions and segments of the tokens, of each of the batch's `halves`.
+      places: of the tokens.
       key: of its dropout, or None.
       there: whether there is a layer at this place; None = at all places.
     """
 
-    places: Any
+    places: Places
     key: Array | None
     there: Array | None
 
@@ -57,187 +80,194 @@ class Recipe(NamedTuple):
       tree: of `jax.vjp`'s function.
       kept: which of its arrays are kept, and how to have the others again.
       parts: the backward in two, where weights' gradients wait.
+      stashed: what is kept is still there when weights' gradients that waited are made.
     """
 
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
     kept: Kept
-    parts: Parts | None = None
+    parts: Parts | None
+    stashed: bool
 
 
+@dataclass
 class Stack:
     """The layers of one stage, inside the `shard_map` over stages.
 
-    Args:
+    Attributes:
       model, plan: as anywhere.
       weights: stacked weights [virtual x places, ...] of this stage.
-      place: of (microbatch, chunk, place in it) what the layer is told.
-      count: places of a virtual stage.
+      context: of (microbatch, chunk, place in it) what the layer is told.
+      places: of a virtual stage.
       added: cotangents of a layer's router sums, or None.
+      recipe: from `prepare`, where there is a backward.
     """
 
-    def __init__(
-        self, model: PipelinedModel, plan: Plan, weights: Any, place: Callable[..., LayerContext], count: int,
-        added: Any,
-    ):  # fmt: skip
-        self.model, self.plan, self.weights, self.place, self.count = model, plan, weights, place, count
-        self.added = added
-        self._recipe: Recipe | None = None
+    model: PipelinedModel
+    plan: Plan
+    weights: PyTree
+    context: Callable[[ArrayLike, ArrayLike, ArrayLike], LayerContext]
+    places: int
+    added: RouterSums | None
+    recipe: Recipe | None = None
 
-    def _run(self, weights: Any, place: LayerContext, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
-        def layer(weights: Any, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], Any]:
-            ys, routed = self.model.layer(weights, xs, place.places, self.plan, place.key)
-            if (there := place.there) is None:
+    def forward(self, x_BSD: Array, row: Rows, stash: list[Array] | None = None) -> tuple[Array, Any, Any]:
+        """The output of a tick's chunk and microbatch, the stash with what its layers keep, and their routers' sums.
+
+        The stash has arrays [slots x places, ...], written in the slot `row.kept`; None = nothing is kept.
+        """
+
+        def body(carry: Any, j: ArrayLike) -> Any:
+            xs, stash, total = carry
+            weights, context = self._weights(row.chunk, j), self.context(row.microbatch, row.chunk, j)
+            if stash is None:
+                xs, routed = self._apply(weights, context, xs)
+            else:
+                (xs, routed), arrays, _ = self._vjp(weights, context, xs)
+                new = [arrays[at] for at in self._recipe.kept.places]
+                stash = self._write(stash, new, row.kept, j)
+            return xs, stash, jax.tree.map(jnp.add, total, routed)
+
+        zeros = jax.tree.map(jnp.zeros_like, self.added)
+        xs, stash, routed = self._scan(body, (halves(x_BSD, STORED, self.plan), stash, zeros))
+        return whole_batch(xs, STORED, self.plan), stash, routed
+
+    def backward(
+        self, dy_BSD: Array, row: Rows, stash: list[Array], grads: PyTree, waiting: list[Array] | None
+    ) -> tuple[Array, PyTree, list[Array] | None]:
+        """The gradient of a tick's input; `grads` with those of its weights added where the stage is on.
+
+        Where weights' gradients wait only those of vectors are added; what those of matrices are made of goes into the
+        slot `row.waits` of `waiting`, arrays [slots x places, ...].
+        """
+        parts = self._recipe.parts
+
+        def body(carry: Any, j: ArrayLike) -> Any:
+            dxs, grads, waiting = carry
+            kept, weights = self._read(stash, row.kept, j), self._weights(row.chunk, j)
+            given = kept, weights, self.context(row.microbatch, row.chunk, j), (dxs, self.added)
+            if parts is None:
+                dweights, dxs = self._pull(*given)
+            else:
+                (dweights, dxs), needed = parts.first(*given)
+                waiting = self._write(waiting, needed, row.waits, j)
+            return dxs, self._add(grads, dweights, row, j), waiting
+
+        carry = halves(dy_BSD, STORED, self.plan), grads, waiting
+        dxs, grads, waiting = self._scan(body, carry, reverse=True)
+        return whole_batch(dxs, STORED, self.plan), grads, waiting
+
+    def weight_gradient(self, row: Rows, stash: list[Array], waiting: list[Array], grads: PyTree) -> PyTree:
+        """`grads` with those of a chunk's matrices added, which have waited."""
+        parts = self._recipe.parts
+        assert parts is not None
+
+        def body(grads: PyTree, j: ArrayLike) -> PyTree:
+            kept = (self._read(stash, row.kept, j),) if self._recipe.stashed else ()
+            given = *kept, self._weights(row.chunk, j), self.context(row.microbatch, row.chunk, j)
+            dweights, _ = parts.second(self._read(waiting, row.waits, j), *given)
+            return self._add(grads, dweights, row, j)
+
+        return self._scan(body, grads)
+
+    def prepare(self, x: jax.ShapeDtypeStruct, wait: bool, stashed: bool) -> None:
+        """Learn what a layer keeps, and how its backward is made of that: `recipe`.
+
+        Args:
+          x: shape [B, S, D] of its input.
+          wait: weights' gradients do.
+          stashed: see `Recipe`.
+        """
+        found: dict[str, Any] = {}
+
+        def leaves(weights: PyTree, context: LayerContext, xs: tuple[Array, ...]) -> list[Array]:
+            out, arrays, found["tree"] = self._vjp(weights, context, xs)
+            found["out"] = jax.eval_shape(lambda: out)
+            return arrays
+
+        weights, context = jax.eval_shape(lambda: (self._weights(0, 0), self.context(0, 0, 0)))
+        given = kept(leaves, weights, context, jax.eval_shape(lambda x: halves(x, STORED, self.plan), x))
+        self.recipe = Recipe(found["tree"], given, None, stashed)
+        if wait:
+            # Of the input's part are the gradients of vectors too, which are no work.
+            now = jax.tree.map(lambda x: x.ndim < 2, weights), (True,) * self.plan.overlap.parts
+            shapes = list(given.shapes), weights, context, found["out"]
+            parts = split(self._pull, shapes, now, again=(0, 1, 2) if stashed else (1, 2))
+            self.recipe = self.recipe._replace(parts=parts)
+
+    # One layer.
+
+    @property
+    def _recipe(self) -> Recipe:
+        assert self.recipe is not None, "prepare() comes first"
+        return self.recipe
+
+    def _apply(
+        self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...]
+    ) -> tuple[tuple[Array, ...], RouterSums | None]:
+        def layer(weights: PyTree, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], RouterSums | None]:
+            ys, routed = self.model.layer(weights, xs, context.places, self.plan, context.key)
+            if (there := context.there) is None:
                 return ys, routed
             ys = tuple(jnp.where(there, y, x) for y, x in zip(ys, xs, strict=True))
             return ys, jax.tree.map(lambda x: jnp.where(there, x, 0), routed)
 
         return remat(layer, self.plan, self.model.config.scan_layers)(weights, xs)
 
-    def _at(self, chunk: Any, j: Any) -> Any:
-        """The weights of a place of a chunk, fetched where they lie in host memory."""
-        return jax.tree.map(lambda x: on_device(taken(x, chunk * self.count + j)), self.weights)
-
-    def _differentiated(self, weights: Any, place: LayerContext, xs: Any) -> tuple[Any, list[Array], Any]:
+    def _vjp(self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...]) -> tuple[Any, list[Array], Any]:
         """A layer's outputs, and its backward's arrays and the tree they are in."""
-        out, pull = jax.vjp(lambda weights, xs: self._run(weights, place, xs), weights, xs)
+        out, pull = jax.vjp(lambda weights, xs: self._apply(weights, context, xs), weights, xs)
         return out, *jax.tree.flatten(pull)
 
-    def _pulled(self, kept: Sequence[Array], weights: Any, place: LayerContext, dout: Any) -> Any:
+    def _pull(self, kept: Sequence[Array], weights: PyTree, context: LayerContext, dout: PyTree) -> tuple[PyTree, Any]:
         """Gradients of a layer's weights and inputs."""
-        leaves = self.recipe.kept.restore(kept, weights, place)
-        return jax.tree.unflatten(self.recipe.tree, leaves)(dout)
+        leaves = self._recipe.kept.restore(kept, weights, context)
+        return jax.tree.unflatten(self._recipe.tree, leaves)(dout)
 
-    @property
-    def recipe(self) -> Recipe:
-        assert self._recipe is not None, "prepare() comes first"
-        return self._recipe
+    # Places of a chunk.
 
-    def prepare(self, x: jax.ShapeDtypeStruct, waits: bool, stashed: bool) -> None:
-        """Learn what a layer keeps.
-
-        Args:
-          x: shape [B, S, D] of its input.
-          waits: weights' gradients do.
-          stashed: what a layer keeps is there still when they are made.
-        """
-        found: dict[str, Any] = {}
-
-        def leaves(weights: Any, place: LayerContext, xs: Any) -> list[Array]:
-            out, arrays, found["tree"] = self._differentiated(weights, place, xs)
-            found["out"] = jax.eval_shape(lambda: out)
-            return arrays
-
-        weights, place = jax.eval_shape(lambda: (self._at(0, 0), self.place(0, 0, 0)))
-        given = kept(leaves, weights, place, jax.eval_shape(self._halves, x))
-        self._stashed, self._recipe = stashed, Recipe(found["tree"], given)
-        if waits:
-            shapes = list(given.shapes), weights, place, found["out"]
-            again = (0, 1, 2) if stashed else (1, 2)
-            self._recipe = self._recipe._replace(parts=split(self._pulled, shapes, self._now(), again))
-
-    def _now(self) -> Any:
-        """Of a layer's backward, whether a result belongs to the input's part: vectors' gradients are no work."""
-        weights = jax.eval_shape(lambda: self._at(0, 0))
-        return jax.tree.map(lambda x: x.ndim < 2, weights), (True,) * self.plan.overlap.parts
-
-    def _halves(self, x: Array) -> tuple[Array, ...]:
-        return halves(x, STORED, self.plan)
-
-    def _scan(self, body: Callable[[Any, Any], Any], carry: Any, reverse: bool = False) -> Any:
+    def _scan(self, body: Callable[[_Carry, ArrayLike], _Carry], carry: _Carry, reverse: bool = False) -> _Carry:
         """`body(carry, j)` for each place of a chunk, in a loop or one after another as the model has its layers."""
         if self.model.config.scan_layers:
-            return jax.lax.scan(lambda c, j: (body(c, j), None), carry, jnp.arange(self.count), reverse=reverse)[0]
-        for j in range(self.count)[:: -1 if reverse else 1]:
+            return jax.lax.scan(lambda c, j: (body(c, j), None), carry, jnp.arange(self.places), reverse=reverse)[0]
+        for j in range(self.places)[:: -1 if reverse else 1]:
             carry = body(carry, j)
         return carry
 
-    def forward(self, x: Array, i: Any, chunk: Any, stash: Any = None, slot: Any = 0) -> tuple[Array, Any, Any]:
-        """The output of a chunk for a microbatch, the stash with what its layers keep in `slot`, and the router's sums
-        over the layers (of arrays [slots x places, ...]; None = nothing is kept)."""
+    def _weights(self, chunk: ArrayLike, j: ArrayLike) -> PyTree:
+        """The weights of a place of a chunk, fetched where they lie in host memory."""
+        return jax.tree.map(lambda x: on_device(read(x, chunk * self.places + j)), self.weights)
 
-        def body(carry: Any, j: Any) -> Any:
-            xs, stash, total = carry
-            weights, place = self._at(chunk, j), self.place(i, chunk, j)
-            if stash is None:
-                xs, routed = self._run(weights, place, xs)
-            else:
-                (xs, routed), arrays, _ = self._differentiated(weights, place, xs)
-                kept = (arrays[at] for at in self.recipe.kept.places)
-                stash = [put(buffer, x, slot * self.count + j) for buffer, x in zip(stash, kept, strict=True)]
-            return xs, stash, jax.tree.map(jnp.add, total, routed)
+    def _read(self, buffers: Sequence[Array], slot: ArrayLike, j: ArrayLike) -> list[Array]:
+        return [read(buffer, slot * self.places + j) for buffer in buffers]
 
-        zeros = None if self.added is None else jax.tree.map(jnp.zeros_like, self.added)
-        xs, stash, routed = self._scan(body, (self._halves(x), stash, zeros))
-        return whole_batch(xs, STORED, self.plan), stash, routed
+    def _write(self, buffers: Sequence[Array], new: Sequence[Array], slot: ArrayLike, j: ArrayLike) -> list[Array]:
+        return [write(buffer, x, slot * self.places + j) for buffer, x in zip(buffers, new, strict=True)]
 
-    def backward(
-        self, dy: Array, i: Any, chunk: Any, stash: Any, slot: Any, grads: Any, on: Any, waiting: Any = None,
-        wait: Any = 0,
-    ) -> tuple[Array, Any, Any]:  # fmt: skip
-        """The gradient of a chunk's input; `grads` with those of its weights added where the stage is `on`.
-
-        Where weights' gradients wait only vectors' are added; what those of matrices are made of goes into slot `wait`
-        of `waiting`, arrays [slots x places, ...].
-        """
-        parts = self.recipe.parts
-
-        def body(carry: Any, j: Any) -> Any:
-            dxs, grads, waiting = carry
-            given = _slot(stash, slot * self.count + j), self._at(chunk, j), self.place(i, chunk, j), (dxs, self.added)
-            if parts is None:
-                dweights, dxs = self._pulled(*given)
-            else:
-                (dweights, dxs), needed = parts.first(*given)
-                waiting = [put(buffer, x, wait * self.count + j) for buffer, x in zip(waiting, needed, strict=True)]
-            return dxs, self._added(grads, dweights, chunk, j, on), waiting
-
-        dxs, grads, waiting = self._scan(body, (self._halves(dy), grads, waiting), reverse=True)
-        return whole_batch(dxs, STORED, self.plan), grads, waiting
-
-    def weight_gradient(
-        self, i: Any, chunk: Any, stash: Any, slot: Any, waiting: Any, wait: Any, grads: Any, on: Any
-    ) -> Any:
-        """`grads` with those of a chunk's matrices added, which have waited."""
-        parts = self.recipe.parts
-        assert parts is not None
-
-        def body(grads: Any, j: Any) -> Any:
-            kept = (_slot(stash, slot * self.count + j),) if self._stashed else ()
-            dweights, _ = parts.second(
-                _slot(waiting, wait * self.count + j), *kept, self._at(chunk, j), self.place(i, chunk, j)
-            )
-            return self._added(grads, dweights, chunk, j, on)
-
-        return self._scan(body, grads)
-
-    def _added(self, grads: Any, dweights: Any, chunk: Any, j: Any, on: Any) -> Any:
-        at = chunk * self.count + j
+    def _add(self, grads: PyTree, dweights: PyTree, row: Rows, j: ArrayLike) -> PyTree:
+        """Gradients with those of a place's weights added; None where there is none yet."""
+        at = row.chunk * self.places + j
 
         def add(total: Array, x: Array | None) -> Array:
             if x is None:
                 return total
-            more = jnp.where(on, x.astype(total.dtype), 0)
-            return jax.lax.dynamic_update_index_in_dim(total, taken(total, at) + more, at, 0)
+            more = jnp.where(row.on > 0, x.astype(total.dtype), 0)
+            return jax.lax.dynamic_update_index_in_dim(total, read(total, at) + more, at, 0)
 
-        return jax.tree.map(add, grads, dweights, is_leaf=lambda x: x is None)
+        return jax.tree.map(add, grads, dweights)
 
 
-def taken(x: Array, at: Any) -> Array:
+def read(x: Array, at: ArrayLike) -> Array:
     """`x[at]` of an index that is not known ahead."""
     return jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
 
 
-def empty(shape: Any, slots: int) -> Array:
-    """A buffer [slots, ...] of arrays of this shape, where they lie: on the device or in host memory."""
-    zeros = jnp.zeros((slots, *shape.shape), shape.dtype)
-    return on_host(zeros) if getattr(shape, "memory_space", None) == jax.memory.Space.Host else zeros
-
-
-def _slot(buffers: Sequence[Array], at: Any) -> list[Array]:
-    """What is at [at] of each."""
-    return [taken(buffer, at) for buffer in buffers]
-
-
-def put(buffer: Array, x: Array, at: Any) -> Array:
+def write(buffer: Array, x: Array, at: ArrayLike) -> Array:
     """`x` at [at]: one index, as the TPU compiler cuts arrays in host memory along one dim only."""
     return jax.lax.dynamic_update_index_in_dim(buffer, x, at, 0)
+
+
+def empty_buffers(shapes: Sequence[Shape], slots: int) -> list[Array]:
+    """Buffers [slots, ...] of arrays of these shapes, where they lie: on the device or in host memory."""
+    zeros = [jnp.zeros((slots, *shape.shape), shape.dtype) for shape in shapes]
+    on = [getattr(shape, "memory_space", None) == jax.memory.Space.Host for shape in shapes]
+    return [on_host(x) if host else x for x, host in zip(zeros, on, strict=True)]
