@@ -107,10 +107,10 @@ class _Arrays(NamedTuple):
     """
 
     blocks: PyTree
-    ends: Params
-    rows: dict[str, Any]
-    key: Any
-    order: Any
+    ends: PyTree
+    rows: PyTree
+    key: PyTree
+    order: PyTree
 
 
 def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tuple[LossSums, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,18 @@ from jaxpar.parallel.pipeline.simulator import check
 Params = Mapping[str, Any]
 
 
+class _Sizes(NamedTuple):
+    layers: int
+    experts: int = 0
+    scan_layers: bool = True
+
+
 class _Functions:
     """Three functions as the executor's `Model`."""
 
     def __init__(self, functions: Sequence[Callable[..., Array]], axes: Any, layers: int):
         (self._embed, self._block, self._score), self.axes = functions, axes
-        self.config = SimpleNamespace(layers=layers, experts=0, scan_layers=True)
+        self.config = _Sizes(layers)
 
     def embed(self, params: Any, tokens_BS: Any, positions_BS: Any, plan: Plan, key: Any = None) -> Array:
         return self._embed(params, tokens_BS, positions_BS)

@@ -38,9 +38,12 @@ _Carry = TypeVar("_Carry")
 class ModelSizes(Protocol):
     """What a pipeline asks of a model's config."""
 
-    layers: int
-    experts: int
-    scan_layers: bool
+    @property
+    def layers(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def scan_layers(self) -> bool: ...
 
 
 class PipelinedModel(Protocol):
@@ -54,9 +57,7 @@ class PipelinedModel(Protocol):
     def layer(
         self, layer: PyTree, xs: tuple[Array, ...], places: Places, plan: Plan, key: Any
     ) -> tuple[tuple[Array, ...], RouterSums | None]: ...
-    def score(
-        self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights
-    ) -> LossSums: ...
+    def score(self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights) -> LossSums: ...
 
 
 class LayerContext(NamedTuple):
@@ -99,7 +100,6 @@ class Stack:
       context: of (microbatch, chunk, place in it) what the layer is told.
       places: of a virtual stage.
       added: cotangents of a layer's router sums, or None.
-      recipe: from `prepare`, where there is a backward.
     """
 
     model: PipelinedModel
@@ -108,7 +108,7 @@ class Stack:
     context: Callable[[ArrayLike, ArrayLike, ArrayLike], LayerContext]
     places: int
     added: RouterSums | None
-    recipe: Recipe | None = None
+    _recipe: Recipe | None = None
 
     def forward(self, x_BSD: Array, row: Rows, stash: list[Array] | None = None) -> tuple[Array, Any, Any]:
         """The output of a tick's chunk and microbatch, the stash with what its layers keep, and their routers' sums.
@@ -123,7 +123,7 @@ class Stack:
                 xs, routed = self._apply(weights, context, xs)
             else:
                 (xs, routed), arrays, _ = self._vjp(weights, context, xs)
-                new = [arrays[at] for at in self._recipe.kept.places]
+                new = [arrays[at] for at in self.recipe.kept.places]
                 stash = self._write(stash, new, row.kept, j)
             return xs, stash, jax.tree.map(jnp.add, total, routed)
 
@@ -139,7 +139,7 @@ class Stack:
         Where weights' gradients wait only those of vectors are added; what those of matrices are made of goes into the
         slot `row.waits` of `waiting`, arrays [slots x places, ...].
         """
-        parts = self._recipe.parts
+        parts = self.recipe.parts
 
         def body(carry: Any, j: ArrayLike) -> Any:
             dxs, grads, waiting = carry
@@ -158,11 +158,11 @@ class Stack:
 
     def weight_gradient(self, row: Rows, stash: list[Array], waiting: list[Array], grads: PyTree) -> PyTree:
         """`grads` with those of a chunk's matrices added, which have waited."""
-        parts = self._recipe.parts
+        parts = self.recipe.parts
         assert parts is not None
 
         def body(grads: PyTree, j: ArrayLike) -> PyTree:
-            kept = (self._read(stash, row.kept, j),) if self._recipe.stashed else ()
+            kept = (self._read(stash, row.kept, j),) if self.recipe.stashed else ()
             given = *kept, self._weights(row.chunk, j), self.context(row.microbatch, row.chunk, j)
             dweights, _ = parts.second(self._read(waiting, row.waits, j), *given)
             return self._add(grads, dweights, row, j)
@@ -186,20 +186,21 @@ class Stack:
 
         weights, context = jax.eval_shape(lambda: (self._weights(0, 0), self.context(0, 0, 0)))
         given = kept(leaves, weights, context, jax.eval_shape(lambda x: halves(x, STORED, self.plan), x))
-        self.recipe = Recipe(found["tree"], given, None, stashed)
+        self._recipe = Recipe(found["tree"], given, None, stashed)
         if wait:
             # Of the input's part are the gradients of vectors too, which are no work.
             now = jax.tree.map(lambda x: x.ndim < 2, weights), (True,) * self.plan.overlap.parts
             shapes = list(given.shapes), weights, context, found["out"]
             parts = split(self._pull, shapes, now, again=(0, 1, 2) if stashed else (1, 2))
-            self.recipe = self.recipe._replace(parts=parts)
+            self._recipe = self._recipe._replace(parts=parts)
 
     # One layer.
 
     @property
-    def _recipe(self) -> Recipe:
-        assert self.recipe is not None, "prepare() comes first"
-        return self.recipe
+    def recipe(self) -> Recipe:
+        """What `prepare` learned."""
+        assert self._recipe is not None, "prepare() comes first"
+        return self._recipe
 
     def _apply(
         self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...]
@@ -220,8 +221,8 @@ class Stack:
 
     def _pull(self, kept: Sequence[Array], weights: PyTree, context: LayerContext, dout: PyTree) -> tuple[PyTree, Any]:
         """Gradients of a layer's weights and inputs."""
-        leaves = self._recipe.kept.restore(kept, weights, context)
-        return jax.tree.unflatten(self._recipe.tree, leaves)(dout)
+        leaves = self.recipe.kept.restore(kept, weights, context)
+        return jax.tree.unflatten(self.recipe.tree, leaves)(dout)
 
     # Places of a chunk.
 
