@@ -296,7 +296,8 @@ FAULTS = [
     (weights_of_one_forgotten, "interleaved", 2, "needs backward of microbatch 0, chunk 1 of stage 3: is never done"),
     (chunks_taken_for_each_other, "interleaved", 2,
      "tick 0, stage 0: forward of microbatch 0, chunk 1 needs forward of microbatch 0, chunk 0 of stage 3"),
-    (chunks_taken_for_each_other, "1f1b", 1, "tick 0, stage 0: forward of microbatch 0, chunk 1: chunks are 0 to 0"),
+    (chunks_taken_for_each_other, "1f1b", 1,
+     "tick 0, stage 0: forward of microbatch 0, chunk 1: this table has .* chunks 0 to 0"),
 ]  # fmt: skip
 
 
@@ -314,9 +315,9 @@ def test_cells_that_no_table_has():
     one = Action("forward", 0), Action("backward", 0)
     for ticks, message in [
         (((one[0],), (None, one[1])), "tick 1 has 2 stages, not 1"),
-        (((one[0],), (Action("backward", 1),)), "tick 1, stage 0: backward of microbatch 1, chunk 0: microbatches are"),
-        (((Action("rest", 0),),), "tick 0, stage 0: rest of microbatch 0, chunk 0: no such kind"),  # type: ignore
-        (((one[0],), (one[1],), (Action("input", 0),), (Action("weight", 0),)), "whole, or all in two halves"),
+        (((one[0],), (Action("backward", 1),)), "tick 1, stage 0: backward .*: this table has .* microbatches 0 to 0"),
+        (((Action("rest", 0),),), "tick 0, stage 0: rest .*: this table has forward, backward of"),  # type: ignore
+        (((one[0],), (one[1],), (Action("input", 0),), (Action("weight", 0),)), "table has forward, input, weight"),
         (((one[0],), (None,), (one[1],)), "round 1 has ticks of nothing: each is of one kind on all stages"),
     ]:
         with pytest.raises(UserError, match=message):

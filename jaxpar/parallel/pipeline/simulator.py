@@ -65,38 +65,29 @@ class Simulation(NamedTuple):
 def check(table: Table) -> None:
     """Prove a table valid.
 
-    Every tick is of one kind, and a round has at most one tick of a kind. Every microbatch goes through every virtual
-    stage once, forward and backward (or, in all of the table, input and weight), and everything an action needs
-    (`schedules.needs`) is done in an earlier tick. That a stage does one thing a tick follows from the form of a tick.
+    Every microbatch goes through every virtual stage once, forward and backward (or, in all of the table, input and
+    weight), and everything an action needs (`schedules.needs`) is done in an earlier tick. Every tick is of one kind,
+    and a round has at most one tick of a kind. That a stage does one thing a tick follows from the form of a tick.
 
     Raises:
       UserError: the table is not valid; names the tick, the stage and the action.
     """
     P, M, v = table.stages, table.microbatches, table.virtual
-    when: dict[Place, int] = {}
+    halves = any(action.kind in ("input", "weight") for tick in table.ticks for _, action in _busy(tick))
+    kinds: tuple[Kind, ...] = ("forward", "input", "weight") if halves else ("forward", "backward")
+    units = [(s, Action(kind, i, c)) for s, i, c in np.ndindex(P, M, v) for kind in kinds]
+    known, when = set(units), dict[Place, int]()
     for t, tick in enumerate(table.ticks):
         if len(tick) != P:
             raise UserError(f"tick {t} has {len(tick)} stages, not {P}")
         for s, action in _busy(tick):
-            if wrong := _wrong_cell(action, M, v):
-                raise UserError(f"tick {t}, stage {s}: {_text(action)}: {wrong}")
+            here = f"tick {t}, stage {s}: {_text(action)}"
             if (s, action) in when:
-                raise UserError(f"tick {t}, stage {s}: {_text(action)}: done before, in tick {when[s, action]}")
+                raise UserError(f"{here}: done before, in tick {when[s, action]}")
+            if (s, action) not in known:
+                sizes = f"microbatches 0 to {M - 1} and chunks 0 to {v - 1}"
+                raise UserError(f"{here}: this table has {', '.join(kinds)} of {sizes}")
             when[s, action] = t
-    _check_order(when, P, v)
-    _check_whole(when, table)
-    _check_kinds(table)
-
-
-def _wrong_cell(action: Action, M: int, v: int) -> str:
-    if action.kind not in get_args(Kind):
-        return f"no such kind, {', '.join(get_args(Kind))} are"
-    if not 0 <= action.microbatch < M:
-        return f"microbatches are 0 to {M - 1}"
-    return "" if 0 <= action.chunk < v else f"chunks are 0 to {v - 1}"
-
-
-def _check_order(when: dict[Place, int], P: int, v: int) -> None:
     for (s, action), t in when.items():
         for stage, needed in sorted(needs(action, s, P, v)):
             at = when.get((stage, needed))
@@ -104,19 +95,10 @@ def _check_order(when: dict[Place, int], P: int, v: int) -> None:
                 found = "is never done" if at is None else f"is done in tick {at}"
                 here = f"tick {t}, stage {s}: {_text(action)}"
                 raise UserError(f"{here} needs {_text(needed)} of stage {stage}: {found}")
-
-
-def _check_whole(when: dict[Place, int], table: Table) -> None:
-    kinds = {action.kind for _, action in when}
-    halves = kinds & {"input", "weight"}
-    if halves and "backward" in kinds:
-        raise UserError(f"backwards are whole, or all in two halves: found backward and {' and '.join(sorted(halves))}")
-    wanted: tuple[Kind, ...] = ("forward", "input", "weight") if halves else ("forward", "backward")
-    for s, i, c in np.ndindex(table.stages, table.microbatches, table.virtual):
-        for action in (Action(kind, i, c) for kind in wanted):
-            if (s, action) not in when:
-                end = len(table.ticks) - 1
-                raise UserError(f"tick {end}, stage {s}: the end, and {_text(action)} is never done")
+    for s, action in units:
+        if (s, action) not in when:
+            raise UserError(f"tick {len(table.ticks) - 1}, stage {s}: the end, and {_text(action)} is never done")
+    _check_kinds(table)
 
 
 def _check_kinds(table: Table) -> None:
