@@ -1,7 +1,7 @@
-"""Which layers and how many microbatches a pipeline has.
+"""Which layers each stage of a pipeline has, where they are stored, and how many microbatches there are.
 
-A stacked parameter is stored with its layers in the order of the stages that have them, so that each stage's are
-together: with several virtual stages, or where layers do not divide, that is another order than the model's.
+A stacked parameter is stored with its layers in the order of the stages that have them, so that each stage's layers
+are together: with several virtual stages, or where layers do not divide, that is another order than the model's.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,6 +21,7 @@ from jaxpar.base.plan import Pipeline, Plan
 from jaxpar.base.sharding import named_axes
 from jaxpar.parallel.pipeline.schedules import check_sizes
 
+_Array = TypeVar("_Array", jax.Array, np.ndarray)
 _MOST_A_STAGE = 4  # microbatches by default: the bubble of 1F1B is then below a fifth
 
 
@@ -50,13 +52,13 @@ def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
     """The layers of each stage.
 
     Args:
-      layers: of the model.
-      stages: of the mesh.
-      pipeline: virtual stages, and layers of each where they are given.
+      layers: how many the model has.
+      stages: how many the mesh has.
+      pipeline: virtual stages, and the layers of each where they are given.
 
     Raises:
-      UserError: fewer layers than virtual stages, virtual stages that do not divide the layers, or given layers that
-        are not as many as there are.
+      UserError: there are fewer layers than virtual stages, virtual stages do not divide the layers, or the given
+        layers do not add up to the model's.
     """
     v, given = pipeline.virtual, pipeline.layers
     whole, rest = divmod(layers, stages * v)
@@ -100,16 +102,16 @@ def layers_in(plan: Plan, layers: int) -> Layers | None:
 
 
 def stored_order(plan: Plan, layers: int) -> tuple[int, ...] | None:
-    """In which order a plan stores the layers of stacked parameters (see `Layers.order`); None = as they are."""
+    """The order in which a plan stores the layers of stacked parameters (see `Layers.order`); None = the model's."""
     found = layers_in(plan, layers)
     return None if found is None or found.natural else found.order
 
 
-def reorder_layers(x: Any, before: Sequence[int] | None, after: Sequence[int] | None, layers: int) -> Any:
-    """A stacked array [places, ...] from one stored order to another: `None` is the model's own.
+def reorder_layers(x: _Array, before: Sequence[int] | None, after: Sequence[int] | None, layers: int) -> _Array:
+    """A stacked array [places, ...] moved from one stored order to another; None is the model's own order.
 
     Args:
-      x: of jax or numpy.
+      x: stacked on its first dim.
       before, after: see `stored_order`.
       layers: of the model.
     """
@@ -117,7 +119,7 @@ def reorder_layers(x: Any, before: Sequence[int] | None, after: Sequence[int] | 
         return x
     there = {layer: place for place, layer in enumerate(before or range(layers))}
     wanted = np.array([there.get(layer, -1) if layer >= 0 else -1 for layer in after or range(layers)])
-    library = np if isinstance(x, np.ndarray) else jnp
+    library: Any = np if isinstance(x, np.ndarray) else jnp
     taken = library.take(x, np.maximum(wanted, 0), axis=0)
     empty = (wanted < 0).reshape(-1, *[1] * (x.ndim - 1))
     return library.where(empty, library.zeros((), x.dtype), taken) if empty.any() else taken
