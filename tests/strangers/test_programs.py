@@ -107,6 +107,15 @@ def test_a_pipeline_without_stages_or_blocks_is_refused() -> None:
         own_pipeline.verdict_of(stage=4, data=2, microbatches=16)
 
 
+def test_a_table_that_would_be_run_wrongly_is_refused() -> None:
+    with pytest.raises(jaxpar.UserError, match=r"^a table of 8 stages on a layout that has 4"):
+        own_pipeline.verdict_of(pipeline.schedule("1f1b", 8, 8), stage=4, data=2)
+    table = pipeline.schedule("1f1b", 4, 8)
+    without_last = pipeline.Table(4, 8, 1, table.rounds[:-1])
+    with pytest.raises(jaxpar.UserError, match="stage 0: the end, and backward of microbatch 7, chunk 0 is never done"):
+        own_pipeline.verdict_of(without_last, stage=4, data=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e-8", "h100x8"])
 def test_a_strangers_step_is_rehearsed_by_line_of_its_file(target: str) -> None:

@@ -87,13 +87,15 @@ def value_and_grad(
       UserError: no stages, rules or sizes that make no pipeline, a table that is not valid, or parameters without
         `blocks`. What depends on the arrays is said when the function is traced.
     """
+    if layout.size("stage") == 1:
+        raise UserError("a pipeline needs stages, and this layout has one: make_mesh(stage=4) has four")
     if isinstance(schedule, Table):
         check(schedule)
+        if schedule.stages != layout.size("stage"):
+            raise UserError(f"a table of {schedule.stages} stages on a layout that has {layout.size('stage')}")
         microbatches, virtual = schedule.microbatches, schedule.virtual
     name = schedule if isinstance(schedule, str) else "looped"  # which any virtual stages may have
     pipeline = Pipeline(name, microbatches, virtual)
-    if layout.size("stage") == 1:
-        raise UserError("a pipeline needs stages, and this layout has one: make_mesh(stage=4) has four")
     if "blocks" not in axes:
         raise UserError(f"a pipeline's parameters have stacked `blocks`, and these are {', '.join(axes)}")
     plan = Plan(layout.mesh, layout.rules, layout.compute, pipeline=pipeline)
