@@ -37,7 +37,7 @@ from jaxpar.train.tokenizer import (
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests",
                    "encodings", "pydoc_data", "idlelib", "lib2to3", "turtledemo"}  # fmt: skip
 
-Batch = dict[str, np.ndarray]
+HostBatch = dict[str, np.ndarray]
 """int32 [B, S] each: `tokens`, `labels` (the next token; -1 = not counted), packed also `segments` and `positions`."""
 
 
@@ -317,7 +317,7 @@ def _memory_map(path: Path, dtype: np.dtype) -> np.ndarray:
 
 def train_batches(
     stream: Tokens, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int
-) -> grain.DatasetIterator[Batch]:
+) -> grain.DatasetIterator[HostBatch]:
     """This process's rows of every global batch, without end: each window once an epoch, each epoch in a new order.
 
     The order comes from `data.seed` alone, so the global batch is the same whatever the number of processes. The
@@ -334,7 +334,7 @@ def train_batches(
     stride = data.stride or data.seq_len
     local = np.asarray(rows)
 
-    def fetch(window_B: np.ndarray) -> Batch:
+    def fetch(window_B: np.ndarray) -> HostBatch:
         return read_windows(stream, window_B[local] * stride, data.seq_len, data.pack, vocab_size)
 
     # Indices are shuffled and batched before anything is read: what other processes hold costs this one nothing.
@@ -346,7 +346,7 @@ def train_batches(
 
 def val_batches(
     stream: Tokens, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int, limit: int = 0
-) -> Iterator[Batch]:
+) -> Iterator[HostBatch]:
     """This process's rows of the validation batches: windows side by side, each once, in order.
 
     With a limit, as many as fill so many batches, at even distances over the whole stream: its beginning alone may be
@@ -376,7 +376,7 @@ def window_count(stream: Tokens, seq_len: int, stride: int) -> int:
     return max((len(stream.tokens) - seq_len - 1) // stride + 1, 0)
 
 
-def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool, vocab_size: int) -> Batch:
+def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool, vocab_size: int) -> HostBatch:
     """The windows that begin at `starts_B`, as a batch.
 
     Packed, `segments` numbers the documents of a window from 1, `positions` counts from the start of the document

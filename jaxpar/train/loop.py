@@ -25,8 +25,7 @@ from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.checkpoint import METRIC, Checkpoints
-from jaxpar.train.data import Batch as HostBatch
-from jaxpar.train.data import Corpus, load_corpus, train_batches, unigram_entropy
+from jaxpar.train.data import Corpus, HostBatch, load_corpus, train_batches, unigram_entropy
 from jaxpar.train.evaluate import evaluate
 from jaxpar.train.metrics import Meter, MetricsLog
 from jaxpar.train.optimizer import schedule_note

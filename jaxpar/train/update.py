@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from jaxpar.base.config import TrainConfig
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes, is_axes, state_axes
+from jaxpar.base.sharding import is_axes, state_axes
 from jaxpar.models import Params
 from jaxpar.parallel.collectives import first_turn, gather, manual, turn_after, waits
 from jaxpar.parallel.cross_entropy import LossSums
@@ -98,7 +98,7 @@ def _update_part(
     """The new parameters and moments, and the optimizer's state, of which only the scalars count."""
     (part, grads), matrices = jax.tree.map(on_device, (part, grads)), decay_mask(axes)
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) * scale.factor, grads)
-    stored = _as_state(part.params, axes, plan)
+    stored = _to_state_layout(part.params, axes, plan)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
     before = with_moments(opt_state, part.mu, part.nu)
     updates, state = make_optimizer(train, axes).update(grads, unpacked(before), exact)
@@ -111,7 +111,7 @@ def _update_part(
     def place(moment: Array | Quantized, matrix: bool) -> Array | Quantized:
         return jax.tree.map(on_host, moment) if matrix and plan.optimizer == "offload" else moment
 
-    return _Part(_as_params(new, axes, plan), *moments_of(map_moments(place, state, matrices))), state
+    return _Part(_to_param_layout(new, axes, plan), *moments_of(map_moments(place, state, matrices))), state
 
 
 def _update_by_layer(
@@ -158,20 +158,21 @@ def _take(x: Array, i: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
-def _as_state(params: Params, axes: Params, plan: Plan) -> Params:
-    """Arrays of the parameters' form in the layout of the optimizer's state: each device takes its piece."""
-    if plan.mesh_axes("state_embed") == plan.mesh_axes("embed"):
+def _is_split_further(plan: Plan) -> bool:
+    """Whether the optimizer's state is split over more devices than the parameters: ZeRO-1."""
+    return plan.mesh_axes("state_embed") != plan.mesh_axes("embed")
+
+
+def _to_state_layout(params: Params, axes: Params, plan: Plan) -> Params:
+    """Parameters in the layout of the optimizer's state: each device takes its piece."""
+    if not _is_split_further(plan):
         return params
-
-    def constrain(x: Array, names: Axes) -> Array:
-        return plan.constrain(x, state_axes(names))
-
-    return jax.tree.map(constrain, params, axes)
+    return jax.tree.map(lambda x, names: plan.constrain(x, state_axes(names)), params, axes)
 
 
-def _as_params(updated: Params, axes: Params, plan: Plan) -> Params:
+def _to_param_layout(updated: Params, axes: Params, plan: Plan) -> Params:
     """Updated parameters from the layout of the optimizer's state, gathered to their own."""
-    if plan.mesh_axes("state_embed") == plan.mesh_axes("embed"):
+    if not _is_split_further(plan):
         return updated
     stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.hardware import peak_flops
-from jaxpar.train.metrics import MetricsLog, device_memory, mfu, read_metrics
+from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
 from jaxpar.train.state_bytes import local_bytes
 
 pytestmark = pytest.mark.quick
@@ -81,6 +81,26 @@ def test_mfu_is_the_share_of_the_chips_peak():
 def test_mfu_is_not_made_up():
     assert mfu(1e6, 1e9, jax.devices(), "float32") is None
     assert mfu(1e6, 1e9, [SimpleNamespace(platform="tpu", device_kind="TPU v99")], "bfloat16") is None
+
+
+def test_a_meter_leaves_out_what_is_aside_and_knows_what_waited(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
+    meter = Meter(4, 1e9, jax.devices(), "float32")
+
+    def spend(seconds):
+        clock.now += seconds
+
+    with meter.waiting():
+        spend(1)
+    spend(3)
+    with meter.aside():
+        spend(50)
+    speed = meter.read(6, tokens=100)
+    assert (speed["tokens_per_second"], speed["step_seconds"], speed["data_wait"]) == (50, 2, 0.25)
+    assert speed["mfu"] is speed["tflops_per_device"] is None, "of a CPU nothing is known"
+    spend(1)
+    assert meter.read(7, tokens=100)["data_wait"] == 0 and meter.trained == 5
 
 
 def test_device_memory_is_the_largest_peak_of_this_process():
