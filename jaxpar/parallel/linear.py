@@ -86,7 +86,10 @@ def column_linear(
     layout.sharding(STORED, x_BSD.shape, "x")
     for weight, axes_of in zip(weights, stored, strict=True):
         layout.sharding(axes_of, weight.shape, "weight")
-    ys = _columns(x_BSD, tuple(weights), stored, outs, ("batch", seq, None), layout.compute, layout, overlap)
+    used: Axes = ("batch", seq, None)
+    ys = _columns(
+        x_BSD, tuple(weights), layout, stored=stored, outs=outs, used=used, dtype=layout.compute, overlap=overlap
+    )
     return tuple(_plus(y, bias) for y, bias in zip(ys, biases or (None,) * len(ys), strict=True))
 
 
@@ -150,7 +153,9 @@ def logits(
     """
     stored: Axes = ("embed", "vocab")
     outs: Axes = ("batch", "seq", "vocab")
-    (logits_BSV,) = _columns(x_BSD, (head_VD.T,), (stored,), (outs,), GATHERED, "float32", layout, overlap)
+    (logits_BSV,) = _columns(
+        x_BSD, (head_VD.T,), layout, stored=(stored,), outs=(outs,), used=GATHERED, dtype="float32", overlap=overlap
+    )
     logits_BSV = capped(logits_BSV, softcap)
     if vocab_size in (0, head_VD.shape[0]):
         return logits_BSV
@@ -162,17 +167,17 @@ def _forms(overlap: Overlapping) -> tuple[Form, Form]:
 
 
 def _columns(
-    x: Array, weights: tuple[Array, ...], stored: tuple[Axes, ...], outs: tuple[Axes, ...], used: Axes, dtype: str,
-    layout: Layout, overlap: Overlapping,
+    x: Array, weights: tuple[Array, ...], layout: Layout, *, stored: tuple[Axes, ...], outs: tuple[Axes, ...],
+    used: Axes, dtype: str, overlap: Overlapping,
 ) -> tuple[Array, ...]:  # fmt: skip
     """Column linears that share one gather of x.
 
     Args:
       x, weights: global arrays.
-      stored, outs: logical axes of each weight, and of each output.
-      used: of x where it is multiplied.
-      dtype: of the outputs.
       layout, overlap: as for `column_linear`.
+      stored, outs: logical axes of each weight, and of each output.
+      used: logical axes of x where it is multiplied.
+      dtype: of the outputs.
     """
     gathers, scatters = _forms(overlap)
     copies = [axes.index("kv_heads") if copying(layout) and "kv_heads" in axes else None for axes in stored]
