@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +46,7 @@ from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline.timeline import Timeline
 from jaxpar.train.plans import make_plan
 from jaxpar.train.state import in_host, state_shapes
-from jaxpar.train.state_bytes import state_of
+from jaxpar.train.state_bytes import state_bytes
 from jaxpar.train.step import make_train_step, step_shapes
 
 MARGIN = 0.05
@@ -296,7 +297,7 @@ class _Search:
     """The assignments under one choice of what else may be decided."""
 
     def __init__(self, config: Config, outer: Outer, devices: list[jax.Device], platform: str, hardware: Hardware):
-        self.outer, self.devices, self.platform = outer, devices, platform
+        self.outer, self.devices, self.platform, self._hardware = outer, devices, platform, hardware
         self.config = outer.applied(
             replace(config, memory=replace(config.memory, policy="full", keep=Keep(), budget=""))
         )
@@ -306,10 +307,9 @@ class _Search:
             items_of(self.config, self.plan, hardware, offload),
             costs_of(self.config, self.plan, hardware),
         )
-        self.state = state_of(self.config, self.plan, platform, self.costs.link)
+        self.state = state_bytes(self.config, self.plan, platform)
+        self.moved = self.state.streamed / self.costs.link
         self.work, self.compiled = work_bytes(self.config, self.plan), False
-        # What every assignment of this search takes besides, the same for all.
-        self.besides = self.state.moved + other_seconds(self.config, self.plan, hardware)
         self.here = [item._replace(options=tuple(one for one in item.options if one.action != "offload"))
                      for item in self.items]  # fmt: skip
         self.update = self.state.update
@@ -317,6 +317,11 @@ class _Search:
         self.least = min(found, key=lambda one: (one.device, self.seconds(one)))
         # The same with the most in host memory: a block that makes less again works with less.
         self.away = min(found, key=lambda one: (one.device, -one.host))
+
+    @cached_property
+    def besides(self) -> float:
+        """Seconds that every assignment of this search takes besides, the same for all."""
+        return self.moved + other_seconds(self.config, self.plan, self._hardware)
 
     def solve(self, budget: int, away: bool = True) -> Solution | None:
         """The fastest assignment that is predicted to fit, with activations in host memory or (not `away`) without."""
@@ -356,7 +361,7 @@ class _Search:
         else:
             self.update = found - self.state.device
         played = simulate(text, self.plan.mesh, target, say).timeline if target is not None and text else None
-        return Tried(config, self.outer, solution, predicted, found, self.state.moved, played, program)
+        return Tried(config, self.outer, solution, predicted, found, self.moved, played, program)
 
 
 def _searches(
@@ -442,7 +447,7 @@ def reasons(search: _Search, solution: Solution) -> str:
     streamed = [name for name in ("optimizer", "parameters") if getattr(outer, name)]
     if streamed:
         size = bytes_text(search.state.host)
-        parts.append(f"{' and '.join(streamed)} in host memory ({size}, +{1e3 * search.state.moved:.0f} ms)")
+        parts.append(f"{' and '.join(streamed)} in host memory ({size}, +{1e3 * search.moved:.0f} ms)")
     if outer.accumulation > 1:
         parts.append(f"train.accumulation {search.config.train.accumulation}")
     if outer.loss_mib:
@@ -459,7 +464,8 @@ def _too_small(budget: int, tried: Tried, least: _Search, config: Config) -> str
     state, may = least.state, config.memory.may
     rest = tried.compiled - state.device - least.least.device
     parts = {
-        "parameters": state.parameters, "optimizer": state.optimizer, "gradients": state.gradients,
+        "parameters": state.parameters.device, "optimizer": state.optimizer.device,
+        "gradients": state.gradients.device,
         "activations": least.least.device, "what a layer and the loss work with": rest,
     }  # fmt: skip
     said = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size > 0)

@@ -13,7 +13,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.train.saved_activations import activations, loss_cut, unnamed_bytes
 from jaxpar.train.state import param_shapes
-from jaxpar.train.state_bytes import state_of
+from jaxpar.train.state_bytes import state_bytes
 
 
 class MemoryPart(NamedTuple):
@@ -35,7 +35,7 @@ def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart
       plan: of the config.
       platform: on `cpu` host memory is the device's own.
     """
-    state, work = state_of(config, plan, platform), work_bytes(config, plan)
+    state, work = state_bytes(config, plan, platform), work_bytes(config, plan)
     kept = [
         MemoryPart(one.name, NAMES[one.name].what, one.kept if one.action == "save" or platform == "cpu" else 0,
              one.kept if one.action == "offload" and platform != "cpu" else 0)
@@ -47,10 +47,10 @@ def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart
     more = max(work, state.update - held)
     what = "what a block and the loss work with" if work >= state.update - held else "what the update works with"
     return [
-        MemoryPart("parameters", f"{plan.params}", state.parameters, state.host_parameters),
-        MemoryPart("optimizer", f"moments, {plan.moments}", state.optimizer, state.host_optimizer),
-        MemoryPart("gradients", "", state.gradients, state.host_gradients),
-        MemoryPart("batch", "", state.batch),
+        MemoryPart("parameters", f"{plan.params}", *state.parameters),
+        MemoryPart("optimizer", f"moments, {plan.moments}", *state.optimizer),
+        MemoryPart("gradients", "", *state.gradients),
+        MemoryPart("batch", "", *state.batch),
         *kept,
         MemoryPart("work", what + ", a guess", more),
     ]

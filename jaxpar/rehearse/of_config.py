@@ -26,7 +26,7 @@ from jaxpar.rehearse.simulate import StepSimulation
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.state import TrainState, in_host, param_shapes, state_shapes
-from jaxpar.train.state_bytes import by_memory, local_bytes, state_of
+from jaxpar.train.state_bytes import state_bytes
 from jaxpar.train.step import make_train_step, step_shapes
 
 
@@ -129,10 +129,13 @@ def compile_step(
     state, batch = step_shapes(model, config, plan)
     host = in_host(state_shapes(model, config, plan), model, plan)
     apart = host if target.platform != "cpu" else None
-    on_device, _ = by_memory(state, apart)
+    held = state_bytes(config, plan, target.platform)
 
     def advise(needs: int, has: int) -> list[str]:
-        taken = {"parameters": on_device.params, "optimizer": on_device.opt_state, "gradients": on_device.params}
+        taken = {
+            "parameters": held.parameters.device, "optimizer": held.optimizer.device,
+            "gradients": held.parameters.device,
+        }  # fmt: skip
         rest = max(needs - sum(taken.values()), 0)
         return advice(taken | {"activations": rest}, needs, has, step_sizes(config, plan))
 
@@ -170,11 +173,10 @@ def step_sizes(config: Config, plan: Plan) -> StepSizes:
 def _memory(step: CompiledStep, simulation: StepSimulation) -> Memory:
     """A device's memory by what the config knows, with what to try where it is too little."""
     config, plan, compiled, has = step.config, step.plan, step.compiled, simulation.hardware.hbm_bytes
-    state, _ = by_memory(step.state, step.host)
-    arguments = {"parameters": state.params, "optimizer": state.opt_state, "batch": local_bytes(step.batch)}
+    held = state_bytes(config, plan, compiled.target.platform)
+    arguments = {name: getattr(held, name).device for name in ("parameters", "optimizer", "batch")}
     kept = memory.saved_bytes(parse(compiled.text), config.model.layers)
-    gradients = state_of(config, plan, compiled.target.platform).gradients
-    taken = memory.account(compiled.stats, arguments, has, kept, gradients)
+    taken = memory.account(compiled.stats, arguments, has, kept, held.gradients.device)
     if not taken["fits"]:
         taken["advice"] = advice(taken["categories"], taken["total"], has, step_sizes(config, plan))
     return taken

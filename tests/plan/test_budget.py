@@ -91,12 +91,12 @@ def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPat
         plan = make_plan(config, devices)
         kept = sum(one.kept for one in activations(config, plan) if one.action == "save")
         real.append(
-            subject.state_of(config, plan, platform).device + kept + subject.work_bytes(config, plan) + 3 * 2**20
+            subject.state_bytes(config, plan, platform).device + kept + subject.work_bytes(config, plan) + 3 * 2**20
         )
         return real[-1], "", None
 
     monkeypatch.setattr(subject, "compiled_bytes", compiled)
-    state = subject.state_of(config, plan := make_plan(config, jax.devices()[:1]), "cpu").device
+    state = subject.state_bytes(config, plan := make_plan(config, jax.devices()[:1]), "cpu").device
     room = state + subject.work_bytes(config, plan) + 3 * 2**20 + 12 * 2**20
     config = override(config, {"memory.budget": str(room)})
     found, tried = within_budget(config, jax.devices()[:1], "cpu", Hardware())
@@ -139,7 +139,7 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
     def compiled(config: Config, devices: Any, platform: str) -> tuple[int, str, None]:
         plan = make_plan(config, devices)
         kept = sum(one.kept for one in activations(config, plan) if one.action == "save")
-        state = subject.state_of(config, plan, platform).device
+        state = subject.state_bytes(config, plan, platform).device
         return state + kept + subject.work_bytes(config, plan), str(moved(config)), None
 
     def played(text: str, *_: Any) -> Any:
