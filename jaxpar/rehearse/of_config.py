@@ -25,7 +25,7 @@ from jaxpar.rehearse.requested_collectives import Requested, requested_collectiv
 from jaxpar.rehearse.simulate import StepSimulation
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.train.plans import make_plan, plan_notes
-from jaxpar.train.state import TrainState, in_host, param_shapes, state_shapes
+from jaxpar.train.state import in_host, param_shapes, state_shapes
 from jaxpar.train.state_bytes import state_bytes
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -38,11 +38,6 @@ class CompiledStep(NamedTuple):
     model: Model
     requested: list[Requested]
     compiled: Compiled
-    state: TrainState
-    batch: dict[str, jax.ShapeDtypeStruct]
-    """These two as ShapeDtypeStructs with shardings."""
-    host: TrainState | None
-    """Of each array of the state whether it lies in host memory; None where the device has no other."""
     notes: tuple[str, ...] = ()
     """What could not be counted exactly of the plan's collectives."""
 
@@ -128,7 +123,6 @@ def compile_step(
     say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
     state, batch = step_shapes(model, config, plan)
     host = in_host(state_shapes(model, config, plan), model, plan)
-    apart = host if target.platform != "cpu" else None
     held = state_bytes(config, plan, target.platform)
 
     def advise(needs: int, has: int) -> list[str]:
@@ -146,7 +140,7 @@ def compile_step(
     notes = plan_notes(config, plan)
     asked = requested_collectives(compiled.jaxpr, plan.mesh, notes.append)
     asked = in_float32(asked) if target.platform == "cpu" else asked
-    return CompiledStep(config, plan, model, asked, compiled, state, batch, apart, tuple(notes))
+    return CompiledStep(config, plan, model, asked, compiled, tuple(notes))
 
 
 def mesh_here(mesh: MeshSpec) -> MeshSpec:
