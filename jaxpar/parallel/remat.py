@@ -19,21 +19,21 @@ _MADE_BY = {CUDNN_ATTENTION: "attention_out"}
 
 
 def named(x: Array, name: str) -> Array:
-    """`x`, known to the plan by this name: one of `jaxpar.base.activation_names.NAMES`."""
-    assert name in NAMES, f"activations.NAMES has no {name}"
+    """`x`, known to the plan by this name, which is one of `jaxpar.base.activation_names.NAMES`."""
+    assert name in NAMES, f"activation_names.NAMES has no {name}"
     return checkpoint_name(x, name)
 
 
 def remat(block: Callable[..., Any], plan: Plan, looped: bool = True) -> Callable[..., Any]:
-    """`block`, which keeps of what it names what the plan says, and makes the rest again in the backward pass.
+    """`block` with a policy: of the activations that it names it keeps what the plan says, and makes the rest again.
 
-    A block's input is kept by the loop around it. To have it in host memory instead, it has a name as the first thing
-    inside the block, and the loop keeps that.
+    The loop around a block keeps the block's input. So that the input can lie in host memory instead, the block gives
+    it a name before anything else, and the loop keeps the named array.
 
     Args:
       block: the body of a `lax.scan` over layers, or of its unrolled form.
-      plan: what it keeps of each name: see `jaxpar.base.activation_names`.
-      looped: the block is the body of a scan.
+      plan: says what becomes of each name: see `jaxpar.base.activation_names`.
+      looped: whether the block is the body of a scan.
     """
     if not plan.recomputes:
         return block

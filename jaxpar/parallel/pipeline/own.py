@@ -11,37 +11,42 @@ from jaxtyping import Array
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Pipeline, Plan, Schedule
-from jaxpar.base.sharding import Layout
+from jaxpar.base.sharding import Layout, PyTree
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.pipeline.executor import gradients
 from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order
 from jaxpar.parallel.pipeline.schedules import Table
 from jaxpar.parallel.pipeline.simulator import check
+from jaxpar.parallel.pipeline.stage import Places
 
-Params = Mapping[str, Any]
+Params = Mapping[str, PyTree]
 
 
 class _Sizes(NamedTuple):
+    """The `config` of a model that is three functions."""
+
     layers: int
     experts: int = 0
     scan_layers: bool = True
 
 
 class _Functions:
-    """Three functions as the executor's `Model`."""
+    """Three functions in the form of a `PipelinedModel`."""
 
-    def __init__(self, functions: Sequence[Callable[..., Array]], axes: Any, layers: int):
+    def __init__(self, functions: Sequence[Callable[..., Array]], axes: PyTree, layers: int):
         (self._embed, self._block, self._score), self.axes = functions, axes
         self.config = _Sizes(layers)
 
-    def embed(self, params: Any, tokens_BS: Any, positions_BS: Any, plan: Plan, key: Any = None) -> Array:
+    def embed(self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None) -> Array:
         return self._embed(params, tokens_BS, positions_BS)
 
-    def layer(self, layer: Any, xs: Any, places: Any, plan: Plan, key: Any) -> tuple[tuple[Array, ...], Any]:
+    def layer(
+        self, layer: PyTree, xs: tuple[Array, ...], places: Places, plan: Plan, key: Any
+    ) -> tuple[tuple[Array, ...], None]:
         ((x_BSD,), ((positions_BS, _),)) = xs, places
         return (self._block(layer, x_BSD, positions_BS),), None
 
-    def score(self, params: Any, x_BSD: Any, labels_BS: Any, plan: Plan, weights: LossWeights) -> LossSums:
+    def score(self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights) -> LossSums:
         loss, tokens = self._score(params, x_BSD, labels_BS), jnp.sum(labels_BS >= 0, dtype=jnp.float32)
         return LossSums(loss, jax.lax.stop_gradient(loss), tokens)
 
@@ -109,7 +114,7 @@ def value_and_grad(
         layout.sharding(("batch", "residual_seq"), (rows // microbatches, S), "a microbatch")
         order = stored_order(plan, layers)
 
-        def moved(blocks: Any, before: Sequence[int] | None, after: Sequence[int] | None) -> Any:
+        def moved(blocks: PyTree, before: Sequence[int] | None, after: Sequence[int] | None) -> PyTree:
             return jax.tree.map(lambda x: reorder_layers(x, before, after, layers), blocks)
 
         model = _Functions((embed, block, score), axes, layers)
