@@ -10,7 +10,6 @@ import os
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jaxpar.base.hardware import Hardware, hardware_of, load_chip, peak_flops
 from jaxpar.base.jax_compat import NO_CUDA_GRAPHS
 from jaxpar.bench.alternate import Row
 from jaxpar.bench.attention import MASKS, AttentionBenchArgs, bench_attention
-from jaxpar.bench.gpu_pieces import Piece, Say, read_piece, report, run_piece
+from jaxpar.bench.gpu_pieces import Found, Piece, Say, read_piece, report, run_piece
 from jaxpar.bench.rehearse import compare_predictions, no_links, ready_step
 from jaxpar.bench.step import bench_step
 from jaxpar.hlo.tasks import Task, walk
@@ -125,7 +124,7 @@ def _attention(mask: str, h: int, S: int, small: bool, out: Path, say: Say) -> l
     return [{name: cell for name, cell in row.items() if name not in ("mask", "sequence", "head_dim")} for row in rows]
 
 
-def _is_usable(case: dict[str, Any] | None) -> bool:
+def _is_usable(case: Found | None) -> bool:
     """Whether a kernel was right in a case, or was not tried."""
     if case is None:
         return True
@@ -136,19 +135,21 @@ def _is_usable(case: dict[str, Any] | None) -> bool:
 # GPT-2's step, beside PyTorch's.
 
 _GPT2 = "gpt2_124m"
-_BASE: dict[str, Any] = {"train.accumulation": 1, "train.batch": 32, "train.warmup_steps": 0}
-_TINY = {
+Changes = dict[str, object]
+"""Of a config, by dotted key."""
+_BASE: Changes = {"train.accumulation": 1, "train.batch": 32, "train.warmup_steps": 0}
+_TINY: Changes = {
     "model.layers": 2, "model.embed": 32, "model.heads": 2, "model.mlp": 64, "model.vocab_size": 96,
     "model.vocab_multiple": 1, "model.max_seq_len": 32, "data.seq_len": 32, "train.batch": 4,
 }  # fmt: skip
 
 
-def _config(preset: str, changes: dict[str, Any], small: bool) -> Config:
+def _config(preset: str, changes: Changes, small: bool) -> Config:
     """One microbatch of 32 and no warm-up, but for the changes; in the small form a tiny GPT-2."""
     return check(override(load_config(preset), _BASE | changes | (_TINY if small else {})))
 
 
-def _step(changes: dict[str, Any], beside_torch: bool, small: bool, out: Path, say: Say) -> list[Row]:
+def _step(changes: Changes, beside_torch: bool, small: bool, out: Path, say: Say) -> list[Row]:
     """Ten steps of GPT-2 124M, then ten of PyTorch's, in turns."""
     config, (rounds, steps) = _config(_GPT2, changes, small), (3, 2) if small else (7, 10)
     return bench_step(config, make_plan(config, jax.devices()[:1]), rounds, steps, beside_torch, say)
@@ -157,14 +158,11 @@ def _step(changes: dict[str, Any], beside_torch: bool, small: bool, out: Path, s
 # Predicted against measured: steps, lines.
 
 
-def _prediction(preset: str, changes: dict[str, Any], small: bool, out: Path, say: Say) -> list[Row]:
+def _prediction(preset: str, changes: Changes, small: bool, out: Path, say: Say) -> list[Row]:
     (row,) = compare_predictions({"": _config(preset, changes, small)}, _figures(small, say))
-    peak = device_memory(jax.devices()[:1])
-    return [{
-        "predicted, ms": 1e3 * row.predicted, "fastest, ms": 1e3 * row.fastest, "median, ms": 1e3 * row.median,
-        "predicted / fastest": row.ratio, "predicted, GiB": row.predicted_bytes / 2**30,
-        "peak, GiB": peak and peak / 2**30, "predicted / peak": peak and row.predicted_bytes / peak,
-    }]  # fmt: skip
+    peak, taken = device_memory(jax.devices()[:1]), float(row["predicted, GiB"] or 0)
+    del row["config"]  # the case has its name
+    return [row | {"peak, GiB": peak and peak / 2**30, "predicted / peak": peak and taken * 2**30 / peak}]
 
 
 def _figures(small: bool, say: Say) -> Hardware:
@@ -220,14 +218,14 @@ _ATTENTION = [
     ("causal", 64, 1024), ("causal", 128, 4096), ("causal", 64, 4096), ("full", 128, 4096), ("causal", 128, 16384),
     ("window", 128, 8192), ("documents", 128, 8192), ("bigbird", 128, 8192), ("causal", 256, 4096),
 ]  # fmt: skip
-_STEPS: dict[str, tuple[dict[str, Any], bool]] = {
+_STEPS: dict[str, tuple[Changes, bool]] = {
     "batch 32": ({}, True),
     "batch 32, pallas_gpu": ({"kernels.attention": "pallas_gpu"}, False),
     "batch 32, pallas_hopper": ({"kernels.attention": "pallas_hopper"}, False),
     "batch 32, unrolled layers": ({"model.scan_layers": False}, False),
     "batch 8": ({"train.batch": 8}, False),
 }
-_PREDICTED: dict[str, tuple[str, dict[str, Any]]] = {
+_PREDICTED: dict[str, tuple[str, Changes]] = {
     "gpt2_124m, batch 32": (_GPT2, {}),
     "gpt2_124m, batch 8": (_GPT2, {"train.batch": 8}),
     "gpt2_124m, batch 32, full recompute": (_GPT2, {"memory.policy": "full"}),

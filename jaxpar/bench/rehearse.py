@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,12 +23,12 @@ from jaxpar.train.plans import make_plan
 from jaxpar.train.state import TrainState, init_state
 from jaxpar.train.step import make_train_step
 
-_SHAKESPEARE: dict[str, Any] = {
+_SHAKESPEARE: dict[str, object] = {
     "model.layers": 4, "model.embed": 128, "model.heads": 4, "model.mlp": 512, "model.vocab_size": 65,
     "model.vocab_multiple": 1, "model.scan_layers": False, "data.seq_len": 64, "train.batch": 12,
 }  # fmt: skip
-_LLAMA = {"model.family": "llama", "model.tied_head": False, "model.mlp": 384}
-_CHANGES: dict[str, dict[str, Any]] = {
+_LLAMA: dict[str, object] = {"model.family": "llama", "model.tied_head": False, "model.mlp": 384}
+_CHANGES: dict[str, dict[str, object]] = {
     "gpt2 2 x 64, batch 4": {"model.layers": 2, "model.embed": 64, "model.heads": 2, "model.mlp": 256,
                              "train.batch": 4},
     "gpt2 1 x 128, batch 8": {"model.layers": 1, "train.batch": 8},
@@ -58,29 +57,13 @@ def configs() -> dict[str, Config]:
     return {name: override(Config(), _SHAKESPEARE | changes) for name, changes in _CHANGES.items()}
 
 
-class Prediction(NamedTuple):
-    """One config's step in seconds: predicted, and the fastest and the median of those measured."""
-
-    name: str
-    predicted: float
-    fastest: float
-    median: float
-    predicted_bytes: int = 0
-    """Of device memory, by the compiler's account."""
-
-    @property
-    def ratio(self) -> float:
-        """Predicted / fastest."""
-        return self.predicted / self.fastest
-
-
 def compare_predictions(
     shapes: Mapping[str, Config],
     hardware: Hardware,
     speeds: Speeds | None = None,
     rounds: int = 6,
     say: Callable[[str], None] = lambda line: None,
-) -> list[Prediction]:
+) -> list[Row]:
     """Predict and measure one-device training steps; the configs take turns, so that a busy moment hits them alike.
 
     Args:
@@ -89,6 +72,9 @@ def compare_predictions(
       speeds: of its tasks, where they were measured.
       rounds: turns; in each a config runs for about a fifth of a second.
       say: told what is going on, a line at a time.
+
+    Returns:
+      A row for each, in milliseconds; `predicted, GiB` is device memory by the compiler's account.
     """
     ready: dict[str, Ready] = {}
     for name, config in shapes.items():
@@ -102,13 +88,15 @@ def compare_predictions(
                 began = time.perf_counter()
                 step.run()
                 times[name].append(time.perf_counter() - began)
-    return [
-        Prediction(
-            name, step_time(step.program, hardware, no_links, speeds).seconds, min(times[name]),
-            float(np.median(times[name])), CompiledBytes.of(step.stats).total,
-        )
-        for name, step in ready.items()
-    ]  # fmt: skip
+    rows: list[Row] = []
+    for name, step in ready.items():
+        predicted = step_time(step.program, hardware, no_links, speeds).seconds
+        rows.append({
+            "config": name, "predicted, ms": 1e3 * predicted, "fastest, ms": 1e3 * min(times[name]),
+            "median, ms": 1e3 * float(np.median(times[name])), "predicted / fastest": predicted / min(times[name]),
+            "predicted, GiB": CompiledBytes.of(step.stats).total / 2**30,
+        })  # fmt: skip
+    return rows
 
 
 def ready_step(config: Config, name: str) -> Ready:
@@ -142,29 +130,18 @@ def no_links(collective: Collective) -> OnLinks:
     )
 
 
-def rank_correlation(rows: Sequence[Prediction]) -> float:
+def rank_correlation(rows: Sequence[Row]) -> float:
     """Spearman's, of predicted and fastest: 1 = every pair of configs is in the right order."""
-    predicted, fastest = (np.argsort(np.argsort(column)) for column in np.array([row[1:3] for row in rows]).T)
-    return float(np.corrcoef(predicted, fastest)[0, 1])
+    columns = ([row[name] for row in rows] for name in ("predicted, ms", "fastest, ms"))
+    return float(np.corrcoef(*(np.argsort(np.argsort(column)) for column in columns))[0, 1])
 
 
-def prediction_rows(rows: Sequence[Prediction]) -> list[Row]:
-    """For a table, in milliseconds."""
-    return [
-        {
-            "config": row.name.replace("  ", "&nbsp;&nbsp;"), "predicted, ms": 1e3 * row.predicted,
-            "fastest, ms": 1e3 * row.fastest, "median, ms": 1e3 * row.median, "predicted / fastest": row.ratio,
-        }
-        for row in rows
-    ]  # fmt: skip
-
-
-def summary(rows: Sequence[Prediction]) -> str:
+def summary(rows: Sequence[Row]) -> str:
     """How far to trust the predictions, in a line."""
-    errors = np.array([abs(row.ratio - 1) for row in rows])
-    worst = max(rows, key=lambda row: abs(np.log(row.ratio)))
+    ratios = np.array([row["predicted / fastest"] for row in rows], float)
+    errors, worst = np.abs(ratios - 1), int(np.argmax(np.abs(np.log(ratios))))
     return (
         f"Rank correlation (Spearman) {rank_correlation(rows):.3f} over {len(rows)} configs; error "
         f"{100 * np.median(errors):.0f} % at the median, {100 * np.mean(errors):.0f} % on average, worst "
-        f"{worst.ratio:.2f} x ({worst.name.strip()})."
+        f"{ratios[worst]:.2f} x ({str(rows[worst]['config']).strip()})."
     )

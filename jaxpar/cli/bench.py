@@ -70,15 +70,15 @@ def step_command(words: list[str]) -> int:
 def rehearse_command(words: list[str]) -> int:
     """jaxpar bench rehearse"""
     from jaxpar.base.hardware import Hardware
-    from jaxpar.bench.rehearse import compare_predictions, configs, prediction_rows, summary
+    from jaxpar.bench.rehearse import compare_predictions, configs, summary
     from jaxpar.rehearse.calibrate import calibrated
 
     parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
     start(MeshSpec(), "off")  # as `rehearse`: it reads what the compiler writes
     say = console().print
     kept = calibrated(say)
-    found = compare_predictions(configs(), kept.hardware(Hardware()), kept.speeds(), say=say)
-    say(f"{table(prediction_rows(found))}\n\n{summary(found)}")
+    rows = compare_predictions(configs(), kept.hardware(Hardware()), kept.speeds(), say=say)
+    say(f"{table(rows)}\n\n{summary(rows)}")
     return 0
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -208,7 +208,7 @@ def _here() -> Target:
     return Target("here", kind, platform, hardware, slices, topology)
 
 
-def _slice_indices(devices: Sequence[Any]) -> list[int]:
+def _slice_indices(devices: Sequence[jax.Device]) -> list[int]:
     """The slice or node of each device. GPUs that are not here are all of slice 0, with a process for each node."""
     found = [getattr(device, "slice_index", None) or 0 for device in devices]
     if len(set(found)) == 1 and devices[0].platform != "tpu":
@@ -247,7 +247,7 @@ def _tpu_devices(target: Target) -> list[jax.Device]:
     flat = (*ici.shape, 1)[:3]
     # A process holds four chips, but for the slices of one machine: 1, or 8 of a 2D torus.
     host = flat if flat in ((1, 1, 1), (2, 4, 1)) else (2, 2, 1)
-    options: dict[str, Any] = {"chips_per_host_bounds": host, "wrap": (*ici.wraps, False)[:3]}
+    options: dict[str, object] = {"chips_per_host_bounds": host, "wrap": (*ici.wraps, False)[:3]}
     if rules.config:
         options["chip_config_name"] = rules.config
     if target.slices > 1:

@@ -11,11 +11,10 @@ from jaxpar.base.config import Config, check, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
 from jaxpar.bench import rehearse as bench_rehearse
+from jaxpar.bench.alternate import Row
 from jaxpar.bench.rehearse import (
-    Prediction,
     compare_predictions,
     configs,
-    prediction_rows,
     rank_correlation,
     ready_step,
     summary,
@@ -46,12 +45,14 @@ def test_each_config_is_predicted_and_timed(monkeypatch):
     shapes = {f"{n} layers": override(Config(), {"model.layers": n}) for n in (3, 1)}
     said: list[str] = []
     rows = compare_predictions(shapes, HARDWARE, CALIBRATION.speeds(), rounds=2, say=said.append)
-    assert [(row.name, row.predicted) for row in rows] == [
-        ("3 layers", pytest.approx(0.03)), ("1 layers", pytest.approx(0.01)),
+    assert [(row["config"], row["predicted, ms"]) for row in rows] == [
+        ("3 layers", pytest.approx(30)), ("1 layers", pytest.approx(10)),
     ]  # fmt: skip
-    assert {row.predicted_bytes for row in rows} == {116}
-    assert all(row.fastest >= 1.1 * row.predicted for row in rows)
-    assert all(row.median >= row.fastest for row in rows)
+    assert {float(row["predicted, GiB"] or 0) * 2**30 for row in rows} == {116}
+    for row in rows:
+        predicted, fastest, median = (float(row[f"{name}, ms"] or 0) for name in ("predicted", "fastest", "median"))
+        assert median >= fastest >= 1.1 * predicted
+        assert row["predicted / fastest"] == pytest.approx(predicted / fastest)
     assert said == ["compiling 3 layers", "compiling 1 layers", "timing, round 1/2", "timing, round 2/2"]
 
 
@@ -63,8 +64,12 @@ def test_a_step_over_several_devices_is_refused(monkeypatch):
         compare_predictions({"one": Config()}, HARDWARE, rounds=1)
 
 
-def rows(*pairs: tuple[float, float]) -> list[Prediction]:
-    return [Prediction(f"config {i}", predicted, fastest, 2 * fastest) for i, (predicted, fastest) in enumerate(pairs)]
+def rows(*pairs: tuple[float, float]) -> list[Row]:
+    return [
+        {"config": f"config {i}", "predicted, ms": predicted, "fastest, ms": fastest,
+         "predicted / fastest": predicted / fastest}
+        for i, (predicted, fastest) in enumerate(pairs)
+    ]  # fmt: skip
 
 
 def test_rank_correlation():
@@ -74,11 +79,7 @@ def test_rank_correlation():
 
 
 def test_the_summary_states_the_errors_and_the_worst():
-    found = rows((0.010, 0.010), (0.030, 0.020), (0.070, 0.100))
-    assert prediction_rows(found)[1] == {
-        "config": "config 1", "predicted, ms": 30.0, "fastest, ms": 20.0, "median, ms": 40.0,
-        "predicted / fastest": pytest.approx(1.5),
-    }  # fmt: skip
+    found = rows((10, 10), (30, 20), (70, 100))
     text = summary(found)
     assert "correlation (Spearman) 1.000 over 3 configs; error 30 % at the median, 27 % on average" in text
     assert text.endswith("worst 1.50 x (config 1).")
