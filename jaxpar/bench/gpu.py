@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections import defaultdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -118,8 +119,8 @@ def _attention(mask: str, h: int, S: int, small: bool, out: Path, say: Say) -> l
     asked = AttentionBenchArgs((S,), (h,), (mask,), (*names, "chunked"), tokens, heads, heads, rounds=2 if small else 9)
     rows = bench_attention(asked, lambda line: say(line.partition(": ")[2]) if ": not " in line else None)
     peak = peak_flops(jax.devices()[0].device_kind, "bfloat16")
-    for row in rows:
-        for way in ("forward", "both") if peak else ():
+    if peak:
+        for row, way in product(rows, ("forward", "both")):
             row[f"{way}, % of peak"] = 1e14 * float(row[f"{way}, TFLOP/s"] or 0) / peak
     return [{name: cell for name, cell in row.items() if name not in ("mask", "sequence", "head_dim")} for row in rows]
 

@@ -132,8 +132,11 @@ def no_links(collective: Collective) -> OnLinks:
 
 def rank_correlation(rows: Sequence[Row]) -> float:
     """Spearman's, of predicted and fastest: 1 = every pair of configs is in the right order."""
-    columns = ([row[name] for row in rows] for name in ("predicted, ms", "fastest, ms"))
-    return float(np.corrcoef(*(np.argsort(np.argsort(column)) for column in columns))[0, 1])
+    predicted, fastest = (
+        np.argsort(np.argsort(np.array([row[name] for row in rows], float)))
+        for name in ("predicted, ms", "fastest, ms")
+    )
+    return float(np.corrcoef(predicted, fastest)[0, 1])
 
 
 def summary(rows: Sequence[Row]) -> str:
