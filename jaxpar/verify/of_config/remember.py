@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import jax
@@ -81,14 +80,7 @@ def facts_of(setup: Setup) -> dict[str, object]:
 def source_hash() -> str:
     """SHA-256 over the Python files of the library and its models."""
     digest = hashlib.sha256()
-
-    def add(folder: Traversable) -> None:
-        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-            if entry.is_dir():
-                add(entry)
-            elif entry.name.endswith(".py"):
-                digest.update(entry.name.encode() + b"\0" + entry.read_bytes() + b"\0")
-
     for package in ("jaxpar", "jaxpar.models"):
-        add(resources.files(package))
+        for file in sorted(Path(str(resources.files(package))).rglob("*.py")):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()

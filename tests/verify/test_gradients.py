@@ -1,0 +1,67 @@
+"""`verify.gradients` on a loss of a few lines: mistakes that the caller names, and what is printed and kept."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpar
+from jaxpar import verify
+
+pytestmark = pytest.mark.quick
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.standard_normal((4, 3)).astype(np.float32), "b": RNG.standard_normal(3).astype(np.float32)}
+BATCH = {"x": RNG.standard_normal((16, 4)).astype(np.float32), "mask": RNG.uniform(0.2, 2, 16).astype(np.float32)}
+
+
+def loss(params: Any, batch: Any) -> Any:
+    y = jnp.tanh(batch["x"] @ params["w"] + params["b"]) ** 2
+    return jnp.sum(y * batch["mask"][:, None])
+
+
+def without_mask(params: Any, batch: Any) -> Any:
+    return loss(params, batch | {"mask": jnp.ones_like(batch["mask"])})
+
+
+def verdict_of(program: Any, **options: Any) -> verify.Verdict:
+    layout = jaxpar.Layout(jaxpar.make_mesh(data=4, fsdp=2))
+    return verify.gradients(program, loss, PARAMS, BATCH, (layout.sharding(()), layout.sharding(("batch",))), **options)
+
+
+def test_a_mistake_that_the_caller_names_is_recognised() -> None:
+    assert verdict_of(loss).equal
+    verdict = verdict_of(without_mask, mistakes={"the mask is left out": without_mask})
+    assert not verdict.loss_ok
+    for row in verdict.wrong:
+        assert row.finding is not None
+        assert (row.finding.kind, row.finding.fits) == ("as given", True)
+        assert row.says == "as given, it is what the reference gives where the mask is left out"
+
+
+def test_one_shard_of_two_mesh_axes_together_is_missing() -> None:
+    """Rows 6 and 7 are those of shard 3, which is at data=1, fsdp=1."""
+
+    def without_a_shard(params: Any, batch: Any) -> Any:
+        rows = jnp.arange(16)
+        return loss(params, batch | {"mask": jnp.where((rows == 6) | (rows == 7), 0, batch["mask"])})
+
+    (bias, weight) = verdict_of(without_a_shard).wrong
+    for row in (bias, weight):
+        assert row.says == "sum missing, it is the reference without shard 3 of data x fsdp"
+
+
+def test_what_is_printed_and_kept_of_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = verdict_of(lambda params, batch: 2 * loss(params, batch), tolerance=1e-4)
+    verdict.show()
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows[1:4]] == ["loss", "b", "w"]
+    assert rows[2].rstrip().endswith("DIFFERS: sum doubled")  # fsdp has two devices
+    assert last.startswith("DIFFERS: the loss, by 1.0e+00 and 2 of 2 gradients")
+    kept = json.loads(json.dumps(verdict.as_json(), allow_nan=False))
+    assert [row["name"] for row in kept["parameters"]] == ["b", "w"]
+    assert (kept["ok"], kept["parameters"][0]["tolerance"]) == (False, 1e-4)
