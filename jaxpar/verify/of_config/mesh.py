@@ -101,8 +101,8 @@ def fit_mesh(spec: MeshSpec, devices: int) -> MeshSpec | None:
     if needed <= devices:
         return _with_sizes(spec, {axis: devices // needed if size == -1 else size for axis, size in sizes.items()})
     slices = asdict(spec.dcn)
-    inside = {axis: math.inf if size == -1 else size for axis, size in sizes.items()}
-    over_all = {axis: size * slices[axis] for axis, size in inside.items()}
+    inside: dict[MeshAxis, float] = {axis: math.inf if size == -1 else size for axis, size in sizes.items()}
+    over_all: dict[MeshAxis, float] = {axis: size * slices[axis] for axis, size in inside.items()}
     two_slices, one_slice = {axis: min(count, 2) for axis, count in slices.items()}, dict.fromkeys(slices, 1)
     for wanted, dcn in ((inside, two_slices), (over_all, one_slice)):
         small: dict[MeshAxis, float] = {axis: min(size, 2) for axis, size in wanted.items()}
