@@ -1,7 +1,7 @@
 """A device that plays a schedule: when each task runs, on what each start rests, and what compute waited for.
 
-Loops are played trip by trip until a trip begins just as an earlier one did (the same work in flight, equally late).
-From there on they repeat: what was played since then counts as often as it fits into the trips that are left.
+Loops are played trip by trip until a trip begins just as the one before did (the same work in flight, equally late).
+From there on all trips are alike: the last one that was played counts for those that are left.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from jaxpar.hlo.tasks import Loop, Node, Program, Task, Wait
 from jaxpar.rehearse.cost.cost import COMPUTE, Cost, Costs, Path
 from jaxpar.rehearse.timeline.schedule import crossing
 
-_LONGEST_PERIOD = 8
-"""Trips after which a loop may repeat itself."""
 _TIE = 1e-12
 """Seconds. What ends this close together ends at once, and compute comes first: rounding must not choose a cause."""
-_LAST_PERIODS = 2
-"""Periods at the end of a loop that are played, not counted: there the critical path finds its way into the loop."""
+_LAST_TRIPS = 2
+"""At the end of a loop these are played, not counted: in them the critical path finds its way into the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,23 +214,22 @@ class Player:
         return end
 
     def _loop(self, step: Step, loop: Loop, drawn: bool) -> None:
-        """Play a loop until it repeats itself, count what repeats, and play the last trips."""
+        """Play a loop until its trips are alike, count those, and play the last ones."""
         shown = self.drawn_trips if drawn else 0
         undrawn = self.now.time
-        marks: list[_Mark] = []
+        last: _Mark | None = None
         before: dict[int, _Moment] = {}
-        trip, skipped = 0, False
+        trip = 0
         while trip < loop.trips:
             if trip == shown:
                 undrawn = self.now.time
-            if trip >= shown and not skipped:
+            if trip >= shown:
                 mark = self._mark(step, before)
-                period = _period(marks, mark)
-                repeats = (loop.trips - trip) // period - _LAST_PERIODS if period else 0
-                if repeats > 0:
-                    self._skip(step, before, marks[-period], mark, repeats)
-                    trip, skipped = trip + repeats * period, True
-                marks.append(mark)
+                repeats = loop.trips - trip - _LAST_TRIPS
+                if last and repeats > 0 and _is_alike(last, mark):
+                    self._skip(step, before, last, mark, repeats)
+                    trip += repeats
+                last = mark
             done = self._run(step.body, before, trip, trip < shown)
             before = {j: done[j] for j in step.crossing}
             trip += 1
@@ -246,7 +243,7 @@ class Player:
         return _Mark(self.now.time, [max(0.0, time - self.now.time) for time, _ in moments], len(self.log))
 
     def _skip(self, step: Step, before: dict[int, _Moment], begin: _Mark, end: _Mark, repeats: int) -> None:
-        """Count what was played between two marks as often again as it repeats; all times of the loop move on."""
+        """Count the trip between two marks as often again as it repeats; all times of the loop move on."""
         for entry in self.log[begin.entries : end.entries]:
             entry.times *= 1 + repeats
         later = repeats * (end.now - begin.now)
@@ -258,11 +255,8 @@ class Player:
             self.free[lane] = _Moment(time + later, entry)
 
 
-def _period(marks: list[_Mark], mark: _Mark) -> int:
-    """How many trips ago the device stood just as it does now; 0 = never, as far as is remembered."""
-    for back, old in enumerate(reversed(marks[-_LONGEST_PERIOD:]), 1):
-        slack = 1e-9 * (mark.now - old.now)
-        same = len(mark.lags) == len(old.lags)
-        if same and all(abs(a - b) <= slack for a, b in zip(mark.lags, old.lags, strict=True)):
-            return back
-    return 0
+def _is_alike(old: _Mark, new: _Mark) -> bool:
+    """Whether the device stands just as it did a trip before."""
+    slack = 1e-9 * (new.now - old.now)
+    same = len(new.lags) == len(old.lags)
+    return same and all(abs(a - b) <= slack for a, b in zip(new.lags, old.lags, strict=True))
