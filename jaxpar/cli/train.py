@@ -18,8 +18,9 @@ from jaxpar.base.processes import together
 from jaxpar.base.runtime import memory_of, start
 from jaxpar.models import Model
 from jaxpar.plan import resolve
-from jaxpar.plan.budget import out_of_memory, platform_of
+from jaxpar.plan.budget import platform_of
 from jaxpar.plan.memory_account import memory_account
+from jaxpar.plan.out_of_memory import out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.memory import memory_table, write_memory_account
 from jaxpar.train.data import load_corpus

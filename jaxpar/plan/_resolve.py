@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+
+import jax
 
 from jaxpar.base.config import Config
 from jaxpar.plan.budget import fit_to_budget
@@ -27,6 +28,6 @@ def resolve(config: Config, target: Target | None = None, say: Callable[[str], N
 
 def resolve_and_compile(
     config: Config, target: Target | None = None, say: Callable[[str], None] = lambda line: None
-) -> tuple[Config, Any]:
+) -> tuple[Config, jax.stages.Compiled | None]:
     """As `resolve`, and the compiled step where a budget had it compiled; None otherwise."""
     return fit_to_budget(choose_overlap(config, target, say), target, say)

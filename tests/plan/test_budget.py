@@ -16,9 +16,10 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.parse import parse
-from jaxpar.plan import budget as subject
-from jaxpar.plan.budget import Tried, _Search, budget_bytes, compiled_bytes, fit_to_budget, parse_bytes, within_budget
+from jaxpar.plan import memory_search as subject
+from jaxpar.plan.budget import _slower, budget_bytes, fit_to_budget, parse_bytes, within_budget
 from jaxpar.plan.choose_remat import ActionCosts, Item, Solution
+from jaxpar.plan.memory_search import MemorySearch, Tried, compiled_bytes
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.report.memory import allocated, saved_bytes
 from jaxpar.rehearse.targets import load_target
@@ -116,9 +117,9 @@ def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
     assert subject._exposed(tried(40, 9.0, 3.0), costs) == 0.25
     assert subject._exposed(tried(40, 9.0, 99.0), costs) == 1.0
     assert subject._exposed(tried(0, 9.0, 0.0), costs) == subject._exposed(tried(40), costs) == 0.5
-    assert subject._slower(tried(40, 9.0, 3.0), tried(0, 8.0, 0.0))
-    assert not subject._slower(tried(0, 8.0, 0.0), tried(40, 9.0, 3.0))
-    assert not subject._slower(tried(40), tried(0)), "devices at hand: nothing was played"
+    assert _slower(tried(40, 9.0, 3.0), tried(0, 8.0, 0.0))
+    assert not _slower(tried(0, 8.0, 0.0), tried(40, 9.0, 3.0))
+    assert not _slower(tried(40), tried(0)), "devices at hand: nothing was played"
 
 
 def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +165,7 @@ def test_a_loss_that_holds_less_is_weighed_before_host_memory(monkeypatch: pytes
                                                    "model.max_seq_len": 64, "train.batch": 64})  # fmt: skip
     devices = jax.devices()[:2]
     monkeypatch.setattr(subject, "_offloads", lambda *_: True)
-    searched = subject._searches(config, devices, "cuda", Hardware())
+    searched = subject.searches(config, devices, "cuda", Hardware())
     assert {one.outer.loss_mib for one in searched} > {0}
     whole, less = (next(one for one in searched if one.outer == outer)
                    for outer in (subject.Outer(), subject.Outer(loss_mib=64)))  # fmt: skip
@@ -207,7 +208,7 @@ SHARES = (0.25, 0.5, 0.8)
 """Budgets between the least and everything kept."""
 
 
-def best_of_all(items: list[Item], search: _Search, room: int) -> float:
+def best_of_all(items: list[Item], search: MemorySearch, room: int) -> float:
     """The least seconds of every assignment that fits, tried one by one."""
     device, host, again = np.zeros(1), np.zeros(1), np.zeros(1)
     for item in items:
@@ -229,7 +230,7 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     target = load_target(f"h100x{sizes.get('mesh.fsdp', 1) * sizes.get('mesh.tensor', 1)}")
     devices = target.devices()
     base = override(Config(), SIZES | MODELS[model] | sizes | {"memory.may": ()})
-    search = _Search(base, subject.Outer(), devices, "cuda", target.hardware)
+    search = MemorySearch(base, subject.Outer(), devices, "cuda", target.hardware)
     everything = search.state.device + search.work + sum(item.options[0].device for item in search.items)
     least = compiled_bytes(override(base, {"memory.policy": "full"}), devices, "cuda")[0]
     budget = int(least + share * (everything - least))

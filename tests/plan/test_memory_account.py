@@ -20,8 +20,8 @@ from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.cli.train import train_config as train
 from jaxpar.models import Model
-from jaxpar.plan.budget import out_of_memory
 from jaxpar.plan.memory_account import MemoryPart, memory_account
+from jaxpar.plan.out_of_memory import out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import load_target
 from jaxpar.show.memory import memory_figure, memory_table

@@ -1,0 +1,231 @@
+"""What a memory budget is searched in: the assignments of activations under each choice of what else may change.
+
+Bytes of activations and state are known from shapes alone; the rest (what a block works with, the loss) is guessed, and
+corrected by what the compiler says of an assignment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+
+from jaxpar.base.activation_names import Action, Keep
+from jaxpar.base.config import Config
+from jaxpar.base.errors import UserError
+from jaxpar.base.hardware import Hardware
+from jaxpar.base.jax_compat import compiler_said
+from jaxpar.models import Model
+from jaxpar.parallel.host_memory import check_offload, lowered_for
+from jaxpar.plan.choose_remat import (
+    ActionCosts,
+    Item,
+    Solution,
+    costs_of,
+    frontier,
+    items_of,
+    other_seconds,
+    solve,
+)
+from jaxpar.plan.memory_account import work_bytes
+from jaxpar.rehearse.report.memory import allocated
+from jaxpar.rehearse.report.memory_advice import needs_and_has
+from jaxpar.rehearse.simulate import simulate
+from jaxpar.rehearse.targets import Target
+from jaxpar.rehearse.timeline.timeline import Timeline
+from jaxpar.train.plans import make_plan
+from jaxpar.train.state import in_host, state_shapes
+from jaxpar.train.state_bytes import state_bytes
+from jaxpar.train.step import make_train_step, step_shapes
+
+_AWAY = 1.1  # times the predicted seconds, of what goes to host memory: rehearsals took longer (docs/benchmarks.md)
+
+Say = Callable[[str], None]
+
+
+class Outer(NamedTuple):
+    """What is decided besides activations."""
+
+    optimizer: bool = False
+    parameters: bool = False
+    accumulation: int = 1
+    loss_mib: int = 0
+    """0 = the config's."""
+
+    def applied(self, config: Config) -> Config:
+        """The config with it."""
+        where = {True: "offload", False: "device"}
+        loss = self.loss_mib or config.memory.loss_mib
+        memory = replace(
+            config.memory, optimizer=where[self.optimizer], parameters=where[self.parameters], loss_mib=loss
+        )
+        train = replace(config.train, accumulation=config.train.accumulation * self.accumulation)
+        return replace(config, memory=memory, train=train)
+
+
+class Tried(NamedTuple):
+    """A compiled assignment: bytes a device as predicted and by the compiler, and the step in the rehearsal (None =
+    the devices are at hand: not played)."""
+
+    config: Config
+    outer: Outer
+    solution: Solution
+    predicted: int
+    compiled: int
+    moved: float
+    """Seconds of streaming state, which nothing hides."""
+    played: Timeline | None = None
+    program: jax.stages.Compiled | None = None
+    """The compiled step; None = the compiler refused it."""
+
+
+class MemorySearch:
+    """The assignments under one choice of what else may be decided."""
+
+    def __init__(self, config: Config, outer: Outer, devices: list[jax.Device], platform: str, hardware: Hardware):
+        self.outer, self.devices, self.platform, self._hardware = outer, devices, platform, hardware
+        self.config = outer.applied(
+            replace(config, memory=replace(config.memory, policy="full", keep=Keep(), budget=""))
+        )
+        self.plan = make_plan(self.config, devices)
+        offload = _offloads(devices[0], platform, config.memory.offload_anyway)
+        self.items = items_of(self.config, self.plan, hardware, offload)
+        self.costs = costs_of(self.config, self.plan, hardware)
+        self.state = state_bytes(self.config, self.plan, platform)
+        self.moved = self.state.streamed / self.costs.link
+        self.work, self.compiled = work_bytes(self.config, self.plan), False
+        self.here = [item._replace(options=tuple(one for one in item.options if one.action != "offload"))
+                     for item in self.items]  # fmt: skip
+        self.update = self.state.update
+        found = frontier(self.items)
+        self.least = min(found, key=lambda one: (one.device, self.costs.seconds(one.host, one.again)))
+        # The same with the most in host memory: a block that makes less again works with less.
+        self.away = min(found, key=lambda one: (one.device, -one.host))
+
+    @cached_property
+    def besides(self) -> float:
+        """Seconds that every assignment of this search takes besides, the same for all."""
+        return self.moved + other_seconds(self.config, self.plan, self._hardware)
+
+    def solve(self, budget: int, away: bool = True) -> Solution | None:
+        """The fastest assignment that is predicted to fit, with activations in host memory or (not `away`) without."""
+        if self.state.device + self.update > budget:
+            return None
+        return solve(self.items if away else self.here, self.costs, budget - self.state.device - self.work)
+
+    def seen(self, solution: Solution, tried: Sequence[Tried]) -> bool:
+        wanted = assigned(self.config, self.items, solution.actions)
+        return wanted in [one.config for one in tried]
+
+    def rank(self, solution: Solution) -> float:
+        """Seconds, by which assignments are compared."""
+        away = solution.host or self.outer.optimizer or self.outer.parameters
+        return self.seconds(solution) * (_AWAY if away else 1)
+
+    def learn(self, one: Tried, of: MemorySearch) -> None:
+        """From what the compiler said of an assignment of another search, while nothing of this one was compiled."""
+        self.costs = self.costs._replace(exposed=_exposed(one, self.costs))
+        if self is not of and not self.compiled:
+            self.work = max(self.work + one.compiled - one.predicted, 0)
+
+    def predicted(self, solution: Solution) -> int:
+        """Bytes of a device: the backward's, or the update's, when no activations are left."""
+        return self.state.device + max(solution.device + self.work, self.update)
+
+    def seconds(self, solution: Solution) -> float:
+        return self.costs.seconds(solution.host, solution.again, self.besides)
+
+    def compile(self, solution: Solution, target: Target | None, say: Say) -> Tried:
+        """What the compiler says of an assignment, from which the next prediction learns."""
+        config, predicted = assigned(self.config, self.items, solution.actions), self.predicted(solution)
+        found, text, program = compiled_bytes(config, self.devices, self.platform)
+        self.compiled = True
+        if solution.device + self.work >= self.update:
+            self.work = found - self.state.device - solution.device
+        else:
+            self.update = found - self.state.device
+        played = simulate(text, self.plan.mesh, target, say).timeline if target is not None and text else None
+        return Tried(config, self.outer, solution, predicted, found, self.moved, played, program)
+
+
+def searches(
+    config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, say: Say = lambda line: None
+) -> list[MemorySearch]:
+    """A search for each of what may be decided besides; parts that the batch does not split into are left out."""
+    found = []
+    for outer in _outers(config, devices[0], platform, say):
+        try:
+            found.append(MemorySearch(config, outer, devices, platform, hardware))
+        except UserError:
+            if outer.accumulation == 1:
+                raise
+    # A loss that holds less is a choice where that is what a plan works with.
+    for one in list(found):
+        forms = [one, *(MemorySearch(config, one.outer._replace(loss_mib=mib), devices, platform, hardware)
+                        for mib in (256, 64) if mib < config.memory.loss_mib)]  # fmt: skip
+        found += [form for before, form in itertools.pairwise(forms) if form.work < before.work]
+    return found
+
+
+def assigned(config: Config, items: Sequence[Item], actions: Sequence[Action]) -> Config:
+    """A config whose activations are treated so; its budget is spent."""
+    keep: dict[str, Action] = {name: action for item, action in zip(items, actions, strict=True) for name in item.names}
+    return replace(config, memory=replace(config.memory, policy="full", keep=Keep(**keep), budget=""))
+
+
+def compiled_bytes(
+    config: Config, devices: list[jax.Device], platform: str
+) -> tuple[int, str, jax.stages.Compiled | None]:
+    """Bytes of a device that the training step allocates, and the program, as text too; of one that the compiler
+    refuses what it says, and nothing.
+
+    Raises:
+      UserError: the compiler refuses the step for another reason.
+    """
+    plan, model = make_plan(config, devices), Model(config.model)
+    arguments = step_shapes(model, config, plan)
+    host = in_host(state_shapes(model, config, plan), model, plan), jax.tree.map(lambda _: False, arguments[1])
+    _, lowered = lowered_for(make_train_step(model, config, plan), arguments, host, platform)
+    try:
+        compiled = lowered.compile()
+        return allocated(compiled.memory_analysis(), platform), compiled.as_text() or "", compiled
+    except jax.errors.JaxRuntimeError as error:
+        found = needs_and_has(str(error))
+        if found is None:
+            raise UserError(f"the compiler refuses this step: {compiler_said(str(error))}") from error
+        return found[0], "", None
+
+
+def _exposed(one: Tried, costs: ActionCosts) -> float:
+    """Of the transfers of activations, that compute waits for, as the rehearsal of this assignment shows it."""
+    if one.played is None or not one.solution.host:
+        return costs.exposed
+    waits = one.played.host_stall - one.moved
+    return min(max(waits / (2 * one.solution.host / costs.link), 0.0), 1.0)
+
+
+def _offloads(device: jax.Device, platform: str, anyway: bool, say: Say = lambda line: None) -> bool:
+    """Whether host memory may be used: it is another memory than the device's, and is not known to be wrong."""
+    if platform == "cpu":
+        return False
+    try:
+        check_offload("memory.budget", device, anyway)
+    except UserError as refused:
+        say(f"nothing is offloaded: {refused}")
+        return False
+    return True
+
+
+def _outers(config: Config, device: jax.Device, platform: str, say: Say) -> list[Outer]:
+    """What may be decided besides activations; what the config offloads already stays there."""
+    memory, may = config.memory, config.memory.may
+    host = _offloads(device, platform, memory.offload_anyway, say)
+    optimizer = {memory.optimizer == "offload"} | ({True} if host and "optimizer" in may else set())
+    parameters = {memory.parameters == "offload"} | ({True} if host and "parameters" in may else set())
+    rows = config.train.batch // config.train.accumulation
+    times = [1, *(n for n in (2, 4, 8, 16) if "accumulation" in may and rows % n == 0)]
+    return [Outer(o, p, n) for n in times for o in sorted(optimizer) for p in sorted(parameters)]

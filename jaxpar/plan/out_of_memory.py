@@ -1,0 +1,60 @@
+"""What to tell the user of a training step that ran out of memory: the flags of the fastest plan that should fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+
+from jaxpar.base.config import Config
+from jaxpar.base.console import bytes_text
+from jaxpar.base.hardware import Hardware
+from jaxpar.base.jax_compat import compiler_said
+from jaxpar.base.plan import Plan
+from jaxpar.plan.memory_account import memory_account
+from jaxpar.plan.memory_search import assigned, searches
+
+
+def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, platform: str, has: int) -> str:
+    """What to tell the user of a step that does not fit, in a line.
+
+    Args:
+      message: the runtime's.
+      config: the experiment.
+      plan: of the config.
+      hardware: of a device.
+      platform: of a device.
+      has: bytes of a device; 0 = not known.
+    """
+    total = sum(part.device for part in memory_account(config, plan, platform))
+    said = compiler_said(message)[:200]
+    room = has or int(0.9 * total)  # not known: less than what was just too much
+    found = nearest(replace(config, memory=replace(config.memory, may=())), list(plan.mesh.devices.flat), platform,
+                    hardware, room)  # fmt: skip
+    found = found or nearest(config, list(plan.mesh.devices.flat), platform, hardware, room)
+    where = f"a device has {bytes_text(has)}" if has else "what a device has is not known"
+    tried = f"try {found}" if found else (
+        f"nothing this mesh can keep, offload or recompute fits: try --mesh.fsdp {2 * plan.mesh.shape['fsdp']} or "
+        f"--train.accumulation {2 * config.train.accumulation}"
+    )  # fmt: skip
+    return f"out of memory: a step was predicted to take {bytes_text(total)}, {where}; {tried} ({said})"
+
+
+def nearest(config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, room: int) -> str:
+    """The flags of the fastest plan that is predicted to fit into some bytes, nothing compiled; empty = none does."""
+    searched = searches(config, devices, platform, hardware)
+    found = [(one, solution) for one in searched if (solution := one.solve(room)) is not None]
+    if not found:
+        return ""
+    search, solution = min(found, key=lambda pair: pair[0].seconds(pair[1]))
+    memory = assigned(search.config, search.items, solution.actions).memory
+    groups: dict[str, list[str]] = {}
+    for name, choice in vars(memory.keep).items():
+        if choice != "policy" and (name, choice) != ("block_input", "save"):
+            groups.setdefault(choice, []).append(name)
+    flags = [f"--memory.keep.{name} {action}" for action in ("save", "offload") for name in groups.get(action, [])]
+    state = [f"--memory.{name} offload" for name in ("optimizer", "parameters") if getattr(memory, name) == "offload"]
+    accumulated, loss = search.config.train.accumulation, memory.loss_mib
+    more = [f"--train.accumulation {accumulated}"] if accumulated != config.train.accumulation else []
+    more += [f"--memory.loss-mib {loss}"] if loss != config.memory.loss_mib else []
+    return " ".join(["--memory.policy full", *flags, *state, *more])
