@@ -87,7 +87,7 @@ def _layout(model: Model) -> list[_Tensor]:
 def _sizes(model: Model) -> dict[str, int]:
     """Size of each dim in a checkpoint by letter: V is the vocabulary without our padding."""
     config = model.config
-    head_dim, kv_heads = config.head_dim or config.embed // config.heads, config.kv_heads or config.heads
+    head_dim, kv_heads = config.head_size, config.kv_head_count
     return {"V": config.vocab_size, "P": config.max_seq_len, "D": config.embed, "H": config.heads, "K": kv_heads,
             "h": head_dim, "F": config.mlp, "E": config.experts}  # fmt: skip
 

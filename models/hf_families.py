@@ -219,7 +219,7 @@ def hf_config(config: ModelConfig) -> Json:
     """
     name = model_type(config)
     family = hf_family(name, "model.family")
-    head_dim = config.head_dim or config.embed // config.heads
+    head_dim = config.head_size
     if "head_dim" not in family.sizes and head_dim * config.heads != config.embed:
         raise UserError(
             f"a {config.family} checkpoint cannot say model.head_dim={head_dim}: with model.heads={config.heads} "
@@ -231,7 +231,7 @@ def hf_config(config: ModelConfig) -> Json:
                 f"a {config.family} checkpoint cannot say model.{field}={getattr(config, field)}: it would be read as "
                 f"that of a model without"
             )
-    values = dataclasses.asdict(config) | {"kv_heads": config.kv_heads or config.heads, "head_dim": head_dim}
+    values = dataclasses.asdict(config) | {"kv_heads": config.kv_head_count, "head_dim": head_dim}
     hf: Json = {"architectures": [family.architecture], "model_type": name}
     hf |= {key: values[field] for field, (key, _) in family.sizes.items()}
     hf |= {key: accepted[0] for key, accepted in family.fixed.items()}

@@ -62,7 +62,7 @@ def rotary_frequencies(config: ModelConfig) -> Float[Array, " h/2"]:
     RoPE is Su et al. 2021, arXiv:2104.09864. The extension keeps wavelengths below original/high_freq_factor, divides
     those above original/low_freq_factor by the factor, and blends in between (Llama 3.1 release, `apply_scaling`).
     """
-    head_dim = config.head_dim or config.embed // config.heads
+    head_dim = config.head_size
     frequencies = config.rope_theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if config.rope_factor == 1:
         return frequencies

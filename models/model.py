@@ -201,7 +201,7 @@ class Model:
         shapes, config = self.shapes(), self.config
         multiplying = _count(shapes["blocks"]) + _count(shapes["head"]) - self._idle_experts()
         multiplying += config.vocab_size * config.embed if config.tied_head else -self._padding() // 2
-        head_dim = config.head_dim or config.embed // config.heads
+        head_dim = config.head_size
         return 6.0 * multiplying + 12.0 * config.layers * config.heads * head_dim * seq_len
 
     def _idle_experts(self) -> int:

@@ -48,7 +48,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config, self.family = config, family_of(config)
         D, H, F = config.embed, config.heads, config.mlp
-        K, h = config.kv_heads or H, config.head_dim or D // H
+        K, h = config.kv_head_count, config.head_size
         kv = {"kv_heads": K} if self.family.grouped else {"heads": H}
         init = normal(config.init_std)
         init_residual = normal(config.init_std / math.sqrt(2 * config.layers))  # GPT-2 report, section 2.3

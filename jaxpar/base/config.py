@@ -75,6 +75,16 @@ class ModelConfig:
     scan_layers: bool = True
     """Run the blocks by `lax.scan` (one block is compiled) or unrolled (longer compile, faster on CPU)."""
 
+    @property
+    def kv_head_count(self) -> int:
+        """The number of key and value heads, which is that of the heads where `kv_heads` is 0."""
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        """The size of a head, which is embed / heads where `head_dim` is 0."""
+        return self.head_dim or self.embed // self.heads
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -468,7 +478,7 @@ def check(config: Config) -> Config:
 def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
     """The rules of a config's plan on a mesh of these sizes, changed where there are more devices than heads."""
     model = config.model
-    return fit_rules(config.rules, model.heads, model.kv_heads or model.heads, sizes)[0]
+    return fit_rules(config.rules, model.heads, model.kv_head_count, sizes)[0]
 
 
 def require_settled(config: Config) -> None:

@@ -188,7 +188,7 @@ def _attention_flops(config: Config, plan: Plan) -> float:
     model, S = config.model, config.data.seq_len
     rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
     pieces = plan.size("batch") * plan.size("attention_seq") * plan.size("heads")
-    width = model.heads * (model.head_dim or model.embed // model.heads)
+    width = model.heads * model.head_size
     return 4.0 * rows * S * min(S, model.window or S) * width / 2 / pieces
 
 

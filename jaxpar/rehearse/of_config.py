@@ -154,8 +154,8 @@ def step_sizes(config: Config, plan: Plan) -> StepSizes:
     microbatches = plan.pipeline.microbatches if plan.size("stage") > 1 else 1
     sizes: dict[LogicalAxis, int] = {
         "batch": config.train.batch // config.train.accumulation // microbatches, "seq": config.data.seq_len,
-        "embed": model.embed, "heads": model.heads, "kv_heads": model.kv_heads or model.heads,
-        "head_dim": model.head_dim or model.embed // model.heads, "mlp": model.mlp,
+        "embed": model.embed, "heads": model.heads, "kv_heads": model.kv_head_count,
+        "head_dim": model.head_size, "mlp": model.mlp,
         "layers": len(pipeline.order) if pipeline else model.layers,
         "vocab": -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple,
     }  # fmt: skip

@@ -98,7 +98,7 @@ def check_batch(config: Config, plan: Plan) -> None:
     activation = (microbatch, seq_len, sizes.embed)
     plan.sharding(("batch", "seq", None), activation, "activations")
     plan.sharding(("batch", "residual_seq", None), activation, "residual stream")
-    check_split(plan, plan.context.strategy, seq_len, sizes.heads, sizes.kv_heads or sizes.heads, sizes.dropout)
+    check_split(plan, plan.context.strategy, seq_len, sizes.heads, sizes.kv_head_count, sizes.dropout)
 
 
 def plan_notes(config: Config, plan: Plan) -> list[str]:
@@ -119,7 +119,7 @@ def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]
     model, data, train = config.model, config.data, config.train
     parts = plan.size("batch") * (train.accumulation * max(plan.pipeline.microbatches, 1) if training else 1)
     return attention_notes(
-        plan, data.seq_len, model.head_dim or model.embed // model.heads, training and model.dropout > 0, model.window,
+        plan, data.seq_len, model.head_size, training and model.dropout > 0, model.window,
         data.pack, max(train.batch // parts, 1),
     )  # fmt: skip
 
@@ -142,4 +142,4 @@ def offload_asked(plan: Plan) -> str:
 
 def _fit_rules(config: Config, mesh: Mesh) -> tuple[ShardingRules, list[str]]:
     model = config.model
-    return fit_rules(config.rules, model.heads, model.kv_heads or model.heads, mesh.shape)
+    return fit_rules(config.rules, model.heads, model.kv_head_count, mesh.shape)

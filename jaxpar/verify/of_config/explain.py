@@ -86,7 +86,7 @@ def _other_sizes(case: Case, plan: Plan) -> dict[str, int]:
     sizes = {
         "accumulation": train.accumulation,
         "microbatches": plan.pipeline.microbatches if plan.size("stage") > 1 else 1,
-        "query heads per kv head": model.heads // (model.kv_heads or model.heads),
+        "query heads per kv head": model.heads // model.kv_head_count,
         "tokens that count": int(np.sum(case.batch["labels"] >= 0)),
     }
     return {name: size for name, size in sizes.items() if size > 1}

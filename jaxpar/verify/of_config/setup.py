@@ -89,13 +89,13 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
         there = _attention(plan, config, platform)
         notes += [f"OTHER ATTENTION: {there} on {platform}, {wanted} here"] if there != wanted else []
     model = small.model
-    _, fitted = fit_rules(config.rules, model.heads, model.kv_heads or model.heads, total_sizes(mesh))
+    _, fitted = fit_rules(config.rules, model.heads, model.kv_head_count, total_sizes(mesh))
     return small, [*notes, *changes, *fitted]
 
 
 def _attention(plan: Plan, config: Config, platform: str = "") -> str:
     """The implementation, and whether plain XLA takes several tiles."""
     model, seq_len, packed = config.model, config.data.seq_len, config.data.pack
-    head_dim = model.head_dim or model.embed // model.heads
+    head_dim = model.head_size
     name, _ = choose_attention(plan, seq_len, head_dim, False, model.window, packed, platform)
     return f"{name} in tiles" if name == "chunked" and seq_len > ROWS else name

@@ -115,7 +115,7 @@ def _few_heads(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, int]:
     divides what it must, and whose `situation` is that of the model; where no pair has that, the first with its rules.
     """
     rules, model, asked_rules = config.rules, config.model, rules_of(config, asked)
-    kv_heads = model.kv_heads or model.heads
+    kv_heads = model.kv_head_count
     group = model.heads // kv_heads
     # Ulysses deals out the heads of a device, and its kv heads whole where they are enough.
     dealt = pieces("attention_seq", asked_rules, sizes) if config.context.strategy == "ulysses" else 1
@@ -174,7 +174,7 @@ def _narrow_model(
     """Few heads and layers, and the ratios of the other dims to them, about."""
     model, (H, K) = config.model, heads
     head_dim = _multiple(least_head_dim, multiples["head_dim"])
-    width = model.embed / (model.heads * (model.head_dim or model.embed // model.heads))
+    width = model.embed / (model.heads * model.head_size)
     embed = odd_multiple(round(H * head_dim * width), multiples["embed"])
     experts = _fewer_experts(model, multiples["experts"])
     vocab = odd_multiple(_VOCAB, multiples["vocab"])
