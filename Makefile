@@ -68,7 +68,7 @@ gpu:
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)' $(GPU_NEEDS)
 	@rm -rf build/gpu_install && mkdir -p build/gpu_install
 	@cp -R jaxpar build/gpu_install && cp -R models meshes configs build/gpu_install/jaxpar
-	PYTHONPATH=$(CURDIR)/build/gpu_install:$$PYTHONPATH $(GPU_PYTHON) -P -m jaxpar.cli.main bench gpu --out $(GPU_OUT) \
+	PYTHONPATH=$(CURDIR)/build/gpu_install:$(CURDIR)/tests:$$PYTHONPATH $(GPU_PYTHON) -P tests/on_gpu/measure.py --out $(GPU_OUT) \
 		$(if $(PIECES),--pieces $(PIECES)) $(if $(SMALL),--small)
 
 clean:

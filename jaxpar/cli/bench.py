@@ -123,12 +123,3 @@ def attention_command(words: list[str]) -> int:
         found = {**where, "bench": dataclasses.asdict(args), "rows": rows}
         Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 0
-
-
-def gpu_command(words: list[str]) -> int:
-    """jaxpar bench gpu [--out DIR] [--pieces NAME ...] [--small]"""
-    from jaxpar.bench.gpu import GpuBenchArgs, bench_gpu
-
-    say = console().print
-    say(bench_gpu(parse(gpu_command.__doc__, GpuBenchArgs(), words), say))
-    return 0

@@ -33,7 +33,6 @@ BENCHES = {
     "overlap": "a block in each form of overlap, rehearsed for a target",
     "pipeline": "the step in every pipeline schedule, compiled for a target",
     "attention": "every implementation of attention that serves here, in turns",
-    "gpu": "all that half an hour with a GPU is for, in pieces that can be taken up again",
 }
 _HELP = ("-h", "--help", "help")
 

@@ -1,12 +1,14 @@
-"""`jaxpar bench gpu`: what half an hour with a GPU is for, in pieces that can be taken up again.
+"""Measures on a GPU what no CPU can tell: kernels, speeds and predictions (`make gpu`).
 
-`gpu_pieces` runs them. What is timed is waited for, long enough to be timed, and the median of several turns.
+`pieces` runs them, and goes on where it was stopped. What is timed is long enough to be timed, and every figure is the
+median of several turns.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections import defaultdict
 from functools import partial
 from itertools import product
@@ -15,16 +17,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from on_gpu.pieces import Found, Piece, Say, read_piece, report, run_piece
 
 from jaxpar.base.config import Config, check, load_config, override
+from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.hardware import Hardware, hardware_of, load_chip, peak_flops
 from jaxpar.base.jax_compat import NO_CUDA_GRAPHS
 from jaxpar.bench.alternate import Row
 from jaxpar.bench.attention import MASKS, AttentionBenchArgs, bench_attention
-from jaxpar.bench.gpu_pieces import Found, Piece, Say, read_piece, report, run_piece
 from jaxpar.bench.rehearse import compare_predictions, no_links, ready_step
 from jaxpar.bench.step import bench_step
+from jaxpar.cli.arguments import parse
+from jaxpar.cli.main import fail
 from jaxpar.hlo.tasks import Task, walk
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call, Unserved
@@ -37,7 +42,7 @@ from jaxpar.train.plans import make_plan
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuBenchArgs:
+class GpuArgs:
     """Kernels, attention, GPT-2's step, predictions and a trace, on the GPU that is here."""
 
     out: str = "build/gpu"
@@ -249,7 +254,7 @@ PIECES: dict[str, Piece] = {
 }  # fmt: skip
 
 
-def bench_gpu(args: GpuBenchArgs, say: Say = lambda line: None) -> str:
+def measure(args: GpuArgs, say: Say = lambda line: None) -> str:
     """Run what has no result yet, and write report.md, which is returned.
 
     Raises:
@@ -257,10 +262,23 @@ def bench_gpu(args: GpuBenchArgs, say: Say = lambda line: None) -> str:
     """
     for name in args.pieces:
         if name not in PIECES:
-            raise UserError(f"bench gpu has no piece {name!r}{nearest(name, PIECES)}: there are {', '.join(PIECES)}")
+            raise UserError(f"make gpu has no piece {name!r}{nearest(name, PIECES)}: there are {', '.join(PIECES)}")
     out, text = Path(args.out), ""
     for name in args.pieces or PIECES:
-        run_piece(PIECES[name], name, f"{__name__}.PIECES", out, args.small, say)
+        run_piece(PIECES[name], name, "on_gpu.measure.PIECES", out, args.small, say)
         text = report(out, PIECES)
         (out / "report.md").write_text(text, encoding="utf-8")
     return text
+
+
+def main(words: list[str]) -> int:
+    """python tests/on_gpu/measure.py [--out DIR] [--pieces NAME ...] [--small]"""
+    try:
+        console().print(measure(parse(main.__doc__, GpuArgs(), words), console().print))
+    except UserError as error:
+        return fail(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -167,7 +167,7 @@ def check_facts(here: Mapping[str, str], then: Mapping[str, str], out: Path) -> 
     """
     if here["platform"] != "gpu" and here["form"] != "small":
         raise UserError(
-            f"bench gpu needs an NVIDIA GPU; JAX {here['jax']} finds {here['device']}, nvidia-smi "
+            f"make gpu needs an NVIDIA GPU; JAX {here['jax']} finds {here['device']}, nvidia-smi "
             f"{here['driver'] or 'nothing'}: install jax's CUDA plugin where there is a GPU, or try the tiny form that "
             "runs on a CPU, --small (make gpu SMALL=1)"
         )

@@ -1,4 +1,4 @@
-"""`jaxpar bench gpu`: what it calls wrong, what it does where a case fails or hangs, and all of it in a tiny form."""
+"""`make gpu`: what it calls wrong, what it does where a case fails or hangs, and all of it in a tiny form."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from on_gpu import measure, pieces
+from on_gpu.pieces import Piece, read_line, read_piece, report, run_case, run_piece, work
 
 from jaxpar.base.errors import UserError
-from jaxpar.bench import gpu as bench_gpu
-from jaxpar.bench import gpu_pieces as bench_pieces
-from jaxpar.bench.gpu_pieces import Piece, read_line, read_piece, report, run_case, run_piece, work
-from jaxpar.cli.main import main
 from jaxpar.kernels.attention import chunked, dispatch
 from jaxpar.kernels.attention.call import Unserved
 from jaxpar.rehearse.cost.stopwatch import _durations
@@ -55,7 +53,7 @@ def processes(monkeypatch: pytest.MonkeyPatch, *said: list[Any]) -> list[str]:
         text = "".join(json.dumps(line) + "\n" for line in lines)
         return SimpleNamespace(stdout=io.StringIO(text), wait=lambda: -6, kill=lambda: None, communicate=lambda: None)
 
-    monkeypatch.setattr(bench_pieces.subprocess, "Popen", start)
+    monkeypatch.setattr(pieces.subprocess, "Popen", start)
     return started
 
 
@@ -162,7 +160,7 @@ def test_a_kernel_that_is_wrong_is_called_so(
 
     pair = SimpleNamespace(forward=forward, backward=backward, refusal=lambda *given: "")
     monkeypatch.setattr(dispatch, "pair", lambda name: pair)
-    found = bench_gpu._kernel(
+    found = measure._kernel(
         "pallas_gpu", "odd lengths", 64, "bfloat16" if spoiled else "float32", True, tmp_path, print
     )
     assert found[0]["verdict"] == status
@@ -173,13 +171,13 @@ def test_attention_leaves_out_what_is_wrong(tmp_path: Path, monkeypatch: pytest.
     wrong = {"status": "measured", "rows": [{"verdict": "wrong"}]}
     right = {"status": "measured", "rows": [{"verdict": "right"}]}
     keep(tmp_path, "kernels", {
-        bench_gpu._kernel_name("pallas_hopper", "causal", 16): wrong,
-        bench_gpu._kernel_name("pallas_gpu", "causal", 16): right,
+        measure._kernel_name("pallas_hopper", "causal", 16): wrong,
+        measure._kernel_name("pallas_gpu", "causal", 16): right,
     })  # fmt: skip
     asked, said = list[Any](), list[str]()
     row = {"mask": "causal", "sequence": 64, "head_dim": 16, "implementation": "chunked", "forward, ms": 1.0}
-    monkeypatch.setattr(bench_gpu, "bench_attention", lambda bench, say: asked.append(bench) or [row])
-    found = bench_gpu._attention("causal", 128, 4096, True, tmp_path, said.append)
+    monkeypatch.setattr(measure, "bench_attention", lambda bench, say: asked.append(bench) or [row])
+    found = measure._attention("causal", 128, 4096, True, tmp_path, said.append)
     assert asked[0].implementations == ("cudnn", "pallas_gpu", "chunked")
     assert said == ["not pallas_hopper: wrong, or failed, in the piece before"]
     assert found == [{"implementation": "chunked", "forward, ms": 1.0}]
@@ -193,9 +191,9 @@ def test_attention_leaves_out_what_is_wrong(tmp_path: Path, monkeypatch: pytest.
     [
         (
             "",
-            "bench gpu needs an NVIDIA GPU; JAX 0.12.0 finds cpu, nvidia-smi nothing: install jax's CUDA plugin where",
+            "make gpu needs an NVIDIA GPU; JAX 0.12.0 finds cpu, nvidia-smi nothing: install jax's CUDA plugin where",
         ),
-        ("--pieces kernel", "bench gpu has no piece 'kernel' (did you mean 'kernels'?): there are kernels, attention,"),
+        ("--pieces kernel", "make gpu has no piece 'kernel' (did you mean 'kernels'?): there are kernels, attention,"),
         ("--small --pieces step", "has results of jax 0.11.0, and here it is 0.12.0: try --out DIR"),
     ],
 )
@@ -206,7 +204,7 @@ def test_mistakes_are_said(
     here = HERE | {"platform": "cpu", "device": "cpu", "driver": "", "form": form}
     keep(tmp_path, "step", {}, here | {"jax": "0.11.0"})
     processes(monkeypatch, [here])
-    assert main(["bench", "gpu", "--out", str(tmp_path), *words.split()]) == 2
+    assert measure.main(["--out", str(tmp_path), *words.split()]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -257,7 +255,7 @@ def test_all_of_it_in_a_tiny_form(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(absent)}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name, piece in bench_gpu.PIECES.items():
+    for name, piece in measure.PIECES.items():
         cases = read_piece(tmp_path, name)["cases"]
         assert len(cases) == piece.small
         assert {one["status"] for one in cases.values()} <= {"measured", "refused"}, (name, cases)
