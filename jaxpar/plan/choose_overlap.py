@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,10 @@ from jax.experimental import multihost_utils
 from jaxpar.base.config import Config, from_dict
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_options
-from jaxpar.base.plan import Overlap, Plan
+from jaxpar.base.plan import Form, Overlap, Plan
 from jaxpar.base.runtime import cache_folder, compiler_flags, versions, write_whole
 from jaxpar.base.sharding import state_axes, tree_shardings
-from jaxpar.models import Model
+from jaxpar.models import Model, Params
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.token_order import TOKENS
@@ -39,6 +39,7 @@ SITES = ("mlp_scatter", "heads_scatter", "mlp_gather", "heads_gather")
 _CALLS = 10  # timed, where devices are at hand
 
 Say = Callable[[str], None]
+BlockArguments = tuple[Params, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
 class Trial(NamedTuple):
@@ -133,7 +134,7 @@ def best(trials: Sequence[Trial]) -> Trial:
     return min(trials, key=lambda trial: trial.seconds)
 
 
-def _steps(config: Config, plan: Plan) -> Iterator[list[dict[str, Any]]]:
+def _steps(config: Config, plan: Plan) -> Iterator[list[dict[str, Form]]]:
     """For each site that is open, the changes to try; none where no ring can run."""
     if not further_split(STORED, GATHERED, plan):
         return
@@ -145,9 +146,12 @@ def _steps(config: Config, plan: Plan) -> Iterator[list[dict[str, Any]]]:
 
 def closed(overlap: Overlap) -> Overlap:
     """`auto` replaced by `xla` and no Domino, where the search starts from."""
-    start = {"gather": "xla", "scatter": "xla", "domino": "off"}
-    changes: Any = {name: form for name, form in start.items() if getattr(overlap, name) == "auto"}
-    return dataclasses.replace(overlap, **changes)
+    return dataclasses.replace(
+        overlap,
+        gather="xla" if overlap.gather == "auto" else overlap.gather,
+        scatter="xla" if overlap.scatter == "auto" else overlap.scatter,
+        domino="off" if overlap.domino == "auto" else overlap.domino,
+    )
 
 
 def _halves(config: Config, plan: Plan) -> bool:
@@ -178,17 +182,17 @@ def trial(config: Config, plan: Plan, target: Target | None, say: Say = lambda l
         seconds = _time(traced.lower().compile(), arguments) / layers
         return Trial(plan.overlap, float(multihost_utils.broadcast_one_to_all(np.float64(seconds))))
     compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
-    timeline = simulate(compiled.as_text(), plan.mesh, target, say).timeline
+    timeline = simulate(compiled.as_text() or "", plan.mesh, target, say).timeline
     collectives = [row for row in timeline.tasks if row.task.collective]
     matmul, exposed = timeline.busy.get("matmul", 0.0), timeline.exposed_communication
     sent = sum(row.task.collective.sent_bytes * row.count for row in collectives if row.task.collective)
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    temporaries = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
     compute = timeline.seconds - exposed
     seconds, matmul, compute, exposed, sent = (x / layers for x in (timeline.seconds, matmul, compute, exposed, sent))
     return Trial(plan.overlap, seconds, matmul, compute, exposed, sent, temporaries)
 
 
-def _blocks(model: Model, config: Config, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
+def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced, BlockArguments]:
     """The traced gradient of a stack of blocks, and its arguments' ShapeDtypeStructs: parameters, x, positions, dx."""
     shapes, rows = model.shapes(), config.train.batch // config.train.accumulation
     if plan.size("stage") > 1:  # each stage runs them on the same microbatch
@@ -206,7 +210,9 @@ def _blocks(model: Model, config: Config, plan: Plan) -> tuple[Any, tuple[Any, .
     positions_BS = jax.ShapeDtypeStruct((rows, S), jnp.int32, sharding=plan.sharding(TOKENS))
     axes = jax.tree.map(state_axes, model.axes["blocks"], is_leaf=lambda leaf: isinstance(leaf, tuple))
 
-    def gradient(params: Any, x_BSD: jax.Array, positions_BS: jax.Array, dx_BSD: jax.Array) -> Any:
+    def gradient(
+        params: Params, x_BSD: jax.Array, positions_BS: jax.Array, dx_BSD: jax.Array
+    ) -> tuple[Params, jax.Array]:
         _, pull = jax.vjp(lambda params, x: model.blocks(params, x, positions_BS, None, plan)[0], params, x_BSD)
         return pull(dx_BSD)
 
@@ -219,7 +225,7 @@ def _blocks(model: Model, config: Config, plan: Plan) -> tuple[Any, tuple[Any, .
     return jitted.trace(*arguments), arguments
 
 
-def _time(compiled: Any, arguments: Any) -> float:
+def _time(compiled: jax.stages.Compiled, arguments: BlockArguments) -> float:
     """Seconds of a call, the median."""
 
     def made(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -256,7 +262,7 @@ def _file() -> Path:
     return cache_folder() / "overlap.json"
 
 
-def _kept() -> dict[str, Any]:
+def _kept() -> dict[str, object]:
     """Earlier choices; none where the file cannot be read, which costs a search and loses nothing."""
     try:
         kept = json.loads(_file().read_text(encoding="utf-8"))
@@ -265,19 +271,19 @@ def _kept() -> dict[str, Any]:
     return kept if isinstance(kept, dict) else {}
 
 
-def _usable(kept: Any) -> dict[str, Any] | None:
+def _usable(kept: object) -> Overlap | None:
     """A choice that was kept, or None where it is none that can be run: another version may have written it."""
     try:
-        overlap = from_dict(Overlap, kept, str(_file()))
+        overlap = from_dict(Overlap, kept, str(_file())) if isinstance(kept, dict) else None
     except (UserError, TypeError):
         return None
-    return None if is_open(overlap) else dataclasses.asdict(overlap)
+    return None if overlap is None or is_open(overlap) else overlap
 
 
-def _agreed(kept: dict[str, Any] | None) -> Overlap | None:
+def _agreed(kept: Overlap | None) -> Overlap | None:
     """What the first process has kept: each has a cache of its own, and all must run the same program."""
     text = np.zeros(1024, np.uint8)
-    found = json.dumps(kept).encode()
+    found = json.dumps(None if kept is None else dataclasses.asdict(kept)).encode()
     text[: len(found)] = np.frombuffer(found, np.uint8)
     first = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(text)).tobytes().rstrip(b"\0"))
     return None if first is None else Overlap(**first)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
 from jax.sharding import NamedSharding
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
@@ -24,7 +24,9 @@ _FEW = 5  # points of a curve that are drawn as such
 _ROOM, _LETTER = (185, 235), 4.3  # points: height and width of an array's drawing, width of a letter on it
 
 
-def loss_figure(rows: Sequence[dict[str, Any]], title: str, references: dict[str, float] | None = None) -> Figure:
+def loss_figure(
+    rows: Sequence[Mapping[str, float]], title: str, references: Mapping[str, float] | None = None
+) -> Figure:
     """Training and validation loss by step.
 
     Args:
@@ -92,7 +94,7 @@ def mesh_figure(placements: Sequence[Placement], plan: Plan, title: str, most: i
     return figure
 
 
-def _draw_array(axes: Any, row: Placement, plan: Plan) -> None:
+def _draw_array(axes: Axes, row: Placement, plan: Plan) -> None:
     """One array as a grid of shards."""
     sharding = NamedSharding(plan.mesh, row.spec)
     ids = {device: i for i, device in enumerate(plan.mesh.devices.ravel())}

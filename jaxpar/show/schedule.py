@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -76,7 +77,7 @@ def schedules_figure(panels: Mapping[str, tuple[Table, Times]], title: str) -> F
     return figure
 
 
-def _draw(axes: Any, table: Table, times: Times, found: Simulation, points: float) -> None:
+def _draw(axes: Axes, table: Table, times: Times, found: Simulation, points: float) -> None:
     """The bars of a schedule, on axes `points` wide."""
     scale = points / max(found.makespan, 1e-9)
     for s in range(table.stages):
@@ -92,13 +93,13 @@ def _draw(axes: Any, table: Table, times: Times, found: Simulation, points: floa
             size = min(8.0, length * scale / (0.74 * len(str(table.microbatches - 1))))
             if size >= 4.5:
                 color, middle = "white" if _dark(shade) else "black", start + length / 2
-                axes.text(middle, s, action.microbatch, size=size, color=color, ha="center", va="center_baseline")
+                axes.text(middle, s, str(action.microbatch), size=size, color=color, ha="center", va="center_baseline")
     axes.set(ylim=(table.stages - 0.5, -0.5), xlim=(0, found.makespan), ylabel="stage", yticks=_some(table.stages, 16))
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
 
 
-def _draw_stash(axes: Any, table: Table, times: Times, found: Simulation) -> None:
+def _draw_stash(axes: Axes, table: Table, times: Times, found: Simulation) -> None:
     """The curve of what each stage keeps: up where a forward starts, down where the last of its backward ends."""
     colors = matplotlib.colormaps["viridis"]
     named = {*_some(table.stages, 8), table.stages - 1}
@@ -116,7 +117,7 @@ def _draw_stash(axes: Any, table: Table, times: Times, found: Simulation) -> Non
         shade = colors(0.9 * s / max(table.stages - 1, 1))
         axes.step(when, np.cumsum([steps[t] for t in when]), where="post", color=shade, linewidth=1.3, label=label)
     axes.set(ylim=(0, max(found.stash) * 1.08 + 0.2), ylabel="inputs kept")
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

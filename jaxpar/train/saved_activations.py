@@ -21,6 +21,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.heads import beside
 from jaxpar.base.jax_compat import NAME, SHARD_MAP
 from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import Axes
 from jaxpar.models import Model, Params
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.parallel.experts import RouterSums
@@ -30,7 +31,7 @@ from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.schedules import schedule
 from jaxpar.parallel.token_order import TOKENS, halves
 
-_OF_ROWS = ("batch", "seq", None, "mlp")  # hidden rows of experts
+_OF_ROWS: Axes = ("batch", "seq", None, "mlp")  # hidden rows of experts
 
 
 class Activation(NamedTuple):
@@ -65,17 +66,14 @@ def activations(config: Config, plan: Plan) -> list[Activation]:
       config: model, batch and sequence length.
       plan: from `jaxpar.train.plans.make_plan`; one on an `AbstractMesh` will do.
     """
-    found, blocks = dict[str, tuple[tuple[int, ...], Any, int]](), blocks_kept(config, plan)
+    found, blocks = dict[str, Activation](), blocks_kept(config, plan)
     for name, aval, local in _named(traced_block(config, plan)[0].jaxpr, False):
-        axes: Any = _OF_ROWS if len(aval.shape) == 4 and NAMES[name].axes[-1] == "mlp" else NAMES[name].axes
+        axes = _OF_ROWS if len(aval.shape) == 4 and NAMES[name].axes[-1] == "mlp" else NAMES[name].axes
         pieces = 1 if local else math.prod(plan.size(beside(axis, plan)) for axis in axes)
         size = math.prod(aval.shape) * aval.dtype.itemsize // pieces
-        before = found.get(name, (aval.shape, aval.dtype, 0))
-        found[name] = aval.shape, aval.dtype, before[2] + size  # Domino has two halves of each
-    return [
-        Activation(name, plan.action(name), *_shape_and_dtype(found[name]), found[name][2], blocks)
-        for name in NAMES if name in found
-    ]  # fmt: skip
+        size += found[name].bytes if name in found else 0  # Domino has two halves of each
+        found[name] = Activation(name, plan.action(name), tuple(aval.shape), str(aval.dtype), size, blocks)
+    return [found[name] for name in NAMES if name in found]
 
 
 def unnamed_bytes(config: Config, plan: Plan) -> int:
@@ -88,14 +86,9 @@ def unnamed_bytes(config: Config, plan: Plan) -> int:
     traced, made = traced_block(config, plan)
     given = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
     kept = {var for var in traced.jaxpr.outvars[made:] if isinstance(var, core.Var)} - given
-    arrays: list[Any] = [var.aval for var in kept]
-    total = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    total = sum(math.prod(array.shape) * array.dtype.itemsize for array in map(_array_of, kept))
     named = sum(one.bytes for one in activations(config, plan))
     return max(total * plan.size("stage") // plan.mesh.size - named, 0) * blocks_kept(config, plan)
-
-
-def _shape_and_dtype(found: tuple[tuple[int, ...], Any, int]) -> tuple[tuple[int, ...], str]:
-    return tuple(found[0]), str(found[1])
 
 
 def blocks_kept(config: Config, plan: Plan) -> int:
@@ -204,12 +197,17 @@ def microbatches_of(plan: Plan) -> int:
     return plan.pipeline.microbatches if plan.size("stage") > 1 else 1
 
 
-def _named(jaxpr: Any, local: bool) -> Iterator[tuple[str, Any, bool]]:
+def _array_of(var: core.Var) -> jax.ShapeDtypeStruct:
+    aval: Any = var.aval  # jax's type of it is any abstract value
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _named(jaxpr: core.Jaxpr, local: bool) -> Iterator[tuple[str, jax.ShapeDtypeStruct, bool]]:
     """Every name in a jaxpr and what it wraps; whether that is one device's part."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == NAME and eqn.params["name"] in NAMES:
-            yield eqn.params["name"], eqn.outvars[0].aval, local
+            yield eqn.params["name"], _array_of(eqn.outvars[0]), local
         for value in eqn.params.values():
             if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
-                inner = getattr(value, "jaxpr", value)
+                inner: Any = getattr(value, "jaxpr", value)  # newer jax has one class for both
                 yield from _named(inner, local or eqn.primitive.name == SHARD_MAP)
