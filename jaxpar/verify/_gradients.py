@@ -75,7 +75,7 @@ def gradients(
     def altered() -> Iterator[Alteration]:
         yield from misplaced(batch, placed[1], run)
         for what, other in (mistakes or {}).items():
-            yield "as given", what, _on_one_device(other, device)(params_there, batch)
+            yield "as given", what, _on_one_device(other, device)(params_there, batch).grads
 
     return explain(verdict, got, want, run, shards(batch, placed[1]), altered)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -13,26 +14,22 @@ from jax.sharding import NamedSharding
 
 from jaxpar.base.sharding import PyTree, path_name
 from jaxpar.verify.comparison import Answer, axes_of_dim, copies_by_axis, distance, scale_of
-from jaxpar.verify.mistakes import Evidence, diagnose, guesses_of_part
+from jaxpar.verify.mistakes import Evidence, Guess, Kind, diagnose, guesses_of_part
 from jaxpar.verify.report import Verdict
 
 _ADDS_UP = 1e-3
 """Contributions add up to the whole if they do to this relative error; what a part is missing is far more."""
 
+Gradients = Mapping[str, np.ndarray]
+"""By the parameter's name, [1, *shape]."""
 Reference = Callable[[PyTree], Answer]
 """The reference on another batch."""
-Alteration = tuple[str, str, Answer]
+Alteration = tuple[Kind, str, Gradients]
 """A kind of mistake, what it is in words, and what the reference gives where it is made."""
 
 
 class Partition(NamedTuple):
-    """A batch in parts, each of which should contribute once to the loss.
-
-    Attributes:
-      what: `shard` or `microbatch`.
-      of: what follows its number: ` of data`.
-      batches: the parts.
-    """
+    """A batch in parts, each of which should contribute once: a `shard` or a `microbatch`, number n ` of data`."""
 
     what: str
     of: str
@@ -53,9 +50,8 @@ def explain(
     """The verdict with a finding in each wrong row.
 
     Args:
-      verdict: the comparison of `got` with `want`.
-      got: the program's answer, with its shardings.
-      want: the reference's.
+      verdict: the comparison of `got`, the program's answer with its shardings, with `want`, the reference's.
+      got, want: these answers.
       run: the reference, which is run on each part of each partition.
       partitions: of the batch.
       altered: the reference under other circumstances; asked for only if a gradient is explained by nothing else.
@@ -63,88 +59,77 @@ def explain(
       stacked: whether the first dim of a parameter, given its name, is one of layers.
     """
     parts, means = _contributions(run, partitions, want)
-    others: list[Alteration] | None = None
+    others = functools.cache(lambda: list(altered()))
     rows = []
     for row in verdict.rows:
         if row.ok:
             rows.append(row)
             continue
-        name, evidence = row.name, evidence_of(row.name, got, want, sizes or {})
+        name, copies, right, sharding = row.name, got.grads[row.name], want.grads[row.name][0], got.shardings[row.name]
         guesses = _predicted(name, means)
-        for what, part, answer in parts:
-            guesses |= guesses_of_part(what, part, answer.grads[name][0], evidence.want)
+        for what, part, grads in parts:
+            guesses += guesses_of_part(what, part, grads[name][0], right)
+        evidence = Evidence(
+            got=max(copies, key=lambda copy, right=right: distance(copy, right)),
+            want=right,
+            sizes=sizes or {},
+            axis_sizes={str(axis): size for axis, size in sharding.mesh.shape.items() if size > 1},
+            split=[axes_of_dim(sharding, dim) for dim in range(right.ndim)],
+            copies=copies_by_axis(copies, sharding),
+            guesses=guesses,
+        )
         layers = None
         if stacked(name):
-            off, most = map(distance, evidence.got, evidence.want), row.tolerance * scale_of(want, name)
+            off, most = map(distance, evidence.got, right), row.tolerance * scale_of(want, name)
             layers = tuple(layer for layer, error in enumerate(off) if not error <= most)
-        finding = diagnose(dataclasses.replace(evidence, guesses=guesses), layers)
+        finding = diagnose(evidence, layers)
         if not finding.fits:
-            others = list(altered()) if others is None else others
-            guesses |= _predicted(name, others)
-            finding = diagnose(dataclasses.replace(evidence, guesses=guesses), layers)
+            finding = diagnose(dataclasses.replace(evidence, guesses=guesses + _predicted(name, others())), layers)
         rows.append(row._replace(finding=finding, layers=layers))
     return dataclasses.replace(verdict, rows=tuple(rows))
 
 
-def _predicted(name: str, altered: Iterable[Alteration]) -> dict[tuple[str, str], np.ndarray]:
-    """One gradient of each alteration, by what `diagnose` is to call it."""
-    return {(kind, f"what the reference gives where {what}"): answer.grads[name][0] for kind, what, answer in altered}
-
-
-def evidence_of(name: str, got: Answer, want: Answer, sizes: Mapping[str, int]) -> Evidence:
-    """What is known of one gradient before the reference is run again."""
-    copies, right, sharding = got.grads[name], want.grads[name][0], got.shardings[name]
-    return Evidence(
-        got=max(copies, key=lambda copy: distance(copy, right)),
-        want=right,
-        sizes=sizes,
-        axis_sizes={str(axis): size for axis, size in sharding.mesh.shape.items() if size > 1},
-        split=[axes_of_dim(sharding, dim) for dim in range(right.ndim)],
-        copies=copies_by_axis(copies, sharding),
-    )
+def _predicted(name: str, altered: Iterable[Alteration]) -> list[Guess]:
+    """One gradient of each alteration, as `diagnose` takes it."""
+    return [(kind, f"what the reference gives where {what}", grads[name][0]) for kind, what, grads in altered]
 
 
 def _contributions(
     run: Reference, partitions: Iterable[Partition], want: Answer
-) -> tuple[list[Alteration], list[Alteration]]:
+) -> tuple[list[tuple[str, str, Gradients]], list[Alteration]]:
     """What each part, `shard` or `microbatch`, contributes by its name; and the means of parts that do not add up.
 
     They add up as they are if the loss is a sum, and divided by their number if it is a mean of equal parts. If it is a
     mean of unequal ones, then the mean of their means is a mistake.
     """
-    parts: list[Alteration] = []
+    parts: list[tuple[str, str, Gradients]] = []
     means: list[Alteration] = []
     for what, of, batches in partitions:
-        answers = [run(batch) for batch in batches]
-        total = _scaled(1.0, *answers)
-        scale = next((scale for scale in (1.0, 1 / len(answers)) if _is_near(_scaled(scale, total), want)), None)
-        if scale is not None:
-            parts += [(what, f"{what} {n}{of}", _scaled(scale, answer)) for n, answer in enumerate(answers)]
+        found = [run(batch).grads for batch in batches]
+        total = {name: np.sum([grads[name] for grads in found], axis=0) for name in want.grads}
+        mean = _scaled(1 / len(found), total)
+        if _adds_up(total, want):
+            parts += [(what, f"{what} {n}{of}", grads) for n, grads in enumerate(found)]
+        elif _adds_up(mean, want):
+            parts += [(what, f"{what} {n}{of}", _scaled(1 / len(found), grads)) for n, grads in enumerate(found)]
         else:
             own = f"each {what}{of} divides by its own number of tokens"
-            means += [("mean", own, _scaled(1 / len(answers), total)),
-                      ("mean", f"{own}, and the results are summed", total)]  # fmt: skip
+            means += [("mean", own, mean), ("mean", f"{own}, and the results are summed", total)]
     return parts, means
 
 
-def _scaled(scale: float, *answers: Answer) -> Answer:
-    """The sum of some answers' gradients, times a factor."""
-    names = answers[0].grads
-    return Answer(
-        np.zeros(1), {name: scale * np.sum([answer.grads[name] for answer in answers], axis=0) for name in names}
-    )
+def _scaled(scale: float, grads: Gradients) -> Gradients:
+    return {name: scale * grad for name, grad in grads.items()}
 
 
-def _is_near(total: Answer, want: Answer) -> bool:
-    return all(distance(total.grads[name], want.grads[name]) <= _ADDS_UP * scale_of(want, name) for name in want.grads)
+def _adds_up(total: Gradients, want: Answer) -> bool:
+    return all(distance(total[name], grad) <= _ADDS_UP * scale_of(want, name) for name, grad in want.grads.items())
 
 
 def shards(batch: PyTree, placed: PyTree) -> Iterator[Partition]:
     """The rows of a batch as devices have them along each mesh axis that splits rows, and along all of these together.
 
-    Args:
-      batch: a tree of arrays on the host.
-      placed: the sharding of each. An array whose rows are not split along an axis stays whole.
+    `placed` has the sharding of each array; one whose rows are not split along an axis stays whole.
     """
     places = jax.tree.leaves(placed)
     splits = [axes_of_dim(place, 0) for place in places]
@@ -176,7 +161,7 @@ def misplaced(batch: PyTree, placed: PyTree, run: Reference) -> Iterator[Alterat
                 changed = [other for _, other in leaves]
                 changed[at] = grid.take(order, axis=dim + 1).reshape(leaf.shape)
                 said = f"{what} part of {path_name(path) or 'batch'}"
-                yield "shard", said, run(jax.tree.unflatten(tree, changed))
+                yield "shard", said, run(jax.tree.unflatten(tree, changed)).grads
 
 
 def _grid(leaf: np.ndarray, place: NamedSharding, axes: tuple[str, ...], dim: int) -> np.ndarray:

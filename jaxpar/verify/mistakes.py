@@ -1,6 +1,6 @@
 """How a wrong gradient is wrong: what each known mistake would have made of the right one, and which of them fits.
 
-A hypothesis is a function from the evidence to the arrays it predicts; the one that leaves the least of the difference
+A hypothesis predicts an array from the evidence; the one that leaves the least of the difference
 unexplained is the finding. Pure numpy: it knows no model, no mesh and no jax.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,15 @@ FITS = 0.05  # a hypothesis fits when it leaves at most this share of the differ
 _ROUNDING = 0.03  # relative; bfloat16 has 8 bits, and an ulp of each factor is at most 2^-8
 _NEAR = 0.01  # a factor this near, relatively, to a size is tried as that size; the residual judges
 _LARGEST_FACTOR = 64  # denominator of a factor that is written as a fraction
+
+
+Kind = Literal[
+    "zero", "sign", "sum doubled", "sum missing", "microbatch", "scaled", "permuted", "transposed", "mask", "documents",
+    "mean", "shard", "as given", "copies", "rounding", "not finite", "unknown",
+]  # fmt: skip
+"""What a mistake is called; docs/verify.md says what each one means."""
+Guess = tuple[Kind, str, np.ndarray]
+"""A hypothesis filled in: its kind, what it says, and what the gradient would be if it were so."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Evidence:
       axis_sizes: devices along each mesh axis.
       sizes: other numbers that a wrong factor may be, by name: accumulation, query heads per kv head.
       split: mesh axes along each dim.
-      guesses: what the gradient would be by mistakes that only a caller can make, by (kind, what it says).
+      guesses: what the gradient would be by mistakes that only a caller can make.
       copies: by mesh axis that should hold copies, the gradient as each coordinate of it has it, [n, *shape].
     """
 
@@ -40,31 +49,27 @@ class Evidence:
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     split: Sequence[tuple[str, ...]] = ()
-    guesses: Mapping[tuple[str, str], np.ndarray] = field(default_factory=dict)
+    guesses: Sequence[Guess] = ()
     copies: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def of_layers(self, layers: Sequence[int]) -> Evidence:
         """The same of some layers, which dim 0 counts."""
         pick = list(layers)
-        return replace(
-            self,
-            got=self.got[pick],
-            want=self.want[pick],
-            guesses={key: value[pick] for key, value in self.guesses.items()},
-            copies={axis: value[:, pick] for axis, value in self.copies.items()},
-        )
+        guesses = [(kind, says, value[pick]) for kind, says, value in self.guesses]
+        copies = {axis: value[:, pick] for axis, value in self.copies.items()}
+        return replace(self, got=self.got[pick], want=self.want[pick], guesses=guesses, copies=copies)
 
 
 class Finding(NamedTuple):
     """How a gradient differs.
 
     Attributes:
-      kind: one of `KINDS`.
+      kind: what the mistake is called.
       says: in words, to stand after "the gradient is ".
       residual: norm of what this leaves unexplained over the norm of the difference; 1 = nothing is explained.
     """
 
-    kind: str
+    kind: Kind
     says: str
     residual: float
 
@@ -74,37 +79,11 @@ class Finding(NamedTuple):
         return self.residual <= FITS
 
 
-Guess = tuple[str, str, np.ndarray]
-"""A hypothesis filled in: its kind, what it says, and what the gradient would be if it were so."""
-
-KINDS = {
-    "zero": "nothing arrived",
-    "sign": "the sign is wrong",
-    "sum doubled": "a sum over a mesh axis was taken twice",
-    "sum missing": "a sum over a mesh axis was left out, or only part of it taken",
-    "microbatch": "a microbatch was counted twice, or not at all",
-    "scaled": "it is scaled by a factor",
-    "permuted": "blocks of it stand in the wrong places",
-    "transposed": "two dims are exchanged",
-    "mask": "the attention mask is wrong",
-    "documents": "packed documents are not kept apart",
-    "mean": "each shard takes the mean of its own tokens, where one of all is meant",
-    "shard": "a shard has another shard's part of an array of the batch",
-    "as given": "one of the mistakes that the caller named",
-    "copies": "copies on different devices differ",
-    "rounding": "small errors without structure: a lower precision than was asked for",
-    "not finite": "it holds NaN or infinity",
-    "unknown": "none of these",
-}
-
-
 def diagnose(evidence: Evidence, layers: Sequence[int] | None = None) -> Finding:
     """The hypothesis that fits best; `unknown` names the nearest where none does.
 
-    Args:
-      evidence: what is known.
-      layers: of a gradient that is stacked over layers those that differ. They are explained together, or else the last
-        of them alone: a mistake there is passed on to those before it.
+    `layers` are those that differ of a gradient that is stacked over layers. They are explained together, or else the
+    last of them alone: a mistake there is passed on to those before it.
     """
     if not layers:
         return _diagnose(evidence)
@@ -126,9 +105,8 @@ def _diagnose(evidence: Evidence) -> Finding:
         return Finding("not finite", f"not finite in {share:.1%} of its entries", 0.0)
     difference = _distance(evidence.got, evidence.want)
     found = _differing_copies(evidence, difference)
-    for hypothesis in HYPOTHESES:
-        for kind, says, predicted in hypothesis(evidence):
-            found.append(Finding(kind, says, _distance(evidence.got, predicted) / max(difference, 1e-300)))
+    for kind, says, predicted in _guesses(evidence):
+        found.append(Finding(kind, says, _distance(evidence.got, predicted) / max(difference, 1e-300)))
     best = min(found, key=lambda finding: finding.residual)
     if best.fits:
         # Of those that fit equally well the first: hypotheses stand from the plain to the particular.
@@ -144,8 +122,16 @@ def _diagnose(evidence: Evidence) -> Finding:
     return Finding("unknown", said, best.residual)
 
 
-def _zero(evidence: Evidence) -> Iterator[Guess]:
-    yield "zero", "zero", np.zeros_like(evidence.want)
+def _guesses(evidence: Evidence) -> Iterator[Guess]:
+    """What each known mistake would have made of the reference, from the plain to the particular."""
+    want = evidence.want
+    yield "zero", "zero", np.zeros_like(want)
+    yield from _factor(evidence)
+    yield from _permuted(evidence)
+    for a, b in itertools.combinations(range(want.ndim), 2):
+        if want.shape[a] == want.shape[b] > 1:
+            yield "transposed", f"the reference with dims {a} and {b} exchanged", want.swapaxes(a, b)
+    yield from evidence.guesses
 
 
 def _factor(evidence: Evidence) -> Iterator[Guess]:
@@ -189,50 +175,20 @@ def _or(names: Sequence[str]) -> str:
 
 
 def _permuted(evidence: Evidence) -> Iterator[Guess]:
-    """Blocks along one dim in another order, as many as a mesh axis has devices; those that split the dim first."""
-    sizes = evidence.axis_sizes
-    for dim, length in enumerate(evidence.want.shape):
-        own = evidence.split[dim] if dim < len(evidence.split) else ()
-        names: dict[int, list[str]] = {sizes[axis]: [axis] for axis in reversed(own)}
-        if len(own) > 1:
-            names.setdefault(math.prod(sizes[axis] for axis in own), [" x ".join(own)])
-        split = set(names)
-        for axis, size in sizes.items():
-            if size not in split:
-                names.setdefault(size, []).append(axis)
-        for count, axes in names.items():
-            if count > 1 and length % count == 0:
-                yield from _permutation(evidence, dim, count, axes)
+    """The shards of a dim in the order that fits best, by each mesh axis that splits the dim and by all of them."""
+    for dim, axes in enumerate(evidence.split):
+        for names in dict.fromkeys([*((axis,) for axis in axes), axes] if axes else []):
+            count = math.prod(evidence.axis_sizes[name] for name in names)
+            got, want = (np.split(array, count, axis=dim) for array in (evidence.got, evidence.want))
+            order = [int(np.argmin([_distance(block, other) for other in want])) for block in got]
+            if sorted(order) == list(range(count)) != order:
+                blocks = f"{count} blocks along dim {dim} ({' x '.join(names)})"
+                says = f"the reference with its {blocks} in the order {order}"
+                yield "permuted", says, np.concatenate([want[place] for place in order], axis=dim)
 
 
-def _permutation(evidence: Evidence, dim: int, count: int, axes: Sequence[str]) -> Iterator[Guess]:
-    """The permutation of `count` blocks along `dim` that fits best, if each block has one place."""
-    got, want = (np.split(array, count, axis=dim) for array in (evidence.got, evidence.want))
-    source = [int(np.argmin([_distance(block, other) for other in want])) for block in got]
-    if sorted(source) != list(range(count)) or source == list(range(count)):
-        return
-    says = f"the reference with its {count} blocks along dim {dim} ({_or(axes)}) in the order {source}"
-    yield "permuted", says, np.concatenate([want[place] for place in source], axis=dim)
-
-
-def _transposed(evidence: Evidence) -> Iterator[Guess]:
-    for a, b in itertools.combinations(range(evidence.want.ndim), 2):
-        if evidence.want.shape[a] == evidence.want.shape[b] > 1:
-            yield "transposed", f"the reference with dims {a} and {b} exchanged", evidence.want.swapaxes(a, b)
-
-
-def _given(evidence: Evidence) -> Iterator[Guess]:
-    for (kind, says), value in evidence.guesses.items():
-        yield kind, says, value
-
-
-HYPOTHESES: tuple[Callable[[Evidence], Iterator[Guess]], ...] = (
-    _zero, _factor, _permuted, _transposed, _given,
-)  # fmt: skip
-
-
-def guesses_of_part(what: str, name: str, value: np.ndarray, want: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
-    """What a gradient would be if one contribution to it stood alone, counted twice or was left out.
+def guesses_of_part(what: str, name: str, value: np.ndarray, want: np.ndarray) -> list[Guess]:
+    """What a gradient would be if one contribution to it stood alone, was counted twice or was left out.
 
     Args:
       what: `microbatch`, or `shard`, which a sum over a mesh axis adds to the others.
@@ -240,12 +196,13 @@ def guesses_of_part(what: str, name: str, value: np.ndarray, want: np.ndarray) -
       value: the contribution.
       want: the reference, of the same shape.
     """
-    missing, doubled = ("sum missing", "sum doubled") if what == "shard" else (what, what)
-    return {
-        (missing, f"the contribution of {name} alone"): value,
-        (doubled, f"the reference with {name} counted twice"): want + value,
-        (missing, f"the reference without {name}"): want - value,
-    }
+    missing: Kind = "sum missing" if what == "shard" else "microbatch"
+    doubled: Kind = "sum doubled" if what == "shard" else "microbatch"
+    return [
+        (missing, f"the contribution of {name} alone", value),
+        (doubled, f"the reference with {name} counted twice", want + value),
+        (missing, f"the reference without {name}", want - value),
+    ]
 
 
 def _differing_copies(evidence: Evidence, difference: float) -> list[Finding]:

@@ -30,12 +30,11 @@ class ReferenceOps:
     Attributes:
       plan: of one device; only its compute dtype counts.
       offset: in attention the token at t sees up to t + offset: 0 but for the diagnosis of a mask that is off by one.
-      blind: what a token that sees nothing takes, the `mean` of all values or `zero`; at offset 0 there is none.
+        A token that sees nothing takes the mean of all values.
     """
 
     plan: Plan
     offset: int = 0
-    blind: str = "mean"
 
     def column_linear(
         self,
@@ -90,8 +89,6 @@ class ReferenceOps:
         if segments_BS is not None:
             visible = visible & (segments_BS[:, None, :, None] == segments_BS[:, None, None, :])
         weights_BHST = jax.nn.softmax(jnp.where(visible, scores_BHST, -1e30), axis=-1)
-        if self.blind == "zero":
-            weights_BHST = jnp.where(jnp.any(visible, axis=-1, keepdims=True), weights_BHST, 0)
         return jnp.einsum("BHST,BTHh->BSHh", weights_BHST.astype(v_BTHh.dtype), v_BTHh)
 
     def expert_mlp(

@@ -53,9 +53,9 @@ def test_contributions_add_up_to_the_gradient() -> None:
     assert not means
     assert [name for _, name, _ in parts] == [f"shard {at} of data" for at in range(4)]
     for name, grad in want.grads.items():
-        total = np.sum([answer.grads[name] for _, _, answer in parts], axis=0)
+        total = np.sum([grads[name] for _, _, grads in parts], axis=0)
         np.testing.assert_allclose(total, grad, atol=1e-5 * np.max(np.abs(grad)))
-        assert not np.allclose(parts[0][2].grads[name], grad, rtol=0.1)
+        assert not np.allclose(parts[0][2][name], grad, rtol=0.1)
 
 
 @pytest.mark.quick

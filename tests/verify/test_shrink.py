@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from jaxpar.base.config import Config, load_config, override, rules_of
+from jaxpar.base.config import Config, load_config, override, presets, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.mesh import DcnSpec, MeshSpec, devices_needed, total_sizes
 from jaxpar.base.plan import Context
-from jaxpar.base.toml import presets
-from jaxpar.verify.of_config.mesh import asked_sizes, fit_mesh, mesh_note, simulated_devices
-from jaxpar.verify.of_config.shrink import LEAST, Least, odd_multiple, pieces, shrink
+from jaxpar.verify.of_config.setup import fit_mesh, mesh_note, simulated_devices
+from jaxpar.verify.of_config.shrink import LEAST, Least, asked_sizes, odd_multiple, pieces, shrink
 
 pytestmark = pytest.mark.quick
 
@@ -50,10 +49,7 @@ def test_a_mesh_is_kept_or_made_smaller_along_each_axis(mesh: MeshSpec, devices:
     assert -1 not in vars(fitted).values()
 
 
-def test_slices_stay_slices_where_they_fit() -> None:
-    fitted = fit_mesh(MeshSpec(fsdp=16, dcn=DcnSpec(data=4)), 8)
-    assert fitted is not None
-    assert (fitted.dcn, fitted.fsdp, fitted.data) == (DcnSpec(data=2), 4, 1)
+def test_slices_of_a_mesh_made_smaller_are_part_of_their_axis() -> None:
     folded = fit_mesh(MeshSpec(fsdp=16, dcn=DcnSpec(fsdp=4)), 2)
     assert folded is not None
     assert (folded.dcn, folded.fsdp) == (DcnSpec(), 2)

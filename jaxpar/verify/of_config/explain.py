@@ -14,26 +14,18 @@ import numpy as np
 from jaxpar.base.plan import Plan
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.verify.comparison import Answer
-from jaxpar.verify.explain import Alteration, Partition, evidence_of, explain, shards
-from jaxpar.verify.mistakes import Evidence, Finding, diagnose
+from jaxpar.verify.explain import Alteration, Partition, explain, shards
 from jaxpar.verify.of_config.losses_and_gradients import Case, OneDevice, is_stacked, one_device
 from jaxpar.verify.reference_ops import ReferenceOps
 from jaxpar.verify.report import GradientRow, Verdict
-
-_TABLE, _HEAD = "embed.tokens", "head.table"
 
 
 def explain_plan(
     case: Case, verdict: Verdict, got: Answer, want: Answer, one: OneDevice, say: Callable[[str], None]
 ) -> Verdict:
-    """The verdict with how each wrong gradient differs, and which of them lies nearest to the loss.
+    """The verdict, of `got` under the plan and the reference's `want`, with how each wrong gradient differs.
 
-    Args:
-      case: what was run.
-      verdict: the comparison of `got` with `want`.
-      got, want: the answer under the plan, and the float32 reference.
-      one: the reference, to be run on other batches.
-      say: called with a line as each phase begins.
+    It also says which wrong gradient lies nearest to the loss. `one` is the reference, to be run on other batches.
     """
     if not verdict.wrong:
         return verdict
@@ -46,19 +38,9 @@ def explain_plan(
             say("differs: the loss does too, so other attention masks are tried")
             yield from _other_masks(case, one)
 
-    sizes = _other_sizes(case, plan)
-    run = partial(one, case.params)
+    run, sizes = partial(one, case.params), _other_sizes(case, plan)
     verdict = explain(verdict, got, want, run, partitions, altered, sizes=sizes, stacked=is_stacked)
-
-    def of_one_use(row: GradientRow) -> GradientRow:
-        tied = row.name == _TABLE and case.config.model.tied_head
-        if not tied or row.finding is None or (row.finding.fits and row.finding.kind != "copies"):
-            return row
-        say("differs: the tied table's two uses apart")
-        return row._replace(finding=_explain_uses(case, evidence_of(row.name, got, want, sizes)) or row.finding)
-
-    rows = tuple(map(of_one_use, verdict.rows))
-    return replace(verdict, rows=rows, origin=nearest_to_loss(verdict.wrong))
+    return replace(verdict, origin=nearest_to_loss(verdict.wrong))
 
 
 def partitions_of(case: Case, plan: Plan) -> list[Partition]:
@@ -100,32 +82,13 @@ def _other_masks(case: Case, one: OneDevice) -> Iterator[Alteration]:
             ("positions", "positions do not restart with each document"),
         ):
             without = {key: rows for key, rows in case.batch.items() if key != name}
-            yield "documents", what, one(case.params, without)
-    for offset, blind, what in (
-        (1, "mean", "a token sees the one after it"),
-        (-1, "mean", "a token does not see itself and the first sees all"),
-        (-1, "zero", "a token does not see itself and the first sees none"),
+            yield "documents", what, one(case.params, without).grads
+    for offset, what in (
+        (1, "a token sees the one after it"),
+        (-1, "a token does not see itself and the first sees all"),
     ):
-        ops = partial(ReferenceOps, offset=offset, blind=blind)
-        yield "mask", what, one_device(case, "float32", exact=True, ops=ops)(case.params, case.batch)
-
-
-def _explain_uses(case: Case, evidence: Evidence) -> Finding | None:
-    """A tied table's gradient is the sum of two, as embedding and as output head: is one of them wrong, and how?
-
-    A model with a head of its own, equal to the embedding, gives the two apart.
-    """
-    model = replace(case.config.model, tied_head=False)
-    params = case.params | {"head": case.params["head"] | {"table": case.params["embed"]["tokens"]}}
-    apart = one_device(case, "float32", exact=True, model=model)(params, case.batch)
-    for name, use in ((_TABLE, "embedding"), (_HEAD, "output head")):
-        right = apart.grads[name][0]
-        other = evidence.want - right
-        copies = {axis: copies - other for axis, copies in evidence.copies.items()}
-        finding = diagnose(replace(evidence, got=evidence.got - other, want=right, copies=copies))
-        if finding.fits and finding.kind != "copies":
-            return finding._replace(says=f"{finding.says} (of its use as {use}; the other is right)")
-    return None
+        ops = partial(ReferenceOps, offset=offset)
+        yield "mask", what, one_device(case, "float32", exact=True, ops=ops)(case.params, case.batch).grads
 
 
 def nearest_to_loss(wrong: tuple[GradientRow, ...]) -> str:

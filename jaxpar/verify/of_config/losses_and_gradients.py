@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxpar.base.config import Config, ModelConfig, PrecisionConfig
+from jaxpar.base.config import Config, PrecisionConfig
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
@@ -71,7 +71,6 @@ def one_device(
     precision: str,
     exact: bool,
     ops: Callable[[Plan], Ops | ReferenceOps] = ReferenceOps,
-    model: ModelConfig | None = None,
 ) -> OneDevice:
     """Loss and gradients of a batch on the first device: the reference, where the ops are those.
 
@@ -80,10 +79,9 @@ def one_device(
       precision: compute dtype.
       exact: float32 matmuls in full float32 also where the device would take less.
       ops: what the model calls: `jaxpar.parallel.Ops` are the library's own.
-      model: another than the case's.
     """
     plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
-    unrolled = Model(replace(model or case.config.model, scan_layers=False), ops)  # pyright: ignore[reportArgumentType]
+    unrolled = Model(replace(case.config.model, scan_layers=False), ops)  # pyright: ignore[reportArgumentType]
     weights = step.loss_weights(case.config.train)
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:

@@ -10,22 +10,16 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.base.config import Config
+from jaxpar.base.config import Config, to_toml
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import total_sizes
 from jaxpar.base.runtime import cache_folder, compiler_flags, versions, write_whole
-from jaxpar.base.toml import to_toml
 from jaxpar.verify.of_config.checks import run
 from jaxpar.verify.of_config.setup import Setup, prepare
 
 
 def require(config: Config, devices: list[jax.Device], say: Callable[[str], None]) -> None:
-    """Verify a plan on this process's devices, unless just this was verified before.
-
-    Args:
-      config: what is about to train.
-      devices: the devices of the run; those of other processes are left to them.
-      say: called with a line or more about the outcome.
+    """Verify a plan on this process's share of `devices`, unless just this was verified before.
 
     Raises:
       UserError: the plan differs from one device, or cannot be verified here.
@@ -33,7 +27,11 @@ def require(config: Config, devices: list[jax.Device], say: Callable[[str], None
     setup = prepare(config, [device for device in devices if device.process_index == jax.process_index()])
     facts = json.dumps(facts_of(setup), indent=2, sort_keys=True)
     path = cache_folder() / "verify" / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.txt"
-    if before := _remembered(path, say):
+    try:
+        before = path.read_text(encoding="utf-8").partition("\n")[0]
+    except (OSError, ValueError):  # there is no such file, or it is damaged
+        before = ""
+    if before.startswith("EQUAL: "):
         say(f"verified before: {before}")
         return
     for note in setup.notes:
@@ -48,22 +46,8 @@ def require(config: Config, devices: list[jax.Device], say: Callable[[str], None
         say(f"cannot remember this in {path} ({error.strerror}): it will be verified again next time")
 
 
-def _remembered(path: Path, say: Callable[[str], None]) -> str:
-    """The verdict in a file, its first line; empty, with a line to say, where the file cannot be used."""
-    try:
-        verdict = path.read_text(encoding="utf-8").partition("\n")[0]
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError):
-        verdict = ""
-    if verdict.startswith("EQUAL: "):
-        return verdict
-    say(f"what {path} remembers is not used, it is damaged: verifying again")
-    return ""
-
-
 def facts_of(setup: Setup) -> dict[str, object]:
-    """All that the outcome hangs on: versions, platform, compiler flags, the library's source, the shrunk config."""
+    """All that the outcome depends on: versions, platform, compiler flags, the library's source, the shrunk config."""
     device = setup.devices[0]
     return {
         "versions": versions(),

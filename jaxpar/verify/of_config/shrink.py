@@ -21,11 +21,10 @@ from jaxpar.base.config import (
     rules_of,
 )  # fmt: skip
 from jaxpar.base.heads import fit_rules
-from jaxpar.base.mesh import MeshAxis, MeshSpec, total_sizes
+from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
 from jaxpar.base.plan import Overlap, Pipeline
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, named_axes
 from jaxpar.parallel.pipeline import layers_of, microbatches
-from jaxpar.verify.of_config.mesh import asked_sizes
 
 MOST_ACCUMULATION = 4  # more microbatches repeat what these do
 _FEW = 4  # virtual stages have two layers each, more than so many have one
@@ -78,6 +77,12 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> tuple[Con
         overlap=overlap, pipeline=pipeline, checkpoint=CheckpointConfig(), metrics=MetricsConfig(),
     )  # fmt: skip
     return small, _notes(config, small, asked)
+
+
+def asked_sizes(asked: MeshSpec, used: MeshSpec) -> dict[MeshAxis, int]:
+    """Devices along each axis of the mesh that was asked for, where an axis of -1 has those of the one that is used."""
+    filled = {axis: getattr(used, axis) for axis, size in axis_sizes(asked).items() if size == -1}
+    return total_sizes(replace(asked, **filled))
 
 
 def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: Sizes) -> int:
