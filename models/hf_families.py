@@ -10,8 +10,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar.base.config import ModelConfig, from_dict
+from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.toml import from_dict
 
 REQUIRED = object()
 Json = dict[str, Any]  # a config.json: another program wrote it, so its values may be anything

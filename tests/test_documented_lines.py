@@ -19,7 +19,8 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from jaxpar.base.config import Config, ModelConfig, check, parse, presets
+from jaxpar.base.config import Config, ModelConfig, check, parse
+from jaxpar.base.toml import presets
 from jaxpar.cli import arguments, commands
 from jaxpar.cli import bench as bench_commands
 from jaxpar.cli import main as cli

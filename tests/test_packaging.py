@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.base.config import presets
+from jaxpar.base.toml import presets
 
 pytestmark = pytest.mark.quick
 

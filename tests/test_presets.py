@@ -4,8 +4,9 @@ import tomllib
 
 import pytest
 
-from jaxpar.base.config import Config, ModelConfig, check, load_config, parse, presets, to_toml
+from jaxpar.base.config import Config, ModelConfig, check, load_config, parse
 from jaxpar.base.mesh import axis_sizes, devices_needed, resolve
+from jaxpar.base.toml import presets, to_toml
 
 CONFIGS = presets("jaxpar.configs")
 

@@ -6,9 +6,9 @@ import tomllib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxpar.base.config import find_toml, from_dict, presets
 from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.toml import find_toml, from_dict, presets
 
 LANES = 128
 """The number of entries of the last dim that a TPU's registers and tiles hold."""

@@ -10,10 +10,11 @@ import tomllib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-from jaxpar.base.config import RESOLVED, Config, find_toml, flatten, parse, presets, rules_of
+from jaxpar.base.config import RESOLVED, Config, parse, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import total_sizes
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, named_axes
+from jaxpar.base.toml import find_toml, flatten, presets
 
 
 class Effect(NamedTuple):

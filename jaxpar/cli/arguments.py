@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from jaxpar.base.config import Config, flatten, load_config
+from jaxpar.base.config import Config, load_config
 from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.hardware import load_mesh_preset
+from jaxpar.base.toml import flatten
 from jaxpar.base.unused_settings import require_effects
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxpar.base.config import Config, check, presets
+from jaxpar.base.config import Config, check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
+from jaxpar.base.toml import presets
 from jaxpar.cli.arguments import Overrides, config_args, parse, positional
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from jaxpar.base.config import Config, flatten, load_config
+from jaxpar.base.config import Config, load_config
 from jaxpar.base.console import check_folders, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import start, write_whole
+from jaxpar.base.toml import flatten
 from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import mesh_here, on_target, rehearse
 from jaxpar.rehearse.report.conditions import failures, parse_conditions

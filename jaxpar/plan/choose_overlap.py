@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxpar.base.config import Config, from_dict
+from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.plan import Form, Overlap, Plan
 from jaxpar.base.runtime import cache_folder, compiler_flags, versions, write_whole
 from jaxpar.base.sharding import state_axes, tree_shardings
+from jaxpar.base.toml import from_dict
 from jaxpar.models import Model, Params
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.linear import GATHERED, STORED

@@ -17,11 +17,11 @@ from typing import Literal, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from jaxpar.base.config import presets
 from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.hardware import CHIPS, Chip, GpuCompiler, Hardware, Slices, hardware_of, load_chip
 from jaxpar.base.mesh import MeshSpec, describe, resolve
 from jaxpar.base.runtime import without_chips
+from jaxpar.base.toml import presets
 
 Platform = Literal["tpu", "cuda", "cpu"]
 GPUS_PER_NODE = 8

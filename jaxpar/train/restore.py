@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
-from jaxpar.base.config import Config, ModelConfig, flatten
+from jaxpar.base.config import Config, ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
+from jaxpar.base.toml import flatten
 from jaxpar.models import Model, Params
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.parallel.pipeline import stored_order

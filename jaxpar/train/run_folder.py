@@ -6,9 +6,10 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.base.config import RESOLVED, Config, incompatible, parse, to_toml
+from jaxpar.base.config import RESOLVED, Config, incompatible, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.processes import together
+from jaxpar.base.toml import to_toml
 
 
 def read_run_config(folder: Path) -> Config:

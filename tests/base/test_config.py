@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.base.config import Config, check, flatten, incompatible, load_config, override, parse, to_toml
+from jaxpar.base.config import Config, check, incompatible, load_config, override, parse
 from jaxpar.base.errors import UserError
+from jaxpar.base.toml import flatten, to_toml
 
 pytestmark = pytest.mark.quick
 

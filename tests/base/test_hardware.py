@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from jaxpar.base.config import flatten, presets
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import CHIPS, Hardware, hardware_of, load_chip, load_mesh_preset, peak_flops
 from jaxpar.base.mesh import MeshSpec, devices_needed
+from jaxpar.base.toml import flatten, presets
 
 MESHES = presets("jaxpar.meshes")
 ACCELERATORS = [name for name in MESHES if not name.startswith("cpu")]

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxpar.base.config import ModelConfig, flatten, load_config, parse, presets, to_toml
+from jaxpar.base.config import ModelConfig, load_config, parse
+from jaxpar.base.toml import flatten, presets, to_toml
 from jaxpar.cli import commands
 from jaxpar.cli.main import COMMANDS, main
 from jaxpar.models import Model

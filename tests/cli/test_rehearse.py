@@ -9,7 +9,8 @@ import pytest
 from fake_rehearsal import fake_rehearsal
 from report_types import problems
 
-from jaxpar.base.config import Config, TrainConfig, to_toml
+from jaxpar.base.config import Config, TrainConfig
+from jaxpar.base.toml import to_toml
 from jaxpar.cli import rehearse as subject
 from jaxpar.cli.main import main
 from jaxpar.rehearse import of_config, targets

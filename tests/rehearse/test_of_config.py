@@ -14,9 +14,10 @@ import traced_steps
 from report_types import assert_the_trace_is_the_step, problems
 from tiers import needs_cuda, needs_libtpu
 
-from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig, to_toml
+from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, PrecisionConfig, TrainConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.toml import to_toml
 from jaxpar.cli.main import main
 from jaxpar.models import Model
 from jaxpar.rehearse import calibrate

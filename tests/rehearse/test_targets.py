@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import needs_cuda, needs_libtpu
 
-from jaxpar.base.config import load_config, presets
+from jaxpar.base.config import load_config
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import CHIPS, load_mesh_preset
 from jaxpar.base.mesh import DcnSpec, MeshSpec, make_mesh
+from jaxpar.base.toml import presets
 from jaxpar.rehearse import targets
 from jaxpar.rehearse.targets import Position, check_mesh, compilers, load_target, places
 from jaxpar.train.plans import make_plan

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from jaxpar.base.config import Config, load_config, override, presets, rules_of
+from jaxpar.base.config import Config, load_config, override, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.mesh import DcnSpec, MeshSpec, devices_needed, total_sizes
 from jaxpar.base.plan import Context
+from jaxpar.base.toml import presets
 from jaxpar.verify.of_config.setup import fit_mesh, mesh_note, simulated_devices
 from jaxpar.verify.of_config.shrink import LEAST, Least, asked_sizes, odd_multiple, pieces, shrink
 

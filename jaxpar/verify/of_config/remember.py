@@ -10,10 +10,11 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.base.config import Config, to_toml
+from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import total_sizes
 from jaxpar.base.runtime import cache_folder, compiler_flags, versions, write_whole
+from jaxpar.base.toml import to_toml
 from jaxpar.verify.of_config.checks import run
 from jaxpar.verify.of_config.setup import Setup, prepare
 

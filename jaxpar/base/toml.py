@@ -1,0 +1,138 @@
+"""Frozen dataclasses from TOML, and back: presets and files found, every key and type checked, values by dotted key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+from jaxpar.base.errors import UserError, nearest
+
+T = TypeVar("T")
+
+
+class DataclassInstance(Protocol):
+    """Any instance of a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+def presets(package: str) -> dict[str, Traversable]:
+    """The TOML files of a data package (`jaxpar.configs`, `jaxpar.meshes`), sorted by name."""
+    files = [file for file in resources.files(package).iterdir() if file.name.endswith(".toml")]
+    return {file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)}
+
+
+def find_toml(name: str, package: str) -> tuple[str, str]:
+    """The text of a preset of a data package or of a file, and the name that messages give it."""
+    known, listing = presets(package), package.removeprefix("jaxpar.")
+    if name in known:
+        return known[name].read_text(encoding="utf-8"), name
+    path = Path(name)
+    if path.is_dir() and (path / "config.toml").exists():
+        path = path / "config.toml"
+    if path.suffix != ".toml":
+        raise UserError(
+            f"no preset {name!r}{nearest(name, known)}: `jaxpar {listing}` lists them; a path ends in "
+            ".toml, or is that of a run folder"
+        )
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def from_dict(schema: type[T], value: Mapping[str, Any], origin: str, prefix: str = "") -> T:
+    """An instance of the dataclass `schema` from nested dicts; every key and every type is checked.
+
+    Args:
+      schema: the dataclass.
+      value: the nested dicts, as a TOML file gives them.
+      origin: what a message calls the source.
+      prefix: what stands before the keys in a message.
+
+    Raises:
+      UserError: a key is not known (the message has the nearest one), or a value has the wrong type.
+    """
+    hints = typing.get_type_hints(schema)
+    for key in value:
+        if key not in hints:
+            raise UserError(f"{origin}: unknown key {prefix}{key}{nearest(key, hints)}")
+    return schema(**{key: _coerce(hints[key], item, origin, prefix + key) for key, item in value.items()})
+
+
+def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may be any type, and so may the value
+    """The value as the annotated type, or a UserError that names the key."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, dict):
+            return from_dict(hint, value, origin, key + ".")
+        raise UserError(f"{origin}: {key} is a table of settings, found {value!r}: write [{key}] or {key}.name = value")
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value in choices:
+            return value
+        raise UserError(
+            f"{origin}: {key} is one of {', '.join(map(str, choices))}, found {value!r}{nearest(str(value), choices)}"
+        )
+    if typing.get_origin(hint) is tuple:
+        (item_hint, *_), items = typing.get_args(hint), [value] if isinstance(value, str) else value
+        if isinstance(items, list):
+            return tuple(_coerce(item_hint, item, origin, key) for item in items)
+        raise UserError(
+            f"{origin}: {key} is a list of {'whole numbers' if item_hint is int else 'names'}, found {value!r}"
+        )
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is hint:
+        return value
+    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string in quotes"}[hint]
+    raise UserError(f"{origin}: {key} is {wanted}, found {value!r}")
+
+
+def to_toml(config: DataclassInstance, header: str = "") -> str:
+    """A config, or a section of one, as TOML with every key written out; `parse` reads back an equal one."""
+    lines = [f"# {line}" for line in header.splitlines()]
+
+    def table(value: DataclassInstance, name: str) -> None:
+        nested = []
+        if name:
+            lines.extend(["", f"[{name}]"])
+        for item in dataclasses.fields(value):
+            entry = getattr(value, item.name)
+            if dataclasses.is_dataclass(entry):
+                nested.append((entry, f"{name}.{item.name}" if name else item.name))
+            else:
+                lines.append(f"{item.name} = {_toml_value(entry)}")
+        for entry, full_name in nested:
+            table(entry, full_name)
+
+    table(config, "")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    # JSON's strings, numbers and booleans are TOML's too, but for the control character DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def flatten(config: DataclassInstance, prefix: str = "") -> dict[str, Any]:
+    """Every value of a config by its dotted key: `{"mesh.dcn.data": 1, ...}`."""
+    leaves: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | types.GenericAlias):
+            leaves |= flatten(value, f"{prefix}{item.name}.")
+        else:
+            leaves[prefix + item.name] = value
+    return leaves
