@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxpar.base.errors import UserError, nearest
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import LogicalAxis, path_name, tree_shardings
+from jaxpar.base.sharding import LogicalAxis, path_name
 from jaxpar.models.hf_families import HF_FAMILIES, Json, hf_config, model_config_from_hf, model_type
 from jaxpar.models.model import Model, Params
 
@@ -115,7 +115,7 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
       UserError: an unreadable checkpoint, one that does not fit the model, or a plan that does not fit it.
     """
     shapes, letters, sizes = model.shapes(), _letters(model), _sizes(model)
-    shardings = tree_shardings(shapes, model.axes, plan)
+    shardings = plan.sharding(model.axes, shapes)
     with ExitStack() as files:
         reads: dict[str, dict[tuple[int, ...], Read]] = {name: {} for name in letters}
         for tensor, source in _match(_open(Path(path), files), model, str(path)):

@@ -253,8 +253,9 @@ class Layout:
             return NamedSharding(self.mesh, spec_for(names, self.rules, self.mesh, shape, name))
 
         def place(path: KeyPath, axes: Axes | None, array: jax.Array | None = None) -> NamedSharding:
-            shape = None if array is None else array.shape
-            return self.sharding(axes or (), shape if axes else None, path_name(path) or name)
+            if axes is None:  # flax's word for an array that is replicated
+                return NamedSharding(self.mesh, P())
+            return self.sharding(axes, None if array is None else array.shape, path_name(path) or name)
 
         trees = (axes,) if shape is None else (axes, shape)
         return jax.tree_util.tree_map_with_path(place, *trees, is_leaf=lambda axes: axes is None or is_axes(axes))
@@ -284,13 +285,6 @@ def state_axes(axes: Axes) -> tuple[LogicalAxis | None, ...]:
     return tuple("state_embed" if axis == "embed" else axis for axis in axes)
 
 
-def tree_shardings(shapes: PyTree, axes: PyTree, layout: Layout) -> PyTree:
-    """The shardings of a tree of arrays or ShapeDtypeStructs; their logical axes stand in a tree of the same form."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, leaf_axes: layout.sharding(leaf_axes, leaf.shape, path_name(path)), shapes, axes
-    )
-
-
 def path_name(path: KeyPath) -> str:
     """The name of a leaf by its place in a tree: `blocks.attention.q`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
@@ -309,9 +303,15 @@ class Placement(NamedTuple):
 
 
 def placements(shapes: PyTree, axes: PyTree, layout: Layout) -> list[Placement]:
-    """A row for each array of a tree that says where it lies; arguments as for `tree_shardings`."""
+    """A row for each array of a tree that says where it lies.
+
+    Args:
+      shapes: a tree of arrays or ShapeDtypeStructs.
+      axes: their logical axes, in a tree of the same form.
+      layout: says where they lie.
+    """
     rows = []
-    shardings = tree_shardings(shapes, axes, layout)
+    shardings = layout.sharding(axes, shapes)
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     leaf_axes = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
     for (path, leaf), names, sharding in zip(leaves, leaf_axes, jax.tree.leaves(shardings), strict=True):

@@ -24,7 +24,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.plan import Form, Overlap, Plan
 from jaxpar.base.runtime import cache_folder, compiler_flags, versions, write_whole
-from jaxpar.base.sharding import state_axes, tree_shardings
+from jaxpar.base.sharding import state_axes
 from jaxpar.base.toml import from_dict
 from jaxpar.models import Model, Params
 from jaxpar.parallel.collectives import further_split
@@ -204,7 +204,7 @@ def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced
     params = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         shapes["blocks"],
-        tree_shardings(shapes, model.axes, plan)["blocks"],
+        plan.sharding(model.axes, shapes)["blocks"],
     )
     S, D = config.data.seq_len, config.model.embed
     x_BSD = jax.ShapeDtypeStruct((rows, S, D), plan.dtype, sharding=plan.sharding(STORED))
@@ -219,7 +219,7 @@ def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced
 
     jitted = jax.jit(
         gradient,
-        out_shardings=(tree_shardings(shapes["blocks"], axes, plan), plan.sharding(STORED)),
+        out_shardings=(plan.sharding(axes, shapes["blocks"]), plan.sharding(STORED)),
         compiler_options=compiler_options(plan.mesh),
     )
     arguments = (params, x_BSD, positions_BS, x_BSD)

@@ -12,7 +12,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan, summed_last
-from jaxpar.base.sharding import ShardingRules, tree_shardings
+from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import check_split
@@ -70,8 +70,8 @@ def check_parameters(config: Config, plan: Plan) -> None:
     """Refuse parameters and optimizer states that the mesh does not divide, and layouts that no op moves between."""
     model = Model(config.model)
     shapes = param_shapes(model, plan)
-    tree_shardings(shapes, model.axes, plan)
-    tree_shardings(shapes, gradient_axes(model), plan)
+    plan.sharding(model.axes, shapes)
+    plan.sharding(gradient_axes(model), shapes)
     further_split(("state_embed",), ("embed",), plan)
     for stored, used in ((STORED, GATHERED), (STORED, ATTENDED), (ATTENDED, GATHERED)):
         further_split(stored, used, plan)

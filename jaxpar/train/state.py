@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jaxpar.base.config import Config
 from jaxpar.base.jax_compat import once_options
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes, is_axes, replicated, state_axes, tree_shardings
+from jaxpar.base.sharding import Axes, is_axes, replicated, state_axes
 from jaxpar.models import Model, Params
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
@@ -58,7 +58,7 @@ def state_shapes(
 
 def param_shardings(shapes: Params, model: Model, plan: Plan) -> Params:
     """Where the parameters live: layers in host memory where the plan has them there."""
-    return jax.tree.map(_in_memory, tree_shardings(shapes, model.axes, plan), _params_in_host(shapes, plan))
+    return jax.tree.map(_in_memory, plan.sharding(model.axes, shapes), _params_in_host(shapes, plan))
 
 
 def state_shardings(

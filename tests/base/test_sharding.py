@@ -19,7 +19,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MESH_AXES
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import LogicalAxis, ShardingRules, local_rows, placements, spec_for, tree_shardings
+from jaxpar.base.sharding import LogicalAxis, ShardingRules, local_rows, placements, spec_for
 
 pytestmark = pytest.mark.quick
 
@@ -104,7 +104,7 @@ def test_the_table_tells_the_bytes_that_devices_really_hold(plan_of):
         "blocks": {"q": np.zeros((3, 8, 4, 5), jnp.bfloat16), "scale": np.zeros((3, 8), np.float32)},
         "head": np.zeros((12, 7), np.int8),
     }  # fmt: skip
-    placed = jax.tree.leaves(jax.device_put(arrays, tree_shardings(arrays, axes, plan)))
+    placed = jax.tree.leaves(jax.device_put(arrays, plan.sharding(axes, arrays)))
     rows = placements(arrays, axes, plan)
     assert [row.name for row in rows] == ["blocks.q", "blocks.scale", "head"]
     for row, array in zip(rows, placed, strict=True):

@@ -16,7 +16,7 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import ShardingRules, tree_shardings
+from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.models.layers import _turned, _turned_by_matmul
 from jaxpar.parallel.cross_entropy import LossSums
@@ -151,7 +151,7 @@ def test_fresh_parameters_are_the_same_on_every_mesh(config: ModelConfig) -> Non
     model, want = Model(config), fresh(config, 5)
     for spec in (MeshSpec(data=2, fsdp=2, tensor=2), MeshSpec(fsdp=8)):
         plan = Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]))
-        shardings = tree_shardings(model.shapes(), model.axes, plan)
+        shardings = plan.sharding(model.axes, model.shapes())
         ours = jax.jit(model.init, out_shardings=shardings)(jax.random.key(5))
         # The same random bits; the polynomial that makes them normal may round its last bit by the shape of the loop.
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-7), ours, want)
@@ -187,7 +187,7 @@ def test_any_rules_give_the_loss_and_the_gradients_of_one_device(config: ModelCo
     spec, changes = RULES[rules]
     plan = Plan(make_mesh(spec, jax.devices()[: devices_needed(spec)]), ShardingRules(**changes))
     params, batch, want = packed_on_one_device(config)
-    params = jax.device_put(params, tree_shardings(params, Model(config).axes, plan))
+    params = jax.device_put(params, plan.sharding(Model(config).axes, params))
     # Float32 sums in another order, through one block and the head.
     assert_close(loss_and_gradients(config, plan, params, batch), want, 2e-5)
 

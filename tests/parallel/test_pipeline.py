@@ -16,7 +16,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import devices_needed, total_sizes
 from jaxpar.base.plan import Pipeline, Plan
-from jaxpar.base.sharding import replicated, tree_shardings
+from jaxpar.base.sharding import replicated
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Loop
 from jaxpar.models import Model
@@ -260,7 +260,7 @@ def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
     order, L = stored_order(plan, config.model.layers), config.model.layers
     params = random_params(model)
     params["blocks"] = jax.tree.map(lambda x: reorder_layers(x, None, order, L), params["blocks"])
-    places = tree_shardings(param_shapes(model, plan), model.axes, plan)
+    places = plan.sharding(model.axes, param_shapes(model, plan))
 
     def run(params: Any, batch: Any) -> Any:
         weights = step.loss_weights(config.train)
@@ -361,7 +361,7 @@ def test_evaluation_in_a_pipeline_is_that_of_one_device() -> None:
     for stages in (1, 4):
         one = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, stage=stages))
         plan, model = plan_of(one), Model(one.model)
-        params = jax.device_put(random_params(model), tree_shardings(model.shapes(), model.axes, plan))
+        params = jax.device_put(random_params(model), plan.sharding(model.axes, model.shapes()))
         sums[stages] = step.make_eval_step(model, plan)(params, jax.device_put(batch, plan.sharding(TOKENS)))
     np.testing.assert_allclose(sums[4], sums[1], rtol=1e-6)
 

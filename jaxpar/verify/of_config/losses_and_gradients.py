@@ -21,7 +21,7 @@ from jaxpar.base.config import Config, PrecisionConfig
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import replicated, tree_shardings
+from jaxpar.base.sharding import replicated
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import PARTS, Batch, Model, Params
 from jaxpar.parallel import Ops
@@ -107,7 +107,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     """Loss and gradients under the plan, by the function under test, laid out as in training."""
     plan, train = case.plan(precision), case.config.train
     shapes = param_shapes(case.model, plan)
-    shardings, stored = tree_shardings(shapes, case.model.axes, plan), param_shardings(shapes, case.model, plan)
+    shardings, stored = plan.sharding(case.model.axes, shapes), param_shardings(shapes, case.model, plan)
 
     def run(params: Params, batch: Batch) -> tuple[LossSums, Params]:
         weights = step.loss_weights(train)
