@@ -1,4 +1,10 @@
-"""Attention kernels behind one function."""
+"""Attention behind one function, the masks that it takes, and matmuls of grouped rows. No kernel sees a mesh.
+
+    out_BSHh, lse_BHS = kernels.attention(q_BSHh, k_BTKh, v_BTKh, masks.Causal() & masks.Window(1023))
+
+`masks` is an algebra of what a query may see, which the reference, the kernels and context parallelism share.
+`attention.dispatch` takes the first implementation that can serve; each is held against `attention.reference`.
+"""
 
 from jaxpar.kernels.attention.dispatch import attention
 
