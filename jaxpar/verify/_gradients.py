@@ -57,7 +57,7 @@ def gradients(
       UserError: shardings that are none, or of several meshes; a loss that is no scalar.
     """
     params, batch = (jax.tree.map(np.asarray, tree) for tree in (params, batch))
-    placed = tuple(_broadcast(given, tree) for given, tree in zip(shardings, (params, batch), strict=True))
+    placed = jax.tree.broadcast(shardings, (params, batch))
     device = _mesh_of(placed).devices.flat[0]
     one, params_there = _on_one_device(reference, device), jax.device_put(params, device)
     run = partial(one, params_there)
@@ -93,13 +93,8 @@ def _on_one_device(function: Loss, device: jax.Device) -> Callable[[PyTree, PyTr
 def _rounded(tree: PyTree) -> PyTree:
     """Every float goes up or down by an ulp."""
     rng = np.random.default_rng(0)
-
-    def rounded(x: np.ndarray) -> np.ndarray:
-        if not np.issubdtype(x.dtype, np.floating):
-            return x
-        return (x * (1 + _ULP * rng.choice([-1.0, 1.0], x.shape))).astype(x.dtype)
-
-    return jax.tree.map(rounded, tree)
+    off = lambda x: (x * (1 + _ULP * rng.choice([-1.0, 1.0], x.shape))).astype(x.dtype)  # noqa: E731
+    return jax.tree.map(lambda x: off(x) if np.issubdtype(x.dtype, np.floating) else x, tree)
 
 
 def _under_test(loss: Loss, params: PyTree, batch: PyTree) -> Answer:
@@ -109,12 +104,6 @@ def _under_test(loss: Loss, params: PyTree, batch: PyTree) -> Answer:
         raise UserError(f"verify.gradients needs a loss that is a scalar, or (scalar, gradients), and was given {out}")
     with jax.default_matmul_precision("highest"):
         return answer_of(*jax.jit(loss if own else jax.value_and_grad(loss))(params, batch))
-
-
-def _broadcast(given: PyTree, tree: PyTree) -> PyTree:
-    """A sharding for each array of a tree, from a prefix of it."""
-    is_sharding = lambda x: isinstance(x, jax.sharding.Sharding)  # noqa: E731
-    return jax.tree.map(lambda place, part: jax.tree.map(lambda _: place, part), given, tree, is_leaf=is_sharding)
 
 
 def _mesh_of(placed: PyTree) -> Mesh:

@@ -61,11 +61,7 @@ def copies(array: jax.Array) -> np.ndarray:
 def copies_by_axis(copies: np.ndarray, sharding: NamedSharding) -> dict[str, np.ndarray]:
     """For each mesh axis that an array is not split over, the array as each coordinate has it, [n, *shape].
 
-    The other such axes are held at coordinate 0.
-
-    Args:
-      copies: all of them, [copies, *shape], in the order of the mesh.
-      sharding: of the array.
+    The other such axes are held at coordinate 0. `copies` are all of them, [copies, *shape], in the order of the mesh.
     """
     split = [axis for dim in range(copies.ndim - 1) for axis in axes_of_dim(sharding, dim)]
     free = {axis: size for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in split}
@@ -83,14 +79,9 @@ def axes_of_dim(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
 def compare(
     got: Answer, want: Answer, limits: Mapping[str, float], loss_limit: float, name: str = "float32"
 ) -> Verdict:
-    """The errors of an answer against the reference's.
+    """The errors of an answer, the worst copy's, against the reference's, which has one copy.
 
-    Args:
-      got: the program's; of several copies the worst counts.
-      want: the reference's, one copy.
-      limits: what each gradient may be off by, in the order of the rows.
-      loss_limit: what the loss may be off by.
-      name: of the comparison.
+    `limits` says what each gradient may be off by, in the order of the rows, and `loss_limit` what the loss may.
     """
     reference = float(want.losses[0])
     loss = max(map(float, got.losses), key=lambda value: _finite(abs(value - reference)))

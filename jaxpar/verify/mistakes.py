@@ -141,17 +141,13 @@ def _factor(evidence: Evidence) -> Iterator[Guess]:
     for value, inverse in ((factor, False), (1 / factor if factor else math.inf, True)):
         number, names = _named({**evidence.axis_sizes, **evidence.sizes}, value)
         summed = [name for name in names if name in evidence.axis_sizes]
-        if not names:
-            continue
-        if inverse:
+        if names and inverse:
             says = f"1/{number} of the reference, one over the size of {_or(names)}: a mean in place of a sum?"
             yield "scaled", says, evidence.want / np.float32(number)
-        elif summed:
-            says = f"{number} times the reference, the size of {_or(summed)}, as if summed over it once more"
-            yield "sum doubled", says, evidence.want * np.float32(number)
-        else:
-            says = f"{number} times the reference, the size of {_or(names)}"
-            yield "scaled", says, evidence.want * np.float32(number)
+        elif names:
+            says = f"{number} times the reference, the size of {_or(summed or names)}"
+            says += ", as if summed over it once more" if summed else ""
+            yield "sum doubled" if summed else "scaled", says, evidence.want * np.float32(number)
     number = Fraction(factor).limit_denominator(_LARGEST_FACTOR)
     if number == -1:
         yield "sign", "minus the reference", -evidence.want
@@ -190,11 +186,7 @@ def _permuted(evidence: Evidence) -> Iterator[Guess]:
 def guesses_of_part(what: str, name: str, value: np.ndarray, want: np.ndarray) -> list[Guess]:
     """What a gradient would be if one contribution to it stood alone, was counted twice or was left out.
 
-    Args:
-      what: `microbatch`, or `shard`, which a sum over a mesh axis adds to the others.
-      name: whose contribution: `shard 0 of data`.
-      value: the contribution.
-      want: the reference, of the same shape.
+    `what` is `microbatch`, or `shard`, which a sum over a mesh axis adds to the others; `name` is `shard 0 of data`.
     """
     missing: Kind = "sum missing" if what == "shard" else "microbatch"
     doubled: Kind = "sum doubled" if what == "shard" else "microbatch"

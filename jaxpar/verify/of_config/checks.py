@@ -15,13 +15,7 @@ from jaxpar.parallel import Ops
 from jaxpar.train import step
 from jaxpar.verify.comparison import Answer, compare, relative_error
 from jaxpar.verify.of_config.explain import explain_plan
-from jaxpar.verify.of_config.losses_and_gradients import (
-    Case,
-    Gradients,
-    one_device,
-    parameter_order,
-    under_plan,
-)
+from jaxpar.verify.of_config.losses_and_gradients import Case, Gradients, one_device, parameter_order, under_plan
 from jaxpar.verify.of_config.setup import Setup, prepare
 from jaxpar.verify.report import Verdict
 
@@ -153,14 +147,9 @@ def _checks(case: Case, say: Say) -> Iterator[Verdict]:
 def compare_answers(
     name: str, case: Case, got: Answer, want: Answer, near: Answer | None = None, ops: Answer | None = None
 ) -> Verdict:
-    """Errors of an answer against the reference; tolerances from one device in the same precision, if given.
+    """Errors of the answer under the plan against the float32 reference.
 
-    Args:
-      name: of the comparison.
-      case: its parameters' order.
-      got, want: the answer under the plan, and the float32 reference.
-      near: one device with plain ops.
-      ops: one device with the library's.
+    In another precision the tolerances come from what one device gives in it, with plain ops and with the library's.
     """
     limits = dict.fromkeys(parameter_order(case.model), FLOAT32)
     if near is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -74,11 +74,7 @@ def one_device(
 ) -> OneDevice:
     """Loss and gradients of a batch on the first device: the reference, where the ops are those.
 
-    Args:
-      case: its parameters and batch are not used.
-      precision: compute dtype.
-      exact: float32 matmuls in full float32 also where the device would take less.
-      ops: what the model calls: `jaxpar.parallel.Ops` are the library's own.
+    `exact` is for float32 matmuls in full float32 also where the device would take less.
     """
     plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
     unrolled = Model(replace(case.config.model, scan_layers=False), ops)  # pyright: ignore[reportArgumentType]
@@ -132,20 +128,16 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         require_order(compiled, case.devices)
         sums, grads = compiled(*given)
     answer = answer_of(sums.loss, grads)
-    ordered = {name: _in_model_order(name, grad, order, layers) for name, grad in answer.grads.items()}
-    return answer._replace(grads=ordered, tokens=copies(sums.tokens))
+    stacked = {  # layers stand second, after the copies
+        name: reorder_layers(grad.swapaxes(0, 1), order, None, layers).swapaxes(0, 1)
+        for name, grad in answer.grads.items() if is_stacked(name)
+    }  # fmt: skip
+    return answer._replace(grads={**answer.grads, **stacked}, tokens=copies(sums.tokens))
 
 
 def is_stacked(name: str) -> bool:
     """Whether the first dim of a parameter is one of layers."""
     return name.startswith("blocks.")
-
-
-def _in_model_order(name: str, copies: np.ndarray, order: tuple[int, ...] | None, layers: int) -> np.ndarray:
-    """Copies [n, *shape] of a parameter, its layers in the model's order and not as the plan stores them."""
-    if not is_stacked(name):
-        return copies
-    return reorder_layers(copies.swapaxes(0, 1), order, None, layers).swapaxes(0, 1)
 
 
 def _untuned(devices: list[jax.Device]) -> dict[str, int]:
@@ -162,19 +154,15 @@ def parameter_order(model: Model) -> list[str]:
     """Parameter names in the order the model declares them, which is the order of its forward pass."""
     order: list[str] = []
 
-    def declared(part: nnx.Module, prefix: str) -> Iterator[str]:
+    def declare(part: nnx.Module, prefix: str) -> None:
         for name, value in vars(part).items():
             if isinstance(value, nnx.Module):
-                yield from declared(value, f"{prefix}.{name}")
+                declare(value, f"{prefix}.{name}")
             elif isinstance(value, nnx.Variable):
-                yield f"{prefix}.{name}"
+                order.append(f"{prefix}.{name}")
 
-    def declare() -> int:  # traced, so that no parameter is made
-        for prefix, part in PARTS.items():
-            order.extend(declared(part(model.config, nnx.Rngs(0)), prefix))
-        return 0
-
-    jax.eval_shape(declare)
+    for prefix, part in PARTS.items():  # traced, so that no parameter is made
+        jax.eval_shape(lambda prefix=prefix, part=part: declare(part(model.config, nnx.Rngs(0)), prefix))
     return order
 
 

@@ -35,17 +35,11 @@ Sizes = Mapping[MeshAxis, int]
 
 
 class Least(NamedTuple):
-    """The least that a sequence and a head may be shrunk to; ops that depend on their size must stay what they are.
-
-    Attributes:
-      seq_len: tokens.
-      head_dim: features.
-      block: a sequence is a multiple of this.
-    """
+    """The least that a sequence and a head may be shrunk to; ops that depend on their size must stay what they are."""
 
     seq_len: int = 12
     head_dim: int = 6
-    block: int = 1
+    block: int = 1  # a sequence is a multiple of this
 
 
 # The smallest for plain attention, then one with two chunks of queries, then one whole tile of a TPU kernel.
@@ -181,7 +175,10 @@ def _narrow_model(
     head_dim = _multiple(least_head_dim, multiples["head_dim"])
     width = model.embed / (model.heads * model.head_size)
     embed = odd_multiple(round(H * head_dim * width), multiples["embed"])
-    experts = _fewer_experts(model, multiples["experts"])
+    # Two experts on a device, and more than a token chooses; as many as there are where those are too many.
+    split = multiples["experts"]
+    experts = _multiple(max(2 * split, model.experts_per_token + 1), split)
+    experts = min(experts, model.experts) if model.experts % split == 0 else experts
     vocab = odd_multiple(_VOCAB, multiples["vocab"])
     if model.vocab_size % model.vocab_multiple:  # a table with padding
         vocab -= multiples["vocab"] // 2 + 1
@@ -204,12 +201,6 @@ def _narrow_model(
     )
 
 
-def _fewer_experts(model: ModelConfig, split: int) -> int:
-    """Two on a device, and more than a token chooses; as many as there are where those are too many."""
-    fewer = _multiple(max(2 * split, model.experts_per_token + 1), split)
-    return min(fewer, model.experts) if model.experts % split == 0 else fewer
-
-
 def _explicit(overlap: Overlap) -> Overlap:
     """What is left to choose is set to the form with the most that could go wrong: all give the same answer."""
     return replace(
@@ -227,15 +218,10 @@ def _notes(config: Config, small: Config, asked: Sizes) -> list[str]:
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
     changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old not in (0, new))
     notes = [f"model shrunk: {changed}, sequence {config.data.seq_len} -> {small.data.seq_len}"]
-    if before.dropout:
-        notes.append(f"model.dropout {before.dropout} -> 0: each microbatch draws its own, so there is no one answer")
-    if before.capacity_factor:
-        notes.append(
-            f"model.capacity_factor {before.capacity_factor} -> {after.capacity_factor}: room for all, since which "
-            "tokens are dropped depends on the layout"
-        )
     piped = microbatches(config, asked) if pieces("stage", config.rules, asked) > 1 else small.pipeline.microbatches
     others = [
+        ("model.dropout", before.dropout, after.dropout),
+        ("model.capacity_factor", before.capacity_factor, after.capacity_factor),
         ("train.accumulation", config.train.accumulation, small.train.accumulation),
         *((f"overlap.{name}", form, getattr(small.overlap, name)) for name, form in vars(config.overlap).items()),
         ("pipeline.microbatches", piped, small.pipeline.microbatches),
