@@ -34,7 +34,7 @@ OF_CONFIG = "of_config"
 
 
 def module_of(file: Path) -> str:
-    """`jaxpar.models.gpt2` for models/gpt2.py, as installed; a package for its `__init__.py`."""
+    """`jaxpar.models.families` for models/families.py, as installed; a package for its `__init__.py`."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "jaxpar" else ("jaxpar", *parts)
     return ".".join(parts).removesuffix(".__init__")
@@ -50,7 +50,7 @@ every_module = pytest.mark.parametrize("module", MODULES)
 
 
 def room(module: str) -> str:
-    """`models` for jaxpar.models.gpt2."""
+    """`models` for jaxpar.models.families."""
     return module.split(".")[1]
 
 

@@ -24,7 +24,7 @@ COMMANDS = {
     "meshes": "list the mesh presets",
     "show": "parameter table and a picture of the sharding, or of the pipeline's schedule",
     "rehearse": "compile the step for absent hardware: memory, time, exposed communication",
-    "bench": "comparisons: the step, rehearsals, forms of overlap, schedules, attention, a GPU",
+    "bench": "comparisons: the step, rehearsals, forms of overlap, schedules, attention",
     "doctor": "versions, devices, known-bad combinations",
 }
 BENCHES = {
