@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +19,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxpar.base.errors import UserError, nearest
-from jaxpar.base.hardware import CHIPS, Chip, GpuCompiler, Hardware, Slices, hardware_of, load_chip
+from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, hardware_of, load_chip
 from jaxpar.base.mesh import MeshSpec, describe, resolve
 from jaxpar.base.runtime import without_chips
 from jaxpar.base.toml import presets
@@ -62,7 +63,25 @@ class Target:
         Raises:
           UserError: the compiler for them is not installed (and how to install it), or refuses this topology.
         """
-        return _devices(self)
+        if self.name == "here":
+            return jax.devices()
+        if jax.config.values["jax_platforms"] is None:
+            jax.config.update("jax_platforms", "cpu")
+        if missing := _missing(self.platform):
+            raise UserError(f"target {self.name} needs {missing}")
+        try:
+            with without_chips():
+                found = (_tpu_topology if self.platform == "tpu" else _gpu_topology)(self).devices
+        except (RuntimeError, NotImplementedError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"the compiler for {self.name} does not start ({reason}): `jaxpar doctor` lists what is here"
+            ) from error
+        if len(found) != self.device_count:
+            raise UserError(
+                f"the compiler for {self.name} gives {len(found)} devices, {self.device_count} are expected"
+            )
+        return list(found)
 
 
 class Position(NamedTuple):
@@ -82,46 +101,29 @@ def load_target(name: str) -> Target:
     if name == "here":
         return _here()
     match = re.fullmatch(r"(\w+?)([-:x])(\d+(?:x\d+)*)", name.lower())
-    chips = [chip for chip in presets(CHIPS) if chip != "cpu"]
+    chips = {chip: load_chip(chip) for chip in presets(CHIPS) if chip != "cpu"}
     if match is None or match[1] not in chips:
-        words = [example for chip in chips for example in _examples(chip)]
+        words = [f"{key}{'-' if chip.slices.name else 'x'}{n}" for key, chip in chips.items() for n in (8, 64, 256)]
         guess = nearest(name.lower().replace("litepod", "e"), [*words, "here"])
         raise UserError(
             f"no target {name!r}{guess}: chips are {', '.join(chips)}, as in v5p-64, v5p-64x4, h100x64; or here"
         )
-    chip, mark, numbers = load_chip(match[1]), match[2], _numbers(match[3])
-    if mark == "x" and not chip.slices.name and len(numbers) == 1:
-        return _gpus(match[1], chip, numbers[0])
-    if mark == ":" and chip.slices.name:
-        return _slice(match[1], chip, numbers, 1, named_by_shape=True)
-    if mark != "-" or not chip.slices.name or len(numbers) > 2 or min(numbers) < 1:
-        raise UserError(f"no target {name!r}: " + _how_to_write(match[1], chip))
-    count, slices = (*numbers, 1)[:2]
-    shape = _shape_of(count, chip.slices)
-    if shape is None:
-        sizes = sorted(_sizes(chip.slices))
-        near = [size for size in sizes if size < count][-1:] + [size for size in sizes if size > count][:1]
-        nearby = [f"{match[1]}-{size}" for size in near]
-        if count > chip.slices.most_chips:
-            nearby.append(f"two slices of that, {nearby[0]}x2")
-        raise UserError(
-            f"target {name!r}: no {match[1]} slice has {count} chips, the nearest are {' and '.join(nearby)}"
-        )
-    return _slice(match[1], chip, shape, slices)
-
-
-def _examples(name: str) -> list[str]:
-    slices = load_chip(name).slices
-    if not slices.name:
-        return [f"{name}x{count}" for count in (8, 16, 64)]
-    return [f"{name}-{math.prod(_numbers(shape))}" for shape in slices.shapes] + [f"{name}-64", f"{name}-256"]
-
-
-def _how_to_write(name: str, chip: Chip) -> str:
-    if not chip.slices.name:
-        return f"write {name}x64 for 64 GPUs, {GPUS_PER_NODE} to a node"
-    shape = "4x4x4" if len(_numbers(chip.slices.shapes[0])) == 3 else "8x8"
-    return f"write {name}-64 for 64 chips, {name}-64x4 for four slices of them, {name}:{shape} for a shape"
+    key, mark, numbers = match[1], match[2], _numbers(match[3])
+    chip = chips[key]
+    match mark, numbers:
+        case "x", (count,) if count > 0 and not chip.slices.name:
+            return _gpus(key, chip, count)
+        case ":", shape if chip.slices.name:
+            return _slice(key, chip, shape, 1, named_by_shape=True)
+        case "-", (count,) | (count, _) if min(numbers) > 0 and chip.slices.name:
+            shape = _shape_of(key, chip.slices, count)
+            return _slice(key, chip, shape, math.prod(numbers[1:]))
+    if chip.slices.name:
+        shape = "4x4x4" if chip.slices.cube else "8x8"
+        how = f"{key}-64 for 64 chips, {key}-64x4 for four slices of them, {key}:{shape} for a shape"
+    else:
+        how = f"{key}x64 for 64 GPUs, {GPUS_PER_NODE} to a node"
+    raise UserError(f"no target {name!r}: write {how}")
 
 
 # TPU slices.
@@ -131,27 +133,23 @@ def _numbers(shape: str) -> tuple[int, ...]:
     return tuple(int(side) for side in shape.split("x"))
 
 
-def _sizes(slices: Slices) -> set[int]:
-    """Chips of every slice that exists."""
-    small = {math.prod(_numbers(shape)) for shape in slices.shapes}
-    whole = slices.cube**3
-    return small | (set(range(whole, slices.most_chips + 1, whole)) if whole else set())
-
-
-def _shape_of(count: int, slices: Slices) -> tuple[int, ...] | None:
-    """The shape closest to a cube that has this many chips: the shortest longest side, then the longest shortest."""
-    listed = [shape for shape in map(_numbers, slices.shapes) if math.prod(shape) == count]
-    if listed or count not in _sizes(slices):
-        return listed[0] if listed else None
-    cubes = count // slices.cube**3
-    factors = [n for n in range(1, cubes + 1) if cubes % n == 0]
-    found = [
-        (a, b, cubes // (a * b))
-        for a in factors
-        for b in factors
-        if cubes % (a * b) == 0 and a <= b <= cubes // (a * b)
-    ]
-    return tuple(side * slices.cube for side in min(found, key=lambda sides: (sides[2], -sides[0])))
+def _shape_of(name: str, rules: Slices, count: int) -> tuple[int, ...]:
+    """The shape of a slice of this many chips: of several the closest to a cube (the shortest longest side)."""
+    cubes = rules.most_chips // rules.cube**3 if rules.cube else 0
+    sides = range(1, cubes + 1)
+    whole = [(a, b, c) for a in sides for b in sides[a - 1 : cubes // a] for c in sides[b - 1 : cubes // (a * b)]]
+    whole.sort(key=lambda shape: (shape[2], -shape[0]))
+    listed = [*map(_numbers, rules.shapes), *(tuple(side * rules.cube for side in shape) for shape in whole)]
+    shapes = {math.prod(shape): shape for shape in reversed(listed)}
+    if count in shapes:
+        return shapes[count]
+    near = [max((n for n in shapes if n < count), default=0), min((n for n in shapes if n > count), default=0)]
+    nearby = [f"{name}-{size}" for size in near if size]
+    if count > rules.most_chips:
+        nearby.append(f"two slices of that, {nearby[0]}x2")
+    raise UserError(
+        f"target '{name}-{count}': no {name} slice has {count} chips, the nearest are {' and '.join(nearby)}"
+    )
 
 
 def _slice(name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_shape: bool = False) -> Target:
@@ -176,8 +174,6 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_s
 
 
 def _gpus(name: str, chip: Chip, count: int) -> Target:
-    if count < 1:
-        raise UserError(f"target '{name}x{count}' has no GPUs: " + _how_to_write(name, chip))
     nodes, rest = divmod(count, GPUS_PER_NODE)
     if rest and count not in (1, 2, 4):
         below, above = nodes * GPUS_PER_NODE or 4, (nodes + 1) * GPUS_PER_NODE
@@ -219,30 +215,7 @@ def _slice_indices(devices: Sequence[jax.Device]) -> list[int]:
 # Devices to compile for.
 
 
-def _devices(target: Target) -> list[jax.Device]:
-    if target.name == "here":
-        return jax.devices()
-    if jax.config.values["jax_platforms"] is None:
-        jax.config.update("jax_platforms", "cpu")
-    missing = _missing(target.platform)
-    if missing:
-        raise UserError(f"target {target.name} needs {missing}")
-    try:
-        with without_chips():
-            found = _tpu_devices(target) if target.platform == "tpu" else _gpu_devices(target)
-    except (RuntimeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"the compiler for {target.name} does not start ({reason}): `jaxpar doctor` lists what is here"
-        ) from error
-    if len(found) != target.device_count:
-        raise UserError(
-            f"the compiler for {target.name} gives {len(found)} devices, {target.device_count} are expected"
-        )
-    return found
-
-
-def _tpu_devices(target: Target) -> list[jax.Device]:
+def _tpu_topology(target: Target) -> topologies.TopologyDescription:
     rules, ici = load_chip(target.chip).slices, target.hardware.ici
     flat = (*ici.shape, 1)[:3]
     # A process holds four chips, but for the slices of one machine: 1, or 8 of a 2D torus.
@@ -253,22 +226,18 @@ def _tpu_devices(target: Target) -> list[jax.Device]:
     if target.slices > 1:
         options["num_slices"] = target.slices
     name = f"{rules.name}:{target.topology}"
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
 
 
-def _gpu_devices(target: Target) -> list[jax.Device]:
-    config = _target_config(load_chip(target.chip).compiler, target.hardware)
-    found = topologies.get_topology_desc(
-        topology_name=target.name, platform="cuda", target_config=config, topology=f"1x{target.topology}"
-    )
-    return list(found.devices)
+def _gpu_topology(target: Target) -> topologies.TopologyDescription:
+    """The compiler's devices, from a `stream_executor.GpuTargetConfigProto` as text.
 
-
-def _target_config(chip: GpuCompiler, hardware: Hardware) -> str:
-    """`stream_executor.GpuTargetConfigProto` in text form. What is written out here is the same for every chip."""
+    What is written out here is the same for every chip.
+    """
+    chip, hardware = load_chip(target.chip).compiler, target.hardware
     major, minor, extension = re.fullmatch(r"(\d+)\.(\d+)(a?)", chip.compute_capability).groups()  # pyright: ignore[reportOptionalMemberAccess]
     feature = "ACCELERATED_FEATURES" if extension else "NONE"
-    return f"""
+    config = f"""
 gpu_device_info {{
   core_count: {chip.core_count}  fpus_per_core: {chip.fpus_per_core}  clock_rate_ghz: {chip.clock_rate_ghz}
   threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
@@ -283,18 +252,23 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
 device_description_str: "{hardware.device_kinds[0]}"
 """
+    return topologies.get_topology_desc(
+        topology_name=target.name, platform="cuda", target_config=config, topology=f"1x{target.topology}"
+    )
+
+
+_CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def compilers() -> dict[str, str]:
     """For each platform what compiles for it here, `libtpu 0.0.42`, or what is missing and how to install it."""
     found = {"tpu": ("libtpu",), "cuda": _CUDA_PLUGINS}
-    return {
-        platform: _missing(platform) or " ".join(f"{name} {_version(name)}" for name in names if _version(name))
-        for platform, names in found.items()
-    }
+    return {platform: _missing(platform) or ", ".join(_installed(names)) for platform, names in found.items()}
 
 
-_CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+def _installed(packages: Sequence[str]) -> list[str]:
+    """Those that are here, with their versions."""
+    return [f"{name} {found}" for name in packages if (found := _version(name))]
 
 
 def _version(package: str) -> str:
@@ -312,7 +286,7 @@ def _missing(platform: str) -> str:
     if platform != "cuda":
         return ""
     fix = f"pip install jax-cuda12-plugin=={wanted} jax-cuda12-pjrt=={wanted} (Linux only)"
-    plugins = [f"{name} {_version(name)}" for name in _CUDA_PLUGINS if _version(name)]
+    plugins = _installed(_CUDA_PLUGINS)
     if not plugins:
         return f"jax's CUDA plugin, the GPU compiler (no driver, no GPU): {fix}"
     if not any(_version(name) == wanted for name in _CUDA_PLUGINS):
@@ -351,8 +325,9 @@ def places(devices: Sequence[jax.Device], target: Target) -> tuple[Position, ...
             Position(slice, tuple(device.coords[:axes]), device.core_on_chip)  # pyright: ignore[reportAttributeAccessIssue]
             for device, slice in zip(devices, slices, strict=True)
         )
-    members: dict[int, list[int]] = {}  # ids by node, in order
-    for number, node in sorted((device.id, node) for device, node in zip(devices, slices, strict=True)):
-        members.setdefault(node, []).append(number)
-    seats = {number: seat for numbers in members.values() for seat, number in enumerate(numbers)}
-    return tuple(Position(node, (seats[device.id],)) for device, node in zip(devices, slices, strict=True))
+    members: defaultdict[int, list[int]] = defaultdict(list)  # ids by node
+    for device, node in zip(devices, slices, strict=True):
+        members[node].append(device.id)
+    return tuple(
+        Position(node, (sorted(members[node]).index(device.id),)) for device, node in zip(devices, slices, strict=True)
+    )

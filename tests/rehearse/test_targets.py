@@ -118,7 +118,7 @@ def test_every_chip_is_a_target():
         ("v5p:0x4x4", "no v5p slice has this shape"),
         ("v5e:4x16", "no v5e slice has this shape: try 1x1"),
         ("h100x12", "GPUs come 8 to a node .*, the nearest are h100x8 and h100x16"),
-        ("h100x0", "has no GPUs"),
+        ("h100x0", "no target .h100x0.: write h100x64"),
     ],
 )
 def test_mistakes_name_what_exists(name, message):
