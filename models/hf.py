@@ -229,13 +229,7 @@ def _read(
 ) -> np.ndarray:
     """A block of the parameter that is number `part` of a tensor; smaller than `bounds` where they pass the vocabulary.
 
-    Args:
-      source: the tensor, a safetensors slice.
-      dims: its dims, each a merger of letters.
-      part: which of the parameters that lie side by side.
-      letters: the parameter's dims; `bounds` and the result are in this order.
-      sizes: the size of each.
-      bounds: the block.
+    Each of the tensor's dims is a merger of letters; `bounds` and the result have the order of `letters`.
     """
     block = {c: (min(start, sizes[c]), min(stop, sizes[c])) for c, (start, stop) in zip(letters, bounds, strict=True)}
     if any(start == stop for start, stop in block.values()):  # nothing but padding; safetensors reads no empty slice
@@ -291,10 +285,8 @@ def export_hf(
 
     Args:
       params: parameters in any sharding.
-      model: the model they belong to.
       folder: a folder that is not there yet, or is empty.
       max_shard_bytes: largest file, in bytes of tensors; a larger tensor gets a file of its own.
-      dtype: what is written.
 
     Raises:
       UserError: a folder with files in it, an unknown dtype, sizes with no Hugging Face form, or a failed write.
@@ -326,10 +318,7 @@ def export_hf(
 def hf_tensors(params: Params, model: Model, dtype: Dtype = "float32") -> Iterator[tuple[str, np.ndarray]]:
     """Name and value of every tensor of a model's checkpoint, in the file's order; each is fetched when asked for.
 
-    Args:
-      params: parameters, or anything of their form, such as gradients.
-      model: the model they belong to.
-      dtype: of the arrays.
+    Not only parameters: anything of their form, such as gradients.
     """
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     letters, sizes = _letters(model), _sizes(model)

@@ -152,10 +152,8 @@ class Model:
         """Summed next-token loss of a batch.
 
         Args:
-          params: from `init`, or read from a checkpoint.
           batch: int32 arrays [B, S]: `tokens`, `labels` (below zero = does not count), and for packed documents
             `positions` and `segments`.
-          plan: how it runs.
           key: dropout key; None = no dropout.
           weights: of what is added to the likelihood.
         """
@@ -223,22 +221,13 @@ def _split(config: ModelConfig) -> tuple[dict[str, nnx.GraphDef], Params]:
     for name, part in PARTS.items():
         graphs[name], state = nnx.split(nnx.eval_shape(lambda part=part: part(config, nnx.Rngs(0))))
         stacked = ("layers",) if name == "blocks" else ()
-        axes[name] = jax.tree.map(
-            lambda leaf, stacked=stacked: (*stacked, *leaf.get_metadata("axes")),
-            _variables(state),
-            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
-        )
+        axes[name] = nnx.to_pure_dict(state, lambda leaf, stacked=stacked: (*stacked, *leaf.get_metadata("axes")))
     return graphs, axes
 
 
 @lru_cache(maxsize=64)
 def _shapes(config: ModelConfig, order: tuple[int, ...] | None) -> Params:
     return jax.eval_shape(lambda key: Model(config).init(key, order), jax.random.key(0))
-
-
-def _variables(state: Mapping[str, PyTree]) -> Params:
-    """An nnx state as nested plain dicts whose leaves are the variables."""
-    return {k: _variables(v) if isinstance(v, Mapping) else v for k, v in state.items()}
 
 
 def _count(tree: PyTree) -> int:

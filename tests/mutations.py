@@ -82,7 +82,7 @@ MUTATIONS = [
     Mutation("ring_home", "a skipped hop: the sums of dk and dv stay one device before home",
              "jaxpar/parallel/ring_attention.py", "home = work.hop(passing)", "home = passing",
              "tests/parallel/test_context.py -k 'strategy and ring'"),
-    Mutation("zigzag_documents", "documents of the wrong chunk of a packed sequence", "jaxpar/parallel/zigzag.py",
+    Mutation("zigzag_documents", "documents of the wrong chunk of a packed sequence", "jaxpar/parallel/token_order.py",
              "2 * (2 * self.size - 1 - chunk) + 1", "2 * (2 * self.size - 1 - chunk)",
              "tests/parallel/test_context.py -k strategy"),
     Mutation("router_sum", "a missing sum of the router's gradient over tensor", "jaxpar/parallel/experts.py",

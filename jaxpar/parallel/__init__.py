@@ -2,7 +2,7 @@
 
 Each op takes a `jaxpar.Layout` and keyword options, is trainable, and stands inside any jitted function. `Ops` are the
 same bound to a plan. Behind them: collectives inside `shard_map` (`collectives`, `ring_matmul`), attention over a
-sequence that is split (`context`, `ring_attention`, `zigzag`), recomputation (`remat`), host memory, the pipeline.
+sequence that is split (`context`, `ring_attention`, `token_order`), recomputation (`remat`), host memory, the pipeline.
 """
 
 from jaxpar.parallel._attention import attention, fit_heads

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, H heads, K kv heads, h head_dim.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import jax
@@ -59,11 +60,9 @@ def attention(
         `context.check_split` refuses.
     """
     dropping = key is not None and dropout_rate > 0
+    attend = partial(dispatch.attention, dropout_rate=dropout_rate if dropping else 0.0, key=key, with_lse=False)
     if layout is None:
-        return dispatch.attention(
-            q_BSHh, k_BSKh, v_BSKh, mask, implementation=implementation, dropout_rate=dropout_rate, key=key,
-            with_lse=False,
-        )[0]  # fmt: skip
+        return attend(q_BSHh, k_BSKh, v_BSKh, mask, implementation=implementation)[0]
     if context not in get_args(Strategy):
         known = get_args(Strategy)
         raise UserError(f"no context strategy {context!r}{nearest(context, known)}: try one of {', '.join(known)}")
@@ -81,11 +80,7 @@ def attention(
 
     def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BS: Array | None) -> Array:
         seen = mask if segments_BS is None else mask & Segments(segments_BS, segments_BS)
-        drop = dropout_rate if dropping else 0.0
-        return dispatch.attention(
-            q_BSHh, k_BSKh, v_BSKh, seen, implementation=name, platform=platform_of(layout), dropout_rate=drop,
-            key=key, with_lse=False,
-        )[0]  # fmt: skip
+        return attend(q_BSHh, k_BSKh, v_BSKh, seen, implementation=name, platform=platform_of(layout))[0]
 
     heads: Axes = (*ATTENDED[:2], "heads", "head_dim")
     with jax.named_scope("core"):
@@ -100,12 +95,7 @@ def attention(
 
 
 def fit_heads(layout: Layout, heads: int, kv_heads: int) -> Layout:
-    """The layout of attention on more devices than heads: see `jaxpar.base.heads.fit_rules`.
-
-    Args:
-      layout: whose rules may split heads further than there are any.
-      heads, kv_heads: of the model.
-    """
+    """The layout of attention on more devices than heads: see `jaxpar.base.heads.fit_rules`."""
     rules, notes = fit_rules(layout.rules, heads, kv_heads, layout.mesh.shape)
     for note in notes:
         dispatch.say_once(note)
@@ -126,11 +116,8 @@ def choose(
     """Which implementation computes `attention`, or its parts where the sequence is split, and why not one before it.
 
     Args:
-      split: layout, strategy, and the implementation that is asked for.
-      mask: without documents.
-      seq_len, head_dim: of the arrays.
+      mask: without documents; `packed` says whether there are any.
       dropping: attention weights are dropped out.
-      packed: there are documents.
       platform: `gpu` or `tpu` in place of what the layout's devices are.
       batch: sequences of one device.
 

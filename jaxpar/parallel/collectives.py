@@ -32,7 +32,6 @@ def manual(local: Callable[..., Out], layout: Layout, in_axes: PyTree, out_axes:
 
     Args:
       local: a function of local arrays, which names its collectives.
-      layout: mesh and rules.
       in_axes: logical axes of each argument, in trees of the arguments' forms (an argument's axes are a tuple).
       out_axes: the same of what it returns.
     """
@@ -56,14 +55,8 @@ def manual_vjp(
 ) -> Callable[..., Out]:  # fmt: skip
     """`manual(forward, ...)` with its gradient written out, so that every collective of it stands where it should.
 
-    The arguments are kept for the backward.
-
-    Args:
-      forward: a function of local arrays.
-      backward: a function of the same arrays and of the cotangent of what `forward` returned. It returns the gradient
-        of each argument, laid out as gradients are (`state_axes`), and None for an argument of integers.
-      layout: mesh and rules.
-      in_axes, out_axes: as for `manual`.
+    The arguments are kept for the backward, which takes them and the cotangent of what `forward` returned. It returns
+    the gradient of each argument, laid out as gradients are (`state_axes`), and None for an argument of integers.
     """
 
     @jax.custom_vjp
@@ -88,13 +81,7 @@ def turn_after(turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Lay
     loop or a branch for started as soon as its first op is: what is inside may run beside a later collective, unless
     that hangs on the loop's result. All collectives of a `shard_map` have one channel there, so wherever two devices
     come to two such in different orders they exchange each other's data, or wait for ever. GPUs and TPUs run a loop to
-    its end before the op that follows it.
-
-    Args:
-      turn: the turn of what came before, or None.
-      arrays: a tree of results of ops that may hold collectives.
-      axes: logical axes of each.
-      layout: mesh and rules.
+    its end before the op that follows it. The arrays are results of ops that may hold collectives.
     """
     if turn is None:
         return None

@@ -4,8 +4,8 @@ Three strategies. `ring` sends keys and values round the devices, and merges wha
 2023, arXiv:2310.01889); `all_gather` gathers them (as LLaMA 3 does, arXiv:2407.21783, section 3.3.2); `ulysses` trades
 the split of the sequence for a split of the heads (Jacobs et al. 2023, arXiv:2309.14509).
 
-The first two keep tokens in zigzag order, so that every device has the same work: see `jaxpar.parallel.zigzag`;
-`token_order.in_order` puts a batch in that order. A strategy runs inside `manual`, on local arrays.
+The first two keep tokens in zigzag order, so that every device has the same work: see `jaxpar.parallel.token_order`. A
+strategy runs inside `manual`, on local arrays.
 
 Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H heads, K kv heads, h head_dim; a leading 2
 counts a device's chunks, the early one first.
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.heads import beside
-from jaxpar.base.mesh import describe, largest_divisor
+from jaxpar.base.mesh import largest_divisor
 from jaxpar.base.plan import Strategy
 from jaxpar.base.sharding import Axes, Layout
 from jaxpar.kernels.attention.call import Call
@@ -33,7 +33,18 @@ from jaxpar.kernels.masks import Mask
 from jaxpar.parallel import ring_attention
 from jaxpar.parallel.collectives import further_split, gather, manual, platform_of, reduce
 from jaxpar.parallel.remat import named
-from jaxpar.parallel.zigzag import PARTS, ContextTask, chunk_order, inverse, own_chunks, packed, reordered, stacked
+from jaxpar.parallel.token_order import (
+    PARTS,
+    ContextTask,
+    check_chunks,
+    chunk_order,
+    context_sizes,
+    inverse,
+    own_chunks,
+    packed,
+    reordered,
+    stacked,
+)  # fmt: skip
 
 _Shaped = Array | jax.ShapeDtypeStruct
 _Forward = Callable[[Array, Array, Array, ContextTask], tuple[Array, Array]]
@@ -46,47 +57,25 @@ _SPLIT: Axes = (None, "attention_seq", None, None)  # k and v
 _WHOLE: Axes = (None,) * 4
 
 
-def check_chunks(layout: Layout, strategy: Strategy, seq_len: int) -> None:
-    """Refuse a sequence that is not cut into equal chunks.
-
-    Raises:
-      UserError: such a one, with the nearest lengths that are.
-    """
-    chunks = max(layout.size("attention_seq"), len(chunk_order(layout, strategy)))
-    if seq_len % chunks:
-        below = seq_len // chunks * chunks
-        shorter = f"data.seq_len={below} or " if below else ""
-        raise UserError(
-            f"data.seq_len={seq_len} is not cut into {chunks} equal chunks, which {strategy} over "
-            f"{_sizes(layout)} needs: try {shorter}data.seq_len={below + chunks}"
-        )
-
-
 def check_split(
     layout: Layout, strategy: Strategy, seq_len: int, heads: int, kv_heads: int, dropout: float = 0.0
 ) -> None:
     """Refuse a sequence or heads that a strategy cannot split.
 
-    Dropout is refused too: it draws its bits by the place of a token in the array, which depends on the layout here.
-
-    Args:
-      layout: mesh and rules.
-      strategy: how attention sees a sequence that is split.
-      seq_len: length of the sequences.
-      heads, kv_heads: how many the model has.
-      dropout: rate at which attention weights are dropped.
+    Dropout of attention weights is refused too: it draws its bits by the place of a token in the array, which depends
+    on the layout here.
 
     Raises:
       UserError: what `check_chunks` refuses; dropout; heads too few for Ulysses; kv heads that are split where heads
         are not; a mesh axis that splits both the sequence and the heads.
     """
-    n = layout.size("attention_seq")
+    n, sizes = layout.size("attention_seq"), context_sizes(layout)
     if n == 1:
         return
     check_chunks(layout, strategy, seq_len)
     if dropout > 0:
         raise UserError(
-            f"model.dropout={dropout} with the sequence split over {_sizes(layout)}: what is dropped would depend on "
+            f"model.dropout={dropout} with the sequence split over {sizes}: what is dropped would depend on "
             "the mesh: try model.dropout=0, or leave the sequence whole"
         )
     layout.sharding((*_Q[1:3], None), (seq_len, heads, 1), "queries")
@@ -97,23 +86,13 @@ def check_split(
     if strategy == "ulysses" and here % n:
         fits = largest_divisor(here, layout.mesh.shape[axis])
         raise UserError(
-            f"Ulysses with too few heads: {_sizes(layout)} cannot share out {here} heads (model.heads={heads} over "
+            f"Ulysses with too few heads: {sizes} cannot share out {here} heads (model.heads={heads} over "
             f"{layout.size('heads')} devices): try context.strategy=ring, or mesh.{axis}={fits}"
         )
 
 
-def _sizes(layout: Layout) -> str:
-    return describe({axis: layout.mesh.shape[axis] for axis in layout.mesh_axes("attention_seq")})
-
-
 class Split(NamedTuple):
-    """How attention runs on several devices.
-
-    Attributes:
-      layout: mesh and rules.
-      strategy: how attention sees a sequence that is split.
-      implementation: one of `kernels.Implementation`, or `auto`.
-    """
+    """How attention runs on several devices; `implementation` is one of `kernels.Implementation`, or `auto`."""
 
     layout: Layout
     strategy: Strategy = "ring"
@@ -136,12 +115,8 @@ def split_attention(
 ) -> Float[Array, "B S H h"]:
     """Attention by a strategy, as `jaxpar.kernels` but for the order of the tokens.
 
-    Args:
-      split: layout, strategy and implementation; `attention_seq` is split, or every device has whole sequences.
-      mask: what a query sees, documents aside: at most the keys at or before it.
-      q_BSHh, k_BSKh, v_BSKh: projections of one sequence in `chunk_order`, H a multiple of K; kv heads as
-        `parallel.column_linear` leaves them.
-      segments_BS: document of each token, in the same order. None = one document.
+    Tokens and their documents, if there are several, stand in `chunk_order`; H is a multiple of K, and kv heads are as
+    `parallel.column_linear` leaves them. The mask leaves documents aside, and shows at most the keys at or before.
     """
     return _forward(split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)[0]
 
@@ -193,11 +168,7 @@ def _strategy(split: Split) -> tuple[_Forward, _Backward]:
 def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platform: str) -> tuple[str, str]:
     """The implementation that serves what a strategy hands to it, and why none before it does.
 
-    Args:
-      split: layout, strategy, and the implementation that is asked for.
-      mask: what a query sees, documents too.
-      q_BSHh, k_BSKh: arrays of one device, or their shapes and dtypes.
-      platform: what it is compiled for.
+    The arrays are those of one device, and the mask has documents too.
 
     Raises:
       UserError: the one asked for cannot serve.

@@ -76,8 +76,6 @@ def linear_cross_entropy(
     Args:
       x_BSD: final hidden states in the residual stream's layout.
       head_VD: vocabulary matrix, logical axes ("vocab", "embed"); its rows past `vocab_size` are padding.
-      labels_BS: next tokens.
-      layout: mesh, rules and compute dtype.
       vocab_size: the true vocabulary; 0 = all rows.
       z_loss: weight of the squared log-normaliser (arXiv:2204.02311, section 5).
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
@@ -154,13 +152,9 @@ def tiling(tokens: int, rows: int, embed: int, layout: Layout, loss_mib: int) ->
     make scores twice, 2 FLOPs a token and entry, and gather the matrix again. Where a chip has 160 to 300 FLOPs in the
     time of a byte of its memory (`jaxpar.meshes.chips`) the two are even at about `_CHUNK` tokens a chunk.
 
-    Args:
-      tokens: how many a device has.
-      rows: how many of the vocabulary matrix it has.
-      embed: length of a row.
-      layout: mesh, rules and compute dtype.
-      loss_mib: MiB that may be held: scores, and where the matrix is split over `embed` too what of it is gathered,
-        with its float32 gradient. There slices spare these as well; else chunks are made larger instead.
+    Held are the scores, and where the matrix is split over `embed` too what of it is gathered, with its float32
+    gradient. There slices spare these as well; else chunks are made larger instead. `tokens` and `rows` of the matrix
+    are those of one device.
     """
     most, moved = loss_mib * 2**20, further_split(state_axes(_HEAD), (_HEAD[0], None), layout)
     of_row = embed * (layout.dtype.itemsize + 4) if moved else 0

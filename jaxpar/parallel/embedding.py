@@ -21,9 +21,7 @@ def lookup(
 
     Args:
       table_VD: the table, logical axes (axis, "embed").
-      ids_BS: row numbers.
       axis: logical axis of the table's rows: "vocab", or None for a table that is never split by rows.
-      layout: mesh, rules and compute dtype.
 
     Raises:
       UserError: rules that split tokens and rows over the same mesh axis.

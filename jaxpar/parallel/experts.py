@@ -100,8 +100,6 @@ def expert_mlp(
       router_DE: logical axes ("embed", None).
       gate_EDF, up_EDF: logical axes ("experts", "embed", "mlp").
       down_EFD: logical axes ("experts", "mlp", "embed").
-      layout: mesh, rules and compute dtype.
-      experts_per_token: how many experts each token is sent to.
       capacity_factor: rows of an expert from a device, as a multiple of the even share; 0 = nothing is dropped.
 
     Returns:
@@ -277,14 +275,9 @@ def _grouped(
 ) -> tuple[Array, ...]:
     """Rows times the weights of their experts, as `jaxpar.parallel.linear` does it for the rows of one weight.
 
-    A row that is empty belongs to no expert, and what becomes of it is never read.
-
-    Args:
-      layout: mesh, rules and compute dtype.
-      x: rows, or hidden rows, which stand in the order of the experts.
-      counts: see `_Places`.
-      weights: column linears [E, D, F] that share a gather of the rows, or one row linear [E, F, D].
-      sums: a row linear, whose sums are scattered.
+    The weights are column linears [E, D, F] that share a gather of the rows, or with `sums` one row linear [E, F, D],
+    which takes hidden rows in the order of the experts, and whose sums are scattered. A row that is empty belongs to no
+    expert, and what becomes of it is never read.
     """
     axes, x_axes, y_axes = (_DOWN, _HIDDEN, _ROWS) if sums else (_UP, _ROWS, _HIDDEN)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +20,16 @@ HOST = "pinned_host"
 _TOLERANCE = 1e-5
 
 
-class KnownBad(NamedTuple):
-    """A jaxlib that offloads wrongly on a platform, and what happens."""
-
-    platform: str
-    jaxlib: str
-    what: str
-
-
-KNOWN_BAD = (
-    KnownBad(
-        "gpu", "0.11.0",
-        "jaxlib 0.11.0 on GPU: scan residuals offloaded to the host give silently wrong gradients (openxla/xla#46231)",
-    ),
-)  # fmt: skip
+KNOWN_BAD = {
+    ("gpu", "0.11.0"): "scan residuals offloaded to the host give silently wrong gradients (openxla/xla#46231)",
+}
+"""What happens with a platform and a jaxlib that offloads wrongly there."""
 
 
 def known_bad(platform: str, jaxlib: str) -> str:
     """What is known to go wrong with offloaded activations there; empty = nothing."""
-    return next((bad.what for bad in KNOWN_BAD if (bad.platform, bad.jaxlib) == (platform, jaxlib)), "")
+    what = KNOWN_BAD.get((platform, jaxlib))
+    return f"jaxlib {jaxlib} on {platform.upper()}: {what}" if what else ""
 
 
 def check_offload(what: str, device: jax.Device, anyway: bool) -> None:
@@ -86,13 +77,8 @@ def lowered_for(
 ) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
     """A jitted function traced and lowered for devices that may be absent, some of its arguments in host memory.
 
-    An absent GPU knows no kinds of memory: its shardings forget them, so they are written into the lowered program.
-
-    Args:
-      jitted: the function.
-      arguments: ShapeDtypeStructs with shardings.
-      host: of each argument whether it lies in host memory, in a tree of their form.
-      platform: what it is lowered for.
+    An absent GPU knows no kinds of memory: its shardings forget them, so they are written into the lowered program. The
+    arguments are ShapeDtypeStructs with shardings; `host` says of each whether it lies in host memory.
     """
     leaves, flags = jax.tree.leaves(arguments), jax.tree.leaves(host)
     forgotten = any(flag and leaf.sharding.memory_kind != HOST for leaf, flag in zip(leaves, flags, strict=True))
@@ -124,13 +110,6 @@ def memory_kinds(device: jax.Device) -> list[str]:
         return sorted(memory.kind for memory in device.addressable_memories())
     except Exception:  # an absent device, by whatever its client raises
         return []
-
-
-def offload_notes(what: str, device: jax.Device) -> list[str]:
-    """A line where host memory is the device's own."""
-    if device.platform != "cpu":
-        return []
-    return [f"{what}: on CPU host memory is the device's own, nothing is saved by moving it"]
 
 
 def require_right_gradients(device: jax.Device, say: Callable[[str], None]) -> None:

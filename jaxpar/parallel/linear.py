@@ -68,7 +68,6 @@ def column_linear(
       x_BSD: the residual stream, split over `residual_seq`.
       weights: an array [D, *out] with logical axes ("embed", *axes), or a sequence of such.
       axes: logical axes of the weight's output dims, such as ("heads", "head_dim"), or a sequence of such.
-      layout: mesh, rules and compute dtype.
       biases: an array [*out], or a sequence with None where there is none.
       seq: logical axis of the outputs' sequence: "attention_seq" for q, k and v.
       overlap: how the gather, and in the backward the scatter, run beside the matmuls: one form, or one of each.
@@ -103,7 +102,6 @@ def row_linear(
       h_BSI: array [B, S, *in], split as `axes` say.
       weight: array [*in, D], logical axes (*axes, "embed").
       axes: logical axes of the input dims, such as ("mlp",).
-      layout: mesh, rules and compute dtype.
       bias: array [D], added once, after the sum.
       seq: logical axis of the input's sequence: "attention_seq" for the output of attention.
       overlap: as for `column_linear`; here the forward scatters and the backward gathers.
@@ -146,7 +144,6 @@ def logits(
     Args:
       x_BSD: final hidden states in the residual stream's layout.
       head_VD: vocabulary matrix, logical axes ("vocab", "embed").
-      layout: mesh, rules and compute dtype.
       vocab_size: the true vocabulary; scores of the rows past it are masked out. 0 = all rows.
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
       overlap: as for `column_linear`.
@@ -170,15 +167,7 @@ def _columns(
     x: Array, weights: tuple[Array, ...], layout: Layout, *, stored: tuple[Axes, ...], outs: tuple[Axes, ...],
     used: Axes, dtype: str, overlap: Overlapping,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Column linears that share one gather of x.
-
-    Args:
-      x, weights: global arrays.
-      layout, overlap: as for `column_linear`.
-      stored, outs: logical axes of each weight, and of each output.
-      used: logical axes of x where it is multiplied.
-      dtype: of the outputs.
-    """
+    """Column linears that share one gather of x, which is multiplied in the layout `used`; outputs are of `dtype`."""
     gathers, scatters = _forms(overlap)
     copies = [axes.index("kv_heads") if copying(layout) and "kv_heads" in axes else None for axes in stored]
 

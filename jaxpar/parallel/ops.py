@@ -27,11 +27,7 @@ from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 
 @dataclass(frozen=True)
 class Ops:
-    """What a model calls for a matmul, a lookup, attention, experts and a loss; each as the function of its name.
-
-    Attributes:
-      plan: where arrays lie, and in which form each op runs.
-    """
+    """What a model calls for a matmul, a lookup, attention, experts and a loss; each as the function of its name."""
 
     plan: Plan
 
@@ -60,10 +56,8 @@ class Ops:
     ) -> Array:  # fmt: skip
         """Causal attention: see `jaxpar.parallel.attention`.
 
-        Args:
-          q_BSHh, k_BSKh, v_BSKh, dropout_rate, key: as there.
-          segments_BS: document of each token; a token sees its own document only. None = one document.
-          window: a token sees so many tokens up to itself (arXiv:2310.06825, section 2); 0 = all before it.
+        A token sees its own document of `segments_BS` only, and where `window` is not 0 so many tokens up to itself
+        (arXiv:2310.06825, section 2).
         """
         mask, plan = causal(window), self.plan
         mask = mask if segments_BS is None else mask & Segments(segments_BS, segments_BS)
@@ -108,23 +102,14 @@ def split_of(plan: Plan) -> Split:
 
 
 def choose_attention(
-    plan: Plan,
-    seq_len: int,
-    head_dim: int,
-    dropping: bool,
-    window: int = 0,
-    packed: bool = False,
-    platform: str = "",
-    batch: int = 1,
+    plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int = 0, packed: bool = False, platform: str = ""
 ) -> tuple[str, str]:
     """Which implementation `Ops.attention` takes, and why not one before it; arguments as for `_attention.choose`.
 
     Where the sequence is split it is a strategy.
     """
     split, mask = split_of(plan), causal(window)
-    found = _attention.choose(
-        split, mask, seq_len, head_dim, dropping=dropping, packed=packed, platform=platform, batch=batch
-    )
+    found = _attention.choose(split, mask, seq_len, head_dim, dropping=dropping, packed=packed, platform=platform)
     return found if split.devices == 1 else (split.strategy, "the sequence is split over devices")
 
 

@@ -28,12 +28,8 @@ def remat(block: Callable[..., Any], plan: Plan, looped: bool = True) -> Callabl
     """`block` with a policy: of the activations that it names it keeps what the plan says, and makes the rest again.
 
     The loop around a block keeps the block's input. So that the input can lie in host memory instead, the block gives
-    it a name before anything else, and the loop keeps the named array.
-
-    Args:
-      block: the body of a `lax.scan` over layers, or of its unrolled form.
-      plan: says what becomes of each name: see `jaxpar.base.activation_names`.
-      looped: whether the block is the body of a scan.
+    it a name before anything else, and the loop keeps the named array. `looped` says whether the block is the body of a
+    `lax.scan` over layers, or of its unrolled form.
     """
     if not plan.recomputes:
         return block

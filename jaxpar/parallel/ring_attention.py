@@ -20,7 +20,7 @@ from jaxtyping import Array
 from jaxpar.base.sharding import PyTree
 from jaxpar.kernels.attention.call import Call, merge
 from jaxpar.kernels.masks import Mask
-from jaxpar.parallel.zigzag import ContextTask, joined, own_chunks, stacked
+from jaxpar.parallel.token_order import ContextTask, joined, own_chunks, stacked
 
 KeysValues = tuple[Array, Array]
 Place = Array | int  # the number of a half, of a chunk, or of hops, known at run time or before
@@ -99,11 +99,8 @@ def _around(
 ) -> State:
     """The state once the keys and values of every device have been here; the next travel while some are at work.
 
-    Args:
-      work: the ring.
-      kv: this device's keys and values.
-      own: makes the state, from them.
-      visit: (state, keys and values, how many hops they have made) -> state; the first visit may change its form.
+    `own` makes the state from this device's keys and values. `visit` adds those that have made so many hops; the first
+    visit may change the form of the state.
     """
 
     def turn(carry: tuple[KeysValues, State], hops: Place) -> tuple[tuple[KeysValues, State], None]:

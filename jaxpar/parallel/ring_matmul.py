@@ -30,16 +30,10 @@ def all_gather_matmul(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """`x` gathered, and its products with weights that share the gather.
 
-    Args:
-      x: array [B, S, *in], in the layout `stored`.
-      weights: arrays [*in, *out], as they are multiplied.
-      stored, used: layouts of x, before and after.
-      dtype: of the products.
-      layout: mesh and rules.
-      form: of the gather.
+    x is an array [B, S, *in] in the layout `stored`, the weights are arrays [*in, *out] as they are multiplied.
 
     Returns:
-      x in the layout `used`, and one array [B, S, *out] a weight.
+      x in the layout `used`, and one array [B, S, *out] of `dtype` a weight.
 
     Raises:
       UserError: a form that there is not.
@@ -70,8 +64,6 @@ def matmul_reduce_scatter(
       partial: mesh axes over which the sum is partial.
       used, stored: layouts of the sum, before and after.
       dtype: of the result, and of what travels; in a ring, sums are added in float32 and rounded at each hop.
-      layout: mesh and rules.
-      form: of the scatter.
 
     Returns:
       An array [B, S, *out].
@@ -153,13 +145,9 @@ def _gathered(x: jax.Array, ring: _Ring) -> Iterator[tuple[jax.Array, jax.Array]
 
 
 def _scattered(summand: Callable[[jax.Array, int], jax.Array], rows: int, dtype: jnp.dtype, ring: _Ring) -> jax.Array:
-    """The reduce-scatter of an array whose local summand is made piece by piece.
+    """The reduce-scatter of an array whose local summand is made piece by piece, in float32: `summand(first, count)`.
 
-    Args:
-      summand: its float32 rows, from the first and how many.
-      rows: of the chunk that stays here.
-      dtype: of the result, and of the sums as they travel; they are added in float32.
-      ring: the devices that sum.
+    Sums travel in `dtype`, and `rows` is the length of the chunk that stays here.
     """
     lanes = ring.lanes(rows)
     sums: list[jax.Array] = []

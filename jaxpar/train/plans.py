@@ -16,7 +16,7 @@ from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import check_split
-from jaxpar.parallel.host_memory import check_offload, offload_notes
+from jaxpar.parallel.host_memory import check_offload
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 from jaxpar.parallel.ops import attention_notes, overlap_notes
 from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
@@ -104,11 +104,12 @@ def check_batch(config: Config, plan: Plan) -> None:
 def plan_notes(config: Config, plan: Plan) -> list[str]:
     """What a plan does otherwise than its config asks for, a line each for the log."""
     asked = offload_asked(plan)
+    useless = asked and plan.mesh.devices.flat[0].platform == "cpu"
     return [
         *_fit_rules(config, plan.mesh)[1],
         *overlap_notes(plan),
         *pipeline_notes(config, plan),
-        *(offload_notes(asked, plan.mesh.devices.flat[0]) if asked else []),
+        *([f"{asked}: on CPU host memory is the device's own, nothing is saved by moving it"] if useless else []),
         *_sum_notes(config, plan),
         *kernel_notes(config, plan),
     ]

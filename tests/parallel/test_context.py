@@ -30,7 +30,7 @@ from jaxpar.kernels.masks import Causal, Full, Mask, Segments, Window
 from jaxpar.parallel import context, ring_attention
 from jaxpar.parallel.context import check_split, split_attention
 from jaxpar.parallel.ops import split_of
-from jaxpar.parallel.zigzag import chunk_order, inverse, reordered
+from jaxpar.parallel.token_order import chunk_order, inverse, reordered
 from jaxpar.rehearse.requested_collectives import requested_collectives
 
 pytestmark = pytest.mark.quick

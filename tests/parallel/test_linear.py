@@ -24,7 +24,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.parallel.embedding import dropout
 from jaxpar.parallel.ops import Ops
-from jaxpar.parallel.zigzag import chunk_order, inverse, reordered
+from jaxpar.parallel.token_order import chunk_order, inverse, reordered
 
 pytestmark = pytest.mark.quick
 
