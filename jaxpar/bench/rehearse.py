@@ -15,12 +15,13 @@ from jaxpar.bench.alternate import Row
 from jaxpar.bench.step import random_batch
 from jaxpar.hlo.tasks import Collective
 from jaxpar.models import Model
-from jaxpar.rehearse.cost.cost import OnLinks, Speeds
-from jaxpar.rehearse.cost.stopwatch import Ready, warm
+from jaxpar.rehearse.cost.speeds import SpeedTable
+from jaxpar.rehearse.cost.stopwatch import Ready, ready_step
+from jaxpar.rehearse.link_costs import CollectiveTime
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.timeline.timeline import step_time
 from jaxpar.train.plans import make_plan
-from jaxpar.train.state import TrainState, init_state
+from jaxpar.train.state import init_state
 from jaxpar.train.step import make_train_step
 
 _SHAKESPEARE: dict[str, object] = {
@@ -60,18 +61,16 @@ def configs() -> dict[str, Config]:
 def compare_predictions(
     shapes: Mapping[str, Config],
     hardware: Hardware,
-    speeds: Speeds | None = None,
+    speeds: SpeedTable | None = None,
     rounds: int = 6,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
     """Predict and measure one-device training steps; the configs take turns, so that a busy moment hits them alike.
 
     Args:
-      shapes: configs by name.
       hardware: figures of a device here, measured or published.
       speeds: of its tasks, where they were measured.
       rounds: turns; in each a config runs for about a fifth of a second.
-      say: told what is going on, a line at a time.
 
     Returns:
       A row for each, in milliseconds; `predicted, GiB` is device memory by the compiler's account.
@@ -79,7 +78,7 @@ def compare_predictions(
     ready: dict[str, Ready] = {}
     for name, config in shapes.items():
         say(f"compiling {name.strip()}")
-        ready[name] = ready_step(config, "compared")
+        ready[name] = ready_config(config, "compared")
     times: dict[str, list[float]] = {name: [] for name in shapes}
     for i in range(rounds):
         say(f"timing, round {i + 1}/{rounds}")
@@ -99,27 +98,14 @@ def compare_predictions(
     return rows
 
 
-def ready_step(config: Config, name: str) -> Ready:
+def ready_config(config: Config, name: str) -> Ready:
     """A training step on one device, on random tokens, compiled as a module of this name."""
     plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
     state, batch = init_state(model, config, plan), random_batch(config, plan)
-    inner = make_train_step(model, config, plan)
-
-    def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        return inner(state, batch)
-
-    step.__name__ = name
-    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-
-    def start() -> dict[str, jax.Array]:
-        nonlocal state
-        state, metrics = compiled(state, batch)
-        return metrics
-
-    return warm(compiled, start)
+    return ready_step(make_train_step(model, config, plan), state, batch, name)
 
 
-def no_links(collective: Collective) -> OnLinks:
+def no_links(collective: Collective) -> CollectiveTime:
     """For `step_time`, on one device.
 
     Raises:

@@ -15,7 +15,7 @@ import platform
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,9 +27,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, Interconnect, PeakFlops, Protocol
 from jaxpar.base.runtime import cache_folder, write_whole
-from jaxpar.rehearse.cost.probes import PROBES, Probe, initial, training_step
+from jaxpar.rehearse.cost.probes import PROBES, initial, training_step
 from jaxpar.rehearse.cost.speeds import Sample, SpeedTable, sample
-from jaxpar.rehearse.cost.stopwatch import Instruction, Ready, elapsed, fastest, warm
+from jaxpar.rehearse.cost.stopwatch import Instruction, Ready, elapsed, fastest, ready_step, warm
 
 ROUNDS = 8
 """How often the steps run; of every task the fastest execution counts, whatever else the machine did meanwhile."""
@@ -96,17 +96,13 @@ def machine() -> dict[str, str]:
 def calibrate(rounds: int = ROUNDS, say: Callable[[str], None] = lambda line: None) -> Calibration:
     """Measure this machine, about half a minute. Anything else that runs meanwhile makes it look slower.
 
-    Args:
-      rounds: how often the steps run.
-      say: told what is going on, a line at a time.
-
     Raises:
       UserError: the profiler of this platform says nothing of single instructions.
     """
     ready = list[Ready]()
     for i, (name, probe) in enumerate(PROBES.items()):
         say(f"compiling small training steps, {i + 1}/{len(PROBES)}")
-        ready.append(_compile(probe, f"probe_{name}"))
+        ready.append(ready_step(partial(training_step, probe), *initial(probe), f"probe_{name}"))
     least: dict[Instruction, float] = {}
     for i in range(rounds):
         say(f"timing, round {i + 1}/{rounds}")
@@ -118,24 +114,6 @@ def calibrate(rounds: int = ROUNDS, say: Callable[[str], None] = lambda line: No
         raise UserError("JAX's profiler named no instruction that ran here: this platform cannot be calibrated")
     say("timing collectives" if len(jax.devices()) > 1 else "one device: no collectives to time")
     return Calibration(machine(), samples, _launch(), len(jax.devices()), *_collectives())
-
-
-def _compile(probe: Probe, name: str) -> Ready:
-    """A small training step as a module of this name."""
-    state, tokens = initial(probe)
-
-    def step(state: tuple, tokens: jax.Array) -> tuple:
-        return training_step(probe, state, tokens)
-
-    step.__name__ = name
-    compiled = jax.jit(step, donate_argnums=0).lower(state, tokens).compile()
-
-    def start() -> jax.Array:
-        nonlocal state
-        state, loss = compiled(state, tokens)
-        return loss
-
-    return warm(compiled, start)
 
 
 def _launch() -> float:

@@ -16,7 +16,7 @@ from jaxpar.bench.rehearse import (
     compare_predictions,
     configs,
     rank_correlation,
-    ready_step,
+    ready_config,
     summary,
 )
 from jaxpar.hlo.tasks import Collective, Loop, Program, Task
@@ -41,7 +41,7 @@ def sleeper(config: Config, name: str) -> Ready:
 
 
 def test_each_config_is_predicted_and_timed(monkeypatch):
-    monkeypatch.setattr(bench_rehearse, "ready_step", sleeper)
+    monkeypatch.setattr(bench_rehearse, "ready_config", sleeper)
     shapes = {f"{n} layers": override(Config(), {"model.layers": n}) for n in (3, 1)}
     said: list[str] = []
     rows = compare_predictions(shapes, HARDWARE, CALIBRATION.speeds(), rounds=2, say=said.append)
@@ -59,7 +59,7 @@ def test_each_config_is_predicted_and_timed(monkeypatch):
 def test_a_step_over_several_devices_is_refused(monkeypatch):
     gather = Task("ag", "all-gather", "collective", collective=Collective("all-gather", ((0, 1),), 8, "f32"))
     ready = Ready(Program("step", (gather,)), {}, lambda: None, 1.0, STATS)
-    monkeypatch.setattr(bench_rehearse, "ready_step", lambda config, name: ready)
+    monkeypatch.setattr(bench_rehearse, "ready_config", lambda config, name: ready)
     with pytest.raises(UserError, match=r"between devices .all-gather."):
         compare_predictions({"one": Config()}, HARDWARE, rounds=1)
 
@@ -88,7 +88,7 @@ def test_the_summary_states_the_errors_and_the_worst():
 def test_a_training_step_gives_its_tasks():
     sizes = {"model.layers": 1, "model.embed": 32, "model.heads": 2, "model.mlp": 64, "model.vocab_size": 64}
     config = override(Config(), sizes | {"data.seq_len": 16, "train.batch": 2})
-    step = ready_step(config, "shape")
+    step = ready_config(config, "shape")
     assert {module for module, _ in step.tasks} == {"jit_shape"}
     assert {"matmul", "fusion"} <= {task.kind for task in step.tasks.values()}
     step.run()  # the state is donated, so only a new one can be stepped again

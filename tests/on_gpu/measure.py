@@ -26,7 +26,7 @@ from jaxpar.base.hardware import Hardware, hardware_of, load_chip, peak_flops
 from jaxpar.base.jax_compat import NO_CUDA_GRAPHS
 from jaxpar.bench.alternate import Row
 from jaxpar.bench.attention import MASKS, AttentionBenchArgs, bench_attention
-from jaxpar.bench.rehearse import compare_predictions, no_links, ready_step
+from jaxpar.bench.rehearse import compare_predictions, no_links, ready_config
 from jaxpar.bench.step import bench_step
 from jaxpar.cli.arguments import parse
 from jaxpar.cli.main import fail
@@ -182,7 +182,7 @@ def _figures(small: bool, say: Say) -> Hardware:
 
 def _trace(small: bool, out: Path, say: Say) -> list[Row]:
     """Times of each line of the model, by the profiler and by the prices of a rehearsal; the profile is kept."""
-    step, count = ready_step(_config(_GPT2, {}, small), "traced"), 3
+    step, count = ready_config(_config(_GPT2, {}, small), "traced"), 3
 
     def run() -> None:
         for _ in range(count):

@@ -11,10 +11,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.tasks import Collective, Loop, Node, Program, Task
+from jaxpar.rehearse.cost.speeds import SpeedTable
+from jaxpar.rehearse.link_costs import CollectiveTime
 
 COMPUTE, DMA, SIDE, HOST = "compute", "dma", "side", "host"
 """Lanes of every device (`side`: asynchronous work that is no copy); the links have theirs from the network model:
@@ -48,36 +50,15 @@ class Costs:
     """What was assumed on the way, each once: `no peak for f64: bytes only`."""
 
 
-class OnLinks(Protocol):
-    """What a network model answers."""
-
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def resources(self) -> tuple[str, ...]: ...
-
-
-class Speeds(Protocol):
-    """Measured speeds of a device, in place of the flat peaks (`jaxpar.rehearse.calibrate`)."""
-
-    def seconds(self, task: Task) -> float | None:
-        """One execution of a task, once launched, or None where nothing like it was measured."""
-        ...
-
-
 def price(
     program: Program,
     hardware: Hardware,
-    collective_time: Callable[[Collective], OnLinks],
-    speeds: Speeds | None = None,
+    collective_time: Callable[[Collective], CollectiveTime],
+    speeds: SpeedTable | None = None,
 ) -> Costs:
     """Seconds and lanes of every task, by its path.
 
-    Args:
-      program: what runs on one device.
-      hardware: its figures.
-      collective_time: the network model, bound to a target.
-      speeds: measured speeds, asked before the roofline and after the compiler's cycles.
+    Measured speeds are asked before the roofline and after the compiler's cycles.
     """
     notes: Counter[str] = Counter()
     of = {path: _cost(task, hardware, collective_time, speeds, notes) for path, task, _ in tasks(program.nodes)}
@@ -104,8 +85,8 @@ def seconds_by_basis(program: Program, costs: Costs) -> dict[str, float]:
 def _cost(
     task: Task,
     hardware: Hardware,
-    collective_time: Callable[[Collective], OnLinks],
-    speeds: Speeds | None,
+    collective_time: Callable[[Collective], CollectiveTime],
+    speeds: SpeedTable | None,
     notes: Counter[str],
 ) -> Cost:
     """The price of one task; what had to be assumed is counted in `notes`."""

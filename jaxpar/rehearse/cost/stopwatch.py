@@ -9,7 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -20,6 +20,9 @@ from jaxpar.hlo.tasks import Program, Task, walk
 
 Instruction = tuple[str, str]
 """(module, name) as the profiler says them: `("jit_step", "dot.3")`."""
+
+State, Given = TypeVar("State"), TypeVar("Given")
+"""Pytrees of arrays."""
 
 
 class Ready(NamedTuple):
@@ -47,6 +50,23 @@ def warm(compiled: Compiled, start: Callable[[], object]) -> Ready:
 
     run()
     return Ready(program, tasks, run, elapsed(run), compiled.memory_analysis())
+
+
+def ready_step(step: Callable[[State, Given], tuple[State, Any]], state: State, given: Given, name: str) -> Ready:
+    """A training step `(state, given) -> (state, results)` as a module of this name; a run goes on from the last."""
+
+    def named(state: State, given: Given) -> tuple[State, Any]:
+        return step(state, given)
+
+    named.__name__ = name
+    compiled = jax.jit(named, donate_argnums=0).lower(state, given).compile()
+
+    def start() -> object:
+        nonlocal state
+        state, results = compiled(state, given)
+        return results
+
+    return warm(compiled, start)
 
 
 def elapsed(action: Callable[[], object]) -> float:

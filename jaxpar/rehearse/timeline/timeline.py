@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from jaxpar.base.hardware import Hardware
 from jaxpar.hlo.tasks import Collective, Program, Task
-from jaxpar.rehearse.cost.cost import COMPUTE, Costs, OnLinks, Path, Speeds, price, tasks
+from jaxpar.rehearse.cost.cost import COMPUTE, Costs, Path, price, tasks
+from jaxpar.rehearse.cost.speeds import SpeedTable
+from jaxpar.rehearse.link_costs import CollectiveTime
 from jaxpar.rehearse.timeline.player import Event, Player
 from jaxpar.rehearse.timeline.schedule import list_schedule, lower_bound
 
@@ -116,8 +118,8 @@ def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: in
 def step_time(
     program: Program,
     hardware: Hardware,
-    collective_time: Callable[[Collective], OnLinks],
-    speeds: Speeds | None = None,
+    collective_time: Callable[[Collective], CollectiveTime],
+    speeds: SpeedTable | None = None,
 ) -> Timeline:
     """A program priced and played out: see `jaxpar.rehearse.cost.cost.price` for the arguments."""
     return replay(program, price(program, hardware, collective_time, speeds))
