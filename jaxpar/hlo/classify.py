@@ -10,9 +10,9 @@ from typing import Any
 from jaxpar.hlo import opcodes
 from jaxpar.hlo.collectives import collective_of
 from jaxpar.hlo.flops import Multiplied, backend_config, work_of
+from jaxpar.hlo.groups import Devices
 from jaxpar.hlo.origin import split_by
 from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
-from jaxpar.hlo.slices import Devices
 from jaxpar.hlo.tasks import Kind, Place, Task
 from jaxpar.hlo.traffic import HOST, result_of, traffic
 

@@ -6,10 +6,9 @@ import re
 from collections import Counter
 from math import prod
 
-from jaxpar.hlo.groups import Groups, replica_groups, source_target_pairs
+from jaxpar.hlo.groups import TRANSFERS, Devices, Groups, megascale, replica_groups, source_target_pairs
 from jaxpar.hlo.opcodes import CALLERS, COLLECTIVES
 from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, split
-from jaxpar.hlo.slices import TRANSFERS, Devices, megascale
 from jaxpar.hlo.tasks import Collective, CollectiveKind
 
 

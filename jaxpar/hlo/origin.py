@@ -186,11 +186,7 @@ def inherit(nodes: list[Node], around: Place) -> list[Node]:
     A copy or slice without a scope belongs to what it feeds, else to what feeds it: the nearest such task with a scope.
     A matmul belongs to the neighbour in the innermost scope, and among several to the latest of its operands, which in
     a backward is the gradient, not what was saved. What is left belongs to the loop that it feeds or rests on, else to
-    the loop around it. A phase or line of its own is kept.
-
-    Args:
-      nodes: one list of a program.
-      around: place of the loop that the list is the body of.
+    the loop `around` it. A phase or line of its own is kept.
     """
     places = [Place() if isinstance(node, Wait) else node.place for node in nodes]
     users: dict[int, list[int]] = defaultdict(list)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from jaxpar.hlo import opcodes
 from jaxpar.hlo.classify import KernelCost, task_of
+from jaxpar.hlo.groups import Devices, devices_of, paired_send
 from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, place_of
 from jaxpar.hlo.parse import Computation, Instruction, Module, parse
-from jaxpar.hlo.slices import Devices, devices_of, paired_send
 from jaxpar.hlo.tasks import Loop, Node, Place, Program, Task, Wait, walk
 from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
 

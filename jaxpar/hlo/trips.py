@@ -64,13 +64,7 @@ def _known(module: Module, computation: Computation, names: Mapping[int, str], s
 
 
 def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
-    """How often the body of a `while` runs; None where it cannot be known from the text.
-
-    Args:
-      module: the loop's module.
-      loop: the `while` instruction.
-      initial: from `initial_state`.
-    """
+    """How often the body of a `while` runs, from its `initial_state`; None where it cannot be known from the text."""
     stated = _STATED.search(loop.attributes.get("backend_config", ""))
     if stated:
         return int(stated[1])

@@ -28,8 +28,7 @@ def unordered(text: str) -> list[tuple[Instruction, Instruction]]:
 
     It is enough to look at neighbours: what is started after the second comes after the first as well.
 
-    Args:
-      text: `compiled.as_text()` of a scheduled module.
+    The text is `compiled.as_text()` of a scheduled module.
 
     Raises:
       UserError: not the text of a compiled module.
@@ -43,11 +42,7 @@ def unordered(text: str) -> list[tuple[Instruction, Instruction]]:
 
 
 def require_order(compiled: jax.stages.Compiled, devices: Iterable[jax.Device]) -> None:
-    """Refuse a program of the CPU whose collectives may be taken for one another: its numbers could be wrong.
-
-    Args:
-      compiled: the program.
-      devices: those that it runs on.
+    """Refuse a program of these CPUs whose collectives may be taken for one another: its numbers could be wrong.
 
     Raises:
       UserError: there are such; it names the first two.

@@ -75,10 +75,7 @@ Legs = tuple[_Leg, ...]
 def collective_time(collective: Collective, places: tuple[Position, ...], target: Target) -> CollectiveTime:
     """Predicted time of one execution, every group running at once.
 
-    Args:
-      collective: groups of positions in the program's device order.
-      places: where those positions sit: `targets.places(mesh.devices.flat, target)`.
-      target: whose links.
+    `places` are those of the program's positions: `targets.places(mesh.devices.flat, target)`.
 
     Raises:
       UserError: the target has no figure for a link that the collective uses.

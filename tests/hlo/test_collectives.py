@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxpar.hlo.collectives import collective_of
+from jaxpar.hlo.groups import Devices, devices_of, paired_send
 from jaxpar.hlo.parse import parse
-from jaxpar.hlo.slices import Devices, devices_of, paired_send
 from jaxpar.hlo.tasks import Collective
 
 pytestmark = pytest.mark.quick
