@@ -99,23 +99,6 @@ class _Scores(NamedTuple):
     loss_mib: int
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sums(layout: Layout, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
-    return _sums_and_gradients(layout, how, x_BSD, head_VD, labels_BS, wanted=False)[0]
-
-
-def _sums_forward(layout, how, x_BSD, head_VD, labels_BS):
-    return _sums_and_gradients(layout, how, x_BSD, head_VD, labels_BS, wanted=True)
-
-
-def _sums_backward(layout, how, gradients, cotangents):
-    dx_BSD, dhead_VD = ((gradient * cotangents.loss).astype(gradient.dtype) for gradient in gradients)
-    return dx_BSD, dhead_VD, None
-
-
-_sums.defvjp(_sums_forward, _sums_backward)
-
-
 def _sums_and_gradients(
     layout: Layout, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Array, wanted: bool
 ) -> tuple[LossSums, tuple[Array, Array] | None]:
@@ -136,6 +119,19 @@ def _sums_and_gradients(
 
     outs = (_SUMS, (STORED, state_axes(_HEAD)) if wanted else None)
     return manual(local, layout, (STORED, _HEAD, GATHERED[:2]), outs)(x_BSD, head_VD, labels_BS)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sums(layout: Layout, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Array) -> LossSums:
+    return _sums_and_gradients(layout, how, x_BSD, head_VD, labels_BS, wanted=False)[0]
+
+
+def _sums_backward(layout, how, gradients, cotangents):
+    dx_BSD, dhead_VD = ((gradient * cotangents.loss).astype(gradient.dtype) for gradient in gradients)
+    return dx_BSD, dhead_VD, None
+
+
+_sums.defvjp(partial(_sums_and_gradients, wanted=True), _sums_backward)
 
 
 class Tiling(NamedTuple):
