@@ -31,10 +31,8 @@ class Timing(NamedTuple):
 def alternate(candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 0) -> dict[str, Timing]:
     """Time every candidate, one after the other, `rounds` times over; each is called once before.
 
-    Args:
-      candidates: by name. The arrays that a call returns are waited for.
-      rounds: turns of each.
-      calls: how many calls make a turn; 0 = as many as take LEAST_SECONDS, at most 100.
+    The arrays that a call returns are waited for. So many calls make a turn; 0 = as many as take LEAST_SECONDS, at
+    most 100.
     """
     for function in candidates.values():
         mean_seconds(function, 1)

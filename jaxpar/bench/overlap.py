@@ -21,11 +21,7 @@ def compare_forms(
 ) -> list[Row]:
     """A row for every form of the block; with `steps`, the whole step in the pure forms, Domino, and the fastest.
 
-    Args:
-      config: an experiment whose mesh fits the target; what its overlap says is not used.
-      target: from `load_target`.
-      steps: whether to rehearse the training step too.
-      say: called with a line for each.
+    The config's mesh fits the target; what its overlap says is not used.
     """
     check_mesh(config.mesh, target)
     config = dataclasses.replace(config, overlap=OPEN)

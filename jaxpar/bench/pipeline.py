@@ -24,10 +24,7 @@ _TIMES = (2, 4, 16)  # microbatches a stage
 def compare_schedules(config: Config, target: Target, say: Callable[[str], None] = lambda line: None) -> list[Row]:
     """A row for every schedule with two to sixteen microbatches a stage, each of as many sequences as the config's.
 
-    Args:
-      config: an experiment with stages whose mesh fits the target; interleaved and looped take its chunks, or 2.
-      target: from `load_target`.
-      say: called with a line for each.
+    The config's mesh has stages and fits the target; interleaved and looped take its chunks, or 2.
 
     Raises:
       UserError: a config without stages, or what `compile_step` refuses.

@@ -29,15 +29,8 @@ def bench_step(
     """Training steps of a config, and of `transformers` in PyTorch at the same shape and precision.
 
     Both do forward, backward, clipping by global norm and AdamW on one batch of random tokens that is already in
-    memory, and wait for the loss. PyTorch compiles its step on a GPU and runs it eagerly on a CPU.
-
-    Args:
-      config: the experiment.
-      plan: for its devices.
-      rounds: turns of each.
-      steps: steps in a turn.
-      beside_torch: whether to run PyTorch's. Where it cannot run, `say` is told why.
-      say: told the ratio.
+    memory, and wait for the loss. PyTorch compiles its step on a GPU and runs it eagerly on a CPU; where it cannot run,
+    `say` is told why. Each takes `rounds` turns of `steps` steps.
 
     Returns:
       A row for each, with the milliseconds of a step.

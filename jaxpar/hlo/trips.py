@@ -97,12 +97,7 @@ def _search(runs: Callable[[State], bool | None], state: State, following: State
     def stopped(trips: int) -> bool:
         return not runs({n: state[n] + trips * step for n, step in steps.items()})
 
-    high = 1
-    while not stopped(high):
-        high *= 2
-        if high > _ENDLESS:
-            return None
-    return _WALKED + bisect_left(range(high), True, key=stopped)
+    return _WALKED + bisect_left(range(_ENDLESS), True, key=stopped) if stopped(_ENDLESS) else None
 
 
 def evaluate(
