@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.models.layers import LayerNorm, RMSNorm
 
 
@@ -48,7 +48,7 @@ def family_of(config: ModelConfig) -> Family:
     name, standard = config.family, ModelConfig()
     if name not in FAMILIES:
         raise UserError(
-            f"no model family {name!r}{nearest(name, FAMILIES)}: model.family is one of {', '.join(FAMILIES)}"
+            f"no model family {name!r}{suggest(name, FAMILIES)}: model.family is one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
     if config.experts and not family.gated:

@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import LogicalAxis, path_name
 from jaxpar.models.hf_families import HF_FAMILIES, Json, hf_config, model_config_from_hf, model_type
@@ -293,7 +293,7 @@ def export_hf(
     """
     folder = Path(folder)
     if dtype not in _WRITTEN:
-        raise UserError(f"cannot export dtype {dtype!r}{nearest(dtype, _WRITTEN)}: it is one of {', '.join(_WRITTEN)}")
+        raise UserError(f"cannot export dtype {dtype!r}{suggest(dtype, _WRITTEN)}: it is one of {', '.join(_WRITTEN)}")
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise UserError(f"{folder} is there already and not an empty folder: export into a new one")
     config = hf_config(model.config) | {"dtype": dtype}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.toml import from_dict
 
 REQUIRED = object()
@@ -165,7 +165,7 @@ def hf_family(name: str, origin: str) -> HfFamily:
     if name in HF_FAMILIES:
         return HF_FAMILIES[name]
     known = ", ".join(HF_FAMILIES)
-    raise UserError(f"{origin}: model_type {name!r} is not supported{nearest(name, HF_FAMILIES)}: only {known}")
+    raise UserError(f"{origin}: model_type {name!r} is not supported{suggest(name, HF_FAMILIES)}: only {known}")
 
 
 def model_config_from_hf(path: str | Path) -> ModelConfig:

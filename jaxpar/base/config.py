@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.plan import Context, Overlap, Pipeline
@@ -275,7 +275,7 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
     known = flatten(config)
     for key in changes:
         if key not in known:
-            raise UserError(f"override: unknown key {key}{nearest(key, known)}")
+            raise UserError(f"override: unknown key {key}{suggest(key, known)}")
     for key, value in (known | dict(changes)).items():
         _put(tree, key, list(value) if isinstance(value, tuple) else value)
     return from_dict(Config, tree, "override")
@@ -288,7 +288,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-def incompatible(old: Config, new: Config) -> list[str]:
+def incompatible_changes(old: Config, new: Config) -> list[str]:
     """The differences that make `new` another experiment than `old`: `["train.batch: 32 -> 64", ...]`."""
     before, after = flatten(old), flatten(new)
     return [

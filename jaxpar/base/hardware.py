@@ -6,7 +6,7 @@ import tomllib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.toml import find_toml, from_dict, presets
 
@@ -178,7 +178,7 @@ def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
         raise UserError(f"{origin} is not valid TOML: {error}") from error
     chip = value.get("chip")
     if isinstance(chip, str) and chip:
-        value = value | {"hardware": _merged(_chip_tables(chip)["hardware"], value.get("hardware", {}))}
+        value = value | {"hardware": _merge(_chip_tables(chip)["hardware"], value.get("hardware", {}))}
     preset = from_dict(_MeshPreset, value, origin)
     return preset.mesh, preset.hardware
 
@@ -186,16 +186,16 @@ def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
 def _chip_tables(name: str) -> dict[str, Any]:
     known = presets(CHIPS)
     if name not in known:
-        raise UserError(f"no chip {name!r}{nearest(name, known)}: there are {', '.join(known)}")
+        raise UserError(f"no chip {name!r}{suggest(name, known)}: there are {', '.join(known)}")
     return tomllib.loads(known[name].read_text(encoding="utf-8"))
 
 
-def _merged(base: dict[str, Any], changes: Any) -> Any:
+def _merge(base: dict[str, Any], changes: Any) -> Any:
     """`base` with `changes` on top, table by table. A value that is not a table replaces whatever stood there."""
     if not isinstance(changes, dict):
         return changes
     return base | {
-        key: _merged(base[key], value) if isinstance(base.get(key), dict) else value for key, value in changes.items()
+        key: _merge(base[key], value) if isinstance(base.get(key), dict) else value for key, value in changes.items()
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxpar.base.mesh import MeshAxis, describe
-from jaxpar.base.sharding import Layout, LogicalAxis, ShardingRules, first_axes, without
+from jaxpar.base.sharding import Layout, LogicalAxis, ShardingRules, drop_axes, first_axes
 
 
 def fit_rules(
@@ -47,8 +47,8 @@ def fit_rules(
         if rules.attention_seq:
             return rules, []
         rules = replace(
-            rules, attention_seq=rules.residual_seq, heads=without(rules.heads, dropped),
-            kv_heads=without(rules.kv_heads, dropped),
+            rules, attention_seq=rules.residual_seq, heads=drop_axes(rules.heads, dropped),
+            kv_heads=drop_axes(rules.kv_heads, dropped),
         )  # fmt: skip
         repeated = " x ".join(axis for axis in dropped if axis not in residual)
         instead = f"attention is repeated along {repeated}, which rules.residual_seq does not name"
@@ -57,7 +57,7 @@ def fit_rules(
     queries, wanted = split(rules.heads), split(rules.kv_heads)
     kept = next(first for first in first_axes(wanted) if kv_heads % pieces(first) == 0)
     if kept != wanted and wanted == queries[: len(wanted)]:
-        rules = replace(rules, kv_heads=without(rules.kv_heads, wanted[len(kept) :]))
+        rules = replace(rules, kv_heads=drop_axes(rules.kv_heads, wanted[len(kept) :]))
         made = math.lcm(kv_heads, pieces(queries))
         notes.append(
             f"{words(wanted)} does not divide {kv_heads} kv heads: their weights are whole, "
@@ -66,7 +66,7 @@ def fit_rules(
     return rules, notes
 
 
-def copying(layout: Layout) -> tuple[MeshAxis, ...]:
+def kv_copy_axes(layout: Layout) -> tuple[MeshAxis, ...]:
     """The mesh axes that split heads and not kv heads.
 
     Along these axes k and v hold copies of kv heads, so that each device has those of its own query heads. There are
@@ -76,6 +76,6 @@ def copying(layout: Layout) -> tuple[MeshAxis, ...]:
     return heads[len(kv_heads) :] if heads[: len(kv_heads)] == kv_heads else ()
 
 
-def beside(axis: LogicalAxis | None, layout: Layout) -> LogicalAxis | None:
+def output_axis(axis: LogicalAxis | None, layout: Layout) -> LogicalAxis | None:
     """The logical axis of a linear's output dim: kv heads that are copied lie as heads do."""
-    return "heads" if axis == "kv_heads" and copying(layout) else axis
+    return "heads" if axis == "kv_heads" and kv_copy_axes(layout) else axis

@@ -116,7 +116,7 @@ _KERNELS_MEMORY = (
 )
 
 
-def kernel_too_large(message: str) -> str:
+def kernel_memory_message(message: str) -> str:
     """What a compiler's message says about a kernel whose memory is too small: which kernel, what it asks for, what it
     may have, and what to try. The empty string for any other message."""
     for pattern in _KERNELS_MEMORY:
@@ -128,12 +128,12 @@ def kernel_too_large(message: str) -> str:
     return ""
 
 
-def compiler_said(message: str) -> str:
+def compiler_message(message: str) -> str:
     """A message of a compiler or a runtime in one line of at most 300 characters.
 
-    It is what `kernel_too_large` says, or else the first line with those that a heading announces.
+    It is what `kernel_memory_message` says, or else the first line with those that a heading announces.
     """
-    if found := kernel_too_large(message):
+    if found := kernel_memory_message(message):
         return found[:300]
     words = []
     for line in filter(None, map(str.strip, message.splitlines())):

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 
 MeshAxis = Literal["stage", "data", "fsdp", "context", "expert", "tensor"]
 
@@ -148,7 +148,7 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
     """
     for axis in sizes:
         if axis not in MESH_AXES:
-            known = f"{nearest(axis, MESH_AXES)}: mesh axes are {', '.join(MESH_AXES)}"
+            known = f"{suggest(axis, MESH_AXES)}: mesh axes are {', '.join(MESH_AXES)}"
             raise UserError(f"make_mesh: no mesh axis {axis!r}{known}")
     if spec is not None and sizes:
         raise UserError(f"make_mesh takes a MeshSpec or sizes, and was given both: {describe(sizes)}")
@@ -157,7 +157,7 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
     ici = tuple(resolve(spec, len(devices)).values())
     dcn = tuple(getattr(spec.dcn, axis) for axis in MESH_AXES)
     if math.prod(dcn) > 1 and devices[0].platform == "cpu" and len({device.process_index for device in devices}) == 1:
-        grid = _simulated_slices(devices, ici, dcn)
+        grid = _simulate_slices(devices, ici, dcn)
     elif math.prod(dcn) > 1:
         has_slices = len({getattr(device, "slice_index", 0) for device in devices}) > 1
         try:
@@ -173,7 +173,7 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def _simulated_slices(devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
+def _simulate_slices(devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
     """The grid that `create_hybrid_device_mesh` would make if consecutive devices formed the slices."""
     blocks = mesh_utils.create_device_mesh((*dcn, *ici), devices)
     outer_inner = [place for axis in range(len(ici)) for place in (axis, len(ici) + axis)]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxpar.base.activation_names import Action, Keep, Policy, actions, keeps_all
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshAxis
-from jaxpar.base.sharding import Axes, Layout, LogicalAxis, first_axes, without
+from jaxpar.base.sharding import Axes, Layout, LogicalAxis, drop_axes, first_axes
 
 Form = Literal["xla", "ring", "bidirectional"]
 Move = Literal["gather", "scatter"]
@@ -153,10 +153,6 @@ class Plan(Layout):
         """What becomes of an activation, given its name in `activation_names.NAMES`."""
         return actions(self.remat, self.keep)[name]
 
-    def again(self, *names: str) -> bool:
-        """Whether any of these activations is computed again in the backward."""
-        return self.recomputes and any(self.action(name) == "recompute" for name in names)
-
     @property
     def offloads(self) -> tuple[str, ...]:
         """The activations that are kept in host memory."""
@@ -178,7 +174,7 @@ def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
     return jnp.dtype(plan.gradients if is_matrix(axes) else "float32")
 
 
-def summed_last(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, ...]:
+def late_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, ...]:
     """The mesh axes over which gradients are summed once a step, after the last microbatch, rather than for each one.
 
     These are the outermost axes that split the batch and nothing else, so that each device can hold sums of its own.
@@ -196,6 +192,6 @@ def summed_last(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis, .
     return next(first for first in first_axes(plan.mesh_axes("batch")) if not others.intersection(first))
 
 
-def one_along(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:
+def plan_of_one_place(plan: Plan, mesh_axes: Sequence[MeshAxis]) -> Plan:
     """The plan of the devices that share one place along mesh axes that split the batch alone."""
-    return replace(plan, rules=replace(plan.rules, batch=without(plan.rules.batch, tuple(mesh_axes))))
+    return replace(plan, rules=replace(plan.rules, batch=drop_axes(plan.rules.batch, tuple(mesh_axes))))

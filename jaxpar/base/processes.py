@@ -21,7 +21,7 @@ from jaxpar.base.errors import UserError
 T = TypeVar("T")
 
 
-def together(run: Callable[[], T]) -> T:
+def run_together(run: Callable[[], T]) -> T:
     """Call `run`, and return its result once it has returned on every process. All processes must call this.
 
     Args:
@@ -79,7 +79,7 @@ class Batches(Generic[T]):
 
     def require(self) -> None:
         """Raise on every process the error that kept one from reading."""
-        together(self._raise)
+        run_together(self._raise)
 
     def _raise(self) -> None:
         if self._error is not None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.mesh import MESH_AXES, MeshAxis, describe, largest_divisor
 
 LogicalAxis = Literal[
@@ -91,7 +91,7 @@ class ShardingRules:
             axes = (given,) if isinstance(given, str) else tuple(given or ())
             for axis in axes:
                 if axis not in MESH_AXES:
-                    known = f"{nearest(axis, MESH_AXES)}: mesh axes are {', '.join(MESH_AXES)}"
+                    known = f"{suggest(axis, MESH_AXES)}: mesh axes are {', '.join(MESH_AXES)}"
                     raise UserError(f"rules.{rule.name} names no mesh axis: {axis!r}{known}")
             object.__setattr__(self, rule.name, axes)
 
@@ -112,7 +112,7 @@ def spec_for(
       UserError: two dims use one mesh axis, or the mesh axes of a dim do not divide it.
     """
     if shape is not None and len(shape) != len(axes):
-        raise UserError(f"{name}: {len(axes)} logical axes {_listed(axes)} of an array of shape {tuple(shape)}")
+        raise UserError(f"{name}: {len(axes)} logical axes {_axes_text(axes)} of an array of shape {tuple(shape)}")
     entries: list[MeshAxis | tuple[MeshAxis, ...] | None] = []
     user: dict[MeshAxis, tuple[int, LogicalAxis | None]] = {}
     for dim, axis in enumerate(axes):
@@ -138,7 +138,7 @@ def spec_for(
     return P(*entries)
 
 
-def _listed(axes: Axes) -> str:
+def _axes_text(axes: Axes) -> str:
     return f"({', '.join(map(str, axes))})"
 
 
@@ -159,7 +159,7 @@ def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
       UserError: the name is not a logical axis.
     """
     if axis not in _LOGICAL_AXES:
-        raise UserError(f"no logical axis {axis!r}{nearest(axis, _LOGICAL_AXES)}: they are {', '.join(_LOGICAL_AXES)}")
+        raise UserError(f"no logical axis {axis!r}{suggest(axis, _LOGICAL_AXES)}: they are {', '.join(_LOGICAL_AXES)}")
     return getattr(rules, axis) or (getattr(rules, _AS[axis]) if axis in _AS else ())
 
 
@@ -275,7 +275,7 @@ def first_axes(axes: tuple[MeshAxis, ...]) -> list[tuple[MeshAxis, ...]]:
     return [axes[:count] for count in range(len(axes), -1, -1)]
 
 
-def without(axes: tuple[MeshAxis, ...], dropped: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...]:
+def drop_axes(axes: tuple[MeshAxis, ...], dropped: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...]:
     """The mesh axes that are not dropped."""
     return tuple(axis for axis in axes if axis not in dropped)
 
@@ -321,7 +321,7 @@ def placements(shapes: PyTree, axes: PyTree, layout: Layout) -> list[Placement]:
     return rows
 
 
-def replicated(layout: Layout) -> NamedSharding:
+def replicated_sharding(layout: Layout) -> NamedSharding:
     """The sharding of an array that every device holds whole."""
     return NamedSharding(layout.mesh, P())
 

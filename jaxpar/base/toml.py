@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
         path = path / "config.toml"
     if path.suffix != ".toml":
         raise UserError(
-            f"no preset {name!r}{nearest(name, known)}: `jaxpar {listing}` lists them; a path ends in "
+            f"no preset {name!r}{suggest(name, known)}: `jaxpar {listing}` lists them; a path ends in "
             ".toml, or is that of a run folder"
         )
     try:
@@ -64,7 +64,7 @@ def from_dict(schema: type[T], value: Mapping[str, Any], origin: str, prefix: st
     hints = typing.get_type_hints(schema)
     for key in value:
         if key not in hints:
-            raise UserError(f"{origin}: unknown key {prefix}{key}{nearest(key, hints)}")
+            raise UserError(f"{origin}: unknown key {prefix}{key}{suggest(key, hints)}")
     return schema(**{key: _coerce(hints[key], item, origin, prefix + key) for key, item in value.items()})
 
 
@@ -79,7 +79,7 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may 
         if value in choices:
             return value
         raise UserError(
-            f"{origin}: {key} is one of {', '.join(map(str, choices))}, found {value!r}{nearest(str(value), choices)}"
+            f"{origin}: {key} is one of {', '.join(map(str, choices))}, found {value!r}{suggest(str(value), choices)}"
         )
     if typing.get_origin(hint) is tuple:
         (item_hint, *_), items = typing.get_args(hint), [value] if isinstance(value, str) else value

@@ -94,7 +94,7 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
     Raises:
       UserError: names the first such key, and what would make it matter.
     """
-    for key, because in idle(config):
+    for key, because in idle_keys(config):
         if key in flags:
             raise UserError(f"{key} has no effect: {because}")
     if name in presets("jaxpar.configs"):
@@ -103,13 +103,13 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
     if text.startswith(f"# {RESOLVED}"):
         return
     # A key of the file that only a flag has switched off is not the file's mistake.
-    written, alone = set(_keys(tomllib.loads(text))), dict(idle(parse(text, origin)))
-    for key, because in idle(config):
+    written, alone = set(_keys(tomllib.loads(text))), dict(idle_keys(parse(text, origin)))
+    for key, because in idle_keys(config):
         if key in written and key in alone:
             raise UserError(f"{origin}: {key} has no effect: {because}")
 
 
-def idle(config: Config) -> Iterator[tuple[str, str]]:
+def idle_keys(config: Config) -> Iterator[tuple[str, str]]:
     """The keys that differ from their defaults and have no effect, each with the reason."""
     values, defaults = flatten(config), flatten(Config())
     for effect in EFFECTS:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.base.errors import UserError, nearest
-from jaxpar.base.jax_compat import compiler_said
+from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.jax_compat import compiler_message
 from jaxpar.bench.alternate import Row, alternate
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
@@ -71,7 +71,7 @@ def bench_attention(bench: AttentionBenchArgs, say: Callable[[str], None] = lamb
     """
     for word, choices in [(x, MASKS) for x in bench.masks] + [(x, _KNOWN) for x in bench.implementations]:
         if word not in choices:
-            raise UserError(f"bench attention knows no {word!r}{nearest(word, choices)}: try {', '.join(choices)}")
+            raise UserError(f"bench attention knows no {word!r}{suggest(word, choices)}: try {', '.join(choices)}")
     if bench.heads % bench.kv_heads:
         raise UserError(f"{bench.heads} heads, no multiple of {bench.kv_heads} kv heads: try --heads {bench.kv_heads}")
     if bench.tune:
@@ -115,7 +115,7 @@ def _rows_of(bench: AttentionBenchArgs, name: str, S: int, h: int, say: Callable
                 jax.block_until_ready([call() for call in calls.values()])
                 ready |= calls
             except (jax.errors.JaxRuntimeError, NotImplementedError, UserError, ValueError) as error:
-                why = compiler_said(str(error) or repr(error))
+                why = compiler_message(str(error) or repr(error))
         if why:
             say(f"{name}, {S} x {h}: not {implementation}: {why}")
     flops, rows = 4 * h * bench.heads * visible_places(mask, B, S), []

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jaxpar.base.config import Config
 from jaxpar.base.plan import Overlap
 from jaxpar.bench.alternate import Row
-from jaxpar.plan.choose_overlap import Trial, best, open_plan, time_forms, words
+from jaxpar.plan.choose_overlap import Trial, fastest_trial, open_plan, time_forms, words
 from jaxpar.rehearse.of_config import rehearse
 from jaxpar.rehearse.targets import Target, check_mesh
 
@@ -26,7 +26,7 @@ def compare_forms(
     check_mesh(config.mesh, target)
     config = dataclasses.replace(config, overlap=OPEN)
     trials = time_forms(config, open_plan(config, target.devices()), target, say, PURE)
-    fastest = best(trials)
+    fastest = fastest_trial(trials)
     whole = {trials[0].overlap, *PURE, fastest.overlap} if steps else set()
     rows = []
     for trial in trials:

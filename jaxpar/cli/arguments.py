@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import tyro
 
 from jaxpar.base.config import Config, load_config
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.toml import flatten
 from jaxpar.base.unused_settings import require_effects
@@ -96,7 +96,7 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
     if unknown:
         known = ["--" + key.removeprefix("config.").replace("_", "-") for key in flatten(default)]
         word = unknown[0].partition("=")[0]
-        hint = nearest(word, known) if word.startswith("--") else ""
+        hint = suggest(word, known) if word.startswith("--") else ""
         name = " ".join(itertools.takewhile(lambda part: part.isalpha() and part.islower(), prog.split()))
         raise UserError(f"{name} takes no {word}{hint}: {name} --help lists its flags")
     return args

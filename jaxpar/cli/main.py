@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any, NoReturn
 
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 
 COMMANDS = {
     "train": "train a config; the same command resumes",
@@ -96,7 +96,7 @@ def _run(name: str, kind: str, texts: Mapping[str, str], words: list[str]) -> in
         return 0
     command, *rest = words
     if command not in texts:
-        raise UserError(f"no {kind} {command!r}{nearest(command, texts)}: {name} --help lists them")
+        raise UserError(f"no {kind} {command!r}{suggest(command, texts)}: {name} --help lists them")
     if command in ("configs", "meshes", "doctor"):
         if rest and rest[0] in _HELP:
             print(f"usage: {name} {command}\n\n{texts[command]}; takes no flags")

@@ -14,7 +14,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, hardware_of
 from jaxpar.base.mesh import describe
 from jaxpar.base.plan import Plan
-from jaxpar.base.processes import together
+from jaxpar.base.processes import run_together
 from jaxpar.base.runtime import memory_of, start
 from jaxpar.models import Model
 from jaxpar.plan import resolve
@@ -48,10 +48,10 @@ def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
     main = jax.process_index() == 0
     say = console().print if main else lambda line: None
     make_plan(config, devices)  # what is wrong with the layout or the data is said before a budget is solved
-    corpus = together(lambda: load_corpus(config.data, config.model.vocab_size))
+    corpus = run_together(lambda: load_corpus(config.data, config.model.vocab_size))
     settled = resolve(config, say=say)
     if verify:
-        together(lambda: require(settled, devices, say))
+        run_together(lambda: require(settled, devices, say))
 
     def report_memory(config: Config, plan: Plan, compiled: Compiled) -> None:
         if memory := compiled.memory_analysis():

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.base.errors import UserError, nearest
-from jaxpar.base.heads import beside, copying, fit_rules
+from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.heads import fit_rules, kv_copy_axes, output_axis
 from jaxpar.base.plan import Strategy
 from jaxpar.base.sharding import Axes, Layout
 from jaxpar.kernels.attention import dispatch
@@ -65,7 +65,7 @@ def attention(
         return attend(q_BSHh, k_BSKh, v_BSKh, mask, implementation=implementation)[0]
     if context not in get_args(Strategy):
         known = get_args(Strategy)
-        raise UserError(f"no context strategy {context!r}{nearest(context, known)}: try one of {', '.join(known)}")
+        raise UserError(f"no context strategy {context!r}{suggest(context, known)}: try one of {', '.join(known)}")
     mask, segments_BS = apart_from_segments(mask)
     split, (B, S, H, h) = Split(layout, context, implementation), q_BSHh.shape
     batch = max(B // layout.size("batch"), 1)
@@ -89,7 +89,7 @@ def attention(
             return named(layout.constrain(local(q_BSHh, k_BSKh, v_BSKh, segments_BS), heads), "attention_out")
         if name in dispatch.PAIRS or split.devices > 1:
             return split_attention(split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)
-        kv_heads: Axes = (*ATTENDED[:2], beside("kv_heads", layout), "head_dim")
+        kv_heads: Axes = (*ATTENDED[:2], output_axis("kv_heads", layout), "head_dim")
         layouts = heads, kv_heads, kv_heads, None if segments_BS is None else ATTENDED[:2]
         return manual(local, layout, layouts, heads)(q_BSHh, k_BSKh, v_BSKh, segments_BS)
 
@@ -141,6 +141,6 @@ def _cut_heads(layout: Layout) -> str:
     """Why a device's heads are not whole ones with their kv heads; empty = they are."""
     if layout.size("head_dim") > 1:
         return "heads are split inside"
-    if layout.mesh_axes("heads") != layout.mesh_axes("kv_heads") and not copying(layout):
+    if layout.mesh_axes("heads") != layout.mesh_axes("kv_heads") and not kv_copy_axes(layout):
         return "kv heads are split otherwise than heads"
     return ""

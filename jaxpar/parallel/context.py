@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.heads import beside
+from jaxpar.base.heads import output_axis
 from jaxpar.base.mesh import largest_divisor
 from jaxpar.base.plan import Strategy
 from jaxpar.base.sharding import Axes, Layout
@@ -80,7 +80,7 @@ def check_split(
         )
     layout.sharding((*_Q[1:3], None), (seq_len, heads, 1), "queries")
     layout.sharding(("attention_seq", "kv_heads"), (seq_len, kv_heads), "keys and values")
-    if layout.mesh_axes(beside("kv_heads", layout)) != layout.mesh_axes("heads"):
+    if layout.mesh_axes(output_axis("kv_heads", layout)) != layout.mesh_axes("heads"):
         further_split(("heads",), ("kv_heads",), layout)
     here, axis = heads // layout.size("heads"), layout.mesh_axes("attention_seq")[-1]
     if strategy == "ulysses" and here % n:
@@ -198,7 +198,7 @@ def _segment_axes(segments_BS: Array | None) -> Axes | None:
 
 
 def _kv_axes(layout: Layout) -> Axes:
-    return ("batch", "attention_seq", beside("kv_heads", layout), None)
+    return ("batch", "attention_seq", output_axis("kv_heads", layout), None)
 
 
 # All-gather.

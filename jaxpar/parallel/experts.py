@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Axes, Layout, PyTree, state_axes, without
+from jaxpar.base.sharding import Axes, Layout, PyTree, drop_axes, state_axes
 from jaxpar.kernels.grouped_matmul import Groups, inverse
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, use, used_axes
@@ -299,7 +299,7 @@ def _grouped(
             products = [groups.product(dy, weight) for dy, weight in zip(dys_RO, swapped, strict=True)]
             dx = _rows_from(groups, sum(products[1:], products[0]), layout)
         # An expert's tokens are all where it is, but for those of axes that do not split experts.
-        others = without(split_over(GATHERED[:2], layout), layout.mesh_axes("experts"))
+        others = drop_axes(split_over(GATHERED[:2], layout), layout.mesh_axes("experts"))
         dweights = tuple(
             reduce(groups.transposed(x_RI, dy), others, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
             for dy, weight in zip(dys_RO, weights, strict=True)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.base.heads import beside, copying
+from jaxpar.base.heads import kv_copy_axes, output_axis
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.plan import Form
 from jaxpar.base.sharding import Axes, Layout, LogicalAxis, state_axes
@@ -80,7 +80,7 @@ def column_linear(
     """
     if not isinstance(weights, list | tuple):
         return column_linear(x_BSD, (weights,), (axes,), layout, biases=(biases,), seq=seq, overlap=overlap)[0]
-    outs: tuple[Axes, ...] = tuple(("batch", seq, *(beside(axis, layout) for axis in out)) for out in axes)
+    outs: tuple[Axes, ...] = tuple(("batch", seq, *(output_axis(axis, layout) for axis in out)) for out in axes)
     stored: tuple[Axes, ...] = tuple(("embed", *out) for out in axes)
     layout.sharding(STORED, x_BSD.shape, "x")
     for weight, axes_of in zip(weights, stored, strict=True):
@@ -169,7 +169,7 @@ def _columns(
 ) -> tuple[Array, ...]:  # fmt: skip
     """Column linears that share one gather of x, which is multiplied in the layout `used`; outputs are of `dtype`."""
     gathers, scatters = _forms(overlap)
-    copies = [axes.index("kv_heads") if copying(layout) and "kv_heads" in axes else None for axes in stored]
+    copies = [axes.index("kv_heads") if kv_copy_axes(layout) and "kv_heads" in axes else None for axes in stored]
 
     def use_all(weights: tuple[Array, ...]) -> list[Array]:
         whole = (use(weight, axes, layout) for weight, axes in zip(weights, stored, strict=True))
@@ -209,7 +209,7 @@ def _copied(weight: Array, dim: int | None, layout: Layout) -> Array:
     """Inside `manual`, of a weight of kv heads those that this device's query heads attend with."""
     if dim is None:
         return weight
-    axes = copying(layout)
+    axes = kv_copy_axes(layout)
     devices = layout.pieces(axes)
     times = devices // math.gcd(devices, weight.shape[dim])
     return own_piece(jnp.repeat(weight, times, axis=dim), axes, dim, devices)
@@ -251,5 +251,5 @@ def _weight_gradient(
     if copied is not None:
         whole = jax.ShapeDtypeStruct((*shape[:copied], weight.shape[copied], *shape[copied + 1 :]), jnp.float32)
         (dweight,) = jax.linear_transpose(lambda weight: _copied(weight, copied, layout), whole)(dweight)
-        tokens += copying(layout)
+        tokens += kv_copy_axes(layout)
     return reduce(dweight, tokens, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jax import Array
 
-from jaxpar.base.heads import beside
+from jaxpar.base.heads import output_axis
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, LogicalAxis
 from jaxpar.kernels.masks import Causal, Mask, Segments, Window
@@ -36,7 +36,7 @@ class Ops:
         biases: Sequence[Array | None] | None = None, seq: LogicalAxis = "seq",
     ) -> tuple[Array, ...]:  # fmt: skip
         """See `jaxpar.parallel.column_linear`."""
-        forms = self.plan.overlap.forms(beside(axes[0][0], self.plan))
+        forms = self.plan.overlap.forms(output_axis(axes[0][0], self.plan))
         return linear.column_linear(x_BSD, weights, axes, self.plan, biases=biases, seq=seq, overlap=forms)
 
     def row_linear(
@@ -140,7 +140,7 @@ def overlap_notes(plan: Plan) -> list[str]:
         ring = f"the ring is {' x '.join(attention[0][1])}" if attention else "no ring"
         over = " x ".join(plan.mesh_axes("attention_seq"))
         notes.append(f"{flags}: {ring} at attention, whose sequence is split over {over} (rules.attention_seq)")
-    sums = {beside("kv_heads", plan): attention, "heads": attention, "mlp": moves}
+    sums = {output_axis("kv_heads", plan): attention, "heads": attention, "mlp": moves}
     for axis, moved in sums.items() if any("scatter" in name for name in asked) else ():
         split, rings = plan.mesh_axes(axis), [ring for _, ring in moved]
         if split and rings and set(split) != set(rings[0]):

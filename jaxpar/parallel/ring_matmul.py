@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.plan import Form
 from jaxpar.base.sharding import Axes, Layout
@@ -95,7 +95,7 @@ def _ring(stored: Axes, used: Axes, form: Form, layout: Layout) -> _Ring | None:
     """The ring that takes the place of the gather from one layout to the other, or of its transpose; None = no ring."""
     if form not in get_args(Form):
         known = get_args(Form)
-        raise UserError(f"no form {form!r}{nearest(form, known)} of a gather or scatter: try one of {', '.join(known)}")
+        raise UserError(f"no form {form!r}{suggest(form, known)} of a gather or scatter: try one of {', '.join(known)}")
     moves = further_split(stored, used, layout)
     if form == "xla" or [dim for dim, _ in moves] != [1]:
         return None

@@ -35,13 +35,13 @@ _UNITS = {"": 1, "B": 1, **{f"{k}{suffix}": base ** (n + 1) for n, k in enumerat
 def fit_to_budget(
     config: Config, target: Target | None = None, say: Say = lambda line: None
 ) -> tuple[Config, jax.stages.Compiled | None]:
-    """The config with what its `memory.budget` leads to in place of it, and that compiled: see `within_budget`; without
+    """The config with what its `memory.budget` leads to in place of it, and that compiled: see `solve_budget`; without
     a budget the config as it is, and None.
 
     Args:
       config: an experiment whose mesh fits the target.
       target: what to fit; None = the devices at hand.
-      say: as for `within_budget`.
+      say: as for `solve_budget`.
     """
     if not config.memory.budget:
         return config, None
@@ -49,11 +49,11 @@ def fit_to_budget(
     found = hardware_of(devices[0].device_kind)
     hardware = target.hardware if target is not None else found or Hardware()
     platform = target.platform if target is not None else platform_of(devices[0])
-    found, tried = within_budget(config, devices, platform, hardware, say, target)
+    found, tried = solve_budget(config, devices, platform, hardware, say, target)
     return found, next(one.program for one in tried if one.config == found)
 
 
-def within_budget(
+def solve_budget(
     config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, say: Say = lambda line: None,
     target: Target | None = None,
 ) -> tuple[Config, list[Tried]]:  # fmt: skip
@@ -73,7 +73,7 @@ def within_budget(
     """
     budget = budget_bytes(config.memory.budget, hardware, devices[0])
     searched = searches(config, devices, platform, hardware, say)
-    least = min(searched, key=lambda one: one.predicted(one.least))
+    least = min(searched, key=lambda one: one.predicted_bytes(one.least))
     tried, best, last = list[Tried](), None, ""
     while len(tried) < _ROUNDS:
         # The first guess leaves a margin: a compilation that does not fit is lost.
@@ -83,11 +83,11 @@ def within_budget(
         if best and (pick is None or pick[0].rank(pick[1]) > _WORTH * best[0].rank(best[1])):
             break
         if best is None and (pick is None or len(tried) == _ROUNDS - 1):  # the safest that is left
-            pick = next(((least, one) for one in (least.least, least.away) if not least.seen(one, tried)), pick)
+            pick = next(((least, one) for one in (least.least, least.away) if not least.was_tried(one, tried)), pick)
         if pick is None:
             break
         search, solution = pick
-        sizes = f"predicted {bytes_text(search.predicted(solution))} of {bytes_text(budget)}"
+        sizes = f"predicted {bytes_text(search.predicted_bytes(solution))} of {bytes_text(budget)}"
         say(f"compiling {len(tried) + 1} of at most {_ROUNDS}{last}: {reasons(search, solution)}; {sizes}")
         began = time.perf_counter()
         again = search.compile(solution, target, say)
@@ -96,13 +96,13 @@ def within_budget(
             one.learn(again, search)
         tried.append(again)
         sizes = f"predicted {bytes_text(again.predicted)}, compiled {bytes_text(again.compiled)}"
-        say(f"{sizes} of {bytes_text(budget)}{_played(again)}")
-        if again.compiled <= budget and (best is None or not _slower(again, best[2])):
+        say(f"{sizes} of {bytes_text(budget)}{_rehearsal_text(again)}")
+        if again.compiled <= budget and (best is None or not _is_slower(again, best[2])):
             best = search, solution, again
     if best is None:
-        raise UserError(_too_small(budget, min(tried, key=lambda one: one.compiled), least, config))
-    say(f"memory.budget {config.memory.budget}: {reasons(*best[:2])}{_played(best[2])}")
-    for note in _counted_otherwise(best[2]):
+        raise UserError(_too_small_message(budget, min(tried, key=lambda one: one.compiled), least, config))
+    say(f"memory.budget {config.memory.budget}: {reasons(*best[:2])}{_rehearsal_text(best[2])}")
+    for note in _report_note(best[2]):
         say(note)
     return best[2].config, tried
 
@@ -144,11 +144,11 @@ def _candidates(
     """Of each search the fastest that is predicted to fit and was not compiled, with and without host memory."""
     return [
         (one, solution) for one in searched for away in (False, True)
-        if (solution := one.solve(room, away)) is not None and not one.seen(solution, tried)
+        if (solution := one.solve(room, away)) is not None and not one.was_tried(solution, tried)
     ]  # fmt: skip
 
 
-def _slower(one: Tried, than: Tried) -> bool:
+def _is_slower(one: Tried, than: Tried) -> bool:
     """By the rehearsal, where there is one."""
     return one.played is not None and than.played is not None and one.played.seconds >= than.played.seconds
 
@@ -185,7 +185,7 @@ def _names(found: Sequence[tuple[Item, Option]]) -> str:
     return ", ".join(name for item, _ in found for name in item.names)
 
 
-def _played(one: Tried) -> str:
+def _rehearsal_text(one: Tried) -> str:
     """What the rehearsal says of it."""
     if one.played is None:
         return ""
@@ -194,7 +194,7 @@ def _played(one: Tried) -> str:
     return step + (f", {1e3 * waits:.0f} of them waiting for the host" if waits > 0 else "")
 
 
-def _counted_otherwise(one: Tried) -> list[str]:
+def _report_note(one: Tried) -> list[str]:
     """Why the report of an assignment shows more than the budget that it meets."""
     counted = 0 if one.program is None else CompiledBytes.of(one.program.memory_analysis()).total
     if counted <= one.compiled:
@@ -203,7 +203,7 @@ def _counted_otherwise(one: Tried) -> list[str]:
     return [f"{alive} by the peak of what is alive; a report says {report}, more than a TPU lays out (docs/memory.md)"]
 
 
-def _too_small(budget: int, tried: Tried, least: MemorySearch, config: Config) -> str:
+def _too_small_message(budget: int, tried: Tried, least: MemorySearch, config: Config) -> str:
     """What a plan takes at the least, and what would lower it."""
     state, may = least.state, config.memory.may
     rest = tried.compiled - state.device - least.least.device

@@ -82,9 +82,9 @@ def choose_overlap(config: Config, target: Target | None = None, say: Say = lamb
         return config
     plan = open_plan(config, None if target is None else target.devices())
     key = _key(config, plan, target)
-    overlap = _agreed(_usable(_kept().get(key)))
+    overlap = _choice_of_first_process(_parse_choice(_read_choices().get(key)))
     if overlap is None:
-        overlap = best(time_forms(config, plan, target, say)).overlap
+        overlap = fastest_trial(time_forms(config, plan, target, say)).overlap
         _keep(key, overlap, say)
     say(f"overlap auto: {words(overlap)}")
     return dataclasses.replace(config, overlap=overlap)
@@ -92,7 +92,7 @@ def choose_overlap(config: Config, target: Target | None = None, say: Say = lamb
 
 def open_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     """`make_plan`, whose checks may trace a block, which none can be while its forms are open."""
-    plan = make_plan(dataclasses.replace(config, overlap=closed(config.overlap)), devices)
+    plan = make_plan(dataclasses.replace(config, overlap=without_auto(config.overlap)), devices)
     return dataclasses.replace(plan, overlap=config.overlap)
 
 
@@ -118,11 +118,11 @@ def time_forms(
             say(f"overlap auto: {words(overlap)}: {1e3 * found.seconds:.2f} ms a block")
         return found
 
-    fastest = take(closed(config.overlap))
+    fastest = take(without_auto(config.overlap))
     for candidates in _steps(config, plan):
         for change in candidates:
-            fastest = best([fastest, take(dataclasses.replace(fastest.overlap, **change))])
-    if config.overlap.domino == "auto" and _halves(config, plan):
+            fastest = fastest_trial([fastest, take(dataclasses.replace(fastest.overlap, **change))])
+    if config.overlap.domino == "auto" and _can_halve(config, plan):
         take(dataclasses.replace(trials[0].overlap, domino="on"))
         take(dataclasses.replace(fastest.overlap, domino="on"))
     for overlap in also:
@@ -130,7 +130,7 @@ def time_forms(
     return trials
 
 
-def best(trials: Sequence[Trial]) -> Trial:
+def fastest_trial(trials: Sequence[Trial]) -> Trial:
     """The fastest."""
     return min(trials, key=lambda trial: trial.seconds)
 
@@ -145,7 +145,7 @@ def _steps(config: Config, plan: Plan) -> Iterator[list[dict[str, Form]]]:
             yield [{site: "ring"}, {site: "bidirectional"}]
 
 
-def closed(overlap: Overlap) -> Overlap:
+def without_auto(overlap: Overlap) -> Overlap:
     """`auto` replaced by `xla` and no Domino, where the search starts from."""
     return dataclasses.replace(
         overlap,
@@ -155,7 +155,7 @@ def closed(overlap: Overlap) -> Overlap:
     )
 
 
-def _halves(config: Config, plan: Plan) -> bool:
+def _can_halve(config: Config, plan: Plan) -> bool:
     """Whether Domino can run at all."""
     rows = config.train.batch // config.train.accumulation // plan.size("batch")
     return rows % 2 == 0 and config.model.dropout == 0
@@ -229,10 +229,10 @@ def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced
 def _time(compiled: jax.stages.Compiled, arguments: BlockArguments) -> float:
     """Seconds of a call, the median."""
 
-    def made(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def ones(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.jit(lambda: jnp.ones(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
 
-    arrays = jax.tree.map(made, arguments)
+    arrays = jax.tree.map(ones, arguments)
     seconds = []
     for _ in range(2 + _CALLS):
         began = time.perf_counter()
@@ -259,29 +259,29 @@ def _key(config: Config, plan: Plan, target: Target | None) -> str:
     return json.dumps(facts, sort_keys=True, default=dataclasses.asdict)
 
 
-def _file() -> Path:
+def _choices_file() -> Path:
     return cache_folder() / "overlap.json"
 
 
-def _kept() -> dict[str, object]:
+def _read_choices() -> dict[str, object]:
     """Earlier choices; none where the file cannot be read, which costs a search and loses nothing."""
     try:
-        kept = json.loads(_file().read_text(encoding="utf-8"))
+        kept = json.loads(_choices_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return kept if isinstance(kept, dict) else {}
 
 
-def _usable(kept: object) -> Overlap | None:
+def _parse_choice(kept: object) -> Overlap | None:
     """A choice that was kept, or None where it is none that can be run: another version may have written it."""
     try:
-        overlap = from_dict(Overlap, kept, str(_file())) if isinstance(kept, dict) else None
+        overlap = from_dict(Overlap, kept, str(_choices_file())) if isinstance(kept, dict) else None
     except (UserError, TypeError):
         return None
     return None if overlap is None or is_open(overlap) else overlap
 
 
-def _agreed(kept: Overlap | None) -> Overlap | None:
+def _choice_of_first_process(kept: Overlap | None) -> Overlap | None:
     """What the first process has kept: each has a cache of its own, and all must run the same program."""
     text = np.zeros(1024, np.uint8)
     found = json.dumps(None if kept is None else dataclasses.asdict(kept)).encode()
@@ -294,6 +294,6 @@ def _keep(key: str, overlap: Overlap, say: Say) -> None:
     if jax.process_index():
         return
     try:
-        write_whole(_file(), json.dumps(_kept() | {key: dataclasses.asdict(overlap)}, indent=1))
+        write_whole(_choices_file(), json.dumps(_read_choices() | {key: dataclasses.asdict(overlap)}, indent=1))
     except OSError as error:
-        say(f"cannot remember this in {_file()} ({error.strerror}): it will be searched for again next time")
+        say(f"cannot remember this in {_choices_file()} ({error.strerror}): it will be searched for again next time")

@@ -19,11 +19,11 @@ from typing import NamedTuple
 from jaxpar.base.activation_names import Action, Keep
 from jaxpar.base.config import Config, MemoryConfig
 from jaxpar.base.hardware import Hardware, PeakFlops
-from jaxpar.base.heads import beside
+from jaxpar.base.heads import output_axis
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.layers import layers_in
-from jaxpar.plan.communication import sent_again, step_collectives
+from jaxpar.plan.communication import recompute_bytes, step_collectives
 from jaxpar.train.saved_activations import Activation, activations, loss_cut, microbatches_of
 
 _UNKNOWN = Hardware(peak_flops=PeakFlops(1e12, 1e12), hbm_bandwidth=1e11, host_link_bandwidth=1e10)
@@ -131,7 +131,7 @@ def items_of(config: Config, plan: Plan, hardware: Hardware, offload: bool) -> l
       offload: host memory may be used.
     """
     listed = {one.name: one for one in activations(config, plan)}
-    times, rate, sent = _blocks_a_step(config, plan), _link_rate(hardware), sent_again(config, plan)
+    times, rate, sent = _blocks_a_step(config, plan), _link_rate(hardware), recompute_bytes(config, plan)
     seconds = {
         name: times * (_seconds_to_make(one, config, plan, hardware) + (sent[name] / rate if rate else 0.0))
         for name, one in listed.items()
@@ -179,7 +179,7 @@ def _matmul_flops(one: Activation, config: Config, plan: Plan) -> float:
     rows = math.prod(one.shape[:3] if "experts" in axes else one.shape[:2])
     seq = "residual_seq" if one.name == "expert_out" else "seq"
     dims = [(size, axis) for size, axis in zip(shape, axes, strict=True) if axis != "experts"]
-    pieces = math.prod(plan.size(beside(axis, plan)) for _, axis in dims if axis != "embed")
+    pieces = math.prod(plan.size(output_axis(axis, plan)) for _, axis in dims if axis != "embed")
     return 2.0 * rows * math.prod(size for size, _ in dims) / (plan.size("batch") * plan.size(seq) * pieces)
 
 
@@ -215,7 +215,7 @@ def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:
     # Where arrays lie does not change what is sent, nor does unrolling recomputed blocks: one trace serves them all.
     config = replace(config, memory=MemoryConfig(), model=replace(config.model, scan_layers=True))
     plan = replace(plan, remat="full", keep=Keep(), optimizer="device", parameters="device")
-    return loss + sum(one.sent for one in step_collectives(config, plan)) / rate
+    return loss + sum(one.step_bytes for one in step_collectives(config, plan)) / rate
 
 
 def _link_rate(hardware: Hardware) -> float:

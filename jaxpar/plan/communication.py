@@ -58,14 +58,14 @@ class StepCollective(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def sent_once(self) -> float:
+    def sent_bytes(self) -> float:
         """Bytes that one device sends each time, by a bandwidth-optimal algorithm."""
         return sent_bytes(self.kind, self.bytes, self.devices)
 
     @property
-    def sent(self) -> float:
+    def step_bytes(self) -> float:
         """Bytes that one device sends in a step."""
-        return self.count * self.sent_once
+        return self.count * self.sent_bytes
 
 
 @lru_cache(maxsize=64)
@@ -84,18 +84,18 @@ def step_collectives(config: Config, plan: Plan) -> tuple[StepCollective, ...]:
         return ()
     model = Model(config.model)
     traced = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
-    return tuple(_in_the_model(found, plan) for found in requested_collectives(traced.jaxpr, plan.mesh))
+    return tuple(_step_collective(found, plan) for found in requested_collectives(traced.jaxpr, plan.mesh))
 
 
-def sent(collectives: Iterable[StepCollective]) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
+def bytes_by_collective(collectives: Iterable[StepCollective]) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
     """Bytes that one device sends in a step, by kind of collective and mesh axes."""
     total: dict[tuple[CollectiveKind, tuple[str, ...]], float] = defaultdict(float)
     for one in collectives:
-        total[one.kind, one.axes] += one.sent
+        total[one.kind, one.axes] += one.step_bytes
     return dict(total)
 
 
-def sent_again(config: Config, plan: Plan) -> Mapping[str, float]:
+def recompute_bytes(config: Config, plan: Plan) -> Mapping[str, float]:
     """Bytes that one device sends to make each activation of `activation_names.NAMES` again, in one block.
 
     It is what the gradient of a block sends more where that activation alone is not kept.
@@ -104,11 +104,11 @@ def sent_again(config: Config, plan: Plan) -> Mapping[str, float]:
       config: model, batch and sequence length.
       plan: of the config; what it keeps does not matter.
     """
-    return _sent_again(one_block(config, plan))
+    return _recompute_bytes(one_block(config, plan))
 
 
 @lru_cache(maxsize=64)
-def _sent_again(block: OneBlock) -> Mapping[str, float]:
+def _recompute_bytes(block: OneBlock) -> Mapping[str, float]:
     plan = block.plan
     if plan.mesh.size == 1:
         return dict.fromkeys(NAMES, 0.0)
@@ -116,13 +116,13 @@ def _sent_again(block: OneBlock) -> Mapping[str, float]:
 
     def total(kept: Iterable[str]) -> float:
         found = requested_collectives(traced, plan.mesh, given=frozenset(kept))
-        return sum(_in_the_model(one, plan).sent for one in found)
+        return sum(_step_collective(one, plan).step_bytes for one in found)
 
     least = total(NAMES)
     return {name: total(set(NAMES) - {name}) - least for name in NAMES}
 
 
-def _in_the_model(found: Requested, plan: Plan) -> StepCollective:
+def _step_collective(found: Requested, plan: Plan) -> StepCollective:
     axes = tuple(axis for axis in MESH_AXES if axis in found.axes)
     scope, phase = decode(f"{found.scope}/{found.kind}")
     devices = math.prod(plan.mesh.shape[axis] for axis in axes)

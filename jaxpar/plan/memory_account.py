@@ -37,9 +37,9 @@ def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart
     """
     state, work = state_bytes(config, plan, platform), work_bytes(config, plan)
     kept = [
-        MemoryPart(one.name, NAMES[one.name].what, one.kept if one.action == "save" or platform == "cpu" else 0,
-             one.kept if one.action == "offload" and platform != "cpu" else 0)
-        for one in activations(config, plan) if one.kept
+        MemoryPart(one.name, NAMES[one.name].what, one.kept_bytes if one.action == "save" or platform == "cpu" else 0,
+             one.kept_bytes if one.action == "offload" and platform != "cpu" else 0)
+        for one in activations(config, plan) if one.kept_bytes
     ]  # fmt: skip
     if unnamed := unnamed_bytes(config, plan):
         kept.append(MemoryPart("no name", "what else the backward is given", unnamed))

@@ -18,7 +18,7 @@ from jaxpar.base.activation_names import Action, Keep
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
-from jaxpar.base.jax_compat import compiler_said
+from jaxpar.base.jax_compat import compiler_message
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import check_offload, lowered_for
 from jaxpar.plan.choose_remat import (
@@ -56,7 +56,7 @@ class Outer(NamedTuple):
     loss_mib: int = 0
     """0 = the config's."""
 
-    def applied(self, config: Config) -> Config:
+    def apply(self, config: Config) -> Config:
         """The config with it."""
         where = {True: "offload", False: "device"}
         loss = self.loss_mib or config.memory.loss_mib
@@ -88,11 +88,9 @@ class MemorySearch:
 
     def __init__(self, config: Config, outer: Outer, devices: list[jax.Device], platform: str, hardware: Hardware):
         self.outer, self.devices, self.platform, self._hardware = outer, devices, platform, hardware
-        self.config = outer.applied(
-            replace(config, memory=replace(config.memory, policy="full", keep=Keep(), budget=""))
-        )
+        self.config = outer.apply(replace(config, memory=replace(config.memory, policy="full", keep=Keep(), budget="")))
         self.plan = make_plan(self.config, devices)
-        offload = _offloads(devices[0], platform, config.memory.offload_anyway)
+        offload = _may_offload(devices[0], platform, config.memory.offload_anyway)
         self.items = items_of(self.config, self.plan, hardware, offload)
         self.costs = costs_of(self.config, self.plan, hardware)
         self.state = state_bytes(self.config, self.plan, platform)
@@ -107,7 +105,7 @@ class MemorySearch:
         self.away = min(found, key=lambda one: (one.device, -one.host))
 
     @cached_property
-    def besides(self) -> float:
+    def fixed_seconds(self) -> float:
         """Seconds that every assignment of this search takes besides, the same for all."""
         return self.moved + other_seconds(self.config, self.plan, self._hardware)
 
@@ -117,8 +115,8 @@ class MemorySearch:
             return None
         return solve(self.items if away else self.here, self.costs, budget - self.state.device - self.work)
 
-    def seen(self, solution: Solution, tried: Sequence[Tried]) -> bool:
-        wanted = assigned(self.config, self.items, solution.actions)
+    def was_tried(self, solution: Solution, tried: Sequence[Tried]) -> bool:
+        wanted = assign_actions(self.config, self.items, solution.actions)
         return wanted in [one.config for one in tried]
 
     def rank(self, solution: Solution) -> float:
@@ -128,20 +126,20 @@ class MemorySearch:
 
     def learn(self, one: Tried, of: MemorySearch) -> None:
         """From what the compiler said of an assignment of another search, while nothing of this one was compiled."""
-        self.costs = self.costs._replace(exposed=_exposed(one, self.costs))
+        self.costs = self.costs._replace(exposed=_exposed_share(one, self.costs))
         if self is not of and not self.compiled:
             self.work = max(self.work + one.compiled - one.predicted, 0)
 
-    def predicted(self, solution: Solution) -> int:
+    def predicted_bytes(self, solution: Solution) -> int:
         """Bytes of a device: the backward's, or the update's, when no activations are left."""
         return self.state.device + max(solution.device + self.work, self.update)
 
     def seconds(self, solution: Solution) -> float:
-        return self.costs.seconds(solution.host, solution.again, self.besides)
+        return self.costs.seconds(solution.host, solution.again, self.fixed_seconds)
 
     def compile(self, solution: Solution, target: Target | None, say: Say) -> Tried:
         """What the compiler says of an assignment, from which the next prediction learns."""
-        config, predicted = assigned(self.config, self.items, solution.actions), self.predicted(solution)
+        config, predicted = assign_actions(self.config, self.items, solution.actions), self.predicted_bytes(solution)
         found, text, program = compiled_bytes(config, self.devices, self.platform)
         self.compiled = True
         if solution.device + self.work >= self.update:
@@ -171,7 +169,7 @@ def searches(
     return found
 
 
-def assigned(config: Config, items: Sequence[Item], actions: Sequence[Action]) -> Config:
+def assign_actions(config: Config, items: Sequence[Item], actions: Sequence[Action]) -> Config:
     """A config whose activations are treated so; its budget is spent."""
     keep: dict[str, Action] = {name: action for item, action in zip(items, actions, strict=True) for name in item.names}
     return replace(config, memory=replace(config.memory, policy="full", keep=Keep(**keep), budget=""))
@@ -196,11 +194,11 @@ def compiled_bytes(
     except jax.errors.JaxRuntimeError as error:
         found = needs_and_has(str(error))
         if found is None:
-            raise UserError(f"the compiler refuses this step: {compiler_said(str(error))}") from error
+            raise UserError(f"the compiler refuses this step: {compiler_message(str(error))}") from error
         return found[0], "", None
 
 
-def _exposed(one: Tried, costs: ActionCosts) -> float:
+def _exposed_share(one: Tried, costs: ActionCosts) -> float:
     """Of the transfers of activations, that compute waits for, as the rehearsal of this assignment shows it."""
     if one.played is None or not one.solution.host:
         return costs.exposed
@@ -208,7 +206,7 @@ def _exposed(one: Tried, costs: ActionCosts) -> float:
     return min(max(waits / (2 * one.solution.host / costs.link), 0.0), 1.0)
 
 
-def _offloads(device: jax.Device, platform: str, anyway: bool, say: Say = lambda line: None) -> bool:
+def _may_offload(device: jax.Device, platform: str, anyway: bool, say: Say = lambda line: None) -> bool:
     """Whether host memory may be used: it is another memory than the device's, and is not known to be wrong."""
     if platform == "cpu":
         return False
@@ -223,7 +221,7 @@ def _offloads(device: jax.Device, platform: str, anyway: bool, say: Say = lambda
 def _outers(config: Config, device: jax.Device, platform: str, say: Say) -> list[Outer]:
     """What may be decided besides activations; what the config offloads already stays there."""
     memory, may = config.memory, config.memory.may
-    host = _offloads(device, platform, memory.offload_anyway, say)
+    host = _may_offload(device, platform, memory.offload_anyway, say)
     optimizer = {memory.optimizer == "offload"} | ({True} if host and "optimizer" in may else set())
     parameters = {memory.parameters == "offload"} | ({True} if host and "parameters" in may else set())
     rows = config.train.batch // config.train.accumulation

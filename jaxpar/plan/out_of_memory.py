@@ -9,10 +9,10 @@ import jax
 from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text
 from jaxpar.base.hardware import Hardware
-from jaxpar.base.jax_compat import compiler_said
+from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.plan import Plan
 from jaxpar.plan.memory_account import memory_account
-from jaxpar.plan.memory_search import assigned, searches
+from jaxpar.plan.memory_search import assign_actions, searches
 
 
 def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, platform: str, has: int) -> str:
@@ -27,11 +27,11 @@ def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, 
       has: bytes of a device; 0 = not known.
     """
     total = sum(part.device for part in memory_account(config, plan, platform))
-    said = compiler_said(message)[:200]
+    said = compiler_message(message)[:200]
     room = has or int(0.9 * total)  # not known: less than what was just too much
-    found = nearest(replace(config, memory=replace(config.memory, may=())), list(plan.mesh.devices.flat), platform,
-                    hardware, room)  # fmt: skip
-    found = found or nearest(config, list(plan.mesh.devices.flat), platform, hardware, room)
+    devices, alone = list(plan.mesh.devices.flat), replace(config, memory=replace(config.memory, may=()))
+    found = fitting_flags(alone, devices, platform, hardware, room)
+    found = found or fitting_flags(config, devices, platform, hardware, room)
     where = f"a device has {bytes_text(has)}" if has else "what a device has is not known"
     tried = f"try {found}" if found else (
         f"nothing this mesh can keep, offload or recompute fits: try --mesh.fsdp {2 * plan.mesh.shape['fsdp']} or "
@@ -40,14 +40,14 @@ def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, 
     return f"out of memory: a step was predicted to take {bytes_text(total)}, {where}; {tried} ({said})"
 
 
-def nearest(config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, room: int) -> str:
+def fitting_flags(config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, room: int) -> str:
     """The flags of the fastest plan that is predicted to fit into some bytes, nothing compiled; empty = none does."""
     searched = searches(config, devices, platform, hardware)
     found = [(one, solution) for one in searched if (solution := one.solve(room)) is not None]
     if not found:
         return ""
     search, solution = min(found, key=lambda pair: pair[0].seconds(pair[1]))
-    memory = assigned(search.config, search.items, solution.actions).memory
+    memory = assign_actions(search.config, search.items, solution.actions).memory
     groups: dict[str, list[str]] = {}
     for name, choice in vars(memory.keep).items():
         if choice != "policy" and (name, choice) != ("block_input", "save"):

@@ -71,7 +71,7 @@ def requested_collectives(
       In the order in which the program has them; alike ones are one, with the sum of their counts.
     """
     reader = _Reader(mesh, say)
-    needed = _needed(reader.closed(jaxpr, [_Value() for _ in jaxpr.in_avals], ""), given=given)
+    needed = _needed_ids(reader.read(jaxpr, [_Value() for _ in jaxpr.in_avals], ""), given=given)
     counts: Counter[Requested] = Counter()
     for value in reader.made:
         if id(value) in needed and value.collective:
@@ -95,9 +95,9 @@ class _Reader:
             self._said.add(line)
             self._print(line)
 
-    def closed(self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
+    def read(self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
         """The values of a jaxpr's results, whose constants are its own."""
-        constants = [self._once(("constant", id(array)), 1)[0] for array in getattr(jaxpr, "consts", ())]
+        constants = [self._values_of(("constant", id(array)), 1)[0] for array in getattr(jaxpr, "consts", ())]
         return self._run(_open(jaxpr), [*constants, *inputs], scope)
 
     def _run(self, jaxpr: core.Jaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
@@ -108,15 +108,15 @@ class _Reader:
             if not isinstance(atom, core.Literal):
                 return values[atom]
             scalar = not getattr(atom.val, "shape", ())
-            return self._once(("literal", str(atom) if scalar else id(atom.val)), 1)[0]
+            return self._values_of(("literal", str(atom) if scalar else id(atom.val)), 1)[0]
 
         for eqn in jaxpr.eqns:
             arguments = [value(atom) for atom in eqn.invars]
-            results = self._results(eqn, arguments, _joined(scope, str(eqn.source_info.name_stack)))
+            results = self._results(eqn, arguments, _join(scope, str(eqn.source_info.name_stack)))
             values.update(zip(eqn.outvars, results, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _once(self, key: Hashable, count: int, needs: Sequence[_Value] = ()) -> list[_Value]:
+    def _values_of(self, key: Hashable, count: int, needs: Sequence[_Value] = ()) -> list[_Value]:
         """The `count` results of what this key describes, the same ones each time."""
         if key not in self._known:
             self._known[key] = [_Value(tuple(needs)) for _ in range(count)]
@@ -128,14 +128,14 @@ class _Reader:
             return read(eqn, arguments, scope)
         inner = next((value for value in params.values() if _is_jaxpr(value)), None)
         if inner is not None and _fits(inner, eqn):
-            fresh = [_Value((argument,)) for argument in arguments] if _kept_apart(params) else arguments
-            return self.closed(inner, fresh, scope)
+            fresh = [_Value((argument,)) for argument in arguments] if _is_kept_apart(params) else arguments
+            return self.read(inner, fresh, scope)
         axes = self._axes(params)
         if axes and name in COLLECTIVES:
             return self._collectives(eqn, axes, arguments, scope)
         if axes and not name.startswith(STILL):
             self._say(f"{scope or 'the step'}: {name} over {' x '.join(sorted(axes))} is not counted")
-        results = self._once(_key(eqn, arguments), len(eqn.outvars), arguments)
+        results = self._values_of(_key(eqn, arguments), len(eqn.outvars), arguments)
         if name == NAME:
             results[0].name = params["name"]
         return results
@@ -159,11 +159,11 @@ class _Reader:
         self._known[key] = results
         return results
 
-    def _inside(self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str, trips: int = 1) -> list[_Value]:
+    def _read_body(self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str, trips: int = 1) -> list[_Value]:
         """A loop's body or a branch: the compiler merges nothing across its border."""
         known, outside = self._known, self._trips
         self._known, self._trips = {}, outside * trips
-        results = self.closed(jaxpr, inputs, scope)
+        results = self.read(jaxpr, inputs, scope)
         self._known, self._trips = known, outside
         return results
 
@@ -175,7 +175,7 @@ class _Reader:
         whole = sum(_rank(given) == _rank(inner) for given, inner in zip(eqn.invars, body.invars, strict=True))
         consts = whole - carries
         fresh = [_Value((argument,)) for argument in arguments[consts:]]
-        results = self._inside(params["jaxpr"], [*arguments[:consts], *fresh], scope, params["length"])
+        results = self._read_body(params["jaxpr"], [*arguments[:consts], *fresh], scope, params["length"])
         _carry(fresh[:carries], results)
         return [_Value((result,)) for result in results]
 
@@ -183,8 +183,8 @@ class _Reader:
         params = eqn.params
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         fresh, made = [_Value((argument,)) for argument in arguments[second:]], len(self.made)
-        results = self._inside(params["body_jaxpr"], [*arguments[first:second], *fresh], scope)
-        again = self._inside(params["cond_jaxpr"], [*arguments[:first], *fresh], scope)
+        results = self._read_body(params["body_jaxpr"], [*arguments[first:second], *fresh], scope)
+        again = self._read_body(params["cond_jaxpr"], [*arguments[:first], *fresh], scope)
         _carry(fresh, results)
         if len(self.made) > made:
             self._say(f"{scope or 'the step'}: a loop whose trips are not known, its collectives are counted once")
@@ -195,18 +195,19 @@ class _Reader:
         made, read = len(self.made), []
         for branch in eqn.params["branches"]:
             before = len(self.made)
-            results = self._inside(branch, arguments[1:], scope)
+            results = self._read_body(branch, arguments[1:], scope)
             sent = [value.collective for value in self.made[before:] if value.collective]
             moved = sum(one.bytes * one.count for one in sent)
             read.append((moved, results))
         best, *others = (results for _, results in sorted(read, key=lambda branch: -branch[0]))
         if len(self.made) > made:
             self._say(f"{scope or 'the step'}: of {len(read)} branches the one that sends most is counted")
-        # Of the others counts what they need, and not what they send.
-        return [
-            _Value((result, arguments[0], *(x for results in others for x in _used(arguments[1:], results[at]))))
-            for at, result in enumerate(best)
-        ]
+        # What the other branches need is counted, and what they send is not.
+        merged = []
+        for result, *alternatives in zip(best, *others, strict=True):
+            needs = [x for other in alternatives for x in _needed_arguments(arguments[1:], other)]
+            merged.append(_Value((result, arguments[0], *needs)))
+        return merged
 
     def _axes(self, params: Mapping[str, Any]) -> frozenset[str]:
         names = params.get("axes") or params.get("axis_name") or ()
@@ -227,7 +228,7 @@ def _key(eqn: core.JaxprEqn, arguments: Sequence[_Value]) -> Hashable:
     return eqn.primitive.name, tuple(map(id, arguments)), str(params), shapes
 
 
-def _needed(outputs: Sequence[_Value], stop: Collection[int] = (), given: Collection[str] = ()) -> set[int]:
+def _needed_ids(outputs: Sequence[_Value], stop: Collection[int] = (), given: Collection[str] = ()) -> set[int]:
     """The ids of all values that the outputs need; not of what is needed only through those in `stop` or `given`."""
     left, seen = list(outputs), set[int]()
     while left:
@@ -240,9 +241,9 @@ def _needed(outputs: Sequence[_Value], stop: Collection[int] = (), given: Collec
     return seen
 
 
-def _used(arguments: Sequence[_Value], result: _Value) -> list[_Value]:
+def _needed_arguments(arguments: Sequence[_Value], result: _Value) -> list[_Value]:
     """Those of a branch's arguments that one of its results needs."""
-    needed = _needed([result], stop=set(map(id, arguments)))
+    needed = _needed_ids([result], stop=set(map(id, arguments)))
     return [argument for argument in arguments if id(argument) in needed]
 
 
@@ -266,11 +267,11 @@ def _fits(inner: _AnyJaxpr, eqn: core.JaxprEqn) -> bool:
     return (takes, len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))
 
 
-def _kept_apart(params: Mapping[str, Any]) -> bool:
+def _is_kept_apart(params: Mapping[str, Any]) -> bool:
     """Whether the compiler may not merge a recomputation with the forward pass: `jax.checkpoint(prevent_cse=True)`."""
     barred = params.get("prevent_cse")
     return bool(params.get("differentiated")) and (any(barred) if isinstance(barred, tuple) else bool(barred))
 
 
-def _joined(scope: str, names: str) -> str:
+def _join(scope: str, names: str) -> str:
     return f"{scope}/{names}" if scope and names else scope or names

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, hardware_of, load_chip
 from jaxpar.base.mesh import MeshSpec, describe, resolve
 from jaxpar.base.runtime import without_chips
@@ -104,7 +104,7 @@ def load_target(name: str) -> Target:
     chips = {chip: load_chip(chip) for chip in presets(CHIPS) if chip != "cpu"}
     if match is None or match[1] not in chips:
         words = [f"{key}{'-' if chip.slices.name else 'x'}{n}" for key, chip in chips.items() for n in (8, 64, 256)]
-        guess = nearest(name.lower().replace("litepod", "e"), [*words, "here"])
+        guess = suggest(name.lower().replace("litepod", "e"), [*words, "here"])
         raise UserError(
             f"no target {name!r}{guess}: chips are {', '.join(chips)}, as in v5p-64, v5p-64x4, h100x64; or here"
         )

@@ -19,7 +19,7 @@ from matplotlib.patches import FancyBboxPatch
 
 from jaxpar.base.activation_names import NAMES, Action
 from jaxpar.base.console import bytes_text
-from jaxpar.base.heads import beside
+from jaxpar.base.heads import output_axis
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import LogicalAxis, Placement
 from jaxpar.hlo.tasks import CollectiveKind
@@ -118,26 +118,27 @@ def _weights(parameters: Sequence[Placement], section: str, plan: Plan) -> Itera
     for (shape, axes, size), names in alike.items():
         each = " each" if len(names) > 1 else ""
         title = f"{', '.join(names)} {list(shape)}, {bytes_text(size)}{each}"
-        yield _Card((title, _split(axes, plan)), _WEIGHT)
+        yield _Card((title, _split_text(axes, plan)), _WEIGHT)
 
 
 def _activation(one: Activation, plan: Plan) -> _Card:
     title = f"{one.name} {list(one.shape)}, {bytes_text(one.bytes)}"
-    return _Card((title, _split(NAMES[one.name].axes, plan)), _ACTIONS[one.action])
+    return _Card((title, _split_text(NAMES[one.name].axes, plan)), _ACTIONS[one.action])
 
 
-def _split(axes: Iterable[LogicalAxis | None], plan: Plan) -> str:
+def _split_text(axes: Iterable[LogicalAxis | None], plan: Plan) -> str:
     """`batch / fsdp=4 x seq / tensor=2 x embed`: the dims, and the mesh axes over which each is cut."""
     words = []
     for axis in axes:
-        over = " ".join(f"{mesh_axis}={plan.mesh.shape[mesh_axis]}" for mesh_axis in plan.mesh_axes(beside(axis, plan)))
+        mesh_axes = plan.mesh_axes(output_axis(axis, plan))
+        over = " ".join(f"{mesh_axis}={plan.mesh.shape[mesh_axis]}" for mesh_axis in mesh_axes)
         words.append((axis or "whole").removeprefix("residual_").removeprefix("attention_") + (over and f" / {over}"))
     return " x ".join(words)
 
 
 def _collective(one: StepCollective, inner: str) -> _Card:
     """What one device sends for it each time, how often in a step, and the array whose bytes these are."""
-    sent = f"{one.kind} over {' x '.join(one.axes)}, {bytes_text(one.sent_once)}"
+    sent = f"{one.kind} over {' x '.join(one.axes)}, {bytes_text(one.sent_bytes)}"
     times = f" x {one.count}" if one.count > 1 else ""
     place = f"{inner}: " if inner else ""
     again = ", again" if one.phase == "recomputed" else ""

@@ -92,9 +92,10 @@ def _draw(axes: Axes, table: Table, times: Times, found: Simulation, points: flo
         for (start, length), shade, (_, action) in zip(spans, shades, actions, strict=True):
             size = min(8.0, length * scale / (0.74 * len(str(table.microbatches - 1))))
             if size >= 4.5:
-                color, middle = "white" if _dark(shade) else "black", start + length / 2
+                color, middle = "white" if _is_dark(shade) else "black", start + length / 2
                 axes.text(middle, s, str(action.microbatch), size=size, color=color, ha="center", va="center_baseline")
-    axes.set(ylim=(table.stages - 0.5, -0.5), xlim=(0, found.makespan), ylabel="stage", yticks=_some(table.stages, 16))
+    ticks = _even_steps(table.stages, 16)
+    axes.set(ylim=(table.stages - 0.5, -0.5), xlim=(0, found.makespan), ylabel="stage", yticks=ticks)
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
 
@@ -102,7 +103,7 @@ def _draw(axes: Axes, table: Table, times: Times, found: Simulation, points: flo
 def _draw_stash(axes: Axes, table: Table, times: Times, found: Simulation) -> None:
     """The curve of what each stage keeps: up where a forward starts, down where the last of its backward ends."""
     colors = matplotlib.colormaps["viridis"]
-    named = {*_some(table.stages, 8), table.stages - 1}
+    named = {*_even_steps(table.stages, 8), table.stages - 1}
     for s in range(table.stages):
         steps = {0.0: 0, found.makespan: 0}  # by time: what ends as the next begins is no step
         for t, tick in enumerate(table.ticks):
@@ -137,31 +138,31 @@ def _legend(figure: Figure, tables: Sequence[Table]) -> None:
     kinds = {action.kind for table in tables for tick in table.ticks for action in tick if action}
     labels = _LABELS | ({"backward": "backward, or only the gradient of its input"} if "input" in kinds else {})
     shown: list[Kind] = [kind for kind in _COLORS if kind in kinds and not (kind == "input" and "backward" in kinds)]
-    chunks = {*_some(virtual, 4), virtual - 1} if virtual > 1 else set()
+    chunks = {*_even_steps(virtual, 4), virtual - 1} if virtual > 1 else set()
     keys = [
         *(Patch(color=_COLORS[kind], label=labels[kind]) for kind in shown),
-        *(Patch(color=_lighter("#666666", c, virtual), label=f"chunk {c}") for c in sorted(chunks)),
+        *(Patch(color=_lighten("#666666", c, virtual), label=f"chunk {c}") for c in sorted(chunks)),
     ]
     figure.legend(handles=keys, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
 
 
-def _some(count: int, most: int) -> range:
+def _even_steps(count: int, most: int) -> range:
     """At most so many of 0, 1, ... in even steps."""
     return range(0, count, -(-count // most))
 
 
 def _shade(action: Action, virtual: int) -> str:
-    return _lighter(_COLORS[action.kind], action.chunk, virtual)
+    return _lighten(_COLORS[action.kind], action.chunk, virtual)
 
 
-def _lighter(color: str, chunk: int, virtual: int) -> str:
+def _lighten(color: str, chunk: int, virtual: int) -> str:
     """A kind's colour, lighter the later the chunk."""
     share = 0.6 * chunk / max(virtual - 1, 1)
     r, g, b = (x + (1 - x) * share for x in to_rgb(color))
     return to_hex((r, g, b))
 
 
-def _dark(color: str) -> bool:
+def _is_dark(color: str) -> bool:
     return float(np.dot(to_rgb(color), (0.299, 0.587, 0.114))) < 0.5
 
 
@@ -196,7 +197,7 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
                 text.append(".".ljust(wide + 1), style="dim")
             else:
                 shade = _shade(action, table.virtual)
-                text.append(cell(action).ljust(wide), style=f"{'#ffffff' if _dark(shade) else '#000000'} on {shade}")
+                text.append(cell(action).ljust(wide), style=f"{'#ffffff' if _is_dark(shade) else '#000000'} on {shade}")
                 text.append(" ")
         text.append(f"keeps {found.stash[s]}\n")
     cut = f" ({len(shown)} shown)" if len(shown) < len(ticks) else ""

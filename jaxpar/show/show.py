@@ -18,7 +18,7 @@ from jaxpar.models import Model
 from jaxpar.parallel.pipeline.layers import layers_of, microbatches
 from jaxpar.parallel.pipeline.schedules import Table, schedule
 from jaxpar.parallel.pipeline.simulator import UNIT, Compared, rank_schedules, simulate_schedule
-from jaxpar.plan.choose_overlap import closed, is_open
+from jaxpar.plan.choose_overlap import is_open, without_auto
 from jaxpar.plan.communication import step_collectives
 from jaxpar.plan.memory_account import memory_account
 from jaxpar.show.figures import mesh_figure, save_figure
@@ -49,7 +49,7 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
     check_folders(picture)
     mesh = dataclasses.replace(config.mesh, platform="cpu", distributed=False)
     unchosen = is_open(config.overlap)
-    config = dataclasses.replace(config, mesh=mesh, overlap=closed(config.overlap))
+    config = dataclasses.replace(config, mesh=mesh, overlap=without_auto(config.overlap))
     plan, model = make_plan(config, start(mesh, config.compile.cache)), Model(config.model)
     rows, named = placements(param_shapes(model, plan), model.axes, plan), activations(config, plan)
     collectives = step_collectives(config, plan)

@@ -37,10 +37,10 @@ def activation_table(rows: Sequence[Activation]) -> Table:
     for column in table.columns[4:]:
         column.justify = "right"
     for row in rows:
-        device, host = (bytes_text(row.kept) if row.action == action else "" for action in ("save", "offload"))
+        device, host = (bytes_text(row.kept_bytes) if row.action == action else "" for action in ("save", "offload"))
         shape = " x ".join(map(str, row.shape)) + f" {row.dtype}"
         table.add_row(row.name, NAMES[row.name].what, shape, row.action, bytes_text(row.bytes), device, host)
-    sums = [sum(row.kept for row in rows if row.action == action) for action in ("save", "offload")]
+    sums = [sum(row.kept_bytes for row in rows if row.action == action) for action in ("save", "offload")]
     table.add_row("all", f"{rows[0].blocks} layers" if rows else "", "", "", "", *map(bytes_text, sums))
     return table
 
@@ -50,12 +50,13 @@ def communication_table(collectives: Sequence[StepCollective], most: int = 3) ->
     it is sent."""
     groups: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for one in collectives:
-        groups[one.kind, " x ".join(one.axes)][f"{one.scope} {one.phase}"] += one.sent
+        groups[one.kind, " x ".join(one.axes)][f"{one.scope} {one.phase}"] += one.step_bytes
     table = Table("collective", "over", "sent a step", "where", box=None, pad_edge=False)
     table.columns[2].justify = "right"
     for (kind, over), parts in sorted(groups.items(), key=lambda item: -sum(item[1].values())):
         whole = sum(parts.values())
         shares = [f"{where} {100 * size / whole:.0f} %" for where, size in nlargest(most, parts.items(), itemgetter(1))]
         table.add_row(kind, over, bytes_text(whole), "; ".join([*shares, *["..."] * (len(parts) > most)]))
-    table.add_row("all", "", bytes_text(sum(one.sent for one in collectives)), "and what XLA adds for norms and biases")
+    total = bytes_text(sum(one.step_bytes for one in collectives))
+    table.add_row("all", "", total, "and what XLA adds for norms and biases")
     return table

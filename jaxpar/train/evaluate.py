@@ -14,7 +14,7 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config, check
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.base.processes import Batches, together
+from jaxpar.base.processes import Batches, run_together
 from jaxpar.base.runtime import start
 from jaxpar.models import Model, Params
 from jaxpar.train.checkpoint import Checkpoints
@@ -60,7 +60,7 @@ def evaluate_run(
     plan, model = make_plan(check(config), start(config.mesh, config.compile.cache)), Model(config.model)
     for note in kernel_notes(config, plan, training=False):
         say(note)
-    corpus = together(lambda: load_corpus(config.data, config.model.vocab_size))
+    corpus = run_together(lambda: load_corpus(config.data, config.model.vocab_size))
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_fraction or data.val_path")
     checkpoints = Checkpoints(folder / "checkpoints")

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import replicated
+from jaxpar.base.sharding import replicated_sharding
 from jaxpar.models import Model, Params
 
 
@@ -45,6 +45,6 @@ def greedy(
 
     for _ in range(count):
         seen = ids[-window:]
-        window_S = jax.device_put(np.asarray(seen + [0] * (window - len(seen)), np.int32), replicated(plan))
+        window_S = jax.device_put(np.asarray(seen + [0] * (window - len(seen)), np.int32), replicated_sharding(plan))
         ids.append(int(next_token(params, window_S, np.int32(len(seen) - 1))))
     return ids[len(ids) - count :]

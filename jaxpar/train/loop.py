@@ -17,9 +17,9 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config, check, require_settled
 from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count_text, duration_text
 from jaxpar.base.errors import UserError
-from jaxpar.base.jax_compat import compiler_said, kernel_too_large
+from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
 from jaxpar.base.plan import Plan
-from jaxpar.base.processes import Batches, ask_to_stop, stop_signals, together
+from jaxpar.base.processes import Batches, ask_to_stop, run_together, stop_signals
 from jaxpar.base.runtime import start
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model
@@ -59,8 +59,8 @@ class OutOfMemory(UserError):
 
     def __init__(self, config: Config, plan: Plan, said: str):
         super().__init__(
-            f"out of memory ({compiler_said(said)[:200]}): try --memory.policy full, a higher --train.accumulation, or "
-            "--memory.budget auto"
+            f"out of memory ({compiler_message(said)[:200]}): try --memory.policy full, a higher --train.accumulation, "
+            "or --memory.budget auto"
         )
         self.config, self.plan, self.said = config, plan, said
 
@@ -88,15 +88,15 @@ def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch
     say = console().print if jax.process_index() == 0 else lambda line: None
     plan = make_plan(config, devices)
     if corpus is None:
-        corpus = together(lambda: load_corpus(config.data, config.model.vocab_size))
+        corpus = run_together(lambda: load_corpus(config.data, config.model.vocab_size))
     for note in plan_notes(config, plan):
         say(note)
     if offload_asked(plan):
-        together(lambda: require_right_gradients(jax.local_devices()[0], say))
+        run_together(lambda: require_right_gradients(jax.local_devices()[0], say))
     before = open_run(folder, config)
     tokenizer = corpus.tokenizer
     if tokenizer is not None:
-        together(lambda: save_tokenizer(tokenizer, folder / "tokenizer.json") if jax.process_index() == 0 else None)
+        run_together(lambda: save_tokenizer(tokenizer, folder / "tokenizer.json") if jax.process_index() == 0 else None)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     if before is not None and (note := schedule_note(before.train, config.train, checkpoints.latest() or 0)):
         say(note)
@@ -153,7 +153,7 @@ class _Run:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            if said := kernel_too_large(str(error)):  # not what a device has
+            if said := kernel_memory_message(str(error)):  # not what a device has
                 raise UserError(f"the compiler refuses this step: {said}") from error
             raise OutOfMemory(self.config, self.plan, str(error)) from error
 

@@ -11,7 +11,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import make_mesh
-from jaxpar.base.plan import Plan, summed_last
+from jaxpar.base.plan import Plan, late_sum_axes
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.parallel.collectives import further_split
@@ -127,7 +127,7 @@ def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]
 
 def _sum_notes(config: Config, plan: Plan) -> list[str]:
     """Why gradients that could be summed over devices once are not."""
-    parts, over = config.train.accumulation, summed_last(plan, config.train.accumulation, whole=False)
+    parts, over = config.train.accumulation, late_sum_axes(plan, config.train.accumulation, whole=False)
     why = "experts are balanced" if config.model.experts else "dropout is drawn" if config.model.dropout else ""
     if not over or not why:
         return []

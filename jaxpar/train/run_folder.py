@@ -6,9 +6,9 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.base.config import RESOLVED, Config, incompatible, parse
+from jaxpar.base.config import RESOLVED, Config, incompatible_changes, parse
 from jaxpar.base.errors import UserError
-from jaxpar.base.processes import together
+from jaxpar.base.processes import run_together
 from jaxpar.base.toml import to_toml
 
 
@@ -35,14 +35,14 @@ def open_run(folder: Path, config: Config) -> Config | None:
     Raises:
       UserError: the folder is that of another experiment, or no run folder.
     """
-    return together(lambda: _open_run(folder, config) if jax.process_index() == 0 else None)
+    return run_together(lambda: _open_run(folder, config) if jax.process_index() == 0 else None)
 
 
 def _open_run(folder: Path, config: Config) -> Config | None:
     path, before = folder / "config.toml", None
     if path.exists():
         before = read_run_config(folder)
-        changed = incompatible(before, config)
+        changed = incompatible_changes(before, config)
         if [name.name for name in (folder / "checkpoints").glob("[0-9]*")] == ["0"]:
             # An import that has not trained yet: how it will is open, what its arrays are is not.
             changed = [text for text in changed if text.startswith(("model.", "precision."))]

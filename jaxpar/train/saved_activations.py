@@ -18,7 +18,7 @@ from jax.extend import core
 from jaxpar.base.activation_names import NAMES, Action, Keep
 from jaxpar.base.config import Config, ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.heads import beside
+from jaxpar.base.heads import output_axis
 from jaxpar.base.jax_compat import NAME, SHARD_MAP
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes
@@ -54,7 +54,7 @@ class Activation(NamedTuple):
     blocks: int
 
     @property
-    def kept(self) -> int:
+    def kept_bytes(self) -> int:
         """Bytes that are there at a time, on the device or in host memory, if it is kept."""
         return 0 if self.action == "recompute" else self.bytes * self.blocks
 
@@ -69,7 +69,7 @@ def activations(config: Config, plan: Plan) -> list[Activation]:
     found, blocks = dict[str, Activation](), blocks_kept(config, plan)
     for name, aval, local in _named(traced_block(config, plan)[0].jaxpr, False):
         axes = _OF_ROWS if len(aval.shape) == 4 and NAMES[name].axes[-1] == "mlp" else NAMES[name].axes
-        pieces = 1 if local else math.prod(plan.size(beside(axis, plan)) for axis in axes)
+        pieces = 1 if local else math.prod(plan.size(output_axis(axis, plan)) for axis in axes)
         size = math.prod(aval.shape) * aval.dtype.itemsize // pieces
         size += found[name].bytes if name in found else 0  # Domino has two halves of each
         found[name] = Activation(name, plan.action(name), tuple(aval.shape), str(aval.dtype), size, blocks)
@@ -162,11 +162,11 @@ def one_block(config: Config, plan: Plan) -> OneBlock:
 def traced_block(config: Config, plan: Plan) -> tuple[core.ClosedJaxpr, int]:
     """One block's forward of a microbatch as autodiff runs it, everything kept: its results are what the block makes,
     so many, and what the backward is given."""
-    return _traced_forward(one_block(config, plan))
+    return _trace_forward(one_block(config, plan))
 
 
 @lru_cache(maxsize=16)
-def _traced_forward(block: OneBlock) -> tuple[core.ClosedJaxpr, int]:
+def _trace_forward(block: OneBlock) -> tuple[core.ClosedJaxpr, int]:
     def forward(layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None) -> Any:
         return jax.vjp(lambda layer, x_BSD: block(layer, x_BSD, positions_BS, segments_BS), layer, x_BSD)
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jaxpar.base.config import Config
 from jaxpar.base.jax_compat import once_options
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes, is_axes, replicated, state_axes
+from jaxpar.base.sharding import Axes, is_axes, replicated_sharding, state_axes
 from jaxpar.models import Model, Params
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
@@ -68,7 +68,7 @@ def state_shardings(
 
     (A scalar made outside jit would sit on device 0 and clash with the mesh after a restore.)
     """
-    shapes, everywhere = state_shapes(model, config, plan, order), replicated(plan)
+    shapes, everywhere = state_shapes(model, config, plan, order), replicated_sharding(plan)
 
     def place(moment: jax.ShapeDtypeStruct | Quantized, axes: Axes) -> NamedSharding | Quantized:
         if isinstance(moment, Quantized):

@@ -15,8 +15,8 @@ from jax.stages import Compiled, Wrapped
 
 from jaxpar.base.config import Config, TrainConfig
 from jaxpar.base.jax_compat import compiler_options
-from jaxpar.base.plan import Plan, gradient_dtype, one_along, summed_last
-from jaxpar.base.sharding import Axes, local_rows, replicated, state_axes
+from jaxpar.base.plan import Plan, gradient_dtype, late_sum_axes, plan_of_one_place
+from jaxpar.base.sharding import Axes, local_rows, replicated_sharding, state_axes
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Batch, Model, Params
 from jaxpar.parallel import pipeline
@@ -100,7 +100,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
     return jax.jit(
         step,
         in_shardings=(shardings, plan.sharding(TOKENS)),
-        out_shardings=(shardings, replicated(plan)),
+        out_shardings=(shardings, replicated_sharding(plan)),
         donate_argnums=0,
         compiler_options=compiler_options(plan.mesh),
     )
@@ -118,12 +118,12 @@ def gradients(
     """Summed loss of a global batch and its float32 gradient, over `accumulation` microbatches one after another.
 
     Sums, not means: divided by the total token count they weigh every token alike, however it was split. Over devices
-    they are summed after the last microbatch where each can add up its own (`summed_last`).
+    they are summed after the last microbatch where each can add up its own (`late_sum_axes`).
     """
-    over = summed_last(plan, accumulation, key is not None or bool(model.config.experts))
+    over = late_sum_axes(plan, accumulation, key is not None or bool(model.config.experts))
     if not over:
         return _accumulated(model, params, batch, plan, key, accumulation, weights)
-    one, axes = one_along(plan, over), (LossSums(*[()] * 3), gradient_axes(model))  # pyright: ignore[reportArgumentType]
+    one, axes = plan_of_one_place(plan, over), (LossSums(*[()] * 3), gradient_axes(model))  # pyright: ignore[reportArgumentType]
 
     def total(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x.astype(jnp.float32), over).astype(x.dtype)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 
 if TYPE_CHECKING:
     import tokenizers  # of the hf extra
@@ -115,7 +115,7 @@ def make_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
     if name == "chars":
         return CharsTokenizer("".join(sorted(set().union(*texts))))
     if not name.endswith(".json"):
-        hint = nearest(name, ("bytes", "chars"))
+        hint = suggest(name, ("bytes", "chars"))
         raise UserError(f"no tokenizer {name!r}{hint}: bytes, chars, or a path ending in .json")
     return load_tokenizer(name)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.base.config import Config, check, incompatible, load_config, override, parse
+from jaxpar.base.config import Config, check, incompatible_changes, load_config, override, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten, to_toml
 
@@ -119,7 +119,7 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
         "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches", "train.final_eval_batches",
         "data.prefetch", "model.scan_layers",
     )  # fmt: skip
-    differences = incompatible(Config(), changed(key, value))
+    differences = incompatible_changes(Config(), changed(key, value))
     assert not differences if free else (len(differences) == 1 and differences[0].startswith(f"{key}: {value!r} -> "))
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.processes import Batches, together
+from jaxpar.base.processes import Batches, run_together
 
 pytestmark = pytest.mark.quick
 
@@ -33,7 +33,7 @@ def several(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def test_one_process_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multihost_utils, "process_allgather", pytest.fail)
-    assert together(lambda: 3) == 3
+    assert run_together(lambda: 3) == 3
     batches = Batches(failing(), 0)
     assert next(batches) == 1
     with pytest.raises(UserError, match="second"):
@@ -43,14 +43,14 @@ def test_one_process_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_error_here_or_there_is_raised_on_both(several: Callable[..., None]) -> None:
     several(other_fails=False)
-    assert together(lambda: 3) == 3
+    assert run_together(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        together(lambda: 1 // 0)
+        run_together(lambda: 1 // 0)
     several(other_fails=True)
     with pytest.raises(UserError, match="process 1 cannot go on"):
-        together(lambda: 3)
+        run_together(lambda: 3)
     with pytest.raises(ZeroDivisionError):
-        together(lambda: 1 // 0)
+        run_together(lambda: 1 // 0)
 
 
 def test_batches_go_on_empty_until_all_have_stopped(several: Callable[..., None]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from jaxpar.base.config import RESOLVED, Config, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten, presets, to_toml
-from jaxpar.base.unused_settings import EFFECTS, idle
+from jaxpar.base.unused_settings import EFFECTS, idle_keys
 from jaxpar.cli.arguments import config_args
 from jaxpar.cli.commands import TrainArgs
 
@@ -59,8 +59,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 def test_a_key_is_idle_until_what_makes_it_matter(key: str) -> None:
     value, off, on = CASES[key]
     config = override(Config(), {key: value} | off)
-    assert key in dict(idle(config))
-    assert key not in dict(idle(override(config, on)))
+    assert key in dict(idle_keys(config))
+    assert key not in dict(idle_keys(override(config, on)))
 
 
 def test_every_row_of_the_table_is_a_case_and_a_key() -> None:
@@ -69,7 +69,7 @@ def test_every_row_of_the_table_is_a_case_and_a_key() -> None:
     covered = {key for key in known if key in listed or key.startswith(tuple(k for k in listed if k[-1] == "."))}
     assert covered - set(keep) == set(CASES) - set(keep)
     assert all(key in known or key[-1] == "." for key in listed)
-    assert not dict(idle(Config()))
+    assert not dict(idle_keys(Config()))
 
 
 def parsed(*words: str) -> Config:

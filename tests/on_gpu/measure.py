@@ -21,7 +21,7 @@ from on_gpu.pieces import Found, Piece, Say, read_piece, report, run_piece
 
 from jaxpar.base.config import Config, check, load_config, override
 from jaxpar.base.console import console
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.hardware import Hardware, hardware_of, load_chip, peak_flops
 from jaxpar.base.jax_compat import NO_CUDA_GRAPHS
 from jaxpar.bench.alternate import Row
@@ -262,7 +262,7 @@ def measure(args: GpuArgs, say: Say = lambda line: None) -> str:
     """
     for name in args.pieces:
         if name not in PIECES:
-            raise UserError(f"make gpu has no piece {name!r}{nearest(name, PIECES)}: there are {', '.join(PIECES)}")
+            raise UserError(f"make gpu has no piece {name!r}{suggest(name, PIECES)}: there are {', '.join(PIECES)}")
     out, text = Path(args.out), ""
     for name in args.pieces or PIECES:
         run_piece(PIECES[name], name, "on_gpu.measure.PIECES", out, args.small, say)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.jax_compat import compiler_said
+from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.runtime import versions, write_whole
 from jaxpar.bench.alternate import Row, table
 from jaxpar.kernels.attention.call import Unserved
@@ -141,7 +141,7 @@ def run_case(case: Callable[[Say], list[Row]]) -> Found:
     except (Unserved, UserError) as refused:
         return {"status": "refused", "why": str(refused)}
     except Exception as error:  # whatever it is, the others go on
-        return {"status": "failed", "why": f"{type(error).__name__}: {compiler_said(str(error) or '?')}"}
+        return {"status": "failed", "why": f"{type(error).__name__}: {compiler_message(str(error) or '?')}"}
 
 
 def facts_here(small: bool) -> dict[str, str]:

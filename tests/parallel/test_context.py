@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.heads import copying
+from jaxpar.base.heads import kv_copy_axes
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Context, Plan
 from jaxpar.base.sharding import ShardingRules
@@ -126,7 +126,7 @@ def test_a_strategy_gives_the_answer_of_one_device(strategy, mesh, rules, H, K, 
     monkeypatch.setattr(chunked, "COLUMNS", 7)
     args, segments = projections(4, 48, H, K, 6), documents(4, 48) if packed else None
     plan = plan_on(strategy, rules, **mesh)
-    copies = math.lcm(K, plan.pieces(copying(plan))) // K  # as column_linear leaves them
+    copies = math.lcm(K, plan.pieces(kv_copy_axes(plan))) // K  # as column_linear leaves them
 
     def ours(q: jax.Array, *kv: jax.Array) -> Any:
         return split(plan, window, segments)(q, *(jnp.repeat(x, copies, axis=2) for x in kv))

@@ -16,7 +16,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import devices_needed, total_sizes
 from jaxpar.base.plan import Pipeline, Plan
-from jaxpar.base.sharding import replicated
+from jaxpar.base.sharding import replicated_sharding
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Loop
 from jaxpar.models import Model
@@ -267,7 +267,7 @@ def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
         return step.gradients(model, params, batch, plan, key, config.train.accumulation, weights)
 
     tokens = plan.sharding(TOKENS)
-    jitted = jax.jit(run, in_shardings=(places, tokens), out_shardings=(replicated(plan), places))
+    jitted = jax.jit(run, in_shardings=(places, tokens), out_shardings=(replicated_sharding(plan), places))
     sums, grads = jax.device_get(jitted(jax.device_put(params, places), jax.device_put(random_batch(config), tokens)))
     grads["blocks"] = jax.tree.map(lambda x: reorder_layers(x, order, None, L), grads["blocks"])
     return sums, grads

@@ -17,7 +17,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.parse import parse
 from jaxpar.plan import memory_search as subject
-from jaxpar.plan.budget import _slower, budget_bytes, fit_to_budget, parse_bytes, within_budget
+from jaxpar.plan.budget import _is_slower, budget_bytes, fit_to_budget, parse_bytes, solve_budget
 from jaxpar.plan.choose_remat import ActionCosts, Item, Solution
 from jaxpar.plan.memory_search import MemorySearch, Tried, compiled_bytes
 from jaxpar.rehearse.of_config import compile_step
@@ -51,14 +51,14 @@ def test_a_budget_is_met_and_spent():
     config = override(config_of("llama", fsdp=2), {"memory.budget": "100GiB", "model.layers": 3})
     said: list[str] = []
     devices = jax.devices()[:2]
-    roomy, tried = within_budget(config, devices, "cpu", Hardware(), said.append)
+    roomy, tried = solve_budget(config, devices, "cpu", Hardware(), said.append)
     assert roomy.memory.budget == "" and roomy.memory.policy == "full"
     assert set(vars(roomy.memory.keep).values()) <= {"save", "policy", "recompute"}
     assert roomy.memory.keep.up == roomy.memory.keep.attention_out == "save"
     least = compiled_bytes(override(config, {"memory.policy": "full", "memory.budget": ""}), devices, "cpu")[0]
     budget = (least + max(one.compiled for one in tried)) // 2  # of the least and of everything
     tight = override(config, {"memory.budget": str(budget)})
-    found, tried = within_budget(tight, devices, "cpu", Hardware(), said.append)
+    found, tried = solve_budget(tight, devices, "cpu", Hardware(), said.append)
     (last,) = [one for one in tried if one.config == found]
     assert last.compiled <= budget
     assert len(tried) <= 3 and said[-1].startswith("memory.budget ")
@@ -90,7 +90,7 @@ def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPat
 
     def compiled(config: Config, devices: Any, platform: str) -> tuple[int, str, None]:
         plan = make_plan(config, devices)
-        kept = sum(one.kept for one in activations(config, plan) if one.action == "save")
+        kept = sum(one.kept_bytes for one in activations(config, plan) if one.action == "save")
         real.append(
             subject.state_bytes(config, plan, platform).device + kept + subject.work_bytes(config, plan) + 3 * 2**20
         )
@@ -100,7 +100,7 @@ def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPat
     state = subject.state_bytes(config, plan := make_plan(config, jax.devices()[:1]), "cpu").device
     room = state + subject.work_bytes(config, plan) + 3 * 2**20 + 12 * 2**20
     config = override(config, {"memory.budget": str(room)})
-    found, tried = within_budget(config, jax.devices()[:1], "cpu", Hardware())
+    found, tried = solve_budget(config, jax.devices()[:1], "cpu", Hardware())
     assert tried[0].compiled > room, "else the test says nothing"
     assert compiled(found, jax.devices()[:1], "cpu")[0] <= room
     assert len(tried) <= 3
@@ -114,12 +114,12 @@ def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
         return Tried(Config(), subject.Outer(), Solution(0, host, 0.0, ()), 0, 0, 1.0, timeline)
 
     costs = ActionCosts(1.0, 2.0, 10.0, 0.5)
-    assert subject._exposed(tried(40, 9.0, 3.0), costs) == 0.25
-    assert subject._exposed(tried(40, 9.0, 99.0), costs) == 1.0
-    assert subject._exposed(tried(0, 9.0, 0.0), costs) == subject._exposed(tried(40), costs) == 0.5
-    assert _slower(tried(40, 9.0, 3.0), tried(0, 8.0, 0.0))
-    assert not _slower(tried(0, 8.0, 0.0), tried(40, 9.0, 3.0))
-    assert not _slower(tried(40), tried(0)), "devices at hand: nothing was played"
+    assert subject._exposed_share(tried(40, 9.0, 3.0), costs) == 0.25
+    assert subject._exposed_share(tried(40, 9.0, 99.0), costs) == 1.0
+    assert subject._exposed_share(tried(0, 9.0, 0.0), costs) == subject._exposed_share(tried(40), costs) == 0.5
+    assert _is_slower(tried(40, 9.0, 3.0), tried(0, 8.0, 0.0))
+    assert not _is_slower(tried(0, 8.0, 0.0), tried(40, 9.0, 3.0))
+    assert not _is_slower(tried(40), tried(0)), "devices at hand: nothing was played"
 
 
 def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
     # Of a matmul's result, making it again takes 1.2 times its bytes over the link, and 2 times is there and back.
     link = 1.2**2 * flops / base.model.embed
     hardware = Hardware(peak_flops=PeakFlops(flops, flops), hbm_bandwidth=1e15, host_link_bandwidth=link)
-    monkeypatch.setattr(subject, "_offloads", lambda *_: True)
+    monkeypatch.setattr(subject, "_may_offload", lambda *_: True)
     monkeypatch.setattr(subject, "_AWAY", 1.0)  # the guess as it is
 
     def moved(config: Config) -> int:
@@ -139,7 +139,7 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
 
     def compiled(config: Config, devices: Any, platform: str) -> tuple[int, str, None]:
         plan = make_plan(config, devices)
-        kept = sum(one.kept for one in activations(config, plan) if one.action == "save")
+        kept = sum(one.kept_bytes for one in activations(config, plan) if one.action == "save")
         state = subject.state_bytes(config, plan, platform).device
         return state + kept + subject.work_bytes(config, plan), str(moved(config)), None
 
@@ -152,8 +152,8 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
     everything = compiled(override(base, {"memory.policy": "none"}), devices, "cuda")[0]
     least = compiled(override(base, {"memory.policy": "full"}), devices, "cuda")[0]
     config = override(base, {"memory.budget": str((least + everything) // 2)})
-    guessed, _ = within_budget(config, devices, "cuda", hardware)
-    found, tried = within_budget(config, devices, "cuda", hardware, target=load_target("h100x1"))
+    guessed, _ = solve_budget(config, devices, "cuda", hardware)
+    found, tried = solve_budget(config, devices, "cuda", hardware, target=load_target("h100x1"))
     assert moved(guessed) > 0, "else the test says nothing"
     assert any(moved(one.config) for one in tried), "what is waited for has been seen"
     assert moved(found) == 0
@@ -164,7 +164,7 @@ def test_a_loss_that_holds_less_is_weighed_before_host_memory(monkeypatch: pytes
     config = override(config_of("llama", fsdp=2), {"model.vocab_size": 1 << 17, "data.seq_len": 64,
                                                    "model.max_seq_len": 64, "train.batch": 64})  # fmt: skip
     devices = jax.devices()[:2]
-    monkeypatch.setattr(subject, "_offloads", lambda *_: True)
+    monkeypatch.setattr(subject, "_may_offload", lambda *_: True)
     searched = subject.searches(config, devices, "cuda", Hardware())
     assert {one.outer.loss_mib for one in searched} > {0}
     whole, less = (next(one for one in searched if one.outer == outer)
@@ -234,12 +234,12 @@ def checked(model: str, mesh: str, share: float) -> list[str]:
     everything = search.state.device + search.work + sum(item.options[0].device for item in search.items)
     least = compiled_bytes(override(base, {"memory.policy": "full"}), devices, "cuda")[0]
     budget = int(least + share * (everything - least))
-    found, tried = within_budget(
+    found, tried = solve_budget(
         override(base, {"memory.budget": str(budget)}), devices, "cuda", target.hardware
     )  # fmt: skip
     (last,) = [one for one in tried if one.config == found]
     compiled = compile_step(found, target)
-    kept = sum(one.kept for one in activations(found, compiled.plan) if one.action == "save")
+    kept = sum(one.kept_bytes for one in activations(found, compiled.plan) if one.action == "save")
     stacks = saved_bytes(parse(compiled.compiled.text), found.model.layers)
     # The solver and trying all, given the same room: what the winner's own prediction left.
     room = last.solution.device + budget - last.predicted

@@ -14,7 +14,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.plan import Overlap
 from jaxpar.bench.overlap import PURE, block_row
 from jaxpar.plan import choose_overlap as auto
-from jaxpar.plan.choose_overlap import SITES, Trial, best, choose_overlap, time_forms, trial, words
+from jaxpar.plan.choose_overlap import SITES, Trial, choose_overlap, fastest_trial, time_forms, trial, words
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.plans import make_plan
 
@@ -159,7 +159,7 @@ def test_blocks_are_played_for_a_target():
         assert 0 < one.matmul < one.compute
     # Rings send as many bytes as a reduce-scatter, in other pieces.
     assert found[1].sent == pytest.approx(found[0].sent, rel=0.01)
-    assert best(found).seconds == min(one.seconds for one in found)
+    assert fastest_trial(found).seconds == min(one.seconds for one in found)
 
 
 def test_a_row_has_milliseconds_and_the_fastest_form_is_bold():

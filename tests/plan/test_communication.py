@@ -16,7 +16,7 @@ from jaxpar.base.mesh import MeshSpec, devices_needed
 from jaxpar.base.plan import Overlap
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
-from jaxpar.plan.communication import StepCollective, sent, sent_again, step_collectives
+from jaxpar.plan.communication import StepCollective, bytes_by_collective, recompute_bytes, step_collectives
 from jaxpar.train.plans import make_plan
 from jaxpar.train.saved_activations import activations
 
@@ -32,7 +32,9 @@ def in_step(config: Config) -> tuple[StepCollective, ...]:
 
 def sent_by(config: Config, *scopes: str) -> dict[Any, float]:
     """What is sent in these scopes of the model, and in those below them."""
-    return sent(one for one in in_step(config) if f"{one.scope}/".startswith(tuple(f"{scope}/" for scope in scopes)))
+    return bytes_by_collective(
+        one for one in in_step(config) if f"{one.scope}/".startswith(tuple(f"{scope}/" for scope in scopes))
+    )
 
 
 def over(kind: str, *axes: str) -> tuple[str, tuple[str, ...]]:
@@ -47,7 +49,7 @@ def test_fsdp_and_tensor():
     block = 2 * 64 * (2 * 128 + 2 * 64 + 3 * 256) // 2  # entries of both blocks' matrices, along tensor=2
     table = 512 * 64 // 2
     stream = STREAM / 4  # of one of fsdp=4, gathered
-    assert sent(in_step(FSDP_TENSOR)) == {
+    assert bytes_by_collective(in_step(FSDP_TENSOR)) == {
         # Blocks for forward and backward; the embedding and the head once.
         over("all-gather", "fsdp"): (2 * block + 2 * table) * 4 * 3 / 4,
         over("reduce-scatter", "fsdp"): (block + 2 * table) * 4 * 3 / 4,
@@ -70,9 +72,12 @@ def test_each_has_its_place_and_its_phase():
     ]  # fmt: skip
     first = found[0]
     assert (first.devices, first.bytes, first.dtype, first.shape) == (2, STREAM // 4, "float32", (4, 64, 64))
-    assert (first.sent_once, first.sent) == (STREAM / 4 / 2, 2 * STREAM / 4 / 2)
+    assert (first.sent_bytes, first.step_bytes) == (STREAM / 4 / 2, 2 * STREAM / 4 / 2)
     half = in_step(override(FSDP_TENSOR, {"precision.compute": "bfloat16"}))
-    assert sent(half)[over("all-gather", "tensor")] == sent(in_step(FSDP_TENSOR))[over("all-gather", "tensor")] / 2
+    assert (
+        bytes_by_collective(half)[over("all-gather", "tensor")]
+        == bytes_by_collective(in_step(FSDP_TENSOR))[over("all-gather", "tensor")] / 2
+    )
 
 
 def entries(config: Config) -> int:
@@ -83,7 +88,7 @@ def entries(config: Config) -> int:
 def test_zero1():
     """Gradients of all matrices are scattered, every parameter is gathered, which is what an all-reduce sends."""
     count, vectors = entries(ZERO1), 5 * ZERO1.model.embed
-    assert sent(in_step(ZERO1)) == {
+    assert bytes_by_collective(in_step(ZERO1)) == {
         over("reduce-scatter", "data"): (count - vectors) * 4 * 7 / 8,
         over("all-gather", "data"): count * 4 * 7 / 8,
         over("all-reduce", "data"): 2 * 4 * 2 * 7 / 8,
@@ -103,14 +108,14 @@ def test_gradients_are_summed_over_data_after_the_last_microbatch():
     config = config_of("gpt2", accumulation=4, data=4)
     (accumulated,) = sent_by(config, "accumulate").items()
     assert accumulated == (over("all-reduce", "data"), (entries(config) + 2) * 4 * 2 * 3 / 4)
-    assert sent(in_step(config)) == dict([accumulated])
+    assert bytes_by_collective(in_step(config)) == dict([accumulated])
 
 
 def test_rings_send_what_collectives_send():
     """A ring takes as many bytes along as the gather or scatter it stands for, of any size of chunk."""
     plain = config_of("gpt2", fsdp=2, tensor=4)
     rings = dataclasses.replace(plain, overlap=Overlap("ring", "bidirectional"))
-    whole, ring = sent(in_step(plain)), sent(in_step(rings))
+    whole, ring = bytes_by_collective(in_step(plain)), bytes_by_collective(in_step(rings))
     assert sum(ring.values()) == sum(whole.values())
     assert ring[over("ppermute", "tensor")] > 0
 
@@ -150,7 +155,7 @@ def test_stages():
     block = 64 * (2 * 128 + 2 * 64 + 3 * 256) // 2  # entries of a block's matrices, along tensor=2
     table = 512 * 64 // 2
     stream = 4 // 2 * 64 * 64 * 4  # bytes of the residual stream of one of fsdp=2, gathered
-    assert sent(in_step(staged(config_of("llama", "full", stage=2, fsdp=2, tensor=2), "1f1b", 4))) == {
+    assert bytes_by_collective(in_step(staged(config_of("llama", "full", stage=2, fsdp=2, tensor=2), "1f1b", 4))) == {
         # Blocks forward, again before the backward, and in it; the lookup in 5 ticks, the loss in 4.
         over("all-gather", "fsdp"): (10 * 3 * block + (5 + 4) * table) * 4 / 2,
         over("reduce-scatter", "fsdp"): (10 * block + (5 + 4) * table) * 4 / 2,
@@ -195,12 +200,12 @@ def test_what_is_sent_again_is_what_the_step_then_sends_more(name):
     """Beside whole steps that keep everything, and everything but one activation."""
     config = override(PLANS[name], {"memory.policy": "full"})
     plan = make_plan(config, jax.devices()[: devices_needed(config.mesh)])
-    found, names = sent_again(config, plan), [one.name for one in activations(config, plan)]
+    found, names = recompute_bytes(config, plan), [one.name for one in activations(config, plan)]
     everything = dict.fromkeys(vars(Keep()), "save")
 
     def whole(**keep: Any) -> float:
         kept = dataclasses.replace(plan, keep=Keep(**everything | keep))
-        return sum(one.sent for one in step_collectives(config, kept))
+        return sum(one.step_bytes for one in step_collectives(config, kept))
 
     least = whole()
     assert any(found.values()), "else the test says nothing"

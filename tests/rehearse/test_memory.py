@@ -78,7 +78,7 @@ def test_what_is_kept_without_a_name_is_known(family: str, mesh: dict[str, int])
     """XLA keeps some arrays once that autodiff keeps twice, in another dtype: within 5 %."""
     config = override(config_of("none", **mesh), {"model.family": family})
     _, module, *_, plan = compiled(config)
-    known = sum(one.kept for one in activations(config, plan)) + unnamed_bytes(config, plan)
+    known = sum(one.kept_bytes for one in activations(config, plan)) + unnamed_bytes(config, plan)
     assert known == pytest.approx(saved_bytes(module, LAYERS), rel=0.05)
     assert unnamed_bytes(config, replace(plan, remat="dots")) == 0
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxpar.base.config import Config, DataConfig, MemoryConfig, ModelConfig, TrainConfig
-from jaxpar.base.jax_compat import compiler_said, kernel_too_large
+from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Overlap, Pipeline, Plan
 from jaxpar.rehearse.of_config import step_sizes
@@ -115,12 +115,12 @@ def test_a_kernel_that_is_too_large_is_named_with_what_it_may_have(message: str,
         f"the compiler for v5e-8 refuses this step: the kernel splash_mha_fwd_residuals.1 asks for {needs} of vmem and "
         "may have 16.00M; for attention, kernels.attention=chunked needs none"
     )
-    assert not kernel_too_large(EARLY) and not kernel_too_large(LATE)
+    assert not kernel_memory_message(EARLY) and not kernel_memory_message(LATE)
 
 
 def test_a_heading_is_passed_on_with_what_it_announces():
-    assert compiler_said("INTERNAL: E9: New:\n\n  no such layout\nmore") == "INTERNAL: E9: New: no such layout"
-    assert compiler_said("") == ""
+    assert compiler_message("INTERNAL: E9: New:\n\n  no such layout\nmore") == "INTERNAL: E9: New: no such layout"
+    assert compiler_message("") == ""
 
 
 def test_as_few_devices_as_are_enough_share_the_state(plan_of):

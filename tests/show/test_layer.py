@@ -59,7 +59,7 @@ def texts(figure: Figure) -> list[str]:
 
 def label(one: StepCollective) -> str:
     times = f" x {one.count}" if one.count > 1 else ""
-    return f"{one.kind} over {' x '.join(one.axes)}, {bytes_text(one.sent / one.count)}{times}"
+    return f"{one.kind} over {' x '.join(one.axes)}, {bytes_text(one.step_bytes / one.count)}{times}"
 
 
 @pytest.mark.parametrize("name", PLANS)

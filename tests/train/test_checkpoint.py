@@ -15,7 +15,7 @@ import pytest
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import replicated
+from jaxpar.base.sharding import replicated_sharding
 from jaxpar.train.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.quick
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.quick
 def state_on(plan: Plan, scale: float = 1.0) -> dict[str, Any]:
     weight = scale * jax.random.normal(jax.random.key(0), (8, 16))
     return {
-        "step": jax.device_put(jnp.int32(3), replicated(plan)),
+        "step": jax.device_put(jnp.int32(3), replicated_sharding(plan)),
         "w": jax.device_put(weight, plan.sharding(("embed", "mlp"))),
     }
 
 
 def shardings_on(plan: Plan) -> dict[str, Any]:
-    return {"step": replicated(plan), "w": plan.sharding(("embed", "mlp"))}
+    return {"step": replicated_sharding(plan), "w": plan.sharding(("embed", "mlp"))}
 
 
 def test_a_state_comes_back_to_the_bit_on_another_mesh(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
@@ -115,6 +115,9 @@ def test_what_cannot_be_read_is_said_with_a_way_out(tmp_path: Path, plan_of: Cal
     else:
         shape, dtype = ((8, 12) if "shape" in damage else (8, 16)), (jnp.bfloat16 if "dtype" in damage else jnp.float32)
         shapes = {"step": shapes["step"], "v" if "name" in damage else "w": jax.ShapeDtypeStruct(shape, dtype)}
-    shardings = {"step": replicated(plan), **dict.fromkeys(shapes.keys() - {"step"}, replicated(plan))}
+    shardings = {
+        "step": replicated_sharding(plan),
+        **dict.fromkeys(shapes.keys() - {"step"}, replicated_sharding(plan)),
+    }
     with pytest.raises(UserError, match=DAMAGES[damage]):
         Checkpoints(tmp_path).restore(1, shapes, shardings)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.plan import Schedule
 
 Kind = Literal["forward", "backward", "input", "weight"]
@@ -96,7 +96,7 @@ def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -
 def check_sizes(name: Schedule, stages: int, microbatches: int, virtual: int) -> None:
     """Refuse what `schedule` refuses."""
     if name not in get_args(Schedule):
-        raise UserError(f"no schedule {name!r}{nearest(name, get_args(Schedule))}: {', '.join(get_args(Schedule))}")
+        raise UserError(f"no schedule {name!r}{suggest(name, get_args(Schedule))}: {', '.join(get_args(Schedule))}")
     if min(stages, microbatches, virtual) < 1:
         raise UserError(
             f"a pipeline has at least one stage, microbatch and virtual stage, found {stages}, {microbatches}, "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from jaxpar.base.console import bytes_text
-from jaxpar.base.errors import UserError, nearest
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import seconds_text
 
@@ -51,7 +51,7 @@ def parse_conditions(text: str, rules: Collection[str], baseline: bool) -> Condi
             raise UserError(f"--fail-on {part}: {name} either happens or does not: write {name}")
         if name not in events and name not in QUANTITIES:
             known = ", ".join([*sorted(events), *(f"{quantity}+5%" for quantity in QUANTITIES)])
-            hint = nearest(name, [*events, *QUANTITIES])
+            hint = suggest(name, [*events, *QUANTITIES])
             raise UserError(f"--fail-on {part}: unknown condition{hint}: it may be {known}")
         if name in QUANTITIES and not re.fullmatch(r"\d+(\.\d+)?%", growth):
             found = f"found {plus + growth!r}" if plus else "found none"

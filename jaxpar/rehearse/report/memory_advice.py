@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxpar.base.console import bytes_text
-from jaxpar.base.jax_compat import compiler_said
+from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import LogicalAxis
@@ -54,7 +54,7 @@ def refusal(message: str, target: str, advise: Callable[[int, int], list[str]] =
     """
     found = needs_and_has(message)
     if found is None:
-        return f"the compiler for {target} refuses this step: {compiler_said(message)}"
+        return f"the compiler for {target} refuses this step: {compiler_message(message)}"
     needs, has = found
     over = f"it needs {bytes_text(needs)} a device, {bytes_text(needs - has)} more than its {bytes_text(has)}"
     return "; ".join([f"this step does not fit {target}: {over}", *advise(needs, has)])

@@ -21,7 +21,7 @@ from jaxpar.base.config import Config, PrecisionConfig
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import replicated
+from jaxpar.base.sharding import replicated_sharding
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import PARTS, Batch, Model, Params
 from jaxpar.parallel import Ops
@@ -114,7 +114,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     jitted = jax.jit(
         run,
         in_shardings=(stored, batch_sharding),
-        out_shardings=(replicated(plan), shardings),
+        out_shardings=(replicated_sharding(plan), shardings),
         compiler_options=compiler_options(plan.mesh) | _untuned(case.devices),  # those of `train`
     )
     layers = case.model.config.layers
