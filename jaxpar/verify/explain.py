@@ -51,7 +51,6 @@ def explain(
 
     Args:
       verdict: the comparison of `got`, the program's answer with its shardings, with `want`, the reference's.
-      got, want: these answers.
       run: the reference, which is run on each part of each partition.
       partitions: of the batch.
       altered: the reference under other circumstances; asked for only if a gradient is explained by nothing else.
@@ -107,14 +106,13 @@ def _contributions(
     for what, of, batches in partitions:
         found = [run(batch).grads for batch in batches]
         total = {name: np.sum([grads[name] for grads in found], axis=0) for name in want.grads}
-        mean = _scaled(1 / len(found), total)
-        if _adds_up(total, want):
-            parts += [(what, f"{what} {n}{of}", grads) for n, grads in enumerate(found)]
-        elif _adds_up(mean, want):
-            parts += [(what, f"{what} {n}{of}", _scaled(1 / len(found), grads)) for n, grads in enumerate(found)]
+        scale = next((scale for scale in (1.0, 1 / len(found)) if _adds_up(_scaled(scale, total), want)), 0.0)
+        if scale:
+            parts += [(what, f"{what} {n}{of}", _scaled(scale, grads)) for n, grads in enumerate(found)]
         else:
             own = f"each {what}{of} divides by its own number of tokens"
-            means += [("mean", own, mean), ("mean", f"{own}, and the results are summed", total)]
+            means.append(("mean", own, _scaled(1 / len(found), total)))
+            means.append(("mean", f"{own}, and the results are summed", total))
     return parts, means
 
 

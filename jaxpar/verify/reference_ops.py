@@ -71,13 +71,9 @@ class ReferenceOps:
         key: jax.Array | None = None,
         window: int = 0,
     ) -> Float[Array, "B S H h"]:
-        """Causal attention over all scores at once; dropout is never on here.
+        """Causal attention over all scores at once, S = T; dropout is never on here.
 
-        Args:
-          q_BSHh, k_BSKh, v_BSKh: projections of one sequence (S = T), H a multiple of K.
-          segments_BS: document of each token; a token sees its own document only. None = one document.
-          dropout_rate, key: unused.
-          window: a token sees so many tokens up to itself; 0 = all before it.
+        A token sees its own document (`segments_BS`) only, and `window` tokens up to itself; 0 = all before it.
         """
         S, H, h = q_BSHh.shape[1:]
         k_BTHh, v_BTHh = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BSKh, v_BSKh))

@@ -112,16 +112,12 @@ def run(setup: Setup, gradients: Gradients | None = None, say: Say = lambda line
     case = Case.draw(setup.config, setup.devices, gradients or step.gradients)
     for note in setup.notes:
         say(f"note: {note}")
-    checks: list[Verdict] = []
-    for check in _checks(case, say):
-        checks.append(check)
-        if not check.equal:
-            break
-    return Verification(setup, tuple(checks), time.perf_counter() - began)
+    checks = tuple(_checks(case, say))
+    return Verification(setup, checks, time.perf_counter() - began)
 
 
 def _checks(case: Case, say: Say) -> Iterator[Verdict]:
-    """The comparisons one after another: each is made when it is asked for."""
+    """The comparisons, up to the first that differs."""
     say("reference: one device, plain ops, float32")
     reference = one_device(case, "float32", exact=True)
     want = reference(case.params, case.batch)
@@ -142,6 +138,8 @@ def _checks(case: Case, say: Say) -> Iterator[Verdict]:
             check = explain_plan(case, check, got, want, reference, say)
             check = dataclasses.replace(check, on_one_device=bool(check.wrong) and alike)
         yield check
+        if not check.equal:
+            return
 
 
 def compare_answers(

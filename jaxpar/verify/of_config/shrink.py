@@ -22,13 +22,15 @@ from jaxpar.base.config import (
 )  # fmt: skip
 from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
-from jaxpar.base.plan import Overlap, Pipeline
+from jaxpar.base.plan import Pipeline
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, named_axes
 from jaxpar.parallel.pipeline import layers_of, microbatches
 
 MOST_ACCUMULATION = 4  # more microbatches repeat what these do
 _FEW = 4  # virtual stages have two layers each, more than so many have one
 _VOCAB = 40  # rows of the vocabulary tables, at least
+# What is left to choose is set to the form with the most that could go wrong: all give the same answer.
+_EXPLICIT = {"gather": "bidirectional", "scatter": "bidirectional", "domino": "on"}
 
 Sizes = Mapping[MeshAxis, int]
 """Devices along each mesh axis."""
@@ -58,7 +60,8 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> tuple[Con
     seq_len = odd_multiple(max(least.seq_len, 3 * chunks if chunks > 1 else 0), multiples["seq"])
     layers, pipeline = _few_layers(config, sizes, asked)
     model = _narrow_model(config, multiples, _few_heads(config, sizes, asked), layers, seq_len, least.head_dim)
-    overlap = _explicit(config.overlap)
+    forms = {name: form for name, form in _EXPLICIT.items() if getattr(config.overlap, name) == "auto"}
+    overlap = replace(config.overlap, **forms)
     accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
     # Two sequences a shard (and a half): a batch dim of one would hide a wrong order inside a shard.
     rows = 2 * overlap.parts * pieces("batch", config.rules, sizes)
@@ -198,16 +201,6 @@ def _narrow_model(
         window=window if model.window else 0,
         max_seq_len=seq_len if config.data.seq_len == model.max_seq_len else seq_len + 3,
         dropout=0.0,
-    )
-
-
-def _explicit(overlap: Overlap) -> Overlap:
-    """What is left to choose is set to the form with the most that could go wrong: all give the same answer."""
-    return replace(
-        overlap,
-        gather="bidirectional" if overlap.gather == "auto" else overlap.gather,
-        scatter="bidirectional" if overlap.scatter == "auto" else overlap.scatter,
-        domino="on" if overlap.domino == "auto" else overlap.domino,
     )
 
 
