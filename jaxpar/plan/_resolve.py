@@ -18,10 +18,10 @@ def resolve(config: Config, target: Target | None = None, say: Callable[[str], N
     Args:
       config: the experiment. Its mesh must fit the target.
       target: what to settle it for, from `jaxpar.rehearse.targets.load_target`; None = the devices at hand.
-      say: called with a line for each form that is tried and each compilation.
+      say: is called with a line for each form that is tried and for each compilation.
 
     Raises:
-      UserError: a mesh that does not fit, or a budget below what the plan takes with the least kept.
+      UserError: the mesh does not fit, or the budget is below what the plan takes with the least kept.
     """
     return resolve_and_compile(config, target, say)[0]
 

@@ -25,7 +25,7 @@ from jaxpar.rehearse.targets import Target
 from jaxpar.train.plans import make_plan
 
 MARGIN = 0.05
-"""Of a device's memory, that `auto` leaves free."""
+"""The share of a device's memory that `auto` leaves free."""
 _ROUNDS = 3  # compilations at most
 _WORTH = 0.99  # of the best step's time: less of a gain is not compiled for
 _UNITS = {"": 1, "B": 1, **{f"{k}{suffix}": base ** (n + 1) for n, k in enumerate("KMGT") for suffix, base in
@@ -61,15 +61,15 @@ def solve_budget(
 
     Args:
       config: with a budget; what `memory.may` names may be changed beside the activations.
-      devices: of the mesh, at hand or not.
-      platform: what is compiled for.
-      hardware: whose figures count.
-      say: called with a line for each step and the reason for the outcome.
+      devices: the devices of the mesh, at hand or not.
+      platform: the platform to compile for.
+      hardware: the hardware whose figures count.
+      say: is called with a line for each step and the reason for the outcome.
       target: what the devices are; its rehearsal then says how long compute waits for the host, and which of the
         compiled assignments is the fastest.
 
     Raises:
-      UserError: a budget below what the plan takes with the least kept: with that minimum, and what would lower it.
+      UserError: the budget is below what the plan takes with the least kept; the message says what would lower that.
     """
     budget = budget_bytes(config.memory.budget, hardware, devices[0])
     searched = searches(config, devices, platform, hardware, say)
@@ -111,7 +111,7 @@ def parse_bytes(text: str) -> int:
     """`14GiB` in bytes.
 
     Raises:
-      UserError: it is no size.
+      UserError: the text is not a size.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     if not match or match[2] not in _UNITS:
@@ -123,7 +123,7 @@ def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
     """A budget in bytes; `auto` is the device's memory less a margin.
 
     Raises:
-      UserError: no size, or `auto` for a device that does not say what it has.
+      UserError: the text is not a size, or is `auto` for a device that does not say what it has.
     """
     if text != "auto":
         return parse_bytes(text)
@@ -149,7 +149,7 @@ def _candidates(
 
 
 def _is_slower(one: Tried, than: Tried) -> bool:
-    """By the rehearsal, where there is one."""
+    """Whether a step is slower than another by the rehearsal, where there is one."""
     return one.played is not None and than.played is not None and one.played.seconds >= than.played.seconds
 
 
@@ -186,7 +186,7 @@ def _names(found: Sequence[tuple[Item, Option]]) -> str:
 
 
 def _rehearsal_text(one: Tried) -> str:
-    """What the rehearsal says of it."""
+    """What the rehearsal says of a step."""
     if one.played is None:
         return ""
     waits = one.played.host_stall

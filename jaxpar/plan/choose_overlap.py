@@ -47,7 +47,7 @@ class Trial(NamedTuple):
     """What one block takes in some form, per layer; seconds and bytes of one device.
 
     Attributes:
-      overlap: the form.
+      overlap: the forms that were tried.
       seconds: forward and backward.
       matmul: matmuls and what was fused into them; the timeline's, as the next ones (zero where it was timed).
       compute: all but what waits for communication.
@@ -76,7 +76,7 @@ def choose_overlap(config: Config, target: Target | None = None, say: Say = lamb
     Args:
       config: an experiment whose mesh fits the target.
       target: what to choose for; None = the devices at hand, which are timed.
-      say: called with a line for each form that is tried.
+      say: is called with a line for each form that is tried.
     """
     if not is_open(config.overlap):
         return config
@@ -103,9 +103,9 @@ def time_forms(
 
     Args:
       config: what is open in its overlap is tried.
-      plan: of the config.
+      plan: the plan of the config.
       target: as for `choose_overlap`.
-      say: called with a line for each.
+      say: is called with a line for each trial.
       also: forms to try besides.
     """
     trials: list[Trial] = []
@@ -131,7 +131,7 @@ def time_forms(
 
 
 def fastest_trial(trials: Sequence[Trial]) -> Trial:
-    """The fastest."""
+    """The trial that takes the fewest seconds."""
     return min(trials, key=lambda trial: trial.seconds)
 
 
@@ -227,7 +227,7 @@ def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced
 
 
 def _time(compiled: jax.stages.Compiled, arguments: BlockArguments) -> float:
-    """Seconds of a call, the median."""
+    """The median of the seconds that a call takes."""
 
     def ones(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.jit(lambda: jnp.ones(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()

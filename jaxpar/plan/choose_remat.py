@@ -29,7 +29,7 @@ from jaxpar.train.saved_activations import Activation, activations, loss_cut, mi
 _UNKNOWN = Hardware(peak_flops=PeakFlops(1e12, 1e12), hbm_bandwidth=1e11, host_link_bandwidth=1e10)
 """For a device without figures, such as a CPU: of no particular one, but a matmul costs more than a copy."""
 EFFICIENCY = 0.6
-"""Of the peak FLOP/s, that matmuls reach."""
+"""The share of the peak FLOP/s that matmuls reach."""
 EXPOSED = 0.3
 """Of the transfers of activations to host memory and back, that compute waits for, before a compiled program says: a
 loop over layers sends what a layer made before the next one starts."""
@@ -43,7 +43,7 @@ class Option(NamedTuple):
       action: save, offload or recompute.
       device: bytes that are there at a time on the device.
       host: bytes that go to host memory, and come back.
-      seconds: of making it again.
+      seconds: the time to make it again.
     """
 
     action: Action
@@ -63,9 +63,9 @@ class ActionCosts(NamedTuple):
     """What a solution's time is made of, seconds of one device in one step.
 
     Attributes:
-      forward, backward: compute.
+      forward, backward: the time that each computes.
       link: bytes/s to host memory.
-      exposed: of the transfers of activations, that compute waits for at the least.
+      exposed: the share of the activations' transfers that compute waits for at the least.
     """
 
     forward: float
@@ -126,9 +126,9 @@ def items_of(config: Config, plan: Plan, hardware: Hardware, offload: bool) -> l
 
     Args:
       config: the experiment.
-      plan: of the config.
-      hardware: whose figures count.
-      offload: host memory may be used.
+      plan: the plan of the config.
+      hardware: the hardware whose figures count.
+      offload: whether host memory may be used.
     """
     listed = {one.name: one for one in activations(config, plan)}
     times, rate, sent = _blocks_a_step(config, plan), _link_rate(hardware), recompute_bytes(config, plan)

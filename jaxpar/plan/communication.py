@@ -35,16 +35,16 @@ class StepCollective(NamedTuple):
     """A collective of a training step, as often as the step runs it.
 
     Attributes:
-      scope: of the model, as `jax.named_scope` has it: `block/attention`.
+      scope: the place in the model, as `jax.named_scope` has it: `block/attention`.
       phase: `forward`, `recomputed`, `backward` or `update`. What the recomputed forward and the backward both need is
         sent once, and counts for the first of them.
-      kind: of collective.
+      kind: the kind of collective.
       axes: its mesh axes of more than one device, in the order of the mesh.
-      devices: along them.
+      devices: the number of devices along these axes.
       bytes: of one group's whole array, as `hlo.tasks.Collective.bytes`; of a ppermute, one message.
       count: how often it runs in a step.
-      dtype: of what is sent.
-      shape: of the array whose bytes count.
+      dtype: the dtype of what is sent.
+      shape: the shape of the array whose bytes count.
     """
 
     scope: str

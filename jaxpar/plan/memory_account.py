@@ -32,7 +32,7 @@ def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart
 
     Args:
       config: the experiment.
-      plan: of the config.
+      plan: the plan of the config.
       platform: on `cpu` host memory is the device's own.
     """
     state, work = state_bytes(config, plan, platform), work_bytes(config, plan)

@@ -57,7 +57,7 @@ class Outer(NamedTuple):
     """0 = the config's."""
 
     def apply(self, config: Config) -> Config:
-        """The config with it."""
+        """The config with these choices."""
         where = {True: "offload", False: "device"}
         loss = self.loss_mib or config.memory.loss_mib
         memory = replace(
@@ -120,7 +120,7 @@ class MemorySearch:
         return wanted in [one.config for one in tried]
 
     def rank(self, solution: Solution) -> float:
-        """Seconds, by which assignments are compared."""
+        """The seconds by which assignments are compared."""
         away = solution.host or self.outer.optimizer or self.outer.parameters
         return self.seconds(solution) * (_AWAY if away else 1)
 

@@ -19,11 +19,11 @@ def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, 
     """What to tell the user of a step that does not fit, in a line.
 
     Args:
-      message: the runtime's.
+      message: what the runtime said.
       config: the experiment.
-      plan: of the config.
-      hardware: of a device.
-      platform: of a device.
+      plan: the plan of the config.
+      hardware: the figures of a device.
+      platform: the platform of a device.
       has: bytes of a device; 0 = not known.
     """
     total = sum(part.device for part in memory_account(config, plan, platform))

@@ -1,7 +1,7 @@
 """The collectives that a program asks for, read from its jaxpr: what the plan expects of the compiler.
 
-Every collective of this library stands in a `shard_map`, by mesh axis. Counted here with the trips of the scans around
-it, computed once where the same move of the same array is written twice (a recomputed gather and the backward's own),
+Every collective of this library stands in a `shard_map`, by mesh axis. It is counted with the trips of the scans around
+it, once where the same move of the same array is written twice (a recomputed gather and the backward's own),
 and not at all where nothing needs it, as the compiler will.
 """
 
@@ -30,15 +30,15 @@ class Requested:
     axes: frozenset[str]
     """Mesh axes of more than one device."""
     bytes: int
-    """Of one group's whole array, as `hlo.tasks.Collective.bytes`."""
+    """The size of one group's whole array, as `hlo.tasks.Collective.bytes`."""
     count: int
     """How often it runs in one step."""
     scope: str
     """jax's name stack, its own wrappers among it: `transpose(jvp())/block/attention`."""
     dtype: str
-    """Of what is sent: `bfloat16`."""
+    """The dtype of what is sent: `bfloat16`."""
     shape: tuple[int, ...] = ()
-    """Of the array whose bytes count."""
+    """The shape of the array whose bytes count."""
 
 
 @dataclass(eq=False)
@@ -61,8 +61,8 @@ def requested_collectives(
     Bytes are those of the arrays as they are sent, so in the compute dtype where the op casts before it gathers.
 
     Args:
-      jaxpr: of the whole function.
-      mesh: whose axes the collectives name.
+      jaxpr: the jaxpr of the whole function.
+      mesh: the mesh whose axes the collectives name.
       say: is called with a line, once, for whatever could not be counted exactly: a loop whose trips are not known,
         branches, a primitive that is not known.
       given: names of arrays (`checkpoint_name`) that are taken as there: what only these need is not counted.

@@ -30,8 +30,8 @@ def loss_figure(
     """Training and validation loss by step.
 
     Args:
-      rows: lines of `metrics.jsonl`.
-      title: of the figure.
+      rows: the lines of `metrics.jsonl`.
+      title: the title of the figure.
       references: horizontal lines by label, such as the text's unigram entropy (nats a token).
     """
     figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
@@ -60,7 +60,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Write a PNG, or what else the path's suffix says, whole or not at all; an SVG is the same each time.
 
     Raises:
-      UserError: it cannot be written.
+      UserError: the file cannot be written.
     """
     partial, form = path.with_suffix(".partial"), path.suffix.removeprefix(".")
     try:

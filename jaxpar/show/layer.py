@@ -65,14 +65,14 @@ def layer_figure(
     parameters: Sequence[Placement], named: Sequence[Activation], collectives: Sequence[StepCollective], plan: Plan,
     title: str,
 ) -> Figure:  # fmt: skip
-    """The picture.
+    """Draw a layer under a plan.
 
     Args:
       parameters: where they live, from `base.sharding.placements`.
       named: the activations of a block, from `train.saved_activations.activations`.
       collectives: from `plan.communication.step_collectives`.
       plan: mesh, rules and the rest.
-      title: of the figure.
+      title: the title of the figure.
     """
     sections = _sections(parameters, named, collectives, plan)
     tops = [_TOP]

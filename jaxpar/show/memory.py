@@ -28,7 +28,7 @@ _CAPACITY, _NEAR = "#cc3311", 4
 
 
 def memory_table(parts: list[MemoryPart], compiled: CompiledBytes | None = None) -> Table:
-    """The parts with their sums, and the compiler's."""
+    """A table of the parts with their sums, and of what the compiler says."""
     table = Table("memory", "what", "device", "host", box=None, pad_edge=False)
     for column in table.columns[2:]:
         column.justify = "right"
@@ -99,7 +99,7 @@ def memory_figure(parts: list[MemoryPart], title: str, compiled: CompiledBytes |
 
 
 def write_memory_account(folder: Path, parts: list[MemoryPart], title: str, compiled: CompiledBytes, has: int) -> None:
-    """`memory.json` and `memory.png` in a run folder."""
+    """Write `memory.json` and `memory.png` into a run folder."""
     from jaxpar.show.figures import save_figure
 
     found = {"predicted": [part._asdict() for part in parts], "compiled": compiled._asdict(), "device_has": has}

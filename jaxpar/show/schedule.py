@@ -59,7 +59,7 @@ def schedules_figure(panels: Mapping[str, tuple[Table, Times]], title: str) -> F
 
     Args:
       panels: by name: the table and its times.
-      title: of the figure.
+      title: the title of the figure.
     """
     found = [simulate_schedule(*panel) for panel in panels.values()]
     longest, stages = max(f.makespan for f in found), max(table.stages for table, _ in panels.values())

@@ -44,7 +44,7 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
       has: bytes of a device's memory, a line in the picture of it; 0 = not known.
 
     Raises:
-      UserError: a mesh that the model does not fit, or a picture that cannot be written.
+      UserError: the model does not fit the mesh, or a picture cannot be written.
     """
     check_folders(picture)
     mesh = dataclasses.replace(config.mesh, platform="cpu", distributed=False)
@@ -102,7 +102,7 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
       as_json: print one JSON object in place of the text.
 
     Raises:
-      UserError: a mesh of one stage, or a pipeline that there cannot be.
+      UserError: the mesh has one stage, or there can be no such pipeline.
     """
     check_folders(picture)
     name, v, mesh = config.pipeline.schedule, config.pipeline.virtual, config.mesh
