@@ -17,10 +17,9 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.processes import Batches, run_together
 from jaxpar.base.runtime import start
 from jaxpar.models import Model, Params
-from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.data import Tokens, load_corpus, val_batches
 from jaxpar.train.plans import kernel_notes, make_plan
-from jaxpar.train.restore import pick_step, restore_state
+from jaxpar.train.restore import load_run
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_batch
 
 
@@ -46,26 +45,19 @@ def evaluate(eval_step: Compiled, params: Params, stream: Tokens, config: Config
 def evaluate_run(
     config: Config, folder: Path, step: int = 0, say: Callable[[str], None] = lambda line: None
 ) -> Evaluation:
-    """Evaluate a run's checkpoint on the batches of a run's end (`train.final_eval_batches`, by default all).
-
-    Args:
-      config: of the run; its mesh may be another.
-      folder: the run folder.
-      step: which checkpoint; 0 = the best, or the newest where none was evaluated.
-      say: is given each note on how it runs.
+    """Evaluate a run's checkpoint (0 = the best, or the newest where none was evaluated), on any mesh, over the batches
+    of a run's end (`train.final_eval_batches`, by default all). `say` is given each note on how it runs.
 
     Raises:
       UserError: no checkpoint, no validation data, a mesh that does not fit.
     """
-    plan, model = make_plan(check(config), start(config.mesh, config.compile.cache)), Model(config.model)
+    plan = make_plan(check(config), start(config.mesh, config.compile.cache))
     for note in kernel_notes(config, plan, training=False):
         say(note)
     corpus = run_together(lambda: load_corpus(config.data, config.model.vocab_size))
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_fraction or data.val_path")
-    checkpoints = Checkpoints(folder / "checkpoints")
-    step = pick_step(checkpoints, step)
-    state, _ = restore_state(checkpoints, step, model, config, plan)
-    eval_step = compile_eval_step(model, config, plan)
+    step, state = load_run(folder, step, config, plan)
+    eval_step = compile_eval_step(Model(config.model), config, plan)
     loss = evaluate(eval_step, state.params, corpus.val, config, plan, config.train.final_eval_batches)
     return Evaluation(step, loss, math.exp(min(loss, 700)))

@@ -35,7 +35,6 @@ from jaxpar.train.run_folder import open_run
 from jaxpar.train.state import TrainState, init_state
 from jaxpar.train.state_bytes import local_bytes
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, make_train_step, put_batch, step_shapes
-from jaxpar.train.tokenizer import save_tokenizer
 
 
 class Result(NamedTuple):
@@ -49,13 +48,7 @@ class Result(NamedTuple):
 
 
 class OutOfMemory(UserError):
-    """A device has too little memory for the step, at its compilation or when it ran.
-
-    Attributes:
-      config: of the run.
-      plan: of the config.
-      said: what the compiler or the runtime said.
-    """
+    """A device has too little memory for the step, at its compilation or when it ran; `said` is its message."""
 
     def __init__(self, config: Config, plan: Plan, said: str):
         super().__init__(
@@ -96,7 +89,8 @@ def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch
     before = open_run(folder, config)
     tokenizer = corpus.tokenizer
     if tokenizer is not None:
-        run_together(lambda: save_tokenizer(tokenizer, folder / "tokenizer.json") if jax.process_index() == 0 else None)
+        write = (folder / "tokenizer.json").write_text
+        run_together(lambda: write(tokenizer.to_json(), "utf-8") if jax.process_index() == 0 else None)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     if before is not None and (note := schedule_note(before.train, config.train, checkpoints.latest() or 0)):
         say(note)
@@ -166,7 +160,7 @@ class _Run:
             params = initial_params(config, plan) if config.train.init else None
             state = init_state(model, config, plan, params)
         else:
-            state, beside = restore_state(self.checkpoints, self.first, model, config, plan)
+            state, beside = restore_state(self.checkpoints, self.first, config, plan)
             if beside["training_tokens"] not in (None, len(text.tokens)):
                 raise UserError(
                     f"the run was trained on {beside['training_tokens']:,} tokens and {text.origin} now has "
@@ -215,7 +209,7 @@ class _Run:
         batches = Batches(data, empty_batch(config, self.plan), ask_to_stop)
         for step in range(self.first + 1, self.last + 1):
             before = metrics
-            with self.meter.waiting():
+            with self.meter.timed("waiting"):
                 batch = put_batch(next(batches), self.plan)
             state, metrics = step_fn(state, batch)
             self._unread.append((step, metrics["loss"], metrics["grad_norm"]))
@@ -239,7 +233,7 @@ class _Run:
                 self._log(step, metrics)
                 logged = step
             self._require_finite(step)
-            with self.meter.aside():
+            with self.meter.timed("aside"):
                 if evaluating:
                     self.val_loss = self._evaluate(step, state, train.eval_batches)
                 if saving:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -29,47 +30,31 @@ def device_memory(devices: list[jax.Device]) -> int | None:
 
 
 class Meter:
-    """The speed of the steps between two readings, by the clock, without what is done aside from training.
+    """The speed of the steps after `step`, by the clock, without what is done aside from training.
 
-    Args:
-      step: the last finished step.
-      flops_per_token: see `Model.flops_per_token`.
-      devices: that the step runs on.
-      dtype: of its matmuls.
+    `flops_per_token` is `Model.flops_per_token`, `dtype` that of the matmuls.
     """
 
     def __init__(self, step: int, flops_per_token: float, devices: list[jax.Device], dtype: str):
         self._flops, self._devices, self._dtype = flops_per_token, devices, dtype
-        self._step, self._time, self._waited, self._aside = step, time.perf_counter(), 0.0, 0.0
+        self._step, self._time, self._spent = step, time.perf_counter(), Counter[str]()
         self.trained = 0.0
         """Seconds of all steps until the last reading."""
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Inside, the step waits for data."""
+    def timed(self, what: Literal["waiting", "aside"]) -> Iterator[None]:
+        """Inside, the step is waiting for data; or it is no training but something aside: an evaluation, a save."""
         began = time.perf_counter()
         yield
-        self._waited += time.perf_counter() - began
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside is no training: an evaluation, a save."""
-        began = time.perf_counter()
-        yield
-        self._aside += time.perf_counter() - began
+        self._spent[what] += time.perf_counter() - began
 
     def read(self, step: int, tokens: float) -> dict[str, float | None]:
-        """The speed since the last reading, and a new start. What is not known of a device is None.
-
-        Args:
-          step: the last finished step, beyond that of the last reading.
-          tokens: of each step.
-        """
+        """The speed since the last reading, where each step had so many tokens; what a device does not say is None."""
         now = time.perf_counter()
-        elapsed, steps = max(now - self._time - self._aside, 1e-9), step - self._step
+        elapsed, steps = max(now - self._time - self._spent["aside"], 1e-9), step - self._step
         rate, on_cpu = tokens * steps / elapsed, self._devices[0].platform == "cpu"
-        waited = min(self._waited / elapsed, 1.0)
-        self._step, self._time, self._waited, self._aside = step, now, 0.0, 0.0
+        waited = min(self._spent["waiting"] / elapsed, 1.0)
+        self._step, self._time, self._spent = step, now, Counter[str]()
         self.trained += elapsed
         return {
             "tokens_per_second": rate,
@@ -84,13 +69,8 @@ class Meter:
 class MetricsLog:
     """`metrics.jsonl`, one object a line, flushed as written. On resume it drops the lines of steps to be run again.
 
-    It is a context manager.
-
-    Args:
-      folder: the run folder.
-      first_step: the run goes on after this step.
-      tensorboard: write event files beside it.
-      active: False on all processes but the first, which then write nothing.
+    It is a context manager. The run goes on after `first_step`. With `tensorboard` there are event files beside it.
+    Where it is not active (on all processes but the first) it writes nothing.
     """
 
     def __init__(self, folder: Path, first_step: int = 0, tensorboard: bool = False, active: bool = True):

@@ -25,24 +25,30 @@ ORDER = "layer_order"
 _FREE = ("vocab_multiple", "dropout", "init_std", "scan_layers", "max_seq_len")
 
 
-def pick_step(checkpoints: Checkpoints, step: int) -> int:
-    """The step asked for, or with 0 the best, or the newest when none was evaluated; a UserError when not there."""
+def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, TrainState[jax.Array]]:
+    """A run's checkpoint on this plan's mesh: its step, and its state; 0 = the best, or the newest where none was
+    evaluated.
+
+    Raises:
+      UserError: there is no such checkpoint, or it cannot be read.
+    """
+    checkpoints = Checkpoints(folder / "checkpoints")
     steps = checkpoints.steps()
     if not steps:
         raise UserError(f"{checkpoints.folder} has no finished checkpoint")
     if step and step not in steps:
         raise UserError(f"{checkpoints.folder} has no step {step}: it has {', '.join(map(str, steps))}")
-    if step:
-        return step
-    best = checkpoints.best()
-    return steps[-1] if best is None else best
+    if not step:
+        best = checkpoints.best()
+        step = steps[-1] if best is None else best
+    return step, restore_state(checkpoints, step, config, plan)[0]
 
 
 def restore_state(
-    checkpoints: Checkpoints, step: int, model: Model, config: Config, plan: Plan
+    checkpoints: Checkpoints, step: int, config: Config, plan: Plan
 ) -> tuple[TrainState[jax.Array], dict[str, Any]]:
     """The training state of a checkpoint on this plan's mesh (any mesh), and what was saved beside it."""
-    layers, data = config.model.layers, checkpoints.data(step)
+    model, layers, data = Model(config.model), config.model.layers, checkpoints.data(step)
     wanted, saved = stored_order(plan, layers), data.get(ORDER)
     shardings = state_shardings(model, config, plan)
     if saved == (None if wanted is None else list(wanted)):
@@ -74,21 +80,15 @@ def initial_params(config: Config, plan: Plan) -> Params:
         return import_hf(source, model, plan)
     theirs = read_run_config(source)
     require_model(theirs.model, config.model, source)
-    checkpoints = Checkpoints(source / "checkpoints")
     # The optimizer's state, which is read too, must be as it lies there; it is dropped.
     stored = replace(config, precision=replace(theirs.precision, compute=config.precision.compute))
     kinds = theirs.precision
     plan = replace(plan, params=kinds.params, gradients=kinds.gradients, moments=kinds.moments)
-    state, _ = restore_state(checkpoints, pick_step(checkpoints, 0), model, stored, plan)
-    return state.params
+    return load_run(source, 0, stored, plan)[1].params
 
 
 def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:
-    """Refuse weights of another model than a config's.
-
-    Raises:
-      UserError: with what differs.
-    """
+    """Refuse weights of another model than a config's, with a UserError that says what differs."""
     there, here = flatten(theirs), flatten(ours)
     differing = [f"{key} is {there[key]} there and {here[key]} here" for key in here if here[key] != there[key]]
     differing = [text for text in differing if text.split()[0] not in _FREE]

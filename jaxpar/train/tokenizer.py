@@ -41,7 +41,7 @@ class BytesTokenizer:
         return np.minimum(ids, 255).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        """All that `load_tokenizer` needs to make this tokenizer again."""
+        """All that `load_tokenizer` needs; a Hugging Face tokenizer stays a file that its own library reads."""
         return json.dumps({"tokenizer": "bytes"})
 
 
@@ -101,11 +101,7 @@ Tokenizer = BytesTokenizer | CharsTokenizer | HFTokenizer
 
 
 def make_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`: `bytes`, `chars`, or the path of a JSON file (see `load_tokenizer`).
-
-    Args:
-      name: the value of `data.tokenizer`.
-      texts: what the characters of `chars` are taken from; not read otherwise.
+    """The tokenizer of `data.tokenizer`: `bytes`, `chars` (the characters of `texts`), or the path of a JSON file.
 
     Raises:
       UserError: no such tokenizer, or a file that is not one.
@@ -120,13 +116,8 @@ def make_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
     return load_tokenizer(name)
 
 
-def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
-    """Write a tokenizer as JSON; a Hugging Face one stays a tokenizer.json that its own library reads."""
-    Path(path).write_text(tokenizer.to_json(), encoding="utf-8")
-
-
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A tokenizer from a file of `save_tokenizer`, or from a Hugging Face tokenizer.json.
+    """A tokenizer from a file of its `to_json`, or from a Hugging Face tokenizer.json.
 
     Raises:
       UserError: the file cannot be read or is not a tokenizer, or the `hf` extra is missing.

@@ -25,7 +25,7 @@ from jaxpar.train.data import (
     val_batches,
     window_count,
 )
-from jaxpar.train.tokenizer import BytesTokenizer, CharsTokenizer, save_tokenizer
+from jaxpar.train.tokenizer import BytesTokenizer, CharsTokenizer
 
 VOCAB = 1000
 
@@ -346,7 +346,7 @@ def test_token_files_are_memory_mapped(folder, tmp_path):
 def test_lone_token_file_is_uint16_as_nanogpts(tmp_path):
     np.arange(20, dtype="<u2").tofile(tmp_path / "train.bin")
     np.arange(20, 30, dtype="<u2").tofile(tmp_path / "val.bin")
-    save_tokenizer(BytesTokenizer(), tmp_path / "some.json")
+    (tmp_path / "some.json").write_text(BytesTokenizer().to_json(), encoding="utf-8")
     config = text_config(tmp_path / "train.bin", source="tokens", val_path=str(tmp_path / "val.bin"))
     corpus = load_corpus(config, 30)
     assert corpus.tokenizer is None

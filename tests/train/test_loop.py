@@ -19,7 +19,6 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.cli.train import train_config as train
 from jaxpar.kernels.attention import dispatch
-from jaxpar.models import Model
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.evaluate import evaluate_run
 from jaxpar.train.metrics import read_metrics
@@ -59,8 +58,7 @@ def final_state(folder: Path, config: Config) -> Any:
     checkpoints = Checkpoints(folder / "checkpoints")
     step = checkpoints.latest()
     assert step is not None
-    model = Model(config.model)
-    return step, *restore_state(checkpoints, step, model, config, make_plan(config))
+    return step, *restore_state(checkpoints, step, config, make_plan(config))
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float]]:
@@ -221,7 +219,7 @@ def test_weights_of_another_run_on_another_mesh(config: Config, whole: Path, tmp
     checkpoints = Checkpoints(whole / "checkpoints")
     best, theirs = checkpoints.best(), read_run_config(whole)
     assert best
-    want, _ = restore_state(checkpoints, best, Model(theirs.model), theirs, make_plan(theirs))
+    want, _ = restore_state(checkpoints, best, theirs, make_plan(theirs))
     _, found, _ = final_state(tmp_path / "tuned", started)
     for there, here in zip(jax.tree.leaves(want.params), jax.tree.leaves(found.params), strict=True):
         np.testing.assert_array_equal(np.asarray(there.astype(here.dtype)), np.asarray(here))

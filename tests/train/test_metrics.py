@@ -91,10 +91,10 @@ def test_a_meter_leaves_out_what_is_aside_and_knows_what_waited(monkeypatch):
     def spend(seconds):
         clock.now += seconds
 
-    with meter.waiting():
+    with meter.timed("waiting"):
         spend(1)
     spend(3)
-    with meter.aside():
+    with meter.timed("aside"):
         spend(50)
     speed = meter.read(6, tokens=100)
     assert (speed["tokens_per_second"], speed["step_seconds"], speed["data_wait"]) == (50, 2, 0.25)

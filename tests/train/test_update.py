@@ -127,7 +127,7 @@ def test_a_state_in_host_memory_is_saved_and_restored(tmp_path: Any) -> None:
     for changes in (STATE, {"memory.optimizer": "device", "memory.parameters": "device"}):
         other = override(config, changes)
         plan = make_plan(other, jax.devices()[:2])
-        found, _ = restore_state(with_state, 1, Model(config.model), other, plan)
+        found, _ = restore_state(with_state, 1, other, plan)
         jax.tree.map(np.testing.assert_array_equal, found, state)
         kind = "pinned_host" if changes is STATE else "device"
         assert found.params["blocks"]["q"].sharding.memory_kind == kind
