@@ -39,13 +39,9 @@ Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOf
 def config_args(
     usage: str | None, schema: Callable[[Config], Args], words: list[str], load: Callable[[str], Config] = load_config
 ) -> tuple[str, Args]:
-    """The first word (a preset's name or a path), and the flags, parsed with that config as their default.
+    """The first word (a preset's name or a path), and the flags, parsed with the config that it names as their default.
 
-    Args:
-      usage: of the command.
-      schema: the dataclass of its arguments, which has a field `config`; with a field `on` it takes a mesh by name.
-      words: all words after the command's name.
-      load: the config that the first word names.
+    `schema` is the dataclass of the command's arguments; with a field `on` it takes a mesh by name.
 
     Raises:
       UserError: words that cannot be parsed, `--on` beside flags of a mesh, or a setting that can have no effect.

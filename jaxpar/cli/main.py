@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any, NoReturn
 
 from jaxpar.base.errors import UserError, suggest
@@ -113,8 +112,9 @@ def _run(name: str, kind: str, texts: Mapping[str, str], words: list[str]) -> in
 
 def _list_presets(folder: str) -> int:
     """Every preset with the first line of its opening comment."""
-    files = [file for file in resources.files(f"jaxpar.{folder}").iterdir() if file.name.endswith(".toml")]
-    found = {file.name.removesuffix(".toml"): file for file in sorted(files, key=lambda file: file.name)}
+    from jaxpar.base.toml import presets
+
+    found = presets(f"jaxpar.{folder}")
     width = max(map(len, found))
     for name, file in found.items():
         print(f"{name:<{width}}  {file.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")

@@ -31,12 +31,8 @@ from jaxpar.verify.of_config import require, simulate_for
 
 
 def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
-    """What `jaxpar train` does: see `jaxpar.train.loop.run`.
-
-    Args:
-      config: the experiment; what it leaves open is settled for the devices at hand.
-      folder: the run folder.
-      verify: first compare the plan with one device on a small model (once: it is remembered); refuse it if it differs.
+    """What `jaxpar train` does: settle what the config leaves open for the devices at hand, verify the plan if asked
+    (see `TrainArgs`), and train it (see `jaxpar.train.loop.run`).
 
     Raises:
       UserError: see `run`; for too little memory it says what would fit.

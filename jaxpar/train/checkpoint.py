@@ -77,20 +77,13 @@ class Checkpoints:
         self._manager.save(step, args=items, metrics={METRIC: math.inf if val_loss is None else val_loss})
 
     def data(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the state.
-
-        Raises:
-          UserError: it cannot be read.
-        """
+        """What `save` was given beside the state; a UserError where it cannot be read."""
         return self._read(step, data=ocp.args.JsonRestore()).data
 
     def restore(self, step: int, shapes: PyTree, shardings: PyTree) -> PyTree:
-        """The state of a step, on the given shardings.
+        """The state of a finished step, on the given shardings.
 
-        Args:
-          step: a finished step.
-          shapes: the state as ShapeDtypeStructs; names, shapes and dtypes must be those that were saved.
-          shardings: a tree of the same form.
+        `shapes` is the state as ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved.
 
         Raises:
           UserError: files missing or cut short, or a state of another model or precision.

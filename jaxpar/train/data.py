@@ -324,12 +324,8 @@ def train_batches(
     iterator's `get_state()` is a small JSON-able dict; after `set_state` the next batch is the one that would have
     followed, whatever had been read ahead.
 
-    Args:
-      stream: training tokens, at least data.seq_len + 1.
-      data: how to cut them: seq_len, stride, pack, seed, prefetch.
-      batch: rows of the global batch.
-      rows: which of them to read (see `sharding.local_rows`).
-      vocab_size: ids of the model; one beyond it raises a UserError from `next`.
+    `batch` is the rows of the global batch, `rows` which of them to read (see `sharding.local_rows`). There must be
+    data.seq_len + 1 tokens; an id beyond `vocab_size` raises a UserError from `next`.
     """
     stride = data.stride or data.seq_len
     local = np.asarray(rows)
@@ -349,17 +345,11 @@ def val_batches(
 ) -> Iterator[HostBatch]:
     """This process's rows of the validation batches: windows side by side, each once, in order.
 
-    With a limit, as many as fill so many batches, at even distances over the whole stream: its beginning alone may be
-    easier or harder than the rest.
+    With a `limit` other than 0 there are so many batches at most, of windows at even distances over the whole stream:
+    its beginning alone may be easier or harder than the rest.
 
     The last batch is filled up with rows whose labels are all -1, so that a mean over counted labels is exact. Tokens
-    after the last whole window are not seen.
-
-    Args:
-      stream: validation tokens, at least data.seq_len + 1.
-      data: seq_len and pack; the stride here is seq_len.
-      batch, rows, vocab_size: as for `train_batches`.
-      limit: so many batches at most; 0 = all windows.
+    after the last whole window are not seen. For the other arguments see `train_batches`.
     """
     windows = window_count(stream, data.seq_len, data.seq_len)
     count = min(limit * batch or windows, windows)

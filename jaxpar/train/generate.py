@@ -19,13 +19,8 @@ def greedy(
 ) -> list[int]:
     """The `count` most likely tokens after `prompt`, one at a time.
 
-    Every token runs the whole window again (there is no key/value cache): meant for looking, not for serving.
-
-    Args:
-      model, params, plan: a model on its mesh.
-      prompt: token ids, at least one.
-      count: tokens to add.
-      window: tokens the model sees at once; 0 = model.max_seq_len, at most 512.
+    Every token runs the whole window again (there is no key/value cache): meant for looking, not for serving. The model
+    sees `window` tokens at once; 0 = model.max_seq_len, at most 512.
 
     Raises:
       UserError: an empty prompt, an id outside the vocabulary, or a plan with stages.

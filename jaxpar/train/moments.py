@@ -76,12 +76,9 @@ def scales_sharding(moment: Quantized, axes: Axes, plan: Plan) -> NamedSharding:
 
 
 def packed(state: optax.OptState, matrices: Params, precision: Precision) -> optax.OptState:
-    """An optimizer's state with the moments of matrices in this precision; those of vectors stay float32.
+    """A state of `optax.adamw`, whose moments are float32, with those of `matrices` in this precision.
 
-    Args:
-      state: of `optax.adamw`, its moments float32.
-      matrices: whether a parameter is one, in a tree of the parameters' form.
-      precision: of the moments.
+    `matrices` says of each parameter whether it is one; the moments of vectors stay float32.
     """
 
     def pack(x: Array, matrix: bool, second: bool) -> Array | Quantized:
@@ -117,11 +114,8 @@ def map_moments(
 ) -> optax.OptState:
     """An optimizer's state with `change(moment, *leaves)` in place of each moment, and `others(x)` of the rest.
 
-    Args:
-      change: given an array or a `Quantized`, and what stands in its place in each of `trees`.
-      state: of arrays or ShapeDtypeStructs.
-      trees: in the parameters' form.
-      others: given every leaf that is no moment.
+    A moment is an array, a ShapeDtypeStruct or a `Quantized`; the leaves stand in its place in each of `trees`, which
+    have the parameters' form.
     """
     moments = (
         jax.tree.map(change, moment, *trees, is_leaf=lambda x: isinstance(x, Quantized)) for moment in moments_of(state)

@@ -46,11 +46,7 @@ def schedule_note(before: TrainConfig, now: TrainConfig, step: int) -> str:
 
 
 def decay_mask(axes: Params) -> Params:
-    """Which parameters decay: matrices that map from or to the embed dim; not norms, not biases.
-
-    Args:
-      axes: the logical axes of every parameter (`Model.axes`).
-    """
+    """Which parameters decay, given their `Model.axes`: matrices from or to the embed dim; not norms, not biases."""
     return jax.tree.map(is_matrix, axes, is_leaf=is_axes)
 
 

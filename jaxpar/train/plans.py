@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
-from jax.sharding import Mesh
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan, late_sum_axes
-from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import check_split
@@ -35,7 +33,7 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
         state that is split neither as its parameters nor further, or what `context.check_split` refuses.
     """
     mesh = make_mesh(config.mesh, devices)
-    rules, _ = _fit_rules(config, mesh)
+    rules, _ = fit_rules(config.rules, config.model.heads, config.model.kv_head_count, mesh.shape)
     memory, precision = config.memory, config.precision
     plan = Plan(
         mesh,
@@ -106,7 +104,7 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
     asked = offload_asked(plan)
     useless = asked and plan.mesh.devices.flat[0].platform == "cpu"
     return [
-        *_fit_rules(config, plan.mesh)[1],
+        *fit_rules(config.rules, config.model.heads, config.model.kv_head_count, plan.mesh.shape)[1],
         *overlap_notes(plan),
         *pipeline_notes(config, plan),
         *([f"{asked}: on CPU host memory is the device's own, nothing is saved by moving it"] if useless else []),
@@ -139,8 +137,3 @@ def offload_asked(plan: Plan) -> str:
     names = [f"keep.{name}" for name in plan.offloads]
     names += [name for name in ("optimizer", "parameters") if getattr(plan, name) == "offload"]
     return ", ".join(f"memory.{name} = offload" for name in names)
-
-
-def _fit_rules(config: Config, mesh: Mesh) -> tuple[ShardingRules, list[str]]:
-    model = config.model
-    return fit_rules(config.rules, model.heads, model.kv_head_count, mesh.shape)

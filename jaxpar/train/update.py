@@ -61,14 +61,8 @@ def update(
     Then parameters and optimizer state stay as they were, to the bit, so a state that was finite once is so always. New
     or old is chosen number by number where both are at hand: that takes no memory, no pass and no collective.
 
-    Args:
-      params: by part of the model; `blocks` stacked over layers.
-      opt_state: of `make_optimizer`, as `moments.packed` leaves it.
-      grads: summed over the tokens that counted.
-      sums: of the batch: how many tokens that is, and their likelihood.
-      axes: the logical axes of every parameter (`Model.axes`).
-      train: AdamW and clipping.
-      plan: mesh, rules, and where parameters and moments lie.
+    `params` are by part of the model, `blocks` stacked over layers; `opt_state` is as `moments.packed` leaves it;
+    `grads` and `sums` are summed over the tokens that counted; `axes` are `Model.axes`.
     """
     streamed = [name for name in params if name == "blocks" and plan.streams]
     whole = [name for name in params if name not in streamed]
@@ -98,7 +92,11 @@ def _update_part(
     """The new parameters and moments, and the optimizer's state, of which only the scalars count."""
     (part, grads), matrices = jax.tree.map(on_device, (part, grads)), decay_mask(axes)
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) * scale.factor, grads)
-    stored = _to_state_layout(part.params, axes, plan)
+    # ZeRO-1: where the optimizer's state is split over more devices than the parameters, each takes its piece of them.
+    split_further = plan.mesh_axes("state_embed") != plan.mesh_axes("embed")
+    stored = part.params
+    if split_further:
+        stored = jax.tree.map(lambda x, names: plan.constrain(x, state_axes(names)), stored, axes)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
     before = with_moments(opt_state, part.mu, part.nu)
     updates, state = make_optimizer(train, axes).update(grads, unpacked(before), exact)
@@ -111,7 +109,8 @@ def _update_part(
     def place(moment: Array | Quantized, matrix: bool) -> Array | Quantized:
         return jax.tree.map(on_host, moment) if matrix and plan.optimizer == "offload" else moment
 
-    return _Part(_to_param_layout(new, axes, plan), *moments_of(map_moments(place, state, matrices))), state
+    new = _gather_params(new, axes, plan) if split_further else new
+    return _Part(new, *moments_of(map_moments(place, state, matrices))), state
 
 
 def _update_by_layer(
@@ -158,22 +157,8 @@ def _take(x: Array, i: Array) -> Array:
     return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
-def _is_split_further(plan: Plan) -> bool:
-    """Whether the optimizer's state is split over more devices than the parameters: ZeRO-1."""
-    return plan.mesh_axes("state_embed") != plan.mesh_axes("embed")
-
-
-def _to_state_layout(params: Params, axes: Params, plan: Plan) -> Params:
-    """Parameters in the layout of the optimizer's state: each device takes its piece."""
-    if not _is_split_further(plan):
-        return params
-    return jax.tree.map(lambda x, names: plan.constrain(x, state_axes(names)), params, axes)
-
-
-def _to_param_layout(updated: Params, axes: Params, plan: Plan) -> Params:
+def _gather_params(updated: Params, axes: Params, plan: Plan) -> Params:
     """Updated parameters from the layout of the optimizer's state, gathered to their own."""
-    if not _is_split_further(plan):
-        return updated
     stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
 
     def local(updated: Params) -> Params:
