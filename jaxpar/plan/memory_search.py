@@ -38,7 +38,7 @@ from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline.timeline import Timeline
 from jaxpar.train.plans import make_plan
-from jaxpar.train.state import in_host, state_shapes
+from jaxpar.train.state import in_host
 from jaxpar.train.state_bytes import state_bytes
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -186,7 +186,7 @@ def compiled_bytes(
     """
     plan, model = make_plan(config, devices), Model(config.model)
     arguments = step_shapes(model, config, plan)
-    host = in_host(state_shapes(model, config, plan), model, plan), jax.tree.map(lambda _: False, arguments[1])
+    host = in_host(arguments[0], model, plan), jax.tree.map(lambda _: False, arguments[1])
     _, lowered = lowered_for(make_train_step(model, config, plan), arguments, host, platform)
     try:
         compiled = lowered.compile()

@@ -25,7 +25,7 @@ from jaxpar.rehearse.requested_collectives import Requested, requested_collectiv
 from jaxpar.rehearse.simulate import StepSimulation
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.train.plans import make_plan, plan_notes
-from jaxpar.train.state import in_host, param_shapes, state_shapes
+from jaxpar.train.state import in_host, param_shapes
 from jaxpar.train.state_bytes import state_bytes
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -122,7 +122,7 @@ def compile_step(
     inside = describe({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
     say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
     state, batch = step_shapes(model, config, plan)
-    host = in_host(state_shapes(model, config, plan), model, plan)
+    host = in_host(state, model, plan)
     held = state_bytes(config, plan, target.platform)
 
     def advise(needs: int, has: int) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxpar.base.config import CheckpointConfig
@@ -80,20 +79,16 @@ class Checkpoints:
         """What `save` was given beside the state; a UserError where it cannot be read."""
         return self._read(step, data=ocp.args.JsonRestore()).data
 
-    def restore(self, step: int, shapes: PyTree, shardings: PyTree) -> PyTree:
-        """The state of a finished step, on the given shardings.
+    def restore(self, step: int, shapes: PyTree) -> PyTree:
+        """The state of a finished step, on the shardings of `shapes`.
 
-        `shapes` is the state as ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved.
+        These are ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved.
 
         Raises:
           UserError: files missing or cut short, or a state of another model or precision.
         """
-
-        def target(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
         self._check(step, shapes)
-        return self._read(step, state=ocp.args.StandardRestore(jax.tree.map(target, shapes, shardings))).state
+        return self._read(step, state=ocp.args.StandardRestore(shapes)).state
 
     def _check(self, step: int, shapes: PyTree) -> None:
         """Compare names, shapes and dtypes with what was saved, before anything is read: Orbax casts without a word."""

@@ -50,16 +50,14 @@ def restore_state(
     """The training state of a checkpoint on this plan's mesh (any mesh), and what was saved beside it."""
     model, layers, data = Model(config.model), config.model.layers, checkpoints.data(step)
     wanted, saved = stored_order(plan, layers), data.get(ORDER)
-    shardings = state_shardings(model, config, plan)
     if saved == (None if wanted is None else list(wanted)):
-        return checkpoints.restore(step, state_shapes(model, config, plan), shardings), data
+        return checkpoints.restore(step, state_shapes(model, config, plan)), data
     # Layers are read as they lie there, over the stages if that can be, and then each stage is sent its own.
     there = tuple(saved or range(layers))
     rules = plan.rules if len(there) % plan.size("layers") == 0 else replace(plan.rules, layers=(), stage=())
-    shapes, as_saved = state_shapes(model, config, plan, there), replace(plan, rules=rules)
-    found = checkpoints.restore(step, shapes, state_shardings(model, config, as_saved, there))
+    found = checkpoints.restore(step, state_shapes(model, config, replace(plan, rules=rules), there))
     move = partial(reorder_state, before=there, after=wanted, config=config)
-    return jax.jit(move, out_shardings=shardings)(found), data
+    return jax.jit(move, out_shardings=state_shardings(model, config, plan))(found), data
 
 
 def beside_state(plan: Plan, config: Config, iterator: Any, tokens: int | None) -> dict[str, Any]:
@@ -80,11 +78,9 @@ def initial_params(config: Config, plan: Plan) -> Params:
         return import_hf(source, model, plan)
     theirs = read_run_config(source)
     require_model(theirs.model, config.model, source)
-    # The optimizer's state, which is read too, must be as it lies there; it is dropped.
-    stored = replace(config, precision=replace(theirs.precision, compute=config.precision.compute))
-    kinds = theirs.precision
+    kinds = theirs.precision  # the optimizer's state, which is read too and dropped, must be as it lies there
     plan = replace(plan, params=kinds.params, gradients=kinds.gradients, moments=kinds.moments)
-    return load_run(source, 0, stored, plan)[1].params
+    return load_run(source, 0, config, plan)[1].params
 
 
 def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:

@@ -39,45 +39,44 @@ class TrainState(NamedTuple, Generic[Leaf]):
 def param_shapes(model: Model, plan: Plan) -> Params:
     """The parameters as ShapeDtypeStructs, as the plan stores them."""
     shapes = model.shapes(stored_order(plan, model.config.layers))
-    return jax.eval_shape(lambda params: _as_stored(params, model, plan.params), shapes)
+    return jax.eval_shape(lambda params: _as_stored(params, model, plan), shapes)
 
 
 def state_shapes(
     model: Model, config: Config, plan: Plan, order: Sequence[int] | None = None
 ) -> TrainState[jax.ShapeDtypeStruct]:
-    """The state as ShapeDtypeStructs, without shardings; its layers are in this order, or in the plan's where None."""
+    """The state as ShapeDtypeStructs with their shardings; its layers are in this order, or in the plan's where None.
+
+    Moments live as their parameters or split further; every scalar is replicated. (One made outside jit would sit on
+    device 0 and clash with the mesh after a restore.)
+    """
     order = stored_order(plan, config.model.layers) if order is None else order
 
     def start(params: Params) -> TrainState:
         opt_state = make_optimizer(config.train, model.axes).init(params)
-        opt_state = packed(opt_state, decay_mask(model.axes), config.precision.moments)
-        return TrainState(jnp.zeros((), jnp.int32), _as_stored(params, model, config.precision.params), opt_state)
-
-    return jax.eval_shape(start, model.shapes(order))
-
-
-def param_shardings(shapes: Params, model: Model, plan: Plan) -> Params:
-    """Where the parameters live: layers in host memory where the plan has them there."""
-    return jax.tree.map(_in_memory, plan.sharding(model.axes, shapes), _params_in_host(shapes, plan))
-
-
-def state_shardings(
-    model: Model, config: Config, plan: Plan, order: Sequence[int] | None = None
-) -> TrainState[NamedSharding]:
-    """Where the state lives: moments as their parameters or split further, every scalar replicated; `order` as above.
-
-    (A scalar made outside jit would sit on device 0 and clash with the mesh after a restore.)
-    """
-    shapes, everywhere = state_shapes(model, config, plan, order), replicated_sharding(plan)
+        opt_state = packed(opt_state, decay_mask(model.axes), plan.moments)
+        return TrainState(jnp.zeros((), jnp.int32), _as_stored(params, model, plan), opt_state)
 
     def place(moment: jax.ShapeDtypeStruct | Quantized, axes: Axes) -> NamedSharding | Quantized:
         if isinstance(moment, Quantized):
             return Quantized(plan.sharding(axes, moment.codes.shape), scales_sharding(moment, axes, plan))
         return plan.sharding(axes, moment.shape)
 
+    shapes, everywhere = jax.eval_shape(start, model.shapes(order)), replicated_sharding(plan)
     opt_state = map_moments(place, shapes.opt_state, gradient_axes(model), others=lambda _: everywhere)
     opt_state = jax.tree.map(_in_memory, opt_state, in_host(shapes, model, plan).opt_state)
-    return TrainState(everywhere, param_shardings(shapes.params, model, plan), opt_state)
+    shardings = TrainState(everywhere, param_shardings(shapes.params, model, plan), opt_state)
+    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
+
+
+def state_shardings(model: Model, config: Config, plan: Plan) -> TrainState[NamedSharding]:
+    """Where the state lives: see `state_shapes`."""
+    return jax.tree.map(lambda leaf: leaf.sharding, state_shapes(model, config, plan))
+
+
+def param_shardings(shapes: Params, model: Model, plan: Plan) -> Params:
+    """Where the parameters live: layers in host memory where the plan has them there."""
+    return jax.tree.map(_in_memory, plan.sharding(model.axes, shapes), _params_in_host(shapes, plan))
 
 
 def in_host(state: TrainState, model: Model, plan: Plan) -> TrainState[bool]:
@@ -109,47 +108,45 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
 
     It is the same on every mesh: each random number depends on its place in the global array only.
     """
-    shapes, shardings = state_shapes(model, config, plan), state_shardings(model, config, plan)
-    order, dtype = stored_order(plan, model.config.layers), config.precision.params
+    shapes, order = state_shapes(model, config, plan), stored_order(plan, model.config.layers)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.params)
     if params is None:
         key = jax.random.key(config.train.seed)
         made = jax.jit(
-            lambda: _as_stored(model.init(key, order), model, dtype),
-            out_shardings=shardings.params,
+            lambda: _as_stored(model.init(key, order), model, plan),
+            out_shardings=shardings,
             compiler_options=once_options(plan.mesh),
         )()
     else:
 
         def start(params: Params) -> Params:
             reorder = partial(reorder_layers, before=None, after=order, layers=config.model.layers)
-            return _as_stored(params | {"blocks": jax.tree.map(reorder, params["blocks"])}, model, dtype)
+            return _as_stored(params | {"blocks": jax.tree.map(reorder, params["blocks"])}, model, plan)
 
         # What is given has every stage's layers, and may have another dtype: then no array is as large as here.
-        same = {leaf.dtype.name for leaf in jax.tree.leaves(params)} | {dtype} == {"float32"}
+        same = {leaf.dtype.name for leaf in jax.tree.leaves(params)} | {plan.params} == {"float32"}
         reused = (0,) if same and plan.size("stage") == 1 else ()
-        made = jax.jit(start, out_shardings=shardings.params, donate_argnums=reused)(params)
-    step, opt_state = jax.tree.map(_zeros_at, (shapes.step, shapes.opt_state), (shardings.step, shardings.opt_state))
+        made = jax.jit(start, out_shardings=shardings, donate_argnums=reused)(params)
+    step, opt_state = jax.tree.map(_zeros, (shapes.step, shapes.opt_state))
     return TrainState(step, made, opt_state)
 
 
-def _as_stored(params: Params, model: Model, dtype: str) -> Params:
-    """Parameters with their matrices in the dtype that the config stores them in; vectors stay float32."""
+def _as_stored(params: Params, model: Model, plan: Plan) -> Params:
+    """Parameters with their matrices in the dtype that the plan stores them in; vectors stay float32."""
     matrices = decay_mask(model.axes)
-    return jax.tree.map(lambda x, matrix: x.astype(dtype if matrix else jnp.float32), params, matrices)
+    return jax.tree.map(lambda x, matrix: x.astype(plan.params if matrix else jnp.float32), params, matrices)
 
 
-def _zeros_at(leaf: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.Array:
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Zeros without a program to compile, one array after another: all at once could fill the host's memory."""
-    shard = place.shard_shape(leaf.shape)
-    return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, place, lambda _: np.zeros(shard, leaf.dtype)))
+    zeros = np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+    return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: zeros))
 
 
 def reorder_state(
     state: TrainState[jax.Array], before: Sequence[int] | None, after: Sequence[int] | None, config: Config
 ) -> TrainState[jax.Array]:
     """A state with its stacked layers in another stored order (see `pipeline.stored_order`); None = the model's."""
-    if before == after:
-        return state
     axes = Model(config.model).axes
 
     def reorder(x: jax.Array | Quantized, axes: Axes) -> jax.Array | Quantized:

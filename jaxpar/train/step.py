@@ -62,9 +62,7 @@ def step_shapes(
     model: Model, config: Config, plan: Plan
 ) -> tuple[TrainState[jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
     """The arguments of a training step as ShapeDtypeStructs with shardings: what it is traced and compiled for."""
-    shapes, shardings = state_shapes(model, config, plan), state_shardings(model, config, plan)
-    state = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, shardings)
-    return state, batch_shapes(config, plan)
+    return state_shapes(model, config, plan), batch_shapes(config, plan)
 
 
 def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:

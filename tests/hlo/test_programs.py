@@ -32,8 +32,7 @@ from jaxpar.kernels.masks import FULL, PARTIAL, Causal, Tiles, tile_states
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.plans import make_plan
-from jaxpar.train.state import state_shapes, state_shardings
-from jaxpar.train.step import batch_shapes, make_train_step
+from jaxpar.train.step import make_train_step, step_shapes
 
 FAST = {"cpu": {"xla_backend_optimization_level": "0"}}  # of machine code: the HLO is the same
 
@@ -69,9 +68,7 @@ def program_of(config: Config, target: str = "") -> Program:
     else:
         platform, devices = "cpu", jax.devices()[: devices_needed(config.mesh)]
     plan, model = make_plan(config, devices), Model(config.model)
-    shapes, shardings = state_shapes(model, config, plan), state_shardings(model, config, plan)
-    state = jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
-    traced = make_train_step(model, config, plan).trace(state, batch_shapes(config, plan))
+    traced = make_train_step(model, config, plan).trace(*step_shapes(model, config, plan))
     lowered = traced.lower(lowering_platforms=(platform,))
     return read_program(text_of(lowered.compile(compiler_options=FAST.get(platform))), kernel_cost=kernel_cost)
 

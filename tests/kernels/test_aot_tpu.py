@@ -18,7 +18,7 @@ from jaxpar.models import Model
 from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.plans import make_plan
-from jaxpar.train.state import state_shapes, state_shardings
+from jaxpar.train.state import state_shapes
 from jaxpar.train.step import batch_shapes, make_train_step
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not here: pip install 'jaxpar[rehearse]'")
@@ -38,8 +38,7 @@ def test_the_whole_training_step_compiles_for_64_absent_v5p_chips(
 ) -> None:
     config: Config = dataclasses.replace(load_config(name), mesh=mesh)
     plan, model = make_plan(config, v5p_64), Model(config.model)
-    shapes, shardings = state_shapes(model, config, plan), state_shardings(model, config, plan)
-    state = jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), shapes, shardings)
+    state = state_shapes(model, config, plan)
     lowered = (
         make_train_step(model, config, plan).trace(state, batch_shapes(config, plan)).lower(lowering_platforms=("tpu",))
     )

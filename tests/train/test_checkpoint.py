@@ -29,8 +29,11 @@ def state_on(plan: Plan, scale: float = 1.0) -> dict[str, Any]:
     }
 
 
-def shardings_on(plan: Plan) -> dict[str, Any]:
-    return {"step": replicated_sharding(plan), "w": plan.sharding(("embed", "mlp"))}
+def shapes_on(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated_sharding(plan)),
+        "w": jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=plan.sharding(("embed", "mlp"))),
+    }
 
 
 def test_a_state_comes_back_to_the_bit_on_another_mesh(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
@@ -41,7 +44,7 @@ def test_a_state_comes_back_to_the_bit_on_another_mesh(tmp_path: Path, plan_of: 
     other = plan_of(fsdp=2, tensor=4)
     again = Checkpoints(tmp_path)
     assert again.latest() == again.best() == 3
-    restored = again.restore(3, jax.eval_shape(lambda: state), shardings_on(other))
+    restored = again.restore(3, shapes_on(other))
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert restored["w"].sharding.is_equivalent_to(other.sharding(("embed", "mlp")), 2)
     assert restored["step"].sharding.is_fully_replicated
@@ -88,7 +91,7 @@ def test_a_step_that_is_there_is_left_alone(tmp_path: Path, plan_of: Callable[..
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(1, state_on(plan), {}, None)
     checkpoints.save(1, state_on(plan, scale=2.0), {}, None)
-    restored = checkpoints.restore(1, jax.eval_shape(lambda: state_on(plan)), shardings_on(plan))
+    restored = checkpoints.restore(1, shapes_on(plan))
     np.testing.assert_array_equal(restored["w"], state_on(plan)["w"])
     checkpoints.close()
 
@@ -107,17 +110,14 @@ def test_what_cannot_be_read_is_said_with_a_way_out(tmp_path: Path, plan_of: Cal
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(1, state_on(plan), {}, None)
     checkpoints.close()
-    shapes = jax.eval_shape(lambda: state_on(plan))
+    shapes = shapes_on(plan)
     if damage == "missing":
         for file in (tmp_path / "1" / "state").rglob("*"):
             if file.is_file():
                 file.unlink()
     else:
         shape, dtype = ((8, 12) if "shape" in damage else (8, 16)), (jnp.bfloat16 if "dtype" in damage else jnp.float32)
-        shapes = {"step": shapes["step"], "v" if "name" in damage else "w": jax.ShapeDtypeStruct(shape, dtype)}
-    shardings = {
-        "step": replicated_sharding(plan),
-        **dict.fromkeys(shapes.keys() - {"step"}, replicated_sharding(plan)),
-    }
+        leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated_sharding(plan))
+        shapes = {"step": shapes["step"], "v" if "name" in damage else "w": leaf}
     with pytest.raises(UserError, match=DAMAGES[damage]):
-        Checkpoints(tmp_path).restore(1, shapes, shardings)
+        Checkpoints(tmp_path).restore(1, shapes)

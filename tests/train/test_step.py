@@ -337,9 +337,8 @@ def test_a_fresh_state_compiles_no_zeros(changes: dict[str, Any], caplog: pytest
         state = init_state(model, config, plan)
     compiled = [line for line in caplog.messages if line.startswith("Compiling")]
     assert 1 <= len(compiled) <= 4, compiled  # all initializers together, and the key
-    shapes, shardings = state_shapes(model, config, plan), state_shardings(model, config, plan)
-    for leaf, shape, sharding in zip(*map(jax.tree.leaves, (state, shapes, shardings)), strict=True):
-        assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, sharding)
+    for leaf, want in zip(*map(jax.tree.leaves, (state, state_shapes(model, config, plan))), strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (want.shape, want.dtype, want.sharding)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((state.step, state.opt_state)))
     # To an ulp or two: less of the compiler's optimisation, the same arithmetic.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=5e-7, atol=1e-9), state.params, fresh(config.model))
