@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxpar.base.errors import UserError, suggest
 
@@ -61,7 +61,7 @@ def _end_interrupted() -> NoReturn:
     os._exit(130)  # not by way of Python's end, which waits for threads: one may be compiling for minutes
 
 
-def _unraisable(what: Any) -> None:
+def _unraisable(what: sys.UnraisableHookArgs) -> None:
     """For `sys.unraisablehook`: a Ctrl-C that reaches Python inside a callback of the garbage collector, of which JAX
     has one, is a Ctrl-C too. Python would print it and go on."""
     if isinstance(what.exc_value, KeyboardInterrupt):

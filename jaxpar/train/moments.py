@@ -75,7 +75,7 @@ def scales_sharding(moment: Quantized, axes: Axes, plan: Plan) -> NamedSharding:
     return plan.sharding((*axes[:-1], None if whole else axes[-1]), moment.scales.shape)
 
 
-def packed(state: optax.OptState, matrices: Params, precision: Precision) -> optax.OptState:
+def pack_moments(state: optax.OptState, matrices: Params, precision: Precision) -> optax.OptState:
     """A state of `optax.adamw`, whose moments are float32, with those of `matrices` in this precision.
 
     `matrices` says of each parameter whether it is one; the moments of vectors stay float32.
@@ -94,8 +94,8 @@ def packed(state: optax.OptState, matrices: Params, precision: Precision) -> opt
     )
 
 
-def unpacked(state: optax.OptState) -> optax.OptState:
-    """The inverse of `packed`, as far as the bits go."""
+def unpack_moments(state: optax.OptState) -> optax.OptState:
+    """The inverse of `pack_moments`, as far as the bits go."""
     return map_moments(lambda x: dequantize(x) if isinstance(x, Quantized) else x.astype(jnp.float32), state)
 
 

@@ -19,7 +19,7 @@ from jaxpar.base.sharding import Axes, is_axes, replicated_sharding, state_axes
 from jaxpar.models import Model, Params
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
-from jaxpar.train.moments import Quantized, map_moments, packed, scales_sharding
+from jaxpar.train.moments import Quantized, map_moments, pack_moments, scales_sharding
 from jaxpar.train.optimizer import decay_mask, make_optimizer
 
 Leaf = TypeVar("Leaf")
@@ -54,7 +54,7 @@ def state_shapes(
 
     def start(params: Params) -> TrainState:
         opt_state = make_optimizer(config.train, model.axes).init(params)
-        opt_state = packed(opt_state, decay_mask(model.axes), plan.moments)
+        opt_state = pack_moments(opt_state, decay_mask(model.axes), plan.moments)
         return TrainState(jnp.zeros((), jnp.int32), _as_stored(params, model, plan), opt_state)
 
     def place(moment: jax.ShapeDtypeStruct | Quantized, axes: Axes) -> NamedSharding | Quantized:

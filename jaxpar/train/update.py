@@ -25,7 +25,7 @@ from jaxpar.models import Params
 from jaxpar.parallel.collectives import first_turn, gather, manual, turn_after, waits
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
-from jaxpar.train.moments import Quantized, map_moments, moments_of, packed, unpacked, with_moments
+from jaxpar.train.moments import Quantized, map_moments, moments_of, pack_moments, unpack_moments, with_moments
 from jaxpar.train.optimizer import decay_mask, make_optimizer
 
 
@@ -61,7 +61,7 @@ def update(
     Then parameters and optimizer state stay as they were, to the bit, so a state that was finite once is so always. New
     or old is chosen number by number where both are at hand: that takes no memory, no pass and no collective.
 
-    `params` are by part of the model, `blocks` stacked over layers; `opt_state` is as `moments.packed` leaves it;
+    `params` are by part of the model, `blocks` stacked over layers; `opt_state` is as `moments.pack_moments` leaves it;
     `grads` and `sums` are summed over the tokens that counted; `axes` are `Model.axes`.
     """
     streamed = [name for name in params if name == "blocks" and plan.streams]
@@ -99,11 +99,11 @@ def _update_part(
         stored = jax.tree.map(lambda x, names: plan.constrain(x, state_axes(names)), stored, axes)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
     before = with_moments(opt_state, part.mu, part.nu)
-    updates, state = make_optimizer(train, axes).update(grads, unpacked(before), exact)
+    updates, state = make_optimizer(train, axes).update(grads, unpack_moments(before), exact)
     new = jax.tree.map(lambda x, more, old: (x + more).astype(old.dtype), exact, updates, stored)
     # Moments of finite gradients are finite; a parameter may still overflow, and then stays.
     new = jax.tree.map(lambda x, old: jnp.where(scale.finite & jnp.isfinite(x), x, old), new, stored)
-    state = packed(state, matrices, plan.moments)
+    state = pack_moments(state, matrices, plan.moments)
     state = jax.tree.map(lambda x, old: jnp.where(scale.finite, x, old), state, before)
 
     def place(moment: Array | Quantized, matrix: bool) -> Array | Quantized:

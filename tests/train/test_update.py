@@ -21,7 +21,7 @@ from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.train.checkpoint import Checkpoints
-from jaxpar.train.moments import Quantized, moments_of, packed, with_moments
+from jaxpar.train.moments import Quantized, moments_of, pack_moments, with_moments
 from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer
 from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import restore_state
@@ -209,7 +209,7 @@ def test_a_step_that_is_not_finite_changes_nothing(changes: dict[str, Any], plan
     largest = float(jnp.finfo(jnp.float32).max)
     params = {"blocks": {"w": jnp.ones((2, 4, 32)).at[0, 0, 0].set(largest)}}
     matrices = decay_mask(axes)
-    opt_state = packed(make_optimizer(train, axes).init(params), matrices, plan.moments)
+    opt_state = pack_moments(make_optimizer(train, axes).init(params), matrices, plan.moments)
 
     @jax.jit
     def stepped(opt_state: Any, slope: jax.Array, nll: jax.Array) -> Any:
