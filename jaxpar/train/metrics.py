@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +36,7 @@ class Meter:
 
     def __init__(self, step: int, flops_per_token: float, devices: list[jax.Device], dtype: str):
         self._flops, self._devices, self._dtype = flops_per_token, devices, dtype
-        self._step, self._time, self._spent = step, time.perf_counter(), Counter[str]()
+        self._step, self._time, self._spent = step, time.perf_counter(), dict.fromkeys(("waiting", "aside"), 0.0)
         self.trained = 0.0
         """Seconds of all steps until the last reading."""
 
@@ -54,7 +53,7 @@ class Meter:
         elapsed, steps = max(now - self._time - self._spent["aside"], 1e-9), step - self._step
         rate, on_cpu = tokens * steps / elapsed, self._devices[0].platform == "cpu"
         waited = min(self._spent["waiting"] / elapsed, 1.0)
-        self._step, self._time, self._spent = step, now, Counter[str]()
+        self._step, self._time, self._spent = step, now, dict.fromkeys(("waiting", "aside"), 0.0)
         self.trained += elapsed
         return {
             "tokens_per_second": rate,
