@@ -171,7 +171,7 @@ def fake_rehearsal(layers: int = 32, **changes: Any) -> Rehearsal:
             "step": step, "compute": compute,
             "exposed_communication": sum(exposed.values()) - stall, "host_stall": stall, "copy_stall": 0.0,
             "idle": max(0.0, round(step - compute - sum(exposed.values()), 12)),
-            "lower_bound": 0.93 * compute, "list_schedule": 1.01 * compute,
+            "lower_bound": 0.93 * compute,
             "mfu": 0.443, "hfu": 0.578, "tokens_per_second": 131_072 / step,
             "days": {"1e12": 1e12 / (131_072 / step) / 86_400, "15e12": 15e12 / (131_072 / step) / 86_400},
             "by_category": dict(by_category), "estimated_without_cycles": 0.21,

@@ -247,7 +247,6 @@ def _time(simulation: StepSimulation, known: Known, devices: int, peak: float | 
         "copy_stall": sum(spent for kind, spent in timeline.stalls.items() if kind not in _MOVING),
         "idle": timeline.idle,
         "lower_bound": timeline.lower_bound,
-        "list_schedule": timeline.list_schedule,
         "mfu": known.model_flops / devices / possible if possible and known.model_flops else None,
         "hfu": done / possible if possible else None,
         "by_category": {kind: spent for kind, spent in by_category.items() if spent},

@@ -68,7 +68,7 @@ def test_a_report_of_another_kind_is_refused(tmp_path, capsys):
     broken = fake_rehearsal(layers=1)
     del broken["memory"]  # type: ignore[misc]
     for name, text, message in [
-        ("old", json.dumps({"schema": 0}), "has schema 0, this jaxpar reads 1: make it again"),
+        ("old", json.dumps({"schema": 0}), "has schema 0, this jaxpar reads 2: make it again"),
         ("text", "no JSON", "is not JSON"),
         ("broken", json.dumps(broken), "is no whole report, it lacks memory: make it again"),
     ]:

@@ -105,7 +105,7 @@ def assert_times_add_up(report: Rehearsal, config: Config) -> None:
     parts = [time["compute"], time["exposed_communication"], time["host_stall"], time["copy_stall"], time["idle"]]
     assert time["step"] == pytest.approx(sum(parts), rel=1e-9)
     assert min(parts) >= 0
-    assert 0 < time["lower_bound"] <= time["list_schedule"] * (1 + 1e-9) <= time["step"] * (1 + 2e-9)
+    assert 0 < time["lower_bound"] <= time["step"] * (1 + 1e-9)
     assert time["tokens_per_second"] == pytest.approx(BATCH * SEQ / time["step"])
     assert time["days"] == {"2e+09": pytest.approx(2e9 / time["tokens_per_second"] / 86400)}
     assert sum(row["exposed"] for row in report["collectives"]) == pytest.approx(
@@ -250,14 +250,14 @@ def test_a_model_that_cannot_fit_says_by_how_much_and_what_helps(capsys):
     line = refused(capsys, "llama3_70b --target v5e-8 --mesh.fsdp 8 --mesh.tensor 1 --train.batch 8")
     assert line.startswith("this step does not fit v5e-8: it needs 1")
     assert "GiB more than its 15.75 GiB; " in line
-    assert "16 times the chips (mesh.fsdp 32 x mesh.tensor 4): parameters, optimizer and gradients are 1.0" in line
+    assert "16 times the chips (mesh.fsdp=32 mesh.tensor=4): parameters, optimizer and gradients are 1.0" in line
 
 
 @needs_libtpu
 def test_a_model_of_copies_that_cannot_fit_is_told_to_split_them(capsys):
     sizes = "--model.layers 4 --mesh.data 8 --mesh.fsdp 1 --mesh.tensor 1 --train.batch 8 --data.seq-len 1024"
     line = refused(capsys, f"llama3_8b --target v5e-8 {sizes}")
-    assert ", enough: --mesh.fsdp 2 --mesh.data 4 (splits parameters, optimizer and gradients)" in line
+    assert ", enough: mesh.fsdp=2 mesh.data=4 (splits parameters, optimizer and gradients)" in line
 
 
 @needs_libtpu

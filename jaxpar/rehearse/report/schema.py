@@ -9,7 +9,7 @@ from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from jaxpar.base.errors import UserError
 
-SCHEMA = 1
+SCHEMA = 2
 """Goes up when a key is renamed, removed or changes its meaning; a new key leaves it."""
 
 
@@ -76,8 +76,6 @@ class Time(TypedDict):
     """The rest: launches."""
     lower_bound: float
     """No schedule of the same tasks can be shorter."""
-    list_schedule: float
-    """What a greedy scheduler makes of the same tasks."""
     mfu: float | None
     hfu: float | None
     tokens_per_second: NotRequired[float]

@@ -186,8 +186,7 @@ def summary(report: Rehearsal) -> list[tuple[str, str]]:
         ("memory", memory_verdict(memory)),
         *(("", advice) for advice in memory["advice"]),
         ("time", f"{seconds_text(time['step'])} a step: {', '.join(parts)}"),
-        ("bounds", f"{seconds_text(time['list_schedule'])} by a greedy schedule of the same tasks, "
-                   f"{seconds_text(time['lower_bound'])} at the very least"),
+        ("lower bound", f"{seconds_text(time['lower_bound'])}: no schedule of the same tasks is shorter"),
         *([("throughput", ", ".join(rates))] if rates else []),
         *(("", f"{count:,.1f} days for {count_text(float(tokens))} tokens") for tokens, count in days),
     ]  # fmt: skip

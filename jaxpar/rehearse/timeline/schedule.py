@@ -1,13 +1,12 @@
-"""What another schedule of the same graph could reach: a bound from below, and a schedule that exists.
+"""How short another schedule of the same graph could be: a bound from below.
 
-Both keep loops as loops, each trip over before the next begins (but for what the program itself lets cross), and let
-every collective and host copy run beside compute, also those that the compiler made synchronous. Neither looks at
-memory: a schedule that starts everything early may not fit.
+The bound keeps loops as loops: each trip is over before the next begins, but for what the program itself lets cross.
+Every collective and host copy may run beside compute, also those that the compiler made synchronous. Memory does not
+count: a schedule that starts everything early may not fit.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 
 from jaxpar.hlo.tasks import Loop, Node, Program, Task, Wait
@@ -51,59 +50,6 @@ def _bound(nodes: tuple[Node, ...], costs: Costs, path: Path) -> tuple[float, di
     # What crosses into the next trip does not hold up the end of this one.
     chain = max((end for i, end in enumerate(ends) if i not in across), default=0.0)
     return max(chain, *load.values(), 0.0), load
-
-
-def list_schedule(program: Program, costs: Costs) -> float:
-    """Seconds of a greedy schedule: whatever is ready and has its lanes free starts, the longest chain first."""
-    return _greedy(program.nodes, costs, ())[0]
-
-
-def _greedy(nodes: tuple[Node, ...], costs: Costs, path: Path) -> tuple[float, tuple[str, ...]]:
-    """Seconds of the greedy schedule of a list of nodes, and the lanes it uses."""
-    seconds, lanes = [], []
-    for i, node in enumerate(nodes):
-        here = (*path, i)
-        if isinstance(node, Task):
-            seconds.append(costs.of[here].seconds)
-            lanes.append(_own_lanes(node, costs.of[here].lanes))
-        elif isinstance(node, Loop):
-            once, inner = _greedy(node.body, costs, here)
-            seconds.append(node.trips * once)
-            lanes.append(tuple({COMPUTE, *inner}))
-        else:
-            seconds.append(0.0)
-            lanes.append(())
-    return _run_greedy(nodes, seconds, lanes), tuple({lane for held in lanes for lane in held})
-
-
-def _run_greedy(nodes: tuple[Node, ...], seconds: list[float], lanes: list[tuple[str, ...]]) -> float:
-    """The end of a greedy list schedule of nodes with these durations on these lanes."""
-    needs = [_needs(node) for node in nodes]
-    users: list[list[int]] = [[] for _ in nodes]
-    for i, row in enumerate(needs):
-        for j in row:
-            users[j].append(i)
-    remaining = list(seconds)
-    for i in reversed(range(len(nodes))):
-        remaining[i] += max((remaining[j] for j in users[i]), default=0.0)
-    missing = [len(row) for row in needs]
-    ready = {i for i, count in enumerate(missing) if not count}
-    running: list[tuple[float, int]] = []
-    busy: set[str] = set()
-    now = 0.0
-    while ready or running:
-        for i in sorted(ready, key=lambda i: (-remaining[i], i)):
-            if busy.isdisjoint(lanes[i]):
-                ready.remove(i)
-                busy.update(lanes[i])
-                heapq.heappush(running, (now + seconds[i], i))
-        now, i = heapq.heappop(running)
-        busy.difference_update(lanes[i])
-        for user in users[i]:
-            missing[user] -= 1
-            if not missing[user]:
-                ready.add(user)
-    return now
 
 
 def _needs(node: Node) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from jaxpar.rehearse.cost.cost import COMPUTE, Costs, Path, price, tasks
 from jaxpar.rehearse.cost.speeds import SpeedTable
 from jaxpar.rehearse.link_costs import CollectiveTime
 from jaxpar.rehearse.timeline.player import Event, Player
-from jaxpar.rehearse.timeline.schedule import list_schedule, lower_bound
+from jaxpar.rehearse.timeline.schedule import lower_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,6 @@ class Timeline:
     first. The seconds add up to those of the step."""
     lower_bound: float
     """No schedule of this graph can be shorter: `jaxpar.rehearse.timeline.schedule.lower_bound`."""
-    list_schedule: float
-    """The better of this schedule and a greedy one, memory not considered: `schedule.list_schedule`."""
     events: list[Event]
 
     @property
@@ -111,7 +109,7 @@ def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: in
     path_rows.sort(key=lambda row: -row[2])
     return Timeline(
         seconds, dict(busy), dict(stalls), idle, dict(lanes), rows, path_rows,
-        lower_bound(program, costs), min(list_schedule(program, costs), seconds), player.events,
+        lower_bound(program, costs), player.events,
     )  # fmt: skip
 
 
