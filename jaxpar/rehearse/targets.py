@@ -308,7 +308,7 @@ def check_mesh(spec: MeshSpec, target: Target) -> None:
     needed = target.slices > 1 and target.platform == "tpu"
     if (needed or across) and spans != target.slices and target.platform != "cpu":
         here = f"{target.slices} {unit}" if target.slices > 1 else f"one {unit[:-1]}"
-        change = f"try --mesh.dcn.data {target.slices}" if target.slices > 1 else "leave out the --mesh.dcn. sizes"
+        change = f"try mesh.dcn.data={target.slices}" if target.slices > 1 else "leave out the mesh.dcn sizes"
         asked = f"spans {spans} of them (mesh.dcn {describe(across)})" if across else "has no axis across them"
         raise UserError(f"{target.name} is {here}, and the mesh {asked}: {change}")
     of = f"{target.hardware.chips} chips" if target.hardware.devices_per_chip > 1 else target.topology

@@ -244,7 +244,7 @@ def test_a_mesh_axis_that_leaves_the_residual_stream_whole(plan_of):
     (found,) = lint.whole_residual_stream(Plan(mesh, ShardingRules(residual_seq=())))
     assert_well_formed([found])
     assert (found["axis"], found["severity"]) == ("residual_seq", "warning")
-    assert found["message"] == "the residual stream is whole over tensor=4: add it to --rules.residual-seq"
+    assert found["message"] == "the residual stream is whole over tensor=4: add it to rules.residual_seq"
     assert lint.whole_residual_stream(Plan(mesh)) == []
 
 

@@ -97,7 +97,7 @@ def test_a_refusal_says_by_how_much_and_what_helps_most(plan_of):
     assert "\n" not in message
     assert message == (
         "this step does not fit v5e-8: it needs 23.50 GiB a device, 7.75 GiB more than its 15.75 GiB; "
-        "saves about 8.00 GiB, enough: --mesh.fsdp 2 --mesh.data 4 (splits parameters, optimizer and gradients)"
+        "saves about 8.00 GiB, enough: mesh.fsdp=2 mesh.data=4 (splits parameters, optimizer and gradients)"
     )
     assert refusal(EARLY, "v5e-8").endswith("more than its 15.75 GiB"), "of a function without a config"
 
@@ -125,38 +125,38 @@ def test_a_heading_is_passed_on_with_what_it_announces():
 
 def test_as_few_devices_as_are_enough_share_the_state(plan_of):
     plan = plan_of(data=8)
-    assert first(10, config_of(), plan).startswith("saves about 8.00 GiB, enough: --mesh.fsdp 2")
-    assert first(6, config_of(), plan).startswith("saves about 12.00 GiB, enough: --mesh.fsdp 4")
+    assert first(10, config_of(), plan).startswith("saves about 8.00 GiB, enough: mesh.fsdp=2")
+    assert first(6, config_of(), plan).startswith("saves about 12.00 GiB, enough: mesh.fsdp=4")
     most, more = advised(categories(160, 1), 16, config_of(), plan)
-    assert most.startswith("saves about 140.00 GiB: --mesh.fsdp 8 --mesh.data 1")
-    assert more == "2 times the chips (mesh.fsdp 16): parameters, optimizer and gradients are 160.00 GiB in all"
+    assert most.startswith("saves about 140.00 GiB: mesh.fsdp=8 mesh.data=1")
+    assert more == "2 times the chips (mesh.fsdp=16): parameters, optimizer and gradients are 160.00 GiB in all"
 
 
 def test_slices_keep_their_copies(plan_of):
     config = dataclasses.replace(config_of(), mesh=MeshSpec(dcn=dataclasses.replace(MeshSpec().dcn, data=2)))
     (found,) = advised(categories(16, 1), 10, config, plan_of(data=4, fsdp=2))
-    assert found.startswith("saves about 8.00 GiB, enough: --mesh.fsdp 4 --mesh.data 1")
+    assert found.startswith("saves about 8.00 GiB, enough: mesh.fsdp=4 mesh.data=1")
 
 
 def test_embed_must_divide(plan_of):
     narrow = dataclasses.replace(config_of(), model=ModelConfig("llama", embed=1026))
-    assert first(10, narrow, plan_of(data=8)).startswith("saves about 8.00 GiB, enough: --mesh.fsdp 2")
-    assert first(6, narrow, plan_of(data=8)).startswith("saves about 8.00 GiB: --mesh.fsdp 2")
+    assert first(10, narrow, plan_of(data=8)).startswith("saves about 8.00 GiB, enough: mesh.fsdp=2")
+    assert first(6, narrow, plan_of(data=8)).startswith("saves about 8.00 GiB: mesh.fsdp=2")
 
 
 def test_recomputation_and_accumulation(plan_of):
     plan = plan_of(fsdp=8)
     first, second = advised(categories(4, 20, 4), 16, config_of("none", batch=32), plan)
-    assert first == "saves about 18.00 GiB, enough: --memory.policy full (keeps one array a layer)"
-    assert second == "saves about 12.00 GiB, enough: --train.accumulation 2 (2 times fewer at a time)"
+    assert first == "saves about 18.00 GiB, enough: memory.policy=full (keeps one array a layer)"
+    assert second == "saves about 12.00 GiB, enough: train.accumulation=2 (2 times fewer at a time)"
     (only,) = advised(categories(4, 40), 16, config_of(batch=64, accumulation=2), plan)
-    assert only == "saves about 30.00 GiB, enough: --train.accumulation 8 (4 times fewer at a time)"
+    assert only == "saves about 30.00 GiB, enough: train.accumulation=8 (4 times fewer at a time)"
 
 
 def test_the_most_helpful_comes_first(plan_of):
     lines = advised(categories(40, 4, 4), 16, config_of("none", batch=16), plan_of(data=8))
-    assert [line.rpartition(": ")[2].split()[0] for line in lines] == [
-        "--mesh.fsdp", "--train.accumulation", "--memory.policy"
+    assert [line.rpartition(": ")[2].partition("=")[0] for line in lines] == [
+        "mesh.fsdp", "train.accumulation", "memory.policy"
     ]  # fmt: skip
 
 
@@ -165,9 +165,9 @@ def test_more_chips_are_asked_for_only_where_nothing_else_is_enough(plan_of):
         (line,) = advised(categories(state, moving), 16, config_of(), plan_of(fsdp=8))
         return line.partition(":")[0]
 
-    assert asked(40, 1) == "4 times the chips (mesh.fsdp 32)"
-    assert asked(40, 8) == "4 times the chips (mesh.fsdp 16 x mesh.tensor 2)", "8 times, if fsdp alone had to do it"
-    assert asked(1, 20) == "2 times the chips (mesh.fsdp 8 x mesh.tensor 2)"
+    assert asked(40, 1) == "4 times the chips (mesh.fsdp=32)"
+    assert asked(40, 8) == "4 times the chips (mesh.fsdp=16 mesh.tensor=2)", "8 times, if fsdp alone had to do it"
+    assert asked(1, 20) == "2 times the chips (mesh.fsdp=8 mesh.tensor=2)"
     (never,) = advised(categories(1, 200), 16, config_of(), plan_of(fsdp=8))
     assert never == "200.00 GiB of activations do not fit whatever the mesh: shorten the sequences"
 
@@ -184,7 +184,7 @@ def piped(schedule: str, microbatches: int, remat: str = "full", stash: str = "s
     return config, Plan(mesh, remat=remat, pipeline=pipeline)  # pyright: ignore[reportArgumentType]
 
 
-def flags(config: Config, plan: Plan) -> list[str]:
+def settings(config: Config, plan: Plan) -> list[str]:
     """What is advised of a pipeline, without the reasons."""
     lines = advised(categories(1, 4), 4.5, config, plan)
     return [line.removeprefix("may help: ").partition(" (")[0] for line in lines]
@@ -192,38 +192,38 @@ def flags(config: Config, plan: Plan) -> list[str]:
 
 def test_a_pipeline_keeps_less():
     (line,) = advised(categories(1, 1), 16, *piped("1f1b", 4, stash="blocks"))
-    assert line == ("may help: --pipeline.stash stage (keeps the input of a stage, and runs its forward once more)")
-    assert flags(*piped("1f1b", 4)) == []
-    assert flags(*piped("1f1b", 4, "none")) == ["--memory.policy full"]
+    assert line == ("may help: pipeline.stash=stage (keeps the input of a stage, and runs its forward once more)")
+    assert settings(*piped("1f1b", 4)) == []
+    assert settings(*piped("1f1b", 4, "none")) == ["memory.policy=full"]
 
 
 def test_another_schedule_keeps_fewer_microbatches():
-    assert flags(*piped("gpipe", 16)) == flags(*piped("zb_h1", 4)) == ["--pipeline.schedule 1f1b"]
-    assert flags(*piped("looped", 16, virtual=2)) == ["--pipeline.schedule interleaved"]
+    assert settings(*piped("gpipe", 16)) == settings(*piped("zb_h1", 4)) == ["pipeline.schedule=1f1b"]
+    assert settings(*piped("looped", 16, virtual=2)) == ["pipeline.schedule=interleaved"]
 
 
 def test_more_microbatches_of_fewer_sequences_and_not_more_accumulation():
     """They make the bubble smaller too."""
     config, plan = piped("1f1b", 4)
     config = dataclasses.replace(config, train=TrainConfig(batch=32))  # 4 sequences a device and microbatch
-    assert flags(config, plan) == ["--pipeline.microbatches 8"]
+    assert settings(config, plan) == ["pipeline.microbatches=8"]
 
 
 def test_domino_leaves_a_device_two_sequences(plan_of):
     config, plan = piped("1f1b", 4)
     config = dataclasses.replace(config, train=TrainConfig(batch=32))  # 4 sequences a device and microbatch
     plan = dataclasses.replace(plan, overlap=Overlap(domino="on"))
-    assert flags(config, plan) == ["--pipeline.microbatches 8"]
+    assert settings(config, plan) == ["pipeline.microbatches=8"]
     config = dataclasses.replace(config, train=TrainConfig(batch=16))
-    assert flags(config, plan) == []
+    assert settings(config, plan) == []
     plan = dataclasses.replace(plan_of(fsdp=4), overlap=plan.overlap)
     (line,) = advised(categories(1, 8), 6, config, plan)
-    assert "--train.accumulation 2" in line
+    assert "train.accumulation=2" in line
 
 
 def test_a_pipeline_of_copies_splits_them_first():
     config, _ = piped("gpipe", 8)
     plan = Plan(make_mesh(MeshSpec(stage=2, data=2), jax.devices()[:4]), pipeline=config.pipeline)
     first, *others = advised(categories(4, 4), 6, config, plan)
-    assert first.startswith("saves about 2.00 GiB, enough: --mesh.fsdp 2 --mesh.data 1")
+    assert first.startswith("saves about 2.00 GiB, enough: mesh.fsdp=2 mesh.data=1")
     assert all(line.startswith("may help: ") for line in others)

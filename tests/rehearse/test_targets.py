@@ -338,12 +338,12 @@ def test_the_environment_is_left_as_it_was():
         (
             "v5p-64x4",
             MeshSpec(fsdp=64, dcn=DcnSpec(data=2)),
-            r"spans 2 of them \(mesh.dcn data=2\): try --mesh.dcn.data 4",
+            r"spans 2 of them \(mesh.dcn data=2\): try mesh.dcn.data=4",
         ),
         (
             "v5p-64",
             MeshSpec(fsdp=32, dcn=DcnSpec(data=2)),
-            "v5p-64 is one slice, and .*leave out the --mesh.dcn. sizes",
+            "v5p-64 is one slice, and .*leave out the mesh.dcn sizes",
         ),
         ("h100x64", MeshSpec(fsdp=8, dcn=DcnSpec(data=4)), "h100x64 is 8 nodes, and the mesh spans 4 of them"),
         ("h100x64", MeshSpec(fsdp=8), "h100x64 has 64"),

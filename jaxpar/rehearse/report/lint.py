@@ -77,7 +77,7 @@ def whole_residual_stream(plan: Plan) -> list[LintFinding]:
     return [
         _finding(
             "replicated-activation", "warning",
-            f"the residual stream is whole over {axis}={size}: add it to --rules.residual-seq", axis="residual_seq",
+            f"the residual stream is whole over {axis}={size}: add it to rules.residual_seq", axis="residual_seq",
         )
         for axis, size in plan.mesh.shape.items() if size > 1 and axis not in used
     ]  # fmt: skip

@@ -100,20 +100,20 @@ def _more_chips(state: int, moving: int, has: int, copies: int, step: StepSizes)
     for times in (2**n for n in range(1, 13)):
         for wider in (2**n for n in range(times.bit_length())):
             if step.sizes["heads"] % (tensor * wider) == 0 and state // times + moving // wider <= has:
-                sizes = f"mesh.fsdp {fsdp * times // wider}" + (f" x mesh.tensor {tensor * wider}" if wider > 1 else "")
+                sizes = f"mesh.fsdp={fsdp * times // wider}" + (f" mesh.tensor={tensor * wider}" if wider > 1 else "")
                 together = bytes_text(state * mesh.size)
                 return f"{times} times the chips ({sizes}): parameters, optimizer and gradients are {together} in all"
     return f"{bytes_text(moving)} of activations do not fit whatever the mesh: shorten the sequences"
 
 
 _Saving = tuple[int, str]
-"""Bytes, and which flags save them."""
+"""Bytes, and which settings save them."""
 
 
 def _recomputing(categories: Mapping[str, int], step: StepSizes) -> Iterator[_Saving]:
     kept = categories.get("activations", 0)
     if step.plan.remat == "none" and kept:
-        yield kept * 9 // 10, "--memory.policy full (keeps one array a layer)"
+        yield kept * 9 // 10, "memory.policy=full (keeps one array a layer)"
 
 
 def _copies_to_split(step: StepSizes) -> list[int]:
@@ -128,8 +128,8 @@ def _splitting(state: int, over: int, step: StepSizes) -> Iterator[_Saving]:
     if copies and state:
         n = next((n for n in copies if state - state // n >= over), copies[-1])
         shape, slices = step.plan.mesh.shape, step.mesh.dcn
-        flags = f"--mesh.fsdp {shape['fsdp'] // slices.fsdp * n} --mesh.data {shape['data'] // slices.data // n}"
-        yield state - state // n, f"{flags} (splits parameters, optimizer and gradients)"
+        settings = f"mesh.fsdp={shape['fsdp'] // slices.fsdp * n} mesh.data={shape['data'] // slices.data // n}"
+        yield state - state // n, f"{settings} (splits parameters, optimizer and gradients)"
 
 
 def _fewer_sequences(step: StepSizes) -> list[int]:
@@ -142,7 +142,7 @@ def _accumulating(moving: int, over: int, step: StepSizes) -> Iterator[_Saving]:
     times = _fewer_sequences(step)
     if times and moving:
         n = next((n for n in times if moving - moving // n >= over), times[-1])
-        yield moving - moving // n, f"--train.accumulation {step.accumulation * n} ({n} times fewer at a time)"
+        yield moving - moving // n, f"train.accumulation={step.accumulation * n} ({n} times fewer at a time)"
 
 
 def _piping(step: StepSizes) -> Iterator[str]:
@@ -153,11 +153,11 @@ def _piping(step: StepSizes) -> Iterator[str]:
     pipeline, remat = step.plan.pipeline, step.plan.remat
     name = "interleaved" if pipeline.virtual > 1 else "1f1b"
     if remat != "full":
-        yield "--memory.policy full (keeps what goes in, and computes the rest again)"
+        yield "memory.policy=full (keeps what goes in, and computes the rest again)"
     if pipeline.stash != "stage":
-        yield "--pipeline.stash stage (keeps the input of a stage, and runs its forward once more)"
+        yield "pipeline.stash=stage (keeps the input of a stage, and runs its forward once more)"
     if pipeline.schedule not in ("1f1b", "interleaved"):
         fewer = "no gradients of weights wait" if pipeline.schedule == "zb_h1" else "keeps fewer microbatches at a time"
-        yield f"--pipeline.schedule {name} ({fewer})"
+        yield f"pipeline.schedule={name} ({fewer})"
     if times := _fewer_sequences(step):
-        yield f"--pipeline.microbatches {pipeline.microbatches * times[0]} ({times[0]} times fewer sequences in each)"
+        yield f"pipeline.microbatches={pipeline.microbatches * times[0]} ({times[0]} times fewer sequences in each)"
