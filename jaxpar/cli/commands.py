@@ -167,7 +167,7 @@ def rehearse_command(words: list[str]) -> int:
     name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
     if args.no_timeline and not args.json:
         raise UserError("--no-timeline has no effect: it leaves a part out of the JSON, so add --json FILE")
-    return rehearse_words(name, args.config, args, "jaxpar rehearse " + " ".join(words))
+    return rehearse_words(name, args, "jaxpar rehearse " + " ".join(words))
 
 
 def convert_command(words: list[str]) -> int:

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 
@@ -15,6 +14,7 @@ from jaxpar.base.console import check_folders, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import start, write_whole
 from jaxpar.base.toml import flatten
+from jaxpar.cli.commands import RehearseArgs
 from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import mesh_here, on_target, rehearse
 from jaxpar.rehearse.report.conditions import failures, parse_conditions
@@ -27,13 +27,12 @@ from jaxpar.rehearse.report.trace import write_trace
 from jaxpar.rehearse.targets import load_target
 
 
-def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
+def rehearse_words(name: str, args: RehearseArgs, command: str) -> int:
     """The `rehearse` command: report, files, comparison; its exit code.
 
     Args:
       name: of the config, a preset or a path.
-      config: with the overrides.
-      args: the `RehearseArgs` of `jaxpar.cli.commands`, which imports this module.
+      args: the flags, with the config and its overrides among them.
       command: as typed.
 
     Raises:
@@ -42,7 +41,8 @@ def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
     if not args.target:
         raise UserError("rehearse needs --target: v5p-64, v5e-8, h100x64, here, ...: docs/targets.md lists them")
     if args.target == "here":
-        start(mesh_here(config.mesh), "off")  # before the target counts the devices, which would start JAX with fewer
+        # Before the target counts the devices: that would start JAX with fewer.
+        start(mesh_here(args.config.mesh), "off")
     target = load_target(args.target)
     conditions = parse_conditions(args.fail_on, RULES, bool(args.against))
     baseline, other = None, None
@@ -59,9 +59,9 @@ def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
         config, program = resolve_and_compile(on_target(config, target)[0], target, say)
         return rehearse(config, target, Path(name).stem, command, args.tokens, say, program)
 
-    report = report_of(name, config)
+    report = report_of(name, args.config)
     before = flatten(load_config(name))
-    report["overrides"] = {key: value for key, value in flatten(config).items() if before[key] != value}
+    report["overrides"] = {key: value for key, value in flatten(args.config).items() if before[key] != value}
     if other:
         say(f"and {args.against}, to compare with")
         baseline = report_of(args.against, other)
@@ -77,7 +77,7 @@ def rehearse_words(name: str, config: Config, args: Any, command: str) -> int:
     return 1 if broken else 0
 
 
-def _write(report: Rehearsal, args: Any) -> list[str]:
+def _write(report: Rehearsal, args: RehearseArgs) -> list[str]:
     """Write the files that were asked for, print the JSON if that was, and return the names of the files."""
     kept = {key: value for key, value in report.items() if key != "timeline" or not args.no_timeline}
     text = json.dumps(kept, indent=1 if args.no_timeline else None, allow_nan=False) if args.json else ""
