@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from rich.console import RenderableType
 
@@ -66,8 +66,8 @@ def difference(new: Rehearsal, old: Rehearsal) -> Difference:
     return {
         "old": f"{old['config']} on {old['target']['name']}",
         "new": f"{new['config']} on {new['target']['name']}",
-        "memory": _changes(_memory(new), _memory(old)),
-        "time": _changes(_time(new), _time(old)),
+        "memory": _changes(new, old, _memory),
+        "time": _changes(new, old, _time),
         "collectives": _places(new["collectives"], old["collectives"], _COLLECTIVE_FIGURES),
         "lines": _places(new["lines"], old["lines"], _LINE_FIGURES),
         "found": [row for row in new["findings"] if _finding_identity(row) not in before],
@@ -90,68 +90,68 @@ def _finding_identity(row: LintFinding) -> tuple[str, ...]:
     return row["rule"], row["axis"], row["scope"], row["message"]
 
 
-def _changes(new: Mapping[str, float], old: Mapping[str, float]) -> list[Change]:
-    return [{"name": name, "old": old.get(name, 0), "new": new.get(name, 0)} for name in dict.fromkeys([*old, *new])]
+def _changes(new: Rehearsal, old: Rehearsal, figures: Callable[[Rehearsal], Mapping[str, float]]) -> list[Change]:
+    after, before = figures(new), figures(old)
+    names = dict.fromkeys([*before, *after])
+    return [{"name": name, "old": before.get(name, 0), "new": after.get(name, 0)} for name in names]
 
 
 _Place = tuple[str, tuple[str, ...], str, str, str]
 """Kind, axes, scope and phase of some rows, and the file of their lines."""
-_ByLine = defaultdict[int, defaultdict[str, float]]
-"""Sums of the figures by line number."""
+_Figures = dict[str, float]
 
 
 def _places(new: Sequence[Row], old: Sequence[Row], figures: Sequence[str]) -> list[PlaceChange]:
     """Rows of both reports, matched and summed; those that differ, the largest change of time first."""
     before, after = _by_place(old, figures), _by_place(new, figures)
+    nothing: _Figures = dict.fromkeys(figures, 0.0)
     rows: list[PlaceChange] = []
     for place in dict.fromkeys([*after, *before]):
         kind, axes, scope, phase, file = place
-        for line, now, was in _matched(after.get(place, {}), before.get(place, {})):
-            pairs = [(was.get(name, 0.0), now.get(name, 0.0)) for name in figures]
-            if not all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs):
+        for line, now, was in _matched(after.get(place, {}), before.get(place, {}), nothing):
+            if not all(math.isclose(was[name], now[name], rel_tol=1e-6, abs_tol=1e-12) for name in figures):
                 source = f"{file}:{line}" if line else file
                 rows.append({
                     "kind": kind, "axes": list(axes), "scope": scope, "source": source, "phase": phase,
-                    "old": {name: a for name, (a, _) in zip(figures, pairs, strict=True)},
-                    "new": {name: b for name, (_, b) in zip(figures, pairs, strict=True)},
+                    "old": was, "new": now,
                 })  # fmt: skip
     return sorted(rows, key=_size)
 
 
-def _by_place(rows: Sequence[Row], figures: Sequence[str]) -> dict[_Place, _ByLine]:
-    sums: dict[_Place, _ByLine] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
+def _by_place(rows: Sequence[Row], figures: Sequence[str]) -> dict[_Place, dict[int, _Figures]]:
+    """Sums of the figures by place, and there by line number (0 = none is known)."""
+    sums: defaultdict[_Place, dict[int, _Figures]] = defaultdict(dict)
     for row in rows:
         file, _, number = row["source"].rpartition(":")
         file, line = (file, int(number)) if number.isdigit() else (row["source"], 0)
         place = row.get("kind", ""), tuple(row.get("axes", ())), row["scope"], row["phase"], file
+        found = sums[place].setdefault(line, dict.fromkeys(figures, 0.0))
         for name in figures:
-            sums[place][line][name] += row[name]
+            found[name] += row[name]
     return sums
 
 
-def _matched(new: Mapping[int, Row], old: Mapping[int, Row]) -> Iterator[tuple[int, Row, Row]]:
-    """Lines of one place with their new and their old figures: in their order where there are as many as before, else
-    by number."""
+def _matched(
+    new: Mapping[int, _Figures], old: Mapping[int, _Figures], nothing: _Figures
+) -> Iterator[tuple[int, _Figures, _Figures]]:
+    """Lines of one place with their new and old figures: in their order where there are as many as before, else by
+    number."""
     if len(new) == len(old):
         for line, before in zip(sorted(new), sorted(old), strict=True):
             yield line, new[line], old[before]
     else:
         for line in sorted({*new, *old}):
-            yield line, new.get(line, {}), old.get(line, {})
+            yield line, new.get(line, nothing), old.get(line, nothing)
 
 
 def _size(row: PlaceChange) -> tuple[float, float]:
     """Sorts the largest change of time first, then of bytes sent."""
-
-    def change(*names: str) -> float:
-        return sum(abs(row["new"].get(name, 0.0) - row["old"].get(name, 0.0)) for name in names)
-
-    return -change("compute", "exposed", "seconds"), -change("sent_bytes", "communication")
+    change = {name: abs(after - row["old"][name]) for name, after in row["new"].items()}
+    time = sum(change.get(name, 0.0) for name in ("compute", "exposed", "seconds"))
+    return -time, -change.get("sent_bytes", change.get("communication", 0.0))
 
 
 # On a terminal.
-
-_Text = Callable[[float], str]
 
 
 def difference_parts(changes: Difference, most: int = 12) -> list[RenderableType]:
@@ -176,7 +176,7 @@ def difference_parts(changes: Difference, most: int = 12) -> list[RenderableType
     return parts
 
 
-def _figures_section(name: str, title: str, rows: Sequence[Change], text: _Text) -> Section:
+def _figures_section(name: str, title: str, rows: Sequence[Change], text: Callable[[float], str]) -> Section:
     def change(row: Row) -> str:
         share = f" ({100 * (row['new'] / row['old'] - 1):+.1f} %)" if row["old"] else " (new)"
         return _change_text(row["old"], row["new"], text) + share * (row["old"] != row["new"])
@@ -188,7 +188,7 @@ def _figures_section(name: str, title: str, rows: Sequence[Change], text: _Text)
     return Section(name, title, columns, [row for row in rows if max(row["old"], row["new"]) > _NOTHING])
 
 
-def _figure(name: str, text: _Text) -> tuple[Column, Column]:
+def _figure(name: str, text: Callable[[float], str]) -> tuple[Column, Column]:
     """What a place has of a figure now, and how much more that is than before."""
     return (
         Column(name.partition("_")[0], lambda row: row["new"][name], text),
@@ -196,11 +196,11 @@ def _figure(name: str, text: _Text) -> tuple[Column, Column]:
     )
 
 
-def _times(row: Any) -> str:
+def _times(row: Row) -> str:
     return " -> ".join(dict.fromkeys(f"{row[side]['count']:.0f}" for side in ("old", "new")))
 
 
-def _change_text(old: float, new: float, text: _Text) -> str:
+def _change_text(old: float, new: float, text: Callable[[float], str]) -> str:
     """`+1.00 ms`, or `=`."""
     if abs(new - old) <= _NOTHING:
         return "="
