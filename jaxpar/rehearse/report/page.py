@@ -150,5 +150,5 @@ def _lines(name: str, title: str, lines: list[str]) -> Markup:
 
 def _footer(report: Rehearsal) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    changed = " ".join(f"--{key} {value}" for key, value in report["overrides"].items())
+    changed = " ".join(f"{key}={value}" for key, value in report["overrides"].items())
     return "  ·  ".join(filter(None, [report["date"], versions, changed]))
