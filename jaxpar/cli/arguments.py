@@ -36,6 +36,37 @@ _PLAINLY = {  # what Python says of a value that is no number, and what its flag
 Overrides = Annotated[Config, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
 
 
+@dataclasses.dataclass(frozen=True)
+class ConfigArgs:
+    """The arguments of a command that takes a config."""
+
+    config: Overrides
+    on: str = ""
+    """Take the [mesh] table from this mesh preset or file instead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RehearseArgs(ConfigArgs):
+    """The training step compiled for hardware that is not here: does it fit, what takes the time, what is exposed."""
+
+    target: str = ""
+    """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ... or here."""
+    html: str = ""
+    """Write the report as one self-contained page."""
+    trace: str = ""
+    """Write the timeline as a Chrome trace, which ui.perfetto.dev and TensorBoard open; NAME.json.gz compresses it."""
+    json: str = ""
+    """Write the report as JSON; - = print it, and nothing else."""
+    against: str = ""
+    """Compare with this: a stored JSON, or a config that is rehearsed on the same target."""
+    fail_on: str = ""
+    """Conditions that exit with 1: unplanned-collective,does-not-fit,memory+5%,time+3% (growth against --against)."""
+    tokens: float = 1e12
+    """Length of a training, for its days."""
+    no_timeline: bool = False
+    """Leave the timeline out of the JSON: it is most of the bytes."""
+
+
 def config_args(
     usage: str | None, schema: Callable[[Config], Args], words: list[str], load: Callable[[str], Config] = load_config
 ) -> tuple[str, Args]:

@@ -11,20 +11,11 @@ from jaxpar.base.config import Config, check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import presets
-from jaxpar.cli.arguments import Overrides, config_args, parse, positional
+from jaxpar.cli.arguments import ConfigArgs, Overrides, RehearseArgs, config_args, parse, positional
 
 
 @dataclass(frozen=True)
-class _ConfigArgs:
-    """Of a command that takes a config."""
-
-    config: Overrides
-    on: str = ""
-    """Take the [mesh] table from this mesh preset or file instead."""
-
-
-@dataclass(frozen=True)
-class TrainArgs(_ConfigArgs):
+class TrainArgs(ConfigArgs):
     """Train a config, or go on training its run."""
 
     run: str = ""
@@ -34,7 +25,7 @@ class TrainArgs(_ConfigArgs):
 
 
 @dataclass(frozen=True)
-class VerifyArgs(_ConfigArgs):
+class VerifyArgs(ConfigArgs):
     """Loss and every gradient of a config's plan against one device, on a small model of the same kind."""
 
     json: bool = False
@@ -53,7 +44,7 @@ class EvalArgs:
 
 
 @dataclass(frozen=True)
-class ShowArgs(_ConfigArgs):
+class ShowArgs(ConfigArgs):
     """Where the parameters of a config live, what its devices send, and pictures of the mesh and of one layer."""
 
     out: str = ""
@@ -62,28 +53,6 @@ class ShowArgs(_ConfigArgs):
     """Show how microbatches go through the pipeline's stages instead, and draw that: NAME_schedule.png."""
     json: bool = False
     """Print the parameter table, or the schedule, as JSON."""
-
-
-@dataclass(frozen=True)
-class RehearseArgs(_ConfigArgs):
-    """The training step compiled for hardware that is not here: does it fit, what takes the time, what is exposed."""
-
-    target: str = ""
-    """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ... or here."""
-    html: str = ""
-    """Write the report as one self-contained page."""
-    trace: str = ""
-    """Write the timeline as a Chrome trace, which ui.perfetto.dev and TensorBoard open; NAME.json.gz compresses it."""
-    json: str = ""
-    """Write the report as JSON; - = print it, and nothing else."""
-    against: str = ""
-    """Compare with this: a stored JSON, or a config that is rehearsed on the same target."""
-    fail_on: str = ""
-    """Conditions that exit with 1: unplanned-collective,does-not-fit,memory+5%,time+3% (growth against --against)."""
-    tokens: float = 1e12
-    """Length of a training, for its days."""
-    no_timeline: bool = False
-    """Leave the timeline out of the JSON: it is most of the bytes."""
 
 
 @dataclass(frozen=True)

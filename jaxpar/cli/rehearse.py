@@ -14,7 +14,7 @@ from jaxpar.base.console import check_folders, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import start, write_whole
 from jaxpar.base.toml import flatten
-from jaxpar.cli.commands import RehearseArgs
+from jaxpar.cli.arguments import RehearseArgs
 from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import mesh_here, on_target, rehearse
 from jaxpar.rehearse.report.conditions import failures, parse_conditions
