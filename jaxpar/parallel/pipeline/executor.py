@@ -33,7 +33,7 @@ from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.last_stage import gather_tokens, own_labels, share_tokens
-from jaxpar.parallel.pipeline.layers import Layers, layers_in
+from jaxpar.parallel.pipeline.layers import Layers, layers_of
 from jaxpar.parallel.pipeline.program import Rows, Segment, TickProgram, program
 from jaxpar.parallel.pipeline.schedules import Kind, Table, schedule
 from jaxpar.parallel.pipeline.stage import LayerContext, Params, PipelinedModel, Stack, empty_buffers, read, write
@@ -52,18 +52,14 @@ def gradients(
     Row r of the batch is in microbatch r % M, as it is where microbatches are accumulated one after another.
 
     Args:
-      model: its three functions.
       params: blocks stacked in the plan's `stored_order`.
       batch: arrays [M B, S], as for `Model.loss`.
-      plan: with more than one stage, and a number of microbatches.
       key: dropout key; microbatch i has `fold_in(key, i)`. None = no dropout.
-      weights: of what is added to the likelihood.
       table: what each stage does in each tick; None = the plan's schedule.
     """
     pipeline = plan.pipeline
     table = table or schedule(pipeline.schedule, plan.size("stage"), pipeline.microbatches, pipeline.virtual)
-    task = _Task(model, plan, weights, _layers(model, plan), program(table), backward=True)
-    sums, grads = _run(task, params, batch, key)
+    sums, grads = _run(_Task(model, plan, weights, program(table), backward=True), params, batch, key)
     return sums, {**grads["ends"], "blocks": grads["blocks"]}
 
 
@@ -73,26 +69,24 @@ def loss(
     """The loss alone: forward ticks, and nothing kept. Arguments as for `gradients`."""
     pipeline = plan.pipeline
     table = schedule("looped", plan.size("stage"), pipeline.microbatches, pipeline.virtual)
-    task = _Task(model, plan, weights, _layers(model, plan), program(table, backward=False), backward=False)
+    task = _Task(model, plan, weights, program(table, backward=False), backward=False)
     return _run(task, params, batch, None)[0]
-
-
-def _layers(model: PipelinedModel, plan: Plan) -> Layers:
-    layers = layers_in(plan, model.config.layers)
-    assert layers is not None, "a pipeline has stages"
-    return layers
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What all stages know: the model and how it runs, where its layers are, and the ticks."""
+    """What all stages know: the model and how it runs, and the ticks."""
 
     model: PipelinedModel
     plan: Plan
     weights: LossWeights
-    layers: Layers
     steps: TickProgram
     backward: bool
+
+    @property
+    def layers(self) -> Layers:
+        """Where the model's layers are."""
+        return layers_of(self.model.config.layers, self.plan.size("stage"), self.plan.pipeline)
 
 
 class _Arrays(NamedTuple):

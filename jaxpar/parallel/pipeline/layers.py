@@ -49,12 +49,7 @@ class Layers(NamedTuple):
 
 
 def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
-    """The layers of each stage.
-
-    Args:
-      layers: how many the model has.
-      stages: how many the mesh has.
-      pipeline: virtual stages, and the layers of each where they are given.
+    """The layers of each stage: as `pipeline.layers` says, or as even as can be.
 
     Raises:
       UserError: there are fewer layers than virtual stages, virtual stages do not divide the layers, or the given
@@ -110,10 +105,7 @@ def stored_order(plan: Plan, layers: int) -> tuple[int, ...] | None:
 def reorder_layers(x: _Array, before: Sequence[int] | None, after: Sequence[int] | None, layers: int) -> _Array:
     """A stacked array [places, ...] moved from one stored order to another; None is the model's own order.
 
-    Args:
-      x: stacked on its first dim.
-      before, after: see `stored_order`.
-      layers: of the model.
+    `before` and `after` are as `stored_order` gives them. Places without a layer are zeros.
     """
     if before == after:
         return x
@@ -126,15 +118,11 @@ def reorder_layers(x: _Array, before: Sequence[int] | None, after: Sequence[int]
 
 
 def check_stages(plan: Plan, layers: int, count: int) -> None:
-    """Refuse a pipeline that cannot run: see `layers_of` and `schedules.schedule` too.
-
-    Args:
-      plan: with more than one stage.
-      layers: of the model.
-      count: microbatches.
+    """Refuse a pipeline of so many layers and microbatches (`count`) that cannot run.
 
     Raises:
-      UserError: rules that split anything else over the stages' mesh axes, or stacked layers over other ones.
+      UserError: what `layers_of` and `schedules.schedule` refuse, rules that split anything else over the stages'
+        mesh axes, or stacked layers over other ones.
     """
     stages, rules = set(plan.mesh_axes("stage")), plan.rules
     for field in fields(rules):
@@ -156,9 +144,7 @@ def check_stages(plan: Plan, layers: int, count: int) -> None:
 def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
     """How many microbatches are in the pipeline together.
 
-    Args:
-      config: `pipeline.microbatches`, the batch and its accumulation.
-      sizes: devices along each mesh axis, of all slices.
+    `sizes` are the devices along each mesh axis, of all slices.
 
     Raises:
       UserError: microbatches that do not divide the batch, or of fewer sequences than shards.

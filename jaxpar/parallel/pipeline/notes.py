@@ -15,10 +15,6 @@ def pipeline_notes(config: Config, plan: Plan) -> list[str]:
     """The schedule in figures, and what speaks against it: idle stages, or layers that do not divide.
 
     A backward is taken as twice a forward, and as one more each for recomputing blocks and the stage.
-
-    Args:
-      config: the experiment.
-      plan: from `jaxpar.train.plans.make_plan`, with or without stages.
     """
     pipeline, P = plan.pipeline, plan.size("stage")
     layers = layers_in(plan, config.model.layers)

@@ -61,12 +61,6 @@ def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -
     (breadth-first, Lamy-Poirier 2022, arXiv:2211.05953): GPipe through v chunks a stage. `zb_h1` (Qi et al. 2023,
     arXiv:2401.10241): 1F1B whose weight gradients wait, so that input gradients are passed on earlier.
 
-    Args:
-      name: one of these.
-      stages: P, at least 1.
-      microbatches: M, at least 1.
-      virtual: v; 1 but for `interleaved` and `looped`.
-
     Raises:
       UserError: no such schedule, sizes below 1, or virtual stages that it cannot have.
     """

@@ -115,10 +115,7 @@ def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
     A tick begins when the one before has ended on all stages and all that its actions need has arrived, as in one
     jitted program. A transfer begins when the action that makes its contents ends, and overlaps with what the stages
     do meanwhile. A stage sends nothing to itself (P = 1).
-
-    Args:
-      table: what the stages do.
-      times: of one action of one virtual stage.
+    `times` are those of one action of one virtual stage.
 
     Raises:
       UserError: the table is not valid, as `check` says.
@@ -180,8 +177,6 @@ def rank_schedules(stages: int, microbatches: int, virtual: int = 1, times: Time
     """Every schedule for the same stages and microbatches.
 
     Args:
-      stages: P.
-      microbatches: M.
       virtual: chunks of a stage, where a schedule takes them; with 1 those schedules are as others, and left out.
       times: of a whole stage, however many chunks it has.
 

@@ -90,7 +90,6 @@ def split(function: Callable[..., PyTree], shapes: Sequence[PyTree], now: PyTree
     stands in both.
 
     Args:
-      function: what is split.
       shapes: of its arguments, trees of ShapeDtypeStructs.
       now: of each result whether the first part gives it, in a tree of the results' form.
       again: which of the arguments the second part is given again.

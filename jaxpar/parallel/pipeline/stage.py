@@ -95,7 +95,6 @@ class Stack:
     """The layers of one stage, inside the `shard_map` over stages.
 
     Attributes:
-      model, plan: as anywhere.
       weights: stacked weights [virtual x places, ...] of this stage.
       context: of (microbatch, chunk, place in it) what the layer is told.
       places: of a virtual stage.
