@@ -84,12 +84,12 @@ def bench_attention(bench: AttentionBenchArgs, say: Callable[[str], None] = lamb
 
 def _tune(bench: AttentionBenchArgs, say: Callable[[str], None]) -> None:
     """Find the fastest tiles of the Triton kernels for each head_dim, which this machine then always takes."""
-    from jaxpar.kernels.attention.tuning import tune  # imports Triton's lowering, which is for GPUs only
+    from jaxpar.bench.triton_tiles import tune  # imports Triton's lowering, which is for GPUs only
 
     S = max(bench.seq_lens)
     for h in bench.head_dims:
         say(f"tuning pallas_gpu, head_dim {h}, {bench.dtype}")
-        sizes = tune(h, jnp.dtype(bench.dtype), (max(bench.tokens // S, 1), S, bench.heads, bench.kv_heads), say=say)
+        sizes = tune(h, jnp.dtype(bench.dtype), (max(bench.tokens // S, 1), S, bench.heads, bench.kv_heads), say)
         say("kept: " + "; ".join(f"{kernel} {'x'.join(map(str, tile))}" for kernel, tile in sizes._asdict().items()))
 
 

@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels, by chip, head_dim and dtype: a table, and what `tuning` found on this machine."""
+"""Tile sizes of the Triton kernels, by chip, head_dim and dtype: a table, and what tuning found on this machine."""
 
 from __future__ import annotations
 
