@@ -61,14 +61,17 @@ class Tiles(NamedTuple):
         """[Q, K]."""
         return -(-self.S // self.block_q), -(-self.T // self.block_k)
 
+    @property
+    def traced(self) -> bool:
+        """Whether places are known only when the program runs."""
+        return _traced(self.q_start, self.k_start)
+
     def spans(self) -> tuple[Places, Places, Places, Places]:
         """Places of each tile's first and last query [Q, 1] and first and last key [1, K]."""
         Q, K = self.shape
         rows, columns = np.arange(Q)[:, None] * self.block_q, np.arange(K)[None] * self.block_k
-        last_rows, last_columns = (
-            np.minimum(rows + self.block_q, self.S) - 1,
-            np.minimum(columns + self.block_k, self.T) - 1,
-        )
+        last_rows = np.minimum(rows + self.block_q, self.S) - 1
+        last_columns = np.minimum(columns + self.block_k, self.T) - 1
         q, k = self.q_start, self.k_start
         return rows + q, last_rows + q, columns + k, last_columns + k
 
@@ -95,13 +98,6 @@ class Mask:
         `PARTIAL` of a tile that is empty or full, never anything else wrong; see `tile_states`.
         """
         raise NotImplementedError
-
-    def check(self, B: int, S: int, T: int) -> None:
-        """Refuse a mask whose ids are not those of so many sequences, queries and keys.
-
-        Raises:
-          UserError: such a one.
-        """
 
     def leaves(self) -> Iterator[Mask]:
         """The masks that this one combines, from the left."""
@@ -364,6 +360,11 @@ class Segments(Mask):
         return self.q_ids[..., :, None] == self.kv_ids[..., None, :]
 
     def check(self, B: int, S: int, T: int) -> None:
+        """Refuse ids that are not those of so many sequences, queries and keys.
+
+        Raises:
+          UserError: such ones.
+        """
         for name, ids, shape in (("q_ids", self.q_ids, (B, S)), ("kv_ids", self.kv_ids, (B, T))):
             if getattr(ids, "shape", None) != shape:
                 raise UserError(f"Segments needs {name} {shape}, an id for each token, and was given {_shape_of(ids)}")
@@ -444,6 +445,16 @@ class Or(_Pair):
         return " | ".join(f"{part}" for part in (self.left, self.right))
 
 
+def segments_in(mask: Mask) -> list[Segments]:
+    """The parts of a mask that compare ids, from the left."""
+    return [leaf for leaf in mask.leaves() if isinstance(leaf, Segments)]
+
+
+def without_segments(mask: Mask) -> Mask:
+    """The mask with all ids equal, which shows at least as much."""
+    return mask.replaced(lambda leaf: Full() if isinstance(leaf, Segments) else leaf)
+
+
 def looks_back(mask: Mask) -> bool:
     """Whether no query sees a key after its own place, as far as the mask's form says."""
     if isinstance(mask, And):
@@ -461,7 +472,7 @@ def apart_from_segments(mask: Mask) -> tuple[Mask, Int[Array, "B S"] | None]:
     """
     parts = list(_conjuncts(mask))
     ids = [part for part in parts if isinstance(part, Segments)]
-    if len(ids) > 1 or sum(isinstance(leaf, Segments) for leaf in mask.leaves()) > len(ids):
+    if len(ids) > 1 or len(segments_in(mask)) > len(ids):
         raise UserError(f"over several devices a mask has its Segments once, joined by &, and was given {mask}")
     if ids and ids[0].q_ids is not ids[0].kv_ids:
         raise UserError("over several devices queries and keys are of one sequence: write Segments(ids, ids)")
@@ -494,7 +505,7 @@ def tile_states(mask: Mask, tiles: Tiles) -> Places:
     Of those, tiles that the parts leave partial are looked at place by place: once for each diagonal where only d
     counts, else up to 134 million places; beyond, they stay partial.
     """
-    if any(isinstance(leaf, Segments) for leaf in mask.leaves()) or _traced(tiles.q_start, tiles.k_start):
+    if segments_in(mask) or tiles.traced:
         return mask.states(tiles)
     return _known_states(mask, tiles)
 

@@ -26,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 from tiers import needs_cuda
 
 from jaxpar.kernels.attention import hopper
-from jaxpar.kernels.attention.call import Call, Unserved
+from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.hopper_block import Visit
 from jaxpar.kernels.masks import BigBird, BlockSparse, Causal, Mask, Segments, Window
 from jaxpar.rehearse.targets import load_target
@@ -175,10 +175,6 @@ def test_a_race_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals(h: int, dtype: str, mask: Mask, why: str) -> None:
     refused = hopper.refusal((1, 256, 2, h), (1, 256, 2, h), dtype, mask)
     assert why in refused and bool(why) == bool(refused)
-    if why:
-        x = jnp.zeros((1, 256, 2, h), dtype)
-        with pytest.raises(Unserved, match=r"cut|is not|more than"):
-            hopper.forward(x, x, x, mask)
 
 
 @pytest.mark.quick

@@ -140,7 +140,7 @@ def test_tiles_are_the_fewest_equal_ones_or_cut_no_block() -> None:
     assert of(4096, Causal() & BlockSparse(np.eye(4), 1024, 768)) == (512, 384)
     assert of(4096, BlockSparse(np.eye(4), 1024, 1024), q_start=256) == (256, 512)
     assert of(4096, BlockSparse(np.eye(4), 1024, 1024), q_start=jnp.int32(0), multiple=128) == (128, 512)
-    with pytest.raises(Unserved, match=r"blocks of 20 places, the first at 0, are no tiles of a multiple of 8"):
+    with pytest.raises(Unserved, match=r"blocks of a mask at multiples of 20 places are no tiles of a multiple of 8"):
         of(4096, BlockSparse(np.eye(4), 20, 64))
 
 
@@ -151,7 +151,7 @@ def test_tiles_are_the_fewest_equal_ones_or_cut_no_block() -> None:
         (80, "bfloat16", Causal() & BigBird(64), ""),
         (320, "float32", Full(), "head_dim 320 is more than 256"),
         (64, "float16", Full(), "float16 is not float32 or bfloat16"),
-        (64, "float32", BlockSparse(np.eye(4), 64, 4), "blocks of 4 places, the first at 0, are no tiles"),
+        (64, "float32", BlockSparse(np.eye(4), 64, 4), "blocks of a mask at multiples of 4 places are no tiles"),
     ],
 )
 def test_what_is_refused(h: int, dtype: str, mask: Mask, why: str) -> None:

@@ -65,6 +65,10 @@ class Call(NamedTuple):
         """The factor of the scores of these queries."""
         return self.scale or 1 / math.sqrt(q_BSHh.shape[-1])
 
+    def starts(self) -> Array:
+        """The places of the first query and the first key, int32 [2], as kernels read them."""
+        return jnp.stack([jnp.int32(self.q_start), jnp.int32(self.k_start)])
+
 
 DEFAULT = Call()
 
@@ -92,6 +96,12 @@ def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Arra
 def product(subscripts: str, a: Array, b: Array) -> Array:
     """An einsum that sums in float32."""
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def pad_to(x: Array, dim: int, multiple: int) -> Array:
+    """Zeros behind the end of one dim, up to a multiple."""
+    missing = -x.shape[dim] % multiple
+    return jnp.pad(x, [(0, missing if n == dim % x.ndim else 0) for n in range(x.ndim)]) if missing else x
 
 
 def grouped(x_BSHh: Array, K: int) -> Array:

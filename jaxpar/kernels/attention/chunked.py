@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxpar.kernels.attention.call import BLIND, MASKED, Call, capped, grouped, product, through_cap, ungrouped
+from jaxpar.kernels.attention.call import BLIND, MASKED, Call, capped, grouped, pad_to, product, through_cap, ungrouped
 from jaxpar.kernels.attention.reference import dropped
-from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Full, Mask, Segments, Tiles, tile_states
+from jaxpar.kernels.attention.visits import possible_states
+from jaxpar.kernels.masks import EMPTY, FULL, Mask, Segments, Tiles, tile_states
 
 State = TypeVar("State")
 ROWS, COLUMNS = 512, 1024  # of a tile, at most
@@ -128,11 +129,11 @@ class _Work(NamedTuple):
 
     def laid_out(self, q_BSHh: Array, k_BTKh: Array, v_BTKh: Array) -> tuple[Array, Array, Array]:
         """[B, K, G, S, h] and [B, K, T, h], filled up to whole tiles."""
-        k_BKTh, v_BKTh = (_padded(x.swapaxes(1, 2), 2, self.tiles.block_k) for x in (k_BTKh, v_BTKh))
+        k_BKTh, v_BKTh = (pad_to(x.swapaxes(1, 2), 2, self.tiles.block_k) for x in (k_BTKh, v_BTKh))
         return self.pad_rows(grouped(q_BSHh, k_BTKh.shape[2])), k_BKTh, v_BKTh
 
     def pad_rows(self, x: Array) -> Array:
-        return _padded(x, 3, self.tiles.block_q)
+        return pad_to(x, 3, self.tiles.block_q)
 
     def rows_only(self, x: Array) -> Array:
         return jax.lax.slice_in_dim(x, 0, self.tiles.S, axis=3)
@@ -144,7 +145,7 @@ class _Work(NamedTuple):
         """The state after every tile that may hold something to see."""
         found = tile_states(self.mask, self.tiles)
         known = isinstance(found, np.ndarray) and found.ndim == 2
-        likely = found if known else self._likely()
+        likely = found if known else possible_states(self.mask, self.tiles)
         full = (likely == FULL) if known else np.zeros_like(likely, bool)
         if self.tiles.T % self.tiles.block_k:
             full[:, -1] = False
@@ -160,17 +161,6 @@ class _Work(NamedTuple):
 
                 state, _ = jax.lax.scan(step, state, jnp.asarray(numbers))
         return state
-
-    def _likely(self) -> np.ndarray:
-        """The states whatever ids and places turn out to be, at most."""
-        tiles = self.tiles
-        if isinstance(tiles.q_start, jax.Array) or isinstance(tiles.k_start, jax.Array):
-            return np.full(tiles.shape, PARTIAL, np.int8)
-        return np.array(tile_states(self.mask.replaced(_seen_if_packed), tiles))
-
-
-def _seen_if_packed(leaf: Mask) -> Mask:
-    return Full() if isinstance(leaf, Segments) else leaf
 
 
 class _Tile(NamedTuple):
@@ -235,8 +225,3 @@ class _Tile(NamedTuple):
 def _even(size: int, most: int) -> int:
     """The size of as few equal parts as are at most so large; the last may be smaller."""
     return -(-size // -(-size // most))
-
-
-def _padded(x: Array, dim: int, multiple: int) -> Array:
-    missing = -x.shape[dim] % multiple
-    return jnp.pad(x, [(0, missing if i == dim else 0) for i in range(x.ndim)]) if missing else x

@@ -25,7 +25,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.kernels.attention import chunked, libraries
 from jaxpar.kernels.attention.call import DEFAULT, Arrays, Call, Unserved
 from jaxpar.kernels.attention.reference import reference
-from jaxpar.kernels.masks import Mask
+from jaxpar.kernels.masks import Mask, segments_in
 
 Implementation = Literal[
     "pallas_hopper", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
@@ -233,8 +233,8 @@ def _check(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, sinks: Array
         raise UserError(f"attention needs q, k and v of one dtype: {q_BSHh.dtype}, {k_BTKh.dtype}, {v_BTKh.dtype}")
     if sinks is not None and sinks.shape != (H,):
         raise UserError(f"attention needs a sink a head, ({H},), and was given {sinks.shape}")
-    for leaf in mask.leaves():
-        leaf.check(B, S, T)
+    for segments in segments_in(mask):
+        segments.check(B, S, T)
 
 
 def _kind(value: object) -> str:

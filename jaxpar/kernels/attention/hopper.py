@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.base.jax_compat import cuda_version
 from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Ref, Unserved
-from jaxpar.kernels.attention.hopper_block import LOG2E, ROWS, Job, KernelBlock, Visit, job_of, launch, over
+from jaxpar.kernels.attention.hopper_block import LOG2E, ROWS, KernelBlock, Visit, job_of, launch, over
 from jaxpar.kernels.masks import Mask
 
 MOST_HEAD_DIM = 256
@@ -57,12 +57,6 @@ def _misfit() -> str:
     return ""
 
 
-def _served(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call) -> Job:
-    if why := refusal(q_BSHh.shape, k_BTKh.shape, q_BSHh.dtype, mask, call):
-        raise Unserved(why)
-    return job_of(q_BSHh.shape, k_BTKh.shape, q_BSHh.dtype, mask, call)
-
-
 def forward(
     q_BSHh: Float[Array, "B S H h"],
     k_BTKh: Float[Array, "B T K h"],
@@ -71,7 +65,7 @@ def forward(
     call: Call = DEFAULT,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
     """See `jaxpar.kernels.attention.call`."""
-    job = _served(q_BSHh, k_BTKh, mask, call).cut(False, (1, 2), 128, 64)
+    job = job_of(q_BSHh.shape, k_BTKh.shape, q_BSHh.dtype, mask, call).cut(False, (1, 2), 128, 64)
     outputs = _like(q_BSHh, job.out_dtype), jax.ShapeDtypeStruct((job.B, job.H, job.S), jnp.float32)
     out_BSHh, lse_BHS = launch(_forward, job, [q_BSHh], [[k_BTKh], [v_BTKh]], outputs)
     return out_BSHh, lse_BHS
@@ -88,7 +82,7 @@ def backward(
     call: Call = DEFAULT,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
     """See `jaxpar.kernels.attention.call`."""
-    job = _served(q_BSHh, k_BTKh, mask, call)
+    job = job_of(q_BSHh.shape, k_BTKh.shape, q_BSHh.dtype, mask, call)
     dout_BSHh, lse_BHS = dout_BSHh.astype(q_BSHh.dtype), jnp.maximum(lse_BHS, BLIND) * LOG2E
     # Scores and gradients of 64 x 128 at once are what registers hold beside sums of head_dim 64, not of 128.
     of_queries = job.cut(False, (2, 2), *(128, 64)[job.h > 64 :])

@@ -26,9 +26,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxpar.base.jax_compat import gpu_interpreter
-from jaxpar.kernels.attention.call import MASKED, Arrays, Call, Index, Ref, Unserved
-from jaxpar.kernels.attention.visits import check_blocks, in_tile, visits
-from jaxpar.kernels.masks import Mask, Segments, Tiles
+from jaxpar.kernels.attention.call import MASKED, Arrays, Call, Index, Ref, Unserved, pad_to
+from jaxpar.kernels.attention.visits import cuts_blocks, in_tile, visits
+from jaxpar.kernels.masks import Mask, Tiles, segments_in
 
 Carry = TypeVar("Carry")
 ROWS = 64
@@ -90,18 +90,14 @@ class Job(NamedTuple):
         Raises:
           Unserved: none do.
         """
-        refused = Unserved(f"head_dim {self.h} does not fit in shared memory")
         for strips, ring in itertools.product((2, 1), rings):
             job = self._replace(strips=strips, ring=ring, of_keys=of_keys)
-            if (tensors[0] * job.rows + tensors[1] * _SLOTS * ring) * 2 * self.h > _SHARED:
-                continue
-            try:
-                check_blocks(job.mask, job.tiles)
-            except Unserved as error:
-                refused = error
-            else:
+            fits = (tensors[0] * job.rows + tensors[1] * _SLOTS * ring) * 2 * self.h <= _SHARED
+            if fits and not cuts_blocks(job.mask, job.tiles):
                 return job
-        raise refused
+        least = self._replace(strips=1, ring=min(rings), of_keys=of_keys).tiles
+        cut = f"tiles of {least.block_q} x {least.block_k} cut the blocks of {self.mask}"
+        raise Unserved(f"{cut}, or head_dim {self.h} does not fit in shared memory")
 
 
 def job_of(q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, mask: Mask, call: Call) -> Job:
@@ -125,8 +121,7 @@ def launch(
       ring: arrays whose tiles are walked; those of an inner list arrive together.
     """
     listed = visits(job.mask, job.tiles, job.of_keys)
-    starts = jnp.stack([jnp.asarray(start, jnp.int32) for start in (job.call.q_start, job.call.k_start)])
-    guide = _Guide(jnp.asarray(listed.entries), jnp.asarray(listed.full), jnp.asarray(listed.some), starts)
+    guide = _Guide(jnp.asarray(listed.entries), jnp.asarray(listed.full), jnp.asarray(listed.some), job.call.starts())
     cut, row_ids, ring_ids = partial(_cut, job, ROWS, job.rows), *_ids(job)
     own = [*map(cut, strips), *row_ids]
     stages = [[_cut(job, job.ring, job.ring, x) for x in stage] for stage in ring]
@@ -164,7 +159,7 @@ class _Guide(NamedTuple):
 
 def _ids(job: Job) -> tuple[list[Array], list[Array]]:
     """Ids of strips and of tiles in the ring, if there are any."""
-    ids = [(leaf.kv_ids, leaf.q_ids) if job.of_keys else (leaf.q_ids, leaf.kv_ids) for leaf in _segments(job)]
+    ids = [(leaf.kv_ids, leaf.q_ids) if job.of_keys else (leaf.q_ids, leaf.kv_ids) for leaf in segments_in(job.mask)]
     if not ids:
         return [], []
     of_rows, of_ring = zip(*ids, strict=True)
@@ -174,10 +169,6 @@ def _ids(job: Job) -> tuple[list[Array], list[Array]]:
     )
 
 
-def _segments(job: Job) -> list[Segments]:
-    return [leaf for leaf in job.mask.leaves() if isinstance(leaf, Segments)]
-
-
 # Arrays in memory, cut into tiles.
 
 
@@ -185,12 +176,11 @@ def _cut(job: Job, size: int, multiple: int, x: Array) -> Array:
     """[N, R, H, h] of [B, S, H, h] or [N, H, R] of [B, H, S], R being `size` and S filled up to a multiple."""
     if x.ndim == 3:
         return _tiled(x.swapaxes(1, 2), size, multiple).swapaxes(1, 2)
-    return _tiled(jnp.pad(x, [(0, 0)] * 3 + [(0, job.h - x.shape[3])]), size, multiple)
+    return _tiled(pad_to(x, 3, job.h), size, multiple)
 
 
 def _tiled(x: Array, size: int, multiple: int) -> Array:
-    padded = jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple), *[(0, 0)] * (x.ndim - 2)])
-    return padded.reshape(-1, size, *x.shape[2:])
+    return pad_to(x, 1, multiple).reshape(-1, size, *x.shape[2:])
 
 
 def _joined(job: Job, x: Array, like: jax.ShapeDtypeStruct) -> Array:
@@ -232,7 +222,7 @@ def _block(
         for source, target in zip(own_arrays, own, strict=True):
             plgpu.copy_gmem_to_smem(_tile(source, n, head), target.at[me], ready.at[me])
         plgpu.barrier_wait(ready.at[me])
-        ids = 1 if _segments(job) else 0
+        ids = 1 if segments_in(job.mask) else 0
         refs = [x.at[me] for x in own], slots[0][: len(slots[0]) - ids], *slots[1:]
         results = kernel(block, *refs[0][: len(own) - ids], *itertools.chain(*refs[1:]))
         for x, target in zip(results, targets, strict=True):
@@ -359,7 +349,7 @@ class Visit(NamedTuple):
         i = (self.block.tile * job.strips + self.block.me) * ROWS + lax.broadcasted_iota(jnp.int32, shape, 0)
         j = (self.entry >> bits) * job.ring + lax.broadcasted_iota(jnp.int32, shape, 1)
         own, ring = self.block.own[-1].at[self.block.me], self.block.slots[0][-1].at[self.slot]
-        ids = [(_Spread(own[n], 0, shape), _Spread(ring[n], 1, shape)) for n in range(len(_segments(job)))]
+        ids = [(_Spread(own[n], 0, shape), _Spread(ring[n], 1, shape)) for n in range(len(segments_in(job.mask)))]
         if job.of_keys:
             i, j, ids = j, i, [(k, q) for q, k in ids]
         seen = in_tile(job.mask, i + guide.starts[0], j + guide.starts[1], self.entry, ids)

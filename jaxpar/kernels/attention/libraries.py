@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from jaxpar.base.hardware import LANES
 from jaxpar.base.jax_compat import cudnn_version
 from jaxpar.kernels.attention.call import Arrays, Call
-from jaxpar.kernels.masks import EMPTY, And, Causal, Full, Mask, Segments, Tiles, Window, tile_states
+from jaxpar.kernels.masks import EMPTY, And, Causal, Full, Mask, Segments, Tiles, Window, tile_states, without_segments
 
 _COMPUTED = "computed="  # a name around splash's kernels, which say no cost: the share of all scores that they compute
 _CUDNN_HEAD_DIM = 128  # at most, in the backward on every chip
@@ -129,8 +129,7 @@ def _splash_block(q_BSHh: Array, call: Call) -> int:
 def _computed_share(mask: Mask, tiles: Tiles) -> float:
     """Of all pairs of a query and a key, those in tiles that splash computes: it skips what the band leaves out, and no
     tile for its documents."""
-    band = mask.replaced(lambda leaf: Full() if isinstance(leaf, Segments) else leaf)
-    return float(np.mean(tile_states(band, tiles) != EMPTY))
+    return float(np.mean(tile_states(without_segments(mask), tiles) != EMPTY))
 
 
 def _band_of(mask: Mask) -> _Band | None:

@@ -35,9 +35,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpar.base.hardware import LANES
-from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Index, Ref, Unserved, capped, through_cap
-from jaxpar.kernels.attention.visits import in_tile, most_steps, visits
-from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Blocks, Mask, Segments, Tiles, numpy_for
+from jaxpar.kernels.attention.call import (
+    BLIND,
+    DEFAULT,
+    MASKED,
+    Call,
+    Index,
+    Ref,
+    Unserved,
+    capped,
+    pad_to,
+    through_cap,
+)
+from jaxpar.kernels.attention.visits import block_units, in_tile, most_steps, visits
+from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Mask, Tiles, numpy_for, segments_in
 
 TILE, LONG_TILE = 512, 1024
 """Queries, and keys, of a tile at most; the long one past 16 of the other.
@@ -61,7 +72,7 @@ def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, ma
         return f"head_dim {q_shape[-1]} is more than {_HEAD_DIM}"
     try:
         tiles = _tiles(q_shape, k_shape[1], dtype, mask, call)
-        batch = q_shape[0] if any(isinstance(leaf, Segments) for leaf in mask.leaves()) else 1
+        batch = q_shape[0] if segments_in(mask) else 1
         _check_list(batch * max(most_steps(mask, tiles, by_keys) for by_keys in (False, True)))
     except Unserved as unserved:
         return str(unserved)
@@ -259,8 +270,7 @@ class _Walk(NamedTuple):
     def by_head(self, x_BSHh: Array, block: int) -> Array:
         """[B, H, S, h], or across [B, H, h, S], zeros up to whole tiles."""
         x = x_BSHh.transpose((0, 2, 3, 1) if self.across else (0, 2, 1, 3))
-        missing = (0, -x_BSHh.shape[1] % block)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), missing) if self.across else ((0, 0), (0, 0), missing, (0, 0)))
+        return pad_to(x, 3 if self.across else 2, block)
 
     def by_place(self, x: Array, S: int) -> Array:
         """The inverse of `by_head`."""
@@ -306,22 +316,23 @@ def _tiles(q_shape: Sequence[int], T: int, dtype: DTypeLike, mask: Mask, call: C
     # A long tile of more bytes does not fit in the 16 MiB of VMEM that all chips have.
     long = max(S, T) > 16 * TILE and h * jnp.dtype(dtype).itemsize <= 2 * LANES
     tile = tile or (LONG_TILE if long else TILE)
-    blocks = [leaf for leaf in mask.leaves() if isinstance(leaf, Blocks)]
-    q_start, k_start = (call.multiple if isinstance(x, jax.Array) else x for x in (call.q_start, call.k_start))
-    block_q = _block(S, tile, [leaf.block_q for leaf in blocks], q_start)
-    block_k = _block(T, tile, [leaf.block_k for leaf in blocks], k_start)
+    unit_q, unit_k = block_units(mask, call)
+    block_q, block_k = _block(S, tile, unit_q), _block(T, tile, unit_k)
     return Tiles(S, T, block_q, block_k, call.q_start, call.k_start, call.multiple)
 
 
-def _block(length: int, most: int, blocks: list[int], start: int) -> int:
-    """Places of a tile: of the fewest equal ones, or as many as cut no block of a mask."""
-    if not blocks:
+def _block(length: int, most: int, unit: int) -> int:
+    """Places of a tile: of the fewest equal ones, or where a mask has blocks as many as divide `unit`.
+
+    Raises:
+      Unserved: no tile divides it.
+    """
+    if not unit:
         lanes = min(LANES, most)
         return -(-math.ceil(length / math.ceil(length / most)) // lanes) * lanes
-    unit = math.gcd(*blocks, start)
     sizes = [size for size in range(_SUBLANES, min(most, unit) + 1, _SUBLANES) if unit % size == 0]
     if not sizes:
-        raise Unserved(f"blocks of {blocks[0]} places, the first at {start}, are no tiles of a multiple of {_SUBLANES}")
+        raise Unserved(f"blocks of a mask at multiples of {unit} places are no tiles of a multiple of {_SUBLANES}")
     return sizes[-1]
 
 
@@ -369,7 +380,7 @@ def _launch(
     """
     (B, H, *last), (K, tiles) = arrays["queries"][0].shape, (arrays["keys"][0].shape[1], walk.tiles)
     h = last[0 if walk.across else 1]
-    segments = [leaf for leaf in walk.mask.leaves() if isinstance(leaf, Segments)]
+    segments = segments_in(walk.mask)
     ids: dict[Kind, list[Array]] = {
         "q_ids": [_by_tile(leaf.q_ids, tiles.block_q) for leaf in segments],
         "kv_ids": [_by_tile(leaf.kv_ids, tiles.block_k) for leaf in segments],
@@ -405,7 +416,7 @@ def _launch(
         ),
         interpret=walk.call.interpret,
         name=f"attention{kernel.__name__.removesuffix('_kernel')}",
-    )(walk.rows, walk.codes, jnp.stack([jnp.int32(tiles.q_start), jnp.int32(tiles.k_start)]), *inputs)
+    )(walk.rows, walk.codes, walk.call.starts(), *inputs)
 
 
 def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
@@ -440,6 +451,4 @@ def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
 
 def _by_tile(x: Array, block: int) -> Array:
     """[..., S] as [..., Q, 1, q], zeros up to whole tiles: a block has the last two dims whole, whatever q is."""
-    S = x.shape[-1]
-    filled = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -S % block)])
-    return filled.reshape(*x.shape[:-1], -1, 1, block)
+    return pad_to(x, -1, block).reshape(*x.shape[:-1], -1, 1, block)

@@ -31,8 +31,8 @@ from jaxtyping import Array, Float
 
 from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Arrays, Call, Index, Ref, Unserved
 from jaxpar.kernels.attention.tuned import Sizes, Tile, sizes_here
-from jaxpar.kernels.attention.visits import in_tile, visits
-from jaxpar.kernels.masks import Blocks, Mask, Segments, Tiles, numpy_for
+from jaxpar.kernels.attention.visits import block_units, in_tile, visits
+from jaxpar.kernels.masks import Mask, Tiles, segments_in
 
 Carry = TypeVar("Carry")
 LOG2_E = math.log2(math.e)
@@ -69,14 +69,7 @@ def forward(
     call: Call = DEFAULT,
     sizes: Sizes | None = None,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
-    """See `jaxpar.kernels.attention.call`; `sizes` of tiles, None = those for the chip.
-
-    Raises:
-      Unserved: see `refusal`.
-    """
-    why = refusal(q_BSHh.shape, k_BTKh.shape, q_BSHh.dtype, mask, call)
-    if why:
-        raise Unserved(why)
+    """See `jaxpar.kernels.attention.call`; `sizes` of tiles, None = those for the chip."""
     B, S, H, h = q_BSHh.shape
     tile = (sizes or sizes_here(h, q_BSHh.dtype)).forward
     outs = [
@@ -149,11 +142,9 @@ def _run(
     tile = _fitted(tile, S, T, mask, call)
     tiles = Tiles(S, T, tile.block_q, tile.block_k, call.q_start, call.k_start, call.multiple)
     *lists, bits = visits(mask, tiles, of_keys)
-    xp = numpy_for(call.q_start, call.k_start)
-    starts = xp.stack([xp.asarray(start, np.int32) for start in (call.q_start, call.k_start)])
-    ids = [(leaf.q_ids, leaf.kv_ids) for leaf in mask.leaves() if isinstance(leaf, Segments)]
+    ids = [(leaf.q_ids, leaf.kv_ids) for leaf in segments_in(mask)]
     heads = K if of_keys else H
-    given = [jnp.asarray(x) for x in lists], starts, ids, list(arrays)
+    given = [jnp.asarray(x) for x in lists], call.starts(), ids, list(arrays)
     plan = _Plan(mask, tiles, bits, h, call.scale_of(arrays[0]), call.softcap)
     entries, _, some = lists
     visited = (entries.size if isinstance(some, jax.Array) else int(some.sum())) * B // len(some)
@@ -181,15 +172,11 @@ def _fitted(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
     Raises:
       Unserved: such blocks as no tile divides.
     """
-    q_start, k_start = (call.multiple if isinstance(x, jax.Array) else x for x in (call.q_start, call.k_start))
-    blocks = [leaf for leaf in mask.leaves() if isinstance(leaf, Blocks)]
-    block_q = min(tile.block_q, pl.next_power_of_2(max(S, LEAST)))
-    block_k = min(tile.block_k, pl.next_power_of_2(max(T, LEAST)))
-    if blocks:
-        block_q = math.gcd(block_q, q_start, *(leaf.block_q for leaf in blocks))
-        block_k = math.gcd(block_k, k_start, *(leaf.block_k for leaf in blocks))
-        if min(block_q, block_k) < LEAST:
-            raise Unserved(f"tiles of less than {LEAST} places: {block_q} x {block_k} of {', '.join(map(str, blocks))}")
+    unit_q, unit_k = block_units(mask, call)
+    block_q = math.gcd(min(tile.block_q, pl.next_power_of_2(max(S, LEAST))), unit_q)
+    block_k = math.gcd(min(tile.block_k, pl.next_power_of_2(max(T, LEAST))), unit_k)
+    if min(block_q, block_k) < LEAST:
+        raise Unserved(f"tiles of less than {LEAST} places: {block_q} x {block_k} of {mask}")
     warps = min(tile.warps, max(4, block_q * block_k // 256))  # eight would do the same work twice in a small tile
     return tile._replace(block_q=block_q, block_k=block_k, warps=warps)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxpar.kernels.attention.call import Unserved
+from jaxpar.kernels.attention.call import Call, Unserved
 from jaxpar.kernels.masks import (
     EMPTY,
     FULL,
@@ -32,7 +33,9 @@ from jaxpar.kernels.masks import (
     Segments,
     Tiles,
     numpy_for,
+    segments_in,
     tile_states,
+    without_segments,
 )
 
 
@@ -61,7 +64,8 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     Raises:
       Unserved: tiles that cut the blocks of a BlockSparse or BigBird mask.
     """
-    check_blocks(mask, tiles)
+    if cuts_blocks(mask, tiles):
+        raise Unserved(f"tiles of {tiles.block_q} x {tiles.block_k} cut the blocks of {mask}")
     states = tile_states(mask, tiles)
     xp = numpy_for(states)
     states = states if states.ndim == 3 else states[None]
@@ -77,7 +81,7 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     some, full = xp.sum(states != EMPTY, axis=2), xp.sum(states == FULL, axis=2)
     # FULL > PARTIAL > EMPTY, and a stable sort: each kind stays in its order.
     order = xp.argsort(-states, axis=2, stable=True)
-    W = max(1, int(some.max()) if xp is np else int(np.max(_at_most(mask, tiles, of_keys))))
+    W = max(1, int(some.max()) if xp is np else int(np.max(_most_visits(mask, tiles, of_keys))))
     entries = (order << len(named)) | xp.take_along_axis(values, order, axis=2)
     place = xp.minimum(np.arange(W), xp.maximum(some - 1, 0)[..., None])
     entries = xp.where(some[..., None] > 0, xp.take_along_axis(entries, place, axis=2), 0)
@@ -85,36 +89,38 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     return Visits(entries, full, some, len(named))
 
 
-def _at_most(mask: Mask, tiles: Tiles, of_keys: bool) -> np.ndarray:
-    """How many tiles each row visits at most, whatever the ids."""
-    if isinstance(tiles.q_start, jax.Array) or isinstance(tiles.k_start, jax.Array):
-        rows, columns = tiles.shape[::-1] if of_keys else tiles.shape
-        return np.full(rows, columns)
-    # With everything of the ids' seen, and with nothing: a mask only ever grows with its parts.
-    states = tile_states(mask.replaced(lambda leaf: Full() if isinstance(leaf, Segments) else leaf), tiles)
-    return np.sum(np.asarray(states) != EMPTY, axis=0 if of_keys else 1)
+def possible_states(mask: Mask, tiles: Tiles) -> Int[np.ndarray, "Q K"]:
+    """The states of the tiles at most, whatever ids and places turn out to be: a mask only grows with its parts."""
+    if tiles.traced:
+        return np.full(tiles.shape, PARTIAL, np.int8)
+    return np.array(tile_states(without_segments(mask), tiles))
+
+
+def _most_visits(mask: Mask, tiles: Tiles, of_keys: bool) -> Int[np.ndarray, " Q"]:
+    """How many tiles each row visits at most."""
+    return np.sum(possible_states(mask, tiles) != EMPTY, axis=0 if of_keys else 1)
 
 
 def most_steps(mask: Mask, tiles: Tiles, of_keys: bool = False) -> int:
     """Of a list of all rows one after another, how many entries: at least one a row, and the longest where ids are."""
-    most = np.maximum(_at_most(mask, tiles, of_keys), 1)
-    known = not any(isinstance(leaf, Segments) for leaf in mask.leaves())
-    return int(np.sum(most) if known else len(most) * np.max(most))
+    most = np.maximum(_most_visits(mask, tiles, of_keys), 1)
+    return int(len(most) * np.max(most) if segments_in(mask) else np.sum(most))
 
 
-def check_blocks(mask: Mask, tiles: Tiles) -> None:
-    """Refuse tiles in which a block mask is neither seen nor hidden as a whole.
+def block_units(mask: Mask, places: Call | Tiles) -> tuple[int, int]:
+    """Numbers of queries and of keys that tiles must divide to cut no block of a block mask; 0 = any tiles do."""
+    starts = (places.multiple if isinstance(x, jax.Array) else x for x in (places.q_start, places.k_start))
+    blocks = [(leaf.block_q, leaf.block_k) for leaf in mask.leaves() if isinstance(leaf, Blocks)]
+    if not blocks:
+        return 0, 0
+    unit_q, unit_k = (math.gcd(*sizes) for sizes in zip(*blocks, starts, strict=True))
+    return unit_q, unit_k
 
-    Raises:
-      Unserved: such ones.
-    """
-    q_start, k_start = (tiles.multiple if isinstance(x, jax.Array) else x for x in (tiles.q_start, tiles.k_start))
-    for leaf in mask.leaves():
-        if not isinstance(leaf, Blocks):
-            continue
-        rows_whole = leaf.block_q % tiles.block_q == 0 == q_start % tiles.block_q
-        if not (rows_whole and leaf.block_k % tiles.block_k == 0 == k_start % tiles.block_k):
-            raise Unserved(f"tiles of {tiles.block_q} x {tiles.block_k} cut the blocks of {leaf}")
+
+def cuts_blocks(mask: Mask, tiles: Tiles) -> bool:
+    """Whether a block of a block mask is in several tiles in part, so that those are neither seen nor hidden whole."""
+    unit_q, unit_k = block_units(mask, tiles)
+    return unit_q % tiles.block_q != 0 or unit_k % tiles.block_k != 0
 
 
 def in_tile(mask: Mask, i: Places, j: Places, entry: Places, ids: Sequence[tuple[Places, Places]] = ()) -> Places:
