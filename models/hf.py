@@ -158,7 +158,7 @@ def _files(path: Path) -> list[Path]:
             raise UserError(f"{path} holds no model.safetensors and no index of several: is it the right folder?")
         path = pickled
     if path.name.endswith(".index.json"):
-        return _indexed(path)
+        return _index_files(path)
     if path.suffix != ".safetensors":
         raise UserError(
             f"{path} is not safetensors, and a PyTorch pickle is never read because it can run code: convert it "
@@ -167,7 +167,7 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
-def _indexed(index: Path) -> list[Path]:
+def _index_files(index: Path) -> list[Path]:
     """The files that an index names, all of them present."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

@@ -79,19 +79,19 @@ def rotate(
     angles_BS1h = (positions_BS[..., None].astype(jnp.float32) * frequencies)[:, :, None, :]
     cos, sin = (jnp.tile(part(angles_BS1h), 2) for part in (jnp.cos, jnp.sin))
     # On a TPU halves of 128 lanes change places through memory, and for next to nothing in the matrix unit.
-    turned = jax.lax.platform_dependent(x_BSHh, tpu=_turned_by_matmul, default=_turned)
+    turned = jax.lax.platform_dependent(x_BSHh, tpu=_quarter_turn_by_matmul, default=_quarter_turn)
     return (x_BSHh.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin).astype(x_BSHh.dtype)
 
 
-def _turned(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
+def _quarter_turn(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
     """A quarter turn of each pair: (a, b) becomes (-b, a)."""
     a, b = jnp.split(x_BSHh, 2, axis=-1)
     return jnp.concatenate([-b, a], axis=-1)
 
 
-def _turned_by_matmul(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
+def _quarter_turn_by_matmul(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
     """The same: a sum has one term that is not zero, which nothing rounds."""
-    turn_hh = _turned(jnp.eye(x_BSHh.shape[-1], dtype=x_BSHh.dtype))
+    turn_hh = _quarter_turn(jnp.eye(x_BSHh.shape[-1], dtype=x_BSHh.dtype))
     return jnp.matmul(x_BSHh, turn_hh, precision="highest")
 
 

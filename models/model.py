@@ -101,7 +101,7 @@ class Model:
         with jax.named_scope("head"):
             return nnx.merge(self._graphs["head"], params["head"])(x_BSD, params["embed"]["tokens"])
 
-    def hidden(
+    def hidden_states(
         self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         """The residual stream after the last block, and the routers' sums, means over the layers, of a model that has
@@ -158,7 +158,7 @@ class Model:
           weights: of what is added to the likelihood.
         """
         batch = in_order(batch, plan, plan.context.strategy)
-        x_BSD, routed = self.hidden(params, batch, plan, key)
+        x_BSD, routed = self.hidden_states(params, batch, plan, key)
         sums = self.score(params, x_BSD, batch["labels"], plan, weights)
         if routed is None:
             return sums
@@ -179,7 +179,7 @@ class Model:
 
     def logits(self, params: Params, batch: Batch, plan: Plan) -> Float[Array, "B S V"]:
         """Float32 next-token scores of the true vocabulary; `batch` as in `loss`, labels not needed."""
-        x_BSD, _ = self.hidden(params, in_order(batch, plan, plan.context.strategy), plan)
+        x_BSD, _ = self.hidden_states(params, in_order(batch, plan, plan.context.strategy), plan)
         x_BSD, head_VD = self.head(params, x_BSD)
         sizes = self.config
         scores_BSV = self.ops(plan).logits(x_BSD, head_VD, sizes.vocab_size, sizes.logit_softcap)

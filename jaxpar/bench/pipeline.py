@@ -33,7 +33,7 @@ def compare_schedules(config: Config, target: Target, say: Callable[[str], None]
     plan = make_plan(config, target.devices())
     stages, given = plan.size("stage"), plan.pipeline
     if stages == 1:
-        raise UserError("bench pipeline compares schedules of a config with stages: try --mesh.stage 4")
+        raise UserError("bench pipeline compares schedules of a config with stages: try mesh.stage=4")
     rows_each = config.train.batch // config.train.accumulation // given.microbatches
     chunks, rows = max(given.virtual, 2), []
     layers = config.model.layers

@@ -72,11 +72,13 @@ def config_args(
 ) -> tuple[str, Args]:
     """The first word (a preset's name or a path), and the flags, parsed with the config that it names as their default.
 
-    `schema` is the dataclass of the command's arguments; with a field `on` it takes a mesh by name.
+    `schema` is the dataclass of the command's arguments; with a field `on` it takes a mesh by name. A setting may be
+    written as messages write it, `mesh.tensor=2`, in place of its flag.
 
     Raises:
       UserError: words that cannot be parsed, `--on` beside flags of a mesh, or a setting that can have no effect.
     """
+    words = [*words[:1], *itertools.chain.from_iterable(map(_flag_words, words[1:]))]
     (name,) = positional(usage, schema(Config()), words, 1)
     args: Any = parse(usage, schema(load(name)), words[1:])  # a type variable's fields are not known
     keys = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
@@ -87,6 +89,17 @@ def config_args(
         args = dataclasses.replace(args, config=dataclasses.replace(args.config, mesh=mesh))
     require_effects(name, args.config, keys)
     return name, args
+
+
+def _flag_words(word: str) -> list[str]:
+    """A setting as its flag: `mesh.tensor=2` is `--mesh.tensor 2`, `rules.mlp=[fsdp, tensor]` has two values."""
+    key, equals, value = word.partition("=")
+    section, dot, _ = key.partition(".")
+    if not (equals and dot and section in {field.name for field in dataclasses.fields(Config)}):
+        return [word]
+    if value.startswith("[") and value.endswith("]"):
+        return [f"--{key}", *(item.strip() for item in value[1:-1].split(","))]
+    return [f"--{key}", value]
 
 
 def positional(usage: str | None, default: DataclassInstance, words: list[str], count: int) -> list[str]:

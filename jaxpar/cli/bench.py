@@ -71,12 +71,12 @@ def rehearse_command(words: list[str]) -> int:
     """jaxpar bench rehearse"""
     from jaxpar.base.hardware import Hardware
     from jaxpar.bench.rehearse import compare_predictions, configs, summary
-    from jaxpar.rehearse.calibrate import calibrated
+    from jaxpar.rehearse.calibrate import find_calibration
 
     parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
     start(MeshSpec(), "off")  # as `rehearse`: it reads what the compiler writes
     say = console().print
-    kept = calibrated(say)
+    kept = find_calibration(say)
     rows = compare_predictions(configs(), kept.hardware(Hardware()), kept.speeds(), say=say)
     say(f"{table(rows)}\n\n{summary(rows)}")
     return 0

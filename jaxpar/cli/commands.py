@@ -158,7 +158,7 @@ def convert_command(words: list[str]) -> int:
             f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on"
         )
         if not (target / convert.TOKENIZER).exists():
-            console().print(f"{source} has no {convert.TOKENIZER}: put it into {target}, or give --data.tokenizer")
+            console().print(f"{source} has no {convert.TOKENIZER}: put it into {target}, or give data.tokenizer")
     return 0
 
 

@@ -11,13 +11,13 @@ from jaxpar.base.console import PACKAGES, bytes_text
 from jaxpar.base.hardware import hardware_of
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.runtime import start
-from jaxpar.parallel.host_memory import known_bad, memory_kinds
+from jaxpar.parallel.host_memory import known_problem, memory_kinds
 from jaxpar.rehearse.targets import compilers
 
 OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "transformers", "torch")
 
 
-def installed() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """The versions of the packages that matter, as far as they are installed."""
     found = {}
     for name in (*PACKAGES, *OPTIONAL):
@@ -30,7 +30,7 @@ def installed() -> dict[str, str]:
 
 def examine() -> tuple[list[str], list[str]]:
     """(facts, warnings) about this machine, a line each."""
-    versions, devices = installed(), start(MeshSpec())
+    versions, devices = installed_versions(), start(MeshSpec())
     first, backend = devices[0], jax.default_backend()
     hardware = hardware_of(first.device_kind)
     stats = first.memory_stats()
@@ -51,7 +51,7 @@ def warnings_for(versions: dict[str, str], backend: str) -> list[str]:
     """What is known to go wrong with these versions of packages on a backend (`cpu`, `gpu`, `tpu`), a line each."""
     jax_version, jaxlib_version = versions.get("jax", ""), versions.get("jaxlib", "")
     found = []
-    if bad := known_bad(backend, jaxlib_version):
+    if bad := known_problem(backend, jaxlib_version):
         found.append(bad)
     if jax_version.split(".")[:2] != jaxlib_version.split(".")[:2]:
         found.append("jax and jaxlib are of different releases: install both at the same version")

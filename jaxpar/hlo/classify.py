@@ -50,14 +50,14 @@ def task_of(
         bytes=_copied_bytes(module, computation, instruction) if kind == "host_copy" else bytes_,
         cycles=cycles(instruction),
         dtype=work.dtype or result.dtype,
-        shape=_shown(result_of(instruction)),
+        shape=_shape_text(result_of(instruction)),
         collective=collective,
         split_by=split_by(module, instruction),
         asynchronous=opcodes.is_start(module, instruction),
     )
 
 
-def _shown(shape: Shape) -> str:
+def _shape_text(shape: Shape) -> str:
     """A shape for people; of a long tuple the largest array."""
     if len(shape.parts) <= 2:
         return str(shape)

@@ -32,11 +32,11 @@ def collective_of(
     for inner in module.called(instruction) if instruction.base in CALLERS else ():
         for called in inner.instructions.values():
             if (found := collective_of(module, devices, inner, called)) is not None:
-                return _scattered(instruction, found)
+                return _reduce_scatter_of(instruction, found)
     return None
 
 
-def _scattered(instruction: Instruction, found: Collective) -> Collective:
+def _reduce_scatter_of(instruction: Instruction, found: Collective) -> Collective:
     """An all-reduce wrapped with the slice of its own part: how the TPU compiler writes a reduce-scatter."""
     results = [leaf for leaf in instruction.shape.leaves() if leaf.dtype == found.dtype]
     if found.kind == "all-reduce" and sum(leaf.bytes for leaf in results) < found.bytes:

@@ -126,7 +126,7 @@ class Devices:
     def between(self, target: str) -> Groups:
         """Groups over slices, from `{1,2}x{0:7}`, `{{100000,200000},...}` or `{{100000->200000},...}`."""
         if "x" in target:
-            chosen, partitions = (list(_listed(part)) for part in target.split("x"))
+            chosen, partitions = (list(_parse_numbers(part)) for part in target.split("x"))
             return tuple(tuple(self.slices[s - 1][p] for s in chosen) for p in partitions)
         groups = re.findall(r"\{([\d,>\-]+)\}", target)
         return tuple(tuple(self._position(int(number)) for number in re.findall(r"\d+", group)) for group in groups)
@@ -155,7 +155,7 @@ def devices_of(module: Module, slice_of: Sequence[int] | None) -> tuple[Devices,
 def _slices_mentioned(instruction: Instruction) -> int:
     target = megascale(instruction).get("_xla_megascale_target", "")
     if "x" in target:
-        return max(_listed(target.split("x")[0]), default=1)
+        return max(_parse_numbers(target.split("x")[0]), default=1)
     return max((int(number) // _SLICE for number in re.findall(r"\d+", target)), default=1)
 
 
@@ -188,7 +188,7 @@ def _rendezvous(instruction: Instruction) -> str:
     return next((value for key, value in stated if key.endswith(("rendezvous", "source_target_pairs"))), "")
 
 
-def _listed(text: str) -> Iterator[int]:
+def _parse_numbers(text: str) -> Iterator[int]:
     """`{1,2}` and `{0:7}`, both ends included."""
     for piece in text.strip("{}").split(","):
         first, _, last = piece.partition(":")

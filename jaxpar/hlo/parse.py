@@ -328,12 +328,12 @@ def _closing(text: str, start: int) -> int:
 def fields(text: str) -> dict[str, str]:
     """`key=value, key={a, b}` by key; quotes of the values taken off."""
     pairs = (piece.partition("=") for piece in split(text))
-    return {key: _unquoted(value) for key, equals, value in pairs if equals}
+    return {key: _unquote(value) for key, equals, value in pairs if equals}
 
 
 def words_of(text: str) -> dict[str, str]:
     """`{key=value key="a b"}` by key, where spaces part them; quotes of the values taken off."""
-    return {key: _unquoted(value) for key, value in _WORD.findall(text.strip("{}"))}
+    return {key: _unquote(value) for key, value in _WORD.findall(text.strip("{}"))}
 
 
 def _bits(dtype: str) -> int:
@@ -344,7 +344,7 @@ def _bits(dtype: str) -> int:
     return int(width[1]) if width else 0
 
 
-def _unquoted(value: str) -> str:
+def _unquote(value: str) -> str:
     return re.sub(r"\\(.)", r"\1", value[1:-1]) if value.startswith('"') else value
 
 
@@ -369,7 +369,7 @@ def _frames(lines: list[str]) -> dict[int, Frame]:
     for number, row in stacks.items():
         place = places.get(int(row.get("file_location_id", 0)), {})
         frames[number] = Frame(
-            _unquoted(files.get(int(place.get("file_name_id", 0)), "")),
+            _unquote(files.get(int(place.get("file_name_id", 0)), "")),
             int(place.get("line", 0)),
             int(row.get("parent_frame_id", 0)) - shift,
         )

@@ -70,7 +70,7 @@ def _share(module: Module, whole: Shape, part: int) -> int:
 
 
 def _fusion_traffic(module: Module, inner: Computation, result: Shape, operands: list[Shape]) -> int:
-    need = needed(module, inner)
+    need = element_shares(module, inner)
     given = zip(inner.parameters, operands, strict=False)
     read = sum(need.get(name, 1.0) * memory_bytes(module, shape) for name, shape in given)
     outputs, leaves = _outputs(inner), list(result.leaves())
@@ -105,7 +105,7 @@ def _update_in_place(inner: Computation, output: Instruction) -> Instruction | N
     return update if whole is not None and whole.opcode == "parameter" else None
 
 
-def needed(module: Module, inner: Computation) -> dict[str, float]:
+def element_shares(module: Module, inner: Computation) -> dict[str, float]:
     """For each instruction of a fused computation, the share of its elements that the results depend on.
 
     A fusion computes an element when somebody asks for it: what is only sliced is only computed, or read, there.
@@ -120,12 +120,14 @@ def needed(module: Module, inner: Computation) -> dict[str, float]:
     for name in reversed(inner.instructions):
         users = [user for user in inner.users[name] if not (user.name == inner.root and name in passed_on)]
         source = inner.instructions[name]
-        asked = (_asked(module, source, user, share.get(user.name, 0.0), user.name in in_place) for user in users)
+        asked = (
+            _source_share(module, source, user, share.get(user.name, 0.0), user.name in in_place) for user in users
+        )
         share.setdefault(name, min(1.0, sum(asked)))
     return share
 
 
-def _asked(module: Module, source: Instruction, user: Instruction, share: float, in_place: bool) -> float:
+def _source_share(module: Module, source: Instruction, user: Instruction, share: float, in_place: bool) -> float:
     """The share of `source` that a user needs to make `share` of its own elements, perhaps by an update in place."""
     if share == 0.0 or user.opcode in COLLECTIVES:
         return 0.0
@@ -137,7 +139,7 @@ def _asked(module: Module, source: Instruction, user: Instruction, share: float,
         return 0.0 if in_place else share
     if user.opcode == "fusion" and (inner := module.called(user)):
         (nested,) = inner
-        need = needed(module, nested)
+        need = element_shares(module, nested)
         pairs = zip(nested.parameters, user.operands, strict=False)
         return sum(need[parameter] for parameter, name in pairs if name == source.name)
     if user.opcode in ELEMENTWISE or user.opcode in SLICES:

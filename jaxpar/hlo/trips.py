@@ -48,7 +48,7 @@ def initial_state(module: Module, computation: Computation, loop: Instruction, s
     if source is None:
         return {}
     names = source.operands if source.opcode == "tuple" else (source.name,)
-    return _known(module, computation, dict(enumerate(names)), state)
+    return _scalars(module, computation, dict(enumerate(names)), state)
 
 
 def invariant(module: Module, loop: Instruction, state: State) -> dict[int, Scalar]:
@@ -57,7 +57,7 @@ def invariant(module: Module, loop: Instruction, state: State) -> dict[int, Scal
     return {n: value for n, value in state.items() if n in unchanged}
 
 
-def _known(module: Module, computation: Computation, names: Mapping[int, str], state: State) -> dict[int, Scalar]:
+def _scalars(module: Module, computation: Computation, names: Mapping[int, str], state: State) -> dict[int, Scalar]:
     """Those of some instructions that are scalars with a known value."""
     values = {n: evaluate(module, computation, name, state) for n, name in names.items()}
     return {n: value for n, value in values.items() if value is not None}
@@ -79,7 +79,7 @@ def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
         return None if value is None else bool(value)
 
     def after(state: State) -> dict[int, Scalar]:
-        return _known(module, body, {n: results[n] for n in state if n < len(results)}, state)
+        return _scalars(module, body, {n: results[n] for n in state if n < len(results)}, state)
 
     state = initial
     for trips in range(_WALKED):

@@ -23,7 +23,7 @@ _Made = frozenset[str] | tuple["_Made", ...]
 """The loops and branches with collectives that an instruction's result hangs on; of a tuple, of each part."""
 
 
-def unordered(text: str) -> list[tuple[Instruction, Instruction]]:
+def find_unordered(text: str) -> list[tuple[Instruction, Instruction]]:
     """Loops and branches with collectives, each with the collective after it that does not hang on its result.
 
     It is enough to look at neighbours: what is started after the second comes after the first as well.
@@ -50,7 +50,7 @@ def require_order(compiled: jax.stages.Compiled, devices: Iterable[jax.Device]) 
     devices = list(devices)
     if len(devices) < 2 or devices[0].platform != "cpu":
         return
-    for loop, after in unordered(compiled.as_text() or ""):
+    for loop, after in find_unordered(compiled.as_text() or ""):
         raise UserError(
             f"XLA:CPU may run {loop.op_name or loop.name} and {after.op_name or after.name} at once and mix up their "
             "collectives, since neither needs the other's result: numbers could be wrong. Where these are your own "

@@ -36,7 +36,7 @@ class Groups(NamedTuple):
         y_ERO = jnp.einsum("ERI,EIO->ERO", x_ERI, weight_EIO, preferred_element_type=weight_EIO.dtype)
         return y_ERO.reshape(x_RI.shape[0], -1)
 
-    def transposed(self, x_RI: Array, dy_RO: Array) -> Array:
+    def weight_grad(self, x_RI: Array, dy_RO: Array) -> Array:
         """The gradients of the experts' matrices [E, I, O], summed in float32."""
         float32 = jnp.dtype(jnp.float32)
         if self.counts is not None:

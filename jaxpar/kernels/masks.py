@@ -64,7 +64,7 @@ class Tiles(NamedTuple):
     @property
     def traced(self) -> bool:
         """Whether places are known only when the program runs."""
-        return _traced(self.q_start, self.k_start)
+        return _any_traced(self.q_start, self.k_start)
 
     def spans(self) -> tuple[Places, Places, Places, Places]:
         """Places of each tile's first and last query [Q, 1] and first and last key [1, K]."""
@@ -218,13 +218,13 @@ def _maximum(*both: Places) -> Places:
     return numpy_for(*both).maximum(*both)
 
 
-def _traced(*values: object) -> bool:
+def _any_traced(*values: object) -> bool:
     return any(isinstance(value, jax.Array) for value in values)
 
 
 def numpy_for(*values: object) -> ModuleType:
     """The module that computes with these: jax.numpy if any of them is jax's."""
-    return jnp if _traced(*values) else np
+    return jnp if _any_traced(*values) else np
 
 
 class Blocks(Mask):

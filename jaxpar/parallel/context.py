@@ -41,9 +41,9 @@ from jaxpar.parallel.token_order import (
     context_sizes,
     inverse,
     own_chunks,
-    packed,
-    reordered,
-    stacked,
+    reorder,
+    stack_chunks,
+    with_documents,
 )  # fmt: skip
 
 _Shaped = Array | jax.ShapeDtypeStruct
@@ -186,7 +186,7 @@ def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platf
 
 
 def _work(split: Split, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array) -> ContextTask:
-    seen, platform = packed(mask, segments_BT, segments_BT), platform_of(split.layout)
+    seen, platform = with_documents(mask, segments_BT, segments_BT), platform_of(split.layout)
     name, _ = kernel_for(split, seen, q_BSHh, k_BSKh, platform)
     if split.devices > 1:
         say_once(f"attention by {name}, {split.strategy}")
@@ -208,7 +208,7 @@ def _gather_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTa
     k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.layout), work) for x in (k_BSKh, v_BSKh))
     parts = [
         work.kernel.forward(q, k_BTKh[:, :T], v_BTKh[:, :T], mask, call)
-        for q, (T, mask, call) in zip(stacked(q_BSHh, 1), _against_all(work, k_BSKh), strict=True)
+        for q, (T, mask, call) in zip(stack_chunks(q_BSHh, 1), _against_all(work, k_BSKh), strict=True)
     ]
     return jnp.concatenate([out for out, _ in parts], axis=1), jnp.concatenate([lse for _, lse in parts], axis=2)
 
@@ -217,7 +217,7 @@ def _gather_backward(
     q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: ContextTask
 ) -> tuple[Array, Array, Array]:
     k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.layout), work) for x in (k_BSKh, v_BSKh))
-    of_rows = stacked(q_BSHh, 1), stacked(dout_BSHh, 1), stacked(lse_BHS, 2), stacked(delta_BHS, 2)
+    of_rows = stack_chunks(q_BSHh, 1), stack_chunks(dout_BSHh, 1), stack_chunks(lse_BHS, 2), stack_chunks(delta_BHS, 2)
     dqs, dk, dv = [], jnp.zeros(k_BTKh.shape, jnp.float32), jnp.zeros(v_BTKh.shape, jnp.float32)
     for half, (T, mask, call) in enumerate(_against_all(work, k_BSKh)):
         q, dout, lse, delta = (x[half] for x in of_rows)
@@ -226,7 +226,7 @@ def _gather_backward(
         dqs.append(dq)
         dk, dv = dk.at[:, :T].add(more_dk), dv.at[:, :T].add(more_dv)
     order = chunk_order(work.layout, "all_gather")
-    dk, dv = (reduce(reordered(x, order, 1), work.axes, _WHOLE, _SPLIT, work.layout) for x in (dk, dv))
+    dk, dv = (reduce(reorder(x, order, 1), work.axes, _WHOLE, _SPLIT, work.layout) for x in (dk, dv))
     return jnp.concatenate(dqs, axis=1), dk, dv
 
 
@@ -237,7 +237,7 @@ def _against_all(work: ContextTask, k_BSKh: Array) -> list[tuple[int, Mask, Call
     return [
         (
             T,
-            packed(work.mask, work.segments_of(chunk, C), None if segments_BT is None else segments_BT[:, :T]),
+            with_documents(work.mask, work.segments_of(chunk, C), None if segments_BT is None else segments_BT[:, :T]),
             PARTS._replace(q_start=chunk * C, multiple=C),
         )
         for chunk, T in zip(own_chunks(work), (n * C, 2 * n * C), strict=True)
@@ -245,7 +245,7 @@ def _against_all(work: ContextTask, k_BSKh: Array) -> list[tuple[int, Mask, Call
 
 
 def _natural(x: Array, work: ContextTask) -> Array:
-    return reordered(x, inverse(chunk_order(work.layout, "all_gather")), 1)
+    return reorder(x, inverse(chunk_order(work.layout, "all_gather")), 1)
 
 
 # Ulysses: a share of the heads over the whole sequence. Of a sequence that is whole it is all of them; nothing is sent.
@@ -253,7 +253,7 @@ def _natural(x: Array, work: ContextTask) -> Array:
 
 def _ulysses_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
     k, v = _kv_to_heads(k_BSKh, work), _kv_to_heads(v_BSKh, work)
-    seen, call = packed(work.mask, work.segments_BT, work.segments_BT), Call(out_dtype=v_BSKh.dtype)
+    seen, call = with_documents(work.mask, work.segments_BT, work.segments_BT), Call(out_dtype=v_BSKh.dtype)
     out, lse = work.kernel.forward(_trade(q_BSHh, 2, 1, work), k, v, seen, call)
     return _trade(out, 1, 2, work), lse
 
@@ -263,7 +263,7 @@ def _ulysses_backward(
 ) -> tuple[Array, Array, Array]:
     q, k, v = _trade(q_BSHh, 2, 1, work), _kv_to_heads(k_BSKh, work), _kv_to_heads(v_BSKh, work)
     dout, delta_BHT = _trade(dout_BSHh, 2, 1, work), _trade(delta_BHS, 1, 2, work)
-    seen = packed(work.mask, work.segments_BT, work.segments_BT)
+    seen = with_documents(work.mask, work.segments_BT, work.segments_BT)
     dq, dk, dv = work.kernel.backward(q, k, v, dout, lse_BHT, delta_BHT, seen, Call())
     return _trade(dq, 1, 2, work), _kv_to_sequence(dk, k_BSKh, work), _kv_to_sequence(dv, v_BSKh, work)
 

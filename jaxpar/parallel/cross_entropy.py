@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, state_axes
-from jaxpar.kernels.attention.call import MASKED, capped, through_cap
+from jaxpar.kernels.attention.call import MASKED, cap_scores, through_cap
 from jaxpar.kernels.attention.dispatch import say_once
 from jaxpar.parallel.collectives import first_row, further_split, gather, manual, reduce, split_over
 from jaxpar.parallel.experts import RouterSums
@@ -183,7 +183,7 @@ def _by_chunks(
     def add(carry: PyTree, chunk: tuple[Array, Array]) -> tuple[PyTree, PyTree]:
         (total, dhead_VD), (x_TD, labels_T) = carry, chunk
         logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, first, how)
-        sums, dlse_T, lse_T = _sums_of(_seen(logits_TV, is_label_TV), labels_T, layout, how)
+        sums, dlse_T, lse_T = _sums_of(_score_sums(logits_TV, is_label_TV), labels_T, layout, how)
         total = jax.tree.map(jnp.add, total, sums)
         if not wanted:
             return (total, None), None
@@ -217,12 +217,12 @@ class _Seen(NamedTuple):
 def _scores(x_TD: Array, labels_T: Array, head_VD: Array, first: Array | int, how: _Scores) -> tuple[Array, Array]:
     """Float32 scores of rows from `first` on [T, V], and which of them are the labels'."""
     entries_V = first + jnp.arange(head_VD.shape[0])
-    logits_TV = capped(jnp.matmul(x_TD, head_VD.T, preferred_element_type=jnp.float32), how.softcap)
+    logits_TV = cap_scores(jnp.matmul(x_TD, head_VD.T, preferred_element_type=jnp.float32), how.softcap)
     # A masked sum, not a gather, of the label's score: it stays local to each vocabulary shard.
     return jnp.where(entries_V < how.vocab_size, logits_TV, MASKED), entries_V == labels_T[:, None]
 
 
-def _seen(logits_TV: Array, is_label_TV: Array) -> _Seen:
+def _score_sums(logits_TV: Array, is_label_TV: Array) -> _Seen:
     most_T = jnp.max(logits_TV, axis=-1)
     total_T = jnp.sum(jnp.exp(logits_TV - most_T[:, None]), axis=-1)
     return _Seen(most_T, total_T, jnp.sum(jnp.where(is_label_TV, logits_TV, 0), axis=-1))
@@ -258,7 +258,7 @@ def _by_slices(
     parts = head_VD.reshape(slices, rows, -1), first_row("vocab", len(head_VD), layout) + rows * jnp.arange(slices)
 
     def add(seen: _Seen, part: tuple[Array, Array]) -> tuple[_Seen, None]:
-        new = _seen(*_scores(x_TD, labels_T, use(part[0], _HEAD, layout), part[1], how))
+        new = _score_sums(*_scores(x_TD, labels_T, use(part[0], _HEAD, layout), part[1], how))
         most_T = jnp.maximum(seen.most_T, new.most_T)
         total_T = seen.total_T * jnp.exp(seen.most_T - most_T) + new.total_T * jnp.exp(new.most_T - most_T)
         return _Seen(most_T, total_T, seen.label_T + new.label_T), None

@@ -123,12 +123,12 @@ def expert_mlp(
         rows = _each(_copies, layout, (STORED, _SOURCES), _ROWS)(x_BSD.astype(layout.dtype), places.sources)
         rows = named(_exchange(layout, rows), "expert_input")
     with jax.named_scope("experts"):
-        gate, up = _grouped(layout, rows, places.counts, (gate_EDF, up_EDF), sums=False)
+        gate, up = _grouped_product(layout, rows, places.counts, (gate_EDF, up_EDF), sums=False)
         hidden = named(jax.nn.silu(named(gate, "gate")) * named(up, "up"), "mlp_hidden")
-        (rows,) = _grouped(layout, hidden, places.counts, (down_EFD,), sums=True)
+        (rows,) = _grouped_product(layout, hidden, places.counts, (down_EFD,), sums=True)
     with jax.named_scope("combine"):
         rows = named(_exchange(layout, rows), "expert_out")
-        y_BSD = _each(_weighted, layout, ((_ROWS, STORED), STORED), STORED)((rows, weights_BSK), places.slots)
+        y_BSD = _each(_combine, layout, ((_ROWS, STORED), STORED), STORED)((rows, weights_BSK), places.slots)
     return y_BSD, RouterSums(balance, z, places.dropped)
 
 
@@ -255,22 +255,22 @@ def _each(local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes
 
 def _copies(x_BSD: Array, sources: Array) -> Array:
     """A row for each source, zeros where it is empty."""
-    return _taken(x_BSD.reshape(-1, x_BSD.shape[-1]), sources)
+    return _take_rows(x_BSD.reshape(-1, x_BSD.shape[-1]), sources)
 
 
-def _weighted(rows_and_weights: tuple[Array, Array], slots_BSK: Array) -> Array:
+def _combine(rows_and_weights: tuple[Array, Array], slots_BSK: Array) -> Array:
     """The answers to each token's choices, weighed and summed in float32."""
     rows, weights_BSK = rows_and_weights
-    answers_BSKD = _taken(rows[0, 0], slots_BSK).astype(jnp.float32)
+    answers_BSKD = _take_rows(rows[0, 0], slots_BSK).astype(jnp.float32)
     return jnp.sum(weights_BSK[..., None] * answers_BSKD, axis=2).astype(rows.dtype)
 
 
-def _taken(x: Array, index: Array) -> Array:
+def _take_rows(x: Array, index: Array) -> Array:
     """Rows of `x`; zeros, and no gradient, where the index is -1."""
     return jnp.where(index[..., None] >= 0, x[jnp.maximum(index, 0)], 0)
 
 
-def _grouped(
+def _grouped_product(
     layout: Layout, x: Array, counts: Array | None, weights: tuple[Array, ...], *, sums: bool
 ) -> tuple[Array, ...]:
     """Rows times the weights of their experts, as `jaxpar.parallel.linear` does it for the rows of one weight.
@@ -301,7 +301,7 @@ def _grouped(
         # An expert's tokens are all where it is, but for those of axes that do not split experts.
         others = drop_axes(split_over(GATHERED[:2], layout), layout.mesh_axes("experts"))
         dweights = tuple(
-            reduce(groups.transposed(x_RI, dy), others, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
+            reduce(groups.weight_grad(x_RI, dy), others, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
             for dy, weight in zip(dys_RO, weights, strict=True)
         )
         return dx, None, dweights
@@ -320,7 +320,7 @@ def _rows_to(groups: Groups, x: Array, layout: Layout) -> Array:
     """Inside `manual`: a device's rows [1, 1, R, D], gathered, in the order of the experts."""
     x_RD = gather(x, _ROWS, _USED, layout).reshape(-1, x.shape[-1])
     if groups.counts is None:
-        return _turned(x_RD, _buffers(layout), groups.experts)
+        return _swap_outer(x_RD, _buffers(layout), groups.experts)
     order = groups.order(len(x_RD))
     return x_RD if order is None else x_RD[order]
 
@@ -328,7 +328,7 @@ def _rows_to(groups: Groups, x: Array, layout: Layout) -> Array:
 def _rows_from(groups: Groups, y_RD: Array, layout: Layout) -> Array:
     """Inside `manual`: the inverse of `_rows_to` for partial sums over `mlp`, which are summed on the way."""
     if groups.counts is None:
-        y_RD = _turned(y_RD, groups.experts, _buffers(layout))
+        y_RD = _swap_outer(y_RD, groups.experts, _buffers(layout))
     elif (order := groups.order(len(y_RD))) is not None:
         y_RD = y_RD[inverse(order)]
     parts = _buffers(layout) // layout.size("experts")
@@ -340,6 +340,6 @@ def _buffers(layout: Layout) -> int:
     return layout.size("experts") * layout.size("residual_seq") // layout.size("seq")
 
 
-def _turned(x_RD: Array, outer: int, inner: int) -> Array:
+def _swap_outer(x_RD: Array, outer: int, inner: int) -> Array:
     """Rows of [outer, inner, *] in the order of [inner, outer, *]."""
     return x_RD.reshape(outer, inner, -1, x_RD.shape[-1]).swapaxes(0, 1).reshape(x_RD.shape)

@@ -26,7 +26,7 @@ KNOWN_BAD = {
 """What happens with a platform and a jaxlib that offloads wrongly there."""
 
 
-def known_bad(platform: str, jaxlib: str) -> str:
+def known_problem(platform: str, jaxlib: str) -> str:
     """What is known to go wrong with offloaded activations there; empty = nothing."""
     what = KNOWN_BAD.get((platform, jaxlib))
     return f"jaxlib {jaxlib} on {platform.upper()}: {what}" if what else ""
@@ -43,11 +43,11 @@ def check_offload(what: str, device: jax.Device, anyway: bool) -> None:
     Raises:
       UserError: such a version, or a device without host memory.
     """
-    bad = known_bad(device.platform, version("jaxlib"))
+    bad = known_problem(device.platform, version("jaxlib"))
     if bad and not anyway:
         raise UserError(
-            f"{what}: {bad}. Install another jaxlib, or leave it on the device; --memory.offload-anyway has it all the "
-            "same, after a check of a small gradient"
+            f"{what}: {bad}. Install another jaxlib, or leave it on the device; memory.offload_anyway=True has it all "
+            "the same, after a check of a small gradient"
         )
     kinds = memory_kinds(device)
     if kinds and HOST not in kinds:
@@ -72,7 +72,7 @@ def in_host_memory(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def lowered_for(
+def lower_for(
     jitted: jax.stages.Wrapped, arguments: PyTree, host: PyTree, platform: str
 ) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
     """A jitted function traced and lowered for devices that may be absent, some of its arguments in host memory.

@@ -25,7 +25,7 @@ from jaxpar.base.heads import kv_copy_axes, output_axis
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.plan import Form
 from jaxpar.base.sharding import Axes, Layout, LogicalAxis, state_axes
-from jaxpar.kernels.attention.call import MASKED, capped
+from jaxpar.kernels.attention.call import MASKED, cap_scores
 from jaxpar.parallel.collectives import gather, manual_vjp, own_piece, platform_of, reduce, split_over
 from jaxpar.parallel.ring_matmul import all_gather_matmul, matmul_reduce_scatter
 
@@ -126,7 +126,7 @@ def row_linear(
         )
 
     def backward(h: Array, weight: Array, dy: Array) -> tuple[Array, Array]:
-        swapped = _swapped(use(weight, stored, layout), len(axes))
+        swapped = _swap_dims(use(weight, stored, layout), len(axes))
         dy = dy.astype(layout.dtype)
         dy, (dh,) = all_gather_matmul(dy, [swapped], STORED, used, layout.compute, layout, gathers)
         dweight = _weight_gradient(h.astype(layout.dtype), dy, weight, stored, used, layout, None)
@@ -153,7 +153,7 @@ def logits(
     (logits_BSV,) = _columns(
         x_BSD, (head_VD.T,), layout, stored=(stored,), outs=(outs,), used=GATHERED, dtype="float32", overlap=overlap
     )
-    logits_BSV = capped(logits_BSV, softcap)
+    logits_BSV = cap_scores(logits_BSV, softcap)
     if vocab_size in (0, head_VD.shape[0]):
         return logits_BSV
     return jnp.where(jnp.arange(head_VD.shape[0]) < vocab_size, logits_BSV, MASKED)
@@ -173,7 +173,7 @@ def _columns(
 
     def use_all(weights: tuple[Array, ...]) -> list[Array]:
         whole = (use(weight, axes, layout) for weight, axes in zip(weights, stored, strict=True))
-        return [_copied(weight, dim, layout) for weight, dim in zip(whole, copies, strict=True)]
+        return [_own_kv_heads(weight, dim, layout) for weight, dim in zip(whole, copies, strict=True)]
 
     def forward(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         x = x.astype(layout.dtype)
@@ -184,7 +184,7 @@ def _columns(
         # What is partial over the same mesh axes is added up before it is sent.
         groups: dict[tuple[MeshAxis, ...], list[tuple[Array, Array]]] = {}
         for dy, weight, axes in zip(dys, use_all(weights), outs, strict=True):
-            groups.setdefault(split_over(axes[2:], layout), []).append((dy, _swapped(weight, 1)))
+            groups.setdefault(split_over(axes[2:], layout), []).append((dy, _swap_dims(weight, 1)))
         parts = (
             matmul_reduce_scatter(products, over, used, STORED, layout.compute, layout, scatters)
             for over, products in groups.items()
@@ -205,7 +205,7 @@ def used_axes(axes: Axes) -> Axes:
     return tuple(None if axis == "embed" else axis for axis in axes)
 
 
-def _copied(weight: Array, dim: int | None, layout: Layout) -> Array:
+def _own_kv_heads(weight: Array, dim: int | None, layout: Layout) -> Array:
     """Inside `manual`, of a weight of kv heads those that this device's query heads attend with."""
     if dim is None:
         return weight
@@ -229,7 +229,7 @@ def use(weight: Array, axes: Axes, layout: Layout) -> Array:
     return gather(weight.astype(layout.dtype), axes, used_axes(axes), layout)
 
 
-def _swapped(weight: Array, split: int) -> Array:
+def _swap_dims(weight: Array, split: int) -> Array:
     """A weight [*in, *out], of so many dims in, as [*out, *in]."""
     return jnp.transpose(weight, (*range(split, weight.ndim), *range(split)))
 
@@ -250,6 +250,6 @@ def _weight_gradient(
     dweight = jax.lax.dot_general(x, dy, ((over, over), ((), ())), preferred_element_type=jnp.float32).reshape(shape)
     if copied is not None:
         whole = jax.ShapeDtypeStruct((*shape[:copied], weight.shape[copied], *shape[copied + 1 :]), jnp.float32)
-        (dweight,) = jax.linear_transpose(lambda weight: _copied(weight, copied, layout), whole)(dweight)
+        (dweight,) = jax.linear_transpose(lambda weight: _own_kv_heads(weight, copied, layout), whole)(dweight)
         tokens += kv_copy_axes(layout)
     return reduce(dweight, tokens, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)

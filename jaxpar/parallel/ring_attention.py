@@ -20,7 +20,7 @@ from jaxtyping import Array
 from jaxpar.base.sharding import PyTree
 from jaxpar.kernels.attention.call import Call, merge
 from jaxpar.kernels.masks import Mask
-from jaxpar.parallel.token_order import ContextTask, joined, own_chunks, stacked
+from jaxpar.parallel.token_order import ContextTask, join_chunks, own_chunks, stack_chunks
 
 KeysValues = tuple[Array, Array]
 Place = Array | int  # the number of a half, of a chunk, or of hops, known at run time or before
@@ -30,7 +30,7 @@ UNROLLED = 8  # devices up to which every step of the ring is written out; beyon
 
 def forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
     """Float32 output and log-sum-exp."""
-    q, kv, early, late = *_halved(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
+    q, kv, early, late = *_halve(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
     C = q.shape[2]
 
     def tile(q_half: Place, kv: KeysValues, kv_half: Place, how: tuple[Mask, Call]) -> tuple[Array, Array]:
@@ -49,7 +49,7 @@ def forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> t
         return pairs
 
     out, lse = _around(work, kv, own, visit)
-    return joined(out, 1), joined(lse, 2)
+    return join_chunks(out, 1), join_chunks(lse, 2)
 
 
 def backward(
@@ -60,8 +60,8 @@ def backward(
     A device's own pairs are split between the two ends of the loop: what two diagonals give is made while the first
     keys are on their way, the full pair while the sums come home.
     """
-    q, kv, early, late = *_halved(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
-    dout, lse, delta = stacked(dout_BSHh, 1), stacked(lse_BHS, 2), stacked(delta_BHS, 2)
+    q, kv, early, late = *_halve(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
+    dout, lse, delta = stack_chunks(dout_BSHh, 1), stack_chunks(lse_BHS, 2), stack_chunks(delta_BHS, 2)
     C = q.shape[2]
 
     def tile(
@@ -91,7 +91,7 @@ def backward(
     home = work.hop(passing)
     dq, *own = tile((dq, *own), 1, kv, 0, work.pair(late, early, C))
     dk, dv = (a + b for a, b in zip(own, home, strict=True))
-    return joined(dq, 1), joined(dk, 1), joined(dv, 1)
+    return join_chunks(dq, 1), join_chunks(dk, 1), join_chunks(dv, 1)
 
 
 def _around(
@@ -133,5 +133,5 @@ def _visible(work: ContextTask, hops: Place) -> Sequence[tuple[Place, Place, Arr
     return (1, 0, late, behind), (half, half, q_chunk, kv_chunk)
 
 
-def _halved(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array) -> tuple[Array, KeysValues]:
-    return stacked(q_BSHh, 1), (stacked(k_BSKh, 1), stacked(v_BSKh, 1))
+def _halve(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array) -> tuple[Array, KeysValues]:
+    return stack_chunks(q_BSHh, 1), (stack_chunks(k_BSKh, 1), stack_chunks(v_BSKh, 1))

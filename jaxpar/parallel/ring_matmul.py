@@ -43,7 +43,7 @@ def all_gather_matmul(
         x = gather(x, stored, used, layout)
         return x, [matmul(x, weight, dtype) for weight in weights]
     rows, wholes = x.shape[1] * ring.size, []
-    for first, chunk in _gathered(x, ring):
+    for first, chunk in _gather_chunks(x, ring):
         parts = (chunk, *(matmul(chunk, weight, dtype) for weight in weights))
         wholes = wholes or [jax.lax.empty((len(part), rows, *part.shape[2:]), part.dtype) for part in parts]
         wholes = [
@@ -76,7 +76,7 @@ def matmul_reduce_scatter(
         rows = [(jax.lax.dynamic_slice_in_dim(x, first, count, axis=1), weight) for x, weight in products]
         return _sum(matmul(x, weight, "float32") for x, weight in rows)
 
-    return _scattered(summand, products[0][0].shape[1] // ring.size, jnp.dtype(dtype), ring)
+    return _scatter_sums(summand, products[0][0].shape[1] // ring.size, jnp.dtype(dtype), ring)
 
 
 def matmul(x: jax.Array, weight: jax.Array, dtype: str) -> jax.Array:
@@ -129,7 +129,7 @@ class _Ring(NamedTuple):
         return (jax.lax.axis_index(self.axes) - direction * hops) % self.size
 
 
-def _gathered(x: jax.Array, ring: _Ring) -> Iterator[tuple[jax.Array, jax.Array]]:
+def _gather_chunks(x: jax.Array, ring: _Ring) -> Iterator[tuple[jax.Array, jax.Array]]:
     """The chunks of the all-gather of `x` as (first row, rows), one's own first; the next is under way meanwhile."""
     rows = x.shape[1]
     parts = [
@@ -144,7 +144,9 @@ def _gathered(x: jax.Array, ring: _Ring) -> Iterator[tuple[jax.Array, jax.Array]
         parts = arriving
 
 
-def _scattered(summand: Callable[[jax.Array, int], jax.Array], rows: int, dtype: jnp.dtype, ring: _Ring) -> jax.Array:
+def _scatter_sums(
+    summand: Callable[[jax.Array, int], jax.Array], rows: int, dtype: jnp.dtype, ring: _Ring
+) -> jax.Array:
     """The reduce-scatter of an array whose local summand is made piece by piece, in float32: `summand(first, count)`.
 
     Sums travel in `dtype`, and `rows` is the length of the chunk that stays here.

@@ -42,7 +42,7 @@ def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def reordered(x: Array, order: Sequence[int], dim: int) -> Array:
+def reorder(x: Array, order: Sequence[int], dim: int) -> Array:
     """`x` with the chunks of a dim in another order."""
     front, back = x.shape[:dim], x.shape[dim + 1 :]
     return jnp.take(x.reshape(*front, len(order), -1, *back), jnp.asarray(order), axis=dim).reshape(x.shape)
@@ -88,13 +88,13 @@ def in_order(
     if len(order) == 1:
         return batch
     check_chunks(layout, context, tokens_BS.shape[1])
-    return {name: layout.constrain(reordered(x, order, 1), TOKENS) for name, x in batch.items()}
+    return {name: layout.constrain(reorder(x, order, 1), TOKENS) for name, x in batch.items()}
 
 
 def in_natural_order(x_BSV: Float[Array, "B S V"], layout: Layout, context: Strategy = "ring") -> Float[Array, "B S V"]:
     """What a model made of a batch `in_order`, its tokens as they were; arguments as there."""
     order = chunk_order(layout, context)
-    return x_BSV if len(order) == 1 else reordered(x_BSV, inverse(order), 1)
+    return x_BSV if len(order) == 1 else reorder(x_BSV, inverse(order), 1)
 
 
 def halves(x: Array | None, axes: Axes, plan: Plan) -> tuple[Any, ...]:
@@ -150,17 +150,17 @@ class ContextTask(NamedTuple):
         """What the queries of one chunk see of the keys of an earlier one."""
         ids = self.segments_of(q_chunk, C), self.segments_of(k_chunk, C)
         if self.mask == Causal():
-            return packed(Full(), *ids), PARTS
-        return packed(self.mask, *ids), PARTS._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
+            return with_documents(Full(), *ids), PARTS
+        return with_documents(self.mask, *ids), PARTS._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
 
     def diagonal(self, chunk: Any, C: int) -> tuple[Mask, Call]:
         """What one chunk's queries see of its own keys."""
         ids = [self.segments_of(chunk, C)] * 2
         start = 0 if of_distance(self.mask) else chunk * C
-        return packed(self.mask, *ids), PARTS._replace(q_start=start, k_start=start, multiple=C)
+        return with_documents(self.mask, *ids), PARTS._replace(q_start=start, k_start=start, multiple=C)
 
 
-def packed(mask: Mask, q_ids: Array | None, kv_ids: Array | None) -> Mask:
+def with_documents(mask: Mask, q_ids: Array | None, kv_ids: Array | None) -> Mask:
     """The mask, of one's own document only where there are ids."""
     return mask if q_ids is None or kv_ids is None else mask & Segments(q_ids, kv_ids)
 
@@ -171,11 +171,11 @@ def own_chunks(work: ContextTask) -> tuple[Array, Array]:
     return place, 2 * work.size - 1 - place
 
 
-def stacked(x: Array, dim: int) -> Array:
+def stack_chunks(x: Array, dim: int) -> Array:
     """The chunks of a device, stacked."""
     return jnp.stack(jnp.split(x, 2, axis=dim))
 
 
-def joined(x: Array, dim: int) -> Array:
+def join_chunks(x: Array, dim: int) -> Array:
     """The inverse of `stacked`."""
     return jnp.concatenate([x[0], x[1]], axis=dim)

@@ -213,14 +213,14 @@ def _too_small_message(budget: int, tried: Tried, least: MemorySearch, config: C
         "activations": least.least.device, "what a layer and the loss work with": rest,
     }  # fmt: skip
     said = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size > 0)
-    wanted = [f"--memory.may {' '.join((*may, name))}" for name in ("optimizer", "parameters") if name not in may]
+    wanted = [f"memory.may=[{', '.join((*may, name))}]" for name in ("optimizer", "parameters") if name not in may]
     if config.precision.moments == "float32":
-        wanted.append("--precision.moments int8")
+        wanted.append("precision.moments=int8")
     if config.precision.params == "float32":
-        wanted.append("--precision.params bfloat16")
+        wanted.append("precision.params=bfloat16")
     if "accumulation" not in may and config.train.batch // config.train.accumulation > least.plan.size("batch"):
-        wanted.append(f"--train.accumulation {2 * config.train.accumulation}")
-    wanted.append(f"--mesh.fsdp {2 * least.plan.mesh.shape['fsdp']}")
+        wanted.append(f"train.accumulation={2 * config.train.accumulation}")
+    wanted.append(f"mesh.fsdp={2 * least.plan.mesh.shape['fsdp']}")
     return (
         f"memory.budget = {config.memory.budget} ({bytes_text(budget)}) is less than this plan takes with the least "
         f"kept on the device, {bytes_text(tried.compiled)}: {said}. What would lower it: {', '.join(wanted)}"

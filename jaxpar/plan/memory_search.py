@@ -20,7 +20,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.models import Model
-from jaxpar.parallel.host_memory import check_offload, lowered_for
+from jaxpar.parallel.host_memory import check_offload, lower_for
 from jaxpar.plan.choose_remat import (
     ActionCosts,
     Item,
@@ -32,7 +32,7 @@ from jaxpar.plan.choose_remat import (
     solve,
 )
 from jaxpar.plan.memory_account import work_bytes
-from jaxpar.rehearse.report.memory import allocated
+from jaxpar.rehearse.report.memory import allocated_bytes
 from jaxpar.rehearse.report.memory_advice import needs_and_has
 from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target
@@ -187,10 +187,10 @@ def compiled_bytes(
     plan, model = make_plan(config, devices), Model(config.model)
     arguments = step_shapes(model, config, plan)
     host = in_host(arguments[0], model, plan), jax.tree.map(lambda _: False, arguments[1])
-    _, lowered = lowered_for(make_train_step(model, config, plan), arguments, host, platform)
+    _, lowered = lower_for(make_train_step(model, config, plan), arguments, host, platform)
     try:
         compiled = lowered.compile()
-        return allocated(compiled.memory_analysis(), platform), compiled.as_text() or "", compiled
+        return allocated_bytes(compiled.memory_analysis(), platform), compiled.as_text() or "", compiled
     except jax.errors.JaxRuntimeError as error:
         found = needs_and_has(str(error))
         if found is None:

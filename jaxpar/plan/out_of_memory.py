@@ -34,8 +34,8 @@ def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, 
     found = found or fitting_flags(config, devices, platform, hardware, room)
     where = f"a device has {bytes_text(has)}" if has else "what a device has is not known"
     tried = f"try {found}" if found else (
-        f"nothing this mesh can keep, offload or recompute fits: try --mesh.fsdp {2 * plan.mesh.shape['fsdp']} or "
-        f"--train.accumulation {2 * config.train.accumulation}"
+        f"nothing this mesh can keep, offload or recompute fits: try mesh.fsdp={2 * plan.mesh.shape['fsdp']} or "
+        f"train.accumulation={2 * config.train.accumulation}"
     )  # fmt: skip
     return f"out of memory: a step was predicted to take {bytes_text(total)}, {where}; {tried} ({said})"
 
@@ -52,9 +52,9 @@ def fitting_flags(config: Config, devices: list[jax.Device], platform: str, hard
     for name, choice in vars(memory.keep).items():
         if choice != "policy" and (name, choice) != ("block_input", "save"):
             groups.setdefault(choice, []).append(name)
-    flags = [f"--memory.keep.{name} {action}" for action in ("save", "offload") for name in groups.get(action, [])]
-    state = [f"--memory.{name} offload" for name in ("optimizer", "parameters") if getattr(memory, name) == "offload"]
+    flags = [f"memory.keep.{name}={action}" for action in ("save", "offload") for name in groups.get(action, [])]
+    state = [f"memory.{name}=offload" for name in ("optimizer", "parameters") if getattr(memory, name) == "offload"]
     accumulated, loss = search.config.train.accumulation, memory.loss_mib
-    more = [f"--train.accumulation {accumulated}"] if accumulated != config.train.accumulation else []
-    more += [f"--memory.loss-mib {loss}"] if loss != config.memory.loss_mib else []
-    return " ".join(["--memory.policy full", *flags, *state, *more])
+    more = [f"train.accumulation={accumulated}"] if accumulated != config.train.accumulation else []
+    more += [f"memory.loss_mib={loss}"] if loss != config.memory.loss_mib else []
+    return " ".join(["memory.policy=full", *flags, *state, *more])

@@ -21,7 +21,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import versions
 from jaxpar.hlo.origin import PackageDirs, own_dirs
 from jaxpar.hlo.tasks import walk
-from jaxpar.parallel.host_memory import lowered_for
+from jaxpar.parallel.host_memory import lower_for
 from jaxpar.rehearse.cost.cost import seconds_by_basis
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.collectives import collective_rows, queueing_notes
@@ -112,7 +112,7 @@ def step(
     compiled = compile_for(jitted, arguments, mesh, target)
     simulation = simulate_compiled(compiled, say, own_dirs())
     given = zip(_names(jitted, len(arguments)), arguments, strict=True)
-    sizes = {name: local_bytes([leaf for leaf in jax.tree.leaves(tree) if _placed(leaf)]) for name, tree in given}
+    sizes = {name: local_bytes([leaf for leaf in jax.tree.leaves(tree) if _has_sharding(leaf)]) for name, tree in given}
     known = {name: size for name, size in sizes.items() if size}
     taken = memory.account(compiled.stats, known, simulation.hardware.hbm_bytes)
     return report_of(compiled, simulation, Known(taken, name, tokens=tokens, model_flops=model_flops))
@@ -164,7 +164,7 @@ def compile_for(
     began = time.perf_counter()
     host = jax.tree.map(lambda _: False, arguments) if host is None else host
     try:
-        traced, lowered = lowered_for(jitted, arguments, host, target.platform)
+        traced, lowered = lower_for(jitted, arguments, host, target.platform)
         compiled = program or lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         raise UserError(refusal(str(error), target.name, advise)) from error
@@ -216,7 +216,7 @@ def report_of(compiled: Compiled, simulation: StepSimulation, known: Known) -> R
     }  # fmt: skip
 
 
-def _placed(leaf: Any) -> bool:
+def _has_sharding(leaf: Any) -> bool:
     return getattr(leaf, "sharding", None) is not None
 
 

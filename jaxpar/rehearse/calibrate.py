@@ -29,7 +29,7 @@ from jaxpar.base.hardware import Hardware, Interconnect, PeakFlops, Protocol
 from jaxpar.base.runtime import cache_folder, write_whole
 from jaxpar.rehearse.cost.probes import PROBES, initial, training_step
 from jaxpar.rehearse.cost.speeds import Sample, SpeedTable, sample
-from jaxpar.rehearse.cost.stopwatch import Instruction, Ready, elapsed, fastest, ready_step, warm
+from jaxpar.rehearse.cost.stopwatch import Instruction, Ready, fastest, ready_step, time_once, warm
 
 ROUNDS = 8
 """How often the steps run; of every task the fastest execution counts, whatever else the machine did meanwhile."""
@@ -121,7 +121,7 @@ def _launch() -> float:
     x = jnp.eye(32)
     chain = jax.jit(lambda x: reduce(lambda y, _: y @ x, range(CHAIN), x)).lower(x).compile()
     item = warm(chain, lambda: chain(x))
-    wall = min(elapsed(item.run) for _ in range(30))
+    wall = min(time_once(item.run) for _ in range(30))
     return max(0.0, (wall - sum(fastest([item], 0.02).values())) / CHAIN)
 
 
@@ -148,13 +148,13 @@ def _sum_seconds(mesh: Mesh, count: int, chained: int = 5) -> float:
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     given = jax.device_put(jnp.ones(count * mesh.size), NamedSharding(mesh, spec))
     run(given).block_until_ready()
-    return min(elapsed(lambda: run(given).block_until_ready()) for _ in range(5)) / chained
+    return min(time_once(lambda: run(given).block_until_ready()) for _ in range(5)) / chained
 
 
 # Where it is kept.
 
 
-def calibrated(say: Callable[[str], None] = lambda line: None) -> Calibration:
+def find_calibration(say: Callable[[str], None] = lambda line: None) -> Calibration:
     """The calibration of this machine: the one that was kept, else a new one, which takes half a minute.
 
     Collectives among another number of devices than are here are timed anew.

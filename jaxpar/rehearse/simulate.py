@@ -14,7 +14,7 @@ from jaxpar.hlo.origin import PackageDirs
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Program
 from jaxpar.kernels.attention.libraries import kernel_cost
-from jaxpar.rehearse.calibrate import calibrated
+from jaxpar.rehearse.calibrate import find_calibration
 from jaxpar.rehearse.cost.cost import Costs, price
 from jaxpar.rehearse.link_costs import CollectiveTime, collective_time
 from jaxpar.rehearse.targets import Target, places
@@ -51,7 +51,7 @@ def simulate(
     program = read_program(text, slice_of=slice_of, kernel_cost=kernel_cost, package_dirs=package_dirs)
     speeds = None
     if target.name == "here":
-        measured = calibrated(say)
+        measured = find_calibration(say)
         target = replace(target, hardware=measured.hardware(target.hardware))
         speeds = measured.speeds(mesh.size)
     on_links = partial(collective_time, places=where, target=target)

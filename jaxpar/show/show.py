@@ -108,7 +108,7 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     name, v, mesh = config.pipeline.schedule, config.pipeline.virtual, config.mesh
     stages = mesh.stage * mesh.dcn.stage
     if stages < 2:
-        raise UserError(f"mesh.stage={mesh.stage}: a pipeline has two stages or more to schedule, try --mesh.stage 4")
+        raise UserError(f"mesh.stage={mesh.stage}: a pipeline has two stages or more to schedule, try mesh.stage=4")
     table = schedule(name, stages, microbatches(config, total_sizes(mesh)), v)
     layers = layers_of(config.model.layers, stages, config.pipeline)
     chunks = v if v > 1 else 2 if config.model.layers % (2 * stages) == 0 else 1
@@ -142,7 +142,7 @@ def _few_note(config: Config, stages: int, count: int) -> str:
     batch = config.train.batch
     return (
         f"most stages are idle, since train.batch={batch} has no more microbatches on this mesh: "
-        f"try --train.batch {batch // count * 4 * stages}, or fewer devices along data and fsdp"
+        f"try train.batch={batch // count * 4 * stages}, or fewer devices along data and fsdp"
     )
 
 

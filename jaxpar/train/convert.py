@@ -16,7 +16,7 @@ from jaxpar.models import Model
 from jaxpar.models.hf import export_hf, import_hf, model_config_from_hf
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.plans import make_plan
-from jaxpar.train.restore import beside_state, load_run, require_model, unstaged
+from jaxpar.train.restore import beside_state, drop_stages, load_run, require_model
 from jaxpar.train.run_folder import open_run
 from jaxpar.train.state import init_state
 
@@ -43,7 +43,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     """
     require_model(model_config_from_hf(source), config.model, source)
     plan, model = make_plan(check(config), start(config.mesh, config.compile.cache)), Model(config.model)
-    params = import_hf(source, model, unstaged(plan))
+    params = import_hf(source, model, drop_stages(plan))
     open_run(target, config)
     checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
     if checkpoints.latest() is not None:
@@ -55,7 +55,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
 
 def export_run(config: Config, source: Path, target: Path, step: int, dtype: Literal["float32", "bfloat16"]) -> int:
     """Write a run's checkpoint as a Hugging Face folder, its tokenizer too; returns the step that was exported."""
-    plan, model = unstaged(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
+    plan, model = drop_stages(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
     step, state = load_run(source, step, config, plan)
     export_hf(state.params, model, target, dtype=dtype)
     if jax.process_index() == 0:

@@ -79,7 +79,7 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"the tokenizer of {train.origin} has {tokenizer.vocab_size} tokens, model.vocab_size={vocab_size}: "
-            f"try --model.vocab-size {tokenizer.vocab_size}, or another tokenizer"
+            f"try model.vocab_size={tokenizer.vocab_size}, or another tokenizer"
         )
     for what, stream, fix in (
         ("training", train, "add text"),
@@ -88,7 +88,7 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
         if stream is not None and len(stream.tokens) < data.seq_len + 1:
             raise UserError(
                 f"{stream.origin} has {len(stream.tokens)} {what} tokens, one window takes data.seq_len + 1 = "
-                f"{data.seq_len + 1}: {fix}, or try --data.seq-len {max(len(stream.tokens) - 1, 1)}"
+                f"{data.seq_len + 1}: {fix}, or try data.seq_len={max(len(stream.tokens) - 1, 1)}"
             )
         if stream is not None and data.pack and stream.document_starts is None:
             raise UserError(

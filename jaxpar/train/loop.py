@@ -52,8 +52,8 @@ class OutOfMemory(UserError):
 
     def __init__(self, config: Config, plan: Plan, said: str):
         super().__init__(
-            f"out of memory ({compiler_message(said)[:200]}): try --memory.policy full, a higher --train.accumulation, "
-            "or --memory.budget auto"
+            f"out of memory ({compiler_message(said)[:200]}): try memory.policy=full, a higher train.accumulation, "
+            "or memory.budget=auto"
         )
         self.config, self.plan, self.said = config, plan, said
 

@@ -86,12 +86,12 @@ def check_batch(config: Config, plan: Plan) -> None:
         fitting = -(-microbatch // shards) * shards * train.accumulation
         raise UserError(
             f"train.batch={train.batch} / accumulation={train.accumulation} is a microbatch of {microbatch} sequences, "
-            f"which {shards} data-parallel shards do not divide: try --train.batch {fitting}"
+            f"which {shards} data-parallel shards do not divide: try train.batch={fitting}"
         )
     if plan.overlap.domino == "on" and microbatch // shards % 2:
         raise UserError(
             f"overlap.domino cuts a device's microbatch of {microbatch // shards} sequences in two halves: "
-            f"try --train.batch {2 * train.batch}, or leave domino out"
+            f"try train.batch={2 * train.batch}, or leave domino out"
         )
     activation = (microbatch, seq_len, sizes.embed)
     plan.sharding(("batch", "seq", None), activation, "activations")

@@ -72,7 +72,7 @@ def initial_params(config: Config, plan: Plan) -> Params:
     Raises:
       UserError: no such folder, another model, or a checkpoint that cannot be read.
     """
-    source, model, plan = Path(config.train.init), Model(config.model), unstaged(plan)
+    source, model, plan = Path(config.train.init), Model(config.model), drop_stages(plan)
     if not (source / "config.toml").exists():
         require_model(model_config_from_hf(source), config.model, source)
         return import_hf(source, model, plan)
@@ -92,7 +92,7 @@ def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:
         raise UserError(f"{source} is not the model of this config: {'; '.join(differing)}")
 
 
-def unstaged(plan: Plan) -> Plan:
+def drop_stages(plan: Plan) -> Plan:
     """The plan with layers as the model has them, each of them whole on all stages: what a file holds; and its arrays
     on the device, where they are read."""
     rules = replace(plan.rules, layers=(), stage=())

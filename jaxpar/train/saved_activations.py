@@ -67,7 +67,7 @@ def activations(config: Config, plan: Plan) -> list[Activation]:
       plan: from `jaxpar.train.plans.make_plan`; one on an `AbstractMesh` will do.
     """
     found, blocks = dict[str, Activation](), blocks_kept(config, plan)
-    for name, aval, local in _named(traced_block(config, plan)[0].jaxpr, False):
+    for name, aval, local in _named_arrays(traced_block(config, plan)[0].jaxpr, False):
         axes = _OF_ROWS if len(aval.shape) == 4 and NAMES[name].axes[-1] == "mlp" else NAMES[name].axes
         pieces = 1 if local else math.prod(plan.size(output_axis(axis, plan)) for axis in axes)
         size = math.prod(aval.shape) * aval.dtype.itemsize // pieces
@@ -202,7 +202,7 @@ def _array_of(var: core.Var) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _named(jaxpr: core.Jaxpr, local: bool) -> Iterator[tuple[str, jax.ShapeDtypeStruct, bool]]:
+def _named_arrays(jaxpr: core.Jaxpr, local: bool) -> Iterator[tuple[str, jax.ShapeDtypeStruct, bool]]:
     """Every name in a jaxpr and what it wraps; whether that is one device's part."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == NAME and eqn.params["name"] in NAMES:
@@ -210,4 +210,4 @@ def _named(jaxpr: core.Jaxpr, local: bool) -> Iterator[tuple[str, jax.ShapeDtype
         for value in eqn.params.values():
             if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
                 inner: Any = getattr(value, "jaxpr", value)  # newer jax has one class for both
-                yield from _named(inner, local or eqn.primitive.name == SHARD_MAP)
+                yield from _named_arrays(inner, local or eqn.primitive.name == SHARD_MAP)

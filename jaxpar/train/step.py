@@ -120,14 +120,14 @@ def gradients(
     """
     over = late_sum_axes(plan, accumulation, key is not None or bool(model.config.experts))
     if not over:
-        return _accumulated(model, params, batch, plan, key, accumulation, weights)
+        return _accumulate(model, params, batch, plan, key, accumulation, weights)
     one, axes = plan_of_one_place(plan, over), (LossSums(*[()] * 3), gradient_axes(model))  # pyright: ignore[reportArgumentType]
 
     def total(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x.astype(jnp.float32), over).astype(x.dtype)
 
     def local(params: Params, batch: Batch) -> tuple[LossSums, Params]:
-        parts = _accumulated(model, params, batch, one, None, accumulation, weights)
+        parts = _accumulate(model, params, batch, one, None, accumulation, weights)
         with jax.named_scope("accumulate"):
             return manual(lambda parts: jax.tree.map(total, parts), one, (axes,), axes)(parts)
 
@@ -138,7 +138,7 @@ def gradients(
     )(params, dict(batch))
 
 
-def _accumulated(
+def _accumulate(
     model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, accumulation: int,
     weights: LossWeights,
 ) -> tuple[LossSums, Params]:  # fmt: skip

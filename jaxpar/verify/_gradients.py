@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import PyTree
 from jaxpar.verify.comparison import Answer, answer_of, compare, relative_error
-from jaxpar.verify.explain import Alteration, explain, misplaced, shards
+from jaxpar.verify.explain import Alteration, explain, misplaced_shards, shards
 from jaxpar.verify.report import Verdict
 
 _LEAST, _NOISE, _MOST = 1e-5, 4.0, 1e-3
@@ -64,7 +64,7 @@ def gradients(
     want = run(batch)
     got = _under_test(loss, *jax.device_put((params, batch), placed))
     if tolerance is None:
-        noisy = one(*_rounded((params, batch)))
+        noisy = one(*_round_floats((params, batch)))
         limits = {name: min(max(_LEAST, _NOISE * relative_error(noisy, want, name)), _MOST) for name in want.grads}
     else:
         limits = dict.fromkeys(want.grads, tolerance)
@@ -73,7 +73,7 @@ def gradients(
         return verdict
 
     def altered() -> Iterator[Alteration]:
-        yield from misplaced(batch, placed[1], run)
+        yield from misplaced_shards(batch, placed[1], run)
         for what, other in (mistakes or {}).items():
             yield "as given", what, _on_one_device(other, device)(params_there, batch).grads
 
@@ -90,7 +90,7 @@ def _on_one_device(function: Loss, device: jax.Device) -> Callable[[PyTree, PyTr
     return run
 
 
-def _rounded(tree: PyTree) -> PyTree:
+def _round_floats(tree: PyTree) -> PyTree:
     """Every float goes up or down by an ulp."""
     rng = np.random.default_rng(0)
     off = lambda x: (x * (1 + _ULP * rng.choice([-1.0, 1.0], x.shape))).astype(x.dtype)  # noqa: E731

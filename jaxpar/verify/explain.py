@@ -65,7 +65,7 @@ def explain(
             rows.append(row)
             continue
         name, copies, right, sharding = row.name, got.grads[row.name], want.grads[row.name][0], got.shardings[row.name]
-        guesses = _predicted(name, means)
+        guesses = _predictions(name, means)
         for what, part, grads in parts:
             guesses += guesses_of_part(what, part, grads[name][0], right)
         evidence = Evidence(
@@ -83,12 +83,12 @@ def explain(
             layers = tuple(layer for layer, error in enumerate(off) if not error <= most)
         finding = diagnose(evidence, layers)
         if not finding.fits:
-            finding = diagnose(dataclasses.replace(evidence, guesses=guesses + _predicted(name, others())), layers)
+            finding = diagnose(dataclasses.replace(evidence, guesses=guesses + _predictions(name, others())), layers)
         rows.append(row._replace(finding=finding, layers=layers))
     return dataclasses.replace(verdict, rows=tuple(rows))
 
 
-def _predicted(name: str, altered: Iterable[Alteration]) -> list[Guess]:
+def _predictions(name: str, altered: Iterable[Alteration]) -> list[Guess]:
     """One gradient of each alteration, as `diagnose` takes it."""
     return [(kind, f"what the reference gives where {what}", grads[name][0]) for kind, what, grads in altered]
 
@@ -143,7 +143,7 @@ def shards(batch: PyTree, placed: PyTree) -> Iterator[Partition]:
         yield Partition("shard", f" of {' x '.join(axes)}", batches)
 
 
-def misplaced(batch: PyTree, placed: PyTree, run: Reference) -> Iterator[Alteration]:
+def misplaced_shards(batch: PyTree, placed: PyTree, run: Reference) -> Iterator[Alteration]:
     """The reference where the shards along a mesh axis have other shards' parts of one array of the batch."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
     for at, ((path, leaf), place) in enumerate(zip(leaves, jax.tree.leaves(placed), strict=True)):

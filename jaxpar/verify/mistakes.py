@@ -127,7 +127,7 @@ def _guesses(evidence: Evidence) -> Iterator[Guess]:
     want = evidence.want
     yield "zero", "zero", np.zeros_like(want)
     yield from _factor(evidence)
-    yield from _permuted(evidence)
+    yield from _best_permutations(evidence)
     for a, b in itertools.combinations(range(want.ndim), 2):
         if want.shape[a] == want.shape[b] > 1:
             yield "transposed", f"the reference with dims {a} and {b} exchanged", want.swapaxes(a, b)
@@ -139,7 +139,7 @@ def _factor(evidence: Evidence) -> Iterator[Guess]:
     got, want = _wide(evidence.got), _wide(evidence.want)
     factor = float(np.vdot(got, want) / max(float(np.vdot(want, want)), 1e-300))
     for value, inverse in ((factor, False), (1 / factor if factor else math.inf, True)):
-        number, names = _named({**evidence.axis_sizes, **evidence.sizes}, value)
+        number, names = _name_factor({**evidence.axis_sizes, **evidence.sizes}, value)
         summed = [name for name in names if name in evidence.axis_sizes]
         if names and inverse:
             says = f"1/{number} of the reference, one over the size of {_or(names)}: a mean in place of a sum?"
@@ -156,7 +156,7 @@ def _factor(evidence: Evidence) -> Iterator[Guess]:
     yield "scaled", f"{factor:.6g} times the reference", evidence.want * np.float32(factor)
 
 
-def _named(sizes: Mapping[str, int], value: float) -> tuple[int, list[str]]:
+def _name_factor(sizes: Mapping[str, int], value: float) -> tuple[int, list[str]]:
     """The whole number that a factor is near, and the sizes, or else the products of two, that are this number."""
     if not math.isfinite(value) or value < 1.5 or abs(value / round(value) - 1) > _NEAR:
         return 0, []
@@ -170,7 +170,7 @@ def _or(names: Sequence[str]) -> str:
     return " or ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
 
 
-def _permuted(evidence: Evidence) -> Iterator[Guess]:
+def _best_permutations(evidence: Evidence) -> Iterator[Guess]:
     """The shards of a dim in the order that fits best, by each mesh axis that splits the dim and by all of them."""
     for dim, axes in enumerate(evidence.split):
         for names in dict.fromkeys([*((axis,) for axis in axes), axes] if axes else []):

@@ -15,7 +15,7 @@ SMALL = {"mesh.platform": "auto", "mesh.data": 1, "mesh.fsdp": 1, "model.layers"
 
 def test_a_mesh_without_stages_or_of_another_size_is_refused() -> None:
     pytest.importorskip("libtpu", reason="a target's devices need the TPU compiler: pip install 'jaxpar[rehearse]'")
-    with pytest.raises(UserError, match=r"try --mesh\.stage 4"):
+    with pytest.raises(UserError, match=r"try mesh\.stage=4"):
         compare_schedules(override(load_config("tiny"), SMALL | {"mesh.tensor": 4}), load_target("v5e-4"))
     with pytest.raises(UserError, match="needs 8 devices, v5e-4 has 4"):
         compare_schedules(override(load_config("tiny"), SMALL | {"mesh.stage": 4}), load_target("v5e-4"))

@@ -232,6 +232,13 @@ def test_flags_change_the_config(run, tmp_path):
     assert picture.exists()
 
 
+def test_a_setting_may_be_written_as_messages_write_it(run, refused):
+    words = ["mesh.tensor=1", "mesh.data=-1", "mesh.fsdp=1", "rules.residual_seq=[context, tensor]"]
+    rows = json.loads(run("show", "tiny", *words, "--json"))
+    assert all(row["spec"] == [] for row in rows)
+    assert "takes no --mesh.tensr (did you mean '--mesh.tensor'?)" in refused("show", "tiny", "mesh.tensr=1")
+
+
 # Configs, meshes, data.
 
 
@@ -259,7 +266,7 @@ def test_a_mistaken_config_file(content, message, refused, tmp_path):
         ("--mesh.dcn.data 0", "mesh.dcn.data is 0"),
         ("--mesh.data -1 --mesh.fsdp -1", "mesh has data and fsdp = -1"),
         ("--model.mlp 511", "dim 1 (mlp) has size 511, which tensor=2 does not divide"),
-        ("--train.batch 6", "4 data-parallel shards do not divide: try --train.batch 8"),
+        ("--train.batch 6", "4 data-parallel shards do not divide: try train.batch=8"),
         ("--data.seq-len 127", "residual stream: dim 1 (residual_seq) has size 127, which tensor=2 does not divide"),
         ("--rules.mlp tensor --rules.embed tensor", "mesh axis tensor=2 is used twice, by dim"),
         ("--model.family gpt3", "no model family 'gpt3' (did you mean 'gpt2'?)"),
@@ -280,7 +287,7 @@ def test_a_layout_that_does_not_fit(words, message, refused, tmp_path):
         (b"caf\xe9 " * 99, "--data.source text", "is not UTF-8 text"),
         (b"too short", "--data.source text", "one window takes data.seq_len + 1 = 17"),
         (b"abcdefghij" * 99, "--data.source text --data.tokenizer chars --model.vocab-size 8",
-         "has 10 tokens, model.vocab_size=8: try --model.vocab-size 10"),
+         "has 10 tokens, model.vocab_size=8: try model.vocab_size=10"),
         (b"abcdefghij" * 99, "--data.source text --data.tokenizer charz",
          "no tokenizer 'charz' (did you mean 'chars'?)"),
         (None, "--data.source tokens", "cannot read"),
@@ -385,7 +392,7 @@ def test_show_a_schedule(run, refused, tmp_path):
     assert run(*words).startswith("1f1b, 2 stages, 4 microbatches, 1 layer in each stage\n")
     assert [path.name for path in tmp_path.iterdir()] == ["a_schedule.png"]
     assert json.loads(run(*words, "--json", "--pipeline.schedule", "gpipe"))["schedule"] == "gpipe"
-    assert "try --mesh.stage 4" in refused("show", "tiny", "--schedule")
+    assert "try mesh.stage=4" in refused("show", "tiny", "--schedule")
     assert "invalid choice 'zb_h2'" in refused(*words, "--pipeline.schedule", "zb_h2")
 
 
@@ -460,7 +467,7 @@ def test_convert_there_and_back_gives_the_same_tensors(run, checkpoint, tmp_path
 def test_a_tokenizer_comes_along_and_training_asks_for_data(run, refused, checkpoint, text, tmp_path, monkeypatch):
     """Through import, training and export; what a run of an import trains on is open until it has trained."""
     monkeypatch.chdir(tmp_path)
-    assert "has no tokenizer.json: put it into bare, or give --data.tokenizer" in run(
+    assert "has no tokenizer.json: put it into bare, or give data.tokenizer" in run(
         "convert", checkpoint, "bare", *ONE_DEVICE
     )
     assert "cannot read bare/tokenizer.json" in refused("train", "bare", "--data.path", text)

@@ -13,7 +13,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
-from jaxpar.hlo.turns import require_order, unordered
+from jaxpar.hlo.turns import find_unordered, require_order
 from jaxpar.models import Model
 from jaxpar.parallel.collectives import turn_after, waits
 from jaxpar.parallel.pipeline import executor
@@ -42,13 +42,13 @@ def two_loops(ordered: bool) -> Any:
 
 def test_two_loops_that_may_run_at_once_are_found_and_a_turn_orders_them() -> None:
     loose, want = two_loops(ordered=False)
-    ((first, second),) = unordered(loose.as_text())
+    ((first, second),) = find_unordered(loose.as_text())
     assert (first.opcode, second.opcode) == ("while", "while")
     with pytest.raises(UserError, match=r"may run .*while.* and .*while.* at once and mix up their collectives"):
         require_order(loose, jax.devices())
     tied, got = two_loops(ordered=True)
     require_order(tied, jax.devices())
-    assert unordered(tied.as_text()) == []
+    assert find_unordered(tied.as_text()) == []
     assert all(jax.tree.map(lambda x, y: bool((x == y).all()), got, want))  # a turn changes no bit
 
 
@@ -75,7 +75,7 @@ def test_a_pipelines_collectives_have_one_order(case: int, monkeypatch: pytest.M
 
     def found() -> list[Any]:
         program = step.make_train_step(model, config, plan)
-        return unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text())
+        return find_unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text())
 
     assert found() == []
     if case < 2:
@@ -92,7 +92,7 @@ def test_an_update_a_layer_at_a_time_has_one_order(monkeypatch: pytest.MonkeyPat
 
     def found() -> list[Any]:
         program = step.make_train_step(model, config, plan)
-        return unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text())
+        return find_unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text())
 
     assert found() == []
     monkeypatch.setattr(update, "first_turn", lambda plan: None)

@@ -35,7 +35,7 @@ def test_each_row_meets_the_matrix_of_its_expert(even: bool) -> None:
     wanted = np.zeros_like(weight)
     for row, gradient, e in zip(x[held], dy[held], expert[held], strict=True):
         wanted[e] += np.outer(row, gradient)
-    dweight = jax.jit(groups.transposed)(x, dy)
+    dweight = jax.jit(groups.weight_grad)(x, dy)
     assert dweight.dtype == np.float32
     np.testing.assert_allclose(dweight, wanted, atol=1e-5)
 

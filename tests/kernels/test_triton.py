@@ -217,7 +217,7 @@ def test_gpus_before_ampere_are_refused(capability: str, why: str, monkeypatch: 
 @pytest.mark.quick
 def test_tiles_divide_the_blocks_of_a_mask_and_are_no_longer_than_the_sequence() -> None:
     def fitted(S: int, T: int, mask: Mask, call: Call = INTERPRETED) -> tuple[int, int]:
-        tile = triton._fitted(Tile(128, 64, 8, 3), S, T, mask, call)
+        tile = triton._fit_tile(Tile(128, 64, 8, 3), S, T, mask, call)
         assert (tile.warps, tile.stages) == (8 if tile.block_q * tile.block_k >= 2048 else 4, 3)
         return tile.block_q, tile.block_k
 

@@ -18,7 +18,7 @@ from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
-from jaxpar.models.layers import _turned, _turned_by_matmul
+from jaxpar.models.layers import _quarter_turn, _quarter_turn_by_matmul
 from jaxpar.parallel.cross_entropy import LossSums
 
 pytestmark = pytest.mark.quick
@@ -239,7 +239,7 @@ def test_pairs_are_turned_by_a_matmul_to_the_bit(dtype: str) -> None:
     """What TPUs run; `rotate` takes the other here."""
     rng = np.random.default_rng(0)
     x, towards = (jnp.asarray(rng.standard_normal((2, 5, 3, 10)), dtype) for _ in range(2))
-    for ours, want in zip(jax.vjp(_turned_by_matmul, x), jax.vjp(_turned, x), strict=True):
+    for ours, want in zip(jax.vjp(_quarter_turn_by_matmul, x), jax.vjp(_quarter_turn, x), strict=True):
         ours, want = (found(towards)[0] if callable(found) else found for found in (ours, want))
         assert ours.dtype == want.dtype
         np.testing.assert_array_equal(ours, want)

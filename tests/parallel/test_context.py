@@ -30,7 +30,7 @@ from jaxpar.kernels.masks import Causal, Full, Mask, Segments, Window
 from jaxpar.parallel import context, ring_attention
 from jaxpar.parallel.context import check_split, split_attention
 from jaxpar.parallel.ops import split_of
-from jaxpar.parallel.token_order import chunk_order, inverse, reordered
+from jaxpar.parallel.token_order import chunk_order, inverse, reorder
 from jaxpar.rehearse.requested_collectives import requested_collectives
 
 pytestmark = pytest.mark.quick
@@ -81,9 +81,9 @@ def split(plan: Plan, window: int = 0, segments: jax.Array | None = None) -> Any
     order = chunk_order(plan, plan.context.strategy)
 
     def attention(*args: jax.Array) -> jax.Array:
-        documents = None if segments is None else reordered(segments, order, 1)
-        out = split_attention(split_of(plan), mask_of(window), *(reordered(x, order, 1) for x in args), documents)
-        return reordered(out, inverse(order), 1)
+        documents = None if segments is None else reorder(segments, order, 1)
+        out = split_attention(split_of(plan), mask_of(window), *(reorder(x, order, 1) for x in args), documents)
+        return reorder(out, inverse(order), 1)
 
     return attention
 
@@ -193,9 +193,9 @@ def test_a_ring_computes_the_pairs_that_see_something_and_no_other(n, monkeypatc
 
 def test_an_order_is_undone():
     x, order = jnp.arange(24).reshape(2, 12), chunk_order(plan_on(context=2), "ring")
-    moved = reordered(x, order, 1)
+    moved = reorder(x, order, 1)
     assert moved[0].tolist() == [0, 1, 2, 9, 10, 11, 3, 4, 5, 6, 7, 8]
-    assert reordered(moved, inverse(order), 1).tolist() == x.tolist()
+    assert reorder(moved, inverse(order), 1).tolist() == x.tolist()
 
 
 # What is sent.

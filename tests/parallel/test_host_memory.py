@@ -12,7 +12,7 @@ from traced_steps import config_of
 from jaxpar.base.config import override
 from jaxpar.base.errors import UserError
 from jaxpar.parallel import host_memory as offload
-from jaxpar.parallel.host_memory import check_offload, gradient_error, known_bad, require_right_gradients
+from jaxpar.parallel.host_memory import check_offload, gradient_error, known_problem, require_right_gradients
 from jaxpar.train.plans import make_plan, plan_notes
 
 pytestmark = pytest.mark.quick
@@ -68,11 +68,11 @@ def test_a_wrong_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_known_bad_versions_are_refused_unless_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "46231" in known_bad("gpu", "0.11.0")
-    assert not known_bad("gpu", "0.11.1") and not known_bad("tpu", "0.11.0")
+    assert "46231" in known_problem("gpu", "0.11.0")
+    assert not known_problem("gpu", "0.11.1") and not known_problem("tpu", "0.11.0")
     monkeypatch.setattr(offload, "version", lambda name: "0.11.0")
     gpu = Device("gpu", "device", "pinned_host")
-    with pytest.raises(UserError, match=r"46231.*--memory.offload-anyway"):
+    with pytest.raises(UserError, match=r"46231.*memory.offload_anyway"):
         check_offload("memory.keep.up = offload", gpu, anyway=False)
     check_offload("memory.keep.up = offload", gpu, anyway=True)
     check_offload("memory.keep.up = offload", Device("tpu", "device", "pinned_host"), anyway=False)

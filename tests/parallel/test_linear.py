@@ -24,7 +24,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.parallel.embedding import dropout
 from jaxpar.parallel.ops import Ops
-from jaxpar.parallel.token_order import chunk_order, inverse, reordered
+from jaxpar.parallel.token_order import chunk_order, inverse, reorder
 
 pytestmark = pytest.mark.quick
 
@@ -126,9 +126,9 @@ def test_attention_is_causal_grouped_and_keeps_documents_apart(plan: Plan, packe
     order = chunk_order(plan, "ring")
 
     def ours(*args: jax.Array) -> jax.Array:
-        documents = None if segments is None else reordered(segments, order, 1)
-        out = Ops(plan).attention(*(reordered(x, order, 1) for x in args[:3]), documents)
-        return reordered(out, inverse(order), 1)
+        documents = None if segments is None else reorder(segments, order, 1)
+        out = Ops(plan).attention(*(reorder(x, order, 1) for x in args[:3]), documents)
+        return reorder(out, inverse(order), 1)
 
     assert_same(
         ours,
@@ -158,10 +158,10 @@ def attended(plan: Plan, x: Array, q: Array, k: Array, v: Array, q_bias: Array, 
     heads, kv_heads, seq = ("heads", "head_dim"), ("kv_heads", "head_dim"), "attention_seq"
     segments = jnp.cumsum(jnp.arange(S)[None] % jnp.asarray([[5], [7], [9], [16]]) == 0, axis=1)
     order = chunk_order(plan, "ring")
-    x, segments = reordered(x, order, 1), reordered(segments, order, 1)
+    x, segments = reorder(x, order, 1), reorder(segments, order, 1)
     projections = Ops(plan).column_linear(x, (q, k, v), (heads, kv_heads, kv_heads), (q_bias, None, v_bias), seq)
     y = Ops(plan).row_linear(Ops(plan).attention(*projections, segments), out, heads, seq=seq)
-    return reordered(y, inverse(order), 1)
+    return reorder(y, inverse(order), 1)
 
 
 @pytest.mark.parametrize("name", some(COPIED, 2))

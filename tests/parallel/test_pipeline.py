@@ -22,7 +22,7 @@ from jaxpar.hlo.tasks import Loop
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline import layers_of, microbatches, reorder_layers, schedule, stored_order
 from jaxpar.parallel.pipeline.program import program
-from jaxpar.parallel.pipeline.split_backward import kept, split
+from jaxpar.parallel.pipeline.split_backward import choose_residuals, split
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
 from jaxpar.train.plans import make_plan, plan_notes
@@ -80,11 +80,11 @@ def test_orders_lead_from_one_to_another_and_back(library: Any) -> None:
 @pytest.mark.parametrize(
     ("layers", "stages", "pipeline", "said"),
     [
-        (4, 8, {}, "model.layers=4 are fewer than 8 stages: try --mesh.stage 4"),
-        (4, 4, {"virtual": 2}, "fewer than 4 stages x 2 virtual: try --pipeline.virtual 1"),
-        (12, 4, {"virtual": 2}, "do not divide model.layers=12: try --pipeline.virtual 1, or say that they may differ: "
-         "--pipeline.layers 1 1 2 2 2 2 1 1"),
-        (24, 4, {"virtual": 4}, "try --pipeline.virtual 3"),
+        (4, 8, {}, "model.layers=4 are fewer than 8 stages: try mesh.stage=4"),
+        (4, 4, {"virtual": 2}, "fewer than 4 stages x 2 virtual: try pipeline.virtual=1"),
+        (12, 4, {"virtual": 2}, "do not divide model.layers=12: try pipeline.virtual=1, or say that they may differ: "
+         "pipeline.layers=[1, 1, 2, 2, 2, 2, 1, 1]"),
+        (24, 4, {"virtual": 4}, "try pipeline.virtual=3"),
         (8, 4, {"layers": (2, 2, 4)}, "4 numbers of at least 1 that add up to 8"),
         (8, 4, {"layers": (2, 2, 2, 3)}, "is 4 virtual stages of 9 layers"),
         (8, 4, {"layers": (0, 3, 3, 2)}, "at least 1"),
@@ -121,13 +121,13 @@ def test_stages_that_are_all_devices_count_in_the_microbatches() -> None:
     ("changes", "said"),
     [
         ({"pipeline__microbatches": 3}, "train.batch=16 does not split into pipeline.microbatches=3 of a sequence for "
-         "each of 1 data-parallel shards: try --pipeline.microbatches 2, or --train.batch 18"),
-        ({"pipeline__microbatches": 32}, "try --pipeline.microbatches 16, or --train.batch 32"),
-        ({"pipeline__microbatches": 16, "mesh__data": 2}, "each of 2 data-parallel shards: try --pipeline.micro"),
+         "each of 1 data-parallel shards: try pipeline.microbatches=2, or train.batch=18"),
+        ({"pipeline__microbatches": 32}, "try pipeline.microbatches=16, or train.batch=32"),
+        ({"pipeline__microbatches": 16, "mesh__data": 2}, "each of 2 data-parallel shards: try pipeline.micro"),
         ({"pipeline__microbatches": -1}, "pipeline.microbatches=-1 is below 0"),
-        ({"mesh__stage": 8}, "model.layers=4 are fewer than 8 stages: try --mesh.stage 4"),
+        ({"mesh__stage": 8}, "model.layers=4 are fewer than 8 stages: try mesh.stage=4"),
         ({"pipeline__virtual": 2}, "pipeline.schedule 1f1b has one virtual stage a stage, found pipeline.virtual=2: "
-         "try --pipeline.schedule interleaved, or --pipeline.virtual 1"),
+         "try pipeline.schedule=interleaved, or pipeline.virtual=1"),
         ({"pipeline__virtual": 4, "pipeline__schedule": "looped"}, "fewer than 2 stages x 4 virtual"),
         ({"rules__batch": ("data", "stage")}, "rules.batch splits over stage"),
         ({"rules__mlp": ("tensor", "stage")}, "rules.mlp splits over stage"),
@@ -215,7 +215,7 @@ def test_what_depends_on_the_last_argument_is_kept_and_the_rest_computed_again()
         return [w, doubled, x, jnp.sin(x), doubled + x, x]
 
     w, x = jnp.arange(3.0), jnp.arange(3.0) + 7
-    found = kept(function, w, x)
+    found = choose_residuals(function, w, x)
     assert found.places == (2, 3, 4)
     arrays = [function(w, x)[at] for at in found.places]
     for got, want in zip(found.restore(arrays, w), function(w, x), strict=True):
@@ -414,10 +414,8 @@ def test_the_log_has_the_schedule_in_figures() -> None:
 def test_a_long_bubble_is_explained() -> None:
     _, said = notes_of(config_of(mesh__stage=4, pipeline__microbatches=4))
     assert said.startswith("a pipeline of 4 with 4 microbatches idles 43 %; with 16 it would 16 %: try")
-    assert said.endswith("or --mesh.fsdp in place of --mesh.stage if the model fits so")
+    assert said.endswith("or mesh.fsdp in place of mesh.stage if the model fits so")
     uneven = notes_of(config_of(mesh__stage=4, model__layers=6))
     assert "virtual stages have 1, 2, 2, 1 layers: each tick lasts as long as the largest, 2, on all of them" in uneven
     twice = notes_of(config_of(mesh__stage=2, train__accumulation=2))
-    assert (
-        "the pipeline fills and drains 2 times a step: train.accumulation 1 and --pipeline.microbatches 16" in twice[1]
-    )
+    assert "the pipeline fills and drains 2 times a step: train.accumulation 1 and pipeline.microbatches=16" in twice[1]

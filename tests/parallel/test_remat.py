@@ -13,7 +13,7 @@ from jaxpar.base.activation_names import NAMES, PRESETS, Keep, actions
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.models import Model
-from jaxpar.parallel.pipeline.split_backward import kept
+from jaxpar.parallel.pipeline.split_backward import choose_residuals
 from jaxpar.parallel.remat import remat
 from jaxpar.train.plans import make_plan
 from jaxpar.train.saved_activations import activations
@@ -34,7 +34,7 @@ def kept_by(config: Config) -> tuple[list[Any], list[Any]]:
         run = remat(lambda layer, x: model.layer(layer, (x,), [(positions, None)], plan, None)[0][0], plan)
         return jax.tree.leaves(jax.vjp(run, layer, x)[1])
 
-    shapes = kept(leaves, layer, x).shapes
+    shapes = choose_residuals(leaves, layer, x).shapes
     host = [shape for shape in shapes if getattr(shape, "memory_space", None) == jax.memory.Space.Host]
     return [shape for shape in shapes if shape not in host], host
 

@@ -386,8 +386,8 @@ def test_the_checker_finds_what_the_definition_does(name):
         (("1f1b", 0, 8, 1), "at least one stage, microbatch and virtual stage, found 0, 8, 1"),
         (("1f1b", 4, 0, 1), "found 4, 0, 1"),
         (("looped", 4, 8, 0), "found 4, 8, 0"),
-        (("1f1b", 4, 8, 2), "1f1b has one virtual stage a stage, found pipeline.virtual=2: try --pipeline.schedule"),
-        (("zb_h1", 4, 8, 2), "or --pipeline.virtual 1"),
+        (("1f1b", 4, 8, 2), "1f1b has one virtual stage a stage, found pipeline.virtual=2: try pipeline.schedule"),
+        (("zb_h1", 4, 8, 2), "or pipeline.virtual=1"),
         (("gpipe", 4, 8, 3), "found pipeline.virtual=3"),
     ],
 )

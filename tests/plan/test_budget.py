@@ -21,7 +21,7 @@ from jaxpar.plan.budget import _is_slower, budget_bytes, fit_to_budget, parse_by
 from jaxpar.plan.choose_remat import ActionCosts, Item, Solution
 from jaxpar.plan.memory_search import MemorySearch, Tried, compiled_bytes
 from jaxpar.rehearse.of_config import compile_step
-from jaxpar.rehearse.report.memory import allocated, saved_bytes
+from jaxpar.rehearse.report.memory import allocated_bytes, saved_bytes
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.plans import make_plan
 from jaxpar.train.saved_activations import activations
@@ -76,9 +76,9 @@ def test_a_budget_below_the_least_says_what_it_would_take():
         "parameters",
         "optimizer",
         "gradients",
-        "--precision.moments int8",
-        "--mesh.fsdp 16",
-        "--train.accum",
+        "precision.moments=int8",
+        "mesh.fsdp=16",
+        "train.accum",
     ):
         assert words in said
 
@@ -183,9 +183,9 @@ def test_a_tpu_allocates_the_peak_of_what_is_alive() -> None:
     sizes = {"argument": 100, "temp": 900, "output": 100, "alias": 100, "generated_code": 10, "host_argument": 0,
              "host_temp": 0}  # fmt: skip
     stats = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
-    assert allocated(stats, "tpu") == 1010
+    assert allocated_bytes(stats, "tpu") == 1010
     stats.peak_memory_in_bytes = 600
-    assert (allocated(stats, "tpu"), allocated(stats, "cuda")) == (640, 1010)
+    assert (allocated_bytes(stats, "tpu"), allocated_bytes(stats, "cuda")) == (640, 1010)
 
 
 # Over many models, meshes and budgets, by the real compiler for H100.

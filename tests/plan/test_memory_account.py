@@ -115,9 +115,9 @@ def test_out_of_memory_ends_with_what_would_fit():
     )
     said = out_of_memory("RESOURCE_EXHAUSTED: no", config, plan, target.hardware, "tpu", 40 * 2**30)
     assert "out of memory: a step was predicted to take" in said and "a device has 40.00 GiB" in said
-    assert "try --memory.policy full" in said and "RESOURCE_EXHAUSTED: no" in said
+    assert "try memory.policy=full" in said and "RESOURCE_EXHAUSTED: no" in said
     hopeless = out_of_memory("RESOURCE_EXHAUSTED: no", config, plan, target.hardware, "tpu", 2**20)
-    assert "--mesh.fsdp 16" in hopeless
+    assert "mesh.fsdp=16" in hopeless
 
 
 @pytest.mark.parametrize(

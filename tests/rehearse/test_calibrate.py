@@ -15,8 +15,8 @@ from jaxpar.rehearse import calibrate as subject
 from jaxpar.rehearse.calibrate import (
     Calibration,
     calibrate,
-    calibrated,
     calibration_file,
+    find_calibration,
     load_calibration,
     machine,
     save_calibration,
@@ -102,10 +102,10 @@ def test_a_kept_calibration_is_taken_and_only_its_collectives_timed_anew(cache, 
     said: list[str] = []
     monkeypatch.setattr(subject, "calibrate", lambda say: dataclasses.replace(KNOWN, devices=4))
     monkeypatch.setattr(subject, "_collectives", lambda: (2e-4, 2e9))
-    assert calibrated(said.append).devices == 4
-    anew = calibrated(said.append)
+    assert find_calibration(said.append).devices == 4
+    anew = find_calibration(said.append)
     assert anew == dataclasses.replace(KNOWN, devices=8, collective_start=2e-4, collective_bandwidth=2e9)
-    assert calibrated(said.append) == load_calibration() == anew
+    assert find_calibration(said.append) == load_calibration() == anew
     assert [line.partition(":")[0] for line in said] == [
         "no calibration of this machine yet", "timing collectives among 8 devices",
     ]  # fmt: skip

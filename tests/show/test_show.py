@@ -176,7 +176,7 @@ def test_a_pipeline_with_too_few_microbatches_says_why_and_what_to_try(picture, 
     show_schedule(replace(config, train=replace(config.train, batch=16)), picture)
     title, _, note = capsys.readouterr().out.splitlines()[:3]
     assert ", 1 microbatch, " in title
-    assert "train.batch=16 has no more microbatches on this mesh: try --train.batch 256, or fewer devices" in note
+    assert "train.batch=16 has no more microbatches on this mesh: try train.batch=256, or fewer devices" in note
     show_schedule(replace(config, train=replace(config.train, batch=256)), picture)
     assert capsys.readouterr().out.startswith("1f1b, 4 stages, 16 microbatches, 2 layers in each stage\n\nstage 0 F0")
 
@@ -184,7 +184,7 @@ def test_a_pipeline_with_too_few_microbatches_says_why_and_what_to_try(picture, 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TINY, "mesh.stage=1: a pipeline has two stages or more to schedule, try --mesh.stage 4"),
+        (TINY, "mesh.stage=1: a pipeline has two stages or more to schedule, try mesh.stage=4"),
         (staged(MeshSpec(stage=-1)), "mesh.stage=-1: a pipeline has two stages or more"),
         (staged(MeshSpec(stage=2), virtual=2), "1f1b has one virtual stage a stage"),
         (staged(MeshSpec(stage=2), schedule="looped", virtual=0), "found 2, .*, 0"),

@@ -281,7 +281,7 @@ def test_stdlib_is_capped_sorted_and_the_same_again():
         ({"a.txt": b""}, {}, r"a\.txt is empty"),
         ({"a.txt": b"ab\0cdef"}, {}, r"a\.txt is binary \(NUL at byte 2\)"),
         ({"a.txt": b"caf\xe9 au lait"}, {}, r"a\.txt is not UTF-8 text .* at byte 3"),
-        ({"a.txt": b"abc"}, {"val_fraction": 0}, r"3 training tokens, one window .* = 4: .* --data\.seq-len 2"),
+        ({"a.txt": b"abc"}, {"val_fraction": 0}, r"3 training tokens, one window .* = 4: .* data\.seq_len=2"),
         ({"a.txt": b"abcdefghij"}, {}, r"1 validation tokens, one window .* = 4: raise data\.val_fraction"),
         ({"a.txt": b"abcdefghij"}, {"val_path": "val.txt"}, r"no file or folder val\.txt"),
         ({"a.txt": b"abcdefghij"}, {"tokenizer": "char"}, r"no tokenizer 'char' \(did you mean 'chars'\?\)"),
@@ -308,7 +308,7 @@ def test_bad_input_is_one_line_with_its_cause(files, changes, message, tmp_path,
 
 
 def test_vocabulary_larger_than_the_models_is_refused(folder):
-    with pytest.raises(UserError, match=r"has 256 tokens, model\.vocab_size=255: try --model\.vocab-size 256"):
+    with pytest.raises(UserError, match=r"has 256 tokens, model\.vocab_size=255: try model\.vocab_size=256"):
         load_corpus(text_config(folder), 255)
 
 

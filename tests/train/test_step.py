@@ -356,13 +356,13 @@ def test_evaluation_sums_the_tokens_that_count() -> None:
 
 
 MISFITS: list[tuple[dict[str, Any], str]] = [
-    ({"mesh.data": 8, "train.batch": 12}, "12 sequences, which 8 data-parallel .* do not divide: try --train.batch 16"),
+    ({"mesh.data": 8, "train.batch": 12}, "12 sequences, which 8 data-parallel .* do not divide: try train.batch=16"),
     ({"mesh.tensor": 8, "model.heads": 4, "rules.attention_seq": ("context",)},
      r"blocks.k: dim 2 \(heads\) has size 4, which tensor=8 does not divide"),
     ({"mesh.tensor": 8, "rules.attention_seq": ("tensor",)}, "attention: mesh axis tensor=8 is used twice, by dim 1"),
     ({"mesh.context": 2, "mesh.tensor": 4, "rules.attention_seq": ("tensor",)}, "which does not begin with it"),
     ({"mesh.tensor": 8, "data.seq_len": 12}, r"residual stream: dim 1 \(residual_seq\) has size 12, which tensor=8"),
-    ({"mesh.data": 8, "overlap.domino": "on"}, "microbatch of 1 sequences in two halves: try --train.batch 16"),
+    ({"mesh.data": 8, "overlap.domino": "on"}, "microbatch of 1 sequences in two halves: try train.batch=16"),
     ({"mesh.tensor": 8, "rules.embed": ("tensor",)}, "mesh axis tensor=8 is used twice"),
 ]  # fmt: skip
 

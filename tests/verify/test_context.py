@@ -62,7 +62,7 @@ FAULTY = config_of("llama", mesh__context=4)
 
 def failed_with(monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: Any, config: Config = FAULTY) -> Any:
     monkeypatch.setattr(home, name, fault)
-    failed = verify.verify(config, jax.devices()).failed
+    failed = verify.verify(config, jax.devices()).first_difference
     assert failed is not None
     assert not failed.on_one_device
     wrong = [row.name for row in failed.wrong]

@@ -184,6 +184,6 @@ def test_a_wrong_offload_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer, "named", wrong)
     found = verify.verify(override(Config(), COMMON | LLAMA | OFFLOAD_INPUTS | {"mesh.fsdp": 2}), jax.devices()[:2])
     assert not found.equal
-    failed = found.failed
+    failed = found.first_difference
     assert failed is not None and failed.loss_ok
     assert {row.name for row in failed.wrong} >= {"blocks.q", "blocks.attention_norm.scale"}

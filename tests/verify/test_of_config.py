@@ -290,7 +290,7 @@ SLOW_FAULTS = ("doubled psum", "permutation", "microbatch twice")
 )
 def test_a_planted_fault_is_caught_and_named(fault: str, names: Any, kind: str, says: str) -> None:
     found = verified(fault)
-    failed = found.failed
+    failed = found.first_difference
     assert failed is not None
     assert failed.name == "float32"
     wrong = list(failed.wrong)
@@ -313,7 +313,7 @@ def test_a_ring_sent_the_wrong_way_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     own = jax.lax.ppermute
     monkeypatch.setattr(jax.lax, "ppermute", lambda x, axes, perm: own(x, axes, [(to, by) for by, to in perm]))
     config = override(config_of((1, 2, 4), "llama", False, False, 1), {"overlap.scatter": "ring"})
-    failed = verify.verify(config, jax.devices()).failed
+    failed = verify.verify(config, jax.devices()).first_difference
     assert failed is not None
     assert not failed.loss_ok
     assert not failed.on_one_device
@@ -331,7 +331,7 @@ def test_copied_kv_heads_whose_gradients_are_not_summed_are_caught(monkeypatch: 
 
     monkeypatch.setattr(jax.lax, "psum", forgetful)
     config = override(config_of((2, 1, 4), "llama", False, False, 1), {"model.kv_heads": 2})
-    failed = verify.verify(config, jax.devices()).failed
+    failed = verify.verify(config, jax.devices()).first_difference
     assert failed is not None
     assert failed.loss_ok
     wrong = list(failed.wrong)
@@ -352,7 +352,7 @@ def test_weights_without_a_gradient_are_caught_at_the_router(monkeypatch: pytest
         return (jax.lax.stop_gradient(weights) if plan.mesh.size > 1 else weights, *others)
 
     monkeypatch.setattr(experts, "_route", constant)
-    failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).failed
+    failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).first_difference
     assert failed is not None
     assert failed.loss_ok
     assert failed.origin == "blocks.router of layer 1"
@@ -360,7 +360,7 @@ def test_weights_without_a_gradient_are_caught_at_the_router(monkeypatch: pytest
 
 
 def test_answers_of_experts_from_the_wrong_device_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = experts._weighted
+    own = experts._combine
 
     def next_device(rows_and_weights: Any, slots: jax.Array) -> jax.Array:
         rows, weights = rows_and_weights
@@ -370,8 +370,8 @@ def test_answers_of_experts_from_the_wrong_device_are_caught(monkeypatch: pytest
             return own(rows_and_weights, slots)
         return own((jnp.roll(rows, rows.shape[2] // devices, axis=2), weights), slots)
 
-    monkeypatch.setattr(experts, "_weighted", next_device)
-    failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).failed
+    monkeypatch.setattr(experts, "_combine", next_device)
+    failed = verify.verify(with_experts({"expert": 4}), jax.devices()[:4]).first_difference
     assert failed is not None
     assert not failed.loss_ok
     assert not failed.on_one_device
@@ -392,7 +392,7 @@ def test_a_doubled_psum_in_one_use_of_a_tied_table_is_caught(monkeypatch: pytest
     monkeypatch.setattr(jax.lax, "psum", twice)
     found = verify.verify(config_of((2, 2, 2), "llama", True, False, 1), jax.devices())
     assert planted
-    failed = found.failed
+    failed = found.first_difference
     assert failed is not None
     assert [row.name for row in failed.wrong] == ["embed.tokens"]
 
@@ -406,7 +406,7 @@ def test_a_fault_of_an_op_is_told_from_one_of_the_mesh(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Ops, "attention", halved)
     found = verify.verify(config_of((1, 1, 1), "llama", False, False, 1), jax.devices()[:1])
-    failed = found.failed
+    failed = found.first_difference
     assert failed is not None
     assert failed.on_one_device
     assert failed.loss_ok
@@ -484,7 +484,7 @@ def test_the_key_bias_of_a_pure_pipeline_is_no_false_alarm_and_a_planted_error_o
             blocks["k_bias"] = blocks["k_bias"] + blocks["v_bias"] / 64
         return sums, grads | {"blocks": blocks}
 
-    failed = verify.verify(config, jax.devices()[:4], spoiled).failed
+    failed = verify.verify(config, jax.devices()[:4], spoiled).first_difference
     assert failed is not None
     assert failed.name == "bfloat16"
     assert [row.name for row in failed.wrong] == ["blocks.k_bias"]

@@ -185,7 +185,7 @@ FAULTY: Plan = ("gpt2", {"stage": 4}, piped("1f1b", 9) | FULL)
 
 def failed_with(monkeypatch: pytest.MonkeyPatch, home: Any, name: str, fault: Any) -> Any:
     monkeypatch.setattr(home, name, fault)
-    failed = verified(FAULTY).failed
+    failed = verified(FAULTY).first_difference
     assert failed is not None
     assert not failed.on_one_device
     wrong = [row.name for row in failed.wrong]
@@ -274,7 +274,7 @@ def test_places_of_another_microbatch_are_caught(monkeypatch: pytest.MonkeyPatch
         return rows._replace(microbatch=np.maximum(rows.microbatch - (np.arange(4) == 2), 0))
 
     monkeypatch.setattr(executor, "program", rewritten(early))
-    failed = verified((FAULTY[0], FAULTY[1], FAULTY[2] | PACKED)).failed
+    failed = verified((FAULTY[0], FAULTY[1], FAULTY[2] | PACKED)).first_difference
     assert failed is not None
     assert not failed.loss_ok
 

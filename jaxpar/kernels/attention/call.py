@@ -73,7 +73,7 @@ class Call(NamedTuple):
 DEFAULT = Call()
 
 
-def capped(scores: Array, softcap: float) -> Array:
+def cap_scores(scores: Array, softcap: float) -> Array:
     """The scores with the soft cap, as the softmax takes them."""
     return softcap * jnp.tanh(scores / softcap) if softcap else scores
 
@@ -104,13 +104,13 @@ def pad_to(x: Array, dim: int, multiple: int) -> Array:
     return jnp.pad(x, [(0, missing if n == dim % x.ndim else 0) for n in range(x.ndim)]) if missing else x
 
 
-def grouped(x_BSHh: Array, K: int) -> Array:
+def group_heads(x_BSHh: Array, K: int) -> Array:
     """[B, S, H, h] as [B, K, G, S, h]."""
     B, S, H, h = x_BSHh.shape
     return x_BSHh.reshape(B, S, K, H // K, h).transpose(0, 2, 3, 1, 4)
 
 
-def ungrouped(x_BKGSh: Array) -> Array:
+def ungroup_heads(x_BKGSh: Array) -> Array:
     """The inverse of `grouped`."""
     B, K, G, S, h = x_BKGSh.shape
     return x_BKGSh.transpose(0, 3, 1, 2, 4).reshape(B, S, K * G, h)

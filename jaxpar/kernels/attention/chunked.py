@@ -17,8 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxpar.kernels.attention.call import BLIND, MASKED, Call, capped, grouped, pad_to, product, through_cap, ungrouped
-from jaxpar.kernels.attention.reference import dropped
+from jaxpar.kernels.attention.call import (
+    BLIND,
+    MASKED,
+    Call,
+    cap_scores,
+    group_heads,
+    pad_to,
+    product,
+    through_cap,
+    ungroup_heads,
+)
+from jaxpar.kernels.attention.reference import drop_weights
 from jaxpar.kernels.attention.visits import possible_states
 from jaxpar.kernels.masks import EMPTY, FULL, Mask, Segments, Tiles, tile_states
 
@@ -43,7 +53,7 @@ def forward(
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
     """(out, lse) as `jaxpar.kernels.attention.call` has them."""
     work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
-    q_BKGSh, k_BKTh, v_BKTh = work.laid_out(q_BSHh, k_BTKh, v_BTKh)
+    q_BKGSh, k_BKTh, v_BKTh = work.lay_out(q_BSHh, k_BTKh, v_BTKh)
     rows = q_BKGSh.shape[:4]
 
     def visit(state: tuple[Array, ...], at: _Tile) -> tuple[Array, ...]:
@@ -52,7 +62,7 @@ def forward(
             scores = at.scores(q_BKGSh, k_BKTh)
             highest = jnp.maximum(most, jnp.max(scores, axis=-1))
             weights, kept = jnp.exp(scores - highest[..., None]), jnp.exp(most - highest)
-            added = product("BKGrc,BKch->BKGrh", at.dropped(weights).astype(v_BKch.dtype), v_BKch)
+            added = product("BKGrc,BKch->BKGrh", at.drop(weights).astype(v_BKch.dtype), v_BKch)
             return out * kept[..., None] + added, highest, total * kept + jnp.sum(weights, axis=-1)
 
         out, most, total = old = tuple(at.rows_of(x) for x in state)
@@ -61,7 +71,7 @@ def forward(
     nothing = jnp.zeros(q_BKGSh.shape, jnp.float32), jnp.full(rows, BLIND, jnp.float32), jnp.zeros(rows, jnp.float32)
     out, most, total = (work.rows_only(x) for x in work.visit_all(visit, nothing))
     total = jnp.where(total == 0, 1, total)
-    out_BSHh = ungrouped(out / total[..., None]).astype(call.out_dtype or q_BSHh.dtype)
+    out_BSHh = ungroup_heads(out / total[..., None]).astype(call.out_dtype or q_BSHh.dtype)
     return out_BSHh, (most + jnp.log(total)).reshape(out.shape[0], -1, out.shape[3])
 
 
@@ -78,8 +88,8 @@ def backward(
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
     """(dq, dk, dv) as `jaxpar.kernels.attention.call` has them."""
     work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
-    q_BKGSh, k_BKTh, v_BKTh = work.laid_out(q_BSHh, k_BTKh, v_BTKh)
-    dout_BKGSh = work.pad_rows(grouped(dout_BSHh.astype(v_BTKh.dtype), k_BTKh.shape[2]))
+    q_BKGSh, k_BKTh, v_BKTh = work.lay_out(q_BSHh, k_BTKh, v_BTKh)
+    dout_BKGSh = work.pad_rows(group_heads(dout_BSHh.astype(v_BTKh.dtype), k_BTKh.shape[2]))
     of_rows = (*q_BKGSh.shape[:3], lse_BHS.shape[-1])
     lse, delta = (work.pad_rows(x.reshape(of_rows)) for x in (jnp.maximum(lse_BHS, BLIND), delta_BHS))
 
@@ -89,9 +99,9 @@ def backward(
             k_BKch, v_BKch = at.columns_of(k_BKTh), at.columns_of(v_BKTh)
             scores = at.scores(q_BKGSh, k_BKTh)
             weights = jnp.exp(scores - at.rows_of(lse)[..., None])
-            dweights = at.dropped(product("BKGrh,BKch->BKGrc", dout_BKGrh, v_BKch))
+            dweights = at.drop(product("BKGrh,BKch->BKGrc", dout_BKGrh, v_BKch))
             dscores = through_cap(weights * (dweights - at.rows_of(delta)[..., None]), scores, call.softcap)
-            dscores, weights = dscores.astype(k_BKch.dtype), at.dropped(weights).astype(v_BKch.dtype)
+            dscores, weights = dscores.astype(k_BKch.dtype), at.drop(weights).astype(v_BKch.dtype)
             return (
                 dq + product("BKGrc,BKch->BKGrh", dscores, k_BKch),
                 dk + product("BKGrc,BKGrh->BKch", dscores, q_BKGrh),
@@ -105,7 +115,7 @@ def backward(
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_BKGSh, k_BKTh, v_BKTh))
     dq, dk, dv = work.visit_all(visit, zeros)
     scale = call.scale_of(q_BSHh)
-    dq_BSHh = ungrouped(work.rows_only(dq) * scale)
+    dq_BSHh = ungroup_heads(work.rows_only(dq) * scale)
     dk_BTKh, dv_BTKh = (work.columns_only(x).swapaxes(1, 2) for x in (dk * scale, dv))
     gradients = (dq_BSHh, q_BSHh), (dk_BTKh, k_BTKh), (dv_BTKh, v_BTKh)
     dq, dk, dv = (x.astype(call.out_dtype or of.dtype) for x, of in gradients)
@@ -124,13 +134,13 @@ class _Work(NamedTuple):
     @staticmethod
     def of(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, dropout: Dropout | None) -> _Work:
         S, T = q_BSHh.shape[1], k_BTKh.shape[1]
-        tiles = Tiles(S, T, _even(S, ROWS), _even(T, COLUMNS), call.q_start, call.k_start, call.multiple)
+        tiles = Tiles(S, T, _even_part(S, ROWS), _even_part(T, COLUMNS), call.q_start, call.k_start, call.multiple)
         return _Work(tiles, mask, call, call.scale_of(q_BSHh), dropout)
 
-    def laid_out(self, q_BSHh: Array, k_BTKh: Array, v_BTKh: Array) -> tuple[Array, Array, Array]:
+    def lay_out(self, q_BSHh: Array, k_BTKh: Array, v_BTKh: Array) -> tuple[Array, Array, Array]:
         """[B, K, G, S, h] and [B, K, T, h], filled up to whole tiles."""
         k_BKTh, v_BKTh = (pad_to(x.swapaxes(1, 2), 2, self.tiles.block_k) for x in (k_BTKh, v_BTKh))
-        return self.pad_rows(grouped(q_BSHh, k_BTKh.shape[2])), k_BKTh, v_BKTh
+        return self.pad_rows(group_heads(q_BSHh, k_BTKh.shape[2])), k_BKTh, v_BKTh
 
     def pad_rows(self, x: Array) -> Array:
         return pad_to(x, 3, self.tiles.block_q)
@@ -196,7 +206,7 @@ class _Tile(NamedTuple):
         """Float32, as the softmax takes them, what may not be seen masked out."""
         work = self.work
         scores = product("BKGrh,BKch->BKGrc", self.rows_of(q_BKGSh), self.columns_of(k_BKTh)) * work.scale
-        scores = capped(scores, work.call.softcap)
+        scores = cap_scores(scores, work.call.softcap)
         if not self.masked:
             return scores
         tiles = work.tiles
@@ -214,14 +224,14 @@ class _Tile(NamedTuple):
         visible = visible & (column < tiles.T)
         return jnp.where(visible if visible.ndim == 2 else visible[:, None, None], scores, MASKED)
 
-    def dropped(self, weights: Array) -> Array:
+    def drop(self, weights: Array) -> Array:
         """The weights, some of them dropped."""
         if self.work.dropout is None:
             return weights
         rate, key = self.work.dropout
-        return dropped(weights, rate, jax.random.fold_in(key, self.row * self.work.tiles.shape[1] + self.column))
+        return drop_weights(weights, rate, jax.random.fold_in(key, self.row * self.work.tiles.shape[1] + self.column))
 
 
-def _even(size: int, most: int) -> int:
+def _even_part(size: int, most: int) -> int:
     """The size of as few equal parts as are at most so large; the last may be smaller."""
     return -(-size // -(-size // most))

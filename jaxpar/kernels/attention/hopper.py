@@ -133,7 +133,7 @@ def _dq(block: KernelBlock, q: Ref, dout: Ref, lse: Ref, delta: Ref, k: Ref, v: 
         weights = jnp.exp2(scores - over(lse_R, scores))
         visit.wait(1)
         dweights = block.product(dout, v.at[visit.slot], transposed=True)
-        dscores = _sloped(weights * (dweights - over(delta_R, dweights)), slope)
+        dscores = _apply_slope(weights * (dweights - over(delta_R, dweights)), slope)
         return block.product(dscores.astype(k.dtype), k.at[visit.slot], onto=dq)
 
     return [block.walk(step, _zeros(block)) * block.job.scale]
@@ -178,7 +178,7 @@ def _onto_dk(
     visit: Visit, dk: Array, weights: Array, slope: Array | None, v: Ref, q: Ref, dout: Ref, delta: Ref
 ) -> Array:  # fmt: skip
     dweights = visit.block.product(v, dout.at[visit.slot], transposed=True)
-    dscores = _sloped(weights * (dweights - over(delta[visit.slot], dweights, dim=1)), slope)
+    dscores = _apply_slope(weights * (dweights - over(delta[visit.slot], dweights, dim=1)), slope)
     return visit.block.product(dscores.astype(q.dtype), q.at[visit.slot], onto=dk)
 
 
@@ -186,5 +186,5 @@ def _zeros(block: KernelBlock) -> Array:
     return jnp.zeros((ROWS, block.job.h), jnp.float32)
 
 
-def _sloped(dscores: Array, slope: Array | None) -> Array:
+def _apply_slope(dscores: Array, slope: Array | None) -> Array:
     return dscores if slope is None else dscores * slope

@@ -145,7 +145,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=gpu_interpreter() if job.call.interpret else None,
     )(guide, own, stages)
-    return [_joined(job, x, like) for x, like in zip(given, outputs, strict=True)]
+    return [_join_tiles(job, x, like) for x, like in zip(given, outputs, strict=True)]
 
 
 class _Guide(NamedTuple):
@@ -164,8 +164,8 @@ def _ids(job: Job) -> tuple[list[Array], list[Array]]:
         return [], []
     of_rows, of_ring = zip(*ids, strict=True)
     return (
-        [jnp.stack([_tiled(x, ROWS, job.rows) for x in of_rows], axis=1)],
-        [jnp.stack([_tiled(x, job.ring, job.ring) for x in of_ring], axis=1)],
+        [jnp.stack([_tile_rows(x, ROWS, job.rows) for x in of_rows], axis=1)],
+        [jnp.stack([_tile_rows(x, job.ring, job.ring) for x in of_ring], axis=1)],
     )
 
 
@@ -175,15 +175,15 @@ def _ids(job: Job) -> tuple[list[Array], list[Array]]:
 def _cut(job: Job, size: int, multiple: int, x: Array) -> Array:
     """[N, R, H, h] of [B, S, H, h] or [N, H, R] of [B, H, S], R being `size` and S filled up to a multiple."""
     if x.ndim == 3:
-        return _tiled(x.swapaxes(1, 2), size, multiple).swapaxes(1, 2)
-    return _tiled(pad_to(x, 3, job.h), size, multiple)
+        return _tile_rows(x.swapaxes(1, 2), size, multiple).swapaxes(1, 2)
+    return _tile_rows(pad_to(x, 3, job.h), size, multiple)
 
 
-def _tiled(x: Array, size: int, multiple: int) -> Array:
+def _tile_rows(x: Array, size: int, multiple: int) -> Array:
     return pad_to(x, 1, multiple).reshape(-1, size, *x.shape[2:])
 
 
-def _joined(job: Job, x: Array, like: jax.ShapeDtypeStruct) -> Array:
+def _join_tiles(job: Job, x: Array, like: jax.ShapeDtypeStruct) -> Array:
     """What `_cut` made `x` of."""
     if x.ndim == 3:
         return x.swapaxes(1, 2).reshape(job.B, -1, x.shape[1]).swapaxes(1, 2)[:, :, : like.shape[2]]
@@ -262,7 +262,7 @@ class KernelBlock:
     arrived: list[Ref]
     done: Ref
 
-    def listed(self) -> tuple[tuple[Index, Index], Array, Array, int]:
+    def visit_list(self) -> tuple[tuple[Index, Index], Array, Array, int]:
         """The row of the lists, how many of it are full and how many there are, for each of how many heads."""
         job, guide = self.job, self.guide
         row = (self.b if guide.some.shape[0] > 1 else 0), self.tile
@@ -270,7 +270,7 @@ class KernelBlock:
 
     def walk(self, step: Callable[[Visit, Carry], Carry], carry: Carry) -> Carry:
         """`carry` through `step` over all tiles to visit, those that need no mask first."""
-        row, full, some, heads = self.listed()
+        row, full, some, heads = self.visit_list()
 
         def of_head(g: Index, carry: Carry) -> Carry:
             def visit(n: Array, carry: Carry, masked: bool) -> Carry:
@@ -286,7 +286,7 @@ class KernelBlock:
 
     def fill(self, stages: list[list[Ref]]) -> None:
         """Ask for the tiles of `walk`, each once all warpgroups have left its slot."""
-        job, (row, _, some, heads) = self.job, self.listed()
+        job, (row, _, some, heads) = self.job, self.visit_list()
 
         def left(n: Array) -> None:
             plgpu.barrier_wait(self.done.at[lax.rem(n, _SLOTS)])
@@ -340,9 +340,9 @@ class Visit(NamedTuple):
             scores, slope = tanh * (cap * LOG2E), 1 - tanh * tanh
         else:
             scores = products * (job.scale * LOG2E)
-        return scores if self.entry is None else jnp.where(self._seen(), scores, MASKED), slope
+        return scores if self.entry is None else jnp.where(self._visible(), scores, MASKED), slope
 
-    def _seen(self) -> Array:
+    def _visible(self) -> Array:
         """Which places of the tile are seen, [R, C]."""
         assert self.entry is not None
         (job, bits, guide), shape = (self.block.job, self.block.bits, self.block.guide), (ROWS, self.block.job.ring)

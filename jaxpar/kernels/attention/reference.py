@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, capped
+from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, cap_scores
 from jaxpar.kernels.masks import Mask
 
 
@@ -31,7 +31,7 @@ def reference(
     exact = jnp.promote_types(q_BSHh.dtype, jnp.float32)
     q_BSKGh = q_BSHh.reshape(B, S, K, H // K, h)
     scores_BKGST = jnp.einsum("BSKGh,BTKh->BKGST", q_BSKGh, k_BTKh, preferred_element_type=exact)
-    scores_BKGST = capped(scores_BKGST * call.scale_of(q_BSHh), call.softcap)
+    scores_BKGST = cap_scores(scores_BKGST * call.scale_of(q_BSHh), call.softcap)
     seen = mask.visible(jnp.arange(S)[:, None] + call.q_start, jnp.arange(T)[None] + call.k_start)
     seen = seen if seen.ndim == 2 else seen[:, None, None]
     scores_BKGST = jnp.where(seen, scores_BKGST, MASKED)
@@ -39,13 +39,13 @@ def reference(
     weights_BKGST = jnp.exp(scores_BKGST - most_BKGS1)
     total_BKGS1 = jnp.sum(weights_BKGST, axis=-1, keepdims=True)
     total_BKGS1 = jnp.where(total_BKGS1 == 0, 1, total_BKGS1)
-    weights_BKGST = dropped(weights_BKGST / total_BKGS1, dropout_rate, key).astype(v_BTKh.dtype)
+    weights_BKGST = drop_weights(weights_BKGST / total_BKGS1, dropout_rate, key).astype(v_BTKh.dtype)
     out_BSKGh = jnp.einsum("BKGST,BTKh->BSKGh", weights_BKGST, v_BTKh, preferred_element_type=exact)
     lse_BHS = (most_BKGS1 + jnp.log(total_BKGS1)).reshape(B, H, S)
     return out_BSKGh.reshape(B, S, H, h).astype(call.out_dtype or q_BSHh.dtype), lse_BHS
 
 
-def dropped(weights: Array, rate: float, key: jax.Array | None) -> Array:
+def drop_weights(weights: Array, rate: float, key: jax.Array | None) -> Array:
     """The weights [B, K, G, R, C], a share `rate` of them zeroed and the rest scaled up."""
     if key is None or rate == 0:
         return weights

@@ -43,7 +43,7 @@ from jaxpar.kernels.attention.call import (
     Index,
     Ref,
     Unserved,
-    capped,
+    cap_scores,
     pad_to,
     through_cap,
 )
@@ -231,7 +231,7 @@ class _Step(NamedTuple):
         return x[...] if self.across else x[...].T
 
     def scores(self, q: Ref, k: Ref) -> Array:
-        return capped(_product(self.rows(k), self.columns(q)) * self.scale, self.call.softcap)
+        return cap_scores(_product(self.rows(k), self.columns(q)) * self.scale, self.call.softcap)
 
     def dscores(self, dcapped: Array, scores: Array) -> Array:
         return through_cap(dcapped, scores, self.call.softcap)

@@ -55,7 +55,7 @@ def refusal(
     if not LEAST <= q_shape[-1] <= MOST_HEAD_DIM:
         return f"head_dim {q_shape[-1]} is not between {LEAST} and {MOST_HEAD_DIM}"
     try:
-        _fitted(Tile(LEAST, LEAST), q_shape[1], k_shape[1], mask, call)
+        _fit_tile(Tile(LEAST, LEAST), q_shape[1], k_shape[1], mask, call)
     except Unserved as refused:
         return str(refused)
     return ""
@@ -139,7 +139,7 @@ def _run(
     `products` it makes of a visited tile: its FLOPs stand in the program for who reads it, at most where ids say which.
     """
     (B, S, H, h), (T, K) = arrays[0].shape, arrays[1].shape[1:3]
-    tile = _fitted(tile, S, T, mask, call)
+    tile = _fit_tile(tile, S, T, mask, call)
     tiles = Tiles(S, T, tile.block_q, tile.block_k, call.q_start, call.k_start, call.multiple)
     *lists, bits = visits(mask, tiles, of_keys)
     ids = [(leaf.q_ids, leaf.kv_ids) for leaf in segments_in(mask)]
@@ -166,7 +166,7 @@ def _run(
     )(*given)  # fmt: skip
 
 
-def _fitted(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
+def _fit_tile(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
     """The tile, smaller where the sequence is short, or where a block mask's blocks would be cut.
 
     Raises:
@@ -213,7 +213,7 @@ def attention_forward(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Re
         keys = _keys(plan, entry >> plan.bits, masked)
         scores_qk = _scores(plan, q_qh, keys.load(k_ref, ONLY))
         if masked:
-            scores_qk = jnp.where(_seen(plan, starts, ids, entry, queries, keys), scores_qk, -jnp.inf)
+            scores_qk = jnp.where(_visible(plan, starts, ids, entry, queries, keys), scores_qk, -jnp.inf)
         next_q = jnp.maximum(most_q, jnp.max(scores_qk, axis=1) * plan.unit)
         weights_qk = jnp.exp2(scores_qk * plan.unit - next_q[:, None])
         before_q = jnp.exp2(most_q - next_q)
@@ -241,7 +241,7 @@ def attention_dq(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dq
     def visit(entry: Array, masked: bool, dq_qh: Array) -> Array:
         keys = _keys(plan, entry >> plan.bits, masked)
         k_kh = keys.load(k_ref, ONLY)
-        seen_qk = _seen(plan, starts, ids, entry, queries, keys) if masked else None
+        seen_qk = _visible(plan, starts, ids, entry, queries, keys) if masked else None
         scores_qk = _scores(plan, q_qh, k_kh)
         weights_qk = _weights(plan, scores_qk, seen_qk, lse_q1)
         dweights_qk = _product(dout_qh, keys.load(v_ref, ONLY), 1, 1)
@@ -264,7 +264,7 @@ def attention_dkv(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, d
             queries = _queries(plan, entry >> plan.bits)
             q_qh, dout_qh = queries.load(q_ref, head), queries.load(dout_ref, head)
             lse_1q, delta_1q = (queries.load_row(ref, head)[None] for ref in (lse_ref, delta_ref))
-            seen_kq = _seen(plan, starts, ids, entry, queries, keys, transposed=True) if masked else None
+            seen_kq = _visible(plan, starts, ids, entry, queries, keys, transposed=True) if masked else None
             scores_kq = _scores(plan, k_kh, q_qh)
             weights_kq = _weights(plan, scores_kq, seen_kq, lse_1q)
             dv_kh += _product(weights_kq.astype(dout_qh.dtype), dout_qh, 1, 0)
@@ -347,7 +347,7 @@ def _keys(plan: _Plan, tile: int | Array, last: bool) -> _Part:
     return _Part(tile * block, block, T if last and T % block else None, plan.h)
 
 
-def _seen(
+def _visible(
     plan: _Plan, starts: Ref, ids: Ref, entry: Array, queries: _Part, keys: _Part, transposed: bool = False
 ) -> Array:
     """Which places of a partial tile are seen [q, k]; transposed [k, q]."""

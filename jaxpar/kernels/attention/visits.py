@@ -71,7 +71,7 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     states = states if states.ndim == 3 else states[None]
     if tiles.T % tiles.block_k:
         states = xp.where(np.arange(tiles.shape[1]) == tiles.shape[1] - 1, xp.minimum(states, PARTIAL), states)
-    named = _looked_up(mask)
+    named = _block_masks_to_look_up(mask)
     values: Places = np.zeros(tiles.shape, np.int32)
     for n, leaf in enumerate(named):
         values = values | ((leaf.states(tiles) == FULL) << n)
@@ -155,7 +155,7 @@ class _Known(Mask):
         return (i - j == i - j) & (self.value == 1)
 
 
-def _looked_up(mask: Mask) -> list[Blocks]:
+def _block_masks_to_look_up(mask: Mask) -> list[Blocks]:
     """The block masks whose value a tile must be told: none where all of the mask must be seen, as then theirs is."""
     if not _has_or(mask):
         return []

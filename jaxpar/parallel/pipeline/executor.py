@@ -241,7 +241,7 @@ class _Stage:
         recipe, axes = self.layers.recipe, self.model.axes
         of_blocks = jax.tree.map(lambda x, axes: self._zeros(x, (None, *axes[1:])), self.arrays.blocks, axes["blocks"])
         return carry._replace(
-            stash=messages(steps.stash) if self.by_stage else self._kept(steps.stash),
+            stash=messages(steps.stash) if self.by_stage else self._empty_slots(steps.stash),
             cotangents=messages(steps.cotangents),
             leaving=messages(1)[0],
             waiting=empty_buffers(recipe.parts.needed, steps.waiting * self.places) if recipe.parts else None,
@@ -249,7 +249,7 @@ class _Stage:
             ends={name: jax.tree.map(self._zeros, self.ends[name], axes[name]) for name in self.ends},
         )
 
-    def _kept(self, slots: int) -> list[Array]:
+    def _empty_slots(self, slots: int) -> list[Array]:
         """Empty slots of what layers keep."""
         return empty_buffers(self.layers.recipe.kept.shapes, slots * self.places)
 
@@ -295,7 +295,7 @@ class _Stage:
             carry = carry._replace(inbox=inbox, entering=None, leaving=leaving)
         return carry
 
-    def _then(self, carry: _Carry, *made: str) -> _Carry:
+    def _set_turn(self, carry: _Carry, *made: str) -> _Carry:
         """The carry whose next op with a collective comes after those that made these parts of it."""
         for name in made if carry.turn is not None else ():
             # Of the sums only what every program needs: a turn keeps alive what it hangs on.
@@ -319,10 +319,10 @@ class _Stage:
         carry = carry._replace(stash=write(carry.stash, x_BSD, row.kept) if self.by_stage else stash)
         if routed is not None:
             carry = carry._replace(sums=self._add_routed(carry.sums, routed, row.on))
-        carry = self._then(carry._replace(entering=self._send(y_BSD, 1)), "entering")
+        carry = self._set_turn(carry._replace(entering=self._send(y_BSD, 1)), "entering")
         row = waits(row, carry.turn)
         carry = _if_some(shares.last, row.some_score, lambda carry: self._score(carry, y_BSD, row), carry)
-        return self._then(carry, "sums", "cotangents")
+        return self._set_turn(carry, "sums", "cotangents")
 
     def _add_routed(self, sums: LossSums, routed: RouterSums, on: Array) -> LossSums:
         """The routers' part of the loss, means over all layers, of this stage's layers."""
@@ -357,7 +357,7 @@ class _Stage:
         dy_BSD, stash = read(carry.cotangents, row.taken), carry.stash
         if self.by_stage:  # only the stage's input is kept: its layers are run again
             x_BSD, row = read(stash, row.kept), row._replace(kept=0)
-            stash = self.layers.forward(x_BSD, row, self._kept(1))[1]
+            stash = self.layers.forward(x_BSD, row, self._empty_slots(1))[1]
         dx_BSD, blocks, waiting = self.layers.backward(dy_BSD, row, stash, carry.blocks, carry.waiting)
 
         def embedded(ends: Params) -> Params:
@@ -366,11 +366,11 @@ class _Stage:
 
         ends = _if_some(shares.first, row.some_end, embedded, carry.ends)
         carry = carry._replace(blocks=blocks, waiting=waiting, leaving=dx_BSD, ends=ends)
-        return self._then(carry, "leaving", "ends")
+        return self._set_turn(carry, "leaving", "ends")
 
     def _weight(self, carry: _Carry, row: Rows, shares: _Shares) -> _Carry:
         blocks = self.layers.weight_gradient(row, carry.stash, carry.waiting, carry.blocks)
-        return self._then(carry._replace(blocks=blocks), "blocks")
+        return self._set_turn(carry._replace(blocks=blocks), "blocks")
 
 
 def _if_some(share: float, some: Array, do: Callable[[_X], _X], x: _X) -> _X:

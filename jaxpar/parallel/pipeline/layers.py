@@ -65,16 +65,16 @@ def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
                 f"a model of {layers} layers need {stages * v} numbers of at least 1 that add up to {layers}"
             )
     elif not whole:
-        fits = "--pipeline.virtual 1" if layers >= stages else f"--mesh.stage {layers}"
+        fits = "pipeline.virtual=1" if layers >= stages else f"mesh.stage={layers}"
         raise UserError(f"model.layers={layers} are fewer than {of_stages}: try {fits}")
     elif rest and v > 1:
         fits = next(n for n in range(v, 0, -1) if layers % (stages * n) == 0 or n == 1)
-        even = " ".join(map(str, _even(layers, stages * v)))
+        even = list(_even_layers(layers, stages * v))
         raise UserError(
-            f"pipeline.virtual={v}: {of_stages} do not divide model.layers={layers}: try --pipeline.virtual {fits}, or "
-            f"say that they may differ: --pipeline.layers {even}"
+            f"pipeline.virtual={v}: {of_stages} do not divide model.layers={layers}: try pipeline.virtual={fits}, or "
+            f"say that they may differ: pipeline.layers={even}"
         )
-    counts = given or _even(layers, stages * v)
+    counts = given or _even_layers(layers, stages * v)
     places, starts = max(counts), [sum(counts[:k]) for k in range(len(counts))]
     order = [
         starts[k] + j if j < counts[k] else -1
@@ -83,7 +83,7 @@ def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
     return Layers(tuple(counts), tuple(order))
 
 
-def _even(layers: int, parts: int) -> tuple[int, ...]:
+def _even_layers(layers: int, parts: int) -> tuple[int, ...]:
     """As even as can be; what is over goes to the middle first."""
     whole, rest = divmod(layers, parts)
     from_middle = sorted(range(parts), key=lambda k: (abs(2 * k - parts + 1), k))
@@ -135,7 +135,7 @@ def check_stages(plan: Plan, layers: int, count: int) -> None:
     if set(plan.mesh_axes("layers")) != stages:
         raise UserError(
             f"rules.layers splits over {' x '.join(rules.layers)}, but a pipeline has its layers on its stages "
-            f"({' x '.join(rules.stage)}): leave --rules.layers empty"
+            f"({' x '.join(rules.stage)}): leave rules.layers empty"
         )
     check_sizes(plan.pipeline.schedule, plan.size("stage"), count, plan.pipeline.virtual)
     layers_of(layers, plan.size("stage"), plan.pipeline)
@@ -162,10 +162,10 @@ def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
     if asked not in allowed:
         parts = f" / accumulation={train.accumulation}" if train.accumulation > 1 else ""
         below = [n for n in allowed if n < asked]
-        fewer = f"--pipeline.microbatches {max(below)}, or " if below else ""
+        fewer = f"pipeline.microbatches={max(below)}, or " if below else ""
         fitting = -(-rows // (asked * shards)) * asked * shards * train.accumulation
         raise UserError(
             f"train.batch={train.batch}{parts} does not split into pipeline.microbatches={asked} of a sequence for "
-            f"each of {shards} data-parallel shards: try {fewer}--train.batch {fitting}"
+            f"each of {shards} data-parallel shards: try {fewer}train.batch={fitting}"
         )
     return asked

@@ -34,18 +34,18 @@ def pipeline_notes(config: Config, plan: Plan) -> list[str]:
             f"{layers.places}, on all of them"
         )
     if pipeline.schedule == "interleaved" and v == 1:
-        notes.append("interleaved with one virtual stage is 1f1b: try --pipeline.virtual 2")
+        notes.append("interleaved with one virtual stage is 1f1b: try pipeline.virtual=2")
     if config.train.accumulation > 1:
         notes.append(
             f"the pipeline fills and drains {config.train.accumulation} times a step: train.accumulation 1 and "
-            f"--pipeline.microbatches {M * config.train.accumulation} would once"
+            f"pipeline.microbatches={M * config.train.accumulation} would once"
         )
     if found.bubble >= _LONG:
         more = simulate_schedule(schedule(pipeline.schedule, P, 4 * P, v), times).bubble
         notes.append(
             f"a pipeline of {P} with {M} microbatches idles {100 * found.bubble:.0f} %; with {4 * P} it would "
-            f"{100 * more:.0f} %: try --pipeline.microbatches {4 * P} and a batch for it, or --mesh.fsdp in place of "
-            "--mesh.stage if the model fits so"
+            f"{100 * more:.0f} %: try pipeline.microbatches={4 * P} and a batch for it, or mesh.fsdp in place of "
+            "mesh.stage if the model fits so"
         )
     return notes
 

@@ -99,7 +99,7 @@ def check_sizes(name: Schedule, stages: int, microbatches: int, virtual: int) ->
     if virtual > 1 and name not in ("interleaved", "looped"):
         raise UserError(
             f"pipeline.schedule {name} has one virtual stage a stage, found pipeline.virtual={virtual}: try "
-            "--pipeline.schedule interleaved, or --pipeline.virtual 1"
+            "pipeline.schedule=interleaved, or pipeline.virtual=1"
         )
 
 

@@ -39,7 +39,7 @@ class Kept(NamedTuple):
     restore: Callable[..., list[jax.Array]]
 
 
-def kept(function: Callable[..., list[jax.Array]], *shapes: PyTree) -> Kept:
+def choose_residuals(function: Callable[..., list[jax.Array]], *shapes: PyTree) -> Kept:
     """What to keep of a function's results to have them all again without its last argument.
 
     Args:

@@ -25,7 +25,7 @@ from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.program import Rows
-from jaxpar.parallel.pipeline.split_backward import Kept, Parts, Shape, kept, split
+from jaxpar.parallel.pipeline.split_backward import Kept, Parts, Shape, choose_residuals, split
 from jaxpar.parallel.remat import remat
 from jaxpar.parallel.token_order import halves, whole_batch
 
@@ -184,7 +184,7 @@ class Stack:
             return arrays
 
         weights, context = jax.eval_shape(lambda: (self._weights(0, 0), self.context(0, 0, 0)))
-        given = kept(leaves, weights, context, jax.eval_shape(lambda x: halves(x, STORED, self.plan), x))
+        given = choose_residuals(leaves, weights, context, jax.eval_shape(lambda x: halves(x, STORED, self.plan), x))
         self._recipe = Recipe(found["tree"], given, None, stashed)
         if wait:
             # Of the input's part are the gradients of vectors too, which are no work.

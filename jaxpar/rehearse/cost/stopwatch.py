@@ -49,7 +49,7 @@ def warm(compiled: Compiled, start: Callable[[], object]) -> Ready:
         jax.block_until_ready(start())
 
     run()
-    return Ready(program, tasks, run, elapsed(run), compiled.memory_analysis())
+    return Ready(program, tasks, run, time_once(run), compiled.memory_analysis())
 
 
 def ready_step(step: Callable[[State, Given], tuple[State, Any]], state: State, given: Given, name: str) -> Ready:
@@ -69,7 +69,7 @@ def ready_step(step: Callable[[State, Given], tuple[State, Any]], state: State, 
     return warm(compiled, start)
 
 
-def elapsed(action: Callable[[], object]) -> float:
+def time_once(action: Callable[[], object]) -> float:
     """Seconds an action takes."""
     began = time.perf_counter()
     action()

@@ -108,7 +108,7 @@ def _places(new: Sequence[Row], old: Sequence[Row], figures: Sequence[str]) -> l
     rows: list[PlaceChange] = []
     for place in dict.fromkeys([*after, *before]):
         kind, axes, scope, phase, file = place
-        for line, now, was in _matched(after.get(place, {}), before.get(place, {}), nothing):
+        for line, now, was in _match_lines(after.get(place, {}), before.get(place, {}), nothing):
             if not all(math.isclose(was[name], now[name], rel_tol=1e-6, abs_tol=1e-12) for name in figures):
                 source = f"{file}:{line}" if line else file
                 rows.append({
@@ -131,7 +131,7 @@ def _by_place(rows: Sequence[Row], figures: Sequence[str]) -> dict[_Place, dict[
     return sums
 
 
-def _matched(
+def _match_lines(
     new: Mapping[int, _Figures], old: Mapping[int, _Figures], nothing: _Figures
 ) -> Iterator[tuple[int, _Figures, _Figures]]:
     """Lines of one place with their new and old figures: in their order where there are as many as before, else by

@@ -37,7 +37,7 @@ _FRAGMENTED = 1.05
 """Of the peak of what is alive on a TPU: heaps were 3.6 and 4.3 % larger (docs/memory.md)."""
 
 
-def allocated(stats: Any, platform: str) -> int:
+def allocated_bytes(stats: Any, platform: str) -> int:
     """Bytes of a device that a program allocates.
 
     On a TPU `temp_size_in_bytes` is more than buffer assignment lays out, by half where loops over layers stand in one

@@ -52,12 +52,12 @@ class Verification:
         return all(check.equal for check in self.checks)
 
     @property
-    def failed(self) -> Verdict | None:
+    def first_difference(self) -> Verdict | None:
         """The check that differs."""
         return next((check for check in self.checks if not check.equal), None)
 
     def __str__(self) -> str:
-        devices, failed = self.setup.devices, self.failed
+        devices, failed = self.setup.devices, self.first_difference
         on = f"{describe(total_sizes(self.setup.config.mesh))} ({len(devices)} x {devices[0].device_kind})"
         if failed:
             return f"DIFFERS on {on}, {failed.name}: {failed.difference}"
@@ -66,7 +66,7 @@ class Verification:
 
     def as_json(self) -> dict[str, object]:
         """The whole result for `--json`; docs/verify.md describes it."""
-        failed, config, devices = self.failed, self.setup.config, self.setup.devices
+        failed, config, devices = self.first_difference, self.setup.config, self.setup.devices
         return {
             "equal": self.equal,
             "verdict": str(self),

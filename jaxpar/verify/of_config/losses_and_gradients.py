@@ -84,7 +84,7 @@ def one_device(
         sums = unrolled.loss(params, batch, plan, None, weights)
         return sums.loss, sums.tokens
 
-    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=_untuned(case.devices))
+    value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=_fast_compile(case.devices))
 
     def run(params: Params, batch: Rows) -> Answer:
         """Sums over the rows, a few after another, added up in float64."""
@@ -115,7 +115,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         run,
         in_shardings=(stored, batch_sharding),
         out_shardings=(replicated_sharding(plan), shardings),
-        compiler_options=compiler_options(plan.mesh) | _untuned(case.devices),  # those of `train`
+        compiler_options=compiler_options(plan.mesh) | _fast_compile(case.devices),  # those of `train`
     )
     layers = case.model.config.layers
     order = stored_order(plan, layers)
@@ -140,7 +140,7 @@ def is_stacked(name: str) -> bool:
     return name.startswith("blocks.")
 
 
-def _untuned(devices: list[jax.Device]) -> dict[str, int]:
+def _fast_compile(devices: list[jax.Device]) -> dict[str, int]:
     """On CPU half the compile time: the collectives and where they stand are the same, machine code is not tuned."""
     return {"xla_backend_optimization_level": 0} if devices[0].platform == "cpu" else {}
 
