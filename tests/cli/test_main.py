@@ -232,8 +232,9 @@ def test_flags_change_the_config(run, tmp_path):
     assert picture.exists()
 
 
-def test_a_setting_may_be_written_as_messages_write_it(run, refused):
+def test_a_setting_may_be_written_as_messages_write_it(run, refused, tmp_path):
     words = ["mesh.tensor=1", "mesh.data=-1", "mesh.fsdp=1", "rules.residual_seq=[context, tensor]"]
+    words += ["--out", tmp_path / "a.svg"]
     rows = json.loads(run("show", "tiny", *words, "--json"))
     assert all(row["spec"] == [] for row in rows)
     assert "takes no --mesh.tensr (did you mean '--mesh.tensor'?)" in refused("show", "tiny", "mesh.tensr=1")
