@@ -175,6 +175,8 @@ def _best_permutations(evidence: Evidence) -> Iterator[Guess]:
     for dim, axes in enumerate(evidence.split):
         for names in dict.fromkeys([*((axis,) for axis in axes), axes] if axes else []):
             count = math.prod(evidence.axis_sizes[name] for name in names)
+            if evidence.want.shape[dim] % count:  # some layers of a stacked parameter
+                continue
             got, want = (np.split(array, count, axis=dim) for array in (evidence.got, evidence.want))
             order = [int(np.argmin([_distance(block, other) for other in want])) for block in got]
             if sorted(order) == list(range(count)) != order:

@@ -74,6 +74,12 @@ def test_permuted_blocks_are_put_in_order(dim: int, order: list[int], names: str
     assert says == f"the reference with its {len(order)} blocks along dim {dim} ({names}) in the order {order}"
 
 
+def test_some_layers_of_a_stacked_parameter_need_not_divide_over_stages() -> None:
+    """Of eight layers on four stages three may differ, and be explained by themselves."""
+    got, want = drawn(2, 3, 8, 8), WANT[:3, :8]
+    assert diagnose(Evidence(got, want, axis_sizes={"stage": 4}, split=[("stage",), (), ()])).kind == "unknown"
+
+
 def test_blocks_of_two_axes_together_are_permuted() -> None:
     order = [4, 5, 6, 7, 0, 1, 3, 2]
     kind, says = found(WANT[order], split=[("data", "fsdp"), (), ()])
