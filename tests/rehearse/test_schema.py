@@ -69,9 +69,9 @@ def test_a_missing_key_is_named(report):
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "has schema None, this jaxpar reads 1"),
-        ('{"schema": 99}', "has schema 99, this jaxpar reads 1"),
-        ('{"schema": 1}', "report.json is no whole report, it lacks collectives, command, compile_seconds, "),
+        ("[]", "has schema None, this jaxpar reads 2"),
+        ('{"schema": 99}', "has schema 99, this jaxpar reads 2"),
+        ('{"schema": 2}', "report.json is no whole report, it lacks collectives, command, compile_seconds, "),
     ],
 )
 def test_what_is_no_report_is_refused_in_one_line(tmp_path, text, message):
