@@ -1,9 +1,9 @@
-"""Is it the same answer? Loss and every gradient against one device, and how a wrong one is wrong.
+"""Is it the same answer? The loss and every gradient are compared with one device's, and wrong ones are explained.
 
     verdict = verify.gradients(loss, reference, params, batch, (param_shardings, batch_shardings))
     print(verdict)
 
-`gradients` takes anyone's loss, `config` a config's plan. A gradient that differs is explained by `mistakes`.
+`gradients` takes anyone's loss, and `config` the plan of a config. `mistakes` explains a gradient that differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["GradientRow", "Verdict", "config", "gradients"]
 
 
 def __getattr__(name: str) -> object:
-    """`config`, when it is first asked for: it brings the models and the training step along."""
+    """Import `config` when it is first asked for, because it imports the models and the training step."""
     if name == "config":
         from jaxpar.verify.of_config import verify
 

@@ -1,4 +1,4 @@
-"""Loss and every gradient of anyone's sharded program against a plain function on one device."""
+"""Compares the loss and every gradient of any sharded program with those of a plain function on one device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxpar.verify.explain import Alteration, explain, misplaced_shards, shards
 from jaxpar.verify.report import Verdict
 
 _LEAST, _NOISE, _MOST = 1e-5, 4.0, 1e-3
-"""Tolerance in float32: `jaxpar.verify.of_config.FLOAT32`, or, of a more sensitive model, a few times what the
-reference's own gradient is off when every number it is given is off by an ulp; but never what a mistake would be."""
+"""The tolerance in float32 is `jaxpar.verify.of_config.FLOAT32`. For a more sensitive model it is a few times the error
+that the reference's own gradient has when every input is off by an ulp, but never as large as a mistake's error."""
 _ULP = 2.0**-23
 
 Loss = Callable[[PyTree, PyTree], jax.Array | tuple[jax.Array, PyTree]]
-"""`(params, batch)` -> a scalar, or (scalar, gradients)."""
+"""A function `(params, batch)` -> a scalar, or (scalar, gradients)."""
 
 
 def gradients(
@@ -34,27 +34,27 @@ def gradients(
     tolerance: float | None = None,
     mistakes: Mapping[str, Loss] | None = None,
 ) -> Verdict:
-    """Compare the loss and every gradient of a sharded program with a plain function's on one device.
+    """Compare the loss and every gradient of a sharded program with those of a plain function on one device.
 
-    Every copy of a gradient is compared, so that one wrong replica is seen too. A gradient that differs is explained:
-    which known mistake would have made it of the right one (`jaxpar.verify.mistakes`). For that the reference is run
-    on parts of the batch, and with an array of the batch in which each shard has another one's.
+    Every copy of a gradient is compared, so that a single wrong replica is seen too. A gradient that differs is
+    explained by the known mistake that would turn the right one into it (`jaxpar.verify.mistakes`). For that the
+    reference is also run on parts of the batch, and on batches in which shards hold each other's part of an array.
 
     Args:
-      loss: `(params, batch)` -> a scalar, on sharded arrays: with `shard_map`, sharding constraints, or whatever it is
-        made of. It is differentiated; or it gives `(scalar, gradients)` itself, where a program makes its own.
-      reference: the same function of whole arrays, as plain as it can be written.
-      params: a pytree of arrays. Random ones: zeros and ones hide mistakes.
-      batch: a pytree of arrays. Uneven masks, and more than one row a shard, show more.
-      shardings: of params and of batch: NamedShardings of one mesh, or pytrees of such, as for `jax.jit`.
-      tolerance: of the relative error of the loss and of each gradient. None = float32: 1e-5, and more, up to 1e-3,
-        for a gradient that is as sensitive as that to roundings of parameters and batch. A program that computes in
-        bfloat16 is off by some 1e-2.
-      mistakes: other references to compare a wrong gradient with, by what they would mean: `"positions start at 0 on
-        every shard"`.
+      loss: `(params, batch)` -> a scalar, on sharded arrays. It may use `shard_map`, sharding constraints or anything
+        else. It is differentiated here, unless it returns `(scalar, gradients)` because it makes its own gradients.
+      reference: the same function of whole arrays, written as plainly as possible.
+      params: a pytree of arrays. Use random values, because zeros and ones hide mistakes.
+      batch: a pytree of arrays. Uneven masks and more than one row per shard show more mistakes.
+      shardings: those of params and of batch, each a NamedSharding or a pytree of them, as for `jax.jit`; one mesh.
+      tolerance: the largest relative error allowed in the loss and in each gradient. None = float32: 1e-5, or up to
+        1e-3 for a gradient that is more sensitive to rounding of the parameters and the batch. A program that computes
+        in bfloat16 is off by about 1e-2.
+      mistakes: other references to compare a wrong gradient with. Each key says what the mistake would be, such as
+        `"positions start at 0 on every shard"`.
 
     Raises:
-      UserError: shardings that are none, or of several meshes; a loss that is no scalar.
+      UserError: the shardings are not NamedShardings of one mesh, or the loss is not a scalar.
     """
     params, batch = (jax.tree.map(np.asarray, tree) for tree in (params, batch))
     placed = jax.tree.broadcast(shardings, (params, batch))
@@ -91,7 +91,7 @@ def _on_one_device(function: Loss, device: jax.Device) -> Callable[[PyTree, PyTr
 
 
 def _round_floats(tree: PyTree) -> PyTree:
-    """Every float goes up or down by an ulp."""
+    """Move every float up or down by an ulp, at random."""
     rng = np.random.default_rng(0)
     off = lambda x: (x * (1 + _ULP * rng.choice([-1.0, 1.0], x.shape))).astype(x.dtype)  # noqa: E731
     return jax.tree.map(lambda x: off(x) if np.issubdtype(x.dtype, np.floating) else x, tree)

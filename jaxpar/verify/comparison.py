@@ -1,8 +1,8 @@
-"""Two answers compared: every copy of a loss and of its gradients that devices hold, and how far each is off.
+"""Compares two answers: every copy of the loss and of its gradients that the devices hold, and how far each is off.
 
-An error is |got - want| / max(|want|, floor), by root mean squares. The floor is a tenth of that of the whole gradient:
-one that is zero by mathematics (GPT-2's key bias: softmax ignores what is added to every score of a row) is nothing but
-rounding and has no scale of its own.
+An error is |got - want| / max(|want|, floor), where |x| is the root mean square. The floor is a tenth of the root mean
+square of the whole gradient. A gradient that is zero by mathematics (that of GPT-2's key bias, because softmax ignores
+what is added to every score of a row) is nothing but rounding, and so has no scale of its own.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FLOOR = 0.1
 
 
 class Answer(NamedTuple):
-    """A loss and its gradients, in every copy that there is.
+    """A loss and its gradients, with every copy that the devices hold.
 
     Attributes:
-      losses: [copies].
-      grads: by the parameter's name, [copies, *shape].
-      shardings: where the gradients lay; empty where nobody asks.
-      tokens: [copies], how many tokens the loss counts, where the program says so.
+      losses: every copy of the loss, [copies].
+      grads: the gradients by parameter name, [copies, *shape].
+      shardings: the shardings that the gradients had; empty where they are not needed.
+      tokens: how many tokens the loss counts, [copies], where the program reports it.
     """
 
     losses: np.ndarray
@@ -38,19 +38,19 @@ class Answer(NamedTuple):
 
 
 def answer_of(loss: jax.Array, grads: PyTree) -> Answer:
-    """A loss and its gradients, fetched from the devices."""
+    """Fetch a loss and its gradients from the devices."""
     arrays = by_name(grads)
     shardings = {name: x.sharding for name, x in arrays.items() if isinstance(x.sharding, NamedSharding)}
     return Answer(copies(loss), {name: copies(x) for name, x in arrays.items()}, shardings)
 
 
 def by_name(tree: PyTree) -> dict[str, Any]:
-    """The arrays of a tree, of jax or numpy, by their paths: `blocks.up`."""
+    """Return the arrays of a tree, of jax or numpy, by their paths, such as `blocks.up`."""
     return {path_name(path) or "params": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def copies(array: jax.Array) -> np.ndarray:
-    """Every copy of an array that this process's devices hold, in the order of the mesh, [copies, *shape]."""
+    """Return every copy of an array that this process's devices hold, in the order of the mesh, [copies, *shape]."""
     shards = array.addressable_shards
     found = np.empty((1 + max(shard.replica_id for shard in shards), *array.shape), array.dtype)
     for shard in shards:
@@ -59,9 +59,9 @@ def copies(array: jax.Array) -> np.ndarray:
 
 
 def copies_by_axis(copies: np.ndarray, sharding: NamedSharding) -> dict[str, np.ndarray]:
-    """For each mesh axis that an array is not split over, the array as each coordinate has it, [n, *shape].
+    """Return, for each mesh axis that an array is not split over, the copy at each coordinate of it, [n, *shape].
 
-    The other such axes are held at coordinate 0. `copies` are all of them, [copies, *shape], in the order of the mesh.
+    The other such axes are held at coordinate 0. `copies` has all copies, [copies, *shape], in the order of the mesh.
     """
     split = [axis for dim in range(copies.ndim - 1) for axis in axes_of_dim(sharding, dim)]
     free = {axis: size for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in split}
@@ -70,7 +70,7 @@ def copies_by_axis(copies: np.ndarray, sharding: NamedSharding) -> dict[str, np.
 
 
 def axes_of_dim(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
-    """The mesh axes of more than one device that split a dim."""
+    """Return the mesh axes of more than one device that split a dim."""
     entry = sharding.spec[dim] if dim < len(sharding.spec) else None
     axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     return tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1)
@@ -79,9 +79,9 @@ def axes_of_dim(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
 def compare(
     got: Answer, want: Answer, limits: Mapping[str, float], loss_limit: float, name: str = "float32"
 ) -> Verdict:
-    """The errors of an answer, the worst copy's, against the reference's, which has one copy.
+    """Return the errors of an answer's worst copies, relative to the reference, which has one copy.
 
-    `limits` says what each gradient may be off by, in the order of the rows, and `loss_limit` what the loss may.
+    `limits` gives the largest error allowed in each gradient, in the order of the rows; `loss_limit` that of the loss.
     """
     reference = float(want.losses[0])
     loss = max(map(float, got.losses), key=lambda value: _finite(abs(value - reference)))
@@ -93,18 +93,18 @@ def compare(
 
 
 def relative_error(got: Answer, want: Answer, name: str) -> float:
-    """How far the worst copy of a gradient is off; infinite where one is not finite."""
+    """Return how far the worst copy of a gradient is off; infinite where a copy is not finite."""
     return max(distance(copy, want.grads[name][0]) for copy in got.grads[name]) / scale_of(want, name)
 
 
 def scale_of(want: Answer, name: str) -> float:
-    """What the error of a gradient is relative to: its root mean square, or the floor."""
+    """Return what the error of a gradient is relative to: its root mean square, or the floor if that is larger."""
     whole = np.concatenate([grads.ravel() for grads in want.grads.values()])
     return max(_rms(want.grads[name][0]), FLOOR * _rms(whole), 1e-30)
 
 
 def distance(got: np.ndarray, want: np.ndarray) -> float:
-    """Root mean square of a difference; infinite for NaN."""
+    """Return the root mean square of a difference; infinite for NaN."""
     return _finite(_rms(got.astype(np.float64) - want))
 
 

@@ -1,7 +1,7 @@
-"""How a wrong gradient is wrong: what each known mistake would have made of the right one, and which of them fits.
+"""Finds how a wrong gradient is wrong: each known mistake predicts a gradient from the right one, and one may fit.
 
-A hypothesis predicts an array from the evidence; the one that leaves the least of the difference
-unexplained is the finding. Pure numpy: it knows no model, no mesh and no jax.
+A hypothesis predicts an array from the evidence. The one that leaves the least of the difference
+unexplained is the finding. This is pure numpy: it knows no model, no mesh and no jax.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 FITS = 0.05  # a hypothesis fits when it leaves at most this share of the difference; the true ones leave rounding
-_ROUNDING = 0.03  # relative; bfloat16 has 8 bits, and an ulp of each factor is at most 2^-8
+_ROUNDING = 0.03  # the largest relative error of rounding; bfloat16 has 8 bits: an ulp of each factor is at most 2^-8
 _NEAR = 0.01  # a factor this near, relatively, to a size is tried as that size; the residual judges
-_LARGEST_FACTOR = 64  # denominator of a factor that is written as a fraction
+_LARGEST_FACTOR = 64  # the largest denominator of a factor that is written as a fraction
 
 
 Kind = Literal[
     "zero", "sign", "sum doubled", "sum missing", "microbatch", "scaled", "permuted", "transposed", "mask", "documents",
     "mean", "shard", "as given", "copies", "rounding", "not finite", "unknown",
 ]  # fmt: skip
-"""What a mistake is called; docs/verify.md says what each one means."""
+"""The name of a kind of mistake; docs/verify.md says what each one means."""
 Guess = tuple[Kind, str, np.ndarray]
-"""A hypothesis filled in: its kind, what it says, and what the gradient would be if it were so."""
+"""A hypothesis: its kind, what it says, and what the gradient would be if it were true."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One wrong gradient, and what it may be compared with. All arrays are of one shape unless said.
+    """One wrong gradient, and what it may be compared with. All arrays have the same shape unless stated.
 
     Attributes:
-      got: the gradient in question.
-      want: the reference.
-      axis_sizes: devices along each mesh axis.
-      sizes: other numbers that a wrong factor may be, by name: accumulation, query heads per kv head.
-      split: mesh axes along each dim.
-      guesses: what the gradient would be by mistakes that only a caller can make.
-      copies: by mesh axis that should hold copies, the gradient as each coordinate of it has it, [n, *shape].
+      got: the gradient that is wrong.
+      want: the reference's gradient.
+      axis_sizes: the number of devices along each mesh axis.
+      sizes: other numbers that a wrong factor may be, by name, such as accumulation or query heads per kv head.
+      split: the mesh axes that split each dim.
+      guesses: what the gradient would be after mistakes that only the caller can compute.
+      copies: for each mesh axis that should hold equal copies, the gradient at each coordinate of it, [n, *shape].
     """
 
     got: np.ndarray
@@ -53,7 +53,7 @@ class Evidence:
     copies: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def of_layers(self, layers: Sequence[int]) -> Evidence:
-        """The same of some layers, which dim 0 counts."""
+        """Return the evidence of some layers only, which dim 0 counts."""
         pick = list(layers)
         guesses = [(kind, says, value[pick]) for kind, says, value in self.guesses]
         copies = {axis: value[:, pick] for axis, value in self.copies.items()}
@@ -64,9 +64,9 @@ class Finding(NamedTuple):
     """How a gradient differs.
 
     Attributes:
-      kind: what the mistake is called.
-      says: in words, to stand after "the gradient is ".
-      residual: norm of what this leaves unexplained over the norm of the difference; 1 = nothing is explained.
+      kind: the name of the mistake.
+      says: the mistake in words that follow "the gradient is ".
+      residual: the norm of what this leaves unexplained over the norm of the difference; 1 = nothing is explained.
     """
 
     kind: Kind
@@ -75,15 +75,15 @@ class Finding(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether this is an explanation, not only the nearest one."""
+        """Whether this explains the difference and is not only the nearest guess."""
         return self.residual <= FITS
 
 
 def diagnose(evidence: Evidence, layers: Sequence[int] | None = None) -> Finding:
-    """The hypothesis that fits best; `unknown` names the nearest where none does.
+    """Return the hypothesis that fits best; where none fits, it is `unknown` and names the nearest.
 
-    `layers` are those that differ of a gradient that is stacked over layers. They are explained together, or else the
-    last of them alone: a mistake there is passed on to those before it.
+    For a gradient that is stacked over layers, `layers` are those that differ. They are explained together, or else the
+    last of them alone, because a mistake there is passed back to the layers before it.
     """
     if not layers:
         return _diagnose(evidence)
@@ -109,7 +109,7 @@ def _diagnose(evidence: Evidence) -> Finding:
         found.append(Finding(kind, says, _distance(evidence.got, predicted) / max(difference, 1e-300)))
     best = min(found, key=lambda finding: finding.residual)
     if best.fits:
-        # Of those that fit equally well the first: hypotheses stand from the plain to the particular.
+        # Take the first of those that fit equally well: hypotheses are in order from the plain to the particular.
         close = min(max(2 * best.residual, FITS / 50), FITS)
         return next(finding for finding in found if finding.residual <= close)
     if _is_rounding(evidence):
@@ -123,7 +123,7 @@ def _diagnose(evidence: Evidence) -> Finding:
 
 
 def _guesses(evidence: Evidence) -> Iterator[Guess]:
-    """What each known mistake would have made of the reference, from the plain to the particular."""
+    """Yield what each known mistake would have made of the reference, from the plain to the particular."""
     want = evidence.want
     yield "zero", "zero", np.zeros_like(want)
     yield from _factor(evidence)
@@ -135,7 +135,7 @@ def _guesses(evidence: Evidence) -> Iterator[Guess]:
 
 
 def _factor(evidence: Evidence) -> Iterator[Guess]:
-    """The best factor of all: as a number that means something where it is near one, and as it is."""
+    """Yield the factor that fits best: as the meaningful number that it is near, if any, and as it is."""
     got, want = _wide(evidence.got), _wide(evidence.want)
     factor = float(np.vdot(got, want) / max(float(np.vdot(want, want)), 1e-300))
     for value, inverse in ((factor, False), (1 / factor if factor else math.inf, True)):
@@ -157,7 +157,7 @@ def _factor(evidence: Evidence) -> Iterator[Guess]:
 
 
 def _name_factor(sizes: Mapping[str, int], value: float) -> tuple[int, list[str]]:
-    """The whole number that a factor is near, and the sizes, or else the products of two, that are this number."""
+    """Return the whole number that a factor is near, and the sizes, or else products of two sizes, that equal it."""
     if not math.isfinite(value) or value < 1.5 or abs(value / round(value) - 1) > _NEAR:
         return 0, []
     number = round(value)
@@ -166,16 +166,16 @@ def _name_factor(sizes: Mapping[str, int], value: float) -> tuple[int, list[str]
 
 
 def _or(names: Sequence[str]) -> str:
-    """`a`, `a or b`, `a, b or c`."""
+    """Join names as `a`, `a or b`, or `a, b or c`."""
     return " or ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
 
 
 def _best_permutations(evidence: Evidence) -> Iterator[Guess]:
-    """The shards of a dim in the order that fits best, by each mesh axis that splits the dim and by all of them."""
+    """Yield the shards of a dim in the order that fits best, for each mesh axis that splits it and for all of them."""
     for dim, axes in enumerate(evidence.split):
         for names in dict.fromkeys([*((axis,) for axis in axes), axes] if axes else []):
             count = math.prod(evidence.axis_sizes[name] for name in names)
-            if evidence.want.shape[dim] % count:  # some layers of a stacked parameter
+            if evidence.want.shape[dim] % count:  # these are only some layers of a stacked parameter
                 continue
             got, want = (np.split(array, count, axis=dim) for array in (evidence.got, evidence.want))
             order = [int(np.argmin([_distance(block, other) for other in want])) for block in got]
@@ -186,9 +186,9 @@ def _best_permutations(evidence: Evidence) -> Iterator[Guess]:
 
 
 def guesses_of_part(what: str, name: str, value: np.ndarray, want: np.ndarray) -> list[Guess]:
-    """What a gradient would be if one contribution to it stood alone, was counted twice or was left out.
+    """Return what a gradient would be if one contribution to it stood alone, were counted twice or were left out.
 
-    `what` is `microbatch`, or `shard`, which a sum over a mesh axis adds to the others; `name` is `shard 0 of data`.
+    `what` is `microbatch`, or `shard`, which a sum over a mesh axis adds up; `name` is, say, `shard 0 of data`.
     """
     missing: Kind = "sum missing" if what == "shard" else "microbatch"
     doubled: Kind = "sum doubled" if what == "shard" else "microbatch"
@@ -200,7 +200,7 @@ def guesses_of_part(what: str, name: str, value: np.ndarray, want: np.ndarray) -
 
 
 def _differing_copies(evidence: Evidence, difference: float) -> list[Finding]:
-    """Copies that are not equal; where they add up to the reference, the sum over their axis was left out."""
+    """Find copies that are not equal; where they add up to the reference, the sum over their axis was left out."""
     norm = float(np.linalg.norm(_wide(evidence.want)))
     spread = {axis: max(_distance(copy, copies[0]) for copy in copies) for axis, copies in evidence.copies.items()}
     differing = {axis: distance for axis, distance in spread.items() if distance > 1e-4 * norm}
@@ -218,7 +218,7 @@ def _differing_copies(evidence: Evidence, difference: float) -> list[Finding]:
 
 
 def _is_rounding(evidence: Evidence) -> bool:
-    """Small errors that neither follow the reference nor gather in a few places."""
+    """Whether the errors are small, do not follow the reference and are not gathered in a few places."""
     got, want = _wide(evidence.got), _wide(evidence.want)
     error = got - want
     rms, scale = (float(np.sqrt(np.mean(np.square(x)))) for x in (error, want))

@@ -1,4 +1,4 @@
-"""What a comparison found: a row for each parameter, a table, a line, and JSON."""
+"""Reports what a comparison found: a row for each parameter, a table, a line of text, and JSON."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class GradientRow(NamedTuple):
     """One parameter's gradient.
 
     Attributes:
-      name: its path in the tree: `blocks.up`.
-      shape: of the array.
-      error: |got - want| / max(|want|, floor), root mean squares, the worst copy's; infinite for NaN.
-      tolerance: what the error may be.
+      name: the parameter's path in the tree, such as `blocks.up`.
+      shape: the shape of the array.
+      error: |got - want| / max(|want|, floor) of the worst copy, by root mean squares; infinite for NaN.
+      tolerance: the largest error allowed.
       finding: how the gradient differs; None where it does not.
-      layers: the layers that differ; None where it does not, or is not stacked over layers.
+      layers: the layers that differ; None where the gradient does not differ or is not stacked over layers.
     """
 
     name: str
@@ -39,7 +39,7 @@ class GradientRow(NamedTuple):
 
     @property
     def says(self) -> str:
-        """The finding in words: `sign, it is minus the reference`."""
+        """The finding in words, such as `sign, it is minus the reference`."""
         return f"{self.finding.kind}, it is {self.finding.says}" if self.finding else "not explained"
 
 
@@ -48,14 +48,14 @@ class Verdict:
     """One comparison of a program's loss and gradients with the reference's.
 
     Attributes:
-      name: `float32`, `bfloat16`, or `float32 as run` where the device computes float32 in less by default.
-      loss, reference_loss: as the program gives it: a sum or a mean.
-      loss_error, loss_tolerance: relative.
+      name: `float32`, `bfloat16`, or `float32 as run` where the device computes float32 less precisely by default.
+      loss, reference_loss: the losses as the program and the reference return them, each a sum or a mean.
+      loss_error, loss_tolerance: the relative error of the loss, and the largest one allowed.
       rows: the parameters in the order of the model, or of the tree.
-      tokens_agree: whether as many labels count, where the program says how many.
-      origin: the wrong gradient that lies nearest to the loss, where that is known: a mistake there is passed back to
+      tokens_agree: whether both count the same number of labels, where the program reports how many.
+      origin: the wrong gradient that lies nearest to the loss, where that is known. A mistake there is passed back to
         the others.
-      on_one_device: the library's ops differ as much on one device, so the mesh has no part in it.
+      on_one_device: whether the library's ops differ as much on one device, so that the mesh is not the cause.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Verdict:
 
     @property
     def difference(self) -> str:
-        """What differs: the loss, how many gradients and of which kinds, and the first of them."""
+        """What differs: the loss, how many gradients and of which kinds, and the first of these gradients."""
         loss = [f"the loss, by {self.loss_error:.1e}"] if not self.loss_ok else []
         if not self.wrong:
             return "".join(loss)
@@ -92,7 +92,7 @@ class Verdict:
         first = self.wrong[0]
         said = " and ".join([*loss, f"{len(self.wrong)} of {len(self.rows)} gradients ({listed})"])
         said += f"; first {first.name} [{_sizes(first)}], off by {first.error:.1e}: {first.says}"
-        if self.loss_ok and self.origin:  # else the forward pass is wrong already, or the tokens are not the same
+        if self.loss_ok and self.origin:  # otherwise the forward pass is already wrong, or the tokens differ
             nearest = next(row for row in self.wrong if row.name == self.origin.split()[0])
             said += f"; nearest to the loss: {self.origin}" + (f", {nearest.says}" if nearest != first else "")
         return said + ("; on one device the library's ops differ likewise" if self.on_one_device else "")
@@ -103,12 +103,12 @@ class Verdict:
         return f"DIFFERS: {self.difference}"
 
     def show(self) -> None:
-        """Print every parameter's error and kind of mistake on the terminal, and the line."""
+        """Print every parameter's error and kind of mistake on the terminal, and then the verdict in one line."""
         console().print(table([self]))
         console().print(str(self))
 
     def as_json(self) -> dict[str, object]:
-        """The comparison for JSON; an error that is not finite is the string "inf"."""
+        """Return the comparison for JSON; an error that is not finite becomes the string "inf"."""
 
         def of_row(row: GradientRow) -> dict[str, object]:
             finding = row.finding and row.finding._asdict() | {"fits": row.finding.fits}
@@ -120,7 +120,7 @@ class Verdict:
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:
-    """The loss and every parameter: each comparison's error and tolerance, and the kind of the first mistake."""
+    """Return a table of the loss and every parameter: each error and tolerance, and the kind of the first mistake."""
     out = Table("parameter", "shape", box=None, pad_edge=False)
     for verdict in verdicts:
         out.add_column(verdict.name, justify="right")
