@@ -1,4 +1,4 @@
-"""Softmax attention on one device or many, by the fastest implementation that serves.
+"""Softmax attention on one device or many, by the fastest implementation that can serve the call.
 
 Shapes: B batch, S sequence, H heads, K kv heads, h head_dim.
 """
@@ -43,21 +43,21 @@ def attention(
     """Softmax attention, inside any jitted function.
 
     Args:
-      q_BSHh, k_BSKh, v_BSKh: queries, keys and values, H a multiple of K; with a layout, of one sequence and as
-        `column_linear` gives them: split over `batch`, `attention_seq`, and `heads` or `kv_heads`.
-      mask: of `jaxpar.kernels.masks`, such as `Causal() & Window(1023) & Segments(ids, ids)`. Where the sequence is
-        split by `ring` or `all_gather`, a causal one, over tokens that are `in_order`.
+      q_BSHh, k_BSKh, v_BSKh: queries, keys and values, where H is a multiple of K. With a layout they are of one
+        sequence, split as `column_linear` returns them: over `batch`, `attention_seq`, and `heads` or `kv_heads`.
+      mask: a mask of `jaxpar.kernels.masks`, such as `Causal() & Window(1023) & Segments(ids, ids)`. Where `ring` or
+        `all_gather` splits the sequence, it must be causal, and the tokens must be `in_order`.
       layout: mesh, rules and compute dtype; None = one device, or a device's own part inside a `shard_map`.
-      context: where the layout splits the sequence, how keys and values come together: see `jaxpar.parallel.context`.
-      implementation: one of `kernels.attention.Implementation`; `auto` = the first that serves, which the log names.
+      context: how keys and values come together where the layout splits the sequence: see `jaxpar.parallel.context`.
+      implementation: one of `kernels.attention.Implementation`; `auto` = the first that can serve, which the log names.
       dropout_rate, key: dropout of the attention weights; none when key is None.
 
     Returns:
-      Of q's layout and v's dtype.
+      The output, in the layout of q and the dtype of v.
 
     Raises:
-      UserError: shapes or a mask that do not go together, an implementation that cannot serve, or what
-        `context.check_split` refuses.
+      UserError: the shapes or the mask do not fit together, the implementation cannot serve, or `context.check_split`
+        refuses the call.
     """
     dropping = key is not None and dropout_rate > 0
     attend = partial(dispatch.attention, dropout_rate=dropout_rate if dropping else 0.0, key=key, with_lse=False)
@@ -85,7 +85,7 @@ def attention(
     heads: Axes = (*ATTENDED[:2], "heads", "head_dim")
     with jax.named_scope("core"):
         if split.devices == 1 and (_cut_heads(layout) or dropping):
-            # What is dropped depends on the place in the whole array.
+            # Which weights are dropped depends on their place in the whole array.
             return named(layout.constrain(local(q_BSHh, k_BSKh, v_BSKh, segments_BS), heads), "attention_out")
         if name in dispatch.PAIRS or split.devices > 1:
             return split_attention(split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)
@@ -95,7 +95,7 @@ def attention(
 
 
 def fit_heads(layout: Layout, heads: int, kv_heads: int) -> Layout:
-    """The layout of attention on more devices than heads: see `jaxpar.base.heads.fit_rules`."""
+    """Return the layout for attention on more devices than heads: see `jaxpar.base.heads.fit_rules`."""
     rules, notes = fit_rules(layout.rules, heads, kv_heads, layout.mesh.shape)
     for note in notes:
         dispatch.say_once(note)
@@ -113,16 +113,16 @@ def choose(
     platform: str = "",
     batch: int = 1,
 ) -> tuple[str, str]:
-    """Which implementation computes `attention`, or its parts where the sequence is split, and why not one before it.
+    """Which implementation computes `attention`, or its parts where the sequence is split, and why no earlier one does.
 
     Args:
-      mask: without documents; `packed` says whether there are any.
-      dropping: attention weights are dropped out.
-      platform: `gpu` or `tpu` in place of what the layout's devices are.
-      batch: sequences of one device.
+      mask: the mask without its documents; `packed` says whether there are any.
+      dropping: whether attention weights are dropped out.
+      platform: `gpu` or `tpu`; None = the platform of the layout's devices.
+      batch: how many sequences one device has.
 
     Raises:
-      UserError: the one asked for cannot serve.
+      UserError: the implementation that was asked for cannot serve.
     """
     layout, platform = split.layout, platform or platform_of(split.layout)
     one = jax.ShapeDtypeStruct((batch, seq_len // split.devices, 1, head_dim), layout.dtype)
@@ -138,7 +138,7 @@ def choose(
 
 
 def _cut_heads(layout: Layout) -> str:
-    """Why a device's heads are not whole ones with their kv heads; empty = they are."""
+    """Why a device's query heads and kv heads do not fit together whole; empty = they do."""
     if layout.size("head_dim") > 1:
         return "heads are split inside"
     if layout.mesh_axes("heads") != layout.mesh_axes("kv_heads") and not kv_copy_axes(layout):

@@ -1,7 +1,7 @@
 """Moves between layouts inside `shard_map`: what is gathered, what is summed, and over which mesh axes.
 
-Left to themselves, partial sums may become all-reduces and small gathers large ones: here every collective of an op is
-written where it stands, so that a layout's communication is known in closed form.
+If XLA chose the collectives, it might turn partial sums into all-reduces and small gathers into large ones. Here every
+collective of an op is written out in its place, so that a layout's communication is known in closed form.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Tree = TypeVar("Tree")
 
 
 def manual(local: Callable[..., Out], layout: Layout, in_axes: PyTree, out_axes: PyTree) -> Callable[..., Out]:
-    """A function that runs `local` on every device's own part of the arrays; on one device it is `local` itself.
+    """Return a function that runs `local` on every device's own part of the arrays; on one device it is `local` itself.
 
-    Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the other axes, also where
-    these have size 1: in what is manual over a part of the mesh only, XLA:CPU aborts at a bfloat16 `psum`, and Mosaic
-    kernels are refused.
+    Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the other axes, even where
+    these have size 1. If only a part of the mesh were manual, XLA:CPU would abort at a bfloat16 `psum`, and Mosaic
+    kernels would be refused.
 
     Args:
-      local: a function of local arrays, which names its collectives.
-      in_axes: logical axes of each argument, in trees of the arguments' forms (an argument's axes are a tuple).
-      out_axes: the same of what it returns.
+      local: a function of local arrays that names its collectives.
+      in_axes: the logical axes of each argument, in trees of the arguments' forms (an array's axes are a tuple).
+      out_axes: the same for what it returns.
     """
     around = jax.sharding.get_abstract_mesh().manual_axes
     axes = frozenset(layout.mesh.axis_names).difference(around)
@@ -55,8 +55,8 @@ def manual_vjp(
 ) -> Callable[..., Out]:  # fmt: skip
     """`manual(forward, ...)` with its gradient written out, so that every collective of it stands where it should.
 
-    The arguments are kept for the backward, which takes them and the cotangent of what `forward` returned. It returns
-    the gradient of each argument, laid out as gradients are (`state_axes`), and None for an argument of integers.
+    The arguments are kept for `backward`, which takes them and the cotangent of the result of `forward`. It returns the
+    gradient of each argument, laid out as gradients are (`state_axes`), and None for an argument of integers.
     """
 
     @jax.custom_vjp
@@ -75,13 +75,13 @@ def manual_vjp(
 
 
 def turn_after(turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Layout) -> jax.Array | None:
-    """A turn, which is an int32 zero, that is ready after these arrays are: what `waits` for it runs after their ops.
+    """Return a turn, an int32 zero that is ready only after these arrays: what `waits` for it runs after their ops.
 
-    Only XLA:CPU needs it, and elsewhere a turn is None. It starts collectives in the order of its schedule, but takes a
-    loop or a branch for started as soon as its first op is: what is inside may run beside a later collective, unless
-    that hangs on the loop's result. All collectives of a `shard_map` have one channel there, so wherever two devices
-    come to two such in different orders they exchange each other's data, or wait for ever. GPUs and TPUs run a loop to
-    its end before the op that follows it. The arrays are results of ops that may hold collectives.
+    Only XLA:CPU needs it; elsewhere a turn is None. XLA:CPU starts collectives in the order of its schedule, but counts
+    a loop or a branch as started as soon as its first op is. What is inside may then run beside a later collective,
+    unless that one depends on the loop's result. All collectives of a `shard_map` share one channel there, so two
+    devices that reach two of them in different orders exchange each other's data, or wait for ever. GPUs and TPUs run a
+    loop to its end before the op that follows it. The arrays are results of ops that may hold collectives.
     """
     if turn is None:
         return None
@@ -96,12 +96,12 @@ def turn_after(turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Lay
 
 
 def waits(x: Tree, turn: jax.Array | None) -> Tree:
-    """The same arrays, ready after `turn` is."""
+    """Return the same arrays, ready only after `turn`."""
     return x if turn is None else jax.tree.map(lambda x: jnp.where(turn == 0, x, jnp.zeros_like(x)), x)
 
 
 def platform_of(layout: Layout) -> str:
-    """`cpu`, `gpu` or `tpu`: what the layout's devices are."""
+    """The platform of the layout's devices: `cpu`, `gpu` or `tpu`."""
     return layout.mesh.devices.flat[0].platform
 
 
@@ -111,10 +111,10 @@ def first_turn(layout: Layout) -> jax.Array | None:
 
 
 def gather(x: jax.Array, stored: Axes, used: Axes, layout: Layout) -> jax.Array:
-    """Inside `manual`: `x` from the layout it is stored in to the one it is used in, split over fewer mesh axes.
+    """Inside `manual`: move `x` from the layout it is stored in to the one it is used in, split over fewer mesh axes.
 
     Raises:
-      UserError: the used layout splits a dim otherwise than by the first of the mesh axes that the stored one does.
+      UserError: the mesh axes that split a dim of the used layout are not the first of those that split it stored.
     """
     for dim, moved in further_split(stored, used, layout):
         x = jax.lax.all_gather(x, moved, axis=dim, tiled=True)
@@ -124,11 +124,11 @@ def gather(x: jax.Array, stored: Axes, used: Axes, layout: Layout) -> jax.Array:
 def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, layout: Layout) -> jax.Array:
     """Inside `manual`: the transpose of `gather`, for an `x` that is a partial sum over the mesh axes `partial`.
 
-    Those that split a dim of the stored layout are reduce-scattered, the others all-reduced; of a dim that is split
-    over an axis where `x` is the same on every device, each keeps its piece.
+    The sum is reduce-scattered over those axes that split a dim of the stored layout, and all-reduced over the others.
+    Where a dim is split over an axis along which `x` is the same on every device, each device keeps its own piece.
 
     Raises:
-      UserError: as `gather`.
+      UserError: as for `gather`.
     """
     left = set(partial)
     for dim, moved in further_split(stored, used, layout):
@@ -142,17 +142,17 @@ def reduce(x: jax.Array, partial: Iterable[MeshAxis], used: Axes, stored: Axes, 
 
 
 def own_piece(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
-    """Inside `manual`: each device's piece of `dim`, of an array that is the same along these mesh axes."""
+    """Inside `manual`: return each device's piece of `dim`, of an array that is the same along these mesh axes."""
     size = x.shape[dim] // pieces
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(mesh_axes) * size, size, dim)
 
 
 def reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, pieces: int) -> jax.Array:
-    """Inside `manual`, the sum over mesh axes, each device left with its piece of `dim`.
+    """Inside `manual`: sum over mesh axes and leave each device with its piece of `dim`.
 
-    The pieces are moved to the front first, each as rows whose lanes are full where its dims allow. Of another form
-    XLA:TPU may make an all-reduce of the whole and a slice, twice the bytes: of a dim in the middle, of a last dim that
-    has 16 bits or pieces of half-full lanes, of a few long rows.
+    The pieces are first moved to the front, each as rows whose lanes are full where its dims allow. In other forms
+    XLA:TPU may use an all-reduce of the whole and a slice, which sends twice the bytes. This happens with a dim in the
+    middle, with a last dim of 16-bit numbers or of pieces that fill half the lanes, and with a few long rows.
     """
     front, back, piece = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim] // pieces
     if not back and piece % LANES == 0 and x.dtype.itemsize == 4:
@@ -166,21 +166,21 @@ def reduce_scatter(x: jax.Array, mesh_axes: tuple[MeshAxis, ...], dim: int, piec
 
 
 def first_row(axis: LogicalAxis | None, rows: int, layout: Layout) -> jax.Array | int:
-    """Inside `manual`: the place in the whole of this device's first row, of `rows` that each has of a logical axis."""
+    """Inside `manual`: this device's first row in the whole array, where each device has `rows` of a logical axis."""
     split = layout.mesh_axes(axis)
     return jax.lax.axis_index(split) * rows if split else 0
 
 
 def split_over(axes: Axes, layout: Layout) -> tuple[MeshAxis, ...]:
-    """The mesh axes that split any of these logical axes: those over which a sum along them is partial."""
+    """The mesh axes that split any of these logical axes: a sum along these logical axes is partial over them."""
     return tuple(mesh_axis for axis in axes for mesh_axis in layout.mesh_axes(axis))
 
 
 def further_split(stored: Axes, used: Axes, layout: Layout) -> list[tuple[int, tuple[MeshAxis, ...]]]:
-    """The dims that the stored layout splits further than the used one, and the mesh axes that make the difference.
+    """Find the dims that the stored layout splits further than the used one, and the mesh axes of the difference.
 
     Raises:
-      UserError: a dim that is used split otherwise than by the first of the mesh axes that it is stored split over.
+      UserError: the mesh axes that split a dim of the used layout are not the first of those that split it stored.
     """
     moves = []
     for dim, (outer, inner) in enumerate(zip(stored, used, strict=True)):

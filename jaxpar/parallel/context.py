@@ -1,13 +1,13 @@
 """Context parallelism: causal attention over a sequence that is split over devices.
 
-Three strategies. `ring` sends keys and values round the devices, and merges what each block contributes (Liu et al.
-2023, arXiv:2310.01889); `all_gather` gathers them (as LLaMA 3 does, arXiv:2407.21783, section 3.3.2); `ulysses` trades
-the split of the sequence for a split of the heads (Jacobs et al. 2023, arXiv:2309.14509).
+There are three strategies. `ring` sends keys and values round the devices and merges what each block contributes (Liu
+et al. 2023, arXiv:2310.01889). `all_gather` gathers them (as LLaMA 3 does, arXiv:2407.21783, section 3.3.2). `ulysses`
+trades the split of the sequence for a split of the heads (Jacobs et al. 2023, arXiv:2309.14509).
 
-The first two keep tokens in zigzag order, so that every device has the same work: see `jaxpar.parallel.token_order`. A
-strategy runs inside `manual`, on local arrays.
+The first two keep tokens in zigzag order, so that every device has the same work: see `jaxpar.parallel.token_order`.
+Each strategy runs inside `manual`, on local arrays.
 
-Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H heads, K kv heads, h head_dim; a leading 2
+Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H heads, K kv heads, h head_dim. A leading 2
 counts a device's chunks, the early one first.
 """
 
@@ -50,7 +50,7 @@ _Shaped = Array | jax.ShapeDtypeStruct
 _Forward = Callable[[Array, Array, Array, ContextTask], tuple[Array, Array]]
 _Backward = Callable[[Array, Array, Array, Array, Array, Array, ContextTask], tuple[Array, Array, Array]]
 _Q: Axes = ("batch", "attention_seq", "heads", None)
-# Log-sum-exps are kept as a device made them, [B, 1, H, S]: Ulysses has other heads and tokens than q and the output.
+# Log-sum-exps stay as a device made them, [B, 1, H, S]: under Ulysses their heads and tokens are not those of q.
 _LSE: Axes = ("batch", "attention_seq", "heads", None)
 _SEGMENTS: Axes = ("batch", None)
 _SPLIT: Axes = (None, "attention_seq", None, None)  # k and v
@@ -62,12 +62,12 @@ def check_split(
 ) -> None:
     """Refuse a sequence or heads that a strategy cannot split.
 
-    Dropout of attention weights is refused too: it draws its bits by the place of a token in the array, which depends
-    on the layout here.
+    Dropout of attention weights is refused too: its random bits follow a token's place in the array, and here that
+    place depends on the layout.
 
     Raises:
-      UserError: what `check_chunks` refuses; dropout; heads too few for Ulysses; kv heads that are split where heads
-        are not; a mesh axis that splits both the sequence and the heads.
+      UserError: `check_chunks` refuses the sequence, dropout is on, there are too few heads for Ulysses, kv heads are
+        split where heads are not, or one mesh axis splits both the sequence and the heads.
     """
     n, sizes = layout.size("attention_seq"), context_sizes(layout)
     if n == 1:
@@ -100,7 +100,7 @@ class Split(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Over how many devices the sequence is split."""
+        """The number of devices that the sequence is split over."""
         return self.layout.size("attention_seq")
 
 
@@ -113,10 +113,10 @@ def split_attention(
     v_BSKh: Float[Array, "B S K h"],
     segments_BS: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S H h"]:
-    """Attention by a strategy, as `jaxpar.kernels` but for the order of the tokens.
+    """Compute attention by a strategy, as `jaxpar.kernels` does except for the order of the tokens.
 
-    Tokens and their documents, if there are several, stand in `chunk_order`; H is a multiple of K, and kv heads are as
-    `parallel.column_linear` leaves them. The mask leaves documents aside, and shows at most the keys at or before.
+    Tokens, and the ids of their documents if there are several, are in `chunk_order`. H is a multiple of K, and kv
+    heads are as `parallel.column_linear` leaves them. The mask ignores documents and hides all later keys.
     """
     return _forward(split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS)[0]
 
@@ -142,7 +142,7 @@ def _backward(split, mask, residuals, dout_BSHh):
         dout_BSHh: Array,
     ) -> tuple[Array, Array, Array]:  # fmt: skip
         if split.devices > 1:
-            # They are sent again: what came by in the forward pass, the keys of all devices, is not to be kept.
+            # They are sent again, because the keys of all devices should not be kept from the forward pass.
             q_BSHh, k_BSKh, v_BSKh = jax.lax.optimization_barrier((q_BSHh, k_BSKh, v_BSKh))
         work, (_, backward) = _work(split, mask, segments_BT, q_BSHh, k_BSKh), _strategy(split)
         delta_BSH = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1)
@@ -166,12 +166,12 @@ def _strategy(split: Split) -> tuple[_Forward, _Backward]:
 
 
 def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platform: str) -> tuple[str, str]:
-    """The implementation that serves what a strategy hands to it, and why none before it does.
+    """The implementation that serves the calls of a strategy, and why no earlier one does.
 
-    The arrays are those of one device, and the mask has documents too.
+    The arrays are those of one device, and the mask includes documents.
 
     Raises:
-      UserError: the one asked for cannot serve.
+      UserError: the implementation that was asked for cannot serve.
     """
     n, S = split.devices, q_BSHh.shape[1]
     C = S // 2
@@ -248,7 +248,7 @@ def _natural(x: Array, work: ContextTask) -> Array:
     return reorder(x, inverse(chunk_order(work.layout, "all_gather")), 1)
 
 
-# Ulysses: a share of the heads over the whole sequence. Of a sequence that is whole it is all of them; nothing is sent.
+# Ulysses: a share of the heads over the whole sequence. If the sequence is whole, it is all heads; nothing is sent.
 
 
 def _ulysses_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
@@ -269,20 +269,20 @@ def _ulysses_backward(
 
 
 def _trade(x: Array, split_dim: int, whole_dim: int, work: ContextTask) -> Array:
-    """An array that is split over the devices by another of its dims, which is whole now."""
+    """Split an array over the devices by another of its dims, which is whole now."""
     if work.size == 1:
         return x
     return jax.lax.all_to_all(x, work.axes, split_axis=split_dim, concat_axis=whole_dim, tiled=True)
 
 
 def _kv_to_heads(x_BSKh: Array, work: ContextTask) -> Array:
-    """A share of the kv heads, each copied as often as it takes to share them out evenly."""
+    """Return a share of the kv heads, each copied as often as needed to share them out evenly."""
     copies = math.lcm(x_BSKh.shape[2], work.size) // x_BSKh.shape[2]
     return _trade(jnp.repeat(x_BSKh, copies, axis=2) if copies > 1 else x_BSKh, 2, 1, work)
 
 
 def _kv_to_sequence(dx_BTKh: Array, x_BSKh: Array, work: ContextTask) -> Array:
-    """The transpose of `_kv_to_heads`: gradients of copies are summed in float32."""
+    """The transpose of `_kv_to_heads`: it sums the gradients of copies in float32."""
     B, S, K, h = x_BSKh.shape
     dx_BSKh = _trade(dx_BTKh, 1, 2, work)
     return dx_BSKh if dx_BSKh.shape[2] == K else jnp.sum(dx_BSKh.reshape(B, S, K, -1, h), axis=3, dtype=jnp.float32)

@@ -17,19 +17,19 @@ from jaxpar.parallel.linear import GATHERED, STORED, use
 def lookup(
     table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: LogicalAxis | None, layout: Layout
 ) -> Float[Array, "B S D"]:
-    """Rows of an embedding table, in the compute dtype and the residual stream's layout.
+    """Look up rows of an embedding table; they are in the compute dtype and the residual stream's layout.
 
     Args:
-      table_VD: the table, logical axes (axis, "embed").
+      table_VD: the table, with logical axes (axis, "embed").
       axis: logical axis of the table's rows: "vocab", or None for a table that is never split by rows.
 
     Raises:
-      UserError: rules that split tokens and rows over the same mesh axis.
+      UserError: the rules split tokens and rows over the same mesh axis.
     """
     layout.sharding((*GATHERED[:2], axis), name="lookup")
     stored: Axes = (axis, "embed")
 
-    # Left to itself XLA gathers the whole table. Each device looks up the rows it has, and the rest are zeros.
+    # XLA by itself would gather the whole table. Here each device looks up the rows it has, and the rest are zeros.
     def forward(table_VD: Array, ids_BS: Array) -> Array:
         table_VD = use(table_VD, stored, layout)
         ids_BS, here_BS = _local_ids(ids_BS, table_VD.shape[0], axis, layout)
@@ -48,14 +48,14 @@ def lookup(
 
 
 def _local_ids(ids_BS: Array, rows: int, axis: LogicalAxis | None, layout: Layout) -> tuple[Array, Array]:
-    """Inside `manual`: ids counted from this device's first row, and which of them it has."""
+    """Inside `manual`: count ids from this device's first row, and say which of them it has."""
     ids_BS = ids_BS - first_row(axis, rows, layout)
     here_BS = (ids_BS >= 0) & (ids_BS < rows)
     return jnp.where(here_BS, ids_BS, 0), here_BS
 
 
 def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
-    """`x` with a share `rate` of its entries zeroed and the rest scaled up; `x` itself when key is None.
+    """Zero a share `rate` of the entries of `x` and scale up the rest; `x` itself when key is None.
 
     The bits depend on the key and the position in the global array only, so they are the same on every mesh.
     """

@@ -1,4 +1,4 @@
-"""Host memory: where it can be used, where it is known to go wrong, and a check that it does not on this device."""
+"""Host memory: where it can be used, where it is known to fail, and a check that it does not fail on this device."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from jaxpar.base.errors import UserError
 
 PyTree = Any
 HOST = "pinned_host"
-# The two programs do the same in the same order; a compiler that fuses otherwise may round otherwise, by a few ulps.
+# The two programs do the same in the same order; a compiler that fuses them differently may round by a few ulps.
 _TOLERANCE = 1e-5
 
 
 KNOWN_BAD = {
     ("gpu", "0.11.0"): "scan residuals offloaded to the host give silently wrong gradients (openxla/xla#46231)",
 }
-"""What happens with a platform and a jaxlib that offloads wrongly there."""
+"""What happens with a platform and a jaxlib that offload wrongly."""
 
 
 def known_problem(platform: str, jaxlib: str) -> str:
-    """What is known to go wrong with offloaded activations there; empty = nothing."""
+    """What is known to go wrong with offloaded activations on this platform and jaxlib; empty = nothing."""
     what = KNOWN_BAD.get((platform, jaxlib))
     return f"jaxlib {jaxlib} on {platform.upper()}: {what}" if what else ""
 
 
 def check_offload(what: str, device: jax.Device, anyway: bool) -> None:
-    """Refuse to offload where that cannot be done, or is known to be done wrongly.
+    """Refuse to offload where it cannot be done, or is known to give wrong results.
 
     Args:
-      what: the setting that asks for it: `memory.keep.block_input = offload`.
-      device: one of those that the plan is for; it may be an absent one.
-      anyway: use a version that is known to be wrong.
+      what: the setting that asks for it, such as `memory.keep.block_input = offload`.
+      device: one of the devices that the plan is for; it may be absent.
+      anyway: use even a version that is known to be wrong.
 
     Raises:
-      UserError: such a version, or a device without host memory.
+      UserError: the version is known to be wrong, or the device has no host memory.
     """
     bad = known_problem(device.platform, version("jaxlib"))
     if bad and not anyway:
@@ -58,12 +58,12 @@ def check_offload(what: str, device: jax.Device, anyway: bool) -> None:
 
 
 def on_host(x: jax.Array) -> jax.Array:
-    """An array of a traced function, sent to host memory; one that is there stays."""
+    """Send an array of a traced function to host memory; if it is there already, it stays."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
 def on_device(x: jax.Array) -> jax.Array:
-    """An array of a traced function, fetched to the device; one that is there stays."""
+    """Fetch an array of a traced function to the device; if it is there already, it stays."""
     return jax.device_put(x, jax.memory.Space.Device) if in_host_memory(x) else x
 
 
@@ -75,10 +75,10 @@ def in_host_memory(x: jax.Array) -> bool:
 def lower_for(
     jitted: jax.stages.Wrapped, arguments: PyTree, host: PyTree, platform: str
 ) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
-    """A jitted function traced and lowered for devices that may be absent, some of its arguments in host memory.
+    """Trace and lower a jitted function for devices that may be absent, with some of its arguments in host memory.
 
-    An absent GPU knows no kinds of memory: its shardings forget them, so they are written into the lowered program. The
-    arguments are ShapeDtypeStructs with shardings; `host` says of each whether it lies in host memory.
+    An absent GPU knows no kinds of memory and its shardings forget them, so they are written into the lowered program.
+    The arguments are ShapeDtypeStructs with shardings; `host` says for each whether it lies in host memory.
     """
     leaves, flags = jax.tree.leaves(arguments), jax.tree.leaves(host)
     forgotten = any(flag and leaf.sharding.memory_kind != HOST for leaf, flag in zip(leaves, flags, strict=True))
@@ -105,7 +105,7 @@ def lower_for(
 
 
 def memory_kinds(device: jax.Device) -> list[str]:
-    """The memories that a program on this device can use; none where the device does not say."""
+    """The kinds of memory that a program on this device can use; none where the device does not say."""
     try:
         return sorted(memory.kind for memory in device.addressable_memories())
     except Exception:  # an absent device, by whatever its client raises
@@ -116,7 +116,7 @@ def require_right_gradients(device: jax.Device, say: Callable[[str], None]) -> N
     """Compare the gradient of a small offloaded scan with the plain one on this device.
 
     Raises:
-      UserError: they differ.
+      UserError: the two gradients differ.
     """
     error, where = gradient_error(device), f"{device.device_kind}, jaxlib {version('jaxlib')}"
     if not error <= _TOLERANCE:
@@ -128,7 +128,7 @@ def require_right_gradients(device: jax.Device, say: Callable[[str], None]) -> N
 
 
 def gradient_error(device: jax.Device) -> float:
-    """How far a small scan's gradient is off with its activations in host memory, relative to its largest entry."""
+    """The error of a small scan's gradient with activations in host memory, relative to its largest entry."""
     rng = np.random.default_rng(0)
     weights_LDD, x_BD = (
         jax.device_put(rng.standard_normal(shape, np.float32), device) for shape in ((5, 64, 64), (8, 64))

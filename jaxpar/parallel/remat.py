@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass, by name: a policy over `jax.checkpoint`."""
+"""A policy over `jax.checkpoint` that says by name what a block keeps for its backward pass."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from jaxpar.base.jax_compat import CUDNN_ATTENTION, NAME
 from jaxpar.base.plan import Plan
 from jaxpar.parallel.host_memory import HOST
 
-# cuDNN's attention gives its backward more than its output, and what that is has no name.
+# cuDNN's attention gives its backward more than its output, and these other arrays have no name.
 _MADE_BY = {CUDNN_ATTENTION: "attention_out"}
 
 
 def named(x: Array, name: str) -> Array:
-    """`x`, known to the plan by this name, which is one of `jaxpar.base.activation_names.NAMES`."""
+    """Give `x` the name by which the plan knows it, one of `jaxpar.base.activation_names.NAMES`."""
     assert name in NAMES, f"activation_names.NAMES has no {name}"
     return checkpoint_name(x, name)
 
 
 def remat(block: Callable[..., Any], plan: Plan, looped: bool = True) -> Callable[..., Any]:
-    """`block` with a policy: of the activations that it names it keeps what the plan says, and makes the rest again.
+    """Wrap `block` in a policy: of the activations it names, it keeps those the plan says and computes the rest again.
 
     The loop around a block keeps the block's input. So that the input can lie in host memory instead, the block gives
     it a name before anything else, and the loop keeps the named array. `looped` says whether the block is the body of a
@@ -39,7 +39,7 @@ def remat(block: Callable[..., Any], plan: Plan, looped: bool = True) -> Callabl
         action = plan.action(name) if name in NAMES else "recompute"
         if action == "offload":
             return Offloadable(src="device", dst=HOST)
-        # The block's input is there anyway, as what the block is given; by its name it would be kept a second time.
+        # The block's input is kept anyway, as its argument; by its name it would be kept a second time.
         return Saveable if action == "save" and name != "block_input" else Recompute
 
     # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass; unrolled, XLA:TPU

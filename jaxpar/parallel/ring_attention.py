@@ -1,10 +1,10 @@
-"""Ring attention: keys and values go round the devices, and what each block contributes is merged.
+"""Ring attention: keys and values go round the devices, and the contributions of the blocks are merged.
 
-Liu et al. 2023, arXiv:2310.01889, with tokens in zigzag order: of a causal mask every step has two full pairs of
-chunks, whichever device it is. A hop is written before the work that it should hide behind. All of it runs inside
-`manual`, on local arrays.
+This is Liu et al. 2023, arXiv:2310.01889, with tokens in zigzag order: under a causal mask every device has two full
+pairs of chunks in each step. A hop is written before the work that should hide it. All of it runs inside `manual`, on
+local arrays.
 
-Shapes: B batch, S sequence of one device, C chunk of it, H heads, K kv heads, h head_dim; a leading 2 counts a device's
+Shapes: B batch, S sequence of one device, C chunk of it, H heads, K kv heads, h head_dim. A leading 2 counts a device's
 chunks, the early one first.
 """
 
@@ -29,7 +29,7 @@ UNROLLED = 8  # devices up to which every step of the ring is written out; beyon
 
 
 def forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
-    """Float32 output and log-sum-exp."""
+    """Return the output and the log-sum-exp, both in float32."""
     q, kv, early, late = *_halve(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
     C = q.shape[2]
 
@@ -55,10 +55,10 @@ def forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> t
 def backward(
     q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: ContextTask
 ) -> tuple[Array, Array, Array]:
-    """The sums of dk and dv follow their keys and values one step behind, so that they too travel beside the work.
+    """Return the gradients; the sums of dk and dv follow their keys one hop late, and so travel beside the work too.
 
-    A device's own pairs are split between the two ends of the loop: what two diagonals give is made while the first
-    keys are on their way, the full pair while the sums come home.
+    A device's own pairs are split between the two ends of the loop: the two diagonals are computed while the first keys
+    are on their way, the full pair while the sums come home.
     """
     q, kv, early, late = *_halve(q_BSHh, k_BSKh, v_BSKh), *own_chunks(work)
     dout, lse, delta = stack_chunks(dout_BSHh, 1), stack_chunks(lse_BHS, 2), stack_chunks(delta_BHS, 2)
@@ -67,7 +67,7 @@ def backward(
     def tile(
         sums: tuple[Array, ...], q_half: Place, kv: KeysValues, kv_half: Place, how: tuple[Mask, Call]
     ) -> tuple[Array, ...]:
-        """The sums (dq, dk, dv), each [2, ...], with what one pair of chunks adds."""
+        """Add what one pair of chunks contributes to the sums (dq, dk, dv), each [2, ...]."""
         mine = q[q_half], kv[0][kv_half], kv[1][kv_half], dout[q_half], lse[q_half], delta[q_half]
         places = q_half, kv_half, kv_half
         return tuple(s.at[i].add(x) for s, i, x in zip(sums, places, work.kernel.backward(*mine, *how), strict=True))
@@ -97,10 +97,11 @@ def backward(
 def _around(
     work: ContextTask, kv: KeysValues, own: Callable[[], State], visit: Callable[[State, KeysValues, Place], State]
 ) -> State:
-    """The state once the keys and values of every device have been here; the next travel while some are at work.
+    """Return the state after the keys and values of every device have been here; the next travel while some are at
+    work.
 
-    `own` makes the state from this device's keys and values. `visit` adds those that have made so many hops; the first
-    visit may change the form of the state.
+    `own` makes the state from this device's keys and values. `visit` adds the keys and values that have made so many
+    hops; the first visit may change the form of the state.
     """
 
     def turn(carry: tuple[KeysValues, State], hops: Place) -> tuple[tuple[KeysValues, State], None]:
@@ -120,11 +121,12 @@ def _around(
 
 
 def _visible(work: ContextTask, hops: Place) -> Sequence[tuple[Place, Place, Array, Array]]:
-    """The two pairs of chunks with something to see in the block of the device so many hops behind.
+    """The two pairs of chunks that have something to see in the block of the device so many hops behind.
 
     Returns:
-      Which half of one's queries, which half of its keys, and the chunks' numbers. The late queries see its early
-      keys; beyond that, either the early queries see its early keys too, or the late queries its late keys.
+      For each pair: which half of this device's queries, which half of that device's keys, and the numbers of the
+        chunks. The late queries see its early keys; besides, the early queries see its early keys or the late queries
+        its late keys.
     """
     early, late = own_chunks(work)
     behind = (early - hops) % work.size

@@ -1,10 +1,10 @@
 """Collective matmuls: a matmul and the gather before it, or the sum and scatter after it, as one op.
 
-Wang et al. 2023, "Overlap communication with dependent computation via decomposition in large deep learning models"
-(ASPLOS): chunks of a gathered array are multiplied as they arrive, and each chunk of a product is added to the sum that
-comes by on its way to the device it belongs to. The loops are unrolled and a hop is written before the work it should
-hide behind, so that the compiler's scheduler sees every step. `jaxpar.parallel.linear` makes the two ops each other's
-transpose.
+Following Wang et al. 2023, "Overlap communication with dependent computation via decomposition in large deep learning
+models" (ASPLOS), chunks of a gathered array are multiplied as they arrive, and each chunk of a product is added to a
+sum that passes by on its way to the device it belongs to. The loops are unrolled, and a hop is written before the work
+that should hide it, so that the compiler's scheduler sees every step. `jaxpar.parallel.linear` makes each op the
+other's transpose.
 
 Everything here runs inside `manual`, on local arrays whose dim 1 is the sequence.
 """
@@ -28,15 +28,15 @@ from jaxpar.parallel.collectives import further_split, gather, reduce
 def all_gather_matmul(
     x: jax.Array, weights: Sequence[jax.Array], stored: Axes, used: Axes, dtype: str, layout: Layout, form: Form
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """`x` gathered, and its products with weights that share the gather.
+    """Gather `x` and multiply it by weights that share the gather.
 
-    x is an array [B, S, *in] in the layout `stored`, the weights are arrays [*in, *out] as they are multiplied.
+    x is an array [B, S, *in] in the layout `stored`, and the weights are arrays [*in, *out], ready to be multiplied.
 
     Returns:
-      x in the layout `used`, and one array [B, S, *out] of `dtype` a weight.
+      x in the layout `used`, and for each weight an array [B, S, *out] of `dtype`.
 
     Raises:
-      UserError: a form that there is not.
+      UserError: no such form.
     """
     ring = _ring(stored, used, form, layout)
     if ring is None:
@@ -57,13 +57,13 @@ def matmul_reduce_scatter(
     products: Sequence[tuple[jax.Array, jax.Array]], partial: Collection[MeshAxis], used: Axes, stored: Axes,
     dtype: str, layout: Layout, form: Form,
 ) -> jax.Array:  # fmt: skip
-    """The sum of some matmuls, which is partial over mesh axes, in the layout it is stored in.
+    """Sum some matmuls, where the sum is partial over mesh axes, into the layout that the sum is stored in.
 
     Args:
       products: pairs of an array [B, S, *in] and a weight [*in, *out].
       partial: mesh axes over which the sum is partial.
-      used, stored: layouts of the sum, before and after.
-      dtype: of the result, and of what travels; in a ring, sums are added in float32 and rounded at each hop.
+      used, stored: layouts of the sum before and after.
+      dtype: dtype of the result and of what travels. In a ring, sums are added in float32 and rounded at each hop.
 
     Returns:
       An array [B, S, *out].
@@ -80,7 +80,7 @@ def matmul_reduce_scatter(
 
 
 def matmul(x: jax.Array, weight: jax.Array, dtype: str) -> jax.Array:
-    """[B, S, *in] times [*in, *out], as a matmul of flattened dims."""
+    """Multiply [B, S, *in] by [*in, *out] as a matmul of flattened dims."""
     out = weight.shape[x.ndim - 2 :]
     x_TI = x.reshape(x.shape[0] * x.shape[1], -1)
     y_TO = jnp.matmul(x_TI, weight.reshape(x_TI.shape[1], -1), preferred_element_type=jnp.dtype(dtype))
@@ -92,7 +92,8 @@ def _sum(parts: Iterator[jax.Array]) -> jax.Array:
 
 
 def _ring(stored: Axes, used: Axes, form: Form, layout: Layout) -> _Ring | None:
-    """The ring that takes the place of the gather from one layout to the other, or of its transpose; None = no ring."""
+    """The ring that replaces the gather from one layout to the other, or the transpose of that gather; None = no
+    ring."""
     if form not in get_args(Form):
         known = get_args(Form)
         raise UserError(f"no form {form!r}{suggest(form, known)} of a gather or scatter: try one of {', '.join(known)}")
@@ -106,9 +107,9 @@ class _Ring(NamedTuple):
     """Devices that hand chunks on to their neighbours.
 
     Attributes:
-      axes: mesh axes, taken as one.
-      size: devices along them.
-      form: `ring` sends whole chunks one way, `bidirectional` one half of each chunk either way.
+      axes: mesh axes, treated as one.
+      size: number of devices along them.
+      form: `ring` sends whole chunks one way, `bidirectional` sends one half of each chunk either way.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -116,21 +117,21 @@ class _Ring(NamedTuple):
     form: Literal["ring", "bidirectional"]
 
     def lanes(self, rows: int) -> list[tuple[int, int, int]]:
-        """How a chunk of `rows` travels: (first row, rows, direction) of each part. A single row goes one way."""
+        """How a chunk of `rows` travels: (first row, rows, direction) of each part. A single row goes one way only."""
         half = rows // 2 if self.form == "bidirectional" else 0
         return [(0, half, -1), (half, rows - half, 1)] if half else [(0, rows, 1)]
 
     def hop(self, x: jax.Array, direction: int) -> jax.Array:
-        """What the neighbour behind has, seen in this direction."""
+        """Return what the neighbour behind has, as seen in this direction."""
         return jax.lax.ppermute(x, self.axes, [(i, (i + direction) % self.size) for i in range(self.size)])
 
     def behind(self, hops: int, direction: int) -> jax.Array:
-        """The device so many hops behind this one."""
+        """Return the device that is so many hops behind this one."""
         return (jax.lax.axis_index(self.axes) - direction * hops) % self.size
 
 
 def _gather_chunks(x: jax.Array, ring: _Ring) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """The chunks of the all-gather of `x` as (first row, rows), one's own first; the next is under way meanwhile."""
+    """Yield the chunks of the all-gather of `x` as (first row, rows), its own first; the next travels meanwhile."""
     rows = x.shape[1]
     parts = [
         (first, direction, jax.lax.slice_in_dim(x, first, first + count, axis=1))
@@ -147,9 +148,10 @@ def _gather_chunks(x: jax.Array, ring: _Ring) -> Iterator[tuple[jax.Array, jax.A
 def _scatter_sums(
     summand: Callable[[jax.Array, int], jax.Array], rows: int, dtype: jnp.dtype, ring: _Ring
 ) -> jax.Array:
-    """The reduce-scatter of an array whose local summand is made piece by piece, in float32: `summand(first, count)`.
+    """The reduce-scatter of an array whose local summand is made piece by piece, in float32, by `summand(first,
+    count)`.
 
-    Sums travel in `dtype`, and `rows` is the length of the chunk that stays here.
+    Sums travel in `dtype`; `rows` is the length of the chunk that stays here.
     """
     lanes = ring.lanes(rows)
     sums: list[jax.Array] = []

@@ -1,7 +1,7 @@
-"""The order of a batch's tokens where attention splits the sequence, which chunks a device has, and halves of a batch.
+"""The order of a batch's tokens where attention splits the sequence, the chunks of each device, and halves of a batch.
 
-Device i of n has chunks i and 2n - 1 - i of 2n (zigzag), so that a causal mask leaves every device the same work
-(LLaMA 3, arXiv:2407.21783, section 3.3.2); Ulysses keeps tokens as they are.
+Device i of n has chunks i and 2n - 1 - i of 2n (zigzag), so that under a causal mask every device has the same work
+(LLaMA 3, arXiv:2407.21783, section 3.3.2). Ulysses keeps tokens in their own order.
 
 Shapes: B batch, S sequence, C chunk, T whole sequence, V vocab.
 """
@@ -24,13 +24,13 @@ from jaxpar.kernels.masks import Causal, Full, Mask, Segments, of_distance
 from jaxpar.parallel.collectives import manual
 
 TOKENS: Axes = ("batch", None)
-"""Arrays of a batch, one entry a token."""
+"""The layout of a batch's arrays, which have one entry per token."""
 PARTS = Call(out_dtype=jnp.float32)
-"""Answers that are merged or added up."""
+"""Partial answers, which are merged or added up."""
 
 
 def chunk_order(layout: Layout, strategy: Strategy) -> list[int]:
-    """Which chunk of the sequence stands at each place: [0, 3, 1, 2] for a ring of two devices, [0] as it was."""
+    """Which chunk of the sequence stands at each place: [0, 3, 1, 2] for a ring of two devices, [0] for no change."""
     n = layout.size("attention_seq")
     if n == 1 or strategy == "ulysses":
         return [0]
@@ -38,21 +38,21 @@ def chunk_order(layout: Layout, strategy: Strategy) -> list[int]:
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """The order that undoes an order of chunks."""
+    """Return the order that undoes an order of chunks."""
     return sorted(range(len(order)), key=order.__getitem__)
 
 
 def reorder(x: Array, order: Sequence[int], dim: int) -> Array:
-    """`x` with the chunks of a dim in another order."""
+    """Return `x` with the chunks of one dim in another order."""
     front, back = x.shape[:dim], x.shape[dim + 1 :]
     return jnp.take(x.reshape(*front, len(order), -1, *back), jnp.asarray(order), axis=dim).reshape(x.shape)
 
 
 def check_chunks(layout: Layout, strategy: Strategy, seq_len: int) -> None:
-    """Refuse a sequence that is not cut into equal chunks.
+    """Refuse a sequence that cannot be cut into equal chunks.
 
     Raises:
-      UserError: such a one, with the nearest lengths that are.
+      UserError: the sequence cannot be cut so; the message names the nearest lengths that can.
     """
     chunks = max(layout.size("attention_seq"), len(chunk_order(layout, strategy)))
     if seq_len % chunks:
@@ -65,22 +65,22 @@ def check_chunks(layout: Layout, strategy: Strategy, seq_len: int) -> None:
 
 
 def context_sizes(layout: Layout) -> str:
-    """The mesh axes that split the sequence in attention, and their sizes, in words."""
+    """Name the mesh axes that split the sequence in attention, with their sizes."""
     return describe({axis: layout.mesh.shape[axis] for axis in layout.mesh_axes("attention_seq")})
 
 
 def in_order(
     batch: Mapping[str, Int[Array, "B S"]], layout: Layout, context: Strategy = "ring"
 ) -> dict[str, Int[Array, "B S"]]:
-    """A batch with its tokens in the order in which attention splits the sequence; `positions` says where they stood.
+    """Put a batch's tokens in the order in which attention splits the sequence; `positions` says where they stood.
 
     Args:
-      batch: int arrays [B, S] by name, `tokens` among them, each sequence whole on every device; `positions` are made
-        where there are none.
-      context: how attention sees a sequence that is split, as for `attention`.
+      batch: int arrays [B, S] by name, `tokens` among them, with each sequence whole on every device. `positions` are
+        made if the batch has none.
+      context: how attention runs where the sequence is split, as for `attention`.
 
     Raises:
-      UserError: a sequence that is not cut into equal chunks.
+      UserError: the sequence cannot be cut into equal chunks.
     """
     tokens_BS, order = batch["tokens"], chunk_order(layout, context)
     positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1]), tokens_BS.shape)
@@ -92,13 +92,13 @@ def in_order(
 
 
 def in_natural_order(x_BSV: Float[Array, "B S V"], layout: Layout, context: Strategy = "ring") -> Float[Array, "B S V"]:
-    """What a model made of a batch `in_order`, its tokens as they were; arguments as there."""
+    """Put what a model made of a batch `in_order` back into the tokens' own order; the arguments are as there."""
     order = chunk_order(layout, context)
     return x_BSV if len(order) == 1 else reorder(x_BSV, inverse(order), 1)
 
 
 def halves(x: Array | None, axes: Axes, plan: Plan) -> tuple[Any, ...]:
-    """What a block runs on, one after the other: the array, or under Domino two halves of each device's sequences."""
+    """Return what a block runs on in turn: the array, or under Domino two halves of each device's sequences."""
     if x is None or plan.overlap.parts == 1:
         return (x,) * plan.overlap.parts
     return manual(lambda x: tuple(jnp.split(x, 2)), plan, (axes,), (axes, axes))(x)
@@ -112,12 +112,12 @@ def whole_batch(parts: tuple[Array, ...], axes: Axes, plan: Plan) -> Array:
 
 
 class ContextTask(NamedTuple):
-    """What a strategy is to do, inside `manual`.
+    """What a strategy has to do, inside `manual`.
 
     Attributes:
       layout: mesh and rules.
-      mask: what a query sees, documents aside: at most the keys at or before it.
-      segments_BT: documents of all tokens, in `chunk_order`.
+      mask: what a query sees, apart from documents: at most the keys at its own place or before.
+      segments_BT: the document of every token, in `chunk_order`.
       kernel: the implementation of attention, with a forward and a backward: see `jaxpar.kernels.attention.call`.
     """
 
@@ -135,47 +135,47 @@ class ContextTask(NamedTuple):
         return self.layout.size("attention_seq")
 
     def hop(self, tree: Any) -> Any:
-        """What the device before this one has, of every array."""
+        """Return what the device before this one has of every array."""
         there = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, there), tree)
 
     def segments_of(self, chunk: Any, C: int) -> Array | None:
-        """The documents [B, C] of a chunk in zigzag order."""
+        """Return the documents [B, C] of a chunk in zigzag order."""
         if self.segments_BT is None:
             return None
         place = jnp.where(chunk < self.size, 2 * chunk, 2 * (2 * self.size - 1 - chunk) + 1)
         return jax.lax.dynamic_slice_in_dim(self.segments_BT, place * C, C, axis=1)
 
     def pair(self, q_chunk: Any, k_chunk: Any, C: int) -> tuple[Mask, Call]:
-        """What the queries of one chunk see of the keys of an earlier one."""
+        """Return what the queries of one chunk see of the keys of an earlier one."""
         ids = self.segments_of(q_chunk, C), self.segments_of(k_chunk, C)
         if self.mask == Causal():
             return with_documents(Full(), *ids), PARTS
         return with_documents(self.mask, *ids), PARTS._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
 
     def diagonal(self, chunk: Any, C: int) -> tuple[Mask, Call]:
-        """What one chunk's queries see of its own keys."""
+        """Return what the queries of a chunk see of its own keys."""
         ids = [self.segments_of(chunk, C)] * 2
         start = 0 if of_distance(self.mask) else chunk * C
         return with_documents(self.mask, *ids), PARTS._replace(q_start=start, k_start=start, multiple=C)
 
 
 def with_documents(mask: Mask, q_ids: Array | None, kv_ids: Array | None) -> Mask:
-    """The mask, of one's own document only where there are ids."""
+    """Return the mask, limited to a token's own document where there are ids."""
     return mask if q_ids is None or kv_ids is None else mask & Segments(q_ids, kv_ids)
 
 
 def own_chunks(work: ContextTask) -> tuple[Array, Array]:
-    """The numbers of this device's early and late chunk."""
+    """Return the numbers of this device's early and late chunk."""
     place = jax.lax.axis_index(work.axes)
     return place, 2 * work.size - 1 - place
 
 
 def stack_chunks(x: Array, dim: int) -> Array:
-    """The chunks of a device, stacked."""
+    """Stack the chunks of a device."""
     return jnp.stack(jnp.split(x, 2, axis=dim))
 
 
 def join_chunks(x: Array, dim: int) -> Array:
-    """The inverse of `stacked`."""
+    """The inverse of `stack_chunks`."""
     return jnp.concatenate([x[0], x[1]], axis=dim)
