@@ -1,4 +1,4 @@
-"""Attention behind one function, the masks that it takes, and matmuls of grouped rows. No kernel sees a mesh.
+"""Attention behind one function, the masks that it takes, and matmuls of grouped rows. No kernel knows of a mesh.
 
     out_BSHh, lse_BHS = kernels.attention(q_BSHh, k_BTKh, v_BTKh, masks.Causal() & masks.Window(1023))
 

@@ -1,6 +1,6 @@
-"""Matmuls of rows that belong to different experts, on one device: each row times the matrix of its own.
+"""Matmuls of rows that belong to different experts, on one device: each row is multiplied by its expert's matrix.
 
-Shapes: E experts, R rows, I and O the dims of a matrix, M buffers that the rows came in.
+Shapes: E experts, R rows, I and O the dims of a matrix, M the buffers that the rows came in.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
 
 
 class Groups(NamedTuple):
-    """Rows of the experts of a device, in the order of the experts.
+    """The rows of a device's experts, in the order of the experts.
 
     Attributes:
-      counts: rows of each buffer [buffers, E] for each expert; None = as many for each.
-      experts: how many are here.
+      counts: how many rows each buffer has for each expert, [buffers, E]; None = as many for each expert.
+      experts: how many experts are here.
     """
 
     counts: Array | None
     experts: int
 
     def product(self, x_RI: Array, weight_EIO: Array) -> Array:
-        """Each row times the matrix of its expert."""
+        """Multiply each row by the matrix of its expert."""
         if self.counts is not None:
             sizes_E = jnp.sum(self.counts, axis=0)
             return jax.lax.ragged_dot(x_RI, weight_EIO, sizes_E, preferred_element_type=weight_EIO.dtype)
@@ -46,8 +46,8 @@ class Groups(NamedTuple):
         return jnp.einsum("ERI,ERO->EIO", x_ERI, dy_ERO, preferred_element_type=float32)
 
     def order(self, rows: int) -> Array | None:
-        """Of rows that stand buffer by buffer, the one at each place in the order of the experts, empty ones last;
-        None = they stand so."""
+        """The permutation that takes rows from the order of the buffers to that of the experts, empty rows last;
+        None = they are in that order already."""
         if self.counts is None or len(self.counts) == 1:
             return None
         ends_ME = jnp.cumsum(self.counts, axis=1)
@@ -56,5 +56,5 @@ class Groups(NamedTuple):
 
 
 def inverse(order: Array) -> Array:
-    """The permutation that undoes one."""
+    """The permutation that undoes this one."""
     return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)

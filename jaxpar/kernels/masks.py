@@ -4,11 +4,12 @@
     Causal() & Segments(documents_BS, documents_BS)
     PrefixLM(64) | BigBird(length=4096, window=3, globals=2, random=3, seed=0)
 
-One algebra serves the reference (`visible` of all places), the kernels (`states` of tiles: which to leave out, which
-need no mask; `visible` inside the others) and context parallelism (places that begin anywhere). A mask without ids is
-hashable. All are pytrees, whose only arrays are the ids of `Segments`.
+One algebra serves three users. The reference asks `visible` of all places. The kernels ask `states` which tiles can be
+left out and which need no mask, and `visible` inside the others. Context parallelism has places that begin anywhere.
+A mask without ids is hashable. All masks are pytrees, and their only arrays are the ids of `Segments`.
 
-Places are int32: i of a query, j of a key, d = i - j. Shapes: B batch, S queries, T keys, Q and K their tiles.
+Places are int32: i is that of a query, j that of a key, and d = i - j. Shapes: B batch, S queries, T keys, Q and K
+their tiles.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from jaxtyping import Array, Bool, Int
 from jaxpar.base.errors import UserError
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-"""What of a tile may be seen: nothing, some of it, all of it."""
+"""How much of a tile may be seen: nothing, some of it, or all of it."""
 Places: TypeAlias = Any
-"""Places, or what is known of them: an array of numpy or jax, or a number. Kernels compute with all of these alike."""
+"""Places, or what is known of them: a numpy array, a jax array or a number. Kernels compute with all of them alike."""
 Start: TypeAlias = int | Array
 """The place of the first query or key, which may be traced."""
 _Kind = TypeVar("_Kind")
-_REFINED = 1 << 27  # places of partial tiles that are looked at one by one, at most
+_REFINED = 1 << 27  # at most so many places of partial tiles are looked at one by one
 
 
 class Tiles(NamedTuple):
     """Queries and keys cut into tiles; the last ones may be smaller.
 
     Attributes:
-      S, T: how many queries and keys.
-      block_q, block_k: of a tile.
-      q_start, k_start: places of the first query and the first key: int, or a traced scalar.
-      multiple: what traced ones are multiples of.
+      S, T: how many queries and keys there are.
+      block_q, block_k: how many queries and keys a tile has.
+      q_start, k_start: the places of the first query and the first key, each an int or a traced scalar.
+      multiple: a number that traced starts are multiples of.
     """
 
     S: int
@@ -63,11 +64,11 @@ class Tiles(NamedTuple):
 
     @property
     def traced(self) -> bool:
-        """Whether places are known only when the program runs."""
+        """Whether the places are known only when the program runs."""
         return _any_traced(self.q_start, self.k_start)
 
     def spans(self) -> tuple[Places, Places, Places, Places]:
-        """Places of each tile's first and last query [Q, 1] and first and last key [1, K]."""
+        """The places of each tile's first and last query [Q, 1] and of its first and last key [1, K]."""
         Q, K = self.shape
         rows, columns = np.arange(Q)[:, None] * self.block_q, np.arange(K)[None] * self.block_k
         last_rows = np.minimum(rows + self.block_q, self.S) - 1
@@ -76,7 +77,7 @@ class Tiles(NamedTuple):
         return rows + q, last_rows + q, columns + k, last_columns + k
 
     def ahead(self) -> tuple[Places, Places]:
-        """The least and the greatest d of each tile [Q, K]; every one between them occurs."""
+        """The least and the greatest d of each tile [Q, K]; every value between them occurs."""
         first_i, last_i, first_j, last_j = self.spans()
         return first_i - last_j, last_i - first_j
 
@@ -85,17 +86,19 @@ class Mask:
     """The base of all masks."""
 
     def visible(self, i: Places, j: Places) -> Places:
-        """Whether queries at places `i` may see keys at places `j`: bool, of their shapes broadcast.
+        """Whether queries at places `i` may see keys at places `j`, as bool of their broadcast shapes.
 
-        Numpy or jax; inside kernels too, where what is looked up must be replaced first (see `kernels.visits`).
+        It takes numpy or jax arrays. Inside a kernel, masks that look up an array must first be replaced (see
+        `kernels.visits`).
         """
         raise NotImplementedError
 
     def states(self, tiles: Tiles) -> Places:
-        """`EMPTY`, `PARTIAL` or `FULL` of each tile, int8 [Q, K], or [B, Q, K] where ids say so.
+        """`EMPTY`, `PARTIAL` or `FULL` for each tile, int8 [Q, K], or [B, Q, K] where ids make sequences differ.
 
-        Numpy where everything is known while tracing. Exact for every mask but combinations and ids, which may say
-        `PARTIAL` of a tile that is empty or full, never anything else wrong; see `tile_states`.
+        The result is a numpy array where everything is known while tracing. It is exact for every mask except
+        combinations and ids: those may call an empty or full tile `PARTIAL`, but are never wrong otherwise. See
+        `tile_states`.
         """
         raise NotImplementedError
 
@@ -104,7 +107,7 @@ class Mask:
         yield self
 
     def replaced(self, of_leaf: Callable[[Mask], Mask]) -> Mask:
-        """The same combination of other masks, `Full` left out where it changes nothing."""
+        """The same combination with each mask replaced; `Full` is left out where it changes nothing."""
         return of_leaf(self)
 
     def __and__(self, other: Mask) -> Mask:
@@ -120,13 +123,13 @@ def _state(some: Places, every: Places) -> Places:
 
 @dataclass_transform(frozen_default=True)
 def _static(kind: type[_Kind]) -> type[_Kind]:
-    """A frozen dataclass, and a pytree without arrays."""
+    """Make a class a frozen dataclass and a pytree without arrays."""
     return jax.tree_util.register_static(dataclasses.dataclass(frozen=True)(kind))
 
 
 @_static
 class Full(Mask):
-    """Everything."""
+    """Every query sees every key."""
 
     def visible(self, i: Places, j: Places) -> Places:
         return i - j == i - j
@@ -137,7 +140,7 @@ class Full(Mask):
 
 @_static
 class Causal(Mask):
-    """Keys at or before the query's place plus `offset`."""
+    """A query sees the keys at or before its own place plus `offset`."""
 
     offset: int = 0
 
@@ -151,9 +154,9 @@ class Causal(Mask):
 
 @_static
 class Window(Mask):
-    """Keys at most `left` places before the query and `right` after it; None = however far.
+    """A query sees the keys at most `left` places before it and `right` places after it; None = however far.
 
-    `Causal() & Window(1023)` sees 1024 keys, its own among them.
+    Under `Causal() & Window(1023)` a query sees 1024 keys, its own among them.
     """
 
     left: int | None = None
@@ -176,7 +179,7 @@ class Window(Mask):
 
 @_static
 class PrefixLM(Mask):
-    """The first `n` keys, and those at or before the query (arXiv:1910.10683, section 3.2.1)."""
+    """A query sees the first `n` keys and those at or before it (arXiv:1910.10683, section 3.2.1)."""
 
     n: int
 
@@ -190,7 +193,7 @@ class PrefixLM(Mask):
 
 @_static
 class Dilated(Mask):
-    """Every `stride`-th key, up to `window - 1` of them on either side, and its own (arXiv:2004.05150, section 3.1)."""
+    """A query sees itself and every `stride`-th key, at most `window - 1` a side (arXiv:2004.05150, section 3.1)."""
 
     window: int
     stride: int
@@ -203,7 +206,7 @@ class Dilated(Mask):
         (least, most), stride = tiles.ahead(), self.stride
         reach = (self.window - 1) * stride
         within = (least >= -reach) & (most <= reach)
-        # Of the places between, the last that is a multiple must not lie before the first.
+        # The last multiple of the stride in the range must not lie before the range's first place.
         last = (_minimum(most, reach) // stride) * stride
         return _state(
             last >= _maximum(least, -reach), within & (stride == 1 or (least == most) & (least % stride == 0))
@@ -223,12 +226,12 @@ def _any_traced(*values: object) -> bool:
 
 
 def numpy_for(*values: object) -> ModuleType:
-    """The module that computes with these: jax.numpy if any of them is jax's."""
+    """The module that computes with these values: jax.numpy if any of them is jax's, else numpy."""
     return jnp if _any_traced(*values) else np
 
 
 class Blocks(Mask):
-    """Whole blocks: what `BlockSparse` and `BigBird` share."""
+    """A mask of whole blocks, which `BlockSparse` and `BigBird` share."""
 
     block_q: int
     block_k: int
@@ -239,7 +242,7 @@ class Blocks(Mask):
 
     @cached_property
     def _area(self) -> Int[np.ndarray, "M+1 N+1"]:
-        """How many blocks are seen above and left of each corner."""
+        """How many of the blocks above and left of each corner are seen."""
         return np.pad(np.cumsum(np.cumsum(self.map, axis=0, dtype=np.int32), axis=1, dtype=np.int32), ((1, 0), (1, 0)))
 
     def visible(self, i: Places, j: Places) -> Places:
@@ -265,10 +268,10 @@ class Blocks(Mask):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
 class BlockSparse(Blocks):
-    """The blocks of `block_q` queries by `block_k` keys that a map names; what lies outside the map is not seen.
+    """A map says which blocks of `block_q` queries by `block_k` keys are seen; nothing outside the map is seen.
 
     Args:
-      block_map: bool [M, N], as an array or nested lists.
+      block_map: bool [M, N], given as an array or as nested lists.
     """
 
     block_map: ArrayLike | _Packed
@@ -293,7 +296,7 @@ class BlockSparse(Blocks):
 
 
 class _Packed(NamedTuple):
-    """A map of bits that can be hashed."""
+    """A map of blocks, packed into bits so that it can be hashed."""
 
     shape: tuple[int, int]
     bits: bytes
@@ -305,15 +308,15 @@ class _Packed(NamedTuple):
 
 @_static
 class BigBird(Blocks):
-    """A window of blocks, some that see and are seen by all, and some at random (arXiv:2007.14062, section 2).
+    """A window of blocks, some global blocks and some random ones (arXiv:2007.14062, section 2).
 
     Attributes:
-      length: of the sequence.
-      window: blocks around a query's own, that one among them; odd.
-      globals: blocks at the front that all queries see and whose queries see all.
-      random: blocks that each block of queries sees besides, or all that are left.
-      seed: of the draw.
-      block: places of a block.
+      length: the length of the sequence.
+      window: how many blocks around a query's own it sees, its own among them; odd.
+      globals: how many blocks at the front all queries see; their own queries see every key.
+      random: how many blocks each block of queries sees besides, or all that are left if they are fewer.
+      seed: the seed of the random draw.
+      block: how many places a block has.
     """
 
     length: int
@@ -346,31 +349,31 @@ class BigBird(Blocks):
 @partial(jax.tree_util.register_dataclass, data_fields=["q_ids", "kv_ids"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segments(Mask):
-    """Keys of the query's own document: of packed sequences.
+    """In packed sequences, a query sees the keys of its own document.
 
     Attributes:
-      q_ids, kv_ids: int [B, S] and [B, T], of the queries and keys at hand, wherever their places begin.
+      q_ids, kv_ids: int [B, S] and [B, T], the ids of the queries and keys at hand, wherever their places begin.
     """
 
     q_ids: Int[Array, "B S"]
     kv_ids: Int[Array, "B T"]
 
     def visible(self, i: Places, j: Places) -> Places:
-        """[B, S, T], which places `i` [S, 1] and `j` [1, T] do not matter for; in a kernel, of a tile's ids."""
+        """Compare all ids, [B, S, T]; the places `i` [S, 1] and `j` [1, T] do not matter. A kernel has a tile's ids."""
         return self.q_ids[..., :, None] == self.kv_ids[..., None, :]
 
     def check(self, B: int, S: int, T: int) -> None:
-        """Refuse ids that are not those of so many sequences, queries and keys.
+        """Refuse ids whose shapes do not fit so many sequences, queries and keys.
 
         Raises:
-          UserError: such ones.
+          UserError: the ids do not fit.
         """
         for name, ids, shape in (("q_ids", self.q_ids, (B, S)), ("kv_ids", self.kv_ids, (B, T))):
             if getattr(ids, "shape", None) != shape:
                 raise UserError(f"Segments needs {name} {shape}, an id for each token, and was given {_shape_of(ids)}")
 
     def states(self, tiles: Tiles) -> Places:
-        """Exact where the ids of a sequence never fall."""
+        """The states are exact where the ids of a sequence never decrease."""
         (first, last), (begin, end) = _ends(self.q_ids, tiles.block_q), _ends(self.kv_ids, tiles.block_k)
         first, last, begin, end = first[:, :, None], last[:, :, None], begin[:, None], end[:, None]
         some = (first <= end) & (begin <= last)
@@ -404,7 +407,7 @@ class _Pair(Mask):
 @partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class And(_Pair):
-    """What both masks show."""
+    """A query sees the keys that both masks show."""
 
     left: Mask
     right: Mask
@@ -426,7 +429,7 @@ class And(_Pair):
 @partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Or(_Pair):
-    """What either mask shows."""
+    """A query sees the keys that either mask shows."""
 
     left: Mask
     right: Mask
@@ -451,7 +454,7 @@ def segments_in(mask: Mask) -> list[Segments]:
 
 
 def without_segments(mask: Mask) -> Mask:
-    """The mask with all ids equal, which shows at least as much."""
+    """The mask as it would be with all ids equal, which shows at least as much."""
     return mask.replaced(lambda leaf: Full() if isinstance(leaf, Segments) else leaf)
 
 
@@ -465,10 +468,10 @@ def looks_back(mask: Mask) -> bool:
 
 
 def apart_from_segments(mask: Mask) -> tuple[Mask, Int[Array, "B S"] | None]:
-    """A mask without its `Segments`, and their ids [B, S]; None where it has none.
+    """A mask without its `Segments`, and their ids [B, S], or None where it has none.
 
     Raises:
-      UserError: segments that are combined otherwise than by `&`, or with other ids for keys than for queries.
+      UserError: segments are combined otherwise than by `&`, or have other ids for keys than for queries.
     """
     parts = list(_conjuncts(mask))
     ids = [part for part in parts if isinstance(part, Segments)]
@@ -489,21 +492,21 @@ def _conjuncts(mask: Mask) -> Iterator[Mask]:
 
 
 def of_distance(mask: Mask) -> bool:
-    """Whether only d counts, so that places may begin anywhere as long as they begin together."""
+    """Whether only d counts, so that places may begin anywhere as long as queries and keys begin together."""
     return all(isinstance(leaf, Full | Causal | Window | Dilated) for leaf in mask.leaves())
 
 
 def dense(mask: Mask, tiles: Tiles) -> Places:
-    """Every place [S, T], or [B, S, T]: for the reference, and for short sequences."""
+    """Whether each place is seen, [S, T] or [B, S, T]: for the reference and for short sequences."""
     i, j = np.arange(tiles.S)[:, None] + tiles.q_start, np.arange(tiles.T)[None] + tiles.k_start
     return mask.visible(i, j)
 
 
 def tile_states(mask: Mask, tiles: Tiles) -> Places:
-    """`mask.states`, exact for combinations too where all is known while tracing.
+    """Give `mask.states`, exact for combinations too where all is known while tracing.
 
-    Of those, tiles that the parts leave partial are looked at place by place: once for each diagonal where only d
-    counts, else up to 134 million places; beyond, they stay partial.
+    Tiles that the parts of a combination leave partial are looked at place by place. Where only d counts, this is done
+    once for each diagonal; else for up to 134 million places in all, and if there are more the tiles stay partial.
     """
     if segments_in(mask) or tiles.traced:
         return mask.states(tiles)

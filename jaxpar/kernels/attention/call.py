@@ -7,7 +7,7 @@ An implementation is a pair of functions on local arrays, with no gradient of th
 
 `lse` is the float32 log-sum-exp of a query's scores over the keys that it sees. For a query that sees nothing it is at
 most `BLIND`, and the output is zeros. `delta` is the sum over h of the output times its gradient, less the gradient of
-lse. The backward computes the weights again from lse, which may be over more keys than these (ring attention).
+lse. The backward computes the weights again from lse, which may cover more keys than these (ring attention).
 
 Shapes: B batch, S queries, T keys, H heads, K kv heads (H a multiple of K; head n has kv head n // (H // K)), h
 head_dim.
@@ -29,7 +29,7 @@ from jaxpar.kernels.masks import Start
 Arrays: TypeAlias = Array | jax.ShapeDtypeStruct
 """An array, or its shape and dtype."""
 Index: TypeAlias = int | np.integer | Array
-"""A number of a tile, a head or a program, which may be traced."""
+"""The number of a tile, a head or a program, which may be traced."""
 Ref: TypeAlias = Any
 """A ref of a Pallas kernel, or several. Jax has no public type for what a kernel is given."""
 MASKED = -1e30  # a finite "minus infinity": exp gives exactly 0, and a row with nothing to see gives no NaN
@@ -74,17 +74,17 @@ DEFAULT = Call()
 
 
 def cap_scores(scores: Array, softcap: float) -> Array:
-    """The scores with the soft cap, as the softmax takes them."""
+    """Apply the soft cap to the scores, as the softmax takes them."""
     return softcap * jnp.tanh(scores / softcap) if softcap else scores
 
 
 def through_cap(dscores: Array, capped_scores: Array, softcap: float) -> Array:
-    """The gradient of the scores, from the gradient of the capped ones; some may be masked."""
+    """The gradient of the scores, from the gradient of the capped scores, some of which may be masked."""
     return dscores * (1 - jnp.maximum(capped_scores / softcap, -1) ** 2) if softcap else dscores
 
 
 def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """(out, lse) over two sets of keys, from those over each, weighed by exp(lse) less the larger one."""
+    """(out, lse) over two sets of keys together, from those over each, weighted by exp(lse - the larger lse)."""
     (first_out, first_lse), (second_out, second_lse) = first, second
     most = jnp.maximum(first_lse, second_lse)
     weight, other = jnp.exp(first_lse - most), jnp.exp(second_lse - most)
@@ -99,18 +99,18 @@ def product(subscripts: str, a: Array, b: Array) -> Array:
 
 
 def pad_to(x: Array, dim: int, multiple: int) -> Array:
-    """Zeros behind the end of one dim, up to a multiple."""
+    """Pad one dim with zeros at its end, up to a multiple."""
     missing = -x.shape[dim] % multiple
     return jnp.pad(x, [(0, missing if n == dim % x.ndim else 0) for n in range(x.ndim)]) if missing else x
 
 
 def group_heads(x_BSHh: Array, K: int) -> Array:
-    """[B, S, H, h] as [B, K, G, S, h]."""
+    """Turn [B, S, H, h] into [B, K, G, S, h]."""
     B, S, H, h = x_BSHh.shape
     return x_BSHh.reshape(B, S, K, H // K, h).transpose(0, 2, 3, 1, 4)
 
 
 def ungroup_heads(x_BKGSh: Array) -> Array:
-    """The inverse of `grouped`."""
+    """The inverse of `group_heads`."""
     B, K, G, S, h = x_BKGSh.shape
     return x_BKGSh.transpose(0, 3, 1, 2, 4).reshape(B, S, K * G, h)

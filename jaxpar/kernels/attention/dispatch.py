@@ -1,8 +1,9 @@
-"""Attention behind one function: the fastest implementation that can serve what is asked.
+"""Attention behind one function, which takes the fastest implementation that can serve what is asked.
 
     out_BSHh, lse_BHS = attention(q_BSHh, k_BTKh, v_BTKh, Causal() & Window(1023))
 
-Softmax attention with grouped query heads (arXiv:2305.13245); the mask says what a query sees, whatever serves it.
+It is softmax attention with grouped query heads (arXiv:2305.13245). The mask says what a query sees, whichever
+implementation serves.
 
 Shapes: as in `jaxpar.kernels.attention.call`.
 """
@@ -31,27 +32,27 @@ Implementation = Literal[
     "pallas_hopper", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
 ]  # fmt: skip
 PAIRS = {"pallas_hopper": "hopper", "pallas_gpu": "triton", "pallas_tpu": "tpu", "chunked": "chunked"}
-"""Modules with a forward and a backward each: what a ring can use; see `pair`."""
+"""The modules that have both a forward and a backward, which a ring can use; see `pair`."""
 LIBRARIES: dict[str, Callable[..., Array]] = {"cudnn": libraries.cudnn, "splash": libraries.splash}
 _KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("splash", "pallas_tpu"), "gpu": ("cudnn", "pallas_gpu")}
-"""Of a platform, in order of speed; then plain XLA by tiles.
+"""The kernels of each platform in order of speed; plain XLA by tiles comes after them.
 
-The libraries' come first, as our own were interpreted and compiled for absent chips but have not run on one. For the
-same reason `pallas_hopper` serves by name only.
+The libraries' kernels come first: our own were interpreted and compiled for absent chips but have not run on one. For
+the same reason `pallas_hopper` serves only when asked for by name.
 """
 log = logging.getLogger(__name__)
 
 
 class Asked(NamedTuple):
-    """What a choice depends on.
+    """What the choice of an implementation depends on.
 
     Attributes:
-      q, k: arrays, or their shapes and dtypes: [B, S, H, h] and [B, T, K, h].
+      q, k: the arrays [B, S, H, h] and [B, T, K, h], or their shapes and dtypes.
       mask: what a query sees.
-      call: scale, soft cap and so on.
-      with_lse: the log-sum-exp is asked for too.
-      dropping: weights are dropped out.
-      cut: why the arrays are not whole heads of one device, which only plain XLA takes; empty = they are.
+      call: the scale, the soft cap and so on.
+      with_lse: whether the log-sum-exp is asked for too.
+      dropping: whether weights are dropped out.
+      cut: why the arrays are not whole heads of one device, so that only plain XLA takes them; empty = they are whole.
     """
 
     q: Arrays
@@ -78,25 +79,25 @@ def attention(
     key: jax.Array | None = None,
     with_lse: bool = True,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"] | None]:
-    """(out, lse): softmax attention, and the log-sum-exp of each query's scores; both have gradients.
+    """Return (out, lse): softmax attention and the log-sum-exp of each query's scores. Both have gradients.
 
     A query that sees nothing has an output of zeros and an lse of about -1e30.
 
     Args:
       q_BSHh: queries, float32 or bfloat16; scores and softmax are float32.
-      k_BTKh, v_BTKh: keys and values, H a multiple of K.
-      mask: of `jaxpar.kernels.masks`.
-      scale: of the scores; None = 1 / sqrt(h).
+      k_BTKh, v_BTKh: keys and values; H is a multiple of K.
+      mask: a mask of `jaxpar.kernels.masks`.
+      scale: the factor of the scores; None = 1 / sqrt(h).
       softcap: scores become `softcap * tanh(score / softcap)`; 0 = as they are.
-      sinks: a score a head that takes part in the softmax and has no value (arXiv:2309.17453); lse has it too.
+      sinks: one score for each head that joins the softmax but has no value (arXiv:2309.17453); lse includes it.
       implementation: one of `Implementation`; None = the first that serves, in the platform's order.
-      platform: what it is compiled for; None = jax's default backend.
-      dropout_rate, key: dropout of the weights; none when key is None.
-      with_lse: False = lse may be None, which lets libraries serve that give none with a gradient.
+      platform: the platform that it is compiled for; None = jax's default backend.
+      dropout_rate, key: the dropout of the weights; there is none when key is None.
+      with_lse: False = lse may be None, so that libraries can serve that give no lse with a gradient.
 
     Raises:
-      UserError: shapes that do not go together, ids of other lengths, an unknown implementation, or one that cannot
-        serve, with the reason and with those that can.
+      UserError: the shapes do not go together, the ids have other lengths, or the implementation is unknown or cannot
+        serve; the message has the reason and names those that can.
     """
     _check(q_BSHh, k_BTKh, v_BTKh, mask, sinks)
     if (scale is not None and scale <= 0) or softcap < 0:
@@ -112,34 +113,34 @@ def attention(
         rate = dropout_rate if dropping else 0.0
         try:
             both = _of_pair(name, call, rate, q_BSHh, k_BTKh, v_BTKh, mask, key)
-            out_BSHh, lse_BHS = cast(tuple[Array, Array], both)  # of what custom_vjp wraps no type is known
-        except Unserved as unserved:  # what only laying out its tiles shows
+            out_BSHh, lse_BHS = cast(tuple[Array, Array], both)  # custom_vjp hides the type of what it wraps
+        except Unserved as unserved:  # some reasons show only when the tiles are laid out
             raise UserError(f"attention by {name} cannot serve: {unserved}; chunked and reference do") from unserved
     else:
         out_BSHh, lse_BHS = LIBRARIES[name](q_BSHh, k_BTKh, v_BTKh, mask, call), None
     if sinks is None:
         return out_BSHh, lse_BHS
-    assert lse_BHS is not None  # with sinks, what gives no log-sum-exp has been refused
+    assert lse_BHS is not None  # with sinks, an implementation that gives no log-sum-exp has been refused
     return with_sinks(out_BSHh, lse_BHS, sinks)
 
 
 def with_sinks(
     out_BSHh: Float[Array, "B S H h"], lse_BHS: Float[Array, "B H S"], sinks_H: Float[Array, " H"]
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
-    """The answer with one more score a head, which takes its share of the softmax."""
+    """The answer with one more score for each head, which takes its share of the softmax."""
     both_BHS = jnp.logaddexp(lse_BHS, sinks_H.astype(jnp.float32)[:, None])
     share_BSH1 = jnp.exp(lse_BHS - both_BHS).swapaxes(1, 2)[..., None]
     return (out_BSHh * share_BSH1).astype(out_BSHh.dtype), both_BHS
 
 
 def choose(asked: Asked, platform: str, implementation: str | None = None) -> tuple[str, str]:
-    """The implementation that serves, and why not those before it; said in the log, once.
+    """The implementation that serves, and why those before it do not; the log says so once.
 
     Args:
       implementation: None or "auto" = the first that serves.
 
     Raises:
-      UserError: the one asked for is unknown or cannot serve.
+      UserError: the implementation asked for is unknown or cannot serve.
     """
     if implementation not in (None, "auto"):
         if implementation not in get_args(Implementation):
@@ -158,18 +159,17 @@ def choose(asked: Asked, platform: str, implementation: str | None = None) -> tu
 
 
 def pair(name: str) -> ModuleType:
-    """A module of `PAIRS`, imported when it is asked for: Mosaic GPU takes long."""
+    """A module of `PAIRS`, imported only when it is asked for, as Mosaic GPU takes long to import."""
     return importlib.import_module(f"jaxpar.kernels.attention.{PAIRS[name]}")
 
 
 def pair_for(
     q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, platform: str, implementation: str = "auto", call: Call = DEFAULT
 ) -> tuple[str, str]:
-    """The first that serves of those with a forward and a backward of their own, a key of `PAIRS`, and why not those
-    before it.
+    """The key in `PAIRS` of the first implementation that serves, and why those before it do not.
 
     Raises:
-      UserError: the one asked for has none, or cannot serve.
+      UserError: the implementation asked for is not in `PAIRS`, or cannot serve.
     """
     asked, kernels = Asked(q_BSHh, k_BTKh, mask, call), _KERNELS.get(platform, ())
     if implementation != "auto":
@@ -183,7 +183,7 @@ def pair_for(
 
 
 def _first(kernels: Sequence[str], asked: Asked, platform: str) -> tuple[str, str]:
-    """The first that serves, and why not those before it; plain XLA where none does."""
+    """The first implementation that serves, and why those before it do not; plain XLA where none does."""
     reasons = []
     for name in kernels:
         why = refusal(name, asked, platform)
@@ -212,7 +212,7 @@ def refusal(name: str, asked: Asked, platform: str) -> str:
 
 @lru_cache(maxsize=64)
 def say_once(line: str) -> None:
-    """A line for the log, the first time."""
+    """Write a line to the log, the first time only."""
     log.info(line)
 
 
@@ -238,7 +238,7 @@ def _check(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, sinks: Array
 
 
 def _kind(value: object) -> str:
-    """What was given in a mask's place, and what to write for it."""
+    """What was given in place of a mask, and what to write instead."""
     if isinstance(value, type) and issubclass(value, Mask):
         return f"the class {value.__name__}: write {value.__name__}()"
     if not isinstance(value, jax.Array | np.ndarray):
@@ -246,7 +246,7 @@ def _kind(value: object) -> str:
     return f"an array {value.dtype}{list(value.shape)}: a map of what is seen is BlockSparse(map, block_q, block_k)"
 
 
-# What has a forward and a backward.
+# Implementations that have a forward and a backward.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

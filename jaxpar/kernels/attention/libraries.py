@@ -1,5 +1,5 @@
-"""Attention by the libraries: cuDNN on NVIDIA GPUs, jax's splash kernel on TPUs. They serve bands of keys and give no
-log-sum-exp that has a gradient.
+"""Attention by libraries: cuDNN on NVIDIA GPUs and jax's splash kernel on TPUs. They serve bands of keys, and their
+log-sum-exp has no gradient.
 
 Shapes: as in `jaxpar.kernels.attention.call`.
 """
@@ -22,12 +22,12 @@ from jaxpar.base.jax_compat import cudnn_version
 from jaxpar.kernels.attention.call import Arrays, Call
 from jaxpar.kernels.masks import EMPTY, And, Causal, Full, Mask, Segments, Tiles, Window, tile_states, without_segments
 
-_COMPUTED = "computed="  # a name around splash's kernels, which say no cost: the share of all scores that they compute
+_COMPUTED = "computed="  # splash's kernels state no cost: a name around them tells the share of scores they compute
 _CUDNN_HEAD_DIM = 128  # at most, in the backward on every chip
 
 
 class _Band(NamedTuple):
-    """Keys from `left` before the query to `right` after it, of the same document; None = however far."""
+    """The keys from `left` before the query to `right` after it, in the same document; None = however far."""
 
     left: int | None = None
     right: int | None = None
@@ -62,7 +62,7 @@ def refusal(name: str, q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, call: Call, p
 
 
 def has_cudnn() -> bool:
-    """Whether jax finds cuDNN, which it needs to compile for absent GPUs too."""
+    """Whether jax finds cuDNN, which it also needs to compile for absent GPUs."""
     return cudnn_version() > 0
 
 
@@ -73,7 +73,7 @@ def cudnn(
     mask: Mask,
     call: Call,
 ) -> Float[Array, "B S H h"]:
-    """The output, by `jax.nn.dot_product_attention`."""
+    """The output, computed by `jax.nn.dot_product_attention`."""
     band = _band_of(mask)
     assert band is not None
     return jax.nn.dot_product_attention(
@@ -89,7 +89,7 @@ def splash(
     mask: Mask,
     call: Call,
 ) -> Float[Array, "B S H h"]:
-    """The output, by jax's own Pallas kernel for TPUs; local arrays only (it cannot be split by the compiler)."""
+    """The output, computed by jax's own Pallas kernel for TPUs, on local arrays only: the compiler cannot split it."""
     band, (S, H), T = _band_of(mask), q_BSHh.shape[1:3], k_BTKh.shape[1]
     assert band is not None
     largest = _splash_block(q_BSHh, call)
@@ -110,9 +110,9 @@ def splash(
 
     def of_sequence(q_HSh: Array, k_KTh: Array, v_KTh: Array, ids: Segments | None) -> Array:
         segments = None if ids is None else splash_kernel.SegmentIds(ids.q_ids, ids.kv_ids)
-        return cast(Array, kernel(q_HSh, k_KTh, v_KTh, segments))  # which may give the log-sum-exp too, if asked
+        return cast(Array, kernel(q_HSh, k_KTh, v_KTh, segments))  # if asked, it may also give the log-sum-exp
 
-    # The kernel does not scale. In float32, because the scale itself may not fit the dtype.
+    # The kernel does not scale. We scale in float32, because the scale itself may not fit the dtype.
     q_BHSh = (q_BSHh.swapaxes(1, 2).astype(jnp.float32) * call.scale_of(q_BSHh)).astype(q_BSHh.dtype)
     with jax.named_scope(f"{_COMPUTED}{_computed_share(mask, Tiles(S, T, block_q, block_k))}"):
         out_BHSh = jax.vmap(of_sequence)(q_BHSh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), band.segments)
@@ -120,20 +120,20 @@ def splash(
 
 
 def _splash_block(q_BSHh: Array, call: Call) -> int:
-    """The largest tiles that compile, forward and backward, in the 16 MiB of VMEM that every chip lets a kernel have:
-    by compilers for v4 and v5e, with documents in a window."""
+    """The largest tiles whose forward and backward compile within the 16 MiB of VMEM that every chip allows a kernel,
+    as tried with the compilers for v4 and v5e, with documents in a window."""
     row = q_BSHh.shape[-1] * q_BSHh.dtype.itemsize
     return 1024 if row <= 256 and not call.softcap else 512 if row <= 1024 else 256
 
 
 def _computed_share(mask: Mask, tiles: Tiles) -> float:
-    """Of all pairs of a query and a key, those in tiles that splash computes: it skips what the band leaves out, and no
-    tile for its documents."""
+    """The share of all pairs of a query and a key that lie in tiles that splash computes. It skips the tiles that the
+    band leaves out, but none because of documents."""
     return float(np.mean(tile_states(without_segments(mask), tiles) != EMPTY))
 
 
 def _band_of(mask: Mask) -> _Band | None:
-    """The mask as a band, None if it is none."""
+    """The mask as a band; None if it is not a band."""
     if isinstance(mask, Full):
         return _Band()
     if isinstance(mask, Causal):
@@ -154,13 +154,13 @@ def _band_of(mask: Mask) -> _Band | None:
 
 
 def kernel_cost(name: str, path: str, shapes: list[tuple[int, ...]]) -> float | None:
-    """FLOPs of one call of a kernel, which the compiled program does not say; None for a kernel not from here.
+    """The FLOPs of one call of a kernel, which the compiled program does not state; None for a kernel not from here.
 
     Args:
       name: the call's instruction name: `splash_mha_fwd_residuals.3`.
-      path: jax's path of the operation, in which `splash` leaves the share of the scores that are computed; taken as
-        half, of a causal mask, where another has called the kernel.
-      shapes: shapes of its operands.
+      path: jax's path of the operation, in which `splash` leaves the share of the scores that are computed; where
+        something else called the kernel the share is taken as half, that of a causal mask.
+      shapes: the shapes of its operands.
     """
     matmuls = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
     count = next((n for prefix, n in matmuls.items() if name.startswith(prefix)), None)

@@ -1,4 +1,4 @@
-"""Attention by its definition: all scores at once. What the other implementations are tested against.
+"""Attention by its definition, all scores at once. The other implementations are tested against it.
 
 Shapes: as in `jaxpar.kernels.attention.call`; G query heads per kv head.
 """
@@ -22,10 +22,10 @@ def reference(
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
-    """(out, lse), differentiated by jax. Scores and softmax in float32, or float64 for such inputs.
+    """Return (out, lse), which jax differentiates. Scores and softmax are float32, or float64 for float64 inputs.
 
     Args:
-      dropout_rate, key: dropout of the weights; none when key is None.
+      dropout_rate, key: the dropout of the weights; there is none when key is None.
     """
     (B, S, H, h), (T, K) = q_BSHh.shape, k_BTKh.shape[1:3]
     exact = jnp.promote_types(q_BSHh.dtype, jnp.float32)
@@ -46,10 +46,10 @@ def reference(
 
 
 def drop_weights(weights: Array, rate: float, key: jax.Array | None) -> Array:
-    """The weights [B, K, G, R, C], a share `rate` of them zeroed and the rest scaled up."""
+    """The weights [B, K, G, R, C], with a share `rate` of them zeroed and the rest scaled up."""
     if key is None or rate == 0:
         return weights
     B, K, G, R, C = weights.shape
-    # The same bits as of a draw over five dims, which takes XLA:CPU three times as long to compile.
+    # A draw over five dims gives the same bits, but takes XLA:CPU three times as long to compile.
     kept = jax.random.bernoulli(key, 1 - rate, (B, K * G, R * C)).reshape(weights.shape)
     return jnp.where(kept, weights / (1 - rate), 0)

@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels, by chip, head_dim and dtype: a table, and what tuning found on this machine."""
+"""Tile sizes of the Triton kernels by chip, head_dim and dtype: a table, and the sizes that tuning found here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxpar.base.runtime import cache_folder, write_whole
 
 
 class Tile(NamedTuple):
-    """Of one kernel: queries and keys of a tile, warps of a program, stages of its software pipeline."""
+    """One kernel's queries and keys in a tile, warps in a program, and stages of its software pipeline."""
 
     block_q: int
     block_k: int
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of the three kernels."""
+    """The tiles of the three kernels."""
 
     forward: Tile
     dq: Tile
@@ -34,10 +34,10 @@ def _row(*sizes: tuple[int, int, int, int]) -> Sizes:
     return Sizes(*(Tile(*size) for size in sizes))
 
 
-# The forward's begin with the defaults of PyTorch's FlexAttention, which were measured. All were compiled for their
-# chip: they fit its shared memory (227 KB a block of an H100, 163 KB of an A100, 99 KB of smaller chips), and of the
-# larger tiles tried they are those whose registers do not spill, or hardly. float32 is multiplied outside the tensor
-# cores, the same on all chips.
+# The forward's sizes start from the defaults of PyTorch's FlexAttention, which were measured. All were compiled for
+# their chip: they fit its shared memory (227 KB a block on an H100, 163 KB on an A100, 99 KB on smaller chips), and
+# of the larger tiles tried they are the ones whose registers spill hardly or not at all. float32 is multiplied outside
+# the tensor cores, so it has the same sizes on all chips.
 _FLOAT32 = {
     64: _row((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     128: _row((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2)),
@@ -61,13 +61,13 @@ _BFLOAT16 = {
     },
 }
 _KINDS = {"H100": "hopper", "H200": "hopper", "GH200": "hopper", "B200": "hopper", "A100": "ampere"}
-"""What a `device_kind` has in it."""
+"""Parts of a `device_kind`, and the family of chips that each tells."""
 
 
 def sizes_for(h: int, dtype: DTypeLike, chip: str) -> Sizes:
-    """Those that were tuned for this chip here, else of the table.
+    """The sizes that were tuned for this chip here, else those of the table.
 
-    In a run of several processes those of the table: each has a cache of its own, and all must run the same program.
+    A run of several processes takes the table's: each process has its own cache, and all must run the same program.
 
     Args:
       h: head_dim.
@@ -81,20 +81,20 @@ def sizes_for(h: int, dtype: DTypeLike, chip: str) -> Sizes:
 
 
 def sizes_here(h: int, dtype: DTypeLike) -> Sizes:
-    """Those for the devices of the mesh that a function is traced for; without one, for JAX's own."""
+    """The sizes for the devices of the mesh that a function is traced for; without a mesh, for JAX's own devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return sizes_for(h, dtype, device.device_kind if device else jax.devices()[0].device_kind)
 
 
 def keep_sizes(h: int, dtype: DTypeLike, chip: str, sizes: Sizes) -> Path:
-    """Keep what was tuned; returns the file."""
+    """Keep the sizes that were tuned, and return the file."""
     file = _file()
     write_whole(file, json.dumps(kept_sizes() | {_key(h, dtype, chip): sizes}, indent=1))
     return file
 
 
 def kept_sizes() -> dict[str, Sizes]:
-    """What was tuned; nothing where the file cannot be read, which costs speed only."""
+    """The sizes that were tuned; none where the file cannot be read, which costs only speed."""
     try:
         return {key: _row(*sizes) for key, sizes in json.loads(_file().read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError):
@@ -110,5 +110,5 @@ def _key(h: int, dtype: DTypeLike, chip: str) -> str:
 
 
 def _width(h: int) -> int:
-    """Of a row of the table: one for all head_dims that take as much room."""
+    """The head_dim of a row of the table, which serves all head_dims that take as much room."""
     return next(width for width in (64, 128, 256) if h <= width)

@@ -1,10 +1,10 @@
 """Which tiles a kernel visits: the non-empty ones of a mask, listed for each tile of queries, or of keys.
 
 A kernel walks its row of the list: first the tiles that are seen in full, which need no mask, then the others. Inside
-one of those, `in_tile` says which places are seen. Where a mask is known while tracing the lists are constants, else
-(ids, places of a device in a ring) they are made on the device.
+one of those, `in_tile` says which places are seen. Where a mask is known while tracing, the lists are constants; else
+(with ids, or with the places of a device in a ring) they are made on the device.
 
-Shapes: B batch, or 1 where all sequences have the same; Q and K tiles of queries and of keys; W the longest row.
+Shapes: B batch, or 1 where all sequences have the same list; Q and K tiles of queries and of keys; W the longest row.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Visits(NamedTuple):
     """The tiles to visit, numpy or jax int32.
 
     Attributes:
-      entries: [B, Q, W]; `entry >> bits` is the number of the tile of keys, the bits below are for `in_tile`. Past
-        `some` they repeat the row's last, or are zero.
-      full: [B, Q], how many of a row are seen in full: the first ones.
-      some: [B, Q], how many are visited.
-      bits: how many an entry has for `in_tile`.
+      entries: [B, Q, W]; `entry >> bits` is the number of the tile of keys, and the bits below are for `in_tile`. Past
+        `some`, entries repeat the row's last one or are zero.
+      full: [B, Q], how many tiles of a row are seen in full; they come first.
+      some: [B, Q], how many tiles of a row are visited.
+      bits: how many bits of an entry are for `in_tile`.
     """
 
     entries: Int[Array, "B Q W"]
@@ -59,10 +59,10 @@ class Visits(NamedTuple):
 def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     """The tiles of keys to visit for each tile of queries; with `of_keys`, the other way round.
 
-    The last tile of keys counts as partial where it is not full of keys: `in_tile` leaves out what lies past the end.
+    The last tile of keys counts as partial where keys do not fill it; `in_tile` leaves out what lies past the end.
 
     Raises:
-      Unserved: tiles that cut the blocks of a BlockSparse or BigBird mask.
+      Unserved: the tiles cut the blocks of a BlockSparse or BigBird mask.
     """
     if cuts_blocks(mask, tiles):
         raise Unserved(f"tiles of {tiles.block_q} x {tiles.block_k} cut the blocks of {mask}")
@@ -79,7 +79,7 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     if of_keys:
         states, values = states.swapaxes(1, 2), values.swapaxes(1, 2)
     some, full = xp.sum(states != EMPTY, axis=2), xp.sum(states == FULL, axis=2)
-    # FULL > PARTIAL > EMPTY, and a stable sort: each kind stays in its order.
+    # FULL > PARTIAL > EMPTY, and the sort is stable, so each kind keeps its order.
     order = xp.argsort(-states, axis=2, stable=True)
     W = max(1, int(some.max()) if xp is np else int(np.max(_most_visits(mask, tiles, of_keys))))
     entries = (order << len(named)) | xp.take_along_axis(values, order, axis=2)
@@ -90,7 +90,7 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
 
 
 def possible_states(mask: Mask, tiles: Tiles) -> Int[np.ndarray, "Q K"]:
-    """The states of the tiles at most, whatever ids and places turn out to be: a mask only grows with its parts."""
+    """The most that tiles can show, whatever ids and places turn out to be: a mask only grows with its parts."""
     if tiles.traced:
         return np.full(tiles.shape, PARTIAL, np.int8)
     return np.array(tile_states(without_segments(mask), tiles))
@@ -102,13 +102,14 @@ def _most_visits(mask: Mask, tiles: Tiles, of_keys: bool) -> Int[np.ndarray, " Q
 
 
 def most_steps(mask: Mask, tiles: Tiles, of_keys: bool = False) -> int:
-    """Of a list of all rows one after another, how many entries: at least one a row, and the longest where ids are."""
+    """How many entries all rows have in one list: at least one each, and as many as the longest row where there are
+    ids."""
     most = np.maximum(_most_visits(mask, tiles, of_keys), 1)
     return int(len(most) * np.max(most) if segments_in(mask) else np.sum(most))
 
 
 def block_units(mask: Mask, places: Call | Tiles) -> tuple[int, int]:
-    """Numbers of queries and of keys that tiles must divide to cut no block of a block mask; 0 = any tiles do."""
+    """The numbers of queries and keys that tiles must divide so as to cut no block of a mask; 0 = any tiles will do."""
     starts = (places.multiple if isinstance(x, jax.Array) else x for x in (places.q_start, places.k_start))
     blocks = [(leaf.block_q, leaf.block_k) for leaf in mask.leaves() if isinstance(leaf, Blocks)]
     if not blocks:
@@ -118,18 +119,18 @@ def block_units(mask: Mask, places: Call | Tiles) -> tuple[int, int]:
 
 
 def cuts_blocks(mask: Mask, tiles: Tiles) -> bool:
-    """Whether a block of a block mask is in several tiles in part, so that those are neither seen nor hidden whole."""
+    """Whether tiles cut a block of a block mask, so that a tile can be neither wholly seen nor wholly hidden."""
     unit_q, unit_k = block_units(mask, tiles)
     return unit_q % tiles.block_q != 0 or unit_k % tiles.block_k != 0
 
 
 def in_tile(mask: Mask, i: Places, j: Places, entry: Places, ids: Sequence[tuple[Places, Places]] = ()) -> Places:
-    """Inside a kernel: which places of a partial tile are seen, keys past the end aside.
+    """Say, inside a kernel, which places of a partial tile are seen; keys past the end are not its concern.
 
     Args:
-      mask: as given to `visits`; its arrays are not touched.
-      i, j: places of the tile's queries [q, 1] and keys [1, k].
-      entry: the tile's of `Visits.entries`.
+      mask: the mask as given to `visits`; its arrays are not touched.
+      i, j: the places of the tile's queries [q, 1] and keys [1, k].
+      entry: the tile's entry in `Visits.entries`.
       ids: for each `Segments` of the mask from the left, the ids of the tile's queries [q] and keys [k].
     """
     bits, of_tile = itertools.count(), iter(ids)
@@ -147,7 +148,7 @@ def in_tile(mask: Mask, i: Places, j: Places, entry: Places, ids: Sequence[tuple
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Known(Mask):
-    """A block mask inside a tile: all of it or nothing."""
+    """A block mask inside a tile, which shows all of it or nothing."""
 
     value: Places
 
@@ -156,7 +157,7 @@ class _Known(Mask):
 
 
 def _block_masks_to_look_up(mask: Mask) -> list[Blocks]:
-    """The block masks whose value a tile must be told: none where all of the mask must be seen, as then theirs is."""
+    """The block masks whose value a tile must be told. Without an `Or` there are none: a visited tile meets them."""
     if not _has_or(mask):
         return []
     return [leaf for leaf in mask.leaves() if isinstance(leaf, Blocks)]
