@@ -1,7 +1,8 @@
-"""How fast this machine is, task by task: half a minute of small training steps, timed by JAX's own profiler.
+"""Calibration measures how fast this machine is, task by task.
 
-The result is kept for this machine and this version of JAX, and lets `--target here` rehearse with measured speeds.
-It was made for CPUs; the steps and the profiler are the same on a GPU.
+It runs small training steps for half a minute, timed by JAX's own profiler. The result is kept for this machine and
+this version of JAX, and lets `--target here` rehearse with measured speeds. It was made for CPUs; the steps and the
+profiler are the same on a GPU.
 """
 
 from __future__ import annotations
@@ -32,37 +33,38 @@ from jaxpar.rehearse.cost.speeds import Sample, SpeedTable, sample
 from jaxpar.rehearse.cost.stopwatch import Instruction, Ready, fastest, ready_step, time_once, warm
 
 ROUNDS = 8
-"""How often the steps run; of every task the fastest execution counts, whatever else the machine did meanwhile."""
+"""How many rounds the steps run. The fastest execution of every task counts, so other work on the machine matters
+little."""
 CHAIN = 200
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on one machine."""
+    """The speeds that were measured on one machine."""
 
     machine: dict[str, str]
-    """Processor, cores, versions: what `machine()` says where it was measured."""
+    """The processor, cores and versions of that machine, as `machine()` returns them there."""
     samples: tuple[Sample, ...]
     launch: float
-    """Seconds between two tasks."""
+    """The seconds between two tasks."""
     devices: int = 1
-    """Devices that collectives were measured among."""
+    """How many devices took part in the measured collectives."""
     collective_start: float = 0.0
-    """Seconds of a collective of hardly any bytes."""
+    """The seconds that a collective of hardly any bytes takes."""
     collective_bandwidth: float = 0.0
-    """Bytes/s one device sends in a collective of many; 0 = not measured, with one device."""
+    """The bytes/s that one device sends in a collective of many bytes; 0 = not measured, as there is one device."""
 
     def speeds(self, devices: int = 1) -> SpeedTable:
-        """The table for `jaxpar.rehearse.cost.cost.price`, for a program on so many devices of this machine.
+        """Return the table for `jaxpar.rehearse.cost.cost.price`, for a program on so many devices of this machine.
 
-        Simulated devices share the cores: each task takes as many times longer.
+        Simulated devices share the cores, so each task takes `devices` times as long.
         """
         return SpeedTable(self.samples, devices if self.machine["platform"] == "cpu" else 1)
 
     def hardware(self, known: Hardware) -> Hardware:
-        """The figures of a device here, as far as measured, in place of those known.
+        """Return the known figures of a device of this machine, with the measured ones in their place.
 
-        Peaks are the fastest matmul of the steps, the memory's bandwidth is that of their largest plain fusion.
+        A peak is the rate of the steps' fastest matmul; the memory's bandwidth is that of their largest plain fusion.
         """
 
         def peak(dtype: str) -> float:
@@ -82,7 +84,7 @@ class Calibration:
 
 
 def machine() -> dict[str, str]:
-    """What a calibration holds for: another processor, core count, version or flag needs another."""
+    """Describe what a calibration is valid for: another processor, core count, version or flag needs a new one."""
     device, processor = jax.devices()[0], None
     if (cpuinfo := Path("/proc/cpuinfo")).exists():
         processor = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text(encoding="utf-8"))
@@ -94,10 +96,10 @@ def machine() -> dict[str, str]:
 
 
 def calibrate(rounds: int = ROUNDS, say: Callable[[str], None] = lambda line: None) -> Calibration:
-    """Measure this machine, about half a minute. Anything else that runs meanwhile makes it look slower.
+    """Measure this machine, which takes about half a minute. Other programs that run meanwhile make it look slower.
 
     Raises:
-      UserError: the profiler of this platform says nothing of single instructions.
+      UserError: the profiler of this platform does not report single instructions.
     """
     ready = list[Ready]()
     for i, (name, probe) in enumerate(PROBES.items()):
@@ -117,7 +119,7 @@ def calibrate(rounds: int = ROUNDS, say: Callable[[str], None] = lambda line: No
 
 
 def _launch() -> float:
-    """Seconds between two tasks: of a chain of small matmuls, which XLA does not fuse, less what they take."""
+    """Return the seconds between two tasks: the time of a chain of small unfused matmuls, less the matmuls' own."""
     x = jnp.eye(32)
     chain = jax.jit(lambda x: reduce(lambda y, _: y @ x, range(CHAIN), x)).lower(x).compile()
     item = warm(chain, lambda: chain(x))
@@ -126,7 +128,7 @@ def _launch() -> float:
 
 
 def _collectives() -> tuple[float, float]:
-    """Seconds before a collective's first byte and bytes/s after it, by sums over all devices here; zeros for one."""
+    """Time sums over all devices here: seconds before the first byte, and bytes/s after it; zeros for one device."""
     devices = jax.devices()
     if len(devices) == 1:
         return 0.0, 0.0
@@ -137,7 +139,7 @@ def _collectives() -> tuple[float, float]:
 
 
 def _sum_seconds(mesh: Mesh, count: int, chained: int = 5) -> float:
-    """Seconds of one all-reduce of `count` float32 a device."""
+    """Return the seconds of one all-reduce of `count` float32 numbers on each device."""
 
     def body(x: jax.Array) -> jax.Array:
         for _ in range(chained):
@@ -151,16 +153,16 @@ def _sum_seconds(mesh: Mesh, count: int, chained: int = 5) -> float:
     return min(time_once(lambda: run(given).block_until_ready()) for _ in range(5)) / chained
 
 
-# Where it is kept.
+# Where a calibration is kept.
 
 
 def find_calibration(say: Callable[[str], None] = lambda line: None) -> Calibration:
-    """The calibration of this machine: the one that was kept, else a new one, which takes half a minute.
+    """Return the calibration of this machine: the one that was kept, else a new one, which takes half a minute.
 
-    Collectives among another number of devices than are here are timed anew.
+    Where the kept one timed collectives among another number of devices, they are timed again.
 
     Raises:
-      UserError: see `calibrate`.
+      UserError: this machine cannot be calibrated (see `calibrate`).
     """
     kept, devices = load_calibration(), len(jax.devices())
     if kept is None:
@@ -177,19 +179,19 @@ def find_calibration(say: Callable[[str], None] = lambda line: None) -> Calibrat
 
 
 def calibration_file() -> Path:
-    """Where the calibration of this machine is kept."""
+    """Return the file in which the calibration of this machine is kept."""
     key = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()[:12]
     return cache_folder() / f"speeds-{key}.json"
 
 
 def save_calibration(calibration: Calibration) -> Path:
-    """Keep a calibration for this machine; returns the file."""
+    """Keep a calibration for this machine and return its file."""
     write_whole(calibration_file(), json.dumps(dataclasses.asdict(calibration), indent=1))
     return calibration_file()
 
 
 def load_calibration() -> Calibration | None:
-    """What was kept for this machine; None where there is nothing, or a file that this version cannot read."""
+    """Return the calibration kept for this machine; None where there is none, or this version cannot read it."""
     try:
         value = json.loads(calibration_file().read_text(encoding="utf-8"))
         samples = tuple(Sample(sort, tuple(sizes), rate) for sort, sizes, rate in value.pop("samples"))

@@ -1,4 +1,4 @@
-"""A compiled program, read, priced with a target's figures, and played out."""
+"""Read a compiled program, price its tasks with a target's figures, and play it out."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from jaxpar.rehearse.timeline.timeline import Timeline, replay
 
 
 class StepSimulation(NamedTuple):
-    """A program as it runs on one device of a target."""
+    """How a program runs on one device of a target."""
 
     program: Program
     costs: Costs
     timeline: Timeline
     hardware: Hardware
-    """Figures of one device; for `here` those that were measured."""
+    """The figures of one device; for `here` they are the measured ones."""
     on_links: Callable[[Collective], CollectiveTime]
 
 
@@ -36,13 +36,13 @@ def simulate(
     text: str, mesh: Mesh, target: Target, say: Callable[[str], None] = lambda line: None, drawn_trips: int = 2,
     most_events: int = 20_000, package_dirs: PackageDirs | None = None,
 ) -> StepSimulation:  # fmt: skip
-    """The timeline of a compiled program.
+    """Simulate a compiled program on a target.
 
     Args:
-      text: `compiled.as_text()`.
-      mesh: of the target's devices, in the program's order.
-      target: from `load_target`.
-      say: called with a line if this machine is measured first (target `here`).
+      text: the program's text, `compiled.as_text()`.
+      mesh: the mesh of the target's devices, in the program's order.
+      target: what `load_target` returned.
+      say: a function that is given lines of progress while this machine is measured (target `here`).
       drawn_trips, most_events: see `replay`.
       package_dirs: see `read_program`.
     """

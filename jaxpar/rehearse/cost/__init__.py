@@ -1,1 +1,1 @@
-"""Seconds and bytes of each instruction of a compiled program."""
+"""This package finds how many seconds each instruction of a compiled program takes."""

@@ -1,1 +1,1 @@
-"""A priced program played out: what runs when, and what waits."""
+"""This package plays a priced program out: it finds what runs when, and what waits."""

@@ -1,7 +1,7 @@
-"""A device that plays a schedule: when each task runs, on what each start rests, and what compute waited for.
+"""A device plays a schedule: it finds when each task runs, what each start depends on, and what compute waited for.
 
-Loops are played trip by trip until a trip begins just as the one before did (the same work in flight, equally late).
-From there on all trips are alike: the last one that was played counts for those that are left.
+A loop is played trip by trip until a trip begins just as the one before did (the same work in flight, equally late).
+From there on all trips are alike, so the last trip that was played stands for those that are left.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jaxpar.rehearse.cost.cost import COMPUTE, Cost, Costs, Path
 from jaxpar.rehearse.timeline.schedule import crossing
 
 _TIE = 1e-12
-"""Seconds. What ends this close together ends at once, and compute comes first: rounding must not choose a cause."""
+"""Tasks that end within so many seconds end at once, and compute comes first: rounding must not choose a cause."""
 _LAST_TRIPS = 2
-"""At the end of a loop these are played, not counted: in them the critical path finds its way into the loop."""
+"""So many trips at the end of a loop are always played, so that the critical path finds its way into the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,44 +29,44 @@ class Event:
     start: float
     duration: float
     name: str
-    """Of the instruction; of the loop where `repeats` is not 0."""
+    """The name of the instruction, or of the loop where `repeats` is not 0."""
     path: Path
     trip: int = 0
-    """Of the innermost loop."""
+    """The trip of the innermost loop."""
     repeats: int = 0
-    """The bar stands for this many further trips of a loop, which are not drawn one by one."""
+    """The bar stands for so many further trips of a loop, which are not drawn one by one."""
 
 
 class Step(NamedTuple):
-    """A node with all that is needed to play it."""
+    """A node together with all that is needed to play it."""
 
     node: Node
     path: Path
     cost: Cost | None = None
-    """Of a task."""
+    """What a task costs; None for other nodes."""
     body: tuple[Step, ...] = ()
-    """Of a loop."""
+    """The steps of a loop's body; empty for other nodes."""
     crossing: tuple[int, ...] = ()
-    """Positions of the body's tasks that may still run in the next trip."""
+    """The positions of the body's tasks that may still run in the next trip."""
     lanes: frozenset[str] = frozenset()
-    """Held by anything in it, compute left out."""
+    """The lanes, other than compute, that anything in this node holds."""
 
     @property
     def needs(self) -> tuple[int, ...]:
-        """Positions, in the same list, of what must be over first; of a wait the task may be of the previous trip."""
+        """The positions, in the same list, of what must be over first; a wait's task may be of the previous trip."""
         return (self.node.task,) if isinstance(self.node, Wait) else self.node.depends
 
 
 def make_steps(nodes: tuple[Node, ...], costs: Costs, path: Path = ()) -> tuple[Step, ...]:
-    """A list of nodes made ready to be played.
+    """Make a list of nodes ready to be played.
 
     Args:
-      nodes: of a program or a loop's body.
-      costs: of the program's tasks.
-      path: of the loop.
+      nodes: the nodes of a program or of a loop's body.
+      costs: the costs of the program's tasks.
+      path: the path of the loop; empty for a program.
 
     Raises:
-      ValueError: a node that depends on a later one: this is not a schedule.
+      ValueError: a node depends on a later one, so this is not a schedule.
     """
     steps: list[Step] = []
     for i, node in enumerate(nodes):
@@ -92,20 +92,20 @@ class _Entry:
     """One line of the log: a task ran, or compute waited."""
 
     path: Path | None
-    """Of the task; None for a wait."""
+    """The path of the task; None for a wait."""
     cause: int
-    """The entry that its start rests on; -1 = the beginning of the step."""
+    """The entry that had to be over before this one began; -1 = the beginning of the step."""
     blamed: Path
     """What compute stood still for."""
     stalled: float
-    """How long it did."""
+    """For how many seconds it stood still."""
     times: int = 1
 
 
 class _Moment(NamedTuple):
     time: float
     entry: int
-    """What was over then; -1 = the beginning of the step."""
+    """The entry that was over then; -1 = the beginning of the step."""
 
 
 class _Mark(NamedTuple):
@@ -113,42 +113,42 @@ class _Mark(NamedTuple):
 
     now: float
     lags: list[float]
-    """How long after `now` each lane of the loop becomes free, and each crossing task is over."""
+    """How long after `now` each lane of the loop becomes free and each crossing task is over."""
     entries: int
-    """How many there are in the log."""
+    """How many entries the log has."""
 
 
 class Player:
-    """The state of a device while it plays. Times in seconds since the step began."""
+    """The state of a device while it plays. Times are in seconds since the step began."""
 
     def __init__(self, drawn_trips: int, most_events: int):
         self.now = _Moment(0.0, -1)
-        """When compute is free."""
+        """The moment at which compute becomes free."""
         self.free: dict[str, _Moment] = {}
-        """When each lane is free."""
+        """The moment at which each lane becomes free."""
         self.log: list[_Entry] = []
         self.events: list[Event] = []
         self.drawn_trips, self.most_events = drawn_trips, most_events
 
     def play(self, program: Program, costs: Costs) -> float:
-        """Play a whole program; the seconds that it takes. At its end compute waits for whatever is still running.
+        """Play a whole program and return its seconds. At the end compute waits for whatever is still running.
 
         Raises:
-          ValueError: a node that depends on a later one: this is not a schedule.
+          ValueError: a node depends on a later one, so this is not a schedule.
         """
         self._run(make_steps(program.nodes, costs), {}, 0, True)
         self._wait_for(self.free.values())
         return self.now.time
 
     def stalls(self) -> dict[Path, float]:
-        """How long compute stood still for each task."""
+        """Return how many seconds compute stood still for each task."""
         found: defaultdict[Path, float] = defaultdict(float)
         for entry in self.log:
             found[entry.blamed] += entry.times * entry.stalled
         return found
 
     def critical_path(self) -> Counter[Path]:
-        """How often each task stands in the chain that ends last, each starting when the one before was over."""
+        """Count how often each task stands in the chain that ends last, where each starts when the one before ends."""
         passed: Counter[Path] = Counter()
         at = self.now.entry
         while at >= 0:
@@ -159,13 +159,13 @@ class Player:
         return passed
 
     def _run(self, steps: tuple[Step, ...], before: dict[int, _Moment], trip: int, drawn: bool) -> list[_Moment]:
-        """Play a list of nodes once; when each of them is over.
+        """Play a list of nodes once and return when each of them is over.
 
         Args:
-          steps: the nodes.
-          before: when tasks of the previous trip are over, by position.
-          trip: of the loop these nodes are the body of.
-          drawn: whether this becomes events.
+          steps: the nodes, ready to be played.
+          before: when the tasks of the previous trip are over, by position.
+          trip: which trip this is of the loop whose body the nodes are.
+          drawn: whether the tasks are recorded as events.
         """
         done: list[_Moment] = []
         for step in steps:
@@ -183,7 +183,7 @@ class Player:
         return done
 
     def _wait_for(self, moments: Iterable[_Moment]) -> None:
-        """Compute stands still until all these are over."""
+        """Let compute stand still until all these moments have passed."""
         for moment in moments:
             if moment.time > self.now.time + _TIE:
                 blamed = self.log[moment.entry].path or ()
@@ -191,7 +191,7 @@ class Player:
                 self.now = _Moment(moment.time, len(self.log) - 1)
 
     def _task(self, step: Step, task: Task, needs: list[_Moment], trip: int, drawn: bool) -> _Moment:
-        """Play a task; when it is over."""
+        """Play a task and return when it is over."""
         assert step.cost is not None
         start, blamed = self.now, step.path
         for moment in needs:
@@ -214,7 +214,7 @@ class Player:
         return end
 
     def _loop(self, step: Step, loop: Loop, drawn: bool) -> None:
-        """Play a loop until its trips are alike, count those, and play the last ones."""
+        """Play a loop until its trips are alike, count the alike ones without playing them, and play the last ones."""
         shown = self.drawn_trips if drawn else 0
         undrawn = self.now.time
         last: _Mark | None = None
@@ -233,7 +233,7 @@ class Player:
             done = self._run(step.body, before, trip, trip < shown)
             before = {j: done[j] for j in step.crossing}
             trip += 1
-        self._wait_for(before.values())  # a loop is over when everything in it is
+        self._wait_for(before.values())  # a loop is over when everything in it is over
         if drawn and loop.trips > shown:
             seconds = self.now.time - undrawn
             self.events.append(Event(COMPUTE, undrawn, seconds, loop.name, step.path, shown, loop.trips - shown))
@@ -243,7 +243,7 @@ class Player:
         return _Mark(self.now.time, [max(0.0, time - self.now.time) for time, _ in moments], len(self.log))
 
     def _skip(self, step: Step, before: dict[int, _Moment], begin: _Mark, end: _Mark, repeats: int) -> None:
-        """Count the trip between two marks as often again as it repeats; all times of the loop move on."""
+        """Count the trip between two marks `repeats` times more, and move all times of the loop on."""
         for entry in self.log[begin.entries : end.entries]:
             entry.times *= 1 + repeats
         later = repeats * (end.now - begin.now)
@@ -256,7 +256,7 @@ class Player:
 
 
 def _is_alike(old: _Mark, new: _Mark) -> bool:
-    """Whether the device stands just as it did a trip before."""
+    """Return whether the device stands just as it did one trip before."""
     slack = 1e-9 * (new.now - old.now)
     same = len(new.lags) == len(old.lags)
     return same and all(abs(a - b) <= slack for a, b in zip(new.lags, old.lags, strict=True))

@@ -1,8 +1,8 @@
-"""How short another schedule of the same graph could be: a bound from below.
+"""A lower bound says how short another schedule of the same graph could be.
 
-The bound keeps loops as loops: each trip is over before the next begins, but for what the program itself lets cross.
-Every collective and host copy may run beside compute, also those that the compiler made synchronous. Memory does not
-count: a schedule that starts everything early may not fit.
+The bound keeps loops as loops: each trip is over before the next begins, except for what the program lets cross.
+Every collective and host copy may run beside compute, even one that the compiler made synchronous. The bound ignores
+memory: a schedule that starts everything early may not fit.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from jaxpar.rehearse.cost.cost import COMPUTE, Costs, Path
 
 
 def crossing(body: tuple[Node, ...]) -> set[int]:
-    """Positions of the asynchronous tasks in a loop's body that may still run when the next trip begins."""
+    """Return the positions of a loop body's asynchronous tasks that may still run when the next trip begins."""
     waited = {node.task for node in body if isinstance(node, Wait) and not node.previous_trip}
     return {i for i, node in enumerate(body) if isinstance(node, Task) and node.asynchronous} - waited
 
 
 def lower_bound(program: Program, costs: Costs) -> float:
-    """Seconds below which no schedule of this graph can be, links and compute as fast as priced.
+    """Return the seconds that every schedule of this graph takes at least, with links and compute as fast as priced.
 
-    The longest of: the longest chain of dependencies, and the total work of any one lane; a loop counts as its trips
-    times the bound of its body.
+    This is the larger of the longest chain of dependencies and the most work of any one lane. A loop counts as its
+    trips times the bound of its body.
     """
     return _bound(program.nodes, costs, ())[0]
 
 
 def _bound(nodes: tuple[Node, ...], costs: Costs, path: Path) -> tuple[float, dict[str, float]]:
-    """The bound of a list of nodes, and seconds of work by lane."""
+    """Return the bound of a list of nodes, and the seconds of work on each lane."""
     load: defaultdict[str, float] = defaultdict(float)
     ends: list[float] = []
     across = crossing(nodes)
@@ -47,20 +47,20 @@ def _bound(nodes: tuple[Node, ...], costs: Costs, path: Path) -> tuple[float, di
         else:
             seconds = 0.0
         ends.append(begin + seconds)
-    # What crosses into the next trip does not hold up the end of this one.
+    # A task that crosses into the next trip does not hold up the end of this one.
     chain = max((end for i, end in enumerate(ends) if i not in across), default=0.0)
     return max(chain, *load.values(), 0.0), load
 
 
 def _needs(node: Node) -> tuple[int, ...]:
-    """Positions that must be over before a node begins."""
+    """Return the positions of the nodes that must be over before a node begins."""
     if isinstance(node, Wait):
         return () if node.previous_trip else (node.task,)
     return tuple(set(node.depends))
 
 
 def _own_lanes(task: Task, lanes: tuple[str, ...]) -> tuple[str, ...]:
-    """What a task would hold if it ran asynchronously, where it could."""
+    """Return the lanes that a task would hold if it ran asynchronously wherever it can."""
     if task.kind in ("collective", "host_copy") and len(lanes) > 1:
         return tuple(lane for lane in lanes if lane != COMPUTE)
     return lanes

@@ -1,8 +1,8 @@
-"""The schedule of a program played out on one device: when each task runs, and what compute waits for.
+"""A program's schedule is played out on one device, which shows when each task runs and what compute waits for.
 
-The device takes the schedule in its order. A synchronous task runs when the one before is over; an asynchronous one
-starts when its turn comes, its inputs are there and its lanes are free, and runs beside what follows until a `Wait`.
-Two tasks on one lane run one after the other, in the order of their turns. `jaxpar.rehearse.timeline.player` plays.
+The device follows the order of the schedule. A synchronous task runs when the one before is over. An asynchronous task
+starts when its turn has come, its inputs are there and its lanes are free; it runs beside what follows until a `Wait`.
+Two tasks on one lane run one after the other, in schedule order. `jaxpar.rehearse.timeline.player` does the playing.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from jaxpar.rehearse.timeline.schedule import lower_bound
 
 @dataclass(frozen=True, slots=True)
 class TaskTime:
-    """One task over the whole step."""
+    """The time that one task takes over the whole step."""
 
     task: Task
     path: Path
     count: int
     """How often it runs."""
     seconds: float
-    """Of all its executions."""
+    """The seconds of all its executions together."""
     exposed: float
-    """How long compute stood still for it; the whole of a synchronous collective or host copy, 0 for other
+    """The seconds compute stood still for it: all of them for a synchronous collective or host copy, none for other
     synchronous tasks (they are compute)."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step as it plays out. Seconds; `seconds = sum(busy) + sum(stalls) + idle`."""
+    """How a step plays out. All times are in seconds, and `seconds = sum(busy) + sum(stalls) + idle`."""
 
     seconds: float
     busy: dict[str, float]
-    """Compute lane at work, by kind of task; synchronous collectives and host copies among them."""
+    """How long compute is at work, by kind of task; synchronous collectives and host copies are among them."""
     stalls: dict[str, float]
-    """Compute lane standing still for an asynchronous task or a link in use, by kind of what it waited for."""
+    """How long compute stands still for an asynchronous task or a busy link, by the kind of task it waited for."""
     idle: float
-    """Compute lane between tasks: launches."""
+    """How long compute is between tasks, while they are launched."""
     lanes: dict[str, float]
-    """Seconds each lane was held."""
+    """How long each lane is held."""
     tasks: list[TaskTime]
     """Every task, in program order."""
     critical_path: list[tuple[Task, int, float]]
-    """The chain of tasks that ends last, each starting when the one before finished: (task, count, seconds), longest
+    """The chain of tasks that ends last, where each starts when the one before ends: (task, count, seconds), longest
     first. The seconds add up to those of the step."""
     lower_bound: float
     """No schedule of this graph can be shorter: `jaxpar.rehearse.timeline.schedule.lower_bound`."""
@@ -59,33 +59,33 @@ class Timeline:
 
     @property
     def exposed(self) -> list[TaskTime]:
-        """Collectives, host copies and asynchronous tasks, those that compute waited for longest first."""
+        """The collectives, host copies and asynchronous tasks; those that compute waited for longest come first."""
         kinds = ("collective", "host_copy")
         found = [row for row in self.tasks if row.task.asynchronous or row.task.kind in kinds]
         return sorted(found, key=lambda row: -row.exposed)
 
     @property
     def exposed_communication(self) -> float:
-        """Seconds in which compute stood still for collectives."""
+        """The seconds in which compute stood still for collectives."""
         return sum(row.exposed for row in self.tasks if row.task.kind == "collective")
 
     @property
     def host_stall(self) -> float:
-        """Seconds in which compute stood still for copies from and to the host."""
+        """The seconds in which compute stood still for copies from and to the host."""
         return sum(row.exposed for row in self.tasks if row.task.kind == "host_copy")
 
 
 def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: int = 20_000) -> Timeline:
-    """Play the schedule out.
+    """Play a program's schedule out.
 
     Args:
-      program: in schedule order.
-      costs: the price of each of its tasks.
+      program: the program, with its tasks in schedule order.
+      costs: the cost of each of its tasks.
       drawn_trips: how many trips of every loop become events; one bar stands for the others.
-      most_events: events beyond these are left out.
+      most_events: how many events are kept; later ones are left out.
 
     Raises:
-      ValueError: a node that depends on a later one: not a schedule.
+      ValueError: a node depends on a later one, so this is not a schedule.
     """
     player = Player(drawn_trips, most_events)
     seconds = player.play(program, costs)
@@ -119,5 +119,5 @@ def step_time(
     collective_time: Callable[[Collective], CollectiveTime],
     speeds: SpeedTable | None = None,
 ) -> Timeline:
-    """A program priced and played out: see `jaxpar.rehearse.cost.cost.price` for the arguments."""
+    """Price a program and play it out; `jaxpar.rehearse.cost.cost.price` explains the arguments."""
     return replay(program, price(program, hardware, collective_time, speeds))
