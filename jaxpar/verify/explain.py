@@ -1,4 +1,4 @@
-"""How each wrong gradient differs: the reference on parts of the batch and on wrong batches, put before `diagnose`."""
+"""Explains how each wrong gradient differs, by running the reference on parts of the batch and on wrong batches."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from jaxpar.verify.mistakes import Evidence, Guess, Kind, diagnose, guesses_of_p
 from jaxpar.verify.report import Verdict
 
 _ADDS_UP = 1e-3
-"""Contributions add up to the whole if they do to this relative error; what a part is missing is far more."""
+"""Contributions count as adding up to the whole up to this relative error; a missing part leaves a far larger one."""
 
 Gradients = Mapping[str, np.ndarray]
-"""By the parameter's name, [1, *shape]."""
+"""Gradients by parameter name, [1, *shape]."""
 Reference = Callable[[PyTree], Answer]
-"""The reference on another batch."""
+"""Runs the reference on another batch."""
 Alteration = tuple[Kind, str, Gradients]
-"""A kind of mistake, what it is in words, and what the reference gives where it is made."""
+"""A kind of mistake, its description in words, and the gradients that the reference gives with it."""
 
 
 class Partition(NamedTuple):
-    """A batch in parts, each of which should contribute once: a `shard` or a `microbatch`, number n ` of data`."""
+    """A batch in parts that should contribute once each: `what` is `shard` or `microbatch`, `of` is say ` of data`."""
 
     what: str
     of: str
@@ -47,15 +47,15 @@ def explain(
     sizes: Mapping[str, int] | None = None,
     stacked: Callable[[str], bool] = lambda name: False,
 ) -> Verdict:
-    """The verdict with a finding in each wrong row.
+    """Return the verdict with a finding in each wrong row.
 
     Args:
-      verdict: the comparison of `got`, the program's answer with its shardings, with `want`, the reference's.
+      verdict: the comparison of `got`, the program's answer with its shardings, and `want`, the reference's answer.
       run: the reference, which is run on each part of each partition.
-      partitions: of the batch.
-      altered: the reference under other circumstances; asked for only if a gradient is explained by nothing else.
-      sizes: numbers besides mesh axes that a gradient may be wrong by, by name.
-      stacked: whether the first dim of a parameter, given its name, is one of layers.
+      partitions: the partitions of the batch.
+      altered: gives the reference's answers with mistakes; called only if nothing else explains a gradient.
+      sizes: numbers by name, besides those of mesh axes, that may be the factor by which a gradient is wrong.
+      stacked: tells from a parameter's name whether its first dim counts layers.
     """
     parts, means = _contributions(run, partitions, want)
     others = functools.cache(lambda: list(altered()))
@@ -89,17 +89,17 @@ def explain(
 
 
 def _predictions(name: str, altered: Iterable[Alteration]) -> list[Guess]:
-    """One gradient of each alteration, as `diagnose` takes it."""
+    """Return the named gradient of each alteration as a guess for `diagnose`."""
     return [(kind, f"what the reference gives where {what}", grads[name][0]) for kind, what, grads in altered]
 
 
 def _contributions(
     run: Reference, partitions: Iterable[Partition], want: Answer
 ) -> tuple[list[tuple[str, str, Gradients]], list[Alteration]]:
-    """What each part, `shard` or `microbatch`, contributes by its name; and the means of parts that do not add up.
+    """Return what each part, a `shard` or a `microbatch`, contributes, and the means of parts that do not add up.
 
-    They add up as they are if the loss is a sum, and divided by their number if it is a mean of equal parts. If it is a
-    mean of unequal ones, then the mean of their means is a mistake.
+    The parts add up as they are if the loss is a sum, and divided by their number if it is a mean of equal parts. If it
+    is a mean of unequal parts, then the mean of their means is a mistake.
     """
     parts: list[tuple[str, str, Gradients]] = []
     means: list[Alteration] = []
@@ -125,9 +125,9 @@ def _adds_up(total: Gradients, want: Answer) -> bool:
 
 
 def shards(batch: PyTree, placed: PyTree) -> Iterator[Partition]:
-    """The rows of a batch as devices have them along each mesh axis that splits rows, and along all of these together.
+    """Yield the rows of a batch as the devices have them, for each mesh axis that splits rows and for all of them.
 
-    `placed` has the sharding of each array; one whose rows are not split along an axis stays whole.
+    `placed` has the sharding of each array; an array whose rows are not split along an axis stays whole.
     """
     places = jax.tree.leaves(placed)
     splits = [axes_of_dim(place, 0) for place in places]
@@ -144,7 +144,7 @@ def shards(batch: PyTree, placed: PyTree) -> Iterator[Partition]:
 
 
 def misplaced_shards(batch: PyTree, placed: PyTree, run: Reference) -> Iterator[Alteration]:
-    """The reference where the shards along a mesh axis have other shards' parts of one array of the batch."""
+    """Yield what the reference gives if shards along a mesh axis hold other shards' parts of an array of the batch."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
     for at, ((path, leaf), place) in enumerate(zip(leaves, jax.tree.leaves(placed), strict=True)):
         for dim, axis in [(n, axis) for n in range(leaf.ndim) for axis in axes_of_dim(place, n)]:
@@ -163,7 +163,7 @@ def misplaced_shards(batch: PyTree, placed: PyTree, run: Reference) -> Iterator[
 
 
 def _grid(leaf: np.ndarray, place: NamedSharding, axes: tuple[str, ...], dim: int) -> np.ndarray:
-    """An array with a dim as three: places along the mesh axes that split it before `axes`, along these, and within."""
+    """Reshape one dim into three: places along the mesh axes before `axes`, places along `axes`, and the rest."""
     names, sizes = axes_of_dim(place, dim), place.mesh.shape
     outer = math.prod(sizes[name] for name in names[: names.index(axes[0])])
     count = math.prod(sizes[name] for name in axes)

@@ -1,7 +1,7 @@
-"""The parallel ops as plain mathematics, for one device: what `verify` takes for true.
+"""Defines the parallel ops as plain mathematics on one device, which `verify` takes as the truth.
 
-No mesh, no kernel, no tiling, and no derivative written by hand: JAX differentiates what stands here. Each method has
-the name and the arguments of the one of `jaxpar.parallel.Ops` that it stands for.
+There is no mesh, no kernel, no tiling and no derivative written by hand: JAX differentiates these functions. Each
+method has the name and the arguments of the method of `jaxpar.parallel.Ops` that it replaces.
 
 Shapes: B batch, S query length, T key length, D embed, H heads, K kv heads, h head_dim, V vocab,
 F mlp, E experts, K chosen experts of a token.
@@ -25,11 +25,11 @@ from jaxpar.parallel.experts import RouterSums
 
 @dataclass(frozen=True)
 class ReferenceOps:
-    """What a model calls where its answer is to be the reference.
+    """The ops that a model calls when its answer is to be the reference.
 
     Attributes:
-      plan: of one device; only its compute dtype counts.
-      offset: in attention the token at t sees up to t + offset: 0 but for the diagnosis of a mask that is off by one.
+      plan: a plan for one device; only its compute dtype matters.
+      offset: in attention the token at t sees up to t + offset. It is 0 except to diagnose a mask that is off by one.
         A token that sees nothing takes the mean of all values.
     """
 
@@ -41,14 +41,14 @@ class ReferenceOps:
         x_BSD: Array, weights: Sequence[Array], axes: Sequence[Axes], biases: Sequence[Array | None] | None = None,
         seq: LogicalAxis = "seq",
     ) -> tuple[Array, ...]:  # fmt: skip
-        """`x @ w` for each weight, plus its bias."""
+        """Return `x @ w` for each weight, plus its bias."""
         biases = biases or [None] * len(weights)
         return tuple(self._linear(x_BSD, weight, 1, bias) for weight, bias in zip(weights, biases, strict=True))
 
     def row_linear(
         self, h_BSI: Array, weight: Array, axes: Axes, bias: Array | None = None, seq: LogicalAxis = "seq"
     ) -> Array:
-        """`h @ w` over all dims of h but the first two, plus the bias."""
+        """Return `h @ w` over all dims of h but the first two, plus the bias."""
         return self._linear(h_BSI, weight, h_BSI.ndim - 2, bias)
 
     def _linear(self, x: Array, weight: Array, dims: int, bias: Array | None) -> Array:
@@ -58,7 +58,7 @@ class ReferenceOps:
     def lookup(
         self, table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: LogicalAxis | None
     ) -> Float[Array, "B S D"]:
-        """Rows of a table, in the compute dtype."""
+        """Look up rows of a table, in the compute dtype."""
         return table_VD.astype(self.plan.dtype)[ids_BS]
 
     def attention(
@@ -71,9 +71,9 @@ class ReferenceOps:
         key: jax.Array | None = None,
         window: int = 0,
     ) -> Float[Array, "B S H h"]:
-        """Causal attention over all scores at once, S = T; dropout is never on here.
+        """Compute causal attention over all scores at once, S = T; dropout is never on here.
 
-        A token sees its own document (`segments_BS`) only, and `window` tokens up to itself; 0 = all before it.
+        A token sees only its own document (`segments_BS`), and the last `window` tokens up to itself; 0 = all of them.
         """
         S, H, h = q_BSHh.shape[1:]
         k_BTHh, v_BTHh = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BSKh, v_BSKh))
@@ -97,7 +97,7 @@ class ReferenceOps:
         experts_per_token: int,
         capacity_factor: float,
     ) -> tuple[Float[Array, "B S D"], RouterSums]:
-        """Every expert on every token, weighted by zero where it is not chosen; nothing is ever dropped."""
+        """Run every expert on every token, with weight zero where it is not chosen; no token is ever dropped."""
         E = router_DE.shape[1]
         logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
         probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
@@ -123,7 +123,7 @@ class ReferenceOps:
         z_loss: float = 0.0,
         softcap: float = 0.0,
     ) -> LossSums:
-        """Summed cross-entropy of all scores at once; a label below zero does not count."""
+        """Sum the cross-entropy over all scores at once; a label below zero does not count."""
         logits_BSV = self.logits(x_BSD, head_VD, vocab_size, softcap)
         lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
         counts_BS = labels_BS >= 0
@@ -136,7 +136,7 @@ class ReferenceOps:
     def logits(
         self, x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], vocab_size: int, softcap: float = 0.0
     ) -> Float[Array, "B S V"]:
-        """Float32 scores of the true vocabulary."""
+        """Return the float32 scores of the true vocabulary, without padding."""
         x_BSD, head_VD = x_BSD.astype(self.plan.dtype), head_VD[:vocab_size].astype(self.plan.dtype)
         logits_BSV = jnp.einsum("BSD,VD->BSV", x_BSD, head_VD, preferred_element_type=jnp.float32)
         return softcap * jnp.tanh(logits_BSV / softcap) if softcap else logits_BSV

@@ -1,7 +1,7 @@
-"""The plan of a config: its model is shrunk, its gradients are compared with plain ops on one device.
+"""Verifies the plan of a config: its model is shrunk, and its gradients are compared with plain ops on one device.
 
-The one part of `verify` that knows configs and models. `setup` says what is run (`shrink`), `checks` runs it
-(`losses_and_gradients`), `explain` adds what is tried on a wrong gradient, `remember` keeps the outcome for `train`.
+This is the one part of `verify` that knows configs and models. `setup` decides what is run (with `shrink`), `checks`
+runs it (with `losses_and_gradients`), `explain` adds more explanations, and `remember` keeps the outcome for `train`.
 """
 
 from jaxpar.verify.of_config.checks import FLOAT32, Verification, run, verify

@@ -1,4 +1,4 @@
-"""A plan against one device, on a shrunk model: in float32, then in the plan's own precision."""
+"""Compares a plan with one device on a shrunk model: first in float32, then in the plan's own precision."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from jaxpar.verify.of_config.losses_and_gradients import Case, Gradients, one_de
 from jaxpar.verify.of_config.setup import Setup, prepare
 from jaxpar.verify.report import Verdict
 
-# Float32: a gradient is a float32 sum of at most some thousand products; in another order it is off by a few ulps
+# Float32: a gradient is a float32 sum of at most a few thousand products. In another order it is off by a few ulps
 # (6e-8), and a few dozen ops lie between it and the loss. Over all meshes of docs/verify.md the worst is 3.6e-6.
 FLOAT32, FLOAT32_LOSS = 1e-5, 3e-6
-# The plan's own precision: as far from the float32 reference as one device in that precision, up to this factor (a sum
-# over a mesh axis rounds its parts once more), and a floor for where one device was lucky.
+# In its own precision a plan may be this factor further from the float32 reference than one device is (a sum over a
+# mesh axis rounds its parts once more). The floor is for gradients where one device was lucky.
 OWN_FACTOR, OWN_FLOOR, OWN_LOSS = 3.0, 2.0**-7, 2.0**-8
-# Plain ops are lucky wherever a gradient is zero by mathematics: with a whole softmax its terms cancel to the last bit,
-# with attention in tiles only to the precision. So one device with the library's ops, which have just been compared in
-# float32, counts too where it is this near to the reference: further off, its ops would be wrong in this precision.
+# Plain ops are lucky wherever a gradient is zero by mathematics: its terms cancel to the last bit with a whole softmax,
+# but only to the precision with attention in tiles. So one device with the library's ops, which were just compared in
+# float32, counts too if it is this near to the reference. If it is further off, its ops are wrong in this precision.
 OPS_FACTOR, OPS_MOST = 2.0, 2.0**-4
 
 Say = Callable[[str], None]
@@ -38,9 +38,9 @@ class Verification:
     """What `verify` found.
 
     Attributes:
-      setup: what was run, and where.
+      setup: what was run, and on which devices.
       checks: the comparisons, up to the first that differs.
-      seconds: how long they took.
+      seconds: how long the comparisons took.
     """
 
     setup: Setup
@@ -53,7 +53,7 @@ class Verification:
 
     @property
     def first_difference(self) -> Verdict | None:
-        """The check that differs."""
+        """The check that differs, if there is one."""
         return next((check for check in self.checks if not check.equal), None)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Verification:
         return f"EQUAL: loss and {count} gradients on {on} as on one device; {names}; {self.seconds:.0f} s"
 
     def as_json(self) -> dict[str, object]:
-        """The whole result for `--json`; docs/verify.md describes it."""
+        """Return the whole result for `--json`, which docs/verify.md describes."""
         failed, config, devices = self.first_difference, self.setup.config, self.setup.devices
         return {
             "equal": self.equal,
@@ -92,22 +92,22 @@ def verify(
     gradients: Gradients | None = None,
     say: Say = lambda line: None,
 ) -> Verification:
-    """Compare a config's plan with one device: the loss and every gradient.
+    """Compare the loss and every gradient under a config's plan with those on one device.
 
     Args:
-      config: what to verify; its model is shrunk, and its mesh where the devices are too few.
-      devices: the devices to use; None = those of this process, CPU devices being simulated where that is possible.
+      config: the config to verify; its model is shrunk, and so is its mesh where there are too few devices.
+      devices: the devices to use; None = those of this process, with simulated CPU devices where that is possible.
       gradients: the function under test; None = `jaxpar.train.step.gradients`, which `train` uses.
-      say: called with a line as each phase begins.
+      say: receives a line of text as each phase begins.
 
     Raises:
-      UserError: a plan that the config's own sizes do not fit, or too few devices for its mesh axes.
+      UserError: the config's own sizes do not fit its plan, or there are too few devices for its mesh axes.
     """
     return run(prepare(config, devices), gradients, say)
 
 
 def run(setup: Setup, gradients: Gradients | None = None, say: Say = lambda line: None) -> Verification:
-    """The second half of `verify`."""
+    """Run the second half of `verify`, the comparisons."""
     began = time.perf_counter()
     case = Case.draw(setup.config, setup.devices, gradients or step.gradients)
     for note in setup.notes:
@@ -117,7 +117,7 @@ def run(setup: Setup, gradients: Gradients | None = None, say: Say = lambda line
 
 
 def _checks(case: Case, say: Say) -> Iterator[Verdict]:
-    """The comparisons, up to the first that differs."""
+    """Yield the comparisons, up to the first that differs."""
     say("reference: one device, plain ops, float32")
     reference = one_device(case, "float32", exact=True)
     want = reference(case.params, case.batch)
@@ -145,9 +145,9 @@ def _checks(case: Case, say: Say) -> Iterator[Verdict]:
 def compare_answers(
     name: str, case: Case, got: Answer, want: Answer, near: Answer | None = None, ops: Answer | None = None
 ) -> Verdict:
-    """Errors of the answer under the plan against the float32 reference.
+    """Compare the answer under the plan with the float32 reference.
 
-    In another precision the tolerances come from what one device gives in it, with plain ops and with the library's.
+    In another precision the tolerances come from one device's answers in it, with plain ops and with the library's.
     """
     limits = dict.fromkeys(parameter_order(case.model), FLOAT32)
     if near is None:

@@ -1,6 +1,6 @@
-"""What is tried on the wrong gradients of a config's plan, besides what is tried on anyone's.
+"""Explains wrong gradients of a config's plan with mistakes that need more than any program's loss and batch.
 
-The loss is a sum over tokens, so shards of the rows and microbatches by themselves add up to the whole gradient.
+The loss is a sum over tokens, so the gradients of row shards, or of microbatches, add up to the whole gradient.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jaxpar.verify.report import GradientRow, Verdict
 def explain_plan(
     case: Case, verdict: Verdict, got: Answer, want: Answer, one: OneDevice, say: Callable[[str], None]
 ) -> Verdict:
-    """The verdict, of `got` under the plan and the reference's `want`, with how each wrong gradient differs.
+    """Return the verdict on `got`, under the plan, and the reference's `want`, with an explanation of wrong gradients.
 
-    It also says which wrong gradient lies nearest to the loss. `one` is the reference, to be run on other batches.
+    It also says which wrong gradient lies nearest to the loss. `one` runs the reference on other batches.
     """
     if not verdict.wrong:
         return verdict
@@ -34,7 +34,7 @@ def explain_plan(
     say(f"differs: the gradients of {sum(len(part.batches) for part in partitions)} shards and microbatches alone")
 
     def altered() -> Iterator[Alteration]:
-        if not verdict.loss_ok:  # else the forward pass is right, and with it the mask
+        if not verdict.loss_ok:  # otherwise the forward pass is right, and so is the mask
             say("differs: the loss does too, so other attention masks are tried")
             yield from _other_masks(case, one)
 
@@ -44,7 +44,7 @@ def explain_plan(
 
 
 def partitions_of(case: Case, plan: Plan) -> list[Partition]:
-    """The batch by shards of its rows and by microbatches, as `step.gradients` deals them out, and in other orders."""
+    """Split the batch into row shards and into microbatches, as `step.gradients` deals them out and in other orders."""
     batch, accumulation = case.batch, case.config.train.accumulation
     piped = plan.pipeline.microbatches if plan.size("stage") > 1 else 1
     row = np.arange(len(batch["labels"]))
@@ -63,7 +63,7 @@ def partitions_of(case: Case, plan: Plan) -> list[Partition]:
 
 
 def _other_sizes(case: Case, plan: Plan) -> dict[str, int]:
-    """Numbers besides the mesh axes that a gradient may be wrong by."""
+    """Return numbers, besides the sizes of mesh axes, that may be the factor by which a gradient is wrong."""
     model, train = case.config.model, case.config.train
     sizes = {
         "accumulation": train.accumulation,
@@ -75,7 +75,7 @@ def _other_sizes(case: Case, plan: Plan) -> dict[str, int]:
 
 
 def _other_masks(case: Case, one: OneDevice) -> Iterator[Alteration]:
-    """What the reference gives where documents are not kept apart, and with an attention mask that is off by one."""
+    """Yield the reference's answers with documents not kept apart, and with an attention mask that is off by one."""
     if "segments" in case.batch:
         for name, what in (
             ("segments", "a token sees the documents packed before its own"),
@@ -92,7 +92,7 @@ def _other_masks(case: Case, one: OneDevice) -> Iterator[Alteration]:
 
 
 def nearest_to_loss(wrong: tuple[GradientRow, ...]) -> str:
-    """The wrong gradient that a backward pass meets first: what is wrong there is passed on to the others."""
+    """Name the wrong gradient that a backward pass meets first, because a mistake there is passed on to the others."""
     if not wrong:
         return ""
     parts = ("embed", "blocks", "head")

@@ -1,7 +1,7 @@
-"""The two answers that are compared: loss and gradients on one device, and under a plan.
+"""Computes the two answers that are compared: loss and gradients on one device, and under a plan.
 
-The reference is as plain as it can be: one device, a few rows after another, the ops of `jaxpar.verify.reference_ops`,
-nothing recomputed, layers unrolled.
+The reference is as plain as it can be: it runs on one device, takes a few rows at a time, uses the ops of
+`jaxpar.verify.reference_ops`, recomputes nothing and unrolls the layers.
 
 Shapes: B batch, S sequence.
 """
@@ -36,16 +36,16 @@ from jaxpar.verify.comparison import Answer, answer_of, by_name, copies
 from jaxpar.verify.reference_ops import ReferenceOps
 
 Gradients = Callable[..., tuple[LossSums, Params]]
-"""The function under test, called as `jaxpar.train.step.gradients` is."""
+"""The function under test, which takes the arguments of `jaxpar.train.step.gradients`."""
 Rows = dict[str, np.ndarray]
 OneDevice = Callable[[Params, Rows], Answer]
-"""Loss and gradients of a batch on the first device."""
+"""Computes the loss and gradients of a batch on the first device."""
 _ROWS = 2  # sequences that the reference takes at a time
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run: the shrunk model, its plan's devices, parameters [...] and a batch [B, S] on the host."""
+    """What is run: the shrunk model, its plan's devices, and on the host its parameters [...] and a batch [B, S]."""
 
     config: Config
     model: Model
@@ -56,12 +56,12 @@ class Case:
 
     @classmethod
     def draw(cls, config: Config, devices: list[jax.Device], gradients: Gradients = step.gradients) -> Case:
-        """Random parameters and a random batch for a config."""
+        """Draw random parameters and a random batch for a config."""
         model = Model(config.model)
         return cls(config, model, devices, random_params(model), random_batch(config), gradients)
 
     def plan(self, precision: str) -> Plan:
-        """The plan under test, in another precision."""
+        """Return the plan under test, in this precision."""
         config = replace(self.config, precision=PrecisionConfig(precision))  # pyright: ignore[reportArgumentType]
         return make_plan(config, self.devices)
 
@@ -72,9 +72,9 @@ def one_device(
     exact: bool,
     ops: Callable[[Plan], Ops | ReferenceOps] = ReferenceOps,
 ) -> OneDevice:
-    """Loss and gradients of a batch on the first device: the reference, where the ops are those.
+    """Return a function that computes loss and gradients on the first device; with `ReferenceOps` it is the reference.
 
-    `exact` is for float32 matmuls in full float32 also where the device would take less.
+    `exact` makes float32 matmuls run in full float32 also where the device would use less by default.
     """
     plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
     unrolled = Model(replace(case.config.model, scan_layers=False), ops)  # pyright: ignore[reportArgumentType]
@@ -87,7 +87,7 @@ def one_device(
     value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=_fast_compile(case.devices))
 
     def run(params: Params, batch: Rows) -> Answer:
-        """Sums over the rows, a few after another, added up in float64."""
+        """Sum over the rows, a few at a time; the parts are added up in float64."""
         here = jax.device_put(params, case.devices[0])
         starts = range(0, len(batch["labels"]), _ROWS)
         parts = [{name: rows[at : at + _ROWS] for name, rows in batch.items()} for at in starts]
@@ -100,7 +100,7 @@ def one_device(
 
 
 def under_plan(case: Case, precision: str, exact: bool) -> Answer:
-    """Loss and gradients under the plan, by the function under test, laid out as in training."""
+    """Compute loss and gradients under the plan with the function under test, with arrays laid out as in training."""
     plan, train = case.plan(precision), case.config.train
     shapes = param_shapes(case.model, plan)
     shardings, stored = plan.sharding(case.model.axes, shapes), param_shardings(shapes, case.model, plan)
@@ -136,22 +136,22 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
 
 
 def is_stacked(name: str) -> bool:
-    """Whether the first dim of a parameter is one of layers."""
+    """Whether the first dim of a parameter counts layers."""
     return name.startswith("blocks.")
 
 
 def _fast_compile(devices: list[jax.Device]) -> dict[str, int]:
-    """On CPU half the compile time: the collectives and where they stand are the same, machine code is not tuned."""
+    """Return options that halve compile time on CPU: the collectives stay the same, machine code is not tuned."""
     return {"xla_backend_optimization_level": 0} if devices[0].platform == "cpu" else {}
 
 
 def _matmuls(exact: bool) -> contextlib.AbstractContextManager[object]:
-    """Float32 matmuls in float32: GPUs take TF32 and TPUs bfloat16 unless told."""
+    """Make float32 matmuls run in float32; by default GPUs use TF32 and TPUs bfloat16."""
     return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
 
 
 def parameter_order(model: Model) -> list[str]:
-    """Parameter names in the order the model declares them, which is the order of its forward pass."""
+    """Return parameter names in the order in which the model declares them, which is that of its forward pass."""
     order: list[str] = []
 
     def declare(part: nnx.Module, prefix: str) -> None:
@@ -167,9 +167,9 @@ def parameter_order(model: Model) -> list[str]:
 
 
 def random_params(model: Model, seed: int = 0) -> Params:
-    """Parameters that hide nothing: norm scales, biases and projections all random, activations of order one.
+    """Draw parameters that hide nothing: norm scales, biases and projections are random, activations of order one.
 
-    A fresh model would not do: scales of 1 and biases of 0 cancel mistakes, and its attention is close to uniform.
+    A fresh model would hide mistakes: its scales are 1, its biases 0, and its attention is close to uniform.
     """
     rng = np.random.default_rng(seed)
 
@@ -182,7 +182,7 @@ def random_params(model: Model, seed: int = 0) -> Params:
 
 
 def random_batch(config: Config, seed: int = 1) -> Rows:
-    """Random tokens [B, S] with a tenth of the labels left out, unevenly; packed: some three documents a row."""
+    """Draw random tokens [B, S]; a tenth of the labels is left out, unevenly; packed rows have some three documents."""
     rng = np.random.default_rng(seed)
     shape = (config.train.batch, config.data.seq_len)
     tokens, labels = rng.integers(0, config.model.vocab_size, (2, *shape)).astype(np.int32)

@@ -1,4 +1,4 @@
-"""`train --verify`: a plan is verified before it trains, once for each jax, platform and state of the library."""
+"""`train --verify` verifies a plan before it trains, once for each jax, platform and state of the library."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from jaxpar.verify.of_config.setup import Setup, prepare
 
 
 def require(config: Config, devices: list[jax.Device], say: Callable[[str], None]) -> None:
-    """Verify a plan on this process's share of `devices`, unless just this was verified before.
+    """Verify a plan on this process's share of `devices`, unless exactly this was verified before.
 
     Raises:
-      UserError: the plan differs from one device, or cannot be verified here.
+      UserError: the plan differs from one device, or it cannot be verified here.
     """
     setup = prepare(config, [device for device in devices if device.process_index == jax.process_index()])
     facts = json.dumps(facts_of(setup), indent=2, sort_keys=True)
@@ -48,7 +48,7 @@ def require(config: Config, devices: list[jax.Device], say: Callable[[str], None
 
 
 def facts_of(setup: Setup) -> dict[str, object]:
-    """All that the outcome depends on: versions, platform, compiler flags, the library's source, the shrunk config."""
+    """Return all that the outcome depends on: versions, platform, compiler flags, source code and shrunk config."""
     device = setup.devices[0]
     return {
         "versions": versions(),
@@ -64,7 +64,7 @@ def facts_of(setup: Setup) -> dict[str, object]:
 
 
 def source_hash() -> str:
-    """SHA-256 over the Python files of the library and its models."""
+    """Return the SHA-256 of the Python files of the library and its models."""
     digest = hashlib.sha256()
     for package in ("jaxpar", "jaxpar.models"):
         for file in sorted(Path(str(resources.files(package))).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What is run in place of a config: its plan on the devices that are here, and a model small enough for them."""
+"""Decides what is run in place of a config: its plan on the devices here, with a model small enough for them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from jaxpar.train.plans import check_batch, check_parameters
 from jaxpar.verify.of_config.shrink import LEAST, asked_sizes, shrink
 
 SIMULATED = 8
-"""CPU devices where the mesh leaves their number open; a mesh that asks for up to twice as many gets them."""
+"""How many CPU devices are simulated where the mesh leaves it open; a mesh may ask for up to twice as many."""
 
 
 class Setup(NamedTuple):
-    """What is to be verified, shrunk to the devices here.
+    """What is to be verified, shrunk to fit the devices here.
 
     Attributes:
       config: the shrunk config that is run.
       asked: the mesh as it was given.
       devices: the devices of the plan.
-      notes: what was changed, a sentence each.
+      notes: the changes that were made, a sentence for each.
     """
 
     config: Config
@@ -54,7 +54,7 @@ class Setup(NamedTuple):
 
 
 def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
-    """The first half of `verify`: what will be run, and where."""
+    """Run the first half of `verify`: decide what will be run, and on which devices."""
     check(config)
     mesh, used, notes = _place_mesh(config, devices)
     _check_sizes(config, mesh)
@@ -63,10 +63,10 @@ def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
 
 
 def _place_mesh(config: Config, devices: list[jax.Device] | None) -> tuple[MeshSpec, list[jax.Device], list[str]]:
-    """The mesh that is verified, its devices, and what to say about them.
+    """Return the mesh that is verified, its devices, and notes about them.
 
     Raises:
-      UserError: too few devices to keep every mesh axis above 1.
+      UserError: there are too few devices to keep every mesh axis above 1.
     """
     spec = config.mesh
     found = _devices_here(spec, config.compile.cache) if devices is None else devices
@@ -93,7 +93,7 @@ def _place_mesh(config: Config, devices: list[jax.Device] | None) -> tuple[MeshS
 
 
 def _devices_here(spec: MeshSpec, cache: str) -> list[jax.Device]:
-    """This process's devices, the CPU simulating enough for the mesh if JAX has not started."""
+    """Return this process's devices; if JAX has not started, the CPU simulates enough of them for the mesh."""
     count = simulated_devices(spec)
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -105,9 +105,9 @@ def _devices_here(spec: MeshSpec, cache: str) -> list[jax.Device]:
 
 
 def simulate_for(spec: MeshSpec) -> None:
-    """Before JAX starts for a TPU or GPU mesh: let the CPU simulate devices too, where too few of the others are here.
+    """Let the CPU simulate devices too, in case a TPU or GPU mesh finds too few of its own; call it before JAX starts.
 
-    On CPU, and on `auto`, which may turn out to be CPU, the number of devices is the run's own.
+    On CPU, and on `auto`, which may turn out to be CPU, the run itself sets the number of devices.
     """
     if spec.platform in ("tpu", "gpu"):
         with contextlib.suppress(RuntimeError):  # JAX has started
@@ -115,7 +115,7 @@ def simulate_for(spec: MeshSpec) -> None:
 
 
 def simulated_devices(spec: MeshSpec) -> int:
-    """How many CPU devices to simulate for a mesh: what it needs, within reason; enough for 2 along each axis."""
+    """Return how many CPU devices to simulate: what the mesh needs, within reason, but enough for 2 along each axis."""
     free = [axis for axis, size in axis_sizes(spec).items() if size == -1]
     if not free and devices_needed(spec) <= 2 * SIMULATED:
         return devices_needed(spec)
@@ -127,13 +127,13 @@ def simulated_devices(spec: MeshSpec) -> int:
 
 
 def fit_mesh(spec: MeshSpec, devices: int) -> MeshSpec | None:
-    """The spec for at most `devices` devices: as it is where they are enough (-1 filled in), else with smaller axes.
+    """Fit the spec to at most `devices` devices: unchanged (with -1 filled in) where they are enough, else smaller.
 
-    Every axis above 1 stays above 1 (-1 counts as such), and those that lost most get more while there is room; slices
-    are then part of their axis. None where even 2 along each axis does not fit.
+    Every axis above 1 stays above 1 (-1 counts as such), and the axes that shrank most grow while there is room. Slices
+    are then part of their axis. The result is None where even 2 along each axis does not fit.
 
     Raises:
-      UserError: a size that is no size, or two axes of -1.
+      UserError: a size is not valid, or two axes are -1.
     """
     sizes, needed = axis_sizes(spec), devices_needed(spec)
     resolve(spec, needed)
@@ -153,7 +153,7 @@ def fit_mesh(spec: MeshSpec, devices: int) -> MeshSpec | None:
 
 
 def mesh_note(asked: MeshSpec, used: MeshSpec, here: int) -> str:
-    """What to say when the mesh that is verified is not the one that was asked for; empty when it is."""
+    """Return a note if the mesh that is verified is not the one that was asked for; empty if it is."""
     if -1 not in axis_sizes(asked).values() and total_sizes(asked) == total_sizes(used):
         return ""
     before = describe({axis: size * getattr(asked.dcn, axis) for axis, size in axis_sizes(asked).items()})
@@ -167,7 +167,7 @@ def mesh_note(asked: MeshSpec, used: MeshSpec, here: int) -> str:
 
 
 def _check_sizes(config: Config, mesh: MeshSpec) -> None:
-    """Refuse a config whose own sizes its mesh does not divide: the shrunk ones always fit."""
+    """Refuse a config whose own sizes its mesh does not divide, because the shrunk sizes always fit."""
     sizes = asked_sizes(config.mesh, mesh)
     plan = _layout(config, AbstractMesh(tuple(sizes.values()), MESH_AXES), rules_of(config, sizes))
     if plan.size("stage") > 1:
@@ -179,24 +179,24 @@ def _check_sizes(config: Config, mesh: MeshSpec) -> None:
 
 
 def _layout(config: Config, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Plan:
-    """The part of a plan that says where arrays lie."""
+    """Make only the part of a plan that says where arrays lie."""
     return Plan(mesh, rules, context=config.context, attention=config.kernels.attention, pipeline=config.pipeline)  # pyright: ignore[reportArgumentType]
 
 
 def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> tuple[Config, list[str]]:
-    """The smallest config whose attention has the implementation that the whole one has on these devices."""
+    """Return the smallest config that uses the same attention implementation as the whole one on these devices."""
     plan = _layout(config, make_mesh(mesh, devices), rules_of(config, asked_sizes(config.mesh, mesh)))
     notes: list[str] = []
     try:
         wanted = _attention(plan, config)
-    except UserError as refused:  # a kernel of other hardware
+    except UserError as refused:  # the kernel is for other hardware
         notes.append(f"OTHER ATTENTION: {refused}")
         config, plan = replace(config, kernels=KernelsConfig()), replace(plan, attention="auto")
         wanted = _attention(plan, config)
     found = ""
     for least in LEAST:
         small, changes = shrink(config, mesh, least)
-        with contextlib.suppress(UserError):  # what was asked for may not serve small sizes
+        with contextlib.suppress(UserError):  # the kernel that was asked for may not support small sizes
             found = _attention(plan, small)
         if found == wanted:
             break
@@ -212,7 +212,7 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
 
 
 def _attention(plan: Plan, config: Config, platform: str = "") -> str:
-    """The implementation, and whether plain XLA takes several tiles."""
+    """Name the attention implementation, and say whether plain XLA needs several tiles."""
     model, seq_len, packed = config.model, config.data.seq_len, config.data.pack
     head_dim = model.head_size
     name, _ = choose_attention(plan, seq_len, head_dim, False, model.window, packed, platform)

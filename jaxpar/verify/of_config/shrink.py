@@ -1,7 +1,7 @@
-"""The smallest model and batch that keep what a plan can get wrong: `verify` runs them in place of a config's own.
+"""Makes the smallest model and batch that keep what a plan can get wrong; `verify` runs them in place of the config's.
 
-Family, rules, remat, precision, packing and mesh axes stay; layers are few and dims narrow, each a multiple of the
-pieces it is split into, and an odd one where it can be, so that no shard is a power of two by accident.
+Family, rules, remat, precision, packing and mesh axes stay. Layers are few and dims are narrow. Each dim is a multiple
+of the pieces it is split into, and an odd one where possible, so that no shard is a power of two by accident.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from jaxpar.base.plan import Pipeline
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, named_axes
 from jaxpar.parallel.pipeline import layers_of, microbatches
 
-MOST_ACCUMULATION = 4  # more microbatches repeat what these do
-_FEW = 4  # virtual stages have two layers each, more than so many have one
-_VOCAB = 40  # rows of the vocabulary tables, at least
-# What is left to choose is set to the form with the most that could go wrong: all give the same answer.
+MOST_ACCUMULATION = 4  # more microbatches would only repeat what these do
+_FEW = 4  # up to this many virtual stages have two layers each; if there are more, each has one
+_VOCAB = 40  # the vocabulary tables have at least this many rows
+# What is left to choose is set to the form in which the most could go wrong; all forms give the same answer.
 _EXPLICIT = {"gather": "bidirectional", "scatter": "bidirectional", "domino": "on"}
 
 Sizes = Mapping[MeshAxis, int]
-"""Devices along each mesh axis."""
+"""The number of devices along each mesh axis."""
 
 
 class Least(NamedTuple):
-    """The least that a sequence and a head may be shrunk to; ops that depend on their size must stay what they are."""
+    """The least that a sequence and a head may be shrunk to, because some ops are chosen by these sizes."""
 
     seq_len: int = 12
     head_dim: int = 6
-    block: int = 1  # a sequence is a multiple of this
+    block: int = 1  # the sequence length is a multiple of this
 
 
-# The smallest for plain attention, then one with two chunks of queries, then one whole tile of a TPU kernel.
+# The first is the smallest for plain attention, the second has two chunks of queries, the third a TPU kernel's tile.
 LEAST = (Least(), Least(seq_len=513), Least(seq_len=128, head_dim=128, block=128))
 
 
 def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> tuple[Config, list[str]]:
-    """A config with a small model and batch on `mesh`, and what was changed, a sentence each.
+    """Return a config with a small model and batch on `mesh`, and the changes that were made, a sentence for each.
 
-    Steps, learning rate, data source and whatever else has no part in a gradient are reset to their defaults.
+    Steps, learning rate, data source and everything else that does not affect a gradient are reset to their defaults.
     """
     sizes, asked = total_sizes(mesh), asked_sizes(config.mesh, mesh)
     chunks = _chunks(config, sizes, asked)
     multiples = _multiples(config, chunks, sizes, least)
-    # Three tokens a chunk: a single one would hide a wrong order inside it.
+    # Each chunk has three tokens, because a single one would hide a wrong order inside it.
     seq_len = odd_multiple(max(least.seq_len, 3 * chunks if chunks > 1 else 0), multiples["seq"])
     layers, pipeline = _few_layers(config, sizes, asked)
     model = _narrow_model(config, multiples, _few_heads(config, sizes, asked), layers, seq_len, least.head_dim)
     forms = {name: form for name, form in _EXPLICIT.items() if getattr(config.overlap, name) == "auto"}
     overlap = replace(config.overlap, **forms)
     accumulation = min(config.train.accumulation, MOST_ACCUMULATION)
-    # Two sequences a shard (and a half): a batch dim of one would hide a wrong order inside a shard.
+    # Each shard, or each half of one, has two sequences, because a single one would hide a wrong order inside a shard.
     rows = 2 * overlap.parts * pieces("batch", config.rules, sizes)
     staged = pieces("stage", config.rules, sizes) > 1
     batch = rows * accumulation * (pipeline.microbatches if staged else 1)
@@ -77,24 +77,24 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> tuple[Con
 
 
 def asked_sizes(asked: MeshSpec, used: MeshSpec) -> dict[MeshAxis, int]:
-    """Devices along each axis of the mesh that was asked for, where an axis of -1 has those of the one that is used."""
+    """Return the devices along each axis of the mesh that was asked for; an axis of -1 takes the size that is used."""
     filled = {axis: getattr(used, axis) for axis, size in axis_sizes(asked).items() if size == -1}
     return total_sizes(replace(asked, **filled))
 
 
 def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: Sizes) -> int:
-    """Into how many the rules split a logical axis on a mesh of these sizes."""
+    """Return how many pieces the rules split a logical axis into on a mesh of these sizes."""
     return math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, rules))
 
 
 def _chunks(config: Config, sizes: Sizes, asked: Sizes) -> int:
-    """Into how many the sequence of q, k and v is cut: two for each device where they are in zigzag order."""
+    """Return how many chunks the sequence of q, k and v is cut into: two for each device in zigzag order."""
     devices = pieces("attention_seq", rules_of(config, asked), sizes)
     return devices if devices == 1 or config.context.strategy == "ulysses" else 2 * devices
 
 
 def _multiples(config: Config, chunks: int, sizes: Sizes, least: Least) -> dict[str, int]:
-    """What each small dim must be a multiple of, so that the mesh divides it."""
+    """Return what each small dim must be a multiple of, so that the mesh divides it."""
 
     def split(*axes: LogicalAxis) -> int:
         return math.lcm(*(pieces(axis, config.rules, sizes) for axis in axes))
@@ -111,15 +111,15 @@ def _multiples(config: Config, chunks: int, sizes: Sizes, least: Least) -> dict[
 
 
 def _few_heads(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, int]:
-    """The fewest heads and kv heads with which this mesh does what the config's own does with the model's.
+    """Return the fewest heads and kv heads with which this mesh does what the config's own does with the model's.
 
-    They are the first pair, from the fewest query heads per kv head and then from the fewest heads, of which the mesh
-    divides what it must, and whose `situation` is that of the model; where no pair has that, the first with its rules.
+    Pairs are tried from the fewest query heads per kv head, and then from the fewest heads. The first that the mesh
+    divides and whose `situation` is the model's is taken; if there is none, the first that has the same rules.
     """
     rules, model, asked_rules = config.rules, config.model, rules_of(config, asked)
     kv_heads = model.kv_head_count
     group = model.heads // kv_heads
-    # Ulysses deals out the heads of a device, and its kv heads whole where they are enough.
+    # Ulysses deals out the heads of a device, and also its kv heads if there are enough of them.
     dealt = pieces("attention_seq", asked_rules, sizes) if config.context.strategy == "ulysses" else 1
     kv_on_device, dealt_there = (pieces(axis, asked_rules, asked) for axis in ("kv_heads", "attention_seq"))
     kv_dealt = dealt if kv_heads // kv_on_device % dealt_there == 0 else 1
@@ -127,7 +127,7 @@ def _few_heads(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, int]:
     kv_split = pieces("kv_heads", asked_rules, sizes) * kv_dealt
 
     def situation(heads: int, kv_heads: int, sizes: Sizes) -> tuple[ShardingRules, bool, bool]:
-        """The rules that fit the heads, whether devices are more than heads, and whether one has several copies."""
+        """Return the fitted rules, whether there are more devices than heads, and whether a head has several copies."""
         fitted, _ = fit_rules(rules, heads, kv_heads, sizes)
         devices, copied = pieces("heads", fitted, sizes), fitted.heads != fitted.kv_heads
         return fitted, pieces("heads", rules, sizes) > heads, copied and math.lcm(kv_heads, devices) > devices
@@ -145,10 +145,10 @@ def _few_heads(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, int]:
 
 
 def _few_layers(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, Pipeline]:
-    """The fewest layers and microbatches that keep what a pipeline does.
+    """Return the fewest layers and microbatches that keep what a pipeline does.
 
-    An odd number of layers stays odd, stages of unequal layers stay so, and every slot of a buffer is used twice if it
-    is at all.
+    An odd number of layers stays odd, stages with unequal numbers of layers stay unequal, and every slot of a buffer
+    that is used at all is used twice.
     """
     stages_asked, stages = (pieces("stage", config.rules, these) for these in (asked, sizes))
     pipeline, layers = config.pipeline, config.model.layers
@@ -162,7 +162,7 @@ def _few_layers(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, Pipeli
     else:
         small = (1, 2, *[1] * (parts - 2))
     count = microbatches(config, asked)
-    over = count % stages_asked  # as many more than a multiple of the stages, or some more
+    over = count % stages_asked  # how many more than a multiple of the stages; with fewer stages one more will do
     if count < stages_asked:
         fewest = max(stages - 1, 1)
     else:
@@ -173,17 +173,17 @@ def _few_layers(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, Pipeli
 def _narrow_model(
     config: Config, multiples: Mapping[str, int], heads: tuple[int, int], layers: int, seq_len: int, least_head_dim: int
 ) -> ModelConfig:
-    """Few heads and layers, and the ratios of the other dims to them, about."""
+    """Return a model with few heads and layers, whose other dims keep about their ratios to the heads."""
     model, (H, K) = config.model, heads
     head_dim = _multiple(least_head_dim, multiples["head_dim"])
     width = model.embed / (model.heads * model.head_size)
     embed = odd_multiple(round(H * head_dim * width), multiples["embed"])
-    # Two experts on a device, and more than a token chooses; as many as there are where those are too many.
+    # Each device has two experts, and there are more than a token chooses, but no more than the model has.
     split = multiples["experts"]
     experts = _multiple(max(2 * split, model.experts_per_token + 1), split)
     experts = min(experts, model.experts) if model.experts % split == 0 else experts
     vocab = odd_multiple(_VOCAB, multiples["vocab"])
-    if model.vocab_size % model.vocab_multiple:  # a table with padding
+    if model.vocab_size % model.vocab_multiple:  # the model's table has padding, so the small one has it too
         vocab -= multiples["vocab"] // 2 + 1
     window = max(-(-seq_len // 3), round(model.window * seq_len / config.data.seq_len))
     return replace(
@@ -205,7 +205,7 @@ def _narrow_model(
 
 
 def _notes(config: Config, small: Config, asked: Sizes) -> list[str]:
-    """What was changed, a sentence each."""
+    """Return the changes that were made, a sentence for each."""
     before, after = config.model, small.model
     names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab_size", "window")
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
@@ -227,6 +227,6 @@ def _multiple(least: int, of: int) -> int:
 
 
 def odd_multiple(least: int, of: int) -> int:
-    """The smallest odd multiple of `of` that is at least `least`."""
+    """Return the smallest odd multiple of `of` that is at least `least`."""
     times = -(-least // of)
     return (times + 1 - times % 2) * of
