@@ -1,8 +1,8 @@
-"""What a model calls in place of a matmul, a lookup, attention, experts and a loss, and what those are made of.
+"""What a model calls for a matmul, a lookup, attention, experts and a loss, and what those are made of.
 
-Each op takes a `jaxpar.Layout` and keyword options, is trainable, and stands inside any jitted function. `Ops` are the
-same bound to a plan. Behind them: collectives inside `shard_map` (`collectives`, `ring_matmul`), attention over a
-sequence that is split (`context`, `ring_attention`, `token_order`), recomputation (`remat`), host memory, the pipeline.
+Each op takes a `jaxpar.Layout` and keyword options, is trainable, and works inside any jitted function. `Ops` binds
+them to a plan. Behind them are collectives inside `shard_map` (`collectives`, `ring_matmul`), attention over a split
+sequence (`context`, `ring_attention`, `token_order`), recomputation (`remat`), host memory and the pipeline.
 """
 
 from jaxpar.parallel._attention import attention, fit_heads

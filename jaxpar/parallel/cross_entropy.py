@@ -1,11 +1,11 @@
-"""Cross-entropy of the output layer without its logits: some of the scores exist at a time.
+"""Cross-entropy of the output layer without all of its logits: only some of the scores exist at a time.
 
 The gradient is made in the forward pass, while the scores are there (the idea of Hsu et al. 2024, arXiv:2410.10989,
-section 3.2): what is kept is the gradient of x and of the matrix. Scores are made for some tokens at a time, each once;
-for every such chunk the matrix is read, and its float32 gradient added to. Or they are made for some of the vocabulary
-at a time: that slice of the matrix is gathered, and its gradient made once, summed and scattered, before the next. A
-token's softmax is then known after the last slice only, so scores are made twice: four matmuls where three would do.
-`tiling` chooses what costs less.
+section 3.2), and only the gradients of x and of the matrix are kept. In one form, scores are made once, for some tokens
+at a time; for every such chunk the matrix is read and its float32 gradient is added to. In the other, scores are made
+for some of the vocabulary at a time: that slice of the matrix is gathered, and its gradient is made once, summed and
+scattered, before the next slice. A token's softmax is then known only after the last slice, so scores are made twice:
+four matmuls where three would do. `tiling` chooses the cheaper form.
 
 Shapes: B batch, S sequence, T tokens of a chunk, N chunks or slices, D embed, V vocab.
 """
@@ -36,10 +36,11 @@ class LossSums(NamedTuple):
     """Sums over the tokens that count, so that microbatches and shards add up exactly.
 
     Attributes:
-      loss: negative log-likelihood in nats plus the z-loss: what is differentiated.
+      loss: negative log-likelihood in nats plus the z-loss; this is what is differentiated.
       nll: negative log-likelihood in nats; no gradient flows through it.
       tokens: how many labels count.
-      routed: the router's sums, means over the layers; None in a model without experts. The loss has them weighted.
+      routed: the router's sums, as means over the layers; None in a model without experts. The loss includes them,
+      weighted.
     """
 
     loss: Float[Array, ""]
@@ -49,7 +50,7 @@ class LossSums(NamedTuple):
 
 
 class LossWeights(NamedTuple):
-    """What is added to the likelihood, each by its weight; see `jaxpar.base.config.TrainConfig`."""
+    """Weights of the terms that are added to the likelihood; see `jaxpar.base.config.TrainConfig`."""
 
     z_loss: float = 0.0
     balance_loss: float = 0.0
@@ -71,18 +72,18 @@ def linear_cross_entropy(
     softcap: float = 0.0,
     loss_mib: int = 4096,
 ) -> LossSums:
-    """Summed cross-entropy of `x @ head.T` against the labels; a label below zero does not count.
+    """Compute the summed cross-entropy of `x @ head.T` against the labels; a label below zero does not count.
 
     Args:
       x_BSD: final hidden states in the residual stream's layout.
-      head_VD: vocabulary matrix, logical axes ("vocab", "embed"); its rows past `vocab_size` are padding.
+      head_VD: the vocabulary matrix, with logical axes ("vocab", "embed"); its rows past `vocab_size` are padding.
       vocab_size: the true vocabulary; 0 = all rows.
       z_loss: weight of the squared log-normaliser (arXiv:2204.02311, section 5).
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
-      loss_mib: MiB of a device that the loss may hold: see `tiling`.
+      loss_mib: how many MiB of a device the loss may hold: see `tiling`.
 
     Raises:
-      UserError: rules that split tokens and vocabulary over the same mesh axis.
+      UserError: the rules split tokens and vocabulary over the same mesh axis.
     """
     layout.sharding((*GATHERED[:2], "vocab"), name="loss")
     how = _Scores(vocab_size or head_VD.shape[0], z_loss, softcap, loss_mib)
@@ -91,7 +92,7 @@ def linear_cross_entropy(
 
 
 class _Scores(NamedTuple):
-    """What becomes of the scores; as for `linear_cross_entropy`."""
+    """What is done with the scores; the fields are as for `linear_cross_entropy`."""
 
     vocab_size: int
     z_loss: float
@@ -102,7 +103,7 @@ class _Scores(NamedTuple):
 def _sums_and_gradients(
     layout: Layout, how: _Scores, x_BSD: Array, head_VD: Array, labels_BS: Array, wanted: bool
 ) -> tuple[LossSums, tuple[Array, Array] | None]:
-    """The sums, and where they are wanted the gradients of x and of the matrix."""
+    """Compute the sums and, where they are wanted, the gradients of x and of the matrix."""
 
     def local(x_BSD: Array, head_VD: Array, labels_BS: Array) -> tuple[LossSums, tuple[Array, Array] | None]:
         x_TD = gather(x_BSD.astype(layout.dtype), STORED, GATHERED, layout).reshape(labels_BS.size, -1)
@@ -135,22 +136,22 @@ _sums.defvjp(partial(_sums_and_gradients, wanted=True), _sums_backward)
 
 
 class Tiling(NamedTuple):
-    """Into how many chunks a device's tokens go, and its rows of the vocabulary matrix into how many slices."""
+    """The number of chunks of a device's tokens, and the number of slices of its rows of the vocabulary matrix."""
 
     chunks: int
     slices: int
 
 
 def tiling(tokens: int, rows: int, embed: int, layout: Layout, loss_mib: int) -> Tiling:
-    """The form of the loss that costs less, and that holds no more than `loss_mib`, as far as it can.
+    """Choose the cheaper form of the loss, and one that holds no more than `loss_mib`, as far as that is possible.
 
-    Each chunk of tokens reads the matrix twice, and reads and writes its float32 gradient: 12 bytes an entry. Slices
-    make scores twice, 2 FLOPs a token and entry, and gather the matrix again. Where a chip has 160 to 300 FLOPs in the
-    time of a byte of its memory (`jaxpar.meshes.chips`) the two are even at about `_CHUNK` tokens a chunk.
+    Each chunk of tokens reads the matrix twice, and reads and writes its float32 gradient: 12 bytes per entry. Slices
+    make scores twice, at 2 FLOPs per token and entry, and gather the matrix again. Where a chip does 160 to 300 FLOPs
+    in the time of a byte of its memory (`jaxpar.meshes.chips`), the two are equal at about `_CHUNK` tokens per chunk.
 
-    Held are the scores, and where the matrix is split over `embed` too what of it is gathered, with its float32
-    gradient. There slices spare these as well; else chunks are made larger instead. `tokens` and `rows` of the matrix
-    are those of one device.
+    The loss holds the scores and, where the matrix is split over `embed` too, the gathered part of it with its float32
+    gradient. In that case slices save this memory as well; otherwise chunks are made larger instead. `tokens` and
+    `rows` of the matrix are those of one device.
     """
     most, moved = loss_mib * 2**20, further_split(state_axes(_HEAD), (_HEAD[0], None), layout)
     of_row = embed * (layout.dtype.itemsize + 4) if moved else 0
@@ -170,8 +171,8 @@ def tiling(tokens: int, rows: int, embed: int, layout: Layout, loss_mib: int) ->
     return Tiling(1, slices)
 
 
-# By chunks of a device's tokens. Here and below, inside `manual`: gradients of x are still to be summed over the
-# vocabulary's devices, and those of the matrix are as they are stored.
+# By chunks of a device's tokens. Here and below, inside `manual`: gradients of x have still to be summed over the
+# devices that split the vocabulary, and those of the matrix are as they are stored.
 
 
 def _by_chunks(
@@ -200,14 +201,14 @@ def _by_chunks(
 
 
 def _chunks(x_TD: Array, labels_T: Array, N: int) -> tuple[Array, Array]:
-    """Tokens in N equal chunks [N, T, D] and [N, T]; the last is filled up with tokens that do not count."""
+    """Cut tokens into N equal chunks [N, T, D] and [N, T]; the last is filled up with tokens that do not count."""
     missing = -len(labels_T) % N
     x_TD, labels_T = jnp.pad(x_TD, ((0, missing), (0, 0))), jnp.pad(labels_T, (0, missing), constant_values=-1)
     return x_TD.reshape(N, -1, x_TD.shape[1]), labels_T.reshape(N, -1)
 
 
 class _Seen(NamedTuple):
-    """Of some of the vocabulary: a token's largest score, its sum of exp(score - largest), and its label's score."""
+    """For a part of the vocabulary: a token's largest score, its sum of exp(score - largest), and its label's score."""
 
     most_T: Array
     total_T: Array
@@ -215,10 +216,10 @@ class _Seen(NamedTuple):
 
 
 def _scores(x_TD: Array, labels_T: Array, head_VD: Array, first: Array | int, how: _Scores) -> tuple[Array, Array]:
-    """Float32 scores of rows from `first` on [T, V], and which of them are the labels'."""
+    """Return the float32 scores [T, V] of the rows from `first` on, and which of them are the labels'."""
     entries_V = first + jnp.arange(head_VD.shape[0])
     logits_TV = cap_scores(jnp.matmul(x_TD, head_VD.T, preferred_element_type=jnp.float32), how.softcap)
-    # A masked sum, not a gather, of the label's score: it stays local to each vocabulary shard.
+    # The label's score is a masked sum, not a gather, which stays local to each vocabulary shard.
     return jnp.where(entries_V < how.vocab_size, logits_TV, MASKED), entries_V == labels_T[:, None]
 
 
@@ -229,7 +230,8 @@ def _score_sums(logits_TV: Array, is_label_TV: Array) -> _Seen:
 
 
 def _sums_of(seen: _Seen, labels_T: Array, layout: Layout, how: _Scores) -> tuple[LossSums, Array, Array]:
-    """Over all devices: the sums, the loss's gradient by each token's log-sum-exp, and the log-sum-exps."""
+    """Over all devices: the sums, the loss's gradient with respect to each token's log-sum-exp, and the
+    log-sum-exps."""
     vocab, (most_T, total_T, label_T) = layout.mesh_axes("vocab"), seen
     if vocab:
         most_T = jax.lax.pmax(most_T, vocab)
@@ -273,7 +275,7 @@ def _by_slices(
         used_VD = use(part[0], _HEAD, layout)
         logits_TV, is_label_TV = _scores(x_TD, labels_T, used_VD, part[1], how)
         dlogits_TV = _dlogits(logits_TV, is_label_TV, labels_T, dlse_T, lse_T, how).astype(layout.dtype)
-        # Rows last: a scatter over the first dim stays one in this loop, where XLA:TPU makes another an all-reduce.
+        # Rows come last: a scatter over the first dim stays a scatter in this loop; XLA:TPU makes others all-reduces.
         dhead_DV = jnp.matmul(x_TD.T, dlogits_TV, preferred_element_type=jnp.float32)
         dx_TD += jnp.matmul(dlogits_TV, used_VD, preferred_element_type=jnp.float32)
         return dx_TD, reduce(dhead_DV, tokens, (None, _HEAD[0]), state_axes(_HEAD)[::-1], layout)

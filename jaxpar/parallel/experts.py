@@ -1,20 +1,21 @@
 """A mixture-of-experts MLP whose experts lie on different devices: every token is sent to the experts it chooses.
 
-The router is Mixtral's (Jiang et al. 2024, arXiv:2401.04088, section 2.1): a float32 softmax over all experts, the k
-largest of it, and their weights made to add up to one. A device routes the tokens that it has of the residual stream;
-nothing is gathered before. For every chosen expert it writes the token as a row into a buffer for the device that has
+The router is Mixtral's (Jiang et al. 2024, arXiv:2401.04088, section 2.1): it takes a float32 softmax over all experts,
+keeps its k largest weights and scales them to add up to one. A device routes its own tokens of the residual stream;
+nothing is gathered first. For every chosen expert it writes the token as a row into a buffer for the device that has
 the expert, and an all-to-all over the mesh axes of `experts` exchanges the buffers. There the rows are gathered over
-the axes that split `mlp`, multiplied expert by expert, their sums scattered, and a second all-to-all brings them back.
+the axes that split `mlp` and multiplied expert by expert; their sums are scattered, and a second all-to-all brings them
+back.
 
-Shapes are static, so buffers have the size of the worst case. *Dropless*, which is the default: all tokens of a device
-may choose experts of the same device, but each of them at most min(k, experts there), so no buffer overflows. With a
-capacity factor each expert has room for so many times its even share of a device's tokens, and what comes later, by
-position, is dropped: that token goes without the expert.
+Shapes are static, so buffers have the size of the worst case. The default is *dropless*: all tokens of a device may
+choose experts of the same device, but each of them at most min(k, experts there), so no buffer overflows. With a
+capacity factor each expert has room for that multiple of its even share of a device's tokens. Later choices, by
+position, are dropped: those tokens go without the expert.
 
-What one device sends over X devices along `experts` a layer, T tokens of dim D on a device, E experts: two all-to-alls
-forward and two backward, each of R D (X - 1) / X numbers in the compute dtype, R rows = X T min(k, E / X), or E C with
-C = ceil(T k / E factor). A block that is recomputed does the two of its forward again. Dropless, one of E integers
-(how many rows are meant for each expert) goes along, forward only.
+Per layer, one device sends the following over X devices along `experts`, with T tokens of dim D on a device and E
+experts: two all-to-alls forward and two backward, each of R D (X - 1) / X numbers in the compute dtype. R is the number
+of rows, X T min(k, E / X), or E C with C = ceil(T k / E factor). A block that is recomputed repeats the two of its
+forward. A dropless layer also sends E integers (how many rows are meant for each expert), forward only.
 
 Shapes: B batch, S sequence, D embed, F mlp, E experts, K chosen experts of a token, X devices along `experts`, T tokens
 of a device, N = T K, R rows.
@@ -50,14 +51,14 @@ _SCALAR: Axes = ()
 
 
 class RouterSums(NamedTuple):
-    """Sums over the tokens of a batch, or over its sequences, each of which weighs as many as it has tokens.
+    """Sums over the tokens of a batch, or over its sequences, each weighted by its number of tokens.
 
     Attributes:
-      balance: load balance of a sequence, E sum_e f_e P_e of the share f of its choices that fall on an expert and the
-        expert's mean probability P (Switch, arXiv:2101.03961, section 2.2), which is 1 where all are alike. Taken
-        sequence by sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), so that it adds up over any layout.
+      balance: load balance of a sequence, E sum_e f_e P_e, where f is the share of its choices that fall on an expert
+        and P the expert's mean probability (Switch, arXiv:2101.03961, section 2.2); it is 1 where all are alike. It is
+        taken sequence by sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), so that it adds up over any layout.
       z: squared log-normaliser of the router (ST-MoE, arXiv:2202.08906, section 3.3).
-      dropped: choices that found no room; no gradient flows through it.
+      dropped: how many choices found no room; no gradient flows through it.
     """
 
     balance: Float[Array, ""]
@@ -66,14 +67,14 @@ class RouterSums(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Which row belongs to which token, of one device.
+    """Which row belongs to which token of one device.
 
     Attributes:
-      sources: [1, 1, R] token whose copy a row of the buffers that are sent is; -1 = the row is empty.
-      slots: [B, S, K] the row in which a token's choice is sent, and its answer comes back; -1 = dropped.
-      counts: [1, 1, X, E / X] rows from each device for each expert that is here; None with a capacity, where rows of
-        an expert stand at fixed places.
-      dropped: choices without a row, of all devices.
+      sources: [1, 1, R] the token that each row of the sent buffers copies; -1 = the row is empty.
+      slots: [B, S, K] the row in which a token's choice is sent and its answer comes back; -1 = dropped.
+      counts: [1, 1, X, E / X] how many rows come from each device for each expert that is here; None with a capacity,
+        where the rows of an expert stand at fixed places.
+      dropped: how many choices of all devices have no row.
     """
 
     sources: Array
@@ -93,20 +94,20 @@ def expert_mlp(
     experts_per_token: int,
     capacity_factor: float = 0.0,
 ) -> tuple[Float[Array, "B S D"], RouterSums]:
-    """The weighted sum of the SwiGLU of the experts that each token chooses.
+    """Compute the weighted sum of the SwiGLUs of the experts that each token chooses.
 
     Args:
-      x_BSD: the residual stream, normed, in its own layout.
+      x_BSD: the normed residual stream, in its own layout.
       router_DE: logical axes ("embed", None).
       gate_EDF, up_EDF: logical axes ("experts", "embed", "mlp").
       down_EFD: logical axes ("experts", "mlp", "embed").
       capacity_factor: rows of an expert from a device, as a multiple of the even share; 0 = nothing is dropped.
 
     Returns:
-      The residual stream's layout [B, S, D] in the compute dtype, and the router's sums.
+      The output [B, S, D] in the compute dtype and the residual stream's layout, and the router's sums.
 
     Raises:
-      UserError: rules that split experts over a mesh axis that splits no tokens.
+      UserError: the rules split experts over a mesh axis that splits no tokens.
     """
     tokens = split_over(GATHERED[:2], layout)
     for axis in layout.mesh_axes("experts"):
@@ -134,7 +135,7 @@ def expert_mlp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _route(layout: Layout, k: int, x_BSD: Array, router_DE: Array) -> tuple[Array, ...]:
-    """Weights [B, S, K] in float32, chosen experts [B, S, K], and the sums of balance and z."""
+    """Return float32 weights [B, S, K], the chosen experts [B, S, K], and the sums of balance and z."""
     return _route_forward(layout, k, x_BSD, router_DE)[0]
 
 
@@ -178,12 +179,13 @@ def _whole_router(router_DE: Array, layout: Layout) -> Array:
 
 
 def _router_logits(x_BSD: Array, router_DE: Array) -> Array:
-    # In full float32 on any device: a rounded score may choose another expert.
+    # The product is in full float32 on any device: a rounded score may choose another expert.
     return jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
 
 
 def _weigh(logits_BSE: Array, chosen_BSK: Array, share_BE: Array) -> tuple[Array, Array, Array]:
-    """Weights of the chosen experts; the sums of balance and z over a device's tokens, the shares taken as constant."""
+    """Return the weights of the chosen experts, and the sums of balance and z over a device's tokens, for constant
+    shares."""
     probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
     weights_BSK = jnp.take_along_axis(probabilities_BSE, chosen_BSK, axis=-1)
     weights_BSK /= jnp.sum(weights_BSK, axis=-1, keepdims=True)
@@ -192,13 +194,13 @@ def _weigh(logits_BSE: Array, chosen_BSK: Array, share_BE: Array) -> tuple[Array
 
 
 def _find_places(chosen_BSK: Array, experts: int, capacity_factor: float, layout: Layout) -> _Places:
-    """A row for every choice: those of a buffer stand in the order of its experts, and then of the tokens."""
+    """Give every choice a row; the rows of a buffer are in the order of its experts, and then of the tokens."""
     X = layout.size("experts")
 
     def local(chosen_BSK: Array) -> _Places:
         T, K = chosen_BSK.shape[0] * chosen_BSK.shape[1], chosen_BSK.shape[2]
         expert_N = chosen_BSK.reshape(-1)
-        # A bucket is a range of rows that fills up by itself: of a device where nothing is dropped, else of an expert.
+        # A bucket is a range of rows that fills up by itself: a device's where nothing is dropped, else an expert's.
         buckets, width = X, T * min(K, experts // X)
         if capacity_factor:
             buckets, width = experts, min(T, math.ceil(T * K / experts * capacity_factor))
@@ -224,14 +226,15 @@ def _find_places(chosen_BSK: Array, experts: int, capacity_factor: float, layout
 
 
 def _swap(x: Array, layout: Layout) -> Array:
-    """Inside `manual`: of X blocks along dim 0, the i-th goes to the i-th device along `experts`; its own inverse."""
+    """Inside `manual`: send the i-th of X blocks along dim 0 to the i-th device along `experts`; it is its own
+    inverse."""
     axes = layout.mesh_axes("experts")
     return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchange(layout: Layout, rows: Array) -> Array:
-    """The buffers of rows, each to the device it is meant for. The way back is the same, and so is the gradient's."""
+    """Send each buffer of rows to the device it is meant for. The way back is the same, and so is the gradient's."""
 
     def local(rows: Array) -> Array:
         return _swap(rows[0, 0], layout)[None, None]
@@ -245,7 +248,7 @@ _exchange.defvjp(
 
 
 def _each(local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes: Axes) -> Callable[..., Array]:
-    """`local(arrays, places)` on each device's part; neither it nor its backward sends anything."""
+    """Run `local(arrays, places)` on each device's part; neither it nor its backward sends anything."""
 
     def backward(arrays: PyTree, places: Array, cotangent: Array) -> tuple[PyTree, None]:
         return jax.vjp(lambda arrays: local(arrays, places), arrays)[1](cotangent)[0], None
@@ -254,30 +257,30 @@ def _each(local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes
 
 
 def _copies(x_BSD: Array, sources: Array) -> Array:
-    """A row for each source, zeros where it is empty."""
+    """Return a row for each source, and zeros where the row is empty."""
     return _take_rows(x_BSD.reshape(-1, x_BSD.shape[-1]), sources)
 
 
 def _combine(rows_and_weights: tuple[Array, Array], slots_BSK: Array) -> Array:
-    """The answers to each token's choices, weighed and summed in float32."""
+    """Weigh the answers to each token's choices and sum them, in float32."""
     rows, weights_BSK = rows_and_weights
     answers_BSKD = _take_rows(rows[0, 0], slots_BSK).astype(jnp.float32)
     return jnp.sum(weights_BSK[..., None] * answers_BSKD, axis=2).astype(rows.dtype)
 
 
 def _take_rows(x: Array, index: Array) -> Array:
-    """Rows of `x`; zeros, and no gradient, where the index is -1."""
+    """Return rows of `x`; where the index is -1 they are zeros and have no gradient."""
     return jnp.where(index[..., None] >= 0, x[jnp.maximum(index, 0)], 0)
 
 
 def _grouped_product(
     layout: Layout, x: Array, counts: Array | None, weights: tuple[Array, ...], *, sums: bool
 ) -> tuple[Array, ...]:
-    """Rows times the weights of their experts, as `jaxpar.parallel.linear` does it for the rows of one weight.
+    """Multiply rows by the weights of their experts, as `jaxpar.parallel.linear` does for the rows of one weight.
 
-    The weights are column linears [E, D, F] that share a gather of the rows, or with `sums` one row linear [E, F, D],
-    which takes hidden rows in the order of the experts, and whose sums are scattered. A row that is empty belongs to no
-    expert, and what becomes of it is never read.
+    The weights are column linears [E, D, F] that share a gather of the rows. With `sums` there is one row linear [E, F,
+    D], which takes hidden rows in the order of the experts and scatters their sums. An empty row belongs to no expert,
+    and its result is never read.
     """
     axes, x_axes, y_axes = (_DOWN, _HIDDEN, _ROWS) if sums else (_UP, _ROWS, _HIDDEN)
 
@@ -298,7 +301,7 @@ def _grouped_product(
             x_RI, dys_RO = _rows_to(groups, x, layout), [dy[0, 0] for dy in dys]
             products = [groups.product(dy, weight) for dy, weight in zip(dys_RO, swapped, strict=True)]
             dx = _rows_from(groups, sum(products[1:], products[0]), layout)
-        # An expert's tokens are all where it is, but for those of axes that do not split experts.
+        # All tokens of an expert are on its device, except those along axes that do not split experts.
         others = drop_axes(split_over(GATHERED[:2], layout), layout.mesh_axes("experts"))
         dweights = tuple(
             reduce(groups.weight_grad(x_RI, dy), others, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
@@ -311,13 +314,13 @@ def _grouped_product(
 
 
 def _groups(counts: Array | None, weights: Sequence[Array], layout: Layout) -> Groups:
-    """Inside `manual`: the groups of the rows as they are used, gathered over the axes that split the sequence."""
+    """Inside `manual`: return the groups of the rows as used, gathered over the axes that split the sequence."""
     experts = weights[0].shape[0]
     return Groups(None if counts is None else gather(counts, _ROWS, _USED, layout).reshape(-1, experts), experts)
 
 
 def _rows_to(groups: Groups, x: Array, layout: Layout) -> Array:
-    """Inside `manual`: a device's rows [1, 1, R, D], gathered, in the order of the experts."""
+    """Inside `manual`: gather a device's rows [1, 1, R, D] and put them in the order of the experts."""
     x_RD = gather(x, _ROWS, _USED, layout).reshape(-1, x.shape[-1])
     if groups.counts is None:
         return _swap_outer(x_RD, _buffers(layout), groups.experts)
@@ -336,10 +339,10 @@ def _rows_from(groups: Groups, y_RD: Array, layout: Layout) -> Array:
 
 
 def _buffers(layout: Layout) -> int:
-    """How many buffers a device works on: one from each device along `experts`, for each it gathers from."""
+    """How many buffers a device works on: one from each device along `experts`, for each device it gathers from."""
     return layout.size("experts") * layout.size("residual_seq") // layout.size("seq")
 
 
 def _swap_outer(x_RD: Array, outer: int, inner: int) -> Array:
-    """Rows of [outer, inner, *] in the order of [inner, outer, *]."""
+    """Put rows of [outer, inner, *] in the order of [inner, outer, *]."""
     return x_RD.reshape(outer, inner, -1, x_RD.shape[-1]).swapaxes(0, 1).reshape(x_RD.shape)

@@ -1,10 +1,10 @@
 """Column- and row-parallel linears with their gradients: Megatron's pair, sequence parallelism and FSDP at once.
 
-The caller states logical axes; the layout says where they live. Each op has the layout its arrays are *stored* in
-between ops (the residual stream split over `residual_seq`) and the one they are *used* in (the sequence gathered,
-heads or mlp split). Its forward and its backward are written out, with every collective where it stands: weights are
-gathered in the compute dtype, weight gradients are summed in float32. How a linear's gather and scatter of the
-sequence run beside its matmul is `overlap`: see `jaxpar.parallel.ring_matmul`.
+The caller states logical axes; the layout says where they live. Each op has one layout in which its arrays are *stored*
+between ops (the residual stream split over `residual_seq`) and one in which they are *used* (the sequence gathered,
+heads or mlp split). The forward and the backward are written out, with every collective where it stands: weights are
+gathered in the compute dtype, and weight gradients are summed in float32. `overlap` says how a linear's gather and
+scatter of the sequence run beside its matmul: see `jaxpar.parallel.ring_matmul`.
 
 Shapes: B batch, S sequence, T tokens (B x S), D embed, K kv heads, V vocab, I and O the flattened input and output dims
 of a linear.
@@ -55,28 +55,29 @@ def column_linear(
     x_BSD: Float[Array, "B S D"], weights: Any, axes: Any, layout: Layout, *, biases: Any = None,
     seq: LogicalAxis = "seq", overlap: Overlapping = "xla",
 ) -> Any:  # fmt: skip
-    """`x @ w` for a weight, or for several that share one gather of x: q, k, v together; gate and up together.
+    """Compute `x @ w` for one weight, or for several that share a gather of x, such as q, k and v, or gate and up.
 
-    Megatron's column-parallel linear (Shoeybi et al. 2019, arXiv:1909.08053): x arrives split over the sequence, is
-    gathered once, and the outputs stay split over their first dim.
+    This is Megatron's column-parallel linear (Shoeybi et al. 2019, arXiv:1909.08053): x arrives split over the sequence
+    and is gathered once, and the outputs stay split over their first dim.
 
-    Where rules split heads further than kv heads, the outputs of kv heads are copies, split as heads are: the least
-    common multiple of kv heads and devices, each kv head several times in a row. A device has the weights of all kv
-    heads, multiplies those that its query heads need, and the weight gradients are summed over the copies.
+    Where the rules split heads further than kv heads, the outputs of kv heads are copies, split as heads are. Their
+    number is the least common multiple of kv heads and devices, with each kv head several times in a row. A device has
+    the weights of all kv heads and multiplies those that its query heads need; weight gradients are summed over the
+    copies.
 
     Args:
       x_BSD: the residual stream, split over `residual_seq`.
-      weights: an array [D, *out] with logical axes ("embed", *axes), or a sequence of such.
-      axes: logical axes of the weight's output dims, such as ("heads", "head_dim"), or a sequence of such.
+      weights: an array [D, *out] with logical axes ("embed", *axes), or a sequence of such arrays.
+      axes: logical axes of the weight's output dims, such as ("heads", "head_dim"), or a sequence of such axes.
       biases: an array [*out], or a sequence with None where there is none.
-      seq: logical axis of the outputs' sequence: "attention_seq" for q, k and v.
-      overlap: how the gather, and in the backward the scatter, run beside the matmuls: one form, or one of each.
+      seq: logical axis of the outputs' sequence, which is "attention_seq" for q, k and v.
+      overlap: how the gather, and in the backward the scatter, run beside the matmuls: one form, or one for each.
 
     Returns:
-      An array [B, S, *out] in the compute dtype; a tuple of them where weights are a sequence.
+      An array [B, S, *out] in the compute dtype, or a tuple of such arrays where weights are a sequence.
 
     Raises:
-      UserError: a form that there is not; logical axes or rules that do not go together.
+      UserError: there is no such form, or the logical axes or rules do not fit together.
     """
     if not isinstance(weights, list | tuple):
         return column_linear(x_BSD, (weights,), (axes,), layout, biases=(biases,), seq=seq, overlap=overlap)[0]
@@ -96,21 +97,21 @@ def row_linear(
     h_BSI: Float[Array, "B S ..."], weight: Float[Array, "... D"], axes: Axes, layout: Layout,
     *, bias: Float[Array, " D"] | None = None, seq: LogicalAxis = "seq", overlap: Overlapping = "xla",
 ) -> Float[Array, "B S D"]:  # fmt: skip
-    """`h @ w` where the contracted dims are split: Megatron's row-parallel linear, its sum scattered over the sequence.
+    """Compute `h @ w` over split dims: Megatron's row-parallel linear, whose sum is scattered over the sequence.
 
     Args:
-      h_BSI: array [B, S, *in], split as `axes` say.
-      weight: array [*in, D], logical axes (*axes, "embed").
+      h_BSI: an array [B, S, *in], split as `axes` say.
+      weight: an array [*in, D] with logical axes (*axes, "embed").
       axes: logical axes of the input dims, such as ("mlp",).
-      bias: array [D], added once, after the sum.
-      seq: logical axis of the input's sequence: "attention_seq" for the output of attention.
+      bias: an array [D] that is added once, after the sum.
+      seq: logical axis of the input's sequence, which is "attention_seq" for the output of attention.
       overlap: as for `column_linear`; here the forward scatters and the backward gathers.
 
     Returns:
-      The residual stream's layout [B, S, D], in the compute dtype.
+      The output [B, S, D], in the compute dtype and the residual stream's layout.
 
     Raises:
-      UserError: as `column_linear`.
+      UserError: as for `column_linear`.
     """
     used: Axes = ("batch", seq, None)
     split: Axes = ("batch", seq, *axes)
@@ -139,11 +140,11 @@ def logits(
     x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], layout: Layout, *, vocab_size: int = 0,
     softcap: float = 0.0, overlap: Overlapping = "xla",
 ) -> Float[Array, "B S V"]:  # fmt: skip
-    """Float32 scores of every vocabulary entry, split over `vocab`.
+    """Compute float32 scores of every vocabulary entry, split over `vocab`.
 
     Args:
       x_BSD: final hidden states in the residual stream's layout.
-      head_VD: vocabulary matrix, logical axes ("vocab", "embed").
+      head_VD: the vocabulary matrix, with logical axes ("vocab", "embed").
       vocab_size: the true vocabulary; scores of the rows past it are masked out. 0 = all rows.
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
       overlap: as for `column_linear`.
@@ -167,7 +168,8 @@ def _columns(
     x: Array, weights: tuple[Array, ...], layout: Layout, *, stored: tuple[Axes, ...], outs: tuple[Axes, ...],
     used: Axes, dtype: str, overlap: Overlapping,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Column linears that share one gather of x, which is multiplied in the layout `used`; outputs are of `dtype`."""
+    """Column linears that share one gather of x, which is multiplied in the layout `used`; the outputs are of
+    `dtype`."""
     gathers, scatters = _forms(overlap)
     copies = [axes.index("kv_heads") if kv_copy_axes(layout) and "kv_heads" in axes else None for axes in stored]
 
@@ -181,7 +183,7 @@ def _columns(
 
     def backward(x: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
         dys = tuple(dy.astype(layout.dtype) for dy in dys)
-        # What is partial over the same mesh axes is added up before it is sent.
+        # Arrays that are partial over the same mesh axes are added up before they are sent.
         groups: dict[tuple[MeshAxis, ...], list[tuple[Array, Array]]] = {}
         for dy, weight, axes in zip(dys, use_all(weights), outs, strict=True):
             groups.setdefault(split_over(axes[2:], layout), []).append((dy, _swap_dims(weight, 1)))
@@ -201,12 +203,12 @@ def _columns(
 
 
 def used_axes(axes: Axes) -> Axes:
-    """The layout of a weight as it is multiplied: whole over `embed`."""
+    """The layout in which a weight is multiplied: it is whole over `embed`."""
     return tuple(None if axis == "embed" else axis for axis in axes)
 
 
 def _own_kv_heads(weight: Array, dim: int | None, layout: Layout) -> Array:
-    """Inside `manual`, of a weight of kv heads those that this device's query heads attend with."""
+    """Inside `manual`: pick from a weight of kv heads those that this device's query heads attend with."""
     if dim is None:
         return weight
     axes = kv_copy_axes(layout)
@@ -216,7 +218,8 @@ def _own_kv_heads(weight: Array, dim: int | None, layout: Layout) -> Array:
 
 
 def _plus(y: Array, bias: Array | None) -> Array:
-    """An output [B, S, *out], whose kv heads may be copies, plus its bias [*out]: added, and so summed, in float32."""
+    """Add the bias [*out] to an output [B, S, *out], whose kv heads may be copies, so that its gradient sums in
+    float32."""
     if bias is None:
         return y
     for dim, (size, wanted) in enumerate(zip(bias.shape, y.shape[2:], strict=True)):
@@ -225,21 +228,22 @@ def _plus(y: Array, bias: Array | None) -> Array:
 
 
 def use(weight: Array, axes: Axes, layout: Layout) -> Array:
-    """Inside `manual`, a weight as it is multiplied: cast first and gathered after, so half the bytes travel."""
+    """Inside `manual`: prepare a weight to be multiplied; it is cast first and gathered after, so half the bytes
+    travel."""
     return gather(weight.astype(layout.dtype), axes, used_axes(axes), layout)
 
 
 def _swap_dims(weight: Array, split: int) -> Array:
-    """A weight [*in, *out], of so many dims in, as [*out, *in]."""
+    """Turn a weight [*in, *out], with so many dims in, into [*out, *in]."""
     return jnp.transpose(weight, (*range(split, weight.ndim), *range(split)))
 
 
 def _weight_gradient(
     x: Array, dy: Array, weight: Array, axes: Axes, used: Axes, layout: Layout, copied: int | None
 ) -> Array:
-    """Inside `manual`: [B, S, *in] and [B, S, *out] contracted over the tokens, as gradients are stored.
+    """Inside `manual`: contract [B, S, *in] and [B, S, *out] over the tokens, laid out as gradients are stored.
 
-    It is summed in float32, over the devices that have other tokens, and over those that have copies of the same heads.
+    The sum is in float32, over the devices that have other tokens and those that have copies of the same heads.
     """
     shape, tokens = (*x.shape[2:], *dy.shape[2:]), split_over(used[:2], layout)
     if platform_of(layout) == "tpu" and len(x) > 1:

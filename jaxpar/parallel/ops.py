@@ -1,7 +1,7 @@
-"""The ops of a model under a plan, bound to it: where the plan's choices become the ops' keyword options.
+"""The ops of a model, bound to a plan: here the plan's choices become the ops' keyword options.
 
-A model calls these and knows no plan; whoever calls the model says which it gets: these, or others of the same
-signatures (`jaxpar.verify.reference_ops`).
+A model calls these and knows no plan. Whoever calls the model chooses these or others of the same signatures
+(`jaxpar.verify.reference_ops`).
 
 Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V vocab, E experts.
 """
@@ -27,7 +27,8 @@ from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 
 @dataclass(frozen=True)
 class Ops:
-    """What a model calls for a matmul, a lookup, attention, experts and a loss; each as the function of its name."""
+    """What a model calls for a matmul, a lookup, attention, experts and a loss; each method is the function of its
+    name."""
 
     plan: Plan
 
@@ -56,8 +57,8 @@ class Ops:
     ) -> Array:  # fmt: skip
         """Causal attention: see `jaxpar.parallel.attention`.
 
-        A token sees its own document of `segments_BS` only, and where `window` is not 0 so many tokens up to itself
-        (arXiv:2310.06825, section 2).
+        A token sees only its own document of `segments_BS`. Where `window` is not 0, it sees only that many tokens, up
+        to itself (arXiv:2310.06825, section 2).
         """
         mask, plan = causal(window), self.plan
         mask = mask if segments_BS is None else mask & Segments(segments_BS, segments_BS)
@@ -92,7 +93,7 @@ class Ops:
 
 
 def causal(window: int) -> Mask:
-    """The mask of a model: so many tokens up to a token itself, or all of them at 0."""
+    """The mask of a model: a token sees so many tokens up to itself, or all of them at 0."""
     return Causal() & Window(window - 1) if window else Causal()
 
 
@@ -104,9 +105,9 @@ def split_of(plan: Plan) -> Split:
 def choose_attention(
     plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int = 0, packed: bool = False, platform: str = ""
 ) -> tuple[str, str]:
-    """Which implementation `Ops.attention` takes, and why not one before it; arguments as for `_attention.choose`.
+    """Which implementation `Ops.attention` takes, and why no earlier one; the arguments are as for `_attention.choose`.
 
-    Where the sequence is split it is a strategy.
+    Where the sequence is split, the answer is a strategy.
     """
     split, mask = split_of(plan), causal(window)
     found = _attention.choose(split, mask, seq_len, head_dim, dropping=dropping, packed=packed, platform=platform)
@@ -116,7 +117,7 @@ def choose_attention(
 def attention_notes(
     plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int = 0, packed: bool = False, batch: int = 1
 ) -> list[str]:
-    """Why no kernel serves where there are some, for the log; arguments as for `_attention.choose`."""
+    """Say for the log why no kernel serves where there are some; the arguments are as for `_attention.choose`."""
     if plan.attention != "auto":
         return []
     name, why = _attention.choose(
@@ -126,7 +127,7 @@ def attention_notes(
 
 
 def overlap_notes(plan: Plan) -> list[str]:
-    """Where a ring that the plan asks for gives way to a collective: for the log."""
+    """Say for the log where a collective replaces a ring that the plan asks for."""
     asked = [name for name, form in vars(plan.overlap).items() if form in ("ring", "bidirectional")]
     if not asked:
         return []

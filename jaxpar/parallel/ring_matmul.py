@@ -92,8 +92,7 @@ def _sum(parts: Iterator[jax.Array]) -> jax.Array:
 
 
 def _ring(stored: Axes, used: Axes, form: Form, layout: Layout) -> _Ring | None:
-    """The ring that replaces the gather from one layout to the other, or the transpose of that gather; None = no
-    ring."""
+    """The ring that replaces the gather from one layout to the other, or its transpose; None = no ring."""
     if form not in get_args(Form):
         known = get_args(Form)
         raise UserError(f"no form {form!r}{suggest(form, known)} of a gather or scatter: try one of {', '.join(known)}")
