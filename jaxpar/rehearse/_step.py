@@ -1,7 +1,7 @@
-"""Any jitted function, compiled for hardware that is not here, read and played out.
+"""Any jitted function is compiled here for hardware that is absent, and its program is read and played out.
 
 What only a config knows (which parameters, which tokens, which collectives were asked for) is not in the report of
-another function; `jaxpar.rehearse.of_config` adds it for ours.
+another function; `jaxpar.rehearse.of_config` adds it for a config's step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxpar.train.state_bytes import local_bytes
 
 PyTree = Any
 _DRAWN_TRIPS, _MOST_EVENTS = 100, 60_000
-_KINDS = {"cuda": "gpu"}  # what a device says of itself, by what it is compiled for
+_KINDS = {"cuda": "gpu"}  # a device's own platform name, by that of the compiler
 _MOVING = ("collective", "host_copy")
 
 
@@ -45,11 +45,11 @@ class Compiled(NamedTuple):
     """A jitted function compiled for a target.
 
     Attributes:
-      target: what it is compiled for.
-      mesh: of its arguments.
-      jaxpr: of the traced function.
+      target: the target that it is compiled for.
+      mesh: the mesh of its arguments.
+      jaxpr: the jaxpr of the traced function.
       text: the scheduled HLO.
-      stats: `compiled.memory_analysis()`.
+      stats: the result of `compiled.memory_analysis()`.
       seconds: how long the compiler took.
     """
 
@@ -63,18 +63,18 @@ class Compiled(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """What the caller knows of a program, for its report."""
+    """What the caller knows of a program and its report needs."""
 
     memory: Memory
     name: str = ""
     requested: list[Requested] | None = None
     """The collectives that were asked for; None = not known, and none is called unplanned."""
     tokens: int = 0
-    """Of one call, all devices together; 0 = not known."""
+    """The tokens of one call, all devices together; 0 = not known."""
     model_flops: float = 0.0
-    """Of one call without recomputation, all devices together; 0 = not known."""
+    """The FLOPs of one call without recomputation, all devices together; 0 = not known."""
     dtype: str = "bfloat16"
-    """Of the matmuls: whose peak MFU and HFU are of."""
+    """The dtype of the matmuls; MFU and HFU are shares of its peak."""
 
 
 def step(
@@ -86,25 +86,25 @@ def step(
     model_flops: float = 0.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Rehearsal:
-    """What one call of a jitted function costs on a target: does it fit, how long, what waits, on which line.
+    """Say what a call of a jitted function costs on a target: whether it fits, how long it takes, what waits and where.
 
     Args:
-      jitted: `jax.jit(function)`, of any function.
-      arguments: what it is called with, as ShapeDtypeStructs (or pytrees of such) with NamedShardings on a mesh of the
-        target's devices: `jaxpar.make_mesh(data=8, devices=jaxpar.load_target("v5e-8").devices())`.
-      target: a name such as `v5p-64` or `h100x8` (docs/targets.md), or what `load_target` gives.
-      name: for the report.
-      tokens: of one call, all devices together; 0 = not known, and the report has no tokens a second.
-      model_flops: FLOPs of one call without recomputation, all devices together; 0 = not known, and it has no MFU.
-      say: called with a line at the start of each stage.
+      jitted: the result of `jax.jit(function)` for any function.
+      arguments: its arguments as ShapeDtypeStructs (or pytrees of them) with NamedShardings on a mesh of the target's
+        devices: `jaxpar.make_mesh(data=8, devices=jaxpar.load_target("v5e-8").devices())`.
+      target: a name such as `v5p-64` or `h100x8` (docs/targets.md), or the result of `load_target`.
+      name: the name that the report shows.
+      tokens: the tokens of one call, all devices together; 0 = not known, and the report has no tokens a second.
+      model_flops: the FLOPs of one call without recomputation, all devices together; 0 = not known, and no MFU.
+      say: is called with a line at the start of each stage.
 
     Returns:
-      A report as `jaxpar.rehearse.report.schema` says, a dict that is JSON as it stands. `rehearse.show` prints it,
-      `rehearse.write_page` and `rehearse.write_trace` write it.
+      A report of the form in `jaxpar.rehearse.report.schema`, a dict that is JSON as it stands. `rehearse.show` prints
+      it, and `rehearse.write_page` and `rehearse.write_trace` write it.
 
     Raises:
-      UserError: arguments that do not lie on the target's devices, a missing compiler, or a function that the compiler
-        refuses.
+      UserError: the arguments do not lie on the target's devices, a compiler is missing, or the compiler refuses the
+        function.
     """
     target = load_target(target) if isinstance(target, str) else target
     mesh = mesh_of(arguments, target)
@@ -122,7 +122,7 @@ def mesh_of(arguments: PyTree, target: Target) -> Mesh:
     """The one mesh of some arguments, which has the target's devices.
 
     Raises:
-      UserError: no mesh, several, or one of other devices.
+      UserError: there is no mesh, there are several, or it has other devices.
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
     named = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
@@ -148,15 +148,15 @@ def compile_for(
     program: jax.stages.Compiled | None = None, advise: Callable[[int, int], list[str]] = lambda needs, has: [],
     host: PyTree = None,
 ) -> Compiled:  # fmt: skip
-    """A jitted function, compiled by the target's own compiler.
+    """Compile a jitted function with the target's own compiler.
 
     Args:
       jitted, arguments: as for `step`.
-      mesh: of the arguments.
-      target: what to compile for.
-      program: the compiled function, where it is compiled already.
-      advise: what would help a step that does not fit, from the bytes that it needs and those that a device has.
-      host: of each argument whether it lies in host memory, in a tree of their form; None = as their shardings say.
+      mesh: the mesh of the arguments.
+      target: the target to compile for.
+      program: the compiled function if it is compiled already.
+      advise: returns what would help a step that does not fit, given the bytes it needs and those a device has.
+      host: whether each argument lies in host memory, in a tree of their form; None = as their shardings say.
 
     Raises:
       UserError: the compiler refuses the function.
@@ -175,13 +175,13 @@ def compile_for(
 def simulate_compiled(
     compiled: Compiled, say: Callable[[str], None], package_dirs: PackageDirs | None = None
 ) -> StepSimulation:
-    """A compiled function, read, priced and played out; its lines are looked for as `read_program` says."""
+    """Read, price and play out a compiled function; its lines are looked for as `read_program` says."""
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
     return simulate(compiled.text, compiled.mesh, compiled.target, say, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs)
 
 
 def report_of(compiled: Compiled, simulation: StepSimulation, known: Known) -> Rehearsal:
-    """What can be said of any program."""
+    """The report with what can be said of any program."""
     program, timeline, hardware = simulation.program, simulation.timeline, simulation.hardware
     target, mesh = compiled.target, compiled.mesh
     peak = getattr(hardware.peak_flops, known.dtype) or hardware.peak_flops.bfloat16 or None
@@ -194,7 +194,7 @@ def report_of(compiled: Compiled, simulation: StepSimulation, known: Known) -> R
         "versions": versions(),
         "target": {
             "name": target.name, "chip": hardware.chip or target.chip,
-            "chips": mesh.size // hardware.devices_per_chip,  # here, a mesh may take some of the devices
+            "chips": mesh.size // hardware.devices_per_chip,  # of the target `here` a mesh may take some only
             "slices": target.slices, "topology": target.topology, "hbm_bytes": hardware.hbm_bytes,
             "peak_flops": peak, "dtype": known.dtype, "note": target.note,
         },
@@ -221,7 +221,7 @@ def _has_sharding(leaf: Any) -> bool:
 
 
 def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:
-    """What the function calls its arguments."""
+    """The names that the function gives its arguments."""
     try:
         names = list(inspect.signature(jitted).parameters)[:count]
     except (TypeError, ValueError):
@@ -230,7 +230,7 @@ def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:
 
 
 def _time(simulation: StepSimulation, known: Known, devices: int, peak: float | None) -> Time:
-    """The step's seconds by what they go to, and its rates where FLOPs, tokens and the peak are known."""
+    """The step's seconds by what takes them, and its rates where FLOPs, tokens and the peak are known."""
     timeline, seconds = simulation.timeline, simulation.timeline.seconds
     by_category: dict[str, float] = dict(timeline.busy)
     for kind in _MOVING:
@@ -258,7 +258,7 @@ def _time(simulation: StepSimulation, known: Known, devices: int, peak: float | 
 
 
 def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
-    """Time by line of the model and phase, the longest first."""
+    """The time by line of the model and phase, the longest first."""
     lines: dict[tuple[str, str, str], Line] = {}
     for row in tasks:
         place, task = row.task.place, row.task
@@ -278,7 +278,7 @@ def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
 
 
 def _notes(timeline: Timeline) -> list[str]:
-    """How far the figures can be trusted."""
+    """Notes on how far the figures can be trusted."""
     notes = []
     unplaced = [row for row in timeline.tasks if not row.task.place.scope and not row.task.place.source]
     lost = sum(row.exposed if row.task.asynchronous else row.seconds for row in unplaced)

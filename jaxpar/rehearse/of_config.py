@@ -1,4 +1,4 @@
-"""A config's training step on a target: `jaxpar.rehearse.step`, and what the config tells of it."""
+"""The rehearsal of a config's training step: `jaxpar.rehearse.step`, with what the config adds to its report."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ class CompiledStep(NamedTuple):
     requested: list[Requested]
     compiled: Compiled
     notes: tuple[str, ...] = ()
-    """What could not be counted exactly of the plan's collectives."""
+    """Notes on what could not be counted exactly of the plan's collectives."""
 
 
 def rehearse(
     config: Config, target: Target | str, name: str = "", command: str = "", tokens: float = 1e12,
     say: Callable[[str], None] = lambda line: None, program: jax.stages.Compiled | None = None,
 ) -> Rehearsal:  # fmt: skip
-    """The report of one training step on a target; `jaxpar.rehearse.report.schema` says what is in it.
+    """Make the report of one training step on a target; `jaxpar.rehearse.report.schema` says what is in it.
 
     Args:
       config: the experiment, settled (`jaxpar.plan.resolve`). Its mesh must fit the target; `mesh.distributed` and
         `mesh.platform` do not count.
-      target: a name such as `h100x64`, or what `load_target` gives.
-      name: of the config, for the report.
-      command: what was typed, for the report.
-      tokens: length of the training that `time.days` speaks of.
-      say: called with a line at the start of each stage.
-      program: the step where it is compiled already (`jaxpar.plan.resolve_and_compile`).
+      target: a name such as `h100x64`, or the result of `load_target`.
+      name: the name of the config in the report.
+      command: the command line in the report.
+      tokens: the length of the training whose days `time.days` gives.
+      say: is called with a line at the start of each stage.
+      program: the compiled step if it is compiled already (`jaxpar.plan.resolve_and_compile`).
 
     Raises:
-      UserError: a mesh that does not fit the target, a missing compiler, or a step that the compiler refuses because
-        it does not fit the memory.
+      UserError: the mesh does not fit the target, a compiler is missing, or the compiler refuses the step because it
+        does not fit the memory.
     """
     target = load_target(target) if isinstance(target, str) else target
     step = compile_step(config, target, say, program)
@@ -98,10 +98,10 @@ def rehearse(
 
 
 def on_target(config: Config, target: Target) -> tuple[Config, list[jax.Device]]:
-    """A config as it runs on a target, and the target's devices.
+    """Return a config as it runs on a target, and the target's devices.
 
     Raises:
-      UserError: a config that is wrong in itself, or a mesh that does not fit the target.
+      UserError: the config is wrong in itself, or its mesh does not fit the target.
     """
     config = check(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=False)))
     if target.name == "here":
@@ -114,7 +114,7 @@ def compile_step(
     config: Config, target: Target, say: Callable[[str], None] = lambda line: None,
     program: jax.stages.Compiled | None = None,
 ) -> CompiledStep:  # fmt: skip
-    """The training step of a config, compiled by the target's own compiler: see `rehearse`."""
+    """Compile the training step of a config with the target's own compiler: see `rehearse`."""
     config, devices = on_target(config, target)
     require_settled(config)
     plan, model = make_plan(config, devices), Model(config.model)
@@ -144,12 +144,12 @@ def compile_step(
 
 
 def mesh_here(mesh: MeshSpec) -> MeshSpec:
-    """The mesh on this machine's devices, simulated ones if it asks for those."""
+    """The mesh on this machine's devices, or on simulated ones if it asks for those."""
     return dataclasses.replace(mesh, distributed=False, platform="cpu" if mesh.platform == "cpu" else "auto")
 
 
 def step_sizes(config: Config, plan: Plan) -> StepSizes:
-    """How large a config's step is, by logical axis."""
+    """The sizes of a config's step by logical axis."""
     model, pipeline = config.model, layers_in(plan, config.model.layers)
     microbatches = plan.pipeline.microbatches if plan.size("stage") > 1 else 1
     sizes: dict[LogicalAxis, int] = {
@@ -165,7 +165,7 @@ def step_sizes(config: Config, plan: Plan) -> StepSizes:
 
 
 def _memory(step: CompiledStep, simulation: StepSimulation) -> Memory:
-    """A device's memory by what the config knows, with what to try where it is too little."""
+    """A device's memory by the parts that the config knows, with advice where it is too small."""
     config, plan, compiled, has = step.config, step.plan, step.compiled, simulation.hardware.hbm_bytes
     held = state_bytes(config, plan, compiled.target.platform)
     arguments = {name: getattr(held, name).device for name in ("parameters", "optimizer", "batch")}
@@ -187,6 +187,6 @@ def _activations_and_copies(step: CompiledStep, simulation: StepSimulation) -> l
 
 
 def _findings(found: list[LintFinding]) -> list[LintFinding]:
-    """Errors first, then by what they cost."""
+    """Sort findings by severity, errors first, and then by what they cost."""
     order = {"error": 0, "warning": 1, "note": 2}
     return sorted(found, key=lambda row: (order[row["severity"]], -row["seconds"], -row["bytes"]))

@@ -1,8 +1,8 @@
 """The collectives that a program asks for, read from its jaxpr: what the plan expects of the compiler.
 
-Every collective of this library stands in a `shard_map`, by mesh axis. It is counted with the trips of the scans around
-it, once where the same move of the same array is written twice (a recomputed gather and the backward's own),
-and not at all where nothing needs it, as the compiler will.
+Every collective of this library stands in a `shard_map` and names mesh axes. Its count is multiplied by the trips of
+the scans around it. Where the same move of the same array is written twice (a recomputed gather and the backward's
+own), it counts once, and where nothing needs it, not at all; the compiler does the same.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _AnyJaxpr = core.Jaxpr | core.ClosedJaxpr
 
 @dataclass(frozen=True)
 class Requested:
-    """One collective of one device group, as written."""
+    """One collective of one device group, as the program states it."""
 
     kind: CollectiveKind
     axes: frozenset[str]
-    """Mesh axes of more than one device."""
+    """Its mesh axes that have more than one device."""
     bytes: int
-    """The size of one group's whole array, as `hlo.tasks.Collective.bytes`."""
+    """The size of one group's whole array, counted like `hlo.tasks.Collective.bytes`."""
     count: int
     """How often it runs in one step."""
     scope: str
-    """jax's name stack, its own wrappers among it: `transpose(jvp())/block/attention`."""
+    """The name stack of jax, with the wrappers that jax adds: `transpose(jvp())/block/attention`."""
     dtype: str
     """The dtype of what is sent: `bfloat16`."""
     shape: tuple[int, ...] = ()
@@ -56,19 +56,19 @@ def requested_collectives(
     say: Callable[[str], None] = lambda line: None,
     given: Collection[str] = (),
 ) -> list[Requested]:
-    """Collectives of a traced function: `requested_collectives(jax.jit(step).trace(*args).jaxpr, mesh)`.
+    """List the collectives of a traced function: `requested_collectives(jax.jit(step).trace(*args).jaxpr, mesh)`.
 
-    Bytes are those of the arrays as they are sent, so in the compute dtype where the op casts before it gathers.
+    Bytes are those of the arrays as they are sent: in the compute dtype where the op casts before it gathers.
 
     Args:
       jaxpr: the jaxpr of the whole function.
       mesh: the mesh whose axes the collectives name.
       say: is called with a line, once, for whatever could not be counted exactly: a loop whose trips are not known,
         branches, a primitive that is not known.
-      given: names of arrays (`checkpoint_name`) that are taken as there: what only these need is not counted.
+      given: names of arrays (`checkpoint_name`) that count as present: what only these need is not counted.
 
     Returns:
-      In the order in which the program has them; alike ones are one, with the sum of their counts.
+      The collectives in the order of the program; equal ones are merged into one, with the sum of their counts.
     """
     reader = _Reader(mesh, say)
     needed = _needed_ids(reader.read(jaxpr, [_Value() for _ in jaxpr.in_avals], ""), given=given)
@@ -80,15 +80,15 @@ def requested_collectives(
 
 
 class _Reader:
-    """Runs a jaxpr on values that stand for arrays; equal work on equal values is one value, inside one loop body."""
+    """It runs a jaxpr on values that stand for arrays; in one loop body, equal work on equal values is one value."""
 
     def __init__(self, mesh: Mesh, say: Callable[[str], None]):
         self._sizes = dict(mesh.shape)
         self._print, self._said = say, set[str]()
-        self._known: dict[Hashable, list[_Value]] = {}  # in the body that is being read
+        self._known: dict[Hashable, list[_Value]] = {}  # those of the body that is being read
         self.made: list[_Value] = []
-        """Every collective, in the order in which the program has them."""
-        self._trips = 1  # of the loops around what is being read
+        """Every collective, in the order of the program."""
+        self._trips = 1  # those of all loops around what is being read
 
     def _say(self, line: str) -> None:
         if line not in self._said:
@@ -96,12 +96,12 @@ class _Reader:
             self._print(line)
 
     def read(self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
-        """The values of a jaxpr's results, whose constants are its own."""
+        """The values of the results of a jaxpr that brings its own constants."""
         constants = [self._values_of(("constant", id(array)), 1)[0] for array in getattr(jaxpr, "consts", ())]
         return self._run(_open(jaxpr), [*constants, *inputs], scope)
 
     def _run(self, jaxpr: core.Jaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
-        """`inputs` are the values of its constvars and invars."""
+        """Run a jaxpr; `inputs` are the values of its constvars and invars."""
         values: dict[core.Var, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
         def value(atom: core.Var | core.Literal) -> _Value:
@@ -117,7 +117,7 @@ class _Reader:
         return [value(atom) for atom in jaxpr.outvars]
 
     def _values_of(self, key: Hashable, count: int, needs: Sequence[_Value] = ()) -> list[_Value]:
-        """The `count` results of what this key describes, the same ones each time."""
+        """The `count` results of the work that this key describes, which are the same ones each time."""
         if key not in self._known:
             self._known[key] = [_Value(tuple(needs)) for _ in range(count)]
         return self._known[key]
@@ -143,7 +143,7 @@ class _Reader:
     def _collectives(
         self, eqn: core.JaxprEqn, axes: frozenset[str], arguments: list[_Value], scope: str
     ) -> list[_Value]:
-        """One collective for each of the arrays that are sent."""
+        """Add one collective for each of the arrays that are sent."""
         name, key = eqn.primitive.name, _key(eqn, arguments)
         if eqn.params.get("axis_index_groups"):
             self._say(f"{scope or 'the step'}: {name} among parts of an axis is counted as over all of it")
@@ -160,7 +160,7 @@ class _Reader:
         return results
 
     def _read_body(self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str, trips: int = 1) -> list[_Value]:
-        """A loop's body or a branch: the compiler merges nothing across its border."""
+        """Read a loop's body or a branch, across whose border the compiler merges nothing."""
         known, outside = self._known, self._trips
         self._known, self._trips = {}, outside * trips
         results = self.read(jaxpr, inputs, scope)
@@ -168,9 +168,9 @@ class _Reader:
         return results
 
     def _scan(self, eqn: core.JaxprEqn, arguments: list[_Value], scope: str) -> list[_Value]:
-        """The body is read once: constants are the values outside, carries and slices are new ones."""
+        """Read a scan's body once: its constants are the values outside, its carries and slices are new ones."""
         params, body = eqn.params, _open(eqn.params["jaxpr"])
-        # How many are which is told by their ranks, alike in every jax: what is stacked has one more than its slice.
+        # Ranks tell the carries in every jax version: a stacked result has one dim more than its slice.
         carries = sum(_rank(out) == _rank(inner) for out, inner in zip(eqn.outvars, body.outvars, strict=True))
         whole = sum(_rank(given) == _rank(inner) for given, inner in zip(eqn.invars, body.invars, strict=True))
         consts = whole - carries
@@ -191,7 +191,7 @@ class _Reader:
         return [_Value((result, *again)) for result in results]  # the condition says how often it runs
 
     def _cond(self, eqn: core.JaxprEqn, arguments: list[_Value], scope: str) -> list[_Value]:
-        """Whether it is taken is not known: of a branch that may be passed by, the bytes are an upper bound."""
+        """Read the branches. Which one is taken is not known, so the counted bytes are an upper bound."""
         made, read = len(self.made), []
         for branch in eqn.params["branches"]:
             before = len(self.made)
@@ -202,7 +202,7 @@ class _Reader:
         best, *others = (results for _, results in sorted(read, key=lambda branch: -branch[0]))
         if len(self.made) > made:
             self._say(f"{scope or 'the step'}: of {len(read)} branches the one that sends most is counted")
-        # What the other branches need is counted, and what they send is not.
+        # What the other branches need counts, but what they send does not.
         merged = []
         for result, *alternatives in zip(best, *others, strict=True):
             needs = [x for other in alternatives for x in _needed_arguments(arguments[1:], other)]
@@ -216,20 +216,20 @@ class _Reader:
 
 
 def _carry(values: Sequence[_Value], results: Sequence[_Value]) -> None:
-    """A loop's state needs what the trip before made of it."""
+    """Make a loop's state need what the previous trip made of it."""
     for value, result in zip(values, results, strict=False):
         value.needs = (*value.needs, result)
 
 
 def _key(eqn: core.JaxprEqn, arguments: Sequence[_Value]) -> Hashable:
-    """What makes two equations the same work: values live as long as the reader, so their ids are theirs alone."""
+    """The key that equal work shares. Values live as long as the reader, so that their ids are unique."""
     params = {name: value for name, value in eqn.params.items() if name != "sharding"}
     shapes = tuple(str(var.aval) for var in eqn.outvars)
     return eqn.primitive.name, tuple(map(id, arguments)), str(params), shapes
 
 
 def _needed_ids(outputs: Sequence[_Value], stop: Collection[int] = (), given: Collection[str] = ()) -> set[int]:
-    """The ids of all values that the outputs need; not of what is needed only through those in `stop` or `given`."""
+    """The ids of all values that the outputs need, except those needed only through values in `stop` or `given`."""
     left, seen = list(outputs), set[int]()
     while left:
         value = left.pop()
@@ -242,7 +242,7 @@ def _needed_ids(outputs: Sequence[_Value], stop: Collection[int] = (), given: Co
 
 
 def _needed_arguments(arguments: Sequence[_Value], result: _Value) -> list[_Value]:
-    """Those of a branch's arguments that one of its results needs."""
+    """The arguments of a branch that one of its results needs."""
     needed = _needed_ids([result], stop=set(map(id, arguments)))
     return [argument for argument in arguments if id(argument) in needed]
 
@@ -256,12 +256,12 @@ def _is_jaxpr(value: object) -> bool:
 
 
 def _open(jaxpr: _AnyJaxpr) -> core.Jaxpr:
-    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)  # newer jax has one class for both, which is its own
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)  # newer jax has one class for both
     return inner
 
 
 def _fits(inner: _AnyJaxpr, eqn: core.JaxprEqn) -> bool:
-    """Whether a jaxpr among an equation's parameters takes its arguments and gives its results: a call."""
+    """Whether a jaxpr among an equation's parameters takes its arguments and gives its results, as in a call."""
     jaxpr, closed_over = _open(inner), len(getattr(inner, "consts", ()))
     takes = len(jaxpr.constvars) + len(jaxpr.invars) - closed_over
     return (takes, len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))

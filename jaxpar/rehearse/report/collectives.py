@@ -18,13 +18,13 @@ from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.timeline.timeline import TaskTime
 
 SMALL = 2**20
-"""Bytes below which a collective that no op wrote is let pass: scalars, norms and biases, which XLA moves by itself."""
-_SLACK = 1.05  # XLA pads what does not divide, and adds what is small
+"""Below these bytes a collective that no op wrote passes: XLA moves scalars, norms and biases by itself."""
+_SLACK = 1.05  # XLA pads arrays that do not divide evenly, and adds small ones
 
 
 @dataclass(frozen=True)
 class InPlan:
-    """Whether the plan has a collective, and why."""
+    """This says whether the plan has a collective, and why."""
 
     planned: bool
     reason: str
@@ -34,8 +34,8 @@ def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The mesh axes along which the members of a group differ, in mesh order.
 
     Args:
-      collective: names devices by their position in the mesh's row-major order.
-      mesh: size of every mesh axis, in order.
+      collective: a collective that names devices by their position in the mesh's row-major order.
+      mesh: the size of every mesh axis, in order.
     """
     sizes = tuple(mesh.values())
     differ = np.zeros(len(sizes), bool)
@@ -46,22 +46,22 @@ def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def in_float32(plan: Iterable[Requested]) -> list[Requested]:
-    """The plan's collectives as XLA:CPU runs them: what is bfloat16 it sends as float32."""
+    """The plan's collectives as XLA:CPU runs them: it sends bfloat16 arrays as float32."""
     return [replace(p, bytes=2 * p.bytes, dtype="float32") if p.dtype == "bfloat16" else p for p in plan]
 
 
 def sent_bytes(planned: Requested, mesh: Mapping[str, int]) -> float:
-    """Bytes one device sends for one execution, by a bandwidth-optimal algorithm."""
+    """The bytes that one device sends in one execution, by a bandwidth-optimal algorithm."""
     return hlo_tasks.sent_bytes(planned.kind, planned.bytes, math.prod(mesh[axis] for axis in planned.axes))
 
 
 class RequestedRows:
-    """The plan's collectives, to be looked up by those of a program.
+    """The plan's collectives, in which those of a program can be looked up.
 
     Args:
-      plan: from `jaxpar.rehearse.requested_collectives`.
-      mesh: size of every mesh axis, in order.
-      tasks: of the replayed program.
+      plan: the collectives from `jaxpar.rehearse.requested_collectives`.
+      mesh: the size of every mesh axis, in order.
+      tasks: the tasks of the replayed program.
     """
 
     def __init__(self, plan: Sequence[Requested], mesh: Mapping[str, int], tasks: Sequence[TaskTime] = ()):
@@ -74,10 +74,10 @@ class RequestedRows:
                 self._sent[key] += collective.sent_bytes * row.count
 
     def answer(self, row: TaskTime) -> InPlan:
-        """Whether the plan has this collective of the program.
+        """Say whether the plan has this collective of the program.
 
-        XLA may run a collective as a ring of ppermutes, merge several into one, or move one past a scope's border; it
-        may not send more, send over other axes, or sum whole what the plan scatters.
+        XLA may run a collective as a ring of ppermutes, merge several into one, or move one past a scope's border. It
+        may not send more, send over other axes, or all-reduce an array whose sum the plan scatters.
         """
         collective, scope = row.task.collective, row.task.place.scope
         assert collective is not None
@@ -103,18 +103,18 @@ class RequestedRows:
     def _account_for(
         self, collective: Collective, axes: frozenset[str], asked: Sequence[Requested], scope: str | None = None
     ) -> bool:
-        """Whether these are what the program does: one of them has the same size, or no more is sent in all."""
+        """Whether those asked for explain the program's: one has the same size, or the program sends no more in all."""
         same_size = any(planned.bytes == collective.bytes for planned in asked)
         return same_size or (bool(asked) and self._no_more(collective.kind, axes, asked, scope))
 
     def _no_more(self, kind: str, axes: frozenset[str], asked: Sequence[Requested], scope: str | None = None) -> bool:
-        """Whether the program, or one scope of it, sends no more of a kind than was asked for: then each is one of
-        those, whole or merged."""
+        """Whether the program, or one scope of it, sends no more of a kind than was asked for. If so, each of its
+        collectives is one of those asked for, whole or merged."""
         sent = sum(size for (at, *what), size in self._sent.items() if what == [kind, axes] and scope in (None, at))
         return sent <= _SLACK * sum(sent_bytes(planned, self._mesh) * planned.count for planned in asked)
 
     def _ring(self, scope: str, axes: frozenset[str]) -> Requested | None:
-        """What a ppermute may be a step of: a ring over two axes steps along one of them at a time."""
+        """The collective that a ppermute may be a step of: a ring over two axes steps along one of them at a time."""
         whole = [(at, planned) for at, planned in self._plan if planned.kind != "ppermute" and axes <= planned.axes]
         if not whole or not self._no_more("ppermute", axes, [planned for _, planned in whole]):
             return None
@@ -128,13 +128,13 @@ def collective_rows(
     mesh: Mapping[str, int],
     links: Callable[[Collective], str],
 ) -> list[CollectiveRow]:
-    """The program's collectives for the report, those of one kind, size and line together, the most exposed first.
+    """The program's collectives for the report, grouped by kind, size and line, with the most exposed first.
 
     Args:
-      tasks: of the replayed program.
-      plan: from `jaxpar.rehearse.requested_collectives`; None = not known.
-      mesh: size of every mesh axis, in order.
-      links: which links a collective runs over, in words.
+      tasks: the tasks of the replayed program.
+      plan: the collectives from `jaxpar.rehearse.requested_collectives`; None = not known.
+      mesh: the size of every mesh axis, in order.
+      links: tells in words which links a collective runs over.
     """
     asked = None if plan is None else RequestedRows(plan, mesh, tasks)
     rows: dict[Hashable, CollectiveRow] = {}
@@ -159,7 +159,7 @@ def collective_rows(
 
 
 def queueing_notes(rows: Iterable[CollectiveRow]) -> list[str]:
-    """Why compute waits longer for some collectives than they take, and the worst of them; none where it does not."""
+    """Why compute waits longer for some collectives than they take, naming the worst; empty where it does not."""
     worst = max(rows, key=lambda row: row["exposed"] - row["seconds"], default=None)
     if worst is None or worst["exposed"] <= 1.01 * worst["seconds"]:
         return []
@@ -171,7 +171,7 @@ def queueing_notes(rows: Iterable[CollectiveRow]) -> list[str]:
 
 
 def scope_of(planned: Requested) -> str:
-    """The model's scope of a planned collective, as `hlo.tasks.Place` has it: `block/attention`."""
+    """The model's scope of a planned collective, written as in `hlo.tasks.Place`: `block/attention`."""
     return decode(f"{planned.scope}/{planned.kind}")[0]
 
 

@@ -1,4 +1,4 @@
-"""`--fail-on unplanned-collective,memory+5%`: when a rehearsal fails a CI run."""
+"""The conditions on which a rehearsal fails a CI run: `--fail-on unplanned-collective,memory+5%`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNPLANNED, DOES_NOT_FIT = "unplanned-collective", "does-not-fit"
 
 
 class Quantity(NamedTuple):
-    """A figure of the report that must not grow, and how it is written."""
+    """A figure of the report that must not grow, and the way in which it is written."""
 
     of: Callable[[Rehearsal], float]
     text: Callable[[float], str]
@@ -29,20 +29,21 @@ QUANTITIES = {
 }
 
 Conditions = Mapping[str, float | None]
-"""Names of what fails a run: of a quantity with the share of the baseline by which it may grow, else with None."""
+"""What fails a run, by name: for a quantity the share of the baseline by which it may grow, for others None."""
 
 
 def parse_conditions(text: str, rules: Collection[str], baseline: bool) -> Conditions:
     """Read `--fail-on`, before anything is compiled.
 
     Args:
-      text: conditions with commas between: `does-not-fit`, `unplanned-collective`, a rule of the linter, or
-        `memory+5%`, `time+3%`, `exposed+10%`, `collective-bytes+0%`: grown by more than that against the baseline.
-      rules: names of the linter's rules.
-      baseline: whether there is one (`--against`).
+      text: conditions separated by commas: `does-not-fit`, `unplanned-collective`, a rule of the linter, or a growth
+        against the baseline that fails the run if exceeded: `memory+5%`, `time+3%`, `exposed+10%`,
+        `collective-bytes+0%`.
+      rules: the names of the linter's rules.
+      baseline: whether there is a baseline (`--against`).
 
     Raises:
-      UserError: an unknown name, a quantity without its growth, a growth of something that has none, or no baseline.
+      UserError: a name is unknown, a quantity lacks its growth, another condition has one, or there is no baseline.
     """
     events, conditions = {DOES_NOT_FIT, UNPLANNED, *rules}, dict[str, float | None]()
     for part in filter(None, map(str.strip, text.split(","))):
@@ -66,8 +67,8 @@ def failures(conditions: Conditions, report: Rehearsal, against: Rehearsal | Non
     """A line for each condition that is met; none = the run passes.
 
     Args:
-      conditions: from `parse_conditions`.
-      report: to judge.
+      conditions: the conditions from `parse_conditions`.
+      report: the report to judge.
       against: the baseline of the quantities.
     """
     lines = []
@@ -91,7 +92,7 @@ def _too_large(report: Rehearsal) -> str:
 
 
 def _places(name: str, report: Rehearsal) -> list[str]:
-    """Where an event happens: for unplanned collectives those that take the longest first."""
+    """The places where an event happens; unplanned collectives come with the longest first."""
     collectives = [
         f"{row['kind']} over {', '.join(row['axes']) or 'no axis'} at {row['source'] or 'no known line'}"
         for row in sorted(report["collectives"], key=lambda row: -row["seconds"])

@@ -1,4 +1,4 @@
-"""Two rehearsals beside each other: what changed in memory, time, collectives, and by line of the model."""
+"""Two rehearsals are compared here: what changed in memory, time and collectives, and by line of the model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxpar.rehearse.report.tables import Column, Row, Section, finding_lines, p
 _LINE_FIGURES = ("compute", "communication", "exposed")
 _COLLECTIVE_FIGURES = ("count", "sent_bytes", "seconds", "exposed")
 _TIMES = ("step", "compute", "exposed_communication", "host_stall", "copy_stall", "idle", "lower_bound")
-_NOTHING = 1e-9  # seconds: what is less is rounding
+_NOTHING = 1e-9  # seconds; a smaller change is rounding
 
 
 class Change(TypedDict):
-    """One figure: bytes in `memory`, seconds in `time`."""
+    """The change of one figure, which is in bytes in `memory` and in seconds in `time`."""
 
     name: str
     old: float
@@ -28,36 +28,36 @@ class Change(TypedDict):
 
 
 class PlaceChange(TypedDict):
-    """The figures of one line, or of one kind of collective at one line; all of them are 0 where it is not there."""
+    """The figures of one line, or of one kind of collective at a line; they are all 0 in a report that lacks it."""
 
     kind: str
-    """Of the collective; an empty string for a line."""
+    """The kind of the collective; an empty string for a line."""
     axes: list[str]
     scope: str
     source: str
-    """As in the new report, or in the old one where it is gone."""
+    """The source line in the new report, or in the old one where the new one lacks it."""
     phase: str
     old: dict[str, float]
     new: dict[str, float]
 
 
 class Difference(TypedDict):
-    """From an old report to a new one. Places that did not change are left out; the largest change comes first."""
+    """The changes from an old report to a new one, the largest first. Places that did not change are left out."""
 
     old: str
-    """`llama3_8b on v5p-64`."""
+    """The title of the old report: `llama3_8b on v5p-64`."""
     new: str
     memory: list[Change]
     time: list[Change]
     collectives: list[PlaceChange]
     lines: list[PlaceChange]
     found: list[LintFinding]
-    """What the linter says of the new report only."""
+    """The linter's findings that are in the new report only."""
     gone: list[LintFinding]
 
 
 def difference(new: Rehearsal, old: Rehearsal) -> Difference:
-    """What changed from `old` (the baseline) to `new`.
+    """Find what changed from `old` (the baseline) to `new`.
 
     Places are matched by scope, phase and source line. Where an edit has moved the lines of a file, they are matched by
     their order, as long as there are as many of them as before.
@@ -86,7 +86,7 @@ def _time(report: Rehearsal) -> dict[str, float]:
 
 
 def _finding_identity(row: LintFinding) -> tuple[str, ...]:
-    """The line number does not count, as lines move."""
+    """What tells findings apart. The line number is left out of it, as lines move."""
     return row["rule"], row["axis"], row["scope"], row["message"]
 
 
@@ -97,12 +97,12 @@ def _changes(new: Rehearsal, old: Rehearsal, figures: Callable[[Rehearsal], Mapp
 
 
 _Place = tuple[str, tuple[str, ...], str, str, str]
-"""Kind, axes, scope and phase of some rows, and the file of their lines."""
+"""The kind, axes, scope and phase of some rows, and the file of their lines."""
 _Figures = dict[str, float]
 
 
 def _places(new: Sequence[Row], old: Sequence[Row], figures: Sequence[str]) -> list[PlaceChange]:
-    """Rows of both reports, matched and summed; those that differ, the largest change of time first."""
+    """Match and sum the rows of both reports, and return those that differ, the largest change of time first."""
     before, after = _by_place(old, figures), _by_place(new, figures)
     nothing: _Figures = dict.fromkeys(figures, 0.0)
     rows: list[PlaceChange] = []
@@ -119,7 +119,7 @@ def _places(new: Sequence[Row], old: Sequence[Row], figures: Sequence[str]) -> l
 
 
 def _by_place(rows: Sequence[Row], figures: Sequence[str]) -> dict[_Place, dict[int, _Figures]]:
-    """Sums of the figures by place, and there by line number (0 = none is known)."""
+    """Sum the figures by place, and within a place by line number (0 = none is known)."""
     sums: defaultdict[_Place, dict[int, _Figures]] = defaultdict(dict)
     for row in rows:
         file, _, number = row["source"].rpartition(":")
@@ -134,8 +134,8 @@ def _by_place(rows: Sequence[Row], figures: Sequence[str]) -> dict[_Place, dict[
 def _match_lines(
     new: Mapping[int, _Figures], old: Mapping[int, _Figures], nothing: _Figures
 ) -> Iterator[tuple[int, _Figures, _Figures]]:
-    """Lines of one place with their new and old figures: in their order where there are as many as before, else by
-    number."""
+    """Pair the lines of one place with their new and old figures. They are matched in their order where there are as
+    many as before, and by number otherwise."""
     if len(new) == len(old):
         for line, before in zip(sorted(new), sorted(old), strict=True):
             yield line, new[line], old[before]
@@ -145,7 +145,7 @@ def _match_lines(
 
 
 def _size(row: PlaceChange) -> tuple[float, float]:
-    """Sorts the largest change of time first, then of bytes sent."""
+    """A sort key that puts the largest change of time first, and then the largest change of bytes sent."""
     change = {name: abs(after - row["old"][name]) for name, after in row["new"].items()}
     time = sum(change.get(name, 0.0) for name in ("compute", "exposed", "seconds"))
     return -time, -change.get("sent_bytes", change.get("communication", 0.0))
@@ -155,7 +155,7 @@ def _size(row: PlaceChange) -> tuple[float, float]:
 
 
 def difference_parts(changes: Difference, most: int = 12) -> list[RenderableType]:
-    """Everything a terminal shows of a difference, to be printed one after another; of a long table `most` rows."""
+    """The parts of a difference in the order in which a terminal prints them; a long table shows `most` rows."""
     where = (Column("line", "source"), Column("scope", "scope"), Column("phase", "phase"))
     over = (Column("kind", "kind"), Column("over", "axes"), Column("phase", "phase"), Column("line", "source"))
     lines = (*_figure("compute", seconds_text), *_figure("exposed", seconds_text), *where)
@@ -189,7 +189,7 @@ def _figures_section(name: str, title: str, rows: Sequence[Change], text: Callab
 
 
 def _figure(name: str, text: Callable[[float], str]) -> tuple[Column, Column]:
-    """What a place has of a figure now, and how much more that is than before."""
+    """Two columns of a figure: its value at a place now, and how much more that is than before."""
     return (
         Column(name.partition("_")[0], lambda row: row["new"][name], text),
         Column("change", lambda row: _change_text(row["old"][name], row["new"][name], text), str),
@@ -201,7 +201,7 @@ def _times(row: Row) -> str:
 
 
 def _change_text(old: float, new: float, text: Callable[[float], str]) -> str:
-    """`+1.00 ms`, or `=`."""
+    """The change of a figure in words: `+1.00 ms`, or `=` where there is none."""
     if abs(new - old) <= _NOTHING:
         return "="
     return ("+" if new > old else "-") + text(abs(new - old))

@@ -11,14 +11,14 @@ from jaxpar.rehearse.timeline.player import Event
 
 
 def timeline_of(program: Program, events: Sequence[Event]) -> TimelineColumns:
-    """The report's timeline.
+    """Make the report's timeline.
 
     Args:
-      program: whose nodes the events' paths point at.
-      events: of `jaxpar.rehearse.timeline.timeline.replay`, seconds.
+      program: the program whose nodes the events' paths point at.
+      events: the events from `jaxpar.rehearse.timeline.timeline.replay`, in seconds.
 
     Returns:
-      The lanes that are in use (compute, links, then local copies and the host), one entry of the columns for each
+      The lanes that are in use (compute, links, then local copies and the host), columns with an entry for each
       instruction that ran, events in microseconds to the nearest nanosecond, and where loops begin and end.
     """
     lanes = sorted({event.lane for event in events}, key=_lane_order)
@@ -38,7 +38,7 @@ def timeline_of(program: Program, events: Sequence[Event]) -> TimelineColumns:
 
 
 def node_at(program: Program, path: Path) -> Node:
-    """The node at a path: a position in the program, then one in the loop's body, and so on."""
+    """The node at a path, which is a position in the program, then one in the loop's body, and so on."""
     nodes, node = program.nodes, None
     for position in path:
         node = nodes[position]
@@ -48,12 +48,12 @@ def node_at(program: Program, path: Path) -> Node:
 
 
 def _lane_order(lane: str) -> tuple[int, str]:
-    """Compute first, links by name, then what is local, then the host."""
+    """A sort key of lanes: compute comes first, then the links by name, then local lanes, then the host."""
     return {COMPUTE: 0, DMA: 2, SIDE: 3, HOST: 4}.get(lane, 1), lane
 
 
 def _add_column(timeline: TimelineColumns, node: Node) -> None:
-    """An instruction's entries; a bar that stands for trips of a loop has the loop's."""
+    """Add an instruction's entries to the columns; a bar that stands for trips of a loop has the loop's."""
     place = getattr(node, "place", None)
     collective = getattr(node, "collective", None)
     timeline["names"].append(node.name)
@@ -66,7 +66,7 @@ def _add_column(timeline: TimelineColumns, node: Node) -> None:
 
 
 def _loop_spans(program: Program, events: Sequence[Event]) -> list[LoopSpan]:
-    """One span for each execution of a loop that shows on the compute lane.
+    """Make one span for each execution of a loop that shows on the compute lane.
 
     An event knows the trip of its innermost loop only, so a loop inside another is taken to begin anew where its trip
     number goes down, or where something of the outer loop ran in between.
@@ -96,6 +96,6 @@ def _loop_spans(program: Program, events: Sequence[Event]) -> list[LoopSpan]:
 
 
 def _loops_around(program: Program, path: Path) -> list[Path]:
-    """The loops that a path lies in, outermost first, itself included where it is one."""
+    """The loops that a path lies in, outermost first; a path that is a loop is among them."""
     prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
     return [prefix for prefix in prefixes if isinstance(node_at(program, prefix), Loop)]

@@ -1,4 +1,4 @@
-"""What is wrong with a rehearsed step, in the model's words: each rule is a function from rows to findings."""
+"""The linter says in the model's words what is wrong with a rehearsed step; each rule maps rows to findings."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _LARGE_PARAMETER = 2**20  # bytes
 _COPY_SHARE = 0.005  # of the step
 
 AxesOfSizes = Mapping[int, Collection[str]]
-"""Which logical axes have so many entries, on all devices or on one: see `axes_of_sizes`."""
+"""The logical axes that have a given number of entries, on all devices or on one: see `axes_of_sizes`."""
 
 
 def unplanned_collectives(rows: Iterable[CollectiveRow], axis_of: Mapping[str, str]) -> list[LintFinding]:
-    """Collectives of the report that are not the plan's; a whole all-reduce of a weight gradient is a rule of its own.
+    """Find collectives that are not the plan's; an all-reduce of a whole weight gradient is a rule of its own.
 
     Args:
       rows: the report's collectives.
-      axis_of: for each mesh axis the logical axes that it splits: `{"fsdp": "batch, embed"}`.
+      axis_of: the logical axes that each mesh axis splits: `{"fsdp": "batch, embed"}`.
     """
     found = []
     for row in rows:
@@ -52,7 +52,7 @@ def unplanned_collectives(rows: Iterable[CollectiveRow], axis_of: Mapping[str, s
 
 
 def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[LintFinding]:
-    """Parameters of more than a vector that no mesh axis splits, on a mesh whose rules could split them."""
+    """Find parameters larger than a vector that no mesh axis splits, on a mesh whose rules could split them."""
     usable = set(plan.mesh_axes("embed")) | set(plan.mesh_axes("mlp")) | set(plan.mesh_axes("vocab"))
     found = []
     for row in placements:
@@ -71,7 +71,7 @@ def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[L
 
 
 def whole_residual_stream(plan: Plan) -> list[LintFinding]:
-    """Mesh axes that split neither the batch, nor the residual stream's sequence, nor the layers."""
+    """Find mesh axes that split neither the batch, nor the residual stream's sequence, nor the layers."""
     names: list[LogicalAxis] = ["batch", "residual_seq", "stage"]  # a stage has a microbatch of its own
     used = {axis for name in names for axis in plan.mesh_axes(name)}
     return [
@@ -86,16 +86,16 @@ def whole_residual_stream(plan: Plan) -> list[LintFinding]:
 def replicated_activations(
     tasks: Iterable[TaskTime], plan: Plan, sizes: Mapping[LogicalAxis, int], axes: AxesOfSizes
 ) -> list[LintFinding]:
-    """Arrays of the program that hold all sequences of a microbatch though the plan splits the batch.
+    """Find arrays of the program that hold all sequences of a microbatch though the plan splits the batch.
 
-    Only of what the compiler was free to split: inside a `shard_map` an array is as it was written, and one that is as
-    large is something else (a matmul cut along its contraction, a gradient in pieces).
+    Only arrays that the compiler was free to split count. Inside a `shard_map` an array is as it was written, and one
+    of that size is something else (a matmul cut along its contraction, or a gradient in pieces).
 
     Args:
-      tasks: of the replayed program; their shapes are local.
-      plan: mesh and rules.
-      sizes: global sizes; those of `batch` and `seq` are what is computed together. Without `batch` nothing is found.
-      axes: from `axes_of_sizes`. What two axes could be is no finding.
+      tasks: the tasks of the replayed program, whose shapes are local.
+      plan: the plan with its mesh and rules.
+      sizes: global sizes; `batch` and `seq` are those computed together. Without `batch` nothing is found.
+      axes: the result of `axes_of_sizes`. A dim that could be either of two axes is no finding.
     """
     batch, seq, pieces = sizes["batch"], sizes["seq"], plan.size("batch")
     if pieces == 1:
@@ -104,7 +104,7 @@ def replicated_activations(
     lengths = {length for length in (seq, seq // plan.size("residual_seq")) if axes.get(length) == {"seq"}}
     tokens = {batch * seq} - axes.keys()
     if "experts" in sizes:
-        tokens = set()  # the rows of experts may be as many as anything
+        tokens = set()  # experts may have any number of rows
     lines: defaultdict[tuple[str, str], list[TaskTime]] = defaultdict(list)
     for row in tasks:
         place, dims = row.task.place, _dims(row.task.shape)
@@ -123,7 +123,7 @@ def replicated_activations(
 
 
 def _holds_all(dims: tuple[int, ...], batches: set[int], lengths: set[int], tokens: set[int]) -> bool:
-    """Whether an array is `[batch, seq, ...]`, the same with one dim before it, or `[tokens, ...]`."""
+    """Whether an array is `[batch, seq, ...]`, that with one more dim in front, or `[tokens, ...]`."""
     for start in (0, 1):
         if len(dims) > start + 2 and dims[start] in batches and dims[start + 1] in lengths:
             return True
@@ -131,17 +131,17 @@ def _holds_all(dims: tuple[int, ...], batches: set[int], lengths: set[int], toke
 
 
 def _dims(shape: str) -> tuple[int, ...]:
-    """`(16, 24)` for `f32[16,24]{1,0}`; nothing for a tuple of arrays, or for no array."""
+    """The dims of a shape: `(16, 24)` for `f32[16,24]{1,0}`; none for a tuple of arrays, or for no array."""
     found = re.fullmatch(r"\w+\[([\d,]+)\].*", shape)
     return tuple(map(int, found[1].split(","))) if found else ()
 
 
 def axes_of_sizes(plan: Plan, sizes: Mapping[LogicalAxis, int]) -> dict[int, set[str]]:
-    """Which logical axes a dim of a device's array may be, by its size: `{128: {"head_dim"}}`.
+    """The logical axes that a dim of a device's array may be, by its size: `{128: {"head_dim"}}`.
 
     Args:
-      plan: how each axis is split.
-      sizes: of the logical axes, all devices together.
+      plan: the plan, which says how each axis is split.
+      sizes: the sizes of the logical axes, all devices together.
     """
     axes: dict[int, set[str]] = {}
     for axis, size in sizes.items():
@@ -153,12 +153,12 @@ def axes_of_sizes(plan: Plan, sizes: Mapping[LogicalAxis, int]) -> dict[int, set
 def large_copies(
     tasks: Iterable[TaskTime], step_seconds: float, axes: AxesOfSizes = MappingProxyType({})
 ) -> list[LintFinding]:
-    """Synchronous copies and layout changes by line, where they take more than half a percent of the step.
+    """Find the lines whose synchronous copies and layout changes take more than half a percent of the step.
 
     Args:
-      tasks: of the replayed program.
-      step_seconds: of the whole step.
-      axes: from `axes_of_sizes`, to name the dims of what is copied where a size is one axis's own.
+      tasks: the tasks of the replayed program.
+      step_seconds: the seconds of the whole step.
+      axes: the result of `axes_of_sizes`, which names a copied array's dims where only one axis has that size.
     """
     lines: defaultdict[tuple[str, str, str], list[TaskTime]] = defaultdict(list)
     for row in tasks:
@@ -183,7 +183,7 @@ def large_copies(
 
 
 def logical_axes(plan: Plan) -> dict[str, str]:
-    """For each mesh axis the logical axes that it splits."""
+    """The logical axes that each mesh axis splits."""
     names: list[LogicalAxis] = [name for name, split in vars(plan.rules).items() if split]  # pyright: ignore[reportAssignmentType]
     return {axis: ", ".join(n for n in names if axis in plan.mesh_axes(n)) for axis in plan.mesh.axis_names}
 

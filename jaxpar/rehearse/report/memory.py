@@ -1,4 +1,4 @@
-"""Device memory by the compiler's account, divided into what a user knows: parameters, optimizer, activations."""
+"""The compiler's account of device memory, divided into parts that a user knows, such as parameters."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from jaxpar.rehearse.report.schema import Memory
 
 
 class CompiledBytes(NamedTuple):
-    """What the compiler says that a program takes, bytes of one device."""
+    """The bytes of one device that a program takes, as the compiler says."""
 
     arguments: int
     temporaries: int
-    """And results that are no argument's own."""
+    """The bytes of temporaries, and of results that do not reuse an argument's memory."""
     program: int
     host: int
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """The bytes on the device, without those in host memory."""
         return self.arguments + self.temporaries + self.program
 
     @staticmethod
     def of(stats: Any) -> CompiledBytes:
-        """From `compiled.memory_analysis()`."""
+        """Read them from `compiled.memory_analysis()`."""
         grown = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
         return CompiledBytes(
             stats.argument_size_in_bytes, stats.temp_size_in_bytes + grown, stats.generated_code_size_in_bytes,
@@ -34,18 +34,18 @@ class CompiledBytes(NamedTuple):
 
 
 _FRAGMENTED = 1.05
-"""Of the peak of what is alive on a TPU: heaps were 3.6 and 4.3 % larger (docs/memory.md)."""
+"""A TPU's heap over the peak of what is alive: measured heaps were 3.6 and 4.3 % larger (docs/memory.md)."""
 
 
 def allocated_bytes(stats: Any, platform: str) -> int:
-    """Bytes of a device that a program allocates.
+    """The bytes of a device that a program allocates.
 
-    On a TPU `temp_size_in_bytes` is more than buffer assignment lays out, by half where loops over layers stand in one
-    over microbatches: there it is the peak of what is alive, and what gaps between arrays add.
+    On a TPU `temp_size_in_bytes` is more than buffer assignment lays out, by half where a loop over microbatches
+    contains loops over layers. There the result is the peak of what is alive plus what gaps between arrays add.
 
     Args:
-      stats: `compiled.memory_analysis()`.
-      platform: compiled for.
+      stats: the result of `compiled.memory_analysis()`.
+      platform: the platform that the program is compiled for.
     """
     total, peak = CompiledBytes.of(stats).total, getattr(stats, "peak_memory_in_bytes", 0)
     known = platform == "tpu" and peak > stats.argument_size_in_bytes
@@ -53,7 +53,7 @@ def allocated_bytes(stats: Any, platform: str) -> int:
 
 
 def saved_bytes(module: Module, layers: int) -> int:
-    """Bytes that the forward pass keeps for the backward: stacks of one slice a layer that its loops fill."""
+    """The bytes that the forward pass keeps for the backward: its loops fill stacks with one slice a layer."""
     total = 0
     for computation in module.computations.values():
         for loop in computation.instructions.values():
@@ -71,7 +71,7 @@ def saved_bytes(module: Module, layers: int) -> int:
 
 
 def _empty(computation: Computation, name: str) -> bool:
-    """Whether a loop's array starts out with nothing in it."""
+    """Whether a loop's array starts out empty."""
     made = computation.behind(name, ("copy", "bitcast", "get-tuple-element"))
     if made is None:
         return False
@@ -83,17 +83,17 @@ def account(
     stats: Any, arguments: Mapping[str, int], hbm_bytes: int, activations: int = 0,
     gradients: int = 0,
 ) -> Memory:  # fmt: skip
-    """The report's memory.
+    """Make the report's account of memory.
 
     Args:
-      stats: `compiled.memory_analysis()`.
-      arguments: bytes of one device's part of each argument, by name.
-      hbm_bytes: what a device has; 0 = no figure.
-      activations: bytes of the temporaries that are kept from forward to backward: `saved_bytes`.
-      gradients: bytes of them that are gradients.
+      stats: the result of `compiled.memory_analysis()`.
+      arguments: the bytes of one device's part of each argument, by name.
+      hbm_bytes: the bytes of a device's memory; 0 = no figure.
+      activations: the bytes of the temporaries that are kept from forward to backward, from `saved_bytes`.
+      gradients: the bytes of the temporaries that are gradients.
     """
     compiled, temporaries = CompiledBytes.of(stats), stats.temp_size_in_bytes
-    if sum(arguments.values()) > compiled.arguments:  # an argument that is not used is left out of the program
+    if sum(arguments.values()) > compiled.arguments:  # the program leaves out unused arguments
         arguments = {}
     left = compiled.arguments - sum(arguments.values())
     activations = min(activations, temporaries)

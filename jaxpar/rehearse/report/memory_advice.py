@@ -1,4 +1,4 @@
-"""A step that does not fit its device: by how much, and what would help most."""
+"""When a step does not fit its device, this says by how much, and what would help most."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxpar.base.sharding import LogicalAxis
 _STATE = ("parameters", "optimizer", "gradients")
 _MOVING = ("activations", "temporaries")
 _SIZE = r"([\d.]+)([KMGT]?)"
-# XLA:TPU speaks in one way when it sees before scheduling that nothing will help (its "temporaries" count the arguments
-# too), in another when it has tried.
+# XLA:TPU has one message for when it sees before scheduling that nothing will help (its "temporaries" count the
+# arguments too), and another for when it has tried.
 _MESSAGES = (
     rf"required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)",
     rf"Used {_SIZE} of {_SIZE} hbm",
@@ -26,18 +26,18 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class StepSizes:
-    """How large a training step of a config is, for advice in the config's own words."""
+    """The sizes of a config's training step, for advice in the config's own words."""
 
     plan: Plan
     mesh: MeshSpec
-    """As the config has it: sizes inside a slice, and between slices."""
+    """The mesh as the config has it, with sizes inside a slice and between slices."""
     sizes: Mapping[LogicalAxis, int]
-    """All devices together; `batch` is the number of sequences that are computed together."""
+    """The sizes for all devices together; `batch` is the number of sequences that are computed together."""
     accumulation: int
 
 
 def needs_and_has(message: str) -> tuple[int, int] | None:
-    """Bytes that a step takes and bytes that a device has, from what a compiler says as it refuses; else None."""
+    """The bytes that a step takes and those that a device has, by a compiler's refusal; None if it names none."""
     for pattern in _MESSAGES:
         if match := re.search(pattern, message):
             return round(float(match[1]) * _UNITS[match[2]]), round(float(match[3]) * _UNITS[match[4]])
@@ -45,12 +45,12 @@ def needs_and_has(message: str) -> tuple[int, int] | None:
 
 
 def refusal(message: str, target: str, advise: Callable[[int, int], list[str]] = lambda needs, has: []) -> str:
-    """What to tell the user of a compiler's refusal, in a line.
+    """Tell the user of a compiler's refusal in one line.
 
     Args:
-      message: the compiler's.
-      target: its name.
-      advise: what would help, from the bytes that the step needs and those that a device has.
+      message: the compiler's message.
+      target: the target's name.
+      advise: returns what would help, given the bytes that the step needs and those that a device has.
     """
     found = needs_and_has(message)
     if found is None:
@@ -61,13 +61,13 @@ def refusal(message: str, target: str, advise: Callable[[int, int], list[str]] =
 
 
 def advice(categories: Mapping[str, int], needs: int, has: int, step: StepSizes) -> list[str]:
-    """What would help a step that does not fit: first what saves the most, with what it saves at the least.
+    """Say what would help a step that does not fit. The largest saving comes first, each with the least it saves.
 
     Args:
-      categories: bytes a device, as in the report.
-      needs: all of them.
-      has: bytes of a device.
-      step: its sizes.
+      categories: the bytes a device by category, as in the report.
+      needs: the bytes that the step takes in all.
+      has: the bytes that a device has.
+      step: the sizes of the step.
     """
     state, moving = (sum(categories.get(name, 0) for name in names) for names in (_STATE, _MOVING))
     over = needs - has
@@ -86,14 +86,14 @@ def advice(categories: Mapping[str, int], needs: int, has: int, step: StepSizes)
 
 
 def _more_chips(state: int, moving: int, has: int, copies: int, step: StepSizes) -> str:
-    """How many times the chips would do, as few as can be, and of those as few as can be along tensor.
+    """Say how many times as many chips would be enough: as few as possible, and of those as few along tensor.
 
     Args:
-      state: bytes a device of parameters, optimizer and gradients once the plan's copies are split.
-      moving: bytes a device of what along tensor only is split further.
-      has: bytes of a device.
-      copies: how many copies the plan has.
-      step: its sizes.
+      state: the bytes a device of parameters, optimizer and gradients once the plan's copies are split.
+      moving: the bytes a device of arrays that only tensor splits further.
+      has: the bytes that a device has.
+      copies: the number of copies that the plan has.
+      step: the sizes of the step.
     """
     mesh = step.plan.mesh
     fsdp, tensor = mesh.shape["fsdp"] * copies, mesh.shape["tensor"]
@@ -107,7 +107,7 @@ def _more_chips(state: int, moving: int, has: int, copies: int, step: StepSizes)
 
 
 _Saving = tuple[int, str]
-"""Bytes, and which settings save them."""
+"""The bytes saved, and the settings that save them."""
 
 
 def _recomputing(categories: Mapping[str, int], step: StepSizes) -> Iterator[_Saving]:
@@ -117,13 +117,13 @@ def _recomputing(categories: Mapping[str, int], step: StepSizes) -> Iterator[_Sa
 
 
 def _copies_to_split(step: StepSizes) -> list[int]:
-    """How many times larger mesh.fsdp could be at the expense of mesh.data."""
+    """The factors by which mesh.fsdp could be larger at the expense of mesh.data."""
     data, fsdp = step.plan.mesh.shape["data"] // step.mesh.dcn.data, step.plan.mesh.shape["fsdp"]
     return [n for n in range(2, data + 1) if data % n == 0 and step.sizes["embed"] % (fsdp * n) == 0]
 
 
 def _splitting(state: int, over: int, step: StepSizes) -> Iterator[_Saving]:
-    """Devices that hold copies of the state made to hold parts of it: as few as are enough, else all there are."""
+    """Split the state over devices that now hold copies of it: over as few as are enough, or else over all."""
     copies = _copies_to_split(step)
     if copies and state:
         n = next((n for n in copies if state - state // n >= over), copies[-1])
@@ -133,7 +133,7 @@ def _splitting(state: int, over: int, step: StepSizes) -> Iterator[_Saving]:
 
 
 def _fewer_sequences(step: StepSizes) -> list[int]:
-    """By how much the sequences that a device computes together can be divided: Domino cuts what is left in two."""
+    """The numbers that can divide the sequences a device computes together; Domino cuts what is left in two."""
     each = step.sizes["batch"] // step.plan.size("batch")
     return [n for n in range(2, each + 1) if each % (n * step.plan.overlap.parts) == 0]
 
@@ -146,9 +146,9 @@ def _accumulating(moving: int, over: int, step: StepSizes) -> Iterator[_Saving]:
 
 
 def _piping(step: StepSizes) -> Iterator[str]:
-    """What lets a pipeline keep less. How much each saves depends on the others: rehearse it to see.
+    """Settings that let a pipeline keep less. What each saves depends on the others, which a rehearsal shows.
 
-    More stages are not among it: they split the state no further than fsdp does, and keep more microbatches.
+    More stages are not among them: they split the state no further than fsdp does, and keep more microbatches.
     """
     pipeline, remat = step.plan.pipeline, step.plan.remat
     name = "interleaved" if pipeline.virtual > 1 else "1f1b"

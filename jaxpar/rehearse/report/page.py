@@ -1,4 +1,4 @@
-"""The report as one HTML file: tables, and a timeline with its data and script inside. It needs no network."""
+"""The report as one HTML file, with tables and a timeline, and its data and script inside. It needs no network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_page(report: Rehearsal, path: Path | str) -> None:
 
 
 def page_text(report: Rehearsal) -> str:
-    """The page."""
+    """The HTML of the page."""
     timeline = report.get("timeline")
     title = f"{report['config'] or 'a step'} on {report['target']['name']}"
     sections = [*report_sections(report), parameter_section(report)]
@@ -56,7 +56,7 @@ def page_text(report: Rehearsal) -> str:
         "data": _json_in_html(timeline),
         "script": _web("timeline.js"),
     }
-    # In one pass, so that no part is searched for names of others.
+    # All are replaced in one pass, so that no part is searched for the names of others.
     return re.sub("@(title|style|body|data|script)@", lambda found: parts[found[1]], _web("page.html"))
 
 
@@ -65,12 +65,12 @@ def _web(name: str) -> Markup:
 
 
 def _json_in_html(value: object) -> str:
-    """JSON that a script element may hold: with `<` escaped, no string in it ends the element or opens a comment."""
+    """JSON for a script element: `<` is escaped, so that no string in it ends the element or opens a comment."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _tag(name: str, *inside: str, css: str = "", **attributes: str) -> Markup:
-    """An element; what is inside is escaped unless it is `Markup`."""
+    """An HTML element, whose content is escaped unless it is `Markup`."""
     attributes = {"class": css, **attributes} if css else attributes
     words = "".join(f' {key.replace("_", "-")}="{html.escape(value)}"' for key, value in attributes.items())
     text = "".join(part if isinstance(part, Markup) else html.escape(part, quote=False) for part in inside)
@@ -78,7 +78,7 @@ def _tag(name: str, *inside: str, css: str = "", **attributes: str) -> Markup:
 
 
 def _tiles(report: Rehearsal) -> Markup:
-    """The figures that are read first, each as a value, what it is, and a word more."""
+    """The figures that are read first, each with its value, its name and a short remark."""
     memory, time = report["memory"], report["time"]
     takes, has = bytes_text(memory["total"]), memory["hbm_bytes"]
     fits = ("good", "Fits") if memory["fits"] else ("bad", "Does not fit")
@@ -110,7 +110,7 @@ def _color(part: str) -> str:
 
 
 def _parts(section: Section) -> Markup:
-    """Parts of a whole as a bar, and a row for each."""
+    """The parts of a whole as a bar, with a row for each."""
     bar = (
         _tag("div", title=f"{row['part']}: {section.columns[0].cell(row)}",
              style=f"width: {100 * row['share']:.3f}%; {_color(row['part'])}")
@@ -125,7 +125,7 @@ def _parts(section: Section) -> Markup:
 
 
 def _table(section: Section) -> Markup:
-    """A section's table. The style sheet folds away the rows after the first twelve, until the box is ticked."""
+    """A section's table. The style sheet hides the rows after the first twelve until the box is ticked."""
 
     def cell(column: Column, row: Row) -> Markup:
         if not column.text:

@@ -1,6 +1,6 @@
-"""What `jaxpar rehearse --json` writes, as types. `docs/rehearse_json.md` explains them.
+"""The types of what `jaxpar rehearse --json` writes. `docs/rehearse_json.md` explains them.
 
-Seconds, bytes and FLOPs are of one step on one device, except where a name or line says otherwise.
+Seconds, bytes and FLOPs are those of one step on one device, except where a name or line says otherwise.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, Literal, NotRequired, TypedDict, cast
 from jaxpar.base.errors import UserError
 
 SCHEMA = 2
-"""Goes up when a key is renamed, removed or changes its meaning; a new key leaves it."""
+"""The version goes up when a key is renamed, removed or changes its meaning; a new key does not change it."""
 
 
 class TargetFacts(TypedDict):
@@ -22,22 +22,22 @@ class TargetFacts(TypedDict):
     slices: int
     topology: str
     hbm_bytes: int
-    """Of one device."""
+    """The memory of one device."""
     peak_flops: float | None
-    """Of one device in `dtype`, a second."""
+    """The FLOPs a second of one device in `dtype`."""
     dtype: str
     note: NotRequired[str]
 
 
 class ModelFacts(TypedDict):
-    """The model, in numbers."""
+    """The model in numbers."""
 
     family: str
     parameters: int
 
 
 class Batch(TypedDict):
-    """What one step trains on, all devices together."""
+    """What all devices together train on in one step."""
 
     sequences: int
     seq_len: int
@@ -46,46 +46,46 @@ class Batch(TypedDict):
 
 
 class Memory(TypedDict):
-    """Device memory by the compiler's account, and what it put into the host's."""
+    """The device memory by the compiler's account, and what it put into the host's memory."""
 
     hbm_bytes: int
-    """What the device has."""
+    """The bytes that the device has."""
     total: int
-    """What the step takes at its peak."""
+    """The bytes that the step takes at its peak."""
     fits: bool
     categories: dict[str, int]
-    """Parts of `total`; what they leave over is shown as `other`."""
+    """The parts of `total`; what they leave over is shown as `other`."""
     host: dict[str, int]
-    """In the host's memory, for this device."""
+    """The bytes in the host's memory for this device, by the same names."""
     advice: list[str]
 
 
 class Time(TypedDict):
-    """The replayed timeline, in seconds. step = compute + exposed_communication + host_stall + copy_stall +
+    """The replayed timeline in seconds, where step = compute + exposed_communication + host_stall + copy_stall +
     idle."""
 
     step: float
     compute: float
     exposed_communication: float
-    """The compute units wait for a collective."""
+    """The time in which the compute units wait for a collective."""
     host_stall: float
-    """They wait for a copy to or from the host's memory."""
+    """The time in which they wait for a copy to or from the host's memory."""
     copy_stall: float
-    """They wait for asynchronous work of the device itself: a copy, or a fusion beside them."""
+    """The time in which they wait for asynchronous work of the device itself: a copy, or a fusion beside them."""
     idle: float
-    """The rest: launches."""
+    """The rest of the step, which is launches."""
     lower_bound: float
     """No schedule of the same tasks can be shorter."""
     mfu: float | None
     hfu: float | None
     tokens_per_second: NotRequired[float]
-    """All devices together; absent where the tokens of a step are not known."""
+    """The rate of all devices together; absent where the tokens of a step are not known."""
     days: NotRequired[dict[str, float]]
-    """Days of training by number of tokens: `{"1e12": 38.6}`."""
+    """The days of training by number of tokens: `{"1e12": 38.6}`."""
     by_category: dict[str, float]
-    """Busy seconds by kind of task; those of collectives and host copies also where they run beside compute."""
+    """Busy seconds by kind of task; collectives and host copies count also where they run beside compute."""
     estimated_without_cycles: float
-    """Share of the compute time, in [0, 1], that is roofline and not the compiler's own cycles."""
+    """The share of the compute time, in [0, 1], that is a roofline estimate and not the compiler's own cycles."""
 
 
 class Line(TypedDict):
@@ -96,12 +96,12 @@ class Line(TypedDict):
     phase: str
     compute: float
     communication: float
-    """Busy seconds of its collectives, overlapped or not."""
+    """The busy seconds of its collectives, overlapped or not."""
     exposed: float
     flops: float
     bytes: int
     count: int
-    """Tasks run."""
+    """The number of tasks that run."""
 
 
 class CollectiveRow(TypedDict):
@@ -109,9 +109,9 @@ class CollectiveRow(TypedDict):
 
     kind: str
     axes: list[str]
-    """Mesh axes that the groups span."""
+    """The mesh axes that the groups span."""
     bytes: int
-    """Of one execution: one group's whole array."""
+    """The bytes of one execution, which are those of one group's whole array."""
     sent_bytes: float
     count: int
     asynchronous: bool
@@ -122,7 +122,7 @@ class CollectiveRow(TypedDict):
     phase: str
     planned: NotRequired[bool]
     reason: NotRequired[str]
-    """Why the plan has it, or why it is not the plan's; both absent where no plan is known."""
+    """Why the plan has it, or why it is not the plan's; this and `planned` are absent where no plan is known."""
     links: str
 
 
@@ -138,41 +138,41 @@ class PathStep(TypedDict):
 
 
 class LoopSpan(TypedDict):
-    """Where a loop stands in the timeline."""
+    """The place of a loop in the timeline."""
 
     name: str
     start_us: float
     duration_us: float
     trips: int
     depth: int
-    """0 for an outermost loop."""
+    """The depth of the loop, which is 0 for an outermost one."""
 
 
 class TimelineColumns(TypedDict):
-    """What runs when. `names` to `bytes` are columns with one entry an instruction; events point into them."""
+    """What runs when. `names` to `bytes` are columns with one entry an instruction, and events point into them."""
 
     lanes: list[str]
     names: list[str]
     kinds: list[str]
-    """A task's kind, for collectives the collective's: `matmul`, `all-gather`."""
+    """The kind of each task, and for a collective the collective's own: `matmul`, `all-gather`."""
     scopes: list[str]
     sources: list[str]
     phases: list[str]
     bytes: list[int]
     events: list[list[float]]
-    """[lane, start_us, duration_us, instruction, repeats]: where `repeats` is not 0 the bar stands for so many trips of
-    a loop that are not drawn one by one. A synchronous collective stands on `compute` and on its links."""
+    """[lane, start_us, duration_us, instruction, repeats]. Where `repeats` is not 0, the bar stands for that many trips
+    of a loop, which are not drawn one by one. A synchronous collective stands on `compute` and on its links."""
     loops: NotRequired[list[LoopSpan]]
 
 
 class LintFinding(TypedDict):
-    """What the linter has to say."""
+    """One finding of the linter."""
 
     rule: str
     severity: Literal["error", "warning", "note"]
     message: str
     axis: str
-    """The logical axis, or an empty string."""
+    """The logical axis concerned, or an empty string."""
     scope: str
     source: str
     bytes: float
@@ -202,7 +202,7 @@ class Rehearsal(TypedDict):
     mesh: dict[str, int]
     model: NotRequired[ModelFacts]
     batch: NotRequired[Batch]
-    """These two of a config's step only."""
+    """The model and the batch are there for a config's step only."""
     compile_seconds: float
     memory: Memory
     time: Time
@@ -210,20 +210,20 @@ class Rehearsal(TypedDict):
     collectives: list[CollectiveRow]
     critical_path: list[PathStep]
     timeline: NotRequired[TimelineColumns]
-    """Left out of files that are kept: it is most of the bytes."""
+    """The timeline is left out of files that are kept, because it is most of the bytes."""
     findings: list[LintFinding]
     shardings: NotRequired[list[ShardingRow]]
-    """Of a config's step only."""
+    """The shardings are there for a config's step only."""
     unknown: dict[str, int]
-    """Opcodes and custom-call targets that were not understood, and how often they stand in the program."""
+    """The opcodes and custom-call targets that were not understood, with how often they stand in the program."""
     notes: list[str]
 
 
 def read_rehearsal(path: Path) -> Rehearsal:
-    """A stored `--json`.
+    """Read a report that `--json` stored.
 
     Raises:
-      UserError: no such file, not JSON, a report of another schema, or one that lacks a part.
+      UserError: the file does not exist, is not JSON, has another schema, or lacks a part.
     """
     try:
         report: Any = json.loads(path.read_text(encoding="utf-8"))

@@ -14,19 +14,19 @@ from jaxpar.base.console import bytes_text, console, count_text
 from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
 
 Row = Mapping[str, Any]
-_NOTHING = 1e-9  # seconds: what is less is rounding
+_NOTHING = 1e-9  # seconds; what is less is rounding
 _WAITS = {
     "exposed communication": "exposed_communication",
     "waits for the host": "host_stall",
     "waits for copies": "copy_stall",
     "idle": "idle",
 }
-"""What the compute units wait for, by the key of the report's `time`."""
-_MOST = 12  # rows of a long table on a terminal
+"""The names of what the compute units wait for, with the keys of the report's `time`."""
+_MOST = 12  # the rows that a terminal shows of a long table
 
 
 def seconds_text(seconds: float) -> str:
-    """`396 ms`, three significant digits."""
+    """Write seconds to three significant digits: `396 ms`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= 0.9995 * size:
             value = seconds / size
@@ -35,7 +35,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def percent_text(share: float) -> str:
-    """`49.3 %`."""
+    """Write a share as a percentage: `49.3 %`."""
     return f"{100 * share:.1f} %"
 
 
@@ -47,16 +47,16 @@ class Column:
     value: str | Callable[[Row], Any]
     """A key of the row, or a function of the row."""
     text: Callable[[float], str] | None = None
-    """How a number is written; None for a column of words."""
+    """Writes a number; None for a column of words."""
     on_page: bool = False
-    """Shown on the page only: a terminal has no room for it."""
+    """Whether it is shown on the page only, because a terminal has no room for it."""
 
     def value_of(self, row: Row) -> Any:
-        """What a row has in this column."""
+        """The value that a row has in this column."""
         return row[self.value] if isinstance(self.value, str) else self.value(row)
 
     def cell(self, row: Row) -> str:
-        """The same as text; a dash where there is nothing to say."""
+        """The same value as text, or a dash where there is none."""
         value = self.value_of(row)
         if not value:
             return "-"
@@ -70,13 +70,13 @@ class Section:
     """A titled table."""
 
     name: str
-    """One word, for links on the page."""
+    """One word, which links on the page use."""
     title: str
     columns: tuple[Column, ...]
     rows: Sequence[Row]
-    """In the order in which they are shown."""
+    """The rows in the order in which they are shown."""
     parts: bool = False
-    """The rows are parts of a whole, with a `part`, a `value` and a `share`."""
+    """Whether the rows are parts of a whole, with a `part`, a `value` and a `share`."""
 
 
 _LINE, _SCOPE, _PHASE = Column("line", "source"), Column("scope", "scope"), Column("phase", "phase")
@@ -117,7 +117,7 @@ PARAMETERS = (
 
 
 def report_sections(report: Rehearsal) -> list[Section]:
-    """All tables of a report but that of the parameters, those without rows left out."""
+    """All tables of a report that have rows, except the table of parameters."""
     exposed = sum(row["exposed"] for row in report["lines"])
     by_exposed = sorted(report["lines"], key=lambda row: (-row["exposed"], -row["compute"]))
     by_plan = sorted(
@@ -140,13 +140,13 @@ def report_sections(report: Rehearsal) -> list[Section]:
 
 
 def parameter_section(report: Rehearsal) -> Section:
-    """How the parameters lie on the mesh, the largest first; without rows where no config is known."""
+    """The table of how the parameters lie on the mesh, the largest first; it has no rows where no config is known."""
     rows = sorted(report.get("shardings", []), key=lambda row: -row["bytes_per_device"])
     return Section("parameters", "parameters on the mesh", PARAMETERS, rows)
 
 
 def _time_section(report: Rehearsal) -> Section:
-    """What a step consists of: compute by kind of task, and what the compute units wait for."""
+    """The table of a step's time: compute by kind of task, and what the compute units wait for."""
     time = report["time"]
     parts = {kind: value for kind, value in time["by_category"].items() if kind not in ("collective", "host_copy")}
     parts |= {name: time[key] for name, key in _WAITS.items() if time[key] >= _NOTHING}
@@ -157,7 +157,7 @@ def _time_section(report: Rehearsal) -> Section:
 
 
 def _parts_section(name: str, title: str, parts: Mapping[str, float], text: Callable[[float], str]) -> Section:
-    """Parts of a whole, the largest first."""
+    """A table of the parts of a whole, the largest first."""
     whole = sum(parts.values())
     rows = [
         {"part": part, "value": value, "share": value / whole}
@@ -169,7 +169,7 @@ def _parts_section(name: str, title: str, parts: Mapping[str, float], text: Call
 
 
 def summary(report: Rehearsal) -> list[tuple[str, str]]:
-    """What the report comes to: pairs of a word and what is to be said of it, the word empty where a line goes on."""
+    """Summarize the report in pairs of a word and a text; the word is empty where a line goes on."""
     target, memory, time = report["target"], report["memory"], report["time"]
     slices = f", {target['slices']} slices" if target["slices"] > 1 else ""
     note = f" ({note})" if (note := target.get("note")) else ""
@@ -193,7 +193,7 @@ def summary(report: Rehearsal) -> list[tuple[str, str]]:
 
 
 def _size(report: Rehearsal) -> str:
-    """What a config's step computes; nothing for another function."""
+    """The size of what a config's step computes; an empty string for another function."""
     if "model" not in report or "batch" not in report:
         return ""
     batch = report["batch"]
@@ -204,7 +204,7 @@ def _size(report: Rehearsal) -> str:
 
 
 def memory_verdict(memory: Memory) -> str:
-    """`fits, 90.03 GiB to spare: 4.97 GiB of 95.00 GiB a device`."""
+    """Say whether a step fits: `fits, 90.03 GiB to spare: 4.97 GiB of 95.00 GiB a device`."""
     takes, has = memory["total"], memory["hbm_bytes"]
     if not has:
         return f"{bytes_text(takes)} a device; what it has is not known"
@@ -213,7 +213,7 @@ def memory_verdict(memory: Memory) -> str:
 
 
 def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
-    """One line for each finding, errors first, in the form of a compiler's messages, so that editors can follow it."""
+    """One line for each finding, errors first, in the form of a compiler's messages, which editors can follow."""
     order = ["error", "warning", "note"]
     lines = []
     for row in sorted(findings, key=lambda row: order.index(row["severity"])):
@@ -225,7 +225,7 @@ def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
 
 
 def note_lines(report: Rehearsal) -> list[str]:
-    """What was assumed, and what was not understood."""
+    """Lines on what was assumed, and on what was not understood."""
     lines = [f"note: {note}" for note in report["notes"]]
     if (estimated := report["time"]["estimated_without_cycles"]) >= _NOTHING:
         lines.append(
@@ -244,7 +244,7 @@ def show(report: Rehearsal) -> None:
 
 
 def report_parts(report: Rehearsal, most: int = _MOST) -> list[RenderableType]:
-    """Everything a terminal shows of a report, to be printed one after another; of a long table `most` rows."""
+    """The parts of a report in the order in which a terminal prints them; a long table shows `most` rows."""
     return [
         *(f"{name:<12} {text}" for name, text in summary(report)),
         *(part for section in report_sections(report) for part in printed_section(section, most)),
@@ -255,7 +255,7 @@ def report_parts(report: Rehearsal, most: int = _MOST) -> list[RenderableType]:
 
 
 def section_table(section: Section, most: int = _MOST) -> Table:
-    """A section for the terminal. Words fold where there is no room, and a last row counts what was left out."""
+    """A section as a terminal's table. Words fold where there is no room, and a last row counts the rows left out."""
     columns = [column for column in section.columns if not column.on_page]
     table = Table(box=None, pad_edge=False, show_header=any(column.name for column in columns))
     for column in columns:
@@ -273,5 +273,5 @@ def section_table(section: Section, most: int = _MOST) -> Table:
 
 
 def printed_section(section: Section, most: int) -> list[RenderableType]:
-    """A section with its title, to be printed one after another."""
+    """A section's title and table, which are printed one after the other."""
     return ["", Text(section.title, style="bold"), section_table(section, most)]

@@ -1,6 +1,6 @@
-"""The timeline as a Chrome trace: what Perfetto (ui.perfetto.dev), chrome://tracing and TensorBoard open.
+"""The timeline as a Chrome trace, which Perfetto (ui.perfetto.dev), chrome://tracing and TensorBoard open.
 
-The form is the JSON of Google's "Trace Event Format": complete events (`X`), and metadata (`M`) that names the threads.
+Its form is the JSON of Google's "Trace Event Format", with complete events (`X`) and metadata (`M`) that names threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxpar.rehearse.report.schema import Rehearsal
 
 
 def write_trace(report: Rehearsal, path: Path | str) -> None:
-    """Write a report's timeline as a Chrome trace, whole or not at all; compressed where the name ends in `.gz`.
+    """Write a report's timeline as a Chrome trace, whole or not at all; it is compressed if the name ends in `.gz`.
 
     Raises:
       UserError: the report was kept without its timeline.
@@ -26,7 +26,7 @@ def write_trace(report: Rehearsal, path: Path | str) -> None:
 
 
 def chrome_trace(report: Rehearsal) -> dict[str, Any]:
-    """A report's timeline as a Chrome trace: one process, a thread for each lane and for each depth of loops.
+    """Turn a report's timeline into a Chrome trace: one process, with a thread for each lane and each depth of loops.
 
     Raises:
       UserError: the report was kept without its timeline.
@@ -60,7 +60,7 @@ def chrome_trace(report: Rehearsal) -> dict[str, Any]:
 def _bar(
     thread: int, start_us: float, duration_us: float, name: str, kind: str, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """A complete event."""
+    """A complete event of the trace, which is one bar."""
     return {"ph": "X", "pid": 0, "tid": thread, "ts": start_us, "dur": duration_us, "name": name, "cat": kind,
             "args": facts}  # fmt: skip
 
