@@ -1,8 +1,8 @@
 """Attention in plain XLA, a tile of scores at a time: memory grows with queries and keys, never with their product.
 
 The softmax's maximum and sum are carried along, and the backward makes the weights again from the log-sum-exp
-(FlashAttention-2, arXiv:2307.08691). A tile in which nothing is seen is left out: while tracing, where that is known by
-then, else by a branch. It serves every mask, shape and dtype on every platform.
+(FlashAttention-2, arXiv:2307.08691). A tile in which nothing is seen is left out, either while tracing, if that is
+known then, or by a branch. This serves every mask, shape and dtype on every platform.
 
 Shapes: as in `jaxpar.kernels.attention.call`; G query heads per kv head, r queries and c keys of a tile.
 """
@@ -33,11 +33,11 @@ from jaxpar.kernels.attention.visits import possible_states
 from jaxpar.kernels.masks import EMPTY, FULL, Mask, Segments, Tiles, tile_states
 
 State = TypeVar("State")
-ROWS, COLUMNS = 512, 1024  # of a tile, at most
+ROWS, COLUMNS = 512, 1024  # the most that a tile has
 
 
 class Dropout(NamedTuple):
-    """Of the weights: a draw a tile. The same key on the whole array gives the same bits on every mesh."""
+    """Dropout of the weights, one draw a tile. The same key on the whole array gives the same bits on every mesh."""
 
     rate: float
     key: jax.Array
@@ -51,7 +51,7 @@ def forward(
     call: Call,
     dropout: Dropout | None = None,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
-    """(out, lse) as `jaxpar.kernels.attention.call` has them."""
+    """Return (out, lse) as `jaxpar.kernels.attention.call` defines them."""
     work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
     q_BKGSh, k_BKTh, v_BKTh = work.lay_out(q_BSHh, k_BTKh, v_BTKh)
     rows = q_BKGSh.shape[:4]
@@ -86,7 +86,7 @@ def backward(
     call: Call,
     dropout: Dropout | None = None,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
-    """(dq, dk, dv) as `jaxpar.kernels.attention.call` has them."""
+    """Return (dq, dk, dv) as `jaxpar.kernels.attention.call` defines them."""
     work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
     q_BKGSh, k_BKTh, v_BKTh = work.lay_out(q_BSHh, k_BTKh, v_BTKh)
     dout_BKGSh = work.pad_rows(group_heads(dout_BSHh.astype(v_BTKh.dtype), k_BTKh.shape[2]))
@@ -138,7 +138,7 @@ class _Work(NamedTuple):
         return _Work(tiles, mask, call, call.scale_of(q_BSHh), dropout)
 
     def lay_out(self, q_BSHh: Array, k_BTKh: Array, v_BTKh: Array) -> tuple[Array, Array, Array]:
-        """[B, K, G, S, h] and [B, K, T, h], filled up to whole tiles."""
+        """Lay the arrays out as [B, K, G, S, h] and [B, K, T, h], filled up to whole tiles."""
         k_BKTh, v_BKTh = (pad_to(x.swapaxes(1, 2), 2, self.tiles.block_k) for x in (k_BTKh, v_BTKh))
         return self.pad_rows(group_heads(q_BSHh, k_BTKh.shape[2])), k_BKTh, v_BKTh
 
@@ -152,7 +152,7 @@ class _Work(NamedTuple):
         return jax.lax.slice_in_dim(x, 0, self.tiles.T, axis=2)
 
     def visit_all(self, visit: Callable[[State, _Tile], State], state: State) -> State:
-        """The state after every tile that may hold something to see."""
+        """The state after a visit to every tile in which something may be seen."""
         found = tile_states(self.mask, self.tiles)
         known = isinstance(found, np.ndarray) and found.ndim == 2
         likely = found if known else possible_states(self.mask, self.tiles)
@@ -174,7 +174,7 @@ class _Work(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """One of the tiles: its numbers, whether any of it may be hidden, the states of all if found at run time."""
+    """One tile: its numbers, whether any of it may be hidden, and the states of all tiles if found at run time."""
 
     work: _Work
     row: int | Array
@@ -203,7 +203,7 @@ class _Tile(NamedTuple):
         return jax.lax.cond(self.states[self.row, self.column] != EMPTY, seen, lambda: otherwise)
 
     def scores(self, q_BKGSh: Array, k_BKTh: Array) -> Float[Array, "B K G r c"]:
-        """Float32, as the softmax takes them, what may not be seen masked out."""
+        """The float32 scores as the softmax takes them, with the places that may not be seen masked out."""
         work = self.work
         scores = product("BKGrh,BKch->BKGrc", self.rows_of(q_BKGSh), self.columns_of(k_BKTh)) * work.scale
         scores = cap_scores(scores, work.call.softcap)
@@ -216,7 +216,7 @@ class _Tile(NamedTuple):
         def of_tile(leaf: Mask) -> Mask:
             if not isinstance(leaf, Segments):
                 return leaf
-            # Those past the end as the last: rows there are dropped, columns hidden below.
+            # Places past the end read as the last one: their rows are dropped, and their columns are hidden below.
             rows, columns = jnp.minimum(row, tiles.S - 1), jnp.minimum(column, tiles.T - 1)
             return Segments(jnp.asarray(leaf.q_ids)[:, rows], jnp.asarray(leaf.kv_ids)[:, columns])
 
@@ -233,5 +233,5 @@ class _Tile(NamedTuple):
 
 
 def _even_part(size: int, most: int) -> int:
-    """The size of as few equal parts as are at most so large; the last may be smaller."""
+    """The size of the fewest equal parts that are no larger than `most`; the last part may be smaller."""
     return -(-size // -(-size // most))

@@ -1,11 +1,12 @@
-"""Attention on Hopper GPUs (H100, H200), by Pallas Mosaic GPU. Compiled for them, not yet run on one.
+"""Attention on Hopper GPUs (H100, H200), by Pallas Mosaic GPU. It was compiled for them but has not yet run on one.
 
 The forward is FlashAttention-3's (arXiv:2407.08608, algorithm 1) without its overlap inside a warpgroup. The backward
-makes the weights again from the log-sum-exp (FlashAttention-2, arXiv:2307.08691, algorithm 2), in two kernels, so that
-no two blocks add to the same place: strips of queries for dq, and for dk and dv strips of keys, which walk the queries
-of all heads of their kv head. There scores are transposed, so that these weights too stay in registers.
+makes the weights again from the log-sum-exp (FlashAttention-2, arXiv:2307.08691, algorithm 2). It has two kernels, so
+that no two blocks add to the same place. The one for dq has strips of queries. The one for dk and dv has strips of
+keys, which walk the queries of all heads of their kv head; its scores are transposed, so that its weights too stay in
+registers.
 
-Shapes: as in `jaxpar.kernels.attention.call`; in a kernel R rows of its strip and C of a tile in the ring
+Shapes: as in `jaxpar.kernels.attention.call`; in a kernel, R rows of its strip and C rows of a tile in the ring
 (`hopper_block`).
 """
 
@@ -30,7 +31,7 @@ _LN2 = math.log(2)
 def refusal(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: DTypeLike, mask: Mask, call: Call = DEFAULT
 ) -> str:
-    """Why these cannot be served, or nothing."""
+    """Why these arrays cannot be served; empty = they can."""
     if why := _misfit():
         return why
     if jnp.dtype(dtype) != jnp.bfloat16:
@@ -46,7 +47,7 @@ def refusal(
 
 
 def _misfit() -> str:
-    """Why the GPU that is here cannot run it; nothing where none is, as we may compile for one elsewhere."""
+    """Why the GPU that is here cannot run it; empty where there is none, as we may compile for one elsewhere."""
     if jax.default_backend() != "gpu":
         return ""
     capability = getattr(jax.devices()[0], "compute_capability", "")
@@ -84,7 +85,7 @@ def backward(
     """See `jaxpar.kernels.attention.call`."""
     job = job_of(q_BSHh.shape, k_BTKh.shape, q_BSHh.dtype, mask, call)
     dout_BSHh, lse_BHS = dout_BSHh.astype(q_BSHh.dtype), jnp.maximum(lse_BHS, BLIND) * LOG2E
-    # Scores and gradients of 64 x 128 at once are what registers hold beside sums of head_dim 64, not of 128.
+    # Registers hold scores and gradients of 64 x 128 at once beside sums of head_dim 64, but not beside those of 128.
     of_queries = job.cut(False, (2, 2), *(128, 64)[job.h > 64 :])
     strips, ring = [q_BSHh, dout_BSHh, lse_BHS, delta_BHS], [[k_BTKh], [v_BTKh]]
     (dq_BSHh,) = launch(_dq, of_queries, strips, ring, [_like(q_BSHh, job.out_dtype)])
@@ -92,7 +93,7 @@ def backward(
     strips, ring = [k_BTKh, v_BTKh], [[q_BSHh, lse_BHS], [dout_BSHh, delta_BHS]]
     if job.h <= 128:
         dk_BTKh, dv_BTKh = launch(_dk_dv, of_keys, strips, ring, outputs)
-    else:  # Registers do not hold both sums: weights are made twice.
+    else:  # Registers do not hold both sums, so the weights are made twice.
         (dk_BTKh,) = launch(_dk, of_keys, strips, ring, outputs[:1])
         (dv_BTKh,) = launch(_dv, job.cut(True, (1, 2), 64), strips[:1], [ring[0], [dout_BSHh]], outputs[1:])
     return dq_BSHh, dk_BTKh, dv_BTKh
@@ -103,7 +104,7 @@ def _like(x: Array, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
 
 
 # The kernels. Each is given refs of its strips and of the ring's slots, and gives its strip of the outputs. Scores,
-# what is subtracted from them, and `lse` in the backward are times log2(e).
+# the maximum subtracted from them, and `lse` in the backward are multiplied by log2(e).
 
 
 def _forward(block: KernelBlock, q: Ref, k: Ref, v: Ref) -> list[Array]:
@@ -166,7 +167,7 @@ def _dv(block: KernelBlock, k: Ref, q: Ref, lse: Ref, dout: Ref) -> list[Array]:
 
 
 def _of_keys(visit: Visit, k: Ref, q: Ref, lse: Ref) -> tuple[Array, Array | None]:
-    """Weights of keys for queries, and the slope; all that is walked is there then."""
+    """The weights of keys for queries, and the slope of the soft cap; by then all tensors of the slot have arrived."""
     visit.wait(0)
     scores, slope = visit.scores(visit.block.product(k, q.at[visit.slot], transposed=True))
     weights = jnp.exp2(scores - over(lse[visit.slot], scores, dim=1))

@@ -1,11 +1,11 @@
-"""What the Hopper kernels share: a block of warpgroups, the ring of tiles that one of them fills and the others walk.
+"""What the Hopper kernels share: a block of warpgroups, and a ring of tiles that one of them fills and the others walk.
 
-A block has one or two warpgroups that compute, each on a strip of its own, 64 rows, and one more that only asks for
-tiles: the copy engine (TMA) fetches those that `visits` names into a ring of slots, barriers say when a slot has
-arrived and when all are done with it (FlashAttention-3, arXiv:2407.08608, section 3.1). Products are wgmma.
+A block has one or two warpgroups that compute, each on its own strip of 64 rows, and one more that only asks for tiles.
+The copy engine (TMA) fetches the tiles that `visits` names into a ring of slots. Barriers say when a slot has arrived
+and when all are done with it (FlashAttention-3, arXiv:2407.08608, section 3.1). Matrix products are wgmma.
 
-Shapes: as in `jaxpar.kernels.attention.call`. Arrays are cut into tiles, [N, R, H, h], [N, H, R] and ids [N, L, R]: N
-counts those of all sequences, R is 64 of a strip and C of a tile in the ring, L leaves of the mask are `Segments`.
+Shapes: as in `jaxpar.kernels.attention.call`. Arrays are cut into tiles: [N, R, H, h], [N, H, R] and ids [N, L, R]. N
+counts the tiles of all sequences, R is 64 in a strip and C in a tile of the ring, L leaves of the mask are `Segments`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from jaxpar.kernels.masks import Mask, Tiles, segments_in
 
 Carry = TypeVar("Carry")
 ROWS = 64
-"""Of a strip: what one wgmma takes."""
+"""The rows of a strip, as many as one wgmma takes."""
 LOG2E = math.log2(math.e)
 _SLOTS = 2
-_SHARED = 220 * 2**10  # bytes of a block's 227 KiB: the rest is for rows, ids and barriers
+_SHARED = 220 * 2**10  # bytes for tiles out of a block's 227 KiB; the rest is for rows, ids and barriers
 _AXES = "head", "tile", "sequence", "warpgroup"
 
 
 class Job(NamedTuple):
-    """Sizes, mask, and how a kernel cuts them.
+    """The sizes and the mask, and how a kernel cuts them into tiles.
 
     Attributes:
       h: head_dim in the kernel, a multiple of 64.
-      out_dtype: of what the kernel gives.
-      strips: of a block, a warpgroup each.
-      ring: C, rows of a tile in the ring.
-      of_keys: strips are of keys and the ring's tiles of queries; else the other way round.
+      out_dtype: the dtype of the kernel's outputs.
+      strips: how many strips a block has, one for each warpgroup that computes.
+      ring: C, the rows of a tile in the ring.
+      of_keys: True = strips are of keys and the ring's tiles of queries; False = the other way round.
     """
 
     B: int
@@ -77,18 +77,18 @@ class Job(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many blocks of strips, and tiles of the ring, a sequence has."""
+        """How many blocks of strips, and how many tiles of the ring, a sequence has."""
         Q, K = self.tiles.shape
         return (K, Q) if self.of_keys else (Q, K)
 
     def cut(self, of_keys: bool, tensors: tuple[int, int], *rings: int) -> Job:
-        """With the largest tiles, of one of these rings, that fit and do not cut the blocks of the mask.
+        """The job with the largest tiles, among these rings, that fit and do not cut the blocks of the mask.
 
         Args:
-          tensors: how many have strips, and how many are walked.
+          tensors: how many tensors have strips, and how many are walked.
 
         Raises:
-          Unserved: none do.
+          Unserved: no tiles fit.
         """
         for strips, ring in itertools.product((2, 1), rings):
             job = self._replace(strips=strips, ring=ring, of_keys=of_keys)
@@ -113,12 +113,12 @@ def launch(
     ring: Sequence[Sequence[Array]],
     outputs: Sequence[jax.ShapeDtypeStruct],
 ) -> list[Array]:
-    """The outputs, of which `kernel(block, *strips, *ring)` gives one strip in registers.
+    """Launch a kernel; each `kernel(block, *strips, *ring)` gives one strip of the outputs in registers.
 
     Args:
-      kernel: is given refs of its strips [R, h] or [R], and of the slots of the ring, [slots, C, h] or [slots, C].
-      strips, outputs: arrays cut into strips, [B, S, H, h] or [B, H, S].
-      ring: arrays whose tiles are walked; those of an inner list arrive together.
+      kernel: is given refs of its strips, [R, h] or [R], and of the slots of the ring, [slots, C, h] or [slots, C].
+      strips, outputs: the arrays that are cut into strips, [B, S, H, h] or [B, H, S].
+      ring: the arrays whose tiles are walked; those of an inner list arrive together.
     """
     listed = visits(job.mask, job.tiles, job.of_keys)
     guide = _Guide(jnp.asarray(listed.entries), jnp.asarray(listed.full), jnp.asarray(listed.some), job.call.starts())
@@ -149,7 +149,7 @@ def launch(
 
 
 class _Guide(NamedTuple):
-    """What a block reads besides tensors: lists of visits, and the places of the first query and key."""
+    """What a block reads besides tensors: the lists of visits, and the places of the first query and key."""
 
     entries: Ref
     full: Ref
@@ -158,7 +158,7 @@ class _Guide(NamedTuple):
 
 
 def _ids(job: Job) -> tuple[list[Array], list[Array]]:
-    """Ids of strips and of tiles in the ring, if there are any."""
+    """The ids of the strips and of the tiles in the ring, if there are any."""
     ids = [(leaf.kv_ids, leaf.q_ids) if job.of_keys else (leaf.q_ids, leaf.kv_ids) for leaf in segments_in(job.mask)]
     if not ids:
         return [], []
@@ -173,7 +173,7 @@ def _ids(job: Job) -> tuple[list[Array], list[Array]]:
 
 
 def _cut(job: Job, size: int, multiple: int, x: Array) -> Array:
-    """[N, R, H, h] of [B, S, H, h] or [N, H, R] of [B, H, S], R being `size` and S filled up to a multiple."""
+    """Cut [B, S, H, h] into [N, R, H, h], or [B, H, S] into [N, H, R]; R is `size`, S is filled up to a multiple."""
     if x.ndim == 3:
         return _tile_rows(x.swapaxes(1, 2), size, multiple).swapaxes(1, 2)
     return _tile_rows(pad_to(x, 3, job.h), size, multiple)
@@ -184,14 +184,14 @@ def _tile_rows(x: Array, size: int, multiple: int) -> Array:
 
 
 def _join_tiles(job: Job, x: Array, like: jax.ShapeDtypeStruct) -> Array:
-    """What `_cut` made `x` of."""
+    """The array from which `_cut` made `x`."""
     if x.ndim == 3:
         return x.swapaxes(1, 2).reshape(job.B, -1, x.shape[1]).swapaxes(1, 2)[:, :, : like.shape[2]]
     return x.reshape(job.B, -1, *x.shape[2:])[:, : like.shape[1], :, : like.shape[3]]
 
 
 def _smem(x: Arrays, *copies: int) -> Ref:
-    """Room for one tile of a cut array, or for several."""
+    """Room in shared memory for one tile of a cut array, or for several."""
     shape = (x.shape[1], x.shape[3]) if x.ndim == 4 else x.shape[1:] if x.dtype == jnp.int32 else x.shape[2:]
     return plgpu.SMEM((*copies, *shape), x.dtype)
 
@@ -209,9 +209,9 @@ def _block(
     stages: list[list[Ref]], *targets: Ref,
     own: list[Ref], slots: list[list[Ref]], ready: Ref, arrived: list[Ref], done: Ref,
 ) -> None:  # fmt: skip
-    """What every warpgroup of a block does."""
+    """Do the work of one warpgroup of a block: compute, or ask for tiles."""
     head, tile, b, me = (lax.axis_index(name) for name in _AXES)
-    if not job.of_keys:  # The last queries, which see most under causal masks, go first: no long block is left alone.
+    if not job.of_keys:  # The last queries see most under causal masks; they go first, so no long block ends last.
         tile = job.shape[0] - 1 - tile
     block = KernelBlock(job, bits, guide, head, tile, b, me, own, slots, arrived, done)
 
@@ -235,7 +235,7 @@ def _block(
 
 
 def _take_registers(job: Job, count: int, action: Literal["increase", "decrease"]) -> None:
-    if job.strips == 2:  # With one, there are as many for all warpgroups as a thread can name.
+    if job.strips == 2:  # With one strip, all warpgroups have as many registers as a thread can name.
         plgpu.set_max_registers(count, action=action)
 
 
@@ -244,10 +244,11 @@ class KernelBlock:
     """A block at work, as one of its warpgroups sees it.
 
     Attributes:
-      bits: of an entry that are for `in_tile`.
-      head: of queries, or of keys where strips are of keys; `tile` and `b` its strips, `me` the warpgroup.
-      own, slots: refs of strips and of the ring, ids last of `own` and of the first stage.
-      arrived, done: barriers of the slots.
+      bits: how many bits of an entry are for `in_tile`.
+      head: the query head, or the kv head where strips are of keys.
+      tile, b, me: the number of the block's strips, the sequence, and the warpgroup.
+      own, slots: refs of the strips and of the ring; ids come last in `own` and in the first stage.
+      arrived, done: the barriers of the slots.
     """
 
     job: Job
@@ -263,13 +264,13 @@ class KernelBlock:
     done: Ref
 
     def visit_list(self) -> tuple[tuple[Index, Index], Array, Array, int]:
-        """The row of the lists, how many of it are full and how many there are, for each of how many heads."""
+        """The row of the lists, how many of its tiles are full, how many it has, and how many heads walk it."""
         job, guide = self.job, self.guide
         row = (self.b if guide.some.shape[0] > 1 else 0), self.tile
         return row, guide.full[row], guide.some[row], job.H // job.K if job.of_keys else 1
 
     def walk(self, step: Callable[[Visit, Carry], Carry], carry: Carry) -> Carry:
-        """`carry` through `step` over all tiles to visit, those that need no mask first."""
+        """Pass `carry` through `step` for every tile to visit, those that need no mask first."""
         row, full, some, heads = self.visit_list()
 
         def of_head(g: Index, carry: Carry) -> Carry:
@@ -285,7 +286,7 @@ class KernelBlock:
         return of_head(0, carry) if heads == 1 else lax.fori_loop(0, heads, of_head, carry)
 
     def fill(self, stages: list[list[Ref]]) -> None:
-        """Ask for the tiles of `walk`, each once all warpgroups have left its slot."""
+        """Ask for the tiles of `walk`, each as soon as all warpgroups have left its slot."""
         job, (row, _, some, heads) = self.job, self.visit_list()
 
         def left(n: Array) -> None:
@@ -304,8 +305,8 @@ class KernelBlock:
         lax.fori_loop(lax.max(heads * some - _SLOTS, 0), heads * some, lambda n, _: left(n), None)
 
     def product(self, a: Ref, b: Ref, onto: Array | None = None, transposed: bool = False) -> Array:
-        """`onto + a @ b` in float32: `a` a ref or registers, `b` a ref, or what is there transposed."""
-        if self.job.call.interpret:  # jax's interpreter has no wgmma of registers, nor of transposed refs
+        """Compute `onto + a @ b` in float32. `a` is a ref or in registers; `b` is a ref, `transposed` or not."""
+        if self.job.call.interpret:  # jax's interpreter has no wgmma for registers or for transposed refs
             out = jnp.dot(a[...], b[...].T if transposed else b[...], preferred_element_type=jnp.float32)
             return out if onto is None else onto + out
         b = plgpu.transpose_ref(b, (1, 0)) if transposed else b
@@ -321,21 +322,21 @@ class KernelBlock:
 
 
 class Visit(NamedTuple):
-    """A tile of the ring that a warpgroup is at; `entry` is that of the list, None where nothing is masked."""
+    """The tile of the ring that a warpgroup is at; `entry` is the list's entry, None where nothing is masked."""
 
     block: KernelBlock
     slot: Array
     entry: Array | None
 
     def wait(self, stage: int) -> None:
-        """Until a stage's tile has arrived."""
+        """Wait until a stage's tile has arrived."""
         plgpu.barrier_wait(self.block.arrived[stage].at[self.slot])
 
     def scores(self, products: Array) -> tuple[Array, Array | None]:
-        """Of products [R, C]: scores times log2(e), for exp2, and the slope of the soft cap, if there is one."""
+        """From products [R, C], the scores times log2(e), for exp2, and the slope of the soft cap if there is one."""
         job, slope = self.block.job, None
         if cap := job.call.softcap:
-            # tanh by exp2: the hardware's own is good to 2^-11 only, and is multiplied by the cap.
+            # tanh is made from exp2: the hardware's own is good only to 2^-11, an error that the cap multiplies.
             tanh = 1 - 2 / (1 + jnp.exp2(products * (2 * LOG2E * job.scale / cap)))
             scores, slope = tanh * (cap * LOG2E), 1 - tanh * tanh
         else:
@@ -358,7 +359,7 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class _Spread:
-    """Ids over a whole tile, however indexed: `Segments` would make [R, 1] of them, which Mosaic has no layout for."""
+    """Ids over a whole tile, however indexed. `Segments` would make them [R, 1], for which Mosaic has no layout."""
 
     ids: Array
     dim: int
@@ -369,5 +370,5 @@ class _Spread:
 
 
 def over(x: Array, like: Array, dim: int = 0) -> Array:
-    """`x` along a dim of an array like that."""
+    """Broadcast `x`, which lies along `dim`, to the shape of `like`."""
     return lax.broadcast_in_dim(x, like.shape, (dim,))

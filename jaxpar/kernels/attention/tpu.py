@@ -1,20 +1,20 @@
 """Attention on TPUs: three Pallas kernels after FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2).
 
-A step of the grid is a visited tile. The tiles stand row after row in one flat list, a row being a tile of queries for
-the output and dq, a tile of keys for dk and dv. A grid of all rows by the longest would idle where rows differ in
-length, as with BigBird's global blocks. Where ids or places are traced, so is the number of steps. The list goes to
-SMEM ahead of the kernel (scalar prefetch), so that the arrays of a step are copied during the step before.
+Each step of the grid is a visited tile. The tiles stand row after row in one flat list; a row is a tile of queries for
+the output and dq, and a tile of keys for dk and dv. A grid of all rows by the longest row would idle where rows differ
+in length, as with BigBird's global blocks. Where ids or places are traced, the number of steps is traced too. The list
+goes to SMEM ahead of the kernel (scalar prefetch), so that the arrays of a step are copied during the step before.
 
 A row's sums stay in VMEM from its first step to its last; dk and dv sum over the query heads of a kv head there too.
-Scores lie as [keys, queries], so that what a query has one of lies along the lanes: sums over its keys then need no
-shuffles between lanes. Of a tile of 512 x 512 and head_dim 128 libtpu 0.0.42 makes 1,440 bundles of instructions so on
-v5e and 1,058 on v6e (the forward), and 1,832 and 1,779 for scores the other way.
+Scores lie as [keys, queries], so that a number for each query, such as its maximum, lies along the lanes, and sums over
+keys need no shuffles between lanes. In this layout libtpu 0.0.42 makes 1,440 bundles of instructions on v5e and 1,058
+on v6e for the forward of a tile of 512 x 512 with head_dim 128; for [queries, keys] it makes 1,832 and 1,779.
 
-Arrays whose head_dim fills no whole tiles of 128 lanes lie with their places along the lanes instead, [h, S]. They take
-no more of HBM than they have, half of what [S, 64] does, and XLA's matmuls read and write them as they are, where it
-copied every one of the others to a layout without gaps. A visited tile of 512 x 512 and head_dim 64 takes 1,166, 1,155
-and 1,899 bundles on v5e (forward, dq, dkv), against 1,196, 1,287 and 1,902 of [S, 64]. Two heads of 64 packed into one
-tile of lanes gained nothing: 1,178 bundles a head on v5e and 953 on v6e, against 1,197 and 942.
+Arrays whose head_dim fills no whole tiles of 128 lanes lie with their places along the lanes instead, as [h, S]. They
+then take no padding in HBM, half the room of [S, 64], and XLA's matmuls read and write them as they are, whereas XLA
+copied every array of the other kind to a layout without gaps. A visited tile of 512 x 512 with head_dim 64 takes 1,166,
+1,155 and 1,899 bundles on v5e (forward, dq, dkv), against 1,196, 1,287 and 1,902 with [S, 64]. To pack two heads of 64
+into one tile of lanes gained nothing: 1,178 bundles a head on v5e and 953 on v6e, against 1,197 and 942.
 
 Shapes: as in `jaxpar.kernels.attention.call`; Q tiles of q queries, N tiles of t keys; R rows of up to W visits; L
 steps.
@@ -51,21 +51,21 @@ from jaxpar.kernels.attention.visits import block_units, in_tile, most_steps, vi
 from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Mask, Tiles, numpy_for, segments_in
 
 TILE, LONG_TILE = 512, 1024
-"""Queries, and keys, of a tile at most; the long one past 16 of the other.
+"""The most queries, and the most keys, of a tile; LONG_TILE is for sequences longer than 16 TILE.
 
-It takes 10 to 22% fewer bundles for each score on v6e, and computes more scores that nobody sees.
+A long tile takes 10 to 22% fewer bundles for each score on v6e, but computes more scores that no query sees.
 """
 _SUBLANES = 8
 _HEAD_DIM = 256
-_LIST_BYTES = 3 * 2**18  # of a core's SMEM, which is 1 MiB
+_LIST_BYTES = 3 * 2**18  # the lists' share of a core's SMEM, which is 1 MiB
 
 Kind = Literal["queries", "keys", "per_query", "q_ids", "kv_ids"]
-"""Of arrays: [B, H, S, h], [B, K, T, h] (or [B, H, h, S], [B, K, h, T]: `_Walk.across`), [B, H, Q, 1, q], and ids
-[B, Q, 1, q] and [B, N, 1, t]."""
+"""The kinds of arrays: [B, H, S, h], [B, K, T, h] (or with `_Walk.across` [B, H, h, S], [B, K, h, T]), [B, H, Q, 1, q],
+and ids [B, Q, 1, q] and [B, N, 1, t]."""
 
 
 def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, mask: Mask, call: Call = DEFAULT) -> str:
-    """Why these cannot be served, or nothing."""
+    """Why these arrays cannot be served; empty = they can."""
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"{jnp.dtype(dtype).name} is not float32 or bfloat16"
     if q_shape[-1] > _HEAD_DIM:
@@ -87,7 +87,7 @@ def forward(
     call: Call = DEFAULT,
     tile: int = 0,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
-    """(out, lse); `tile` is the most queries, and keys, of one; 0 = as fits."""
+    """Return (out, lse); `tile` is the most queries, and the most keys, of a tile; 0 = as fits."""
     B, S, H, h = q_BSHh.shape
     walk = _walk(q_BSHh, k_BTKh, mask, call, tile)
     q, t = walk.tiles.block_q, walk.tiles.block_k
@@ -113,7 +113,7 @@ def backward(
     call: Call = DEFAULT,
     tile: int = 0,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
-    """(dq, dk, dv); `tile` as of the forward."""
+    """Return (dq, dk, dv); `tile` is as in the forward."""
     (S, h), T = q_BSHh.shape[1::2], k_BTKh.shape[1]
     of_queries, of_keys = (_walk(q_BSHh, k_BTKh, mask, call, tile, by_keys) for by_keys in (False, True))
     q, t = of_queries.tiles.block_q, of_queries.tiles.block_k
@@ -128,8 +128,8 @@ def backward(
     return of_queries.by_place(dq, S), of_keys.by_place(dk, T), of_keys.by_place(dv, T)
 
 
-# The kernels: each takes a step, refs to the tile's arrays and outputs, and refs to the row's sums. Of an array `rows`
-# are [places, h], `columns` [h, places], whichever way it lies.
+# The kernels. Each takes a step, refs to the tile's arrays and outputs, and refs to the row's sums. `rows` gives an
+# array as [places, h] and `columns` gives it as [h, places], whichever way it lies.
 
 
 def _forward_kernel(step: _Step, q, k, v, out, lse, most, total, weighted) -> None:
@@ -193,7 +193,7 @@ def _dkv_kernel(step: _Step, q, dout, k, v, lse, delta, dk, dv, dk_sum, dv_sum) 
 
 
 def _product(a: Array, b: Array) -> Array:
-    """Summed in float32; float32 factors keep all their bits."""
+    """A matrix product summed in float32; float32 factors keep all their bits."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
@@ -201,17 +201,17 @@ def _product(a: Array, b: Array) -> Array:
 # Steps.
 
 _Shown = Callable[[Array, float], Array]
-"""From an array of a tile, and a value for the places that are not seen, to what may be summed."""
+"""Takes a tile's array and a value for the places that are not seen, and gives an array that may be summed."""
 
 
 class _Step(NamedTuple):
     """A step of a kernel.
 
     Attributes:
-      first, last: of its row: where sums begin, and are written.
-      state: EMPTY, PARTIAL or FULL, of its tile.
-      seen: which places of a partial tile are seen [t, q].
-      across: as of the walk.
+      first, last: whether it is the first or the last of its row, where sums begin and are written.
+      state: whether its tile is EMPTY, PARTIAL or FULL.
+      seen: gives which places of a partial tile are seen, [t, q].
+      across: as in `_Walk`.
     """
 
     call: Call
@@ -223,11 +223,11 @@ class _Step(NamedTuple):
     across: bool
 
     def rows(self, x: Ref) -> Array:
-        """From an array as it lies to [places, h], and the other way."""
+        """Turn an array as it lies into [places, h], or turn such rows into an array that lies so."""
         return x[...].T if self.across else x[...]
 
     def columns(self, x: Ref) -> Array:
-        """From an array as it lies to [h, places], and the other way."""
+        """Turn an array as it lies into [h, places], or turn such columns into an array that lies so."""
         return x[...] if self.across else x[...].T
 
     def scores(self, q: Ref, k: Ref) -> Array:
@@ -245,14 +245,14 @@ class _Walk(NamedTuple):
     """The steps of a grid.
 
     Attributes:
-      scale: of the scores.
-      of_keys: rows are tiles of keys.
-      rows: int32 [L], or [B * L] where sequences differ: the row of each step.
-      codes: as many: `entry << 2 | state`, of `Visits` and of the tile.
-      count: how many steps; on the device where ids or places are.
-      stride: of a sequence's steps in the lists; 0 = all have the same.
-      bits: of `Visits`.
-      across: arrays lie with their places along the lanes.
+      scale: the factor of the scores.
+      of_keys: whether rows are tiles of keys.
+      rows: the row of each step, int32 [L], or [B * L] where sequences differ.
+      codes: for each step `entry << 2 | state`, with the entry of `Visits` and the state of the tile.
+      count: how many steps there are; it is on the device where ids or places are.
+      stride: how many steps each sequence has in the lists; 0 = all sequences share one list.
+      bits: as in `Visits`.
+      across: whether arrays lie with their places along the lanes.
     """
 
     mask: Mask
@@ -268,7 +268,7 @@ class _Walk(NamedTuple):
     across: bool
 
     def by_head(self, x_BSHh: Array, block: int) -> Array:
-        """[B, H, S, h], or across [B, H, h, S], zeros up to whole tiles."""
+        """Turn [B, S, H, h] into [B, H, S, h], or across into [B, H, h, S], with zeros up to whole tiles."""
         x = x_BSHh.transpose((0, 2, 3, 1) if self.across else (0, 2, 1, 3))
         return pad_to(x, 3 if self.across else 2, block)
 
@@ -277,7 +277,7 @@ class _Walk(NamedTuple):
         return x[..., :S].transpose(0, 3, 1, 2) if self.across else x[:, :, :S].swapaxes(1, 2)
 
     def at(self, b: Index, n: Index, rows: Ref, codes: Ref) -> tuple[Array, Array]:
-        """The tile of queries and the tile of keys of a step, by what lies in SMEM."""
+        """The tile of queries and the tile of keys of a step, read from the lists in SMEM."""
         row, tile = rows[self.stride * b + n], codes[self.stride * b + n] >> self.bits + 2
         return (tile, row) if self.of_keys else (row, tile)
 
@@ -287,11 +287,11 @@ def _walk(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, tile: int, of_ke
     entries_BRW, full_BR, some_BR, bits = visits(mask, tiles, of_keys)
     (B, R, W), traced = entries_BRW.shape, isinstance(entries_BRW, jax.Array)
     xp = numpy_for(entries_BRW)
-    ends_BR = xp.cumsum(xp.maximum(some_BR, 1), axis=1)  # a row of none has a step too, which writes its zeros
+    ends_BR = xp.cumsum(xp.maximum(some_BR, 1), axis=1)  # a row without visits also has a step, which writes its zeros
     count = xp.max(ends_BR[:, -1])
     L = R * W if traced else int(count)
     _check_list(B * L)
-    # A sequence of fewer steps than another stays at its last, and visits nothing.
+    # A sequence with fewer steps than another stays at its last step, and visits nothing more.
     n_BL = xp.minimum(np.arange(L), ends_BR[:, -1:] - 1)
     rows_BL = xp.sum(ends_BR[:, None] <= n_BL[:, :, None], axis=2)
     w_BL = n_BL - xp.take_along_axis(ends_BR - xp.maximum(some_BR, 1), rows_BL, axis=1)
@@ -313,7 +313,7 @@ def _check_list(steps: int) -> None:
 
 def _tiles(q_shape: Sequence[int], T: int, dtype: DTypeLike, mask: Mask, call: Call, tile: int = 0) -> Tiles:
     _, S, _, h = q_shape
-    # A long tile of more bytes does not fit in the 16 MiB of VMEM that all chips have.
+    # With more bytes for each place, a long tile does not fit in the 16 MiB of VMEM that all chips have.
     long = max(S, T) > 16 * TILE and h * jnp.dtype(dtype).itemsize <= 2 * LANES
     tile = tile or (LONG_TILE if long else TILE)
     unit_q, unit_k = block_units(mask, call)
@@ -322,10 +322,10 @@ def _tiles(q_shape: Sequence[int], T: int, dtype: DTypeLike, mask: Mask, call: C
 
 
 def _block(length: int, most: int, unit: int) -> int:
-    """Places of a tile: of the fewest equal ones, or where a mask has blocks as many as divide `unit`.
+    """How many places a tile has: of the fewest equal tiles, or for a mask of blocks a number that divides `unit`.
 
     Raises:
-      Unserved: no tile divides it.
+      Unserved: no size of a tile divides `unit`.
     """
     if not unit:
         lanes = min(LANES, most)
@@ -337,7 +337,7 @@ def _block(length: int, most: int, unit: int) -> int:
 
 
 def _step(walk: _Walk, G: int, lists: Sequence[Ref], q_ids: Sequence[Ref], kv_ids: Sequence[Ref]) -> _Step:
-    """The step that a kernel is at; the refs are of its lists, and of the ids of its tile."""
+    """The step that a kernel is at; the refs are those of its lists and of its tile's ids."""
     (rows, codes, starts), (_, T, block_q, block_k, *_) = lists, walk.tiles
     of_n, of_g = (2, 3) if walk.of_keys else (3, 2)
     b, g, n = pl.program_id(0), pl.program_id(of_g), pl.program_id(of_n)
@@ -373,10 +373,10 @@ def _launch(
     """Run a kernel.
 
     Args:
-      arrays: what it reads, filled up to whole tiles.
-      outputs: kind and dtype of what it writes.
-      sums: shapes of what it sums in float32.
-      products: how many it makes of a tile, for XLA's estimate of its time.
+      arrays: the arrays that it reads, filled up to whole tiles.
+      outputs: the kind and dtype of each array that it writes.
+      sums: the shapes of its float32 sums.
+      products: how many matrix products it makes for a tile, for XLA's estimate of its time.
     """
     (B, H, *last), (K, tiles) = arrays["queries"][0].shape, (arrays["keys"][0].shape[1], walk.tiles)
     h = last[0 if walk.across else 1]
@@ -420,11 +420,11 @@ def _launch(
 
 
 def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
-    """Which block of each kind of array a step takes."""
+    """The block of each kind of array that a step takes."""
     q, t = walk.tiles.block_q, walk.tiles.block_k
 
     def spec(shape: tuple[int | None, ...], index: Callable[..., tuple[Index, ...]]) -> pl.BlockSpec:
-        """`index`: from a sequence, a kv head, a query head, a tile of queries and one of keys."""
+        """Make a spec; `index` takes a sequence, a kv head, a query head, a tile of queries and a tile of keys."""
 
         def of_step(
             b: Index, kv_head: Index, outer: Index, inner: Index, rows: Ref, codes: Ref, _: Ref
@@ -450,5 +450,5 @@ def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
 
 
 def _by_tile(x: Array, block: int) -> Array:
-    """[..., S] as [..., Q, 1, q], zeros up to whole tiles: a block has the last two dims whole, whatever q is."""
+    """Turn [..., S] into [..., Q, 1, q], zeros up to whole tiles; a block has the last two dims whole for any q."""
     return pad_to(x, -1, block).reshape(*x.shape[:-1], -1, 1, block)

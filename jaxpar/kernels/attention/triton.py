@@ -1,15 +1,16 @@
 """Attention on NVIDIA GPUs by Pallas' Triton lowering, after FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2).
 
-Three kernels. One gives the output and its log-sum-exp, one dq: a program for each tile of queries of a head. One gives
-dk and dv: a program for each tile of keys of a kv head, which walks the query heads of that, so that nothing is added
-atomically. A program visits the tiles that `visits` lists, first those that need no mask.
+There are three kernels. One gives the output and its log-sum-exp, and one gives dq; both have a program for each tile
+of queries of a head. The third gives dk and dv: it has a program for each tile of keys of a kv head, which walks the
+query heads of that kv head, so that nothing is added atomically. A program visits the tiles that `visits` lists, first
+those that need no mask.
 
-Arrays are read where they lie. What a tile has past the end of the sequence, or of a head_dim that is no power of two,
-is masked out of its loads and stores, and costs no copy. Exponentials are in base 2, the one that the hardware has.
+Arrays are read where they lie. The part of a tile past the end of the sequence, or past a head_dim that is no power of
+two, is masked out of loads and stores, and costs no copy. Exponentials are in base 2, the base that the hardware has.
 
-jax 0.12 still has this lowering, and warns that a later version will not.
+jax 0.12 still has this lowering, but warns that a later version will not.
 
-Shapes: as in `jaxpar.kernels.attention.call`; q and k places of a tile of queries and of keys.
+Shapes: as in `jaxpar.kernels.attention.call`; q and k places in a tile of queries and of keys.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from jaxpar.kernels.masks import Mask, Tiles, segments_in
 Carry = TypeVar("Carry")
 LOG2_E = math.log2(math.e)
 LEAST = 16
-"""Entries of a side of a tile, at least: what Triton's matrix products take."""
+"""The fewest entries that a side of a tile may have in Triton's matrix products."""
 MOST_HEAD_DIM = 256
 ONLY = np.int32(0)
-"""The head of a program that has one: of numpy, as the interpreter asks an index for its shape."""
+"""The head in a program that has only one. It is numpy's, as the interpreter asks an index for its shape."""
 
 
 def refusal(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: DTypeLike, mask: Mask, call: Call = DEFAULT
 ) -> str:
-    """Why these cannot be served, or nothing."""
+    """Why these arrays cannot be served; empty = they can."""
     capability = getattr(jax.devices()[0], "compute_capability", "")
     if re.fullmatch(r"[1-7]\.\d", capability):
         return f"compute capability {capability} is below 8.0"
@@ -104,10 +105,10 @@ class _Plan(NamedTuple):
     """What a kernel knows while it is traced.
 
     Attributes:
-      tiles: their places are those of the arrays; the kernel adds where queries and keys start.
-      bits: of an entry of `visits`.
+      tiles: the tiles, with places counted within the arrays; the kernel adds where queries and keys start.
+      bits: as in `Visits`.
       h: head_dim.
-      scale: of the scores.
+      scale: the factor of the scores.
       softcap: see `Call`.
     """
 
@@ -120,7 +121,7 @@ class _Plan(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """What makes scores in base 2 of what `_scores` gives."""
+        """The factor that turns the result of `_scores` into scores in base 2."""
         return (self.softcap or self.scale) * LOG2_E
 
 
@@ -134,9 +135,9 @@ def _run(
     call: Call,
     of_keys: bool = False,
 ) -> list[Array]:
-    """A program for each tile of queries of each head; with `of_keys`, of keys of each kv head.
+    """Run a program for each tile of queries of each head; with `of_keys`, for each tile of keys of each kv head.
 
-    `products` it makes of a visited tile: its FLOPs stand in the program for who reads it, at most where ids say which.
+    A visited tile takes `products` matrix products. The program states their FLOPs, which with ids are an upper bound.
     """
     (B, S, H, h), (T, K) = arrays[0].shape, arrays[1].shape[1:3]
     tile = _fit_tile(tile, S, T, mask, call)
@@ -167,10 +168,10 @@ def _run(
 
 
 def _fit_tile(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
-    """The tile, smaller where the sequence is short, or where a block mask's blocks would be cut.
+    """The tile, made smaller where the sequence is short or where it would cut a block mask's blocks.
 
     Raises:
-      Unserved: such blocks as no tile divides.
+      Unserved: no tile divides the blocks.
     """
     unit_q, unit_k = block_units(mask, call)
     block_q = math.gcd(min(tile.block_q, pl.next_power_of_2(max(S, LEAST))), unit_q)
@@ -182,13 +183,13 @@ def _fit_tile(tile: Tile, S: int, T: int, mask: Mask, call: Call) -> Tile:
 
 
 def _of_sequence(x: Arrays) -> pl.BlockSpec:
-    """A sequence's part of an array [B, ...], or of one that all share [1, ...]."""
+    """A sequence's part of an array [B, ...], or of an array [1, ...] that all sequences share."""
     shared, rest = x.shape[0] == 1, x.shape[1:]
     return pl.BlockSpec((None, *rest), lambda _, n, b: (0 if shared else b, *[0] * len(rest)))
 
 
 def _of_head(x: Arrays, programs: int) -> pl.BlockSpec:
-    """The heads of [B, S, H, h] or [B, H, S] that program n has: its own, or one that several programs share."""
+    """The heads of [B, S, H, h] or [B, H, S] that program n reads: its own, or one that several programs share."""
     H = x.shape[2] if x.ndim == 4 else x.shape[1]
     own, sharing = max(H // programs, 1), max(programs // H, 1)
     if x.ndim == 3:
@@ -197,13 +198,13 @@ def _of_head(x: Arrays, programs: int) -> pl.BlockSpec:
     return pl.BlockSpec(shape, lambda _, n, b: (b, 0, n // sharing, 0))
 
 
-# The kernels. They are given a plan; the lists of visits; where queries and keys start; ids; the arrays, as above.
+# The kernels. They are given a plan, the lists of visits, where queries and keys start, the ids, and the arrays above.
 
 
 def attention_forward(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, out_ref: Ref, lse_ref: Ref) -> None:
-    """A tile of queries: output and log-sum-exp, by a running maximum and total (algorithm 1)."""
+    """Compute the output and log-sum-exp of a tile of queries, by a running maximum and total (algorithm 1)."""
     q_ref, k_ref, v_ref = arrays
-    # Of a causal mask the last queries have the most to do: they come first, so that nothing long is left for the end.
+    # Under a causal mask the last queries have the most to do. They go first, so no long program is left at the end.
     row = plan.tiles.shape[0] - 1 - pl.program_id(0)
     queries = _queries(plan, row)
     q_qh = queries.load(q_ref, ONLY)
@@ -221,7 +222,7 @@ def attention_forward(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Re
         out_qh = out_qh * before_q[:, None] + _product(weights_qk.astype(v_kh.dtype), v_kh, 1, 0)
         return out_qh, next_q, total_q * before_q + jnp.sum(weights_qk, axis=1)
 
-    # A finite maximum even where nothing is seen: what is hidden, at minus infinity, has weight 0 and not NaN.
+    # The maximum is finite even where nothing is seen, so that hidden scores, minus infinity, get weight 0 and not NaN.
     begin = _zeros(q_qh.shape), jnp.full(q_qh.shape[:1], BLIND, jnp.float32), _zeros(q_qh.shape[:1])
     out_qh, most_q, total_q = _walk(lists, row, visit, begin)
     blind_q = total_q == 0
@@ -231,7 +232,7 @@ def attention_forward(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Re
 
 
 def attention_dq(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dq_ref: Ref) -> None:
-    """A tile of queries: their gradient (algorithm 2, by rows)."""
+    """Compute the gradient of a tile of queries (algorithm 2, by rows)."""
     q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = arrays
     row = plan.tiles.shape[0] - 1 - pl.program_id(0)
     queries = _queries(plan, row)
@@ -252,7 +253,7 @@ def attention_dq(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dq
 
 
 def attention_dkv(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dk_ref: Ref, dv_ref: Ref) -> None:
-    """A tile of keys: gradients of keys and values (algorithm 2, by columns), tiles transposed."""
+    """Compute the gradients of a tile of keys and values (algorithm 2, by columns), with scores transposed."""
     q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref = arrays
     row = pl.program_id(0)
     keys = _keys(plan, row, True)
@@ -280,7 +281,7 @@ def attention_dkv(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, d
 
 
 def _walk(lists: Ref, row: Index, visit: Callable[[Array, bool, Carry], Carry], carry: Carry) -> Carry:
-    """`visit(entry, masked, carry)` of each tile of a row: those seen in full, then the others."""
+    """Call `visit(entry, masked, carry)` for each tile of a row: first those seen in full, then the others."""
     entries, full, some = lists
     for masked, begin, end in ((False, 0, full[row]), (True, full[row], some[row])):
         carry = lax.fori_loop(begin, end, lambda w, carry, masked=masked: visit(entries[row, w], masked, carry), carry)
@@ -291,7 +292,7 @@ class _Part(NamedTuple):
     """The places of a sequence that a tile has.
 
     Attributes:
-      end: of the sequence, where the tile may go past it; else None.
+      end: the end of the sequence where the tile may go past it, else None.
     """
 
     start: int | Array
@@ -304,7 +305,7 @@ class _Part(NamedTuple):
         return self.start + jnp.arange(self.size)
 
     def load(self, ref: Ref, head: Index) -> Array:
-        """[size, h'] of [T, heads, h'], h' a power of two; zeros where there is nothing."""
+        """Load [size, h'] from [T, heads, h'], h' a power of two, with zeros where there is nothing."""
         mask = self._entries(ref.shape[-1])
         return plt.load(ref.at[self._slice, head], mask=mask, other=None if mask is None else 0.0)
 
@@ -312,7 +313,7 @@ class _Part(NamedTuple):
         plt.store(ref.at[self._slice, head], value.astype(ref.dtype), mask=self._entries(ref.shape[-1]))
 
     def load_row(self, ref: Ref, *head: Index) -> Array:
-        """[size] of [heads, T], or of [T]; zeros where there is nothing."""
+        """Load [size] from [heads, T] or from [T], with zeros where there is nothing."""
         mask = self._rows
         return plt.load(ref.at[*head, self._slice], mask=mask, other=None if mask is None else 0)
 
@@ -342,7 +343,7 @@ def _queries(plan: _Plan, tile: int | Array) -> _Part:
 
 
 def _keys(plan: _Plan, tile: int | Array, last: bool) -> _Part:
-    """Only where it may be the last one can it go past the end."""
+    """The part of a tile of keys; only with `last`, where it may be the last one, can it go past the end."""
     block, T = plan.tiles.block_k, plan.tiles.T
     return _Part(tile * block, block, T if last and T % block else None, plan.h)
 
@@ -350,9 +351,9 @@ def _keys(plan: _Plan, tile: int | Array, last: bool) -> _Part:
 def _visible(
     plan: _Plan, starts: Ref, ids: Ref, entry: Array, queries: _Part, keys: _Part, transposed: bool = False
 ) -> Array:
-    """Which places of a partial tile are seen [q, k]; transposed [k, q]."""
+    """Which places of a partial tile are seen, [q, k], or transposed [k, q]."""
     pairs = [(queries.load_row(q_ids), keys.load_row(kv_ids)) for q_ids, kv_ids in ids]
-    if transposed:  # ids are compared for equality, so they may change places
+    if transposed:  # ids are compared for equality, so the two sides may change places
         i, j, pairs = queries.places[None], keys.places[:, None], [(kv_ids, q_ids) for q_ids, kv_ids in pairs]
     else:
         i, j = queries.places[:, None], keys.places[None]
@@ -361,26 +362,26 @@ def _visible(
 
 
 def _product(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:
-    """Over one dim of each, in float32: of float32 too, which by default would be rounded to TF32."""
+    """A product over one dim of each, in float32; float32 factors are not rounded to TF32, as they would by default."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = ((dim_a,), (dim_b,)), ((), ())
     return lax.dot_general(a, b, dims, precision, jnp.float32)
 
 
 def _scores(plan: _Plan, a: Array, b: Array) -> Array:
-    """Scores but for the factor `plan.unit`: products, or tanh of them."""
+    """The scores without the factor `plan.unit`: the products, or their tanh under a soft cap."""
     products = _product(a, b, 1, 1)
     return jnp.tanh(products * (plan.scale / plan.softcap)) if plan.softcap else products
 
 
 def _weights(plan: _Plan, scores: Array, seen: Array | None, lse: Array) -> Array:
-    """Made again from the log-sum-exp."""
+    """The weights, made again from the log-sum-exp."""
     scores = scores if seen is None else jnp.where(seen, scores, -jnp.inf)
     return jnp.exp2(scores * plan.unit - jnp.maximum(lse, BLIND) * LOG2_E)
 
 
 def _dscores(plan: _Plan, scores: Array, weights: Array, dweights: Array, delta: Array) -> Array:
-    """The gradient by the products, but for the factor `plan.scale`."""
+    """The gradient with respect to the products, without the factor `plan.scale`."""
     dscores = weights * (dweights - delta)
     return dscores * (1 - scores * scores) if plan.softcap else dscores
 
