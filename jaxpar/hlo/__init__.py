@@ -1,4 +1,4 @@
-"""A compiled program, read from its text: instructions, trips of loops, collectives and their groups, FLOPs, bytes.
+"""This package reads a compiled program's text: instructions, loop trips, collectives and their groups, FLOPs, bytes.
 
 It knows no config, no model and no mesh: a collective names its devices by their position in the program.
 """

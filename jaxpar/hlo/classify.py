@@ -1,4 +1,4 @@
-"""One instruction as one task: which kind it is and what it costs."""
+"""One instruction becomes one task, which says of what kind it is and how much work it does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxpar.hlo.tasks import Kind, Place, Task
 from jaxpar.hlo.traffic import HOST, result_of, traffic
 
 KernelCost = Callable[[str, str, list[tuple[int, ...]]], float | None]
-"""(instruction name, jax's path of it, shapes of its operands) -> FLOPs of a kernel; None for one that is not known."""
+"""A function (instruction name, its path in jax, its operands' shapes) -> FLOPs of a kernel; None if it is unknown."""
 
 _NO_ARITHMETIC = opcodes.MOVES | opcodes.FREE
 _HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")  # sends between devices are collectives
@@ -28,10 +28,10 @@ def task_of(
     module: Module, devices: Devices, computation: Computation, instruction: Instruction, place: Place,
     kernel_cost: KernelCost | None = None,
 ) -> Task:  # fmt: skip
-    """The task of an instruction that takes time, without its dependencies.
+    """Make the task of an instruction that takes time, without its dependencies.
 
     Raises:
-      IndexError, KeyError, ValueError: attributes in a form that is not known.
+      IndexError, KeyError, ValueError: an attribute has an unknown form.
     """
     collective = collective_of(module, devices, computation, instruction)
     if collective and not opcodes.owns_collective(module, instruction):
@@ -58,7 +58,7 @@ def task_of(
 
 
 def _shape_text(shape: Shape) -> str:
-    """A shape for people; of a long tuple the largest array."""
+    """Write a shape for people to read; a long tuple is described by its largest array."""
     if len(shape.parts) <= 2:
         return str(shape)
     largest = max(shape.leaves(), key=lambda leaf: leaf.bytes)
@@ -81,7 +81,7 @@ def _kind(module: Module, computation: Computation, instruction: Instruction, wo
 
 
 def is_control(computation: Computation, instruction: Instruction) -> bool:
-    """Bookkeeping on scalars: loop counters, offsets of slices."""
+    """Return whether this is bookkeeping on scalars, such as loop counters and offsets of slices."""
     shapes = [operand.shape for operand in computation.operands(instruction)]
     if instruction.opcode in ("dynamic-slice", "slice"):
         shapes = []
@@ -89,7 +89,7 @@ def is_control(computation: Computation, instruction: Instruction) -> bool:
 
 
 def _only_moves(module: Module, instruction: Instruction) -> bool:
-    """Whether nothing is computed: a copy, a change of layout, a slice, or a fusion of such with offsets."""
+    """Return whether nothing is computed: a copy, a change of layout, a slice, or a fusion of these and offsets."""
     if instruction.base not in opcodes.CALLERS:
         return instruction.base in opcodes.MOVES
     inner = module.called(instruction)
@@ -98,7 +98,7 @@ def _only_moves(module: Module, instruction: Instruction) -> bool:
 
 
 def _copied_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """What crosses the host link: the result, or where an array is updated in place, the update."""
+    """Count the bytes that cross the host link: the result's, or the update's where an array is updated in place."""
     where = next(iter(module.called(instruction)), None)
     root, where = (where.instructions[where.root], where) if where else (instruction, computation)
     if root.base == "dynamic-update-slice":
@@ -107,7 +107,7 @@ def _copied_bytes(module: Module, computation: Computation, instruction: Instruc
 
 
 def cycles(instruction: Instruction) -> int | None:
-    """The TPU compiler's estimate of one execution, in core clock cycles; None where it made none."""
+    """Return the TPU compiler's estimate of one execution, in core clock cycles; None where it made none."""
     found = _CYCLES.search(instruction.tail)
     return int(found[1]) if found and 0 < int(found[1]) < 2**60 else None
 
@@ -115,9 +115,9 @@ def cycles(instruction: Instruction) -> int | None:
 def _kernel_work(
     computation: Computation, call: Instruction, bytes_: int, kernel_cost: KernelCost | None
 ) -> tuple[Multiplied, int]:
-    """FLOPs and bytes of a kernel as its author stated them, else as `kernel_cost` knows; the arrays' `bytes_` else.
+    """Find a kernel's work as its author stated it; otherwise `kernel_cost` gives its FLOPs, and `bytes_` its bytes.
 
-    It multiplies the dtype of its largest operand: the others are tables.
+    Its matmuls have the dtype of its largest operand, since the other operands are tables.
     """
     shapes = [operand.shape for operand in computation.operands(call)]
     stated = _stated_cost(call)
@@ -129,8 +129,8 @@ def _kernel_work(
 
 
 def _stated_cost(call: Instruction) -> dict[str, Any]:
-    """The cost estimate of a Pallas kernel, as JSON; empty where its author gave none."""
-    # Triton's lowering has no place for a cost: `metadata` of the call carries it.
+    """Return the cost estimate of a Pallas kernel, as JSON; empty where its author gave none."""
+    # Triton's lowering has no place for a cost, so the `metadata` of the call carries it.
     if noted := re.search(r'serialized_metadata = "([^"]*)"', call.attributes.get("backend_config", "")):
         return json.loads(noted[1].replace("\\22", '"'))
     estimate: Any = backend_config(call)

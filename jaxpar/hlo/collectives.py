@@ -1,4 +1,4 @@
-"""Collectives: what moves, between which devices, in one execution of an instruction."""
+"""A collective says what moves between which devices in one execution of an instruction."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jaxpar.hlo.tasks import Collective, CollectiveKind
 def collective_of(
     module: Module, devices: Devices, computation: Computation, instruction: Instruction
 ) -> Collective | None:
-    """The collective that an instruction is or wraps (in a fusion, a call, an async-start); None when there is none.
+    """Find the collective that an instruction is or wraps (in a fusion, call or async-start); None if there is none.
 
-    Transfers to and from the host (`send` with is_host_transfer, of anything but the traffic between slices) are none.
-    Groups are empty where the text has them in a form that nobody here knows.
+    A transfer to or from the host (`send` with is_host_transfer) does not count, unless it is traffic between slices.
+    Groups are empty where the text has them in an unknown form.
     """
     if instruction.attributes.get("is_host_transfer") == "true":
         said = megascale(instruction)
@@ -37,7 +37,7 @@ def collective_of(
 
 
 def _reduce_scatter_of(instruction: Instruction, found: Collective) -> Collective:
-    """An all-reduce wrapped with the slice of its own part: how the TPU compiler writes a reduce-scatter."""
+    """Turn an all-reduce wrapped with a slice of its result into a reduce-scatter, which the TPU compiler writes so."""
     results = [leaf for leaf in instruction.shape.leaves() if leaf.dtype == found.dtype]
     if found.kind == "all-reduce" and sum(leaf.bytes for leaf in results) < found.bytes:
         return Collective("reduce-scatter", found.groups, found.bytes, found.dtype)
@@ -46,13 +46,13 @@ def _reduce_scatter_of(instruction: Instruction, found: Collective) -> Collectiv
 
 def _collective(computation: Computation, instruction: Instruction, kind: CollectiveKind, groups: Groups) -> Collective:
     operands = [operand.shape for operand in computation.operands(instruction)]
-    if instruction.opcode == "recv":  # one whose send is not in this computation
+    if instruction.opcode == "recv":  # its send is not in this computation
         operands = [next(instruction.shape.leaves())]
     elif instruction.base in ("send", "ragged-all-to-all") or "slice_sizes" in instruction.attributes:
         operands = operands[:1]  # the others are offsets, sizes and tokens
     leaves = [leaf for operand in operands for leaf in operand.leaves() if leaf.bytes]
     bytes_ = sum(leaf.bytes for leaf in leaves)
-    if "slice_sizes" in instruction.attributes:  # parts of a larger buffer, in place
+    if "slice_sizes" in instruction.attributes:  # it moves parts of a larger buffer, in place
         bytes_ = min(bytes_, _sliced_bytes(instruction, leaves[0]))
     if kind == "all-gather":
         bytes_ *= len(groups[0]) if groups else 1

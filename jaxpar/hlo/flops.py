@@ -1,7 +1,7 @@
-"""Multiply-adds of matmuls: dots, convolutions (which is how the TPU compiler writes dots), and libraries' matmuls.
+"""FLOPs are counted for dots, convolutions (which is how the TPU compiler writes dots) and libraries' matmuls.
 
-2 per multiply-add. Elementwise work is not counted, nor are positions of a convolution that fall into its padding or
-into the holes of a dilated operand: XLA turns batch dims into windows over mostly padding, which no hardware computes.
+A multiply-add counts as 2. Elementwise work is not counted, nor are positions of a convolution that fall into its
+padding or the holes of a dilated operand: XLA turns batch dims into windows over padding, which no hardware computes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _CONVOLUTION = "__cudnn$conv"
 
 @dataclass(frozen=True, slots=True)
 class Multiplied:
-    """What a task multiplies: FLOPs, and the operand type of the largest of its matmuls (empty when there is none)."""
+    """The FLOPs of a task's matmuls, and the operand dtype of the largest (empty when there is none)."""
 
     flops: float = 0.0
     dtype: str = ""
 
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Multiplied:
-    """The matmuls of one instruction, those in the computations it calls included (a loop inside counts once)."""
+    """Count the matmuls of one instruction and of the computations that it calls (a loop inside counts once)."""
     shapes = [operand.shape for operand in computation.operands(instruction)]
     if len(shapes) < len(instruction.operands):
-        return Multiplied()  # a text cut short
+        return Multiplied()  # the text was cut short
     if instruction.base in CALLERS:
         inner = module.called(instruction)
         parts = [work_of(module, called, one) for called in inner for one in called.instructions.values()]
@@ -51,13 +51,13 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def dot_flops(dot: Instruction, lhs: Shape) -> float:
-    """Of a `dot`: every output element sums over the contracted dims of its left operand."""
+    """Count the FLOPs of a `dot`, where every output element sums over the contracted dims of the left operand."""
     contracted = dot.numbers("lhs_contracting_dims")
     return 2.0 * dot.shape.elements * prod(lhs.dims[dim] for dim in contracted)
 
 
 def convolution_flops(convolution: Instruction, lhs: Shape, rhs: Shape, out: Shape) -> float:
-    """Of a convolution, positions in padding left out; `dim_labels=b01f_01io->b01f` names the dims."""
+    """Count the FLOPs of a convolution without positions in padding; `dim_labels=b01f_01io->b01f` names the dims."""
     labels = convolution.attributes.get("dim_labels", "")
     lhs_labels, rhs_labels, out_labels = re.split(r"_|->", labels)
     groups = int(convolution.attributes.get("batch_group_count", 1))
@@ -67,7 +67,7 @@ def convolution_flops(convolution: Instruction, lhs: Shape, rhs: Shape, out: Sha
     dims = sum(label.isdigit() for label in out_labels)
 
     def extents(key: str, otherwise: int) -> list[int]:
-        """Of each spatial dim, from `3x3`; of a padding `1_1x0_2` what comes before."""
+        """Read one number for each spatial dim from `3x3`; of a padding `1_1x0_2` read the part before each dim."""
         return [int(one.split("_")[0]) for one in window[key].split("x")] if key in window else [otherwise] * dims
 
     keys = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
@@ -80,10 +80,10 @@ def convolution_flops(convolution: Instruction, lhs: Shape, rhs: Shape, out: Sha
 
 @lru_cache(maxsize=10_000)
 def _positions(lhs: int, out: int, size: int, stride: int, before: int, lhs_dilation: int, rhs_dilation: int) -> int:
-    """Pairs (output, window) positions of one spatial dim that meet an element of the left operand.
+    """Count the (output, window) pairs of positions in one spatial dim that meet an element of the left operand.
 
     Output o and window w meet position `o * stride + w * rhs_dilation - before` of the dilated operand, which has an
-    element there when it is a multiple of lhs_dilation in range.
+    element there when that is a multiple of lhs_dilation in range.
     """
     last = (lhs - 1) * lhs_dilation
     period = lhs_dilation // gcd(lhs_dilation, stride)
@@ -99,14 +99,14 @@ def _positions(lhs: int, out: int, size: int, stride: int, before: int, lhs_dila
 
 
 def library_flops(call: Instruction, shapes: list[Shape]) -> float:
-    """Of a custom call that is a known library's matmul, convolution or attention; 0 for any other.
+    """Count the FLOPs of a custom call that is a known library's matmul, convolution or attention; 0 for any other.
 
-    Attention by cuDNN: 4 B H S T h forward and 10 backward, halved where it is causal and less where a window slides,
-    since tiles of which nothing is seen are skipped.
+    Attention by cuDNN takes 4 B H S T h forward and 10 backward, half of it where it is causal, and less where a window
+    slides, since tiles that are wholly masked are skipped.
     """
     target, config, result = call.target, backend_config(call), next(call.shape.leaves(), None)
     if result is None or not shapes:
-        return 0.0  # of a tuple the result is the first part, the others are workspace
+        return 0.0  # the first part of a tuple is the result, the others are workspace
     if target.startswith(GEMM_TARGETS):
         numbers = _find(config, "dot_dimension_numbers") or {}
         contracted = [int(dim) for dim in numbers.get("lhs_contracting_dimensions", ())] or [-1]
@@ -127,8 +127,8 @@ def _attention_flops(target: str, config: Any, shapes: list[Shape]) -> float:
     q, k = shapes[0].dims, shapes[1].dims
     if len(q) != 4 or len(k) != 4:
         return 0.0
-    # Logical [B, S, H, h] or [B, H, S, h]: the product of q's dims times the keys' length, which is k's dim that is
-    # neither batch, nor heads, nor head_dim. The scores' shape says it where it stands in the configuration.
+    # With [B, S, H, h] or [B, H, S, h], multiply q's dims by the keys' length, which is k's dim that is not the batch,
+    # the heads or head_dim. The shape of the scores gives it where the configuration states that shape.
     scores = _find(config, "intermediate_tensor_shape") or {}
     dims = [int(dim) for dim in scores.get("dimensions", ())]
     keys = dims[-1] if dims else k[1]
@@ -141,7 +141,7 @@ def _attention_flops(target: str, config: Any, shapes: list[Shape]) -> float:
 
 
 def backend_config(instruction: Instruction) -> Any:
-    """The backend's own notes as JSON; {} when there are none or they are not JSON."""
+    """Return the backend's own notes as JSON; {} when there are none or they are not JSON."""
     try:
         return json.loads(instruction.attributes.get("backend_config", "{}"))
     except json.JSONDecodeError:
@@ -149,7 +149,7 @@ def backend_config(instruction: Instruction) -> Any:
 
 
 def _find(config: Any, key: str) -> Any:
-    """The first value under a key, at any depth."""
+    """Find the first value under a key, at any depth."""
     if isinstance(config, dict):
         if key in config:
             return config[key]

@@ -1,23 +1,23 @@
-"""How long a collective takes on a target's links: latency and bandwidth (alpha and beta) over the actual topology.
+"""The time of a collective on a target's links follows from latency and bandwidth (alpha and beta) over its topology.
 
-A collective of V bytes takes `start + hops x hop + load x V / bandwidth`: `hops` are steps one after another, `load` is
-what passes the busiest link, in one direction, as a part of V. With k devices in a group:
+A collective of V bytes takes `start + hops x hop + load x V / bandwidth`. Here `hops` counts the steps taken one after
+another, and `load` is the share of V that passes the busiest link in one direction. With k devices in a group:
 
-  all-gather, reduce-scatter   ring: load (k-1)/k, and every device receives over all the links it has
+  all-gather, reduce-scatter   a ring with load (k-1)/k, where every device receives over all the links it has
   all-reduce                   a reduce-scatter and an all-gather; on GPUs also a tree where that is faster
-  all-to-all                   every pair's bytes along its shortest way: on a ring of k, V k/8 on a link
-  ppermute                     every message along its shortest way
+  all-to-all                   every pair's bytes take the shortest way: on a ring of k, V k/8 passes a link
+  ppermute                     every message takes its shortest way
 
 (Chan, Heimlich, Purkayastha and van de Geijn, "Collective communication: theory, practice, and experience", 2007; for
 tori Austin et al., "How to Scale Your Model", part 3, where V / 180 GB/s along an axis of v5p is this for large k; for
-GPUs the tuning model in NCCL.) Assumed besides:
+GPUs the tuning model in NCCL.) The model also assumes:
 
-- A torus: data is split over the axes a group spans so that all of their links are busy at once. An axis that is no
-  ring gives one link where a ring gives two. Groups that share links (strided ones, both halves of a chip) share them
-  evenly. A group that is no box in the torus runs a ring in its own order. Twisted tori are not modelled.
-- Levels follow one another: between the halves of a chip, then ICI, then the data-centre network, each with what is
-  left to move there. On GPUs they overlap, as NCCL pipelines them: the slowest level decides.
-- Switches and the data-centre network never block; reductions cost what moving does; SHARP is not used.
+- On a torus, data is split over the axes that a group spans, so that all of their links are busy at once. An axis that
+  is not a ring gives one link where a ring gives two. Groups that share links (strided ones, both halves of a chip)
+  share them evenly. A group that is no box in the torus runs a ring in its own order. Twisted tori are not modelled.
+- Levels follow one another: first between the halves of a chip, then ICI, then the data-centre network, each with what
+  is left to move there. On GPUs they overlap, since NCCL pipelines them, and the slowest level decides.
+- Switches and the data-centre network never block; a reduction costs as much as moving its data; SHARP is not used.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ AXES = "xyz"
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """What one execution of a collective takes."""
+    """The time that one execution of a collective takes."""
 
     seconds: float
-    """Latency and transfer together."""
+    """The latency and the transfer together."""
     latency: float
     """The part that would remain for zero bytes."""
     resources: tuple[str, ...]
-    """Lanes it keeps busy: some of `ici:x+`, `ici:x-` (the two directions of an axis), `ici:y+` and so on, `nvlink`,
-    `dcn`, `chip` (between the devices of one chip), `memory` (simulated devices). Collectives that share one run one
+    """The lanes it keeps busy: some of `ici:x+`, `ici:x-` (both directions of an axis), `ici:y+` and so on, `nvlink`,
+    `dcn`, `chip` (between the devices of one chip), `memory` (simulated devices). Collectives that share a lane run one
     after the other."""
     links: str
-    """For people: `ring of 4 along z`."""
+    """A description for people: `ring of 4 along z`."""
     bytes_per_link: float
-    """Bytes through the busiest link in one direction, at the level that takes longest."""
+    """The bytes through the busiest link in one direction, at the level that takes longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +61,21 @@ class _Leg:
 
     lanes: tuple[str, ...]
     load: float
-    """Bytes through the busiest link for each byte of the collective."""
+    """The bytes through the busiest link for each byte of the collective."""
     bandwidth: float
-    """Bytes/s of that link in one direction."""
+    """The bytes/s of that link in one direction."""
     hops: float
     text: str
 
 
 Legs = tuple[_Leg, ...]
-"""Of one algorithm: one after another in a torus, elsewhere all at once."""
+"""The legs of one algorithm: they follow one another in a torus, and run all at once elsewhere."""
 
 
 def collective_time(collective: Collective, places: tuple[Position, ...], target: Target) -> CollectiveTime:
-    """Predicted time of one execution, every group running at once.
+    """Predict the time of one execution in which all groups run at once.
 
-    `places` are those of the program's positions: `targets.places(mesh.devices.flat, target)`.
+    `places` says where the device of each of the program's positions sits: `targets.places(mesh.devices.flat, target)`.
 
     Raises:
       UserError: the target has no figure for a link that the collective uses.
@@ -96,7 +96,7 @@ def collective_time(collective: Collective, places: tuple[Position, ...], target
 
 
 def _time(legs: Legs, together: bool, size: int, hardware: Hardware) -> CollectiveTime:
-    """The time of an algorithm with the protocol that suits this size best."""
+    """Find the time of an algorithm with the protocol that is fastest for this size."""
     moving = [leg.load * size / leg.bandwidth for leg in legs]
     transfer = max(moving) if together else sum(moving)
     times = []
@@ -113,7 +113,7 @@ def _time(legs: Legs, together: bool, size: int, hardware: Hardware) -> Collecti
 
 @lru_cache(maxsize=1024)
 def _routes(kind: CollectiveKind, groups: Groups, places: tuple[Position, ...], hardware: Hardware) -> tuple[Legs, ...]:
-    """The algorithms that a collective may use here; none where nothing moves."""
+    """List the algorithms that a collective may use here; there are none where nothing moves."""
     seats = tuple(tuple(places[position] for position in group) for group in groups if len(set(group)) > 1)
     if not seats:
         return ()
@@ -125,7 +125,7 @@ def _routes(kind: CollectiveKind, groups: Groups, places: tuple[Position, ...], 
 Seats = tuple[tuple[Position, ...], ...]
 
 
-# Switches: GPU nodes, and devices of one machine.
+# Switches connect the GPUs of a node, and the devices of one machine.
 
 
 def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tuple[Legs, ...]:
@@ -139,7 +139,7 @@ def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tup
     size = max(map(len, groups))
     counts = [Counter(position.slice for position in group).values() for group in groups]
     nodes = max(map(len, counts))
-    # Devices of a group in one node: the fewest have the fewest NICs, the most have the most to exchange.
+    # The node with the fewest devices of a group has the fewest NICs; the one with the most has most to exchange.
     few, many = min(min(count) for count in counts), max(max(count) for count in counts)
 
     def legs(in_node: float, across: float, hops: float, net_hops: float) -> Legs:
@@ -155,24 +155,24 @@ def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tup
     ring = legs((size - 1) / size, (nodes - 1) / nodes / few, size - nodes, nodes - 1)
     if kind != "all-reduce":
         return (ring,)
-    # Up a tree and down again: a chain inside a node, halving across nodes. 0.92 is NCCL's factor for trees.
+    # Data goes up a tree and down again: a chain inside a node, halving across nodes. 0.92 is NCCL's factor for trees.
     tree = legs(1 / 0.92, 1 / 0.92 / few, many - 1, math.ceil(math.log2(nodes)))
     return _twice(ring), _twice(tree)
 
 
 def _twice(legs: Legs) -> Legs:
-    """A reduce-scatter and an all-gather."""
+    """Double the legs: an all-reduce is a reduce-scatter and an all-gather."""
     return tuple(_Leg(leg.lanes, 2 * leg.load, leg.bandwidth, 2 * leg.hops, leg.text) for leg in legs)
 
 
-# A torus, its slices, and the halves of its chips.
+# A torus has slices, and its chips may have two halves.
 
 
 def _on_torus(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> Legs:
     size = max(map(len, groups))
     slices = max(len({position.slice for position in group}) for group in groups)
     cores = max(len({position.core for position in group}) for group in groups)
-    # What one core of a chip does with its like, slice by slice; the other cores do the same at the same time.
+    # A part is a group's members in one slice and core; the other cores do the same work at the same time.
     parts = tuple(part for group in groups for part in _apart(group))
     within = max(map(len, parts))
     exchange = kind == "all-to-all"
@@ -189,7 +189,7 @@ def _on_torus(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> Legs:
 
 
 def _apart(group: tuple[Position, ...]) -> list[tuple[Position, ...]]:
-    """A group's members by slice and core, in the group's order."""
+    """Divide a group's members by slice and core, in the group's order."""
     parts: dict[tuple[int, int], list[Position]] = defaultdict(list)
     for position in group:
         parts[position.slice, position.core].append(position)
@@ -197,14 +197,14 @@ def _apart(group: tuple[Position, ...]) -> list[tuple[Position, ...]]:
 
 
 class _Load:
-    """Bytes on each directed link of the slices, by axis."""
+    """The bytes on each directed link of the slices, by axis."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.shape, self.wraps = hardware.ici.shape, hardware.ici.wraps
         self.axes: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in self.shape]
 
     def send(self, start: Position, end: Position, amount: float) -> int:
-        """Add a message along its shortest way, axis after axis; half each way round where both are as short."""
+        """Add a message along its shortest way, axis after axis (half on either of equal ways), and return its hops."""
         here, hops = list(start.coords), 0
         for axis, (side, wraps) in enumerate(zip(self.shape, self.wraps, strict=True)):
             ahead = end.coords[axis] - here[axis]
@@ -223,7 +223,7 @@ class _Load:
 
     @property
     def busiest(self) -> dict[int, float]:
-        """Bytes on the busiest link of each axis that is used."""
+        """The bytes on the busiest link of each axis that is used."""
         return {axis: max(links.values()) for axis, links in enumerate(self.axes) if links}
 
     @property
@@ -233,13 +233,13 @@ class _Load:
 
 
 def _sides(group: tuple[Position, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """The coordinates of a box along each axis, or None for a group that is none."""
+    """Return a box's coordinates along each axis; None for a group that is not a box."""
     sides = tuple(tuple(sorted(set(line))) for line in zip(*(position.coords for position in group), strict=True))
     return sides if math.prod(map(len, sides)) == len({position.coords for position in group}) else None
 
 
 def _gather(groups: Seats, part: float, hardware: Hardware) -> _Leg:
-    """An all-gather or reduce-scatter of `part` of the bytes in each of these groups of one slice and core each."""
+    """Plan an all-gather or reduce-scatter of `part` of the bytes in each group, which lies in one slice and core."""
     size = max(map(len, groups))
     load, bandwidth = _Load(hardware), hardware.ici.link_bandwidth
     boxes = [_sides(group) for group in groups]
@@ -265,7 +265,7 @@ def _gather(groups: Seats, part: float, hardware: Hardware) -> _Leg:
 
 
 def _reach(box: tuple[tuple[int, ...], ...], hardware: Hardware) -> int:
-    """Hops between the two members that are farthest from one another."""
+    """Count the hops between the two members that are farthest from one another."""
     spans = [side[-1] - side[0] for side in box]
     return sum(
         min(span, -(-size // 2)) if wraps else span
@@ -274,7 +274,7 @@ def _reach(box: tuple[tuple[int, ...], ...], hardware: Hardware) -> int:
 
 
 def _lines(group: tuple[Position, ...]) -> list[tuple[Position, ...]]:
-    """The lines of a box along each axis on which it has more than one member, each in order."""
+    """List the lines of a box along each axis on which it has more than one member, each line in order."""
     found = []
     for axis in range(len(group[0].coords)):
         lines: dict[tuple[int, ...], list[Position]] = defaultdict(list)
@@ -285,7 +285,7 @@ def _lines(group: tuple[Position, ...]) -> list[tuple[Position, ...]]:
 
 
 def _ring(load: _Load, members: tuple[Position, ...]) -> int:
-    """Half of the data once round in each direction; returns the hops of a round."""
+    """Send half of the data once round in each direction, and return the hops of one round."""
     hops = 0
     for here, there in pairwise((*members, members[0])):
         hops += load.send(here, there, 0.5)
@@ -294,11 +294,11 @@ def _ring(load: _Load, members: tuple[Position, ...]) -> int:
 
 
 def _all_to_all(groups: Seats, part: float, hardware: Hardware) -> _Leg:
-    """`part` of every member's bytes spread evenly over its group, along shortest ways."""
+    """Spread `part` of every member's bytes evenly over its group, along shortest ways."""
     load, hops = _Load(hardware), 0
     for group in groups:
         box = _sides(group)
-        # In a box each axis can be looked at alone: whatever its other coordinates, a message moves along it once.
+        # In a box each axis can be taken alone: a message moves along it once, whatever its other coordinates are.
         for line in _lines(group) if box else [group]:
             for here in line:
                 for there in line:
@@ -310,7 +310,7 @@ def _all_to_all(groups: Seats, part: float, hardware: Hardware) -> _Leg:
 
 
 def _messages(pairs: Seats, hardware: Hardware) -> Legs:
-    """Each (source, target) pair's message on its way, all at the same time."""
+    """Send the message of each (source, target) pair on its way, all at the same time."""
     load, hops, slices, cores = _Load(hardware), 0, False, False
     for start, end in pairs:
         if start.slice != end.slice:

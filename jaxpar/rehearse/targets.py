@@ -1,7 +1,7 @@
-"""Hardware that is not here, by name: `v5p-64`, `v5e-8`, `v5p-128x4`, `v5p:4x4x8`, `h100x64`, or `here`.
+"""A target names hardware that need not be here: `v5p-64`, `v5e-8`, `v5p-128x4`, `v5p:4x4x8`, `h100x64`, or `here`.
 
 A TPU's number counts chips, not cores: the 64 chips of `v5p-64` are v5p-128 at Google Cloud. `v5p-128x4` is four
-slices of 128, `v5p:4x4x8` a slice of exactly this shape, `h100x64` 64 GPUs, eight to a node.
+slices of 128 chips, `v5p:4x4x8` is a slice of exactly this shape, and `h100x64` is 64 GPUs, eight to a node.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ class Target:
     """A system of equal devices, perhaps not here: what to compile for, and what it can do."""
 
     name: str
-    """As this library writes it: `v5p-64`, `v5p-128x4`, `v5p:4x4x8`, `h100x64`, `here`."""
+    """The name as this library writes it: `v5p-64`, `v5p-128x4`, `v5p:4x4x8`, `h100x64`, `here`."""
     chip: str
-    """A file of `jaxpar.meshes.chips`: `v5p`; for `here` what JAX calls the device."""
+    """The name of a file in `jaxpar.meshes.chips`, such as `v5p`; for `here`, JAX's name of the device."""
     platform: Platform
-    """As in `lower(lowering_platforms=(target.platform,))`."""
+    """The platform, as in `lower(lowering_platforms=(target.platform,))`."""
     hardware: Hardware
-    """Figures of one device; `chips` of all slices or nodes; `ici` of one slice or node."""
+    """The figures of one device; `chips` counts all slices or nodes, and `ici` is that of one slice or node."""
     slices: int
-    """TPU slices, or GPU nodes, joined by the data-centre network only."""
+    """The number of TPU slices, or of GPU nodes, which only the data-centre network joins."""
     topology: str
-    """One slice, `4x4x4`, or all nodes, `8x8` = nodes x GPUs."""
+    """The shape of one slice, `4x4x4`, or of all nodes, `8x8` = nodes x GPUs."""
     vendor_name: str = ""
     """What Google Cloud calls one slice: `v5p-128`."""
     note: str = ""
-    """A line that belongs beside the name, where it could be misread."""
+    """A line to show beside the name, where the name could be misread."""
 
     @property
     def device_count(self) -> int:
-        """JAX devices of the whole target: its chips, or twice as many where JAX sees a chip as two."""
+        """The number of JAX devices of the whole target: its chips, or twice as many where JAX sees a chip as two."""
         return self.hardware.chips * self.hardware.devices_per_chip
 
     def devices(self) -> list[jax.Device]:
-        """Devices to build a mesh from and compile for, without the hardware; for `here` those of this machine.
+        """Return devices to build a mesh from and compile for, without the hardware; for `here`, this machine's own.
 
-        Targets of several kinds may live in one process. Where JAX has been told no platform it is told `cpu`:
+        Targets of several kinds may live in one process. Where JAX has been told no platform, it is told `cpu`:
         compiling needs no accelerator, and JAX would look for one at the first array.
 
         Raises:
-          UserError: the compiler for them is not installed (and how to install it), or refuses this topology.
+          UserError: the compiler is not installed (the message says how to install it), or refuses this topology.
         """
         if self.name == "here":
             return jax.devices()
@@ -85,7 +85,7 @@ class Target:
 
 
 class Position(NamedTuple):
-    """Where a device sits: the slice or node, its chip's coordinates in `hardware.ici.shape`, its core on the chip."""
+    """The place of a device: its slice or node, its chip's coordinates in `hardware.ici.shape`, and its core there."""
 
     slice: int
     coords: tuple[int, ...]
@@ -93,10 +93,10 @@ class Position(NamedTuple):
 
 
 def load_target(name: str) -> Target:
-    """The target of this name. `here` is this machine's devices, and starts JAX.
+    """Return the target of this name. `here` stands for this machine's devices, and starts JAX.
 
     Raises:
-      UserError: an unknown chip, or a size its topology does not allow, each with the nearest that exist.
+      UserError: the chip is unknown, or its topology does not allow this size; the message names the nearest.
     """
     if name == "here":
         return _here()
@@ -134,7 +134,7 @@ def _numbers(shape: str) -> tuple[int, ...]:
 
 
 def _shape_of(name: str, rules: Slices, count: int) -> tuple[int, ...]:
-    """The shape of a slice of this many chips: of several the closest to a cube (the shortest longest side)."""
+    """Find the shape of a slice of so many chips; among several, the nearest to a cube (the shortest longest side)."""
     cubes = rules.most_chips // rules.cube**3 if rules.cube else 0
     sides = range(1, cubes + 1)
     whole = [(a, b, c) for a in sides for b in sides[a - 1 : cubes // a] for c in sides[b - 1 : cubes // (a * b)]]
@@ -153,7 +153,7 @@ def _shape_of(name: str, rules: Slices, count: int) -> tuple[int, ...]:
 
 
 def _slice(name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_shape: bool = False) -> Target:
-    """`count` slices of this shape."""
+    """Make the target that has `count` slices of this shape."""
     text, rules, devices = "x".join(map(str, shape)), chip.slices, chip.hardware.devices_per_chip
     cubes = rules.cube and len(shape) == 3 and min(shape) > 0 and all(side % rules.cube == 0 for side in shape)
     if text not in rules.shapes and not (cubes and math.prod(shape) <= rules.most_chips):
@@ -187,7 +187,7 @@ def _gpus(name: str, chip: Chip, count: int) -> Target:
 
 
 def _here() -> Target:
-    """This machine's devices; an unknown chip has no figures."""
+    """Make the target of this machine's devices; an unknown chip has no figures."""
     devices = jax.devices()
     kind, slices = devices[0].device_kind, len(set(_slice_indices(devices)))
     platform: Platform = {"gpu": "cuda", "tpu": "tpu"}.get(devices[0].platform, "cpu")  # pyright: ignore[reportAssignmentType]
@@ -205,7 +205,7 @@ def _here() -> Target:
 
 
 def _slice_indices(devices: Sequence[jax.Device]) -> list[int]:
-    """The slice or node of each device. GPUs that are not here are all of slice 0, with a process for each node."""
+    """Return the slice or node of each device. GPUs that are not here are all in slice 0, with one process per node."""
     found = [getattr(device, "slice_index", None) or 0 for device in devices]
     if len(set(found)) == 1 and devices[0].platform != "tpu":
         return [device.process_index for device in devices]
@@ -218,7 +218,7 @@ def _slice_indices(devices: Sequence[jax.Device]) -> list[int]:
 def _tpu_topology(target: Target) -> topologies.TopologyDescription:
     rules, ici = load_chip(target.chip).slices, target.hardware.ici
     flat = (*ici.shape, 1)[:3]
-    # A process holds four chips, but for the slices of one machine: 1, or 8 of a 2D torus.
+    # A process holds four chips, except in the slices of one machine: 1 chip, or 8 of a 2D torus.
     host = flat if flat in ((1, 1, 1), (2, 4, 1)) else (2, 2, 1)
     options: dict[str, object] = {"chips_per_host_bounds": host, "wrap": (*ici.wraps, False)[:3]}
     if rules.config:
@@ -230,9 +230,9 @@ def _tpu_topology(target: Target) -> topologies.TopologyDescription:
 
 
 def _gpu_topology(target: Target) -> topologies.TopologyDescription:
-    """The compiler's devices, from a `stream_executor.GpuTargetConfigProto` as text.
+    """Get the compiler's devices from a `stream_executor.GpuTargetConfigProto`, written as text.
 
-    What is written out here is the same for every chip.
+    The numbers that are written out here are the same for every chip.
     """
     chip, hardware = load_chip(target.chip).compiler, target.hardware
     major, minor, extension = re.fullmatch(r"(\d+)\.(\d+)(a?)", chip.compute_capability).groups()  # pyright: ignore[reportOptionalMemberAccess]
@@ -261,13 +261,13 @@ _CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def compilers() -> dict[str, str]:
-    """For each platform what compiles for it here, `libtpu 0.0.42`, or what is missing and how to install it."""
+    """Say for each platform what compiles for it here, `libtpu 0.0.42`, or what is missing and how to install it."""
     found = {"tpu": ("libtpu",), "cuda": _CUDA_PLUGINS}
     return {platform: _missing(platform) or ", ".join(_installed(names)) for platform, names in found.items()}
 
 
 def _installed(packages: Sequence[str]) -> list[str]:
-    """Those that are here, with their versions."""
+    """List the packages that are installed, with their versions."""
     return [f"{name} {found}" for name in packages if (found := _version(name))]
 
 
@@ -279,7 +279,7 @@ def _version(package: str) -> str:
 
 
 def _missing(platform: str) -> str:
-    """What must be installed to compile for a platform, or nothing."""
+    """Say what must be installed to compile for a platform; empty if nothing is missing."""
     wanted = jax.__version__
     if platform == "tpu" and not (_version("libtpu") or os.environ.get("TPU_LIBRARY_PATH")):
         return f"libtpu, the TPU compiler: pip install 'jax[tpu]=={wanted}' (Linux on x86-64 only)"
@@ -298,10 +298,10 @@ def _missing(platform: str) -> str:
 
 
 def check_mesh(spec: MeshSpec, target: Target) -> None:
-    """Whether a mesh fits the target.
+    """Check that a mesh fits the target.
 
     Raises:
-      UserError: it does not, with the change to make.
+      UserError: it does not fit; the message says what to change.
     """
     across = {axis: size for axis, size in vars(spec.dcn).items() if size != 1}
     spans, unit = math.prod(across.values()), "nodes" if target.platform == "cuda" else "slices"
@@ -316,7 +316,7 @@ def check_mesh(spec: MeshSpec, target: Target) -> None:
 
 
 def places(devices: Sequence[jax.Device], target: Target) -> tuple[Position, ...]:
-    """Where each device sits, in the order given: `places(mesh.devices.flat, target)` for a program's positions."""
+    """Find where each device sits, in the given order; `places(mesh.devices.flat, target)` is a program's order."""
     devices = list(devices)
     slices = _slice_indices(devices)
     if target.platform == "tpu":

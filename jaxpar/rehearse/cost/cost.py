@@ -1,8 +1,8 @@
-"""What each task of a program costs: seconds, and the lanes of the device that it holds meanwhile.
+"""The cost of a task is its seconds, and the lanes of the device that it holds meanwhile.
 
-The compiler's own cycles where it gives them; else the longer of arithmetic and memory traffic (the roofline of
-Williams, Waterman and Patterson, CACM 52(4), 2009). Collectives are priced by a function, since only a target knows
-its links.
+The compiler's own cycles decide where it gives them; otherwise the longer of arithmetic and memory traffic does (the
+roofline of Williams, Waterman and Patterson, CACM 52(4), 2009). A function prices the collectives, since only a target
+knows its links.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from jaxpar.rehearse.cost.speeds import SpeedTable
 from jaxpar.rehearse.link_costs import CollectiveTime
 
 COMPUTE, DMA, SIDE, HOST = "compute", "dma", "side", "host"
-"""Lanes of every device (`side`: asynchronous work that is no copy); the links have theirs from the network model:
-`ici:x`, `nvlink`, `dcn`."""
+"""The lanes of every device; `side` is for asynchronous work that is not a copy. The network model names the lanes of
+the links: `ici:x`, `nvlink`, `dcn`."""
 
 Path = tuple[int, ...]
 """Where a node stands: its position in the program, then in the loop's body, and so on."""
 
 Basis = Literal["cycles", "flops", "bytes", "measured", "link", "host link", "none"]
-"""What a duration rests on; `none` = the task says nothing of its work, and was taken to cost nothing."""
+"""What a duration is based on; `none` = the task does not state its work, and is assumed to cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One execution of a task."""
+    """The cost of one execution of a task."""
 
     seconds: float
     lanes: tuple[str, ...]
-    """Held from start to finish. A synchronous collective holds compute as well as its links."""
+    """The lanes it holds from start to finish. A synchronous collective holds compute as well as its links."""
     basis: Basis
     launch: float = 0.0
-    """The part of `seconds` in which nothing is worked on yet."""
+    """The part of `seconds` before its work begins."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The price of every task of one program."""
+    """The cost of every task of one program."""
 
     of: dict[Path, Cost]
     notes: tuple[str, ...] = ()
-    """What was assumed on the way, each once: `no peak for f64: bytes only`."""
+    """The assumptions that were made, each listed once: `no peak for f64: bytes only`."""
 
 
 def price(
@@ -56,9 +56,9 @@ def price(
     collective_time: Callable[[Collective], CollectiveTime],
     speeds: SpeedTable | None = None,
 ) -> Costs:
-    """Seconds and lanes of every task, by its path.
+    """Find the seconds and lanes of every task, by its path.
 
-    Measured speeds are asked before the roofline and after the compiler's cycles.
+    The compiler's cycles come first, then measured speeds, then the roofline.
     """
     notes: Counter[str] = Counter()
     of = {path: _cost(task, hardware, collective_time, speeds, notes) for path, task, _ in tasks(program.nodes)}
@@ -66,7 +66,7 @@ def price(
 
 
 def tasks(nodes: tuple[Node, ...], times: int = 1, path: Path = ()) -> Iterator[tuple[Path, Task, int]]:
-    """Every task with its path and how often it runs in one step."""
+    """Yield every task with its path and how often it runs in one step."""
     for i, node in enumerate(nodes):
         if isinstance(node, Loop):
             yield from tasks(node.body, times * node.trips, (*path, i))
@@ -75,7 +75,7 @@ def tasks(nodes: tuple[Node, ...], times: int = 1, path: Path = ()) -> Iterator[
 
 
 def seconds_by_basis(program: Program, costs: Costs) -> dict[str, float]:
-    """Seconds of all tasks of one step by what they rest on: how much is the compiler's and how much an estimate."""
+    """Sum the seconds of one step's tasks by basis: how much comes from the compiler, and how much is estimated."""
     total: defaultdict[str, float] = defaultdict(float)
     for path, _, count in tasks(program.nodes):
         total[costs.of[path].basis] += count * costs.of[path].seconds
@@ -89,7 +89,7 @@ def _cost(
     speeds: SpeedTable | None,
     notes: Counter[str],
 ) -> Cost:
-    """The price of one task; what had to be assumed is counted in `notes`."""
+    """Find the cost of one task, and count in `notes` what had to be assumed."""
     if task.collective is not None:
         on_links = collective_time(task.collective)
         return Cost(on_links.seconds, _lanes(task, *on_links.resources), "link")
@@ -110,7 +110,7 @@ def _cost(
 
 
 def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> Cost:
-    """The longer of arithmetic at the peak and traffic at the bandwidth of the memory, and a launch."""
+    """Take the longer of arithmetic at its peak and traffic at the memory's bandwidth, and add a launch."""
     arithmetic = 0.0
     if task.flops:
         peak = _peak(hardware.peak_flops, task.dtype)
@@ -132,12 +132,12 @@ def _launch(task: Task, hardware: Hardware) -> float:
 
 
 def _lanes(task: Task, *lanes: str) -> tuple[str, ...]:
-    """Of an asynchronous task its own lanes only; of any other compute as well."""
+    """Return the lanes of a task: an asynchronous one holds only its own, any other holds compute as well."""
     return tuple(lanes) if task.asynchronous else (COMPUTE, *lanes)
 
 
 def _beside(task: Task) -> tuple[str, ...]:
-    """Where an asynchronous task that is no collective runs: copies on the DMA engines, all else on a lane apart."""
+    """Return the lane of an asynchronous task that is no collective: copies use the DMA engines, all else `side`."""
     return () if not task.asynchronous else (DMA,) if task.kind == "copy" else (SIDE,)
 
 
@@ -146,9 +146,9 @@ _FIELD_OF_DTYPE = {"bf16": "bfloat16", "f16": "bfloat16", "bfloat16": "bfloat16"
 
 
 def _peak(peaks: PeakFlops, dtype: str) -> float:
-    """FLOP/s for matmuls of this dtype (as HLO or JAX writes it), 0 when there is no figure.
+    """Return the peak FLOP/s of matmuls of this dtype (as HLO or JAX writes it); 0 where there is no figure.
 
-    Where float32 has no figure, as on TPUs, XLA multiplies in bfloat16 passes: at jax's default precision, one.
+    Where float32 has no figure, as on TPUs, XLA multiplies in bfloat16 passes: one pass at jax's default precision.
     """
     name = "float8" if dtype.startswith(("f8", "float8")) else _FIELD_OF_DTYPE.get(dtype, "")
     peak = getattr(peaks, name, 0.0)

@@ -1,9 +1,9 @@
-"""Small training steps whose tasks a calibration times where they stand.
+"""Probes are small training steps, whose tasks a calibration times inside the step.
 
-In a step most of what is read comes from the main memory or from another core, which no program of one operation shows.
-The steps are those of plain transformers in plain JAX, with AdamW.
+A step reads most of its data from main memory or from another core, which a program of one operation does not show.
+The steps train plain transformers with AdamW, in plain JAX.
 
-Shapes: B batch, S positions (T those looked at), D embed, H heads, h head_dim, F mlp, V vocab.
+Shapes: B batch, S positions (T those attended to), D embed, H heads, h head_dim, F mlp, V vocab.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEAD_DIM = 32
 
 
 class Probe(NamedTuple):
-    """The sizes of a step."""
+    """The sizes of one training step."""
 
     batch: int
     seq: int
@@ -28,11 +28,11 @@ class Probe(NamedTuple):
     mlp: int
     vocab: int
     layers: int = 1
-    """More than one are run by `lax.scan`."""
+    """The number of layers; `lax.scan` runs them if there are several."""
     gated: bool = False
-    """RMSNorm and SwiGLU, as in LLaMA, in place of LayerNorm and GELU."""
+    """Whether RMSNorm and SwiGLU, as in LLaMA, take the place of LayerNorm and GELU."""
     dtype: str = "float32"
-    """Of the matmuls."""
+    """The dtype of the matmuls."""
 
 
 PROBES = {
@@ -47,7 +47,7 @@ PROBES = {
 
 
 def initial(probe: Probe) -> tuple[tuple[Arrays, Arrays, Arrays], jax.Array]:
-    """The state of a step, parameters and AdamW's two moments, and a batch of random tokens with their successors."""
+    """Make a step's state (the parameters and AdamW's two moments) and random tokens, one more than S a sequence."""
     D, F, V, rng = probe.embed, probe.mlp, probe.vocab, np.random.default_rng(0)
     shapes = {"qkv": (3, D, D), "out": (D, D), "up": (D, F), "down": (F, D), "gains": (2, D)}
     shapes |= {"gate": (D, F)} if probe.gated else {}
@@ -61,7 +61,7 @@ def initial(probe: Probe) -> tuple[tuple[Arrays, Arrays, Arrays], jax.Array]:
 def training_step(
     probe: Probe, state: tuple[Arrays, Arrays, Arrays], tokens: jax.Array
 ) -> tuple[tuple[Arrays, Arrays, Arrays], jax.Array]:
-    """One step of AdamW on the gradient, clipped by its norm; the new state, and the loss."""
+    """Take one step of AdamW on the gradient, clipped by its norm, and return the new state and the loss."""
     loss, grads = jax.value_and_grad(partial(_loss, probe))(state[0], tokens)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads.values()))
     new = {}
@@ -75,7 +75,7 @@ def training_step(
 
 
 def _loss(probe: Probe, params: Arrays, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the next token."""
+    """Return the mean cross-entropy of the next token."""
     layers = {name: x for name, x in params.items() if name not in ("table", "gain")}
     x_BSD = params["table"][tokens[:, :-1]].astype(probe.dtype)
     if probe.layers > 1:

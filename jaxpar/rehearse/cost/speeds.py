@@ -1,8 +1,8 @@
-"""Measured speeds: the seconds of a task from those of tasks like it that were timed on the device.
+"""Measured speeds give the seconds of a task, estimated from similar tasks that were timed on the device.
 
-A matmul's rate (FLOP/s) depends on its sizes and on the library that XLA gave it to, that of all else (bytes/s) on how
-much it reads and writes. A task takes, for each FLOP or byte, the mean of what those that were timed take, weighted by
-how near their sizes are. Times and not rates are averaged: what a table cannot tell apart then comes out right in sum.
+A matmul's rate (FLOP/s) depends on its sizes and on the library that XLA chose for it. The rate of anything else
+(bytes/s) depends on how much it reads and writes. The time per FLOP or byte is the mean over the timed tasks, weighted
+by how near their sizes are. Averaging times, not rates, makes the sum right over tasks that a table cannot distinguish.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from jaxpar.hlo.tasks import Task
 
 
 class Sample(NamedTuple):
-    """One task as it was timed."""
+    """The measured speed of one task."""
 
     sort: str
-    """What it is comparable to: its kind, what makes it, and its dtype, as in `matmul dot f32`."""
+    """The group of tasks it compares with: its kind, its maker and its dtype, as in `matmul dot f32`."""
     sizes: tuple[float, ...]
-    """Base-2 logarithms: of a matmul (batch, m, n, k), else (bytes, result as a part of them)."""
+    """Base-2 logarithms of (batch, m, n, k) for a matmul, else of (bytes, the result's share of the bytes)."""
     rate: float
-    """FLOP/s of a matmul, bytes/s of anything else."""
+    """The FLOP/s of a matmul, or the bytes/s of anything else."""
 
 
 def sample(task: Task, seconds: float) -> Sample | None:
-    """A timed task as an entry of the table; None where it says nothing of its work or took no time."""
+    """Make a timed task an entry of the table; None if it does not state its work or took no time."""
     amount = task.flops or task.bytes
     if not amount or seconds <= 0:
         return None
@@ -48,9 +48,9 @@ def sample(task: Task, seconds: float) -> Sample | None:
 
 
 def _maker(task: Task) -> str:
-    """What makes tasks of one kind differ: the library that runs them, the opcode, or exponentials and such.
+    """Name what sets tasks of one kind apart: the library that runs them, the opcode, or costly functions like tanh.
 
-    On CPU XLA hands groups of instructions to a library and names them after it; its own fusions it names after
+    On CPU, XLA hands groups of instructions to a library and names them after it. It names its own fusions after
     their last instructions (`multiply_tanh_fusion`).
     """
     library = re.match(r"(ynn|xnn|onednn)_", task.name)
@@ -63,15 +63,15 @@ def _maker(task: Task) -> str:
 
 @dataclass(frozen=True)
 class SpeedTable:
-    """What was timed on one device."""
+    """The tasks that were timed on one device."""
 
     samples: tuple[Sample, ...]
     sharing: int = 1
-    """Devices simulated on the same cores: each gets its part of them."""
+    """How many devices are simulated on the same cores and share them."""
 
     @cached_property
     def _alike(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Sizes [samples, dims] and rates [samples] of each sort, of each kind and maker, and of each kind."""
+        """The sizes [samples, dims] and rates [samples] of each sort, of each kind and maker, and of each kind."""
         found: dict[str, list[Sample]] = defaultdict(list)
         for item in self.samples:
             for name in _from_near_to_far(item.sort):
@@ -82,19 +82,19 @@ class SpeedTable:
         }
 
     def seconds(self, task: Task) -> float | None:
-        """One execution of a task, once launched; None where nothing of its kind was timed."""
+        """Estimate the seconds of one execution of a task, without its launch; None if none of its kind was timed."""
         asked = sample(task, 1.0)
         name = next((name for name in _from_near_to_far(asked.sort) if name in self._alike), "") if asked else ""
         if not asked or not name:
             return None
         sizes, rates = self._alike[name]
-        # Sizes differ by powers of two: a third of one is as good as the same.
+        # Sizes are in powers of two; a difference of a third of one counts as hardly any.
         weights = (np.sum((sizes - np.array(asked.sizes)) ** 2, axis=1) + 0.1) ** -2.0
         rate = weights.sum() / (weights / rates).sum()
         return float(asked.rate / rate) * self.sharing
 
 
 def _from_near_to_far(sort: str) -> tuple[str, str, str]:
-    """A sort, whatever its dtype, whatever its maker: `matmul dot f32`, `matmul dot`, `matmul`."""
+    """Return the sort, then without its dtype, then without its maker: `matmul dot f32`, `matmul dot`, `matmul`."""
     kind, maker, _ = sort.split(" ")
     return sort, f"{kind} {maker}", kind

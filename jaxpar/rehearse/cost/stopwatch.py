@@ -1,4 +1,4 @@
-"""Seconds of each task of a compiled program, from JAX's own profiler."""
+"""JAX's own profiler measures the seconds of each task of a compiled program."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Program, Task, walk
 
 Instruction = tuple[str, str]
-"""(module, name) as the profiler says them: `("jit_step", "dot.3")`."""
+"""A (module, name) pair, as the profiler reports it: `("jit_step", "dot.3")`."""
 
 State, Given = TypeVar("State"), TypeVar("Given")
 """Pytrees of arrays."""
 
 
 class Ready(NamedTuple):
-    """A compiled program and its tasks."""
+    """A compiled program that is ready to be timed, and its tasks."""
 
     program: Program
     tasks: dict[Instruction, Task]
     run: Callable[[], None]
-    """One execution, waited for."""
+    """Runs the program once and waits for it."""
     seconds: float
-    """Of an execution, roughly."""
+    """The rough seconds of one execution."""
     stats: Any
-    """`compiled.memory_analysis()`, whose type jaxlib does not give away."""
+    """The result of `compiled.memory_analysis()`, whose type jaxlib does not make public."""
 
 
 def warm(compiled: Compiled, start: Callable[[], object]) -> Ready:
-    """A compiled program that `start` starts, run twice; the arrays that `start` returns are waited for."""
+    """Run a compiled program twice, so that it is warm; `start` starts it and returns the arrays to wait for."""
     text = compiled.as_text() or ""
     module = text.removeprefix("HloModule ").partition(",")[0]
     program = read_program(text)
@@ -53,7 +53,7 @@ def warm(compiled: Compiled, start: Callable[[], object]) -> Ready:
 
 
 def ready_step(step: Callable[[State, Given], tuple[State, Any]], state: State, given: Given, name: str) -> Ready:
-    """A training step `(state, given) -> (state, results)` as a module of this name; a run goes on from the last."""
+    """Compile a training step `(state, given) -> (state, results)` under this name; each run continues the last."""
 
     def named(state: State, given: Given) -> tuple[State, Any]:
         return step(state, given)
@@ -70,14 +70,14 @@ def ready_step(step: Callable[[State, Given], tuple[State, Any]], state: State, 
 
 
 def time_once(action: Callable[[], object]) -> float:
-    """Seconds an action takes."""
+    """Return the seconds that an action takes."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
 
 
 def fastest(ready: Sequence[Ready], each: float) -> dict[Instruction, float]:
-    """Seconds of the fastest execution of every task, each program run for about `each` seconds, twice at least."""
+    """Return the fastest time of every task, in seconds; each program runs for about `each` seconds, at least twice."""
 
     def run_all() -> None:
         for item in ready:
@@ -88,11 +88,11 @@ def fastest(ready: Sequence[Ready], each: float) -> dict[Instruction, float]:
 
 
 def durations(action: Callable[[], object], keep: Path | None = None) -> dict[Instruction, list[float]]:
-    """Seconds of every execution of every instruction that runs in an action, on a GPU of each of its kernels.
+    """Profile an action: the seconds of every execution of each instruction in it (on a GPU, of each of its kernels).
 
     Args:
-      action: what is profiled.
-      keep: a folder for the profile, which TensorBoard and Perfetto read; None = it is not kept.
+      action: the function that is profiled.
+      keep: a folder for the profile, which TensorBoard and Perfetto can read; None = it is not kept.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -101,21 +101,21 @@ def durations(action: Callable[[], object], keep: Path | None = None) -> dict[In
             action()
         file = max(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of the bindings, on Python 3.13
+            warnings.simplefilter("ignore", DeprecationWarning)  # the bindings warn on Python 3.13
             return _durations(jax.profiler.ProfileData.from_file(str(file)))
 
 
 def _durations(profile: jax.profiler.ProfileData) -> dict[Instruction, list[float]]:
-    """Where a device has a plane of its own, the host's events of the same names are only the starts of its kernels.
+    """Read the planes of devices if anything runs in them: the host's events then only start the devices' kernels.
 
-    A compiler that is loaded for absent hardware (libtpu) has a plane too, in which nothing runs.
+    A compiler that is loaded for absent hardware (libtpu) also has a plane, but nothing runs in it.
     """
     planes = list(profile.planes)
     return _of_planes([plane for plane in planes if plane.name.startswith("/device:")]) or _of_planes(planes)
 
 
 def _of_planes(planes: Sequence[jax.profiler.ProfilePlane]) -> dict[Instruction, list[float]]:
-    """An instruction that XLA:CPU hands to other threads is over with the event `end: NAME`, tied to it by a number."""
+    """Read some planes; where XLA:CPU hands an instruction to other threads, the event `end: NAME` marks its end."""
     started, ends = [], {}
     for event in (event for plane in planes for line in plane.lines for event in line.events):
         stats = dict(event.stats)
