@@ -1,9 +1,9 @@
-"""Training: state and step, data, checkpoints, the loop; evaluation, text, conversion.
+"""Training: the state and the step, data, checkpoints and the loop; also evaluation, text generation and conversion.
 
     train.run(plan.resolve(config), folder)
 
-`run` trains a config in a run folder. The other names are for a loop of one's own: a plan from a config, its state, the
-jitted step, and batches of a text.
+`run` trains a config in a run folder. The other names serve a loop of your own: they make a plan from a config, its
+state, the jitted step, and batches of a text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A name, when it is first asked for: `run` brings data and checkpoints along."""
+    """Import a name when it is first asked for, because `run` imports data and checkpoints."""
     for module in ("plans", "state", "step", "data", "loop"):
         if name in __all__ and hasattr(found := import_module(f"jaxpar.train.{module}"), name):
             return getattr(found, name)

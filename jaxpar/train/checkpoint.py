@@ -1,4 +1,4 @@
-"""Checkpoints: Orbax's manager behind four verbs, with the data iterator's state beside the training state."""
+"""Saves and restores checkpoints with Orbax's manager, with the data iterator's state beside the training state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import path_name
 
 METRIC = "val_loss"
-PyTree = Any  # a TrainState, or any other: Orbax looks at its leaves
+PyTree = Any  # a TrainState or any other tree, because Orbax looks only at the leaves
 
 
 def _worst_first(metrics: dict[str, float]) -> float:
@@ -26,21 +26,21 @@ def _worst_first(metrics: dict[str, float]) -> float:
 
 
 class Checkpoints:
-    """The checkpoints of one run: written in the background, the newest few kept and the best one.
+    """The checkpoints of one run, which are written in the background; the newest few and the best one are kept.
 
     Args:
-      folder: made when absent by who writes.
+      folder: the folder of the checkpoints; if it is absent, a writer makes it.
       config: how many to keep; None = only read: nothing in the folder is made or removed. A training run may be
-        writing there, and what it has not finished is a folder that one who writes would clear away as left over.
+        writing there, and a second writer would clear away its unfinished checkpoint as a leftover.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig | None = None):
         self._writes = config is not None
-        # The policies say what is kept; `best_fn` is what makes Orbax store the metric at all.
+        # The policies say what is kept; without `best_fn` Orbax would not store the metric at all.
         policies: list[Any] = [managers.LatestN(config.keep if config else None)]
         if config and config.keep_best:
             policies.append(managers.BestN(get_metric_fn=_worst_first, n=1, keep_checkpoints_without_metrics=False))
-        # Not Orbax's `read_only`: it writes a warning on every opening, and skips a save without a word.
+        # Orbax's `read_only` is not used: it writes a warning on every opening, and silently skips a save.
         options = ocp.CheckpointManagerOptions(
             best_fn=lambda metrics: metrics[METRIC],
             best_mode="min",
@@ -54,21 +54,21 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
-        """The newest finished step, or None."""
+        """Return the newest finished step, or None."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Every finished step, sorted."""
+        """Return every finished step, sorted."""
         return sorted(self._manager.all_steps())
 
     def best(self) -> int | None:
-        """The step with the lowest validation loss among those kept, or None."""
+        """Return the step with the lowest validation loss among those kept, or None."""
         scored = [(self._manager.metrics(step), step) for step in self._manager.all_steps()]
         losses = [(metrics[METRIC], step) for metrics, step in scored if metrics and math.isfinite(metrics[METRIC])]
         return min(losses, default=(None, None))[1]
 
     def save(self, step: int, state: PyTree, data_state: dict[str, Any], val_loss: float | None) -> None:
-        """Save in the background, unless the step is there already. One that was not evaluated is never the best."""
+        """Save in the background, unless the step is already saved. A step that was not evaluated is never the best."""
         assert self._writes, "opened for reading"
         if step in self._manager.all_steps():
             return
@@ -76,22 +76,22 @@ class Checkpoints:
         self._manager.save(step, args=items, metrics={METRIC: math.inf if val_loss is None else val_loss})
 
     def data(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the state; a UserError where it cannot be read."""
+        """Return what `save` was given beside the state; raise a UserError where it cannot be read."""
         return self._read(step, data=ocp.args.JsonRestore()).data
 
     def restore(self, step: int, shapes: PyTree) -> PyTree:
-        """The state of a finished step, on the shardings of `shapes`.
+        """Return the state of a finished step, with the shardings of `shapes`.
 
         These are ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved.
 
         Raises:
-          UserError: files missing or cut short, or a state of another model or precision.
+          UserError: files are missing or cut short, or the state is of another model or precision.
         """
         self._check(step, shapes)
         return self._read(step, state=ocp.args.StandardRestore(shapes)).state
 
     def _check(self, step: int, shapes: PyTree) -> None:
-        """Compare names, shapes and dtypes with what was saved, before anything is read: Orbax casts without a word."""
+        """Compare names, shapes and dtypes with what was saved before anything is read: Orbax casts silently."""
         self._manager.wait_until_finished()
         with self._readable(step):
             found: Any = self._manager.item_metadata(step)
@@ -115,7 +115,7 @@ class Checkpoints:
 
     @contextmanager
     def _readable(self, step: int) -> Iterator[None]:
-        """What Orbax cannot read inside, as a UserError with a way out."""
+        """Turn a failure of Orbax to read into a UserError that tells a way out."""
         try:
             yield
         except (ValueError, KeyError, OSError) as error:
@@ -126,6 +126,6 @@ class Checkpoints:
             ) from error
 
     def close(self) -> None:
-        """Wait for what is being written; raises what went wrong in the background (a full disk, say)."""
+        """Wait for what is being written, and raise what went wrong in the background (a full disk, say)."""
         self._manager.wait_until_finished()
         self._manager.close()

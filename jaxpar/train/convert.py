@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint to run folder and back."""
+"""Converts a Hugging Face checkpoint to a run folder and back."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from jaxpar.train.state import init_state
 
 TOKENIZER = "tokenizer.json"
 _BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
-"""Files of a Hugging Face folder that say what its ids mean; they come along both ways."""
+"""Files of a Hugging Face folder that say what its ids mean; they are copied in both directions."""
 
 
 def config_of(source: Path, target: Path) -> Config:
-    """A config whose model is that of a Hugging Face folder, and its tokenizer the one beside it, as it will lie in the
-    run folder `target`; the rest is default, to be overridden. It has no data: training asks for some."""
+    """Return a config with the model of a Hugging Face folder, and with its tokenizer as it will lie in the run folder
+    `target`. The rest is default and can be overridden. It has no data, which training asks for."""
     model = model_config_from_hf(source)
     seq_len = min(DataConfig.seq_len, model.max_seq_len)
     data = DataConfig(source="text", tokenizer=str(target / TOKENIZER), seq_len=seq_len)
@@ -38,8 +38,8 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     """Make a run folder whose checkpoint at step 0 holds the weights of a Hugging Face folder.
 
     Raises:
-      UserError: a config whose model is another, a target that holds another run or has trained already, or a bad
-        checkpoint (see `import_hf`).
+      UserError: the config has another model, the target holds another run or has already trained, or the checkpoint
+        is bad (see `import_hf`).
     """
     require_model(model_config_from_hf(source), config.model, source)
     plan, model = make_plan(check(config), start(config.mesh, config.compile.cache)), Model(config.model)
@@ -54,7 +54,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
 
 
 def export_run(config: Config, source: Path, target: Path, step: int, dtype: Literal["float32", "bfloat16"]) -> int:
-    """Write a run's checkpoint as a Hugging Face folder, its tokenizer too; returns the step that was exported."""
+    """Write a run's checkpoint and its tokenizer as a Hugging Face folder; return the step that was exported."""
     plan, model = drop_stages(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
     step, state = load_run(source, step, config, plan)
     export_hf(state.params, model, target, dtype=dtype)

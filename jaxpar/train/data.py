@@ -1,4 +1,4 @@
-"""Text and token files to batches: plain windows or packed documents, the same batches on any number of processes.
+"""Makes batches of text and token files: plain windows or packed documents, the same on any number of processes.
 
 Shapes: N tokens of a stream, B rows of this process, S sequence length, T = S + 1.
 """
@@ -33,12 +33,12 @@ from jaxpar.train.tokenizer import (
     token_dtype,
 )
 
-# Folders of the standard library that are somebody else's, tests, generated tables, or often not installed.
+# Folders of the standard library that hold other packages, tests or generated tables, or are often not installed.
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests",
                    "encodings", "pydoc_data", "idlelib", "lib2to3", "turtledemo"}  # fmt: skip
 
 HostBatch = dict[str, np.ndarray]
-"""int32 [B, S] each: `tokens`, `labels` (the next token; -1 = not counted), packed also `segments` and `positions`."""
+"""`tokens` and `labels` (the next token; -1 = not counted), and if packed `segments` and `positions`; int32 [B, S]."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Tokens:
     """A stream of tokens, in memory or memory-mapped.
 
     Attributes:
-      tokens: ids [N], unsigned.
-      document_starts: where each document begins [documents], int64, sorted, the first 0; None = not known.
-      origin: the file, folder or corpus, for messages.
+      tokens: unsigned ids [N].
+      document_starts: where each document begins, sorted int64 [documents], the first at 0; None = not known.
+      origin: the name of the file, folder or corpus, for messages.
       offset: how many tokens of `origin` come before these.
     """
 
@@ -59,7 +59,7 @@ class Tokens:
 
 
 class Corpus(NamedTuple):
-    """`val` is None when nothing is held out, `tokenizer` when a .bin file came without one."""
+    """The data of a run; `val` is None if nothing is held out, and `tokenizer` if a .bin file came without one."""
 
     train: Tokens
     val: Tokens | None
@@ -67,11 +67,11 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
-    """The training and validation tokens of a config, checked against the model's vocabulary and `data.seq_len`.
+    """Load the training and validation tokens of a config, and check them against the vocabulary and `data.seq_len`.
 
     Raises:
-      UserError: a source that is missing, empty, not text, cut short, too short for one window, without the document
-        offsets that `data.pack` needs, or with more tokens in its vocabulary than the model has.
+      UserError: the source is missing, empty, not text, cut short or too short for one window, lacks the document
+        offsets that `data.pack` needs, or has more tokens in its vocabulary than the model.
     """
     train, val, tokenizer = _load_tokens(data) if data.source == "tokens" else _load_text(data)
     if val is None and data.val_fraction > 0:
@@ -99,7 +99,7 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
 
 
 def split(stream: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
-    """The stream without its last `val_fraction`, and that; a document may be cut in two, as in nanoGPT's split."""
+    """Split off the last `val_fraction` of a stream; a document may be cut in two, as in nanoGPT's split."""
     cut = int(len(stream.tokens) * (1 - val_fraction))
     train_starts = val_starts = stream.document_starts
     if train_starts is not None and val_starts is not None:
@@ -113,13 +113,13 @@ def split(stream: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
 
 
 def unigram_entropy(tokens: np.ndarray, sample: int = 2**24) -> float:
-    """Nats per token of the frequencies of the first `sample` tokens: the best loss without looking at context."""
+    """Return the entropy of the first `sample` tokens' frequencies in nats per token: the best loss without context."""
     counts = np.bincount(tokens[:sample])
     frequency = counts[counts > 0] / counts.sum()
     return float(-(frequency * np.log(frequency)).sum())
 
 
-# Text: each file is a document.
+# Text, where each file is a document.
 
 
 def _load_text(data: DataConfig) -> Corpus:
@@ -131,7 +131,7 @@ def _load_text(data: DataConfig) -> Corpus:
 
 
 def _source_files(data: DataConfig) -> tuple[list[Path], str]:
-    """The documents of a text source, and what to call it."""
+    """Return the documents of a text source, and a name for it."""
     if data.source == "stdlib":
         return stdlib_files(data.max_bytes), f"the standard library of Python {platform.python_version()}"
     if not data.path:
@@ -140,9 +140,9 @@ def _source_files(data: DataConfig) -> tuple[list[Path], str]:
 
 
 def stdlib_files(max_bytes: int) -> list[Path]:
-    """This Python's own library sources, sorted by path, as many as fit in `max_bytes`; no tests, no tables."""
+    """Return as many of Python's own library sources, sorted by path, as fit in `max_bytes`; no tests, no tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    # _sysconfigdata is written by the build, with that machine's paths.
+    # The build of Python writes _sysconfigdata, which has paths of that machine.
     sources = [file for file in _files_below(root, STDLIB_LEFT_OUT) if file.match("*.py")]
     files = [file for file in sources if not file.name.startswith("_sysconfigdata")]
     total = np.cumsum([file.stat().st_size for file in files])
@@ -153,10 +153,10 @@ def stdlib_files(max_bytes: int) -> list[Path]:
 
 
 def text_files(path: str) -> list[Path]:
-    """The file at `path`, or every file of text in the folder, sorted by path.
+    """Return the file at `path`, or every text file in the folder, sorted by path.
 
-    Left out of a folder are hidden and empty files, and files with a NUL byte in their first 8 KiB (git's test for
-    binary): a picture among the texts does no harm.
+    Hidden and empty files of a folder are left out, and so are files with a NUL byte in their first 8 KiB (git's test
+    for binary), so that a picture among the texts does no harm.
     """
     root = Path(path)
     if root.is_file():
@@ -172,7 +172,7 @@ def text_files(path: str) -> list[Path]:
 
 
 def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
-    """The files of a folder, sorted by relative path; none that is empty, hidden, or in a folder of `left_out`."""
+    """Return a folder's files, sorted by relative path, but no empty or hidden ones and none in `left_out` folders."""
     found = []
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if not name.startswith(".") and name not in left_out]
@@ -192,8 +192,8 @@ def _encode_files(files: Iterable[Path], tokenizer: Tokenizer, origin: str) -> T
     return Tokens(np.concatenate(documents), np.concatenate([[0], ends[:-1]]), origin)
 
 
-# Token files: NAME.bin (raw ids), and beside it NAME.bin.json (dtype and counts), NAME.bin.docs (raw int64 document
-# starts) and NAME.bin.tokenizer.json. A .bin alone is nanoGPT's: uint16, documents and tokenizer not known.
+# A token file is NAME.bin (raw ids); beside it lie NAME.bin.json (dtype and counts), NAME.bin.docs (raw int64 document
+# starts) and NAME.bin.tokenizer.json. A .bin alone is nanoGPT's: its ids are uint16, documents and tokenizer unknown.
 
 
 def tokenize(data: DataConfig, out: str | Path) -> Tokens:
@@ -202,7 +202,7 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
     One document is in memory at a time, progress goes to stderr, and each file appears whole or not at all.
 
     Raises:
-      UserError: a bad source, a name without .bin, or a file that cannot be written.
+      UserError: the source is bad, the name does not end in .bin, or a file cannot be written.
     """
     out = Path(out)
     if out.suffix != ".bin" or data.source == "tokens":
@@ -225,7 +225,7 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `path` when all of it is written, and is gone when the writing fails."""
+    """Open a file for writing that is renamed to `path` once all of it is written, and removed if the writing fails."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ def _load_tokens(data: DataConfig) -> Corpus:
     if not data.path:
         raise UserError("data.source=tokens needs data.path: a .bin file, such as `jaxpar tokenize` writes")
     train, tokenizer = open_tokens(data.path), stored_tokenizer(data.path)
-    # Presets name a file that need not be there: a .bin brings its own.
+    # Presets name a tokenizer file that need not exist, because a .bin brings its own.
     if data.tokenizer.endswith(".json") and (tokenizer is None or Path(data.tokenizer).exists()):
         asked = load_tokenizer(data.tokenizer)
         if tokenizer is not None and tokenizer.to_json() != asked.to_json():
@@ -264,10 +264,10 @@ def _load_tokens(data: DataConfig) -> Corpus:
 
 
 def open_tokens(path: str | Path) -> Tokens:
-    """A token file, memory-mapped, with what lies beside it.
+    """Open a token file, memory-mapped, with the files that lie beside it.
 
     Raises:
-      UserError: a file that is missing, empty, cut short, or not the one that its .json describes.
+      UserError: a file is missing, empty, cut short, or not the one that its .json describes.
     """
     path = Path(path)
     if path.suffix != ".bin":
@@ -286,7 +286,7 @@ def open_tokens(path: str | Path) -> Tokens:
 
 
 def stored_tokenizer(path: str | Path) -> Tokenizer | None:
-    """The tokenizer that `tokenize` left beside a token file."""
+    """Load the tokenizer that `tokenize` left beside a token file, if there is one."""
     stored = Path(path).with_suffix(".bin.tokenizer.json")
     return load_tokenizer(stored) if stored.exists() else None
 
@@ -318,14 +318,14 @@ def _memory_map(path: Path, dtype: np.dtype) -> np.ndarray:
 def train_batches(
     stream: Tokens, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int
 ) -> grain.DatasetIterator[HostBatch]:
-    """This process's rows of every global batch, without end: each window once an epoch, each epoch in a new order.
+    """Return an endless iterator of this process's rows of the global batches; every epoch has a new order of windows.
 
-    The order comes from `data.seed` alone, so the global batch is the same whatever the number of processes. The
+    The order depends on `data.seed` alone, so the global batch is the same for any number of processes. The
     iterator's `get_state()` is a small JSON-able dict; after `set_state` the next batch is the one that would have
-    followed, whatever had been read ahead.
+    followed, no matter what had been read ahead.
 
-    `batch` is the rows of the global batch, `rows` which of them to read (see `sharding.local_rows`). There must be
-    data.seq_len + 1 tokens; an id beyond `vocab_size` raises a UserError from `next`.
+    `batch` is the number of rows of the global batch, and `rows` are those to read (see `sharding.local_rows`).
+    There must be at least data.seq_len + 1 tokens; an id beyond `vocab_size` raises a UserError from `next`.
     """
     stride = data.stride or data.seq_len
     local = np.asarray(rows)
@@ -333,7 +333,7 @@ def train_batches(
     def fetch(window_B: np.ndarray) -> HostBatch:
         return read_windows(stream, window_B[local] * stride, data.seq_len, data.pack, vocab_size)
 
-    # Indices are shuffled and batched before anything is read: what other processes hold costs this one nothing.
+    # Indices are shuffled and batched before anything is read, so other processes' rows cost this one nothing.
     windows = grain.MapDataset.range(window_count(stream, data.seq_len, stride)).seed(data.seed).shuffle().repeat()
     batches = windows.batch(batch, drop_remainder=True).map(fetch)
     threads = min(data.prefetch, 4)
@@ -343,13 +343,13 @@ def train_batches(
 def val_batches(
     stream: Tokens, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int, limit: int = 0
 ) -> Iterator[HostBatch]:
-    """This process's rows of the validation batches: windows side by side, each once, in order.
+    """Yield this process's rows of the validation batches: windows side by side, each once, in order.
 
-    With a `limit` other than 0 there are so many batches at most, of windows at even distances over the whole stream:
-    its beginning alone may be easier or harder than the rest.
+    A `limit` other than 0 is the largest number of batches. Their windows are then spread evenly over the whole stream,
+    because its beginning alone may be easier or harder than the rest.
 
     The last batch is filled up with rows whose labels are all -1, so that a mean over counted labels is exact. Tokens
-    after the last whole window are not seen. For the other arguments see `train_batches`.
+    after the last whole window are not used. For the other arguments see `train_batches`.
     """
     windows = window_count(stream, data.seq_len, data.seq_len)
     count = min(limit * batch or windows, windows)
@@ -362,18 +362,18 @@ def val_batches(
 
 
 def window_count(stream: Tokens, seq_len: int, stride: int) -> int:
-    """How many windows of seq_len tokens, and the label of the last, begin at multiples of `stride`."""
+    """Count the windows of seq_len tokens, plus the label of the last token, that begin at multiples of `stride`."""
     return max((len(stream.tokens) - seq_len - 1) // stride + 1, 0)
 
 
 def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool, vocab_size: int) -> HostBatch:
-    """The windows that begin at `starts_B`, as a batch.
+    """Read the windows that begin at `starts_B` as a batch.
 
-    Packed, `segments` numbers the documents of a window from 1, `positions` counts from the start of the document
+    If packed, `segments` numbers the documents of a window from 1, `positions` counts from the start of the document
     or, where it began earlier, of the window, and the last token of a document has label -1.
 
     Raises:
-      UserError: an id that the vocabulary does not have.
+      UserError: the vocabulary does not have an id that was read.
     """
     ids_BT = sliding_window_view(stream.tokens, seq_len + 1)[starts_B]
     if ids_BT.max() >= vocab_size:

@@ -1,4 +1,4 @@
-"""Validation loss: of parameters while they train, or of a run's checkpoint on any mesh."""
+"""Computes the validation loss of parameters while they train, or of a run's checkpoint on any mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_ba
 
 
 class Evaluation(NamedTuple):
-    """Validation loss (nats a token) and perplexity of the checkpoint of a step."""
+    """The validation loss (nats a token) and perplexity of the checkpoint of a step."""
 
     step: int
     val_loss: float
@@ -32,7 +32,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(eval_step: Compiled, params: Params, stream: Tokens, config: Config, plan: Plan, limit: int) -> float:
-    """Mean loss in nats a token over the windows of so many validation batches, or of all where `limit` is 0."""
+    """Return the mean loss in nats a token over the windows of `limit` validation batches; 0 = all."""
     rows = batch_rows(config.train.batch, plan)
     read = val_batches(stream, config.data, config.train.batch, rows, config.model.vocab_size, limit)
     batches = Batches(read, empty_batch(config, plan))
@@ -45,11 +45,11 @@ def evaluate(eval_step: Compiled, params: Params, stream: Tokens, config: Config
 def evaluate_run(
     config: Config, folder: Path, step: int = 0, say: Callable[[str], None] = lambda line: None
 ) -> Evaluation:
-    """Evaluate a run's checkpoint (0 = the best, or the newest where none was evaluated), on any mesh, over the batches
-    of a run's end (`train.final_eval_batches`, by default all). `say` is given each note on how it runs.
+    """Evaluate a run's checkpoint (0 = the best, or the newest where none was evaluated) on any mesh, over the batches
+    that a run uses at its end (`train.final_eval_batches`, by default all). `say` receives each note on how it runs.
 
     Raises:
-      UserError: no checkpoint, no validation data, a mesh that does not fit.
+      UserError: there is no checkpoint or no validation data, or the mesh does not fit.
     """
     plan = make_plan(check(config), start(config.mesh, config.compile.cache))
     for note in kernel_notes(config, plan, training=False):

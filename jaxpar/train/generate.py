@@ -1,4 +1,4 @@
-"""Greedy continuation of a prompt: enough to look at what a model has learned."""
+"""Continues a prompt greedily, which is enough to look at what a model has learned."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxpar.models import Model, Params
 def greedy(
     model: Model, params: Params, plan: Plan, prompt: Sequence[int] | np.ndarray, count: int, window: int = 0
 ) -> list[int]:
-    """The `count` most likely tokens after `prompt`, one at a time.
+    """Return `count` tokens after `prompt`, each the most likely one after those before it.
 
-    Every token runs the whole window again (there is no key/value cache): meant for looking, not for serving. The model
+    Every token runs the whole window again (there is no key/value cache), so this is not meant for serving. The model
     sees `window` tokens at once; 0 = model.max_seq_len, at most 512.
 
     Raises:
-      UserError: an empty prompt, an id outside the vocabulary, or a plan with stages.
+      UserError: the prompt is empty, an id is outside the vocabulary, or the plan has stages.
     """
     if plan.size("stage") > 1:
         raise UserError(f"a pipeline of {plan.size('stage')} stages trains, and does not generate: use mesh.stage=1")
@@ -31,7 +31,7 @@ def greedy(
     if not ids or not 0 <= min(ids) <= max(ids) < model.config.vocab_size:
         raise UserError(f"the prompt needs at least one token id, all in 0..{model.config.vocab_size - 1}")
     window = window or min(model.config.max_seq_len, 512)
-    rows = plan.size("batch")  # the batch dim must divide; every row holds the same prompt
+    rows = plan.size("batch")  # the mesh must divide the batch dim, so every row holds the same prompt
 
     @jax.jit
     def next_token(params: Params, window_S: jax.Array, last: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Training: from a config to a run folder with metrics, a picture and checkpoints; the same call again resumes."""
+"""Trains a config in a run folder with metrics, a picture and checkpoints; the same call again resumes the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, make_t
 
 
 class Result(NamedTuple):
-    """How a run ended: the step it reached, its last losses (nats a token), and the text's unigram entropy."""
+    """How a run ended: the step that it reached, its last losses (nats a token), and the text's unigram entropy."""
 
     step: int
     loss: float | None
@@ -48,7 +48,7 @@ class Result(NamedTuple):
 
 
 class OutOfMemory(UserError):
-    """A device has too little memory for the step, at its compilation or when it ran; `said` is its message."""
+    """A device has too little memory for the step, at compilation or when it runs; `said` is the device's message."""
 
     def __init__(self, config: Config, plan: Plan, said: str):
         super().__init__(
@@ -59,22 +59,22 @@ class OutOfMemory(UserError):
 
 
 Watch = Callable[[Config, Plan, Compiled], None]
-"""Called beside the first steps with the config, its plan and the compiled step."""
+"""A function that runs beside the first steps and gets the config, its plan and the compiled step."""
 
 
 def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch = lambda *_: None) -> Result:
-    """Train, or go on training, the run in `folder`.
+    """Train the run in `folder`, or go on with it.
 
     Args:
-      config: the experiment, with nothing open: `jaxpar.plan.resolve` settles a memory budget and `overlap auto`. If
-        the folder has a config already, they must agree but for layout and reporting.
-      folder: the run folder; made when absent.
-      corpus: the config's data where they are loaded already.
-      watch: called on the first process, in a thread beside the loop.
+      config: the experiment, with nothing left open: `jaxpar.plan.resolve` settles a memory budget and `overlap auto`.
+        If the folder already has a config, the two may differ only in layout and reporting.
+      folder: the run folder, which is made if it is absent.
+      corpus: the config's data, if they are already loaded.
+      watch: a function that the first process calls in a thread beside the loop.
 
     Raises:
-      OutOfMemory: a device has too little for the step.
-      UserError: whatever else the user can mend: config, devices, data, a run folder of another config, divergence.
+      OutOfMemory: a device has too little memory for the step.
+      UserError: the user can mend it: the config, devices or data, a run folder of another config, or divergence.
     """
     require_settled(check(config))
     devices = start(config.mesh, config.compile.cache)
@@ -101,7 +101,7 @@ def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch
 
 
 class _Run:
-    """One call of `run`: what the loop needs, and the steps whose numbers it has not read yet."""
+    """One call of `run`; it has what the loop needs, and the steps whose numbers have not been read yet."""
 
     def __init__(
         self, config: Config, folder: Path, plan: Plan, corpus: Corpus, checkpoints: Checkpoints, watch: Watch
@@ -124,7 +124,7 @@ class _Run:
             done = f"step {self.first} of {self.last} is done already: nothing to train (--train.{more})"
             self.show.say(f"{done}; see {self.folder}")
             return Result(self.first, None, None, self.entropy, False)
-        # One thread beside this one: it compiles the step while the state is made or read; while the first steps run it
+        # One other thread compiles the step while this one makes or reads the state; while the first steps run, it
         # compiles the evaluation and draws the memory.
         with self._out_of_memory(), _one_thread() as self.beside:
             compiling = self.beside.submit(self._compile)
@@ -141,18 +141,18 @@ class _Run:
 
     @contextmanager
     def _out_of_memory(self) -> Iterator[None]:
-        """A device that has too little memory, at compilation or at a step, is an `OutOfMemory`."""
+        """Raise `OutOfMemory` where a device has too little memory, at compilation or at a step."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            if said := kernel_memory_message(str(error)):  # not what a device has
+            if said := kernel_memory_message(str(error)):  # a kernel's limit, not the device's memory
                 raise UserError(f"the compiler refuses this step: {said}") from error
             raise OutOfMemory(self.config, self.plan, str(error)) from error
 
     def _start(self) -> tuple[TrainState[jax.Array], DatasetIterator[HostBatch]]:
-        """The state and the data iterator at the first step, and the start-up lines."""
+        """Return the state and the data iterator at the first step, and print the start-up lines."""
         config, model, plan, text = self.config, self.model, self.plan, self.corpus.train
         rows = batch_rows(config.train.batch, plan)
         data = train_batches(text, config.data, config.train.batch, rows, config.model.vocab_size)
@@ -184,7 +184,7 @@ class _Run:
         return state, data
 
     def _compile(self) -> tuple[Compiled, str]:
-        """The training step, compiled ahead, so that the first step is timed like the others, and what to say of it."""
+        """Compile the step ahead, so that the first is timed like the others; return it and a line to say about it."""
         began = time.perf_counter()
         step_fn = make_train_step(self.model, self.config, self.plan)
         compiled = step_fn.lower(*step_shapes(self.model, self.config, self.plan)).compile()
@@ -200,7 +200,7 @@ class _Run:
         data: DatasetIterator[HostBatch],
         stop_after: Callable[[int], bool],
     ) -> int:
-        """The steps after `first`; returns the last one finished."""
+        """Run the steps after `first`; return the last one that finished."""
         config, train, text = self.config, self.config.train, self.corpus.train
         flops, devices = self.model.flops_per_token(config.data.seq_len), list(self.plan.mesh.devices.ravel())
         self.meter = Meter(self.first, flops, devices, self.plan.compute)
@@ -218,7 +218,7 @@ class _Run:
                     self.eval_step = self.beside.submit(lambda: compile_eval_step(self.model, config, self.plan))
                 watch = self.watch if self.main else lambda *_: None
                 self.watching = self.beside.submit(watch, config, self.plan, step_fn)
-            # The host stays one step ahead: the step before is awaited, and its metrics fetched, while this one runs.
+            # The host stays one step ahead: it awaits the step before, and fetches its metrics, while this one runs.
             jax.block_until_ready(before)
             if (step - 1) % config.metrics.log_every == 0 and step - 1 > logged:
                 self._log(step - 1, before)
@@ -227,7 +227,7 @@ class _Run:
             evaluating = self.corpus.val is not None and (step == self.last or _is_due(step, train.eval_every))
             if not (evaluating or saving):
                 continue
-            jax.block_until_ready(metrics)  # a step still under way belongs to training's time
+            jax.block_until_ready(metrics)  # a step that is still running counts as training time
             batches.require()
             if step % config.metrics.log_every == 0 or stop:
                 self._log(step, metrics)
@@ -247,7 +247,7 @@ class _Run:
         return step
 
     def _log(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Fetch a step's metrics, and say and write them with the speed since the last time."""
+        """Fetch a step's metrics, and print and write them with the speed since the last time."""
         numbers = {key: float(value) for key, value in jax.device_get(metrics).items()}
         speed = self.meter.read(step, numbers.pop("tokens"))
         self.loss = numbers["loss"]
@@ -257,9 +257,9 @@ class _Run:
         self._require_finite(step)
 
     def _require_finite(self, last: int) -> None:
-        """Stop where a step up to `last`, which has run, diverged: the step left its state as it was, none is saved.
+        """Stop if a step up to `last`, which has run, diverged; such a step left its state as it was, and is not saved.
 
-        Steps between log lines are read here too, all at once: no step waits for its number to arrive.
+        Steps between log lines are also read here, all at once, so that no step waits for its numbers to arrive.
         """
         read = [row for row in self._unread if row[0] <= last]
         del self._unread[: len(read)]
@@ -296,7 +296,7 @@ def _is_due(step: int, every: int) -> bool:
 
 @contextmanager
 def _one_thread() -> Iterator[ThreadPoolExecutor]:
-    """A thread that is waited for, but not by Ctrl-C: it may be in the compiler, which nothing interrupts."""
+    """Give a thread that is waited for, except after Ctrl-C: it may be in the compiler, which nothing interrupts."""
     pool, wait = ThreadPoolExecutor(1), True
     try:
         yield pool

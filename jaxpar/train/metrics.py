@@ -1,4 +1,4 @@
-"""Numbers of a run: throughput, MFU, device memory, and the file they are written to."""
+"""Measures a run's throughput, MFU and device memory, and writes the file of its metrics."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from jaxpar.base.hardware import peak_flops
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, devices: list[jax.Device], dtype: str) -> float | None:
-    """Model FLOPs utilisation in [0, 1], or None where the peak is not known, and always on CPU."""
+    """Return the model FLOPs utilisation in [0, 1], or None where the peak is not known, and always on CPU."""
     peak = None if devices[0].platform == "cpu" else peak_flops(devices[0].device_kind, dtype)
     return tokens_per_second * flops_per_token / (peak * len(devices)) if peak else None
 
 
 def device_memory(devices: list[jax.Device]) -> int | None:
-    """Largest peak of bytes in use over this process's devices, or None where the backend does not say (CPU)."""
+    """Return the largest peak of bytes in use over this process's devices; None if the backend does not say (CPU)."""
     stats = [device.memory_stats() for device in devices if device.process_index == jax.process_index()]
     peaks = [entry["peak_bytes_in_use"] for entry in stats if entry and "peak_bytes_in_use" in entry]
     return max(peaks, default=None)
 
 
 class Meter:
-    """The speed of the steps after `step`, by the clock, without what is done aside from training.
+    """Measures the speed of the steps after `step` by the clock, without the time spent aside from training.
 
-    `flops_per_token` is `Model.flops_per_token`, `dtype` that of the matmuls.
+    `flops_per_token` is `Model.flops_per_token`, and `dtype` is that of the matmuls.
     """
 
     def __init__(self, step: int, flops_per_token: float, devices: list[jax.Device], dtype: str):
         self._flops, self._devices, self._dtype = flops_per_token, devices, dtype
         self._step, self._time, self._spent = step, time.perf_counter(), dict.fromkeys(("waiting", "aside"), 0.0)
         self.trained = 0.0
-        """Seconds of all steps until the last reading."""
+        """The seconds that all steps took until the last reading."""
 
     @contextmanager
     def timed(self, what: Literal["waiting", "aside"]) -> Iterator[None]:
-        """Inside, the step is waiting for data; or it is no training but something aside: an evaluation, a save."""
+        """Count the time inside as waiting for data, or as spent aside from training (an evaluation, a save)."""
         began = time.perf_counter()
         yield
         self._spent[what] += time.perf_counter() - began
 
     def read(self, step: int, tokens: float) -> dict[str, float | None]:
-        """The speed since the last reading, where each step had so many tokens; what a device does not say is None."""
+        """Return the speed since the last reading, with `tokens` in each step; what a device does not say is None."""
         now = time.perf_counter()
         elapsed, steps = max(now - self._time - self._spent["aside"], 1e-9), step - self._step
         rate, on_cpu = tokens * steps / elapsed, self._devices[0].platform == "cpu"
@@ -66,10 +66,10 @@ class Meter:
 
 
 class MetricsLog:
-    """`metrics.jsonl`, one object a line, flushed as written. On resume it drops the lines of steps to be run again.
+    """Writes `metrics.jsonl`, one object a line, flushed at once. On resume it drops the lines of steps to run again.
 
-    It is a context manager. The run goes on after `first_step`. With `tensorboard` there are event files beside it.
-    Where it is not active (on all processes but the first) it writes nothing.
+    It is a context manager. The run goes on after `first_step`. `tensorboard` adds event files beside the file.
+    Where it is not `active` (on all processes but the first) it writes nothing.
     """
 
     def __init__(self, folder: Path, first_step: int = 0, tensorboard: bool = False, active: bool = True):
@@ -88,7 +88,7 @@ class MetricsLog:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def write(self, step: int, **values: float | None) -> None:
-        """Write one line: the step, and what was measured at it; what is None is left out."""
+        """Write one line with the step and what was measured at it; values that are None are left out."""
         known = {key: value for key, value in values.items() if value is not None}
         if self._file is not None:
             self._file.write(json.dumps({"step": step, **known}) + "\n")
@@ -107,7 +107,7 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`; a last line cut short by a crash is left out."""
+    """Read the lines of a run's `metrics.jsonl`; a last line that a crash cut short is left out."""
     path = folder / "metrics.jsonl"
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:

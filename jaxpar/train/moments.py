@@ -1,10 +1,10 @@
-"""AdamW's moments in fewer bits: bfloat16, or 8-bit codes in blocks that share a scale.
+"""Stores AdamW's moments in fewer bits: in bfloat16, or as 8-bit codes in blocks that share a scale.
 
-The second is the blockwise quantization of Dettmers et al. 2022 (arXiv:2110.02861, section 2) with other codes: theirs
-are looked up in a table, which a TPU does slowly; these are roots, which are arithmetic. The first moment keeps the
-signed square root of a value's share of its block's largest, in 127 steps either way; the second the fourth root, in
-255 steps. Near the largest value a step is then 1.6 % of it, and a second moment down to 1e-9 of the largest is not
-zero: rounded to nothing it would make the update as large as can be, so a code is 0 for zeros only.
+The 8-bit form is the blockwise quantization of Dettmers et al. 2022 (arXiv:2110.02861, section 2) with other codes.
+Theirs are looked up in a table, which is slow on a TPU; these are roots, which are arithmetic. A value is taken as a
+share of the largest in its block. The first moment keeps the signed square root of that share, in 127 steps either way,
+and the second the fourth root, in 255 steps. Near the largest value a step is then 1.6 % of it, and a second moment
+down to 1e-9 of the largest is not zero. Rounded to zero it would make the update huge, so a code is 0 for zeros only.
 
 Shapes: a matrix [..., n] is cut along its last dim into blocks of b values; codes [..., n], scales [..., n / b].
 """
@@ -27,7 +27,7 @@ from jaxpar.models import Params
 
 Precision = Literal["float32", "bfloat16", "int8"]
 _BLOCKS = (256, 128, 64, 32)
-_FIRST, _SECOND = 127, 255  # largest codes
+_FIRST, _SECOND = 127, 255  # the largest codes
 
 
 class Quantized(NamedTuple):
@@ -41,12 +41,12 @@ class Quantized(NamedTuple):
 
 
 def block(n: int) -> int:
-    """How many values along a last dim of `n` share a scale: all of them where no power of two from 32 divides it."""
+    """Return how many values along a last dim of `n` share a scale: all if no power of two from 32 divides it."""
     return next((size for size in _BLOCKS if n % size == 0), n)
 
 
 def quantize(x: Array, second: bool) -> Quantized:
-    """The codes of a moment [..., n]."""
+    """Return the codes and scales of a moment [..., n]."""
     b = block(x.shape[-1])
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, b)
     scales = jnp.max(jnp.abs(blocks), axis=-1)
@@ -60,7 +60,7 @@ def quantize(x: Array, second: bool) -> Quantized:
 
 
 def dequantize(q: Quantized) -> Array:
-    """The float32 values of codes [..., n]."""
+    """Return the float32 values of codes [..., n]."""
     root = q.codes.astype(jnp.float32).reshape(*q.scales.shape, -1)
     if q.codes.dtype == jnp.uint8:
         share = jnp.square(jnp.square(root / _SECOND))
@@ -70,15 +70,15 @@ def dequantize(q: Quantized) -> Array:
 
 
 def scales_sharding(moment: Quantized, axes: Axes, plan: Plan) -> NamedSharding:
-    """Where the scales of a moment live: beside their codes, whole along the last dim where its blocks are too few."""
+    """Place the scales of a moment beside their codes, but unsplit along the last dim if its blocks are too few."""
     whole = moment.codes.shape[-1] // plan.size(axes[-1]) % block(moment.codes.shape[-1])
     return plan.sharding((*axes[:-1], None if whole else axes[-1]), moment.scales.shape)
 
 
 def pack_moments(state: optax.OptState, matrices: Params, precision: Precision) -> optax.OptState:
-    """A state of `optax.adamw`, whose moments are float32, with those of `matrices` in this precision.
+    """Convert the moments of matrices in a state of `optax.adamw` from float32 to this precision.
 
-    `matrices` says of each parameter whether it is one; the moments of vectors stay float32.
+    `matrices` says whether each parameter is a matrix; the moments of vectors stay float32.
     """
 
     def pack(x: Array, matrix: bool, second: bool) -> Array | Quantized:
@@ -95,27 +95,27 @@ def pack_moments(state: optax.OptState, matrices: Params, precision: Precision) 
 
 
 def unpack_moments(state: optax.OptState) -> optax.OptState:
-    """The inverse of `pack_moments`, as far as the bits go."""
+    """Invert `pack_moments`, as far as the bits allow."""
     return map_moments(lambda x: dequantize(x) if isinstance(x, Quantized) else x.astype(jnp.float32), state)
 
 
 def moments_of(state: optax.OptState) -> tuple[Params, Params]:
-    """The first and second moments in an optimizer's state, each in the parameters' form."""
+    """Return the first and second moments in an optimizer's state, each as a tree like the parameters'."""
     return optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
 
 
 def with_moments(state: optax.OptState, mu: Params, nu: Params) -> optax.OptState:
-    """An optimizer's state with other moments."""
+    """Return an optimizer's state with these moments in place of its own."""
     return optax.tree.set(state, mu=mu, nu=nu)
 
 
 def map_moments(
     change: Callable[..., Any], state: optax.OptState, *trees: Params, others: Callable[[Any], Any] = lambda x: x
 ) -> optax.OptState:
-    """An optimizer's state with `change(moment, *leaves)` in place of each moment, and `others(x)` of the rest.
+    """Return an optimizer's state with `change(moment, *leaves)` for each moment, and `others(x)` for every other leaf.
 
-    A moment is an array, a ShapeDtypeStruct or a `Quantized`; the leaves stand in its place in each of `trees`, which
-    have the parameters' form.
+    A moment is an array, a ShapeDtypeStruct or a `Quantized`. The leaves are at its place in each of `trees`, which
+    have the structure of the parameters.
     """
     moments = (
         jax.tree.map(change, moment, *trees, is_leaf=lambda x: isinstance(x, Quantized)) for moment in moments_of(state)

@@ -1,4 +1,4 @@
-"""AdamW with a decay mask and a learning-rate schedule: optax, put together from the config."""
+"""Builds AdamW with a decay mask and a learning-rate schedule from the config, with optax."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxpar.models import Params
 
 
 def learning_rate(train: TrainConfig) -> optax.Schedule:
-    """Learning rate by step (0-based): linear warm-up, then cosine, warm-up-stable-decay, or constant.
+    """Return the learning rate by step (0-based): a linear warm-up, then cosine, warm-up-stable-decay, or constant.
 
     cosine: half a cosine from `learning_rate` to `min_learning_rate` over the remaining steps (arXiv:1608.03983).
-    wsd: constant, then linear to `min_learning_rate` over the last `decay_steps` (arXiv:2404.06395).
+    wsd: constant (stable), then linear to `min_learning_rate` over the last `decay_steps` (arXiv:2404.06395).
     """
     peak, floor, warmup, steps = train.learning_rate, train.min_learning_rate, train.warmup_steps, train.steps
-    # Step 0 is the first of warmup + 1 equal rises: no step is spent at rate zero.
+    # Step 0 is the first of warmup + 1 equal rises, so no step is spent at rate zero.
     ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     if train.schedule == "constant":
         after: optax.Schedule = optax.constant_schedule(peak)
@@ -35,7 +35,7 @@ def learning_rate(train: TrainConfig) -> optax.Schedule:
 
 
 def schedule_note(before: TrainConfig, now: TrainConfig, step: int) -> str:
-    """What another number of steps does to the learning rate of a run that goes on after `step`; empty = nothing."""
+    """Say what a new number of steps does to the learning rate of a run that goes on after `step`; empty = nothing."""
     if before.steps == now.steps:
         return ""
     note = f"train.steps {before.steps} -> {now.steps}: the {now.schedule} schedule now ends there"
@@ -46,12 +46,12 @@ def schedule_note(before: TrainConfig, now: TrainConfig, step: int) -> str:
 
 
 def decay_mask(axes: Params) -> Params:
-    """Which parameters decay, given their `Model.axes`: matrices from or to the embed dim; not norms, not biases."""
+    """Tell from `Model.axes` which parameters decay: matrices from or to the embed dim, but not norms or biases."""
     return jax.tree.map(is_matrix, axes, is_leaf=is_axes)
 
 
 def make_optimizer(train: TrainConfig, axes: Params) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with decay on matrices only; clipping is `update`'s."""
+    """Make AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with decay on matrices only; `update` does clipping."""
     return optax.adamw(
         learning_rate(train), train.beta1, train.beta2, train.eps,
         weight_decay=train.weight_decay, mask=decay_mask(axes),
