@@ -1,5 +1,5 @@
-"""Comparisons of two or more ways to do one thing, in turns, in one run.
+"""Comparisons of two or more ways to do one thing, timed in turns in one run.
 
-`alternate` times candidates by turns and makes the table of medians and ratios; every other module names candidates.
-What measures the project itself on a GPU stands with the tests (`tests/on_gpu`).
+`alternate` times candidates in turns and makes the table of medians and ratios; every other module names candidates.
+The measurements of the project itself on a GPU stand with the tests (`tests/on_gpu`).
 """

@@ -1,4 +1,4 @@
-"""Measurements that compare: candidates take turns in one run, so that a noisy machine is noisy for all of them."""
+"""Measurements that compare candidates: they take turns in one run, so that a noisy machine is noisy for all."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import jax
 import numpy as np
 
 LEAST_SECONDS = 0.02
-"""Calls are timed together until they take this long: to start one takes a GPU's host longer than a small kernel."""
+"""Calls are timed together until they take this long, as a small kernel runs for less time than its start takes."""
 
 Cell = str | int | float | None
 Row = dict[str, Cell]
-"""A line of a table by column."""
+"""A line of a table, keyed by column."""
 
 
 class Timing(NamedTuple):
-    """What one candidate takes. A ratio is to the first candidate, in the same round: below 1 means faster than it."""
+    """The time of a candidate. Its ratio is to the first candidate in the same round; below 1 means faster than it."""
 
     seconds: float
-    """Median over the rounds, of one call."""
+    """The time of one call, as the median over the rounds."""
     ratio: float
-    """Median over the rounds."""
+    """The median of the ratio over the rounds."""
     quartiles: tuple[float, float]
-    """Of the ratio."""
+    """The quartiles of the ratio."""
 
 
 def alternate(candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 0) -> dict[str, Timing]:
-    """Time every candidate, one after the other, `rounds` times over; each is called once before.
+    """Time every candidate, one after the other, `rounds` times over; each is called once beforehand.
 
-    The arrays that a call returns are waited for. So many calls make a turn; 0 = as many as take LEAST_SECONDS, at
-    most 100.
+    The arrays that a call returns are waited for. A turn has `calls` calls; 0 = as many as take LEAST_SECONDS, at most
+    100.
     """
     for function in candidates.values():
         mean_seconds(function, 1)
@@ -51,7 +51,7 @@ def alternate(candidates: Mapping[str, Callable[[], object]], rounds: int, calls
 
 
 def mean_seconds(function: Callable[[], object], calls: int) -> float:
-    """Seconds of a call, of so many one after another; the arrays that the last one returns are waited for."""
+    """The mean seconds of a call, over `calls` calls in a row; the arrays that the last one returns are waited for."""
     began, last = time.perf_counter(), None
     for _ in range(calls):
         last = function()
@@ -60,7 +60,7 @@ def mean_seconds(function: Callable[[], object], calls: int) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table with every column that a row has; nothing for no rows."""
+    """A Markdown table with every column that any row has; empty if there are no rows."""
     head = list(dict.fromkeys(key for row in rows for key in row))
     lines = [head, ["---"] * len(head), *([_text(row.get(key)) for key in head] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) if head else ""

@@ -1,7 +1,7 @@
-"""`jaxpar bench attention`: every implementation that serves, in one run and in turns.
+"""`jaxpar bench attention` times every implementation that serves, in one run and in turns.
 
-What is counted, whoever serves: the FLOPs of the tiles of 128 x 128 in which the mask shows something. Forward two
-matmuls, 4 H h of them a place; backward five, 2.5 times as many (FlashAttention-2, arXiv:2307.08691, section 4.1).
+Whichever serves, it counts the FLOPs of the tiles of 128 x 128 in which the mask shows something. The forward has two
+matmuls, 4 H h FLOPs a place; the backward has five, 2.5 times that (FlashAttention-2, arXiv:2307.08691, section 4.1).
 
 Shapes: as in `jaxpar.kernels.attention.call`.
 """
@@ -26,8 +26,8 @@ from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.masks import EMPTY, BigBird, Causal, Full, Mask, Segments, Tiles, Window, tile_states
 
 TILE = 128
-WINDOW = 1024  # of the masks here, as far as the sequence goes
-DOCUMENT = 1024  # tokens, on average
+WINDOW = 1024  # the window of the masks here, at most the whole sequence
+DOCUMENT = 1024  # the tokens of a document, on average
 MASKS: dict[str, Callable[[int, int], Mask]] = {
     "full": lambda B, S: Full(),
     "causal": lambda B, S: Causal(),
@@ -42,32 +42,31 @@ _KNOWN = (*get_args(dispatch.Implementation), _LIBRARY)
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBenchArgs:
-    """What is timed: every combination of the lists."""
+    """What to time: every combination of the lists."""
 
     seq_lens: tuple[int, ...] = (1024, 2048)
     head_dims: tuple[int, ...] = (64,)
     masks: tuple[str, ...] = tuple(MASKS)
     implementations: tuple[str, ...] = ()
-    """Those to time; none = all that serve here, and jax's own with a dense mask."""
+    """The implementations to time; none = all that serve here, and jax's own with a dense mask."""
     tokens: int = 2048
-    """Of a batch: as many sequences as that makes, one at least."""
+    """The tokens of a batch, which has as many sequences as that makes, but at least one."""
     heads: int = 4
     kv_heads: int = 2
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     rounds: int = 5
-    """Turns; the median counts."""
+    """How many turns each takes; the median counts."""
     tune: bool = False
-    """First try tiles for `pallas_gpu`, of the longest sequences here, and keep the fastest: several minutes."""
+    """First try tiles for `pallas_gpu` on the longest sequences here and keep the fastest; it takes several minutes."""
     json: str = ""
     """Where to write everything as JSON."""
 
 
 def bench_attention(bench: AttentionBenchArgs, say: Callable[[str], None] = lambda line: None) -> list[Row]:
-    """A row for each combination, in the order of the lists. `say` is told of each implementation that cannot serve.
+    """Give a row for each combination, in the order of the lists; `say` is told of implementations that cannot serve.
 
     Raises:
-      UserError: a mask or an implementation that is not known, heads that are no multiple of kv heads, or tuning
-        without a GPU.
+      UserError: a mask or an implementation is not known, heads are no multiple of kv heads, or tuning has no GPU.
     """
     for word, choices in [(x, MASKS) for x in bench.masks] + [(x, _KNOWN) for x in bench.implementations]:
         if word not in choices:
@@ -83,8 +82,8 @@ def bench_attention(bench: AttentionBenchArgs, say: Callable[[str], None] = lamb
 
 
 def _tune(bench: AttentionBenchArgs, say: Callable[[str], None]) -> None:
-    """Find the fastest tiles of the Triton kernels for each head_dim, which this machine then always takes."""
-    from jaxpar.bench.triton_tiles import tune  # imports Triton's lowering, which is for GPUs only
+    """Find the fastest tiles of the Triton kernels for each head_dim; this machine then always uses them."""
+    from jaxpar.bench.triton_tiles import tune  # this imports Triton's lowering, which is for GPUs only
 
     S = max(bench.seq_lens)
     for h in bench.head_dims:
@@ -94,7 +93,7 @@ def _tune(bench: AttentionBenchArgs, say: Callable[[str], None]) -> None:
 
 
 def _rows_of(bench: AttentionBenchArgs, name: str, S: int, h: int, say: Callable[[str], None]) -> list[Row]:
-    """One case: a row for each implementation that serves."""
+    """The rows of one case, one for each implementation that serves."""
     B = max(1, bench.tokens // S)
     mask = MASKS[name](B, S)
     rng = np.random.default_rng(0)
@@ -146,7 +145,7 @@ def _with_gradients(
 
 
 def visible_places(mask: Mask, B: int, S: int) -> int:
-    """Places of the tiles in which something is seen, of all sequences."""
+    """How many places the tiles have in which something is seen, over all sequences."""
     states = np.asarray(tile_states(mask, Tiles(S, S, TILE, TILE)))
     sizes = np.minimum(TILE, S - np.arange(0, S, TILE))
     return int(np.sum((np.broadcast_to(states, (B, *states.shape[-2:])) != EMPTY) * np.outer(sizes, sizes)))

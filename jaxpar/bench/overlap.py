@@ -1,4 +1,4 @@
-"""`jaxpar bench overlap`: a block, and the whole step, in each form of overlap, rehearsed for a target."""
+"""`jaxpar bench overlap` rehearses a block, and the whole step, for a target in each form of overlap."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PURE = (Overlap("ring", "ring"), Overlap("bidirectional", "bidirectional"))
 def compare_forms(
     config: Config, target: Target, steps: bool, say: Callable[[str], None] = lambda line: None
 ) -> list[Row]:
-    """A row for every form of the block; with `steps`, the whole step in the pure forms, Domino, and the fastest.
+    """Give a row for every form of the block; `steps` adds the whole step in the pure forms, Domino and the fastest.
 
-    The config's mesh fits the target; what its overlap says is not used.
+    The config's mesh must fit the target; its own overlap is not used.
     """
     check_mesh(config.mesh, target)
     config = dataclasses.replace(config, overlap=OPEN)
@@ -45,7 +45,7 @@ def compare_forms(
 
 
 def block_row(trial: Trial, fastest: bool) -> Row:
-    """What one block takes in a form; the name of the fastest is bold."""
+    """The row with the times of one block in a form; the name of the fastest is bold."""
     name = words(trial.overlap)
     return {
         "form": f"**{name}**" if fastest else name, "block, ms": 1e3 * trial.seconds, "matmul, ms": 1e3 * trial.matmul,

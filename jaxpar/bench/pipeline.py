@@ -1,4 +1,4 @@
-"""`jaxpar bench pipeline`: the step in every schedule, with more and more microbatches, compiled for a target."""
+"""`jaxpar bench pipeline` compiles the step for a target in every schedule, with more and more microbatches."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target, check_mesh
 from jaxpar.train.plans import make_plan
 
-_TIMES = (2, 4, 16)  # microbatches a stage
+_TIMES = (2, 4, 16)  # how many microbatches there are for each stage
 
 
 def compare_schedules(config: Config, target: Target, say: Callable[[str], None] = lambda line: None) -> list[Row]:
-    """A row for every schedule with two to sixteen microbatches a stage, each of as many sequences as the config's.
+    """Give a row for every schedule with 2 to 16 microbatches a stage, each of as many sequences as the config's.
 
-    The config's mesh has stages and fits the target; interleaved and looped take its chunks, or 2.
+    The config's mesh must have stages and fit the target. Interleaved and looped schedules take its chunks, or else 2.
 
     Raises:
-      UserError: a config without stages, or what `compile_step` refuses.
+      UserError: the config has no stages, or `compile_step` refuses it.
     """
     check_mesh(config.mesh, target)
     plan = make_plan(config, target.devices())
@@ -53,7 +53,7 @@ def compare_schedules(config: Config, target: Target, say: Callable[[str], None]
 
 
 def _row(config: Config, target: Target, stages: int) -> Row:
-    """One compiled step: bytes of a device, the share in which a stage of the schedule is idle, seconds as played."""
+    """The row of one compiled step: bytes on a device, the idle share of a stage in the schedule, seconds as played."""
     compiled, pipeline = compile_step(resolve(config, target), target).compiled, config.pipeline
     stats, seconds = compiled.stats, simulate(compiled.text, compiled.mesh, target).timeline.seconds
     table = schedule(pipeline.schedule, stages, pipeline.microbatches, pipeline.virtual)

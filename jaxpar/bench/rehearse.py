@@ -1,4 +1,4 @@
-"""Predicted against measured: training steps of many shapes on one device of this machine."""
+"""Compare predicted with measured times: training steps of many shapes on one device of this machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _CHANGES: dict[str, dict[str, object]] = {
 
 
 def configs() -> dict[str, Config]:
-    """The shapes to compare at; indented names change the one above."""
+    """The shapes to compare; an indented name is a change of the one above it."""
     return {name: override(Config(), _SHAKESPEARE | changes) for name, changes in _CHANGES.items()}
 
 
@@ -68,12 +68,12 @@ def compare_predictions(
     """Predict and measure one-device training steps; the configs take turns, so that a busy moment hits them alike.
 
     Args:
-      hardware: figures of a device here, measured or published.
-      speeds: of its tasks, where they were measured.
-      rounds: turns; in each a config runs for about a fifth of a second.
+      hardware: the figures of a device here, measured or published.
+      speeds: the speeds of its tasks, where they were measured.
+      rounds: how many turns there are; in each, a config runs for about a fifth of a second.
 
     Returns:
-      A row for each, in milliseconds; `predicted, GiB` is device memory by the compiler's account.
+      A row for each config, in milliseconds; `predicted, GiB` is device memory by the compiler's account.
     """
     ready: dict[str, Ready] = {}
     for name, config in shapes.items():
@@ -99,14 +99,14 @@ def compare_predictions(
 
 
 def ready_config(config: Config, name: str) -> Ready:
-    """A training step on one device, on random tokens, compiled as a module of this name."""
+    """A training step on one device with random tokens, compiled as a module of this name."""
     plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
     state, batch = init_state(model, config, plan), random_batch(config, plan)
     return ready_step(make_train_step(model, config, plan), state, batch, name)
 
 
 def no_links(collective: Collective) -> CollectiveTime:
-    """For `step_time`, on one device.
+    """Refuse every collective, for `step_time` on one device.
 
     Raises:
       UserError: always.
@@ -117,7 +117,7 @@ def no_links(collective: Collective) -> CollectiveTime:
 
 
 def rank_correlation(rows: Sequence[Row]) -> float:
-    """Spearman's, of predicted and fastest: 1 = every pair of configs is in the right order."""
+    """Spearman's rank correlation of predicted and fastest; 1 = every pair of configs is in the right order."""
     predicted, fastest = (
         np.argsort(np.argsort(np.array([row[name] for row in rows], float)))
         for name in ("predicted, ms", "fastest, ms")
@@ -126,7 +126,7 @@ def rank_correlation(rows: Sequence[Row]) -> float:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How far to trust the predictions, in a line."""
+    """A line that says how far to trust the predictions."""
     ratios = np.array([row["predicted / fastest"] for row in rows], float)
     errors, worst = np.abs(ratios - 1), int(np.argmax(np.abs(np.log(ratios))))
     return (

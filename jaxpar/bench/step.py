@@ -1,4 +1,4 @@
-"""`jaxpar bench step`: a config's training step, in turns with the same step in PyTorch."""
+"""`jaxpar bench step` times a config's training step, in turns with the same step in PyTorch."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def bench_step(
     config: Config, plan: Plan, rounds: int = 15, steps: int = 10, beside_torch: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:  # fmt: skip
-    """Training steps of a config, and of `transformers` in PyTorch at the same shape and precision.
+    """Time training steps of a config, and of `transformers` in PyTorch at the same shape and precision.
 
     Both do forward, backward, clipping by global norm and AdamW on one batch of random tokens that is already in
     memory, and wait for the loss. PyTorch compiles its step on a GPU and runs it eagerly on a CPU; where it cannot run,
     `say` is told why. Each takes `rounds` turns of `steps` steps.
 
     Returns:
-      A row for each, with the milliseconds of a step.
+      A row for each of the two, with the milliseconds of a step.
 
     Raises:
       ValueError: the loss does not fall.
@@ -54,7 +54,7 @@ def bench_step(
                 say(f"not beside PyTorch: {missing}")
         times = alternate(candidates, rounds, calls=1)
     peak, loss = device_memory(devices), run(1)
-    if not loss < first:  # nor NaN
+    if not loss < first:  # the loss must not be NaN either
         raise ValueError(f"the loss does not fall: {first} at first, {loss} at last")
     last["jaxpar"] = {"loss": loss, "peak, GiB": peak and peak / 2**30}
     rows: list[Row] = []
@@ -88,7 +88,7 @@ def train_steps(config: Config, plan: Plan) -> Callable[[int], float]:
 
 
 def random_batch(config: Config, plan: Plan) -> dict[str, jax.Array]:
-    """Random tokens of a config's shape, always the same."""
+    """Random tokens of a config's shape, the same at every call."""
     shape = (config.train.batch, config.data.seq_len + 1)
     ids = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
     return put_batch({"tokens": ids[:, :-1], "labels": ids[:, 1:]}, plan)

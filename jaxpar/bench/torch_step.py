@@ -1,7 +1,7 @@
-"""The training step of a `transformers` model, as a process of its own that `jaxpar.bench.step` talks to.
+"""The training step of a `transformers` model, in a process of its own to which `jaxpar.bench.step` talks.
 
-It imports nothing of jax, whose CUDA libraries are others. What to train comes as JSON on the command line; then a
-number of steps a line, answered when they are done by a line of JSON, or by what is `missing`.
+It imports nothing of jax, which uses other CUDA libraries. The command line says as JSON what to train. Each line of
+input is then a number of steps, answered when they are done by a line of JSON, which may say what is `missing`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def main() -> None:
-    """Take as many steps as each line asks for, until the other side is gone."""
+    """Take as many steps as each line of input asks for, until the other side is gone."""
     run, asked = None, json.loads(sys.argv[1])
     for line in sys.stdin:
         try:
@@ -36,10 +36,10 @@ def main() -> None:
 def training(torch: Any, transformers: Any, asked: dict[str, Any], device: str) -> Callable[[int], float]:
     """`run(n)` takes n steps on the same random tokens and returns the last loss, which it waits for.
 
-    On a GPU: torch.compile, PyTorch's own attention, fused AdamW. The precision is the config's, by autocast.
+    On a GPU it uses torch.compile, PyTorch's own attention and fused AdamW. Autocast gives the config's precision.
     """
     train, shape, cuda = asked["train"], asked["model"], device == "cuda"
-    torch.set_float32_matmul_precision("high")  # TF32 where a matmul is left in float32, as XLA does
+    torch.set_float32_matmul_precision("high")  # a matmul left in float32 uses TF32, as in XLA
     config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
         if hasattr(config, name):

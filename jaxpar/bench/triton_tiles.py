@@ -1,4 +1,4 @@
-"""The fastest tiles of the Triton kernels on the GPU at hand, by trying them."""
+"""Find the fastest tiles of the Triton kernels on the GPU at hand, by trying them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def tune(
     candidates: Iterable[Tile] = CANDIDATES,
     call: Call = DEFAULT,
 ) -> Sizes:
-    """The fastest tiles for this head_dim and dtype, kept for `tuned.sizes_for`; several minutes.
+    """Find the fastest tiles for this head_dim and dtype and keep them for `tuned.sizes_for`; this takes minutes.
 
     Args:
-      shape: B, S, H, K of the arrays that they are timed with, under a causal mask.
+      shape: B, S, H and K of the arrays that the tiles are timed with, under a causal mask.
       say: receives a line for each candidate.
 
     Raises:
-      UserError: no GPU is here, or no candidate compiles for it.
+      UserError: there is no GPU here, or no candidate compiles for it.
     """
     device, mask = jax.devices()[0], Causal()
     if device.platform != "gpu" and not call.interpret:
@@ -62,7 +62,7 @@ def tune(
             try:
                 jax.block_until_ready(timed())
                 ready[name] = timed
-            except jax.errors.JaxRuntimeError:  # it asks for more shared memory than there is
+            except jax.errors.JaxRuntimeError:  # these tiles ask for more shared memory than there is
                 say(f"{kernel} {name}: does not compile")
         if not ready:
             raise UserError(f"no candidate of {kernel} compiles for {device.device_kind}")
