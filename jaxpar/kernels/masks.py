@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[Q, K]."""
+        """The numbers [Q, K] of tiles of queries and of keys."""
         return -(-self.S // self.block_q), -(-self.T // self.block_k)
 
     @property
@@ -193,7 +193,7 @@ class PrefixLM(Mask):
 
 @_static
 class Dilated(Mask):
-    """A query sees itself and every `stride`-th key, at most `window - 1` a side (arXiv:2004.05150, section 3.1)."""
+    """A query sees its own key and every `stride`-th, at most `window - 1` a side (arXiv:2004.05150, section 3.1)."""
 
     window: int
     stride: int

@@ -225,7 +225,7 @@ class _Tile(NamedTuple):
         return jnp.where(visible if visible.ndim == 2 else visible[:, None, None], scores, MASKED)
 
     def drop(self, weights: Array) -> Array:
-        """The weights, some of them dropped."""
+        """The weights, with some of them dropped."""
         if self.work.dropout is None:
             return weights
         rate, key = self.work.dropout

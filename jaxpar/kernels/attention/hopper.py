@@ -167,7 +167,7 @@ def _dv(block: KernelBlock, k: Ref, q: Ref, lse: Ref, dout: Ref) -> list[Array]:
 
 
 def _of_keys(visit: Visit, k: Ref, q: Ref, lse: Ref) -> tuple[Array, Array | None]:
-    """The weights of keys for queries, and the slope of the soft cap; by then all tensors of the slot have arrived."""
+    """The weights of keys for queries, and the slope of the soft cap; once it returns, the whole slot has arrived."""
     visit.wait(0)
     scores, slope = visit.scores(visit.block.product(k, q.at[visit.slot], transposed=True))
     weights = jnp.exp2(scores - over(lse[visit.slot], scores, dim=1))

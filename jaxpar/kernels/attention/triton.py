@@ -41,7 +41,7 @@ LEAST = 16
 """The fewest entries that a side of a tile may have in Triton's matrix products."""
 MOST_HEAD_DIM = 256
 ONLY = np.int32(0)
-"""The head in a program that has only one. It is numpy's, as the interpreter asks an index for its shape."""
+"""The head in a program that has only one. It is a numpy integer, as the interpreter asks an index for its shape."""
 
 
 def refusal(
@@ -70,7 +70,7 @@ def forward(
     call: Call = DEFAULT,
     sizes: Sizes | None = None,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
-    """See `jaxpar.kernels.attention.call`; `sizes` of tiles, None = those for the chip."""
+    """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the chip."""
     B, S, H, h = q_BSHh.shape
     tile = (sizes or sizes_here(h, q_BSHh.dtype)).forward
     outs = [
@@ -92,7 +92,7 @@ def backward(
     call: Call = DEFAULT,
     sizes: Sizes | None = None,
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
-    """See `jaxpar.kernels.attention.call`; `sizes` of tiles, None = those for the chip."""
+    """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the chip."""
     _, dq_tile, dkv_tile = sizes or sizes_here(q_BSHh.shape[-1], q_BSHh.dtype)
     arrays = [q_BSHh, k_BTKh, v_BTKh, dout_BSHh.astype(v_BTKh.dtype), lse_BHS, delta_BHS]
     dq, dk, dv = (jax.ShapeDtypeStruct(x.shape, call.out_dtype or x.dtype) for x in arrays[:3])

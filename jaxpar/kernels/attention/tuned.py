@@ -61,7 +61,7 @@ _BFLOAT16 = {
     },
 }
 _KINDS = {"H100": "hopper", "H200": "hopper", "GH200": "hopper", "B200": "hopper", "A100": "ampere"}
-"""Parts of a `device_kind`, and the family of chips that each tells."""
+"""Parts of a `device_kind`, and the family of chips that each one names."""
 
 
 def sizes_for(h: int, dtype: DTypeLike, chip: str) -> Sizes:

@@ -90,7 +90,7 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
 
 
 def possible_states(mask: Mask, tiles: Tiles) -> Int[np.ndarray, "Q K"]:
-    """The most that tiles can show, whatever ids and places turn out to be: a mask only grows with its parts."""
+    """The greatest state that each tile can have, whatever the ids and places: a mask only grows with its parts."""
     if tiles.traced:
         return np.full(tiles.shape, PARTIAL, np.int8)
     return np.array(tile_states(without_segments(mask), tiles))
