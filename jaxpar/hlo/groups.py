@@ -1,7 +1,7 @@
-"""Which devices take part in a collective, in each of the ways the text says it.
+"""The text says in several ways which devices take part in a collective; this module reads each of them.
 
-A TPU module's text is that of one slice, and traffic between slices is sent by the host. Partition p of slice s has a
-number of its own, 100000 (s + 1) + p, in the `_xla_megascale_target` of a send; inside a slice collectives count
+A TPU module's text is that of one slice, and the host sends the traffic between slices. Partition p of slice s has a
+number of its own, 100000 (s + 1) + p, in the `_xla_megascale_target` of a send; inside a slice, collectives count
 partitions from 0. Both are turned into positions in the program's device assignment.
 """
 
@@ -33,14 +33,14 @@ _SLICE = 100_000
 
 
 def replica_groups(collective: Instruction, devices: int) -> Groups:
-    """The groups of a collective, as positions in the device assignment.
+    """Read the groups of a collective, as positions in the device assignment.
 
-    Read are lists `{{0,1},{2,3}}`, iota tilings `[2,4]<=[4,2]T(1,0)`, and mesh axes
+    The known forms are lists `{{0,1},{2,3}}`, iota tilings `[2,4]<=[4,2]T(1,0)`, and mesh axes
     `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`, where `'b':(2)2` is the part of axis b of size 2 that has 2
     outside it. Empty groups mean all devices together.
 
     Raises:
-      ValueError: groups in a form that is none of these.
+      ValueError: the groups have none of these forms.
     """
     text = collective.attributes.get("replica_groups", "")
     if text.startswith("mesh"):
@@ -56,24 +56,24 @@ def replica_groups(collective: Instruction, devices: int) -> Groups:
 
 
 def source_target_pairs(permute: Instruction) -> Groups:
-    """(source, target) positions of a collective-permute; send and recv have them in their frontend attributes."""
+    """Read a permute's (source, target) positions; send and recv have them in their frontend attributes."""
     stated = permute.attributes | permute.frontend
     text = next((value for key, value in stated.items() if key.endswith("source_target_pairs")), "{}")
     return tuple(_ints(pair) for pair in split(text[1:-1]))
 
 
 def _of_mesh(text: str, device_ids: str) -> Groups:
-    """Groups along some axes of a mesh: one group for each position of the others."""
+    """Read groups along some axes of a mesh; there is one group for each position on the other axes."""
     axes, _, tail = text.removeprefix("mesh[").partition("]")
     sizes = {name.strip("'"): int(size) for name, _, size in (piece.rpartition("=") for piece in split(axes))}
     order, _, chosen = (device_ids or tail).rpartition("{")
-    picked: list[tuple[str, int, int]] = []  # (axis, what is outside of the part, size of the part)
+    picked: list[tuple[str, int, int]] = []  # (axis, size of what is outside the part, size of the part)
     for piece in split(chosen.strip("{} ")):
         match = _AXIS.match(piece)
         if match is None or match[1] not in sizes:
             raise ValueError(f"mesh axis {piece!r} in replica_groups")
         picked.append((match[1], int(match[2] or 1), int(match[3] or sizes[match[1]])))
-    # Every axis becomes several dims: what is outside of each part of it that was picked, that part, and the rest.
+    # Every axis becomes several dims: what is outside each part that was picked, the part itself, and the rest.
     dims: list[int] = []
     place: dict[tuple[str, int, int], int] = {}
     for axis, size in sizes.items():
@@ -90,13 +90,13 @@ def _of_mesh(text: str, device_ids: str) -> Groups:
 
 
 def _device_order(text: str, count: int) -> np.ndarray:
-    """`([4,2]T(1,0))` or a plain list; the identity where nothing is said."""
+    """Read a device order from `([4,2]T(1,0))` or a plain list; where nothing is said it is the identity."""
     match = _IOTA.search(text)
     return _iota(_ints(match[1]), _ints(match[3])) if match else np.array(_ints(text) or range(count))
 
 
 def _iota(dims: tuple[int, ...], permutation: tuple[int, ...]) -> np.ndarray:
-    """0, 1, 2, ... as an array of these dims, transposed, flat again."""
+    """Give 0, 1, 2, ... these dims, transpose the array, and flatten it again."""
     return np.arange(prod(dims)).reshape(dims).transpose(permutation or None).ravel()
 
 
@@ -108,7 +108,7 @@ def _ints(text: str | None) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text or ""))
 
 
-# Several slices.
+# Programs over several slices.
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +118,13 @@ class Devices:
     slices: tuple[tuple[int, ...], ...]
 
     def everywhere(self, groups: Groups) -> Groups:
-        """Groups of partitions of one slice, in every slice."""
+        """Repeat groups of partitions of one slice in every slice."""
         if len(self.slices) == 1:
             return groups
         return tuple(tuple(here[partition] for partition in group) for here in self.slices for group in groups)
 
     def between(self, target: str) -> Groups:
-        """Groups over slices, from `{1,2}x{0:7}`, `{{100000,200000},...}` or `{{100000->200000},...}`."""
+        """Read groups over slices from `{1,2}x{0:7}`, `{{100000,200000},...}` or `{{100000->200000},...}`."""
         if "x" in target:
             chosen, partitions = (list(_parse_numbers(part)) for part in target.split("x"))
             return tuple(tuple(self.slices[s - 1][p] for s in chosen) for p in partitions)
@@ -136,7 +136,7 @@ class Devices:
 
 
 def devices_of(module: Module, slice_of: Sequence[int] | None) -> tuple[Devices, str]:
-    """The devices of a module, and a note on what was assumed (empty when nothing was).
+    """Find the devices of a module, and write a note on what was assumed (empty when nothing was).
 
     The text is of the only slice, or of one among equals. `slice_of` has the slice of each device of the assignment;
     None = slice after slice, as many as the text mentions.
@@ -160,7 +160,7 @@ def _slices_mentioned(instruction: Instruction) -> int:
 
 
 def megascale(instruction: Instruction) -> dict[str, str]:
-    """What a send or recv between slices says about itself; empty for any other instruction."""
+    """Return what a send or recv between slices says about itself; empty for any other instruction."""
     if instruction.opcode not in ("send", "recv"):
         return {}
     said = instruction.frontend
@@ -168,9 +168,9 @@ def megascale(instruction: Instruction) -> dict[str, str]:
 
 
 def paired_send(computation: Computation, instruction: Instruction) -> str:
-    """The send, in the same computation, of which a recv, recv-done or send-done is the other half; empty if none.
+    """Find the send whose other half this recv, recv-done or send-done of the computation is; empty if there is none.
 
-    The two share a rendezvous between slices, source_target_pairs elsewhere.
+    The two share a rendezvous if they go between slices, and source_target_pairs otherwise.
     """
     if instruction.opcode.endswith("-done"):
         start = computation.instructions.get(instruction.operands[0])
@@ -189,7 +189,7 @@ def _rendezvous(instruction: Instruction) -> str:
 
 
 def _parse_numbers(text: str) -> Iterator[int]:
-    """`{1,2}` and `{0:7}`, both ends included."""
+    """Yield the numbers of `{1,2}` or `{0:7}`, which includes both ends."""
     for piece in text.strip("{}").split(","):
         first, _, last = piece.partition(":")
         yield from range(int(first), int(last or first) + 1)

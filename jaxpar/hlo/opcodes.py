@@ -1,4 +1,4 @@
-"""Opcodes and custom-call targets, sorted by what they mean for a schedule."""
+"""Opcodes and custom-call targets are sorted here by what they mean for a schedule."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "recv": "ppermute",
 }
 CALLERS = ("fusion", "call", "async")
-"""They run the computation that they call once, as their own work."""
+"""These opcodes run the computation that they call once, as their own work."""
 FREE = words(
     "tuple get-tuple-element bitcast parameter constant after-all partition-id replica-id optimization-barrier"
     " add-dependency domain get-dimension-size set-dimension-size"
 )
-"""They take no time: names for what is already there."""
+"""These opcodes take no time, since they only name what is already there."""
 MOVES = words("copy transpose reshape slice dynamic-slice dynamic-update-slice concatenate reverse")
-"""They move data and compute nothing."""
+"""These opcodes move data and compute nothing."""
 SLICES = words("dynamic-slice slice gather")
-"""They read of their first operand as much as they return."""
+"""These opcodes read as much of their first operand as they return."""
 ELEMENTWISE = words(
     "abs add and atan2 bitcast bitcast-convert broadcast ceil clamp compare complex convert copy cosine divide erf"
     " exponential exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply negate"
@@ -34,7 +34,7 @@ ELEMENTWISE = words(
     " rsqrt select shift-left shift-right-arithmetic shift-right-logical sign sine sqrt subtract tan tanh transpose"
     " tuple xor cbrt concatenate"
 )
-"""An element of the result needs one element of each operand."""
+"""With these opcodes an element of the result needs one element of each operand."""
 _OTHERS = words(
     "batch-norm-grad batch-norm-inference batch-norm-training cholesky clz convolution count-leading-zeros dot"
     " dynamic-reshape fft fusion infeed iota map outfeed ragged-dot reduce reduce-window rng rng-bit-generator"
@@ -50,24 +50,24 @@ _FREE_TARGETS = words(
     " annotate_device_placement PinToDeviceSram CreateBuffer Pin Unpin LayoutConstraint ConcatBitcast"
 )
 ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
-"""Targets inside the fusions in which the TPU compiler starts and ends a collective that goes on during others."""
+"""The targets in the fusions in which the TPU compiler starts and ends a collective that runs beside other work."""
 
 
 def is_done(module: Module, instruction: Instruction) -> bool:
-    """Whether it ends an asynchronous pair."""
+    """Return whether an instruction ends an asynchronous pair."""
     return instruction.opcode.endswith("-done") or _fused_target(module, instruction) == ASYNC_DONE
 
 
 def is_start(module: Module, instruction: Instruction) -> bool:
-    """Whether it begins an asynchronous pair."""
+    """Return whether an instruction begins an asynchronous pair."""
     opcode = instruction.opcode
     return opcode.endswith("-start") or opcode in ("send", "recv") or _fused_target(module, instruction) == ASYNC_START
 
 
 def owns_collective(module: Module, instruction: Instruction) -> bool:
-    """Whether a collective inside a fusion is that fusion's own, not one that goes on while it computes.
+    """Return whether the collective inside a fusion is its own, not one that goes on while the fusion computes.
 
-    One that goes on has its start and its done in other fusions, and stands among this one's results.
+    A collective that goes on has its start and its done in other fusions, and is among this fusion's results.
     """
     if instruction.opcode != "fusion" or _fused_target(module, instruction) == ASYNC_START:
         return True
@@ -78,20 +78,20 @@ def owns_collective(module: Module, instruction: Instruction) -> bool:
 
 
 def _fused_target(module: Module, instruction: Instruction) -> str:
-    """Which of the two targets a fusion has inside; empty when none."""
+    """Return which of the two targets a fusion has inside; empty if it has neither."""
     inner = module.called(instruction) if instruction.opcode == "fusion" else []
     targets = (called.target for computation in inner for called in computation.instructions.values())
     return next((target for target in targets if target in (ASYNC_START, ASYNC_DONE)), "")
 
 
 def is_free(instruction: Instruction) -> bool:
-    """Whether it takes no time: a name for what is there, the middle of an asynchronous pair, advice."""
+    """Return whether an instruction takes no time: a name, the middle of an asynchronous pair, or a hint."""
     opcode = instruction.opcode
     return opcode in FREE or opcode.endswith("-update") or instruction.target in _FREE_TARGETS
 
 
 def unknown_name(instruction: Instruction) -> str:
-    """What to list an instruction under when nobody here knows it; empty when somebody does."""
+    """Return the name to list an unknown instruction under; empty for a known one."""
     if instruction.opcode == "custom-call":
         target = instruction.target
         return "" if target.startswith(_KNOWN_TARGETS) else f"custom-call {target}"

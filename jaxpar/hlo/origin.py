@@ -1,8 +1,8 @@
-"""Where a task comes from: the model's named scopes, forward or backward, and the line of Python.
+"""The origin of a task is the model's named scopes, the phase (forward or backward), and the line of Python.
 
 jax writes a path such as `jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/block/mlp/dot_general`. The last
-word is the operation; wrappers are jax's own. What recomputation looks like: `rematted_computation` on the path, which
-jax.checkpoint puts there for what the backward runs again; the backward itself has `transpose(...)`, and the rest is
+word is the operation, and some words are jax's own wrappers. jax.checkpoint puts `rematted_computation` on the path of
+what the backward runs again, that is, what is recomputed. The backward itself has `transpose(...)`, and the rest is
 forward.
 """
 
@@ -26,7 +26,7 @@ from jaxpar.hlo.tasks import Loop, Node, Phase, Place, Task, Wait
 
 PackageDirs = Sequence[tuple[str, str]]
 """(directory, name shown) pairs, the most telling first: ("/home/me/jaxpar/models", "models"). `OWN` stands for all
-files of neither an installed package nor Python nor this library."""
+files that belong to no installed package, nor to Python, nor to this library."""
 OWN = ("", "")
 
 _WRAPPERS = words(
@@ -37,12 +37,12 @@ _TRANSFORM = re.compile(r"(\w+)\((.*)\)$")
 _SCOPE = re.compile(r"[A-Za-z_][\w\-. ]*$")
 _BRANCH = re.compile(r"branch_\d+_fun$")
 UPDATE = "update"
-"""The scope of the optimizer's part of a step."""
+"""This is the scope of the optimizer's part of a step."""
 _TICKS = words("forward backward input weight")  # scopes of a pipeline's ticks, around those of the model
 
 
 def default_dirs() -> PackageDirs:
-    """Directories of the models and of the library, as they are installed here."""
+    """Return the directories of the models and of the library, as they are installed here."""
     found = []
     for module, shown in (("jaxpar.models", "models"), ("jaxpar", "jaxpar")):
         spec = importlib.util.find_spec(module)
@@ -51,15 +51,15 @@ def default_dirs() -> PackageDirs:
 
 
 def own_dirs() -> PackageDirs:
-    """Of a program that somebody else wrote: their files first."""
+    """Return the directories for a program that somebody else wrote, whose own files come first."""
     return OWN, *default_dirs()
 
 
 def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Place:
-    """Scope, line and phase of one instruction; empty where the compiler kept nothing.
+    """Find the scope, line and phase of one instruction; they are empty where the compiler kept nothing.
 
-    A fusion has the path of its last operation, which need not be where its work is: one around a matmul belongs where
-    the matmul does. One without metadata is taken for what it wraps.
+    A fusion has the path of its last operation, but its work may be elsewhere: a fusion around a matmul belongs where
+    the matmul does. A fusion without metadata takes the place of what it wraps.
     """
     instruction = _telling(module, instruction)
     scope, phase = decode(instruction.op_name)
@@ -67,10 +67,10 @@ def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Pla
 
 
 def split_by(module: Module, instruction: Instruction) -> Literal["", "compiler", "author"]:
-    """Who chose how an instruction's arrays lie on devices: see `Task.split_by`.
+    """Find who chose how an instruction's arrays lie on devices (see `Task.split_by`).
 
-    In a `shard_map` inside a scope that is its author. One around all scopes (a pipeline's) leaves mesh axes to the
-    compiler.
+    Inside a `shard_map` that stands in a scope, its author chose. A `shard_map` around all scopes (a pipeline's) leaves
+    mesh axes to the compiler.
     """
     name = _telling(module, instruction).op_name
     if "/" not in name:
@@ -84,7 +84,7 @@ def split_by(module: Module, instruction: Instruction) -> Literal["", "compiler"
 
 
 def _telling(module: Module, instruction: Instruction) -> Instruction:
-    """The first matmul in what an instruction calls; else itself; without a path the root, or the last that has one."""
+    """Find the first matmul an instruction calls, else itself; if it has no path, the root or the last that has one."""
     inner = module.computations.get(instruction.called[0]) if instruction.called else None
     if inner is None or instruction.base not in ("fusion", "call", "async"):
         return instruction
@@ -99,12 +99,12 @@ def _telling(module: Module, instruction: Instruction) -> Instruction:
 
 @lru_cache(maxsize=100_000)
 def decode(op_name: str) -> tuple[str, Phase]:
-    """`("block/mlp", "backward")` from jax's path of an operation.
+    """Turn jax's path of an operation into its scope and phase, such as `("block/mlp", "backward")`.
 
-    Operations without a scope and outside any derivative are "other"; scopes outside of it (what no derivative goes
-    through) are forward. In a pipeline's ticks the model's scopes are the same, and a forward in the tick of a backward
-    is recomputed. Operations that the compiler made one, `block/(mlp/mul:attention/dot_general)`, have the scope
-    that they share, and the phase of the first.
+    An operation outside any derivative is "other" without a scope, and forward with one. In a pipeline's ticks the
+    model's scopes are the same, and a forward in the tick of a backward is recomputed. Operations that the compiler
+    merged into one, `block/(mlp/mul:attention/dot_general)`, have the scope that they share, and the phase of the
+    first.
     """
     decoded = [_decode_path(pieces) for pieces in _paths(op_name)]
     alike = takewhile(lambda level: len(set(level)) == 1, zip(*(scopes for scopes, _ in decoded), strict=False))
@@ -112,8 +112,8 @@ def decode(op_name: str) -> tuple[str, Phase]:
 
 
 def _paths(op_name: str) -> list[list[str]]:
-    """The pieces of a path; of each path where the compiler made several operations one, `block/(mlp/mul:head/dot)`."""
-    pieces = _pieces(op_name.split(";")[0])  # several paths where instructions were merged: the first speaks
+    """Split a path into pieces; there are several paths where operations were merged, `block/(mlp/mul:head/dot)`."""
+    pieces = _pieces(op_name.split(";")[0])  # merged instructions have several paths, of which the first is taken
     if not pieces[-1].startswith("("):
         return [pieces]
     tails = _pieces(pieces[-1][1:-1], ":")
@@ -121,7 +121,7 @@ def _paths(op_name: str) -> list[list[str]]:
 
 
 def _decode_path(pieces: list[str]) -> tuple[list[str], Phase]:
-    """The scopes and the phase of one path."""
+    """Find the scopes and the phase of one path."""
     scopes: list[str] = []
     backward = inside = False
     for piece in pieces[:-1]:
@@ -133,7 +133,7 @@ def _decode_path(pieces: list[str]) -> tuple[list[str], Phase]:
     outside = next((n for n, name in enumerate(scopes) if name not in _TICKS), len(scopes))
     tick, scopes = scopes[0] if outside else "", scopes[outside:]
     twice = next((n for n, pair in enumerate(pairwise(scopes)) if pair[0] == pair[1]), None)
-    scopes = scopes[:twice]  # a Pallas kernel's name, which stands there twice, is no scope
+    scopes = scopes[:twice]  # a Pallas kernel's name, which stands there twice, is not a scope
     if scopes[:1] == [UPDATE]:
         return scopes, "update"
     in_backward = tick not in ("", "forward")
@@ -145,7 +145,7 @@ def _decode_path(pieces: list[str]) -> tuple[list[str], Phase]:
 
 
 def _pieces(path: str, separator: str = "/") -> list[str]:
-    """Parts of a path between the separators that stand in no bracket."""
+    """Split a path at the separators that stand in no bracket."""
     pieces, depth, start = [], 0, 0
     for at, sign in enumerate(path):
         depth += (sign == "(") - (sign == ")")
@@ -157,7 +157,7 @@ def _pieces(path: str, separator: str = "/") -> list[str]:
 
 
 def source_line(frames: list[Frame], dirs: PackageDirs) -> str:
-    """`models/transformer.py:72`: the innermost frame in the first directory that has any; empty when none has."""
+    """Write the innermost frame in the first directory that has any, `models/transformer.py:72`; empty if none has."""
     for folder, shown in dirs:
         for frame in frames:
             if (folder, shown) == OWN and not any(_inside(frame.file, other) for other in _packages()):
@@ -174,19 +174,19 @@ def _inside(file: str, folder: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _packages() -> tuple[str, ...]:
-    """Where Python, what is installed and this library lie."""
+    """Return the folders of Python, of the installed packages and of this library."""
     installed = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     others = [str(Path(jax.__file__).parents[1]), *(folder for folder, _ in default_dirs())]
     return tuple(dict.fromkeys([*installed, *others]))
 
 
 def inherit(nodes: list[Node], around: Place) -> list[Node]:
-    """Nodes of one list, with places for the tasks that the compiler made itself, which have none of their own.
+    """Give a place to those nodes of a list that the compiler made itself, since they have none of their own.
 
     A copy or slice without a scope belongs to what it feeds, else to what feeds it: the nearest such task with a scope.
     A matmul belongs to the neighbour in the innermost scope, and among several to the latest of its operands, which in
-    a backward is the gradient, not what was saved. What is left belongs to the loop that it feeds or rests on, else to
-    the loop `around` it. A phase or line of its own is kept.
+    a backward is the gradient, not what was saved. What is left belongs to the loop that it feeds or depends on, else
+    to the loop `around` it. A phase or line of its own is kept.
     """
     places = [Place() if isinstance(node, Wait) else node.place for node in nodes]
     users: dict[int, list[int]] = defaultdict(list)
@@ -195,7 +195,7 @@ def inherit(nodes: list[Node], around: Place) -> list[Node]:
             users[maker].append(position)
 
     def given(neighbours: Iterable[int]) -> list[Place]:
-        """Places of neighbours: not of bookkeeping on scalars, nor of a whole loop."""
+        """Return the places of neighbours, except bookkeeping on scalars and whole loops."""
         tasks = [(at, nodes[at]) for at in neighbours]
         return [places[at] for at, node in tasks if isinstance(node, Task) and node.kind != "control"]
 
@@ -216,7 +216,7 @@ def inherit(nodes: list[Node], around: Place) -> list[Node]:
 
 
 def _from(place: Place, near: Iterable[Place], anything: bool = False) -> Place:
-    """`place`, or where it has no scope that of the first neighbour that has one (or, with `anything`, any)."""
+    """Return `place`; if it has no scope, take that of the first neighbour with one (or of any, with `anything`)."""
     if place.scope or (place.phase == "other" and place.source):
         return place
     near = [other for other in near if other.scope or anything]
