@@ -1,6 +1,6 @@
-"""What decides: forms of overlap, what to keep, offload and recompute, and what all of it takes.
+"""This package chooses the forms of overlap and what to keep, offload and recompute, and says what all of it takes.
 
-`resolve` settles a config: its `overlap = auto` and its `memory.budget`, for the devices at hand or a target.
+`resolve` settles a config's `overlap = auto` and its `memory.budget`, for the devices at hand or for a target.
 """
 
 from jaxpar.plan._resolve import resolve, resolve_and_compile

@@ -1,4 +1,4 @@
-"""A config with all that it leaves open settled."""
+"""All that a config leaves open is settled here."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxpar.rehearse.targets import Target
 
 
 def resolve(config: Config, target: Target | None = None, say: Callable[[str], None] = lambda line: None) -> Config:
-    """The config with every `overlap = auto` and its `memory.budget` replaced by what was found best.
+    """Replace every `overlap = auto` of a config and its `memory.budget` by what was found best.
 
     Args:
       config: the experiment. Its mesh must fit the target.
-      target: what to settle it for, from `jaxpar.rehearse.targets.load_target`; None = the devices at hand.
+      target: the target to settle it for, from `jaxpar.rehearse.targets.load_target`; None = the devices at hand.
       say: is called with a line for each form that is tried and for each compilation.
 
     Raises:
@@ -29,5 +29,5 @@ def resolve(config: Config, target: Target | None = None, say: Callable[[str], N
 def resolve_and_compile(
     config: Config, target: Target | None = None, say: Callable[[str], None] = lambda line: None
 ) -> tuple[Config, jax.stages.Compiled | None]:
-    """As `resolve`, and the compiled step where a budget had it compiled; None otherwise."""
+    """Do as `resolve` does, and also return the step if a budget had it compiled, or else None."""
     return fit_to_budget(choose_overlap(config, target, say), target, say)

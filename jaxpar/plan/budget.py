@@ -1,4 +1,4 @@
-"""A memory budget solved: what to keep, what to offload, what to make again, for the fastest step that fits.
+"""A memory budget is solved here: what to keep, to offload and to make again for the fastest step that fits.
 
 `jaxpar.plan.choose_remat` has the choices, what they cost, and the best of them; `jaxpar.plan.memory_search` predicts
 the bytes of each. The winner is compiled, and what the compiler says corrects the prediction for all: three
@@ -26,8 +26,8 @@ from jaxpar.train.plans import make_plan
 
 MARGIN = 0.05
 """The share of a device's memory that `auto` leaves free."""
-_ROUNDS = 3  # compilations at most
-_WORTH = 0.99  # of the best step's time: less of a gain is not compiled for
+_ROUNDS = 3  # the most compilations
+_WORTH = 0.99  # share of the best step's time; a smaller gain is not worth a compilation
 _UNITS = {"": 1, "B": 1, **{f"{k}{suffix}": base ** (n + 1) for n, k in enumerate("KMGT") for suffix, base in
                            (("iB", 1024), ("B", 1000), ("", 1024))}}  # fmt: skip
 
@@ -35,12 +35,12 @@ _UNITS = {"": 1, "B": 1, **{f"{k}{suffix}": base ** (n + 1) for n, k in enumerat
 def fit_to_budget(
     config: Config, target: Target | None = None, say: Say = lambda line: None
 ) -> tuple[Config, jax.stages.Compiled | None]:
-    """The config with what its `memory.budget` leads to in place of it, and that compiled: see `solve_budget`; without
-    a budget the config as it is, and None.
+    """Replace the `memory.budget` of a config by what it leads to, and return it with the compiled step: see
+    `solve_budget`. Without a budget, return the config as it is, and None.
 
     Args:
       config: an experiment whose mesh fits the target.
-      target: what to fit; None = the devices at hand.
+      target: the target to fit; None = the devices at hand.
       say: as for `solve_budget`.
     """
     if not config.memory.budget:
@@ -57,15 +57,15 @@ def solve_budget(
     config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, say: Say = lambda line: None,
     target: Target | None = None,
 ) -> tuple[Config, list[Tried]]:  # fmt: skip
-    """The fastest config that fits `memory.budget`, and what was compiled on the way to it.
+    """Find the fastest config that fits `memory.budget`, and return it with what was compiled on the way to it.
 
     Args:
-      config: with a budget; what `memory.may` names may be changed beside the activations.
+      config: an experiment with a budget; what `memory.may` names may change as well as the activations.
       devices: the devices of the mesh, at hand or not.
       platform: the platform to compile for.
       hardware: the hardware whose figures count.
       say: is called with a line for each step and the reason for the outcome.
-      target: what the devices are; its rehearsal then says how long compute waits for the host, and which of the
+      target: the target of the devices; its rehearsal then says how long compute waits for the host, and which of the
         compiled assignments is the fastest.
 
     Raises:
@@ -82,7 +82,7 @@ def solve_budget(
         pick = min(found, key=lambda pair: pair[0].rank(pair[1]), default=None)
         if best and (pick is None or pick[0].rank(pick[1]) > _WORTH * best[0].rank(best[1])):
             break
-        if best is None and (pick is None or len(tried) == _ROUNDS - 1):  # the safest that is left
+        if best is None and (pick is None or len(tried) == _ROUNDS - 1):  # the safest one that is left
             pick = next(((least, one) for one in (least.least, least.away) if not least.was_tried(one, tried)), pick)
         if pick is None:
             break
@@ -108,7 +108,7 @@ def solve_budget(
 
 
 def parse_bytes(text: str) -> int:
-    """`14GiB` in bytes.
+    """Read a size such as `14GiB` in bytes.
 
     Raises:
       UserError: the text is not a size.
@@ -120,10 +120,10 @@ def parse_bytes(text: str) -> int:
 
 
 def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
-    """A budget in bytes; `auto` is the device's memory less a margin.
+    """Read a budget in bytes; `auto` is the device's memory less a margin.
 
     Raises:
-      UserError: the text is not a size, or is `auto` for a device that does not say what it has.
+      UserError: the text is not a size, or is `auto` for a device that does not say how much memory it has.
     """
     if text != "auto":
         return parse_bytes(text)
@@ -134,14 +134,14 @@ def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
 
 
 def platform_of(device: jax.Device) -> str:
-    """What a program for this device is lowered for."""
+    """The platform that a program for this device is lowered for."""
     return "cuda" if device.platform == "gpu" else device.platform
 
 
 def _candidates(
     searched: Sequence[MemorySearch], room: int, tried: Sequence[Tried]
 ) -> list[tuple[MemorySearch, Solution]]:
-    """Of each search the fastest that is predicted to fit and was not compiled, with and without host memory."""
+    """The fastest untried solution of each search that is predicted to fit, both with and without host memory."""
     return [
         (one, solution) for one in searched for away in (False, True)
         if (solution := one.solve(room, away)) is not None and not one.was_tried(solution, tried)
@@ -154,7 +154,7 @@ def _is_slower(one: Tried, than: Tried) -> bool:
 
 
 def reasons(search: MemorySearch, solution: Solution) -> str:
-    """Why a solution is as it is: `offload block_input (2.10 GiB, hidden behind 41 ms of compute), ...`."""
+    """Explain a solution: `offload block_input (2.10 GiB, hidden behind 41 ms of compute), ...`."""
     parts, by_action = [], dict[str, list[tuple[Item, Option]]]()
     for item, action in zip(search.items, solution.actions, strict=True):
         option = next(option for option in item.options if option.action == action)
@@ -204,7 +204,7 @@ def _report_note(one: Tried) -> list[str]:
 
 
 def _too_small_message(budget: int, tried: Tried, least: MemorySearch, config: Config) -> str:
-    """What a plan takes at the least, and what would lower it."""
+    """The message that says what a plan takes at the least, and what would lower it."""
     state, may = least.state, config.memory.may
     rest = tried.compiled - state.device - least.least.device
     parts = {

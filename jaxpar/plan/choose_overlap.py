@@ -1,8 +1,9 @@
-"""`overlap auto`: the forms of a block's collective matmuls, each tried and the fastest kept.
+"""`overlap auto` tries each form of a block's collective matmuls and keeps the fastest.
 
-A few blocks, forward and backward, are compiled in one form after another: for a target that is not here their timeline
-is what counts, on the devices at hand their time. One site after another takes the form that is fastest there, the rest
-left alone, and at the end the block is tried on two halves of the batch. Choices are kept by shape, axis size and chip.
+A few blocks, forward and backward, are compiled in one form after another. For a target that is not here their timeline
+counts, on the devices at hand their time. One site after another takes the form that is fastest there while the others
+stay as they are, and at the end the block is tried on two halves of the batch. Choices are kept by shape, axis size and
+chip.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ from jaxpar.rehearse.targets import Target
 from jaxpar.train.plans import make_plan
 
 LAYERS = 4
-"""Blocks of the program that is tried: a block's collectives also hide behind its neighbours."""
+"""The number of blocks in the program that is tried: a block's collectives also hide behind its neighbours."""
 SITES = ("mlp_scatter", "heads_scatter", "mlp_gather", "heads_gather")
-_CALLS = 10  # timed, where devices are at hand
+_CALLS = 10  # the number of timed calls where devices are at hand
 
 Say = Callable[[str], None]
 BlockArguments = tuple[Params, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
 class Trial(NamedTuple):
-    """What one block takes in some form, per layer; seconds and bytes of one device.
+    """What one block takes in some form, in seconds and bytes of one device per layer.
 
     Attributes:
       overlap: the forms that were tried.
-      seconds: forward and backward.
-      matmul: matmuls and what was fused into them; the timeline's, as the next ones (zero where it was timed).
-      compute: all but what waits for communication.
-      exposed: communication that compute waits for.
-      sent: bytes that collectives send.
-      temporaries: bytes of the program, all its blocks together.
+      seconds: the time of forward and backward.
+      matmul: the time of matmuls and what is fused into them. All from here on is the timeline's (0 if timed).
+      compute: the time without that in which compute waits for communication.
+      exposed: the time in which compute waits for communication.
+      sent: the bytes that collectives send.
+      temporaries: the bytes of the program's temporaries, all its blocks together.
     """
 
     overlap: Overlap
@@ -71,11 +72,11 @@ def is_open(overlap: Overlap) -> bool:
 
 
 def choose_overlap(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
-    """The config with every `auto` of its overlap replaced by what was found fastest, now or on an earlier day.
+    """Replace every `auto` in a config's overlap by what was found fastest, now or on an earlier day.
 
     Args:
       config: an experiment whose mesh fits the target.
-      target: what to choose for; None = the devices at hand, which are timed.
+      target: the target to choose for; None = the devices at hand, which are timed.
       say: is called with a line for each form that is tried.
     """
     if not is_open(config.overlap):
@@ -91,7 +92,7 @@ def choose_overlap(config: Config, target: Target | None = None, say: Say = lamb
 
 
 def open_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
-    """`make_plan`, whose checks may trace a block, which none can be while its forms are open."""
+    """Call `make_plan` with the open forms settled: its checks may trace a block, which needs every form."""
     plan = make_plan(dataclasses.replace(config, overlap=without_auto(config.overlap)), devices)
     return dataclasses.replace(plan, overlap=config.overlap)
 
@@ -99,10 +100,10 @@ def open_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
 def time_forms(
     config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None, also: Sequence[Overlap] = ()
 ) -> list[Trial]:
-    """Every form that was tried on the way to the best, in that order; the first is `xla` wherever it may be chosen.
+    """Try forms on the way to the best and return all in that order; the first is `xla` wherever it may be chosen.
 
     Args:
-      config: what is open in its overlap is tried.
+      config: the experiment; what is open in its overlap is tried.
       plan: the plan of the config.
       target: as for `choose_overlap`.
       say: is called with a line for each trial.
@@ -136,7 +137,7 @@ def fastest_trial(trials: Sequence[Trial]) -> Trial:
 
 
 def _steps(config: Config, plan: Plan) -> Iterator[list[dict[str, Form]]]:
-    """For each site that is open, the changes to try; none where no ring can run."""
+    """The changes to try for each site that is open; there are none where no ring can run."""
     if not further_split(STORED, GATHERED, plan):
         return
     for site in SITES:
@@ -146,7 +147,7 @@ def _steps(config: Config, plan: Plan) -> Iterator[list[dict[str, Form]]]:
 
 
 def without_auto(overlap: Overlap) -> Overlap:
-    """`auto` replaced by `xla` and no Domino, where the search starts from."""
+    """Replace `auto` by `xla` and by no Domino, from which the search starts."""
     return dataclasses.replace(
         overlap,
         gather="xla" if overlap.gather == "auto" else overlap.gather,
@@ -162,7 +163,7 @@ def _can_halve(config: Config, plan: Plan) -> bool:
 
 
 def words(overlap: Overlap) -> str:
-    """`mlp_scatter bidirectional, else xla`: the forms in a line."""
+    """Write the forms in one line: `mlp_scatter bidirectional, else xla`."""
     common = overlap.gather
     if overlap.scatter != overlap.gather:
         common = f"gather {overlap.gather}, scatter {overlap.scatter}"
@@ -175,7 +176,7 @@ def words(overlap: Overlap) -> str:
 
 
 def trial(config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None) -> Trial:
-    """Some blocks, forward and backward, in the form of the plan: played for a target, or timed on its devices."""
+    """Try some blocks, forward and backward, in the plan's form: played for a target, or timed on its devices."""
     layers = min(LAYERS, config.model.layers)
     model = Model(dataclasses.replace(config.model, layers=layers, dropout=0.0))
     traced, arguments = _blocks(model, config, plan)
@@ -245,9 +246,9 @@ def _time(compiled: jax.stages.Compiled, arguments: BlockArguments) -> float:
 
 
 def _key(config: Config, plan: Plan, target: Target | None) -> str:
-    """Everything that a choice depends on."""
+    """The key made of everything that a choice depends on."""
     model = dataclasses.asdict(config.model) | {"layers": 0, "vocab_size": 0, "vocab_multiple": 0, "max_seq_len": 0}
-    # The whole plan, so that what is added to it one day is in the key too; the overlap in it is what was asked for.
+    # The key has the whole plan, so that fields added one day are in it too; its overlap is the one that was asked for.
     how = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "mesh"}
     facts = {
         "chip": target.name if target else plan.mesh.devices.flat[0].device_kind,
@@ -264,7 +265,7 @@ def _choices_file() -> Path:
 
 
 def _read_choices() -> dict[str, object]:
-    """Earlier choices; none where the file cannot be read, which costs a search and loses nothing."""
+    """Read the earlier choices; there are none if the file is unreadable, which costs a search and loses nothing."""
     try:
         kept = json.loads(_choices_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -273,7 +274,7 @@ def _read_choices() -> dict[str, object]:
 
 
 def _parse_choice(kept: object) -> Overlap | None:
-    """A choice that was kept, or None where it is none that can be run: another version may have written it."""
+    """Read a kept choice, or return None if it cannot be run, as another version may have written it."""
     try:
         overlap = from_dict(Overlap, kept, str(_choices_file())) if isinstance(kept, dict) else None
     except (UserError, TypeError):
@@ -282,7 +283,7 @@ def _parse_choice(kept: object) -> Overlap | None:
 
 
 def _choice_of_first_process(kept: Overlap | None) -> Overlap | None:
-    """What the first process has kept: each has a cache of its own, and all must run the same program."""
+    """The choice that the first process has kept: each has its own cache, but all must run the same program."""
     text = np.zeros(1024, np.uint8)
     found = json.dumps(None if kept is None else dataclasses.asdict(kept)).encode()
     text[: len(found)] = np.frombuffer(found, np.uint8)

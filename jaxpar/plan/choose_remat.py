@@ -1,12 +1,12 @@
-"""What each way to treat an activation costs, and the fastest assignment within some bytes.
+"""This module prices each way to treat an activation and finds the fastest assignment within some bytes.
 
-The choices are few and each costs by itself: every named activation is needed by some backward, so making one again
-costs what its forward did, whatever becomes of the others. Of all combinations those are kept that no other beats in
+The choices are few and their costs are independent: every named activation is needed by some backward, so making one
+again costs what its forward did, whatever becomes of the others. All combinations are kept that no other beats in
 device bytes, host bytes and seconds together; the fastest of them that fits is then exact under the cost model.
 
-The model: FLOPs at `EFFICIENCY` of the chip's peak, bytes of elementwise ops at its memory's rate, what is sent again
-at its links' rate (`jaxpar.plan.communication`), and the host link, which hides behind the forward on the way out and
-behind the backward on the way in.
+The model counts FLOPs at `EFFICIENCY` of the chip's peak, bytes of elementwise ops at its memory's rate, what is sent
+again at its links' rate (`jaxpar.plan.communication`), and the host link, whose transfers hide behind the forward on
+the way out and behind the backward on the way in.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from jaxpar.plan.communication import recompute_bytes, step_collectives
 from jaxpar.train.saved_activations import Activation, activations, loss_cut, microbatches_of
 
 _UNKNOWN = Hardware(peak_flops=PeakFlops(1e12, 1e12), hbm_bandwidth=1e11, host_link_bandwidth=1e10)
-"""For a device without figures, such as a CPU: of no particular one, but a matmul costs more than a copy."""
+"""Figures for a device that has none, such as a CPU. They are no particular device's; a matmul outweighs a copy."""
 EFFICIENCY = 0.6
 """The share of the peak FLOP/s that matmuls reach."""
 EXPOSED = 0.3
-"""Of the transfers of activations to host memory and back, that compute waits for, before a compiled program says: a
-loop over layers sends what a layer made before the next one starts."""
-_PASSES = 3  # over its array, that an elementwise op makes: it reads two and writes one
+"""The share of the transfers of activations to host memory and back that compute waits for, until a compiled program
+says: a loop over layers sends what a layer made before the next one starts."""
+_PASSES = 3  # of an elementwise op over its array: it reads two and writes one
 
 
 class Option(NamedTuple):
@@ -41,8 +41,8 @@ class Option(NamedTuple):
 
     Attributes:
       action: save, offload or recompute.
-      device: bytes that are there at a time on the device.
-      host: bytes that go to host memory, and come back.
+      device: the bytes that are on the device at a time.
+      host: the bytes that go to host memory and come back.
       seconds: the time to make it again.
     """
 
@@ -53,18 +53,18 @@ class Option(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Activations that are decided together, and the choices."""
+    """Activations that are decided together, with their choices."""
 
     names: tuple[str, ...]
     options: tuple[Option, ...]
 
 
 class ActionCosts(NamedTuple):
-    """What a solution's time is made of, seconds of one device in one step.
+    """The costs that a solution's time consists of, in seconds of one device in one step.
 
     Attributes:
       forward, backward: the time that each computes.
-      link: bytes/s to host memory.
+      link: the rate to host memory in bytes/s.
       exposed: the share of the activations' transfers that compute waits for at the least.
     """
 
@@ -74,12 +74,12 @@ class ActionCosts(NamedTuple):
     exposed: float = 0.0
 
     def seconds(self, host: int, again: float, moved: float = 0.0) -> float:
-        """A step's time.
+        """The time of a step.
 
         Args:
-          host: bytes of activations that go out in the forward and come back in the backward.
-          again: seconds of making activations again.
-          moved: seconds of other transfers, which nothing hides.
+          host: the bytes of activations that go out in the forward and come back in the backward.
+          again: the seconds of making activations again.
+          moved: the seconds of other transfers, which nothing hides.
         """
         each = host / self.link if host else 0.0
         too_long = max(each - self.forward, 0.0) + max(each - self.backward - again, 0.0)
@@ -87,7 +87,7 @@ class ActionCosts(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """An assignment of all items: bytes on the device, bytes to the host, seconds of making things again."""
+    """An assignment of all items: its bytes on the device and to the host, and its seconds of making things again."""
 
     device: int
     host: int
@@ -104,7 +104,7 @@ def frontier(items: Sequence[Item]) -> list[Solution]:
                      (*one.actions, option.action))
             for one in found for option in item.options
         )  # fmt: skip
-        # In order of device bytes; of those before only the ones that lead in (host, seconds) can beat the next.
+        # They come in order of device bytes, so only earlier ones that lead in (host, seconds) can beat the next.
         found, leading = [], list[tuple[int, float]]()
         for one in grown:
             if any(host <= one.host and again <= one.again for host, again in leading):
@@ -116,13 +116,13 @@ def frontier(items: Sequence[Item]) -> list[Solution]:
 
 
 def solve(items: Sequence[Item], costs: ActionCosts, room: int) -> Solution | None:
-    """The fastest assignment that takes at most `room` bytes of the device; None where none does."""
+    """The fastest assignment that takes at most `room` bytes of the device, or None if there is none."""
     fits = [one for one in frontier(items) if one.device <= room]
     return min(fits, key=lambda one: (costs.seconds(one.host, one.again), one.host, one.device), default=None)
 
 
 def items_of(config: Config, plan: Plan, hardware: Hardware, offload: bool) -> list[Item]:
-    """The named activations of a model under a plan, and what each choice costs.
+    """List the named activations of a model under a plan, with the cost of each choice.
 
     Args:
       config: the experiment.
@@ -163,19 +163,19 @@ _MADE_BY = {"q": "q", "k": "k", "v": "v", "mlp_input": "out", "gate": "gate", "u
 
 
 def _seconds_to_make(one: Activation, config: Config, plan: Plan, hardware: Hardware) -> float:
-    """What making an activation of one block computes: its matmul or its pass over memory, whichever takes longer."""
+    """The seconds to make an activation of one block: its matmul or its pass over memory, whichever is longer."""
     flops = _attention_flops(config, plan) if one.name == "attention_out" else _matmul_flops(one, config, plan)
     passed = _PASSES * one.bytes / (hardware.hbm_bandwidth or _UNKNOWN.hbm_bandwidth)
     return max(flops / flops_rate(hardware, plan), passed)
 
 
 def _matmul_flops(one: Activation, config: Config, plan: Plan) -> float:
-    """FLOPs of the matmul that makes an activation, on one device; 0 where none does."""
+    """The FLOPs of the matmul that makes an activation, on one device; 0 where none does."""
     model, name = Model(config.model), _MADE_BY.get(one.name, "")
     if name not in model.axes["blocks"]:
         return 0.0
     shape, axes = model.shapes()["blocks"][name].shape[1:], model.axes["blocks"][name][1:]
-    # Of experts the rows are those of the buffers, most of which have more than there are tokens.
+    # The rows of experts are those of their buffers, most of which have more rows than there are tokens.
     rows = math.prod(one.shape[:3] if "experts" in axes else one.shape[:2])
     seq = "residual_seq" if one.name == "expert_out" else "seq"
     dims = [(size, axis) for size, axis in zip(shape, axes, strict=True) if axis != "experts"]
@@ -184,7 +184,7 @@ def _matmul_flops(one: Activation, config: Config, plan: Plan) -> float:
 
 
 def _attention_flops(config: Config, plan: Plan) -> float:
-    """FLOPs of one block's scores and weighted values, on one device."""
+    """The FLOPs of one block's scores and weighted values, on one device."""
     model, S = config.model, config.data.seq_len
     rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
     pieces = plan.size("batch") * plan.size("attention_seq") * plan.size("heads")
@@ -193,7 +193,7 @@ def _attention_flops(config: Config, plan: Plan) -> float:
 
 
 def costs_of(config: Config, plan: Plan, hardware: Hardware) -> ActionCosts:
-    """The step without making anything again: 2 of 6 parts of its model FLOPs are forward."""
+    """The costs of a step that makes nothing again: 2 of 6 parts of its model FLOPs are forward."""
     tokens = config.train.batch * config.data.seq_len / plan.mesh.size
     flops = Model(config.model).flops_per_token(config.data.seq_len) * tokens
     compute = flops / flops_rate(hardware, plan)
@@ -203,8 +203,8 @@ def costs_of(config: Config, plan: Plan, hardware: Hardware) -> ActionCosts:
 
 
 def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:
-    """What accumulation and the form of the loss add to a step: what is sent, as if nothing hid it, and the loss's
-    chunks or its scores made twice (see `jaxpar.parallel.cross_entropy.tiling`)."""
+    """The seconds that accumulation and the form of the loss add to a step: what is sent, as if nothing hid it, and the
+    loss's chunks, or its scores made twice (see `jaxpar.parallel.cross_entropy.tiling`)."""
     cut = loss_cut(config, plan)
     times = config.train.accumulation * microbatches_of(plan)
     again = 2.0 * cut.tokens / flops_rate(hardware, plan) if cut.tiling.slices > 1 else 0.0
@@ -212,18 +212,18 @@ def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:
     loss, rate = times * cut.rows * cut.embed * (again or added), _link_rate(hardware)
     if not rate:
         return loss
-    # Where arrays lie does not change what is sent, nor does unrolling recomputed blocks: one trace serves them all.
+    # Neither where arrays lie nor unrolling recomputed blocks changes what is sent, so one trace serves them all.
     config = replace(config, memory=MemoryConfig(), model=replace(config.model, scan_layers=True))
     plan = replace(plan, remat="full", keep=Keep(), optimizer="device", parameters="device")
     return loss + sum(one.step_bytes for one in step_collectives(config, plan)) / rate
 
 
 def _link_rate(hardware: Hardware) -> float:
-    """Bytes/s of a device's links; 0 = not known."""
+    """The rate of a device's links in bytes/s; 0 = not known."""
     return hardware.ici.axis_bandwidth or hardware.dcn_bandwidth
 
 
 def flops_rate(hardware: Hardware, plan: Plan) -> float:
-    """FLOP/s of a device's matmuls."""
+    """The rate of a device's matmuls in FLOP/s."""
     known = getattr(hardware.peak_flops, plan.compute) or hardware.peak_flops.bfloat16
     return EFFICIENCY * (known or _UNKNOWN.peak_flops.float32)

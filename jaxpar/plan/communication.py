@@ -1,4 +1,4 @@
-"""What a plan sends in a training step: the collectives of the traced step, each with its place in the model.
+"""This module lists what a plan sends in a training step: the traced collectives, each with its place in the model.
 
 Nothing is compiled and no array is made. The collectives are those that the ops of this library write down
 (`jaxpar.rehearse.requested_collectives`). What XLA adds by itself for norms, biases and the gradient's norm is not
@@ -32,7 +32,7 @@ from jaxpar.train.step import make_train_step, step_shapes
 
 
 class StepCollective(NamedTuple):
-    """A collective of a training step, as often as the step runs it.
+    """A collective of a training step, with how often the step runs it.
 
     Attributes:
       scope: the place in the model, as `jax.named_scope` has it: `block/attention`.
@@ -41,7 +41,7 @@ class StepCollective(NamedTuple):
       kind: the kind of collective.
       axes: its mesh axes of more than one device, in the order of the mesh.
       devices: the number of devices along these axes.
-      bytes: of one group's whole array, as `hlo.tasks.Collective.bytes`; of a ppermute, one message.
+      bytes: the bytes of one group's whole array, as in `hlo.tasks.Collective.bytes`, or of one message of a ppermute.
       count: how often it runs in a step.
       dtype: the dtype of what is sent.
       shape: the shape of the array whose bytes count.
@@ -59,26 +59,26 @@ class StepCollective(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends each time, by a bandwidth-optimal algorithm."""
+        """The bytes that one device sends each time, by a bandwidth-optimal algorithm."""
         return sent_bytes(self.kind, self.bytes, self.devices)
 
     @property
     def step_bytes(self) -> float:
-        """Bytes that one device sends in a step."""
+        """The bytes that one device sends in a step."""
         return self.count * self.sent_bytes
 
 
 @lru_cache(maxsize=64)
 def step_collectives(config: Config, plan: Plan) -> tuple[StepCollective, ...]:
-    """Every collective of one training step, in the order in which the step has them.
+    """List every collective of one training step in the order of the step.
 
     In a pipeline all stages run all ticks, so what is sent for a layer is sent in the bubble as well. The lookup and
-    the loss run in some ticks only; where they stand in a branch, every round of that loop counts it, which makes
-    their bytes an upper bound.
+    the loss run in some ticks only; where they stand in a branch, every round of the loop counts it, which makes their
+    bytes an upper bound.
 
     Args:
       config: the experiment, whose overlap is settled.
-      plan: of the config, from `jaxpar.train.plans.make_plan`. Devices that are not here will do.
+      plan: the plan of the config, from `jaxpar.train.plans.make_plan`. Its devices need not be here.
     """
     if plan.mesh.size == 1:
         return ()
@@ -88,7 +88,7 @@ def step_collectives(config: Config, plan: Plan) -> tuple[StepCollective, ...]:
 
 
 def bytes_by_collective(collectives: Iterable[StepCollective]) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
-    """Bytes that one device sends in a step, by kind of collective and mesh axes."""
+    """Add up the bytes that one device sends in a step, by kind of collective and mesh axes."""
     total: dict[tuple[CollectiveKind, tuple[str, ...]], float] = defaultdict(float)
     for one in collectives:
         total[one.kind, one.axes] += one.step_bytes
@@ -96,13 +96,13 @@ def bytes_by_collective(collectives: Iterable[StepCollective]) -> dict[tuple[Col
 
 
 def recompute_bytes(config: Config, plan: Plan) -> Mapping[str, float]:
-    """Bytes that one device sends to make each activation of `activation_names.NAMES` again, in one block.
+    """The bytes that one device sends to make each activation of `activation_names.NAMES` again in one block.
 
-    It is what the gradient of a block sends more where that activation alone is not kept.
+    They are what the gradient of a block sends more when that activation alone is not kept.
 
     Args:
-      config: model, batch and sequence length.
-      plan: of the config; what it keeps does not matter.
+      config: the experiment with its model, batch and sequence length.
+      plan: the plan of the config; what it keeps does not matter.
     """
     return _recompute_bytes(one_block(config, plan))
 
@@ -130,7 +130,7 @@ def _step_collective(found: Requested, plan: Plan) -> StepCollective:
 
 
 def _block_gradient(block: OneBlock) -> core.ClosedJaxpr:
-    """The gradient of a block that keeps its input alone; its forward is in it only as the backward needs it."""
+    """The gradient of a block that keeps only its input; of the forward it has only what the backward needs."""
 
     def gradient(
         layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None

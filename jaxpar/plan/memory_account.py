@@ -1,4 +1,4 @@
-"""Where the bytes of a training step are: predicted part by part from shapes, beside what the compiler says."""
+"""The bytes of a training step are predicted part by part from shapes, to stand beside what the compiler says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxpar.train.state_bytes import state_bytes
 
 
 class MemoryPart(NamedTuple):
-    """A part of what a step holds, bytes of one device."""
+    """A part of what a step holds, in bytes of one device."""
 
     name: str
     what: str
@@ -26,9 +26,9 @@ class MemoryPart(NamedTuple):
 
 
 def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart]:
-    """The parts of a step, from shapes alone; the last is a guess.
+    """Predict the parts of a step from shapes alone; the last is a guess.
 
-    What a block works with, the loss, and the update are not there at once: the larger counts.
+    What a block works with, the loss and the update do not exist at once, so that the largest counts.
 
     Args:
       config: the experiment.
@@ -57,11 +57,11 @@ def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart
 
 
 def work_bytes(config: Config, plan: Plan) -> int:
-    """A first guess of what a block's backward or the loss works with, whichever is more; the compiler corrects it.
+    """Guess the bytes that a block's backward or the loss works with, whichever is more; the compiler corrects it.
 
-    A block: a gradient of everything that has a name, what of that is not on the device, and its weights where they are
-    gathered. The loss: scores of some tokens in float32 and in the compute dtype, and the gathered vocabulary matrix
-    with its gradient. The lookup: the gathered table with its gradient.
+    A block has a gradient of everything that has a name, those named arrays that are not on the device, and its weights
+    where they are gathered. The loss has scores of some tokens in float32 and in the compute dtype, and the gathered
+    vocabulary matrix with its gradient. The lookup has the gathered table with its gradient.
     """
     model = Model(config.model)
     shapes = param_shapes(model, plan)

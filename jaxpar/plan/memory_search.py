@@ -1,4 +1,4 @@
-"""What a memory budget is searched in: the assignments of activations under each choice of what else may change.
+"""A memory budget is solved by a search over assignments of activations, under each choice of what else may change.
 
 Bytes of activations and state are known from shapes alone; the rest (what a block works with, the loss) is guessed, and
 corrected by what the compiler says of an assignment.
@@ -42,19 +42,19 @@ from jaxpar.train.state import in_host
 from jaxpar.train.state_bytes import state_bytes
 from jaxpar.train.step import make_train_step, step_shapes
 
-_AWAY = 1.1  # times the predicted seconds, of what goes to host memory: rehearsals took longer (docs/benchmarks.md)
+_AWAY = 1.1  # factor on the predicted seconds with host memory: rehearsals took longer (docs/benchmarks.md)
 
 Say = Callable[[str], None]
 
 
 class Outer(NamedTuple):
-    """What is decided besides activations."""
+    """The choices other than those of activations."""
 
     optimizer: bool = False
     parameters: bool = False
     accumulation: int = 1
     loss_mib: int = 0
-    """0 = the config's."""
+    """The `memory.loss_mib`; 0 = the config's."""
 
     def apply(self, config: Config) -> Config:
         """The config with these choices."""
@@ -68,8 +68,8 @@ class Outer(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """A compiled assignment: bytes a device as predicted and by the compiler, and the step in the rehearsal (None =
-    the devices are at hand: not played)."""
+    """A compiled assignment, with its bytes a device as predicted and by the compiler, and the step in the rehearsal
+    (None = not played, because the devices are at hand)."""
 
     config: Config
     outer: Outer
@@ -77,14 +77,14 @@ class Tried(NamedTuple):
     predicted: int
     compiled: int
     moved: float
-    """Seconds of streaming state, which nothing hides."""
+    """The seconds of streaming state, which nothing hides."""
     played: Timeline | None = None
     program: jax.stages.Compiled | None = None
     """The compiled step; None = the compiler refused it."""
 
 
 class MemorySearch:
-    """The assignments under one choice of what else may be decided."""
+    """The assignments of activations under one choice of everything else."""
 
     def __init__(self, config: Config, outer: Outer, devices: list[jax.Device], platform: str, hardware: Hardware):
         self.outer, self.devices, self.platform, self._hardware = outer, devices, platform, hardware
@@ -101,16 +101,16 @@ class MemorySearch:
         self.update = self.state.update
         found = frontier(self.items)
         self.least = min(found, key=lambda one: (one.device, self.costs.seconds(one.host, one.again)))
-        # The same with the most in host memory: a block that makes less again works with less.
+        # Of equal device bytes this has the most in host memory: a block that makes less again works with less.
         self.away = min(found, key=lambda one: (one.device, -one.host))
 
     @cached_property
     def fixed_seconds(self) -> float:
-        """Seconds that every assignment of this search takes besides, the same for all."""
+        """The seconds that every assignment of this search takes in addition, the same for all."""
         return self.moved + other_seconds(self.config, self.plan, self._hardware)
 
     def solve(self, budget: int, away: bool = True) -> Solution | None:
-        """The fastest assignment that is predicted to fit, with activations in host memory or (not `away`) without."""
+        """The fastest assignment that is predicted to fit; without `away` it keeps no activations in host memory."""
         if self.state.device + self.update > budget:
             return None
         return solve(self.items if away else self.here, self.costs, budget - self.state.device - self.work)
@@ -125,20 +125,20 @@ class MemorySearch:
         return self.seconds(solution) * (_AWAY if away else 1)
 
     def learn(self, one: Tried, of: MemorySearch) -> None:
-        """From what the compiler said of an assignment of another search, while nothing of this one was compiled."""
+        """Learn the exposed share from a compiled assignment, and the work too until this search has compiled one."""
         self.costs = self.costs._replace(exposed=_exposed_share(one, self.costs))
         if self is not of and not self.compiled:
             self.work = max(self.work + one.compiled - one.predicted, 0)
 
     def predicted_bytes(self, solution: Solution) -> int:
-        """Bytes of a device: the backward's, or the update's, when no activations are left."""
+        """The bytes of a device in the backward, or in the update, when no activations are left, whichever is more."""
         return self.state.device + max(solution.device + self.work, self.update)
 
     def seconds(self, solution: Solution) -> float:
         return self.costs.seconds(solution.host, solution.again, self.fixed_seconds)
 
     def compile(self, solution: Solution, target: Target | None, say: Say) -> Tried:
-        """What the compiler says of an assignment, from which the next prediction learns."""
+        """Compile an assignment; the next prediction learns from what the compiler says."""
         config, predicted = assign_actions(self.config, self.items, solution.actions), self.predicted_bytes(solution)
         found, text, program = compiled_bytes(config, self.devices, self.platform)
         self.compiled = True
@@ -153,7 +153,7 @@ class MemorySearch:
 def searches(
     config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, say: Say = lambda line: None
 ) -> list[MemorySearch]:
-    """A search for each of what may be decided besides; parts that the batch does not split into are left out."""
+    """Make a search for each choice besides activations, leaving out parts into which the batch does not split."""
     found = []
     for outer in _outers(config, devices[0], platform, say):
         try:
@@ -161,7 +161,7 @@ def searches(
         except UserError:
             if outer.accumulation == 1:
                 raise
-    # A loss that holds less is a choice where that is what a plan works with.
+    # A loss that holds less is a choice where the loss is what decides how much a plan works with.
     for one in list(found):
         forms = [one, *(MemorySearch(config, one.outer._replace(loss_mib=mib), devices, platform, hardware)
                         for mib in (256, 64) if mib < config.memory.loss_mib)]  # fmt: skip
@@ -170,7 +170,7 @@ def searches(
 
 
 def assign_actions(config: Config, items: Sequence[Item], actions: Sequence[Action]) -> Config:
-    """A config whose activations are treated so; its budget is spent."""
+    """Return the config with these actions for its activations and without its budget."""
     keep: dict[str, Action] = {name: action for item, action in zip(items, actions, strict=True) for name in item.names}
     return replace(config, memory=replace(config.memory, policy="full", keep=Keep(**keep), budget=""))
 
@@ -178,8 +178,8 @@ def assign_actions(config: Config, items: Sequence[Item], actions: Sequence[Acti
 def compiled_bytes(
     config: Config, devices: list[jax.Device], platform: str
 ) -> tuple[int, str, jax.stages.Compiled | None]:
-    """Bytes of a device that the training step allocates, and the program, as text too; of one that the compiler
-    refuses what it says, and nothing.
+    """Compile the training step; return the bytes of a device that it allocates, its text, and the program. If the
+    compiler refuses it for its memory, return the bytes that it names, an empty text and None.
 
     Raises:
       UserError: the compiler refuses the step for another reason.
@@ -199,7 +199,7 @@ def compiled_bytes(
 
 
 def _exposed_share(one: Tried, costs: ActionCosts) -> float:
-    """Of the transfers of activations, that compute waits for, as the rehearsal of this assignment shows it."""
+    """The share of the activations' transfers that compute waits for, as this assignment's rehearsal shows."""
     if one.played is None or not one.solution.host:
         return costs.exposed
     waits = one.played.host_stall - one.moved
@@ -207,7 +207,7 @@ def _exposed_share(one: Tried, costs: ActionCosts) -> float:
 
 
 def _may_offload(device: jax.Device, platform: str, anyway: bool, say: Say = lambda line: None) -> bool:
-    """Whether host memory may be used: it is another memory than the device's, and is not known to be wrong."""
+    """Whether host memory may be used: it must not be the device's own memory, nor known to give wrong results."""
     if platform == "cpu":
         return False
     try:
@@ -219,7 +219,7 @@ def _may_offload(device: jax.Device, platform: str, anyway: bool, say: Say = lam
 
 
 def _outers(config: Config, device: jax.Device, platform: str, say: Say) -> list[Outer]:
-    """What may be decided besides activations; what the config offloads already stays there."""
+    """The choices besides activations; what the config already offloads stays in host memory."""
     memory, may = config.memory, config.memory.may
     host = _may_offload(device, platform, memory.offload_anyway, say)
     optimizer = {memory.optimizer == "offload"} | ({True} if host and "optimizer" in may else set())

@@ -1,4 +1,4 @@
-"""What to tell the user of a training step that ran out of memory: the flags of the fastest plan that should fit."""
+"""When a training step runs out of memory, the user is told the flags of the fastest plan that should fit."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from jaxpar.plan.memory_search import assign_actions, searches
 
 
 def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, platform: str, has: int) -> str:
-    """What to tell the user of a step that does not fit, in a line.
+    """Tell the user in one line of a step that does not fit.
 
     Args:
-      message: what the runtime said.
+      message: the message of the runtime.
       config: the experiment.
       plan: the plan of the config.
       hardware: the figures of a device.
       platform: the platform of a device.
-      has: bytes of a device; 0 = not known.
+      has: the bytes that a device has; 0 = not known.
     """
     total = sum(part.device for part in memory_account(config, plan, platform))
     said = compiler_message(message)[:200]
-    room = has or int(0.9 * total)  # not known: less than what was just too much
+    room = has or int(0.9 * total)  # if not known, less than what was just too much
     devices, alone = list(plan.mesh.devices.flat), replace(config, memory=replace(config.memory, may=()))
     found = fitting_flags(alone, devices, platform, hardware, room)
     found = found or fitting_flags(config, devices, platform, hardware, room)
@@ -41,7 +41,7 @@ def out_of_memory(message: str, config: Config, plan: Plan, hardware: Hardware, 
 
 
 def fitting_flags(config: Config, devices: list[jax.Device], platform: str, hardware: Hardware, room: int) -> str:
-    """The flags of the fastest plan that is predicted to fit into some bytes, nothing compiled; empty = none does."""
+    """The flags of the fastest plan predicted to fit into some bytes, with nothing compiled; empty = none does."""
     searched = searches(config, devices, platform, hardware)
     found = [(one, solution) for one in searched if (solution := one.solve(room)) is not None]
     if not found:

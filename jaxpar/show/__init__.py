@@ -1,1 +1,1 @@
-"""Tables and pictures of a plan: parameters, a layer, the pipeline's schedule, masks, memory."""
+"""Tables and pictures of a plan show its parameters, a layer, the pipeline's schedule, masks and memory."""

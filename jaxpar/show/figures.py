@@ -1,4 +1,4 @@
-"""Pictures: a run's loss curve, and how arrays lie on the mesh."""
+"""Pictures of a run's loss curve and of how arrays lie on the mesh."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Placement
 
 _TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
-_FEW = 5  # points of a curve that are drawn as such
-_ROOM, _LETTER = (185, 235), 4.3  # points: height and width of an array's drawing, width of a letter on it
+_FEW = 5  # a curve with fewer points than this shows each as a dot
+_ROOM, _LETTER = (185, 235), 4.3  # in points: an array's height and width, and a letter's width
 
 
 def loss_figure(
     rows: Sequence[Mapping[str, float]], title: str, references: Mapping[str, float] | None = None
 ) -> Figure:
-    """Training and validation loss by step.
+    """Draw the training and validation loss by step.
 
     Args:
       rows: the lines of `metrics.jsonl`.
       title: the title of the figure.
-      references: horizontal lines by label, such as the text's unigram entropy (nats a token).
+      references: the horizontal lines by label, such as the text's unigram entropy (nats a token).
     """
     figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots()
     for key, label, color, marker in (("loss", "train", _TRAIN, None), ("val_loss", "validation", _VAL, "o")):
         points = [(row["step"], row[key]) for row in rows if key in row]
         if points:
-            dot = "." if len(points) < _FEW else marker  # a line through one point is none
+            dot = "." if len(points) < _FEW else marker  # a line through one point cannot be seen
             line = axes.plot(
                 *zip(*points, strict=True), color=color, marker=dot, markersize=4 if dot == "o" else 8, linewidth=1.3
             )[0]
@@ -57,7 +57,7 @@ def loss_figure(
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG, or what else the path's suffix says, whole or not at all; an SVG is the same each time.
+    """Write a PNG, or the format of the path's suffix, whole or not at all; an SVG has the same bytes each time.
 
     Raises:
       UserError: the file cannot be written.
@@ -75,11 +75,11 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def mesh_figure(placements: Sequence[Placement], plan: Plan, title: str, most: int = 6) -> Figure:
-    """How the largest arrays lie on the mesh: each a rectangle cut into shards, coloured by the device that holds it.
+    """Draw how the largest arrays lie on the mesh, as rectangles of shards coloured by the devices that hold them.
 
-    Dims are flattened to the two that are split (or the last two); of more split dims, several share an axis, each
+    Dims are flattened to the two that are split (or the last two). If more are split, several share an axis, each
     unrolled inside every part of the one before it, with thick lines between the parts. A shard that several devices
-    hold lists them (where that leaves no room: the first of them and a plus, or nothing).
+    hold lists them all, or if there is no room the first of them and a plus, or nothing.
     """
     largest = sorted(placements, key=lambda row: -math.prod(row.shape))[:most]
     columns = min(3, len(largest))
@@ -95,7 +95,7 @@ def mesh_figure(placements: Sequence[Placement], plan: Plan, title: str, most: i
 
 
 def _draw_array(axes: Axes, row: Placement, plan: Plan) -> None:
-    """One array as a grid of shards."""
+    """Draw one array as a grid of shards."""
     sharding = NamedSharding(plan.mesh, row.spec)
     ids = {device: i for i, device in enumerate(plan.mesh.devices.ravel())}
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
@@ -106,7 +106,7 @@ def _draw_array(axes: Axes, row: Placement, plan: Plan) -> None:
     whole = [d for d in reversed(range(len(row.shape))) if d not in split]
     dims = sorted([*split, *whole][: max(2, len(split))])
     half = max(1, len(dims) // 2)
-    down, across = dims[:-half], dims[-half:]  # the dims along y and along x, outer ones first
+    down, across = dims[:-half], dims[-half:]  # the dims along y and along x, with the outer ones first
     spans = [(_span(bounds, row.shape, down), _span(bounds, row.shape, across)) for bounds in holders]
     high, wide = (points / len(set(cuts)) for points, cuts in zip(_ROOM, zip(*spans, strict=True), strict=True))
     texts, size = _labels(list(holders.values()), high, wide)
@@ -135,7 +135,7 @@ def _draw_array(axes: Axes, row: Placement, plan: Plan) -> None:
 
 
 def _span(bounds: Sequence[tuple[int, int]], shape: Sequence[int], dims: Sequence[int]) -> tuple[float, float]:
-    """From where to where a shard reaches along an axis of these dims, in units of the first: each inside the last."""
+    """The start and end of a shard along an axis of these dims, in units of the first; each is inside the last."""
     start, stop = bounds[dims[0]] if dims else (0, 1)
     for dim in dims[1:]:
         start, stop = (start + (stop - start) * bound / shape[dim] for bound in bounds[dim])
@@ -143,7 +143,7 @@ def _span(bounds: Sequence[tuple[int, int]], shape: Sequence[int], dims: Sequenc
 
 
 def _labels(holders: Sequence[list[int]], high: float, wide: float) -> tuple[list[str], int]:
-    """What fits on shards of so many points, and its font size: every one's devices, the first of them, or nothing."""
+    """The labels and font size that fit on shards of this size in points: all devices, the first one, or nothing."""
     width = max(1, int(wide / _LETTER))
     lists = [textwrap.fill(_device_list(devices), width, break_long_words=False) for devices in holders]
     firsts = [f"{min(devices)}{'+' if len(devices) > 1 else ''}" for devices in holders]

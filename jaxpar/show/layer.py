@@ -1,8 +1,8 @@
-"""One layer of a model under a plan, drawn: how its arrays are cut, and the collectives of either direction.
+"""One layer of a model under a plan is drawn here: how its arrays are cut, and the collectives of either direction.
 
-A section for embedding, block, loss and whatever else sends something; in each four columns of cards: weights and
-activations with their logical axes and the mesh axes these are split over, and the collectives of the traced step in
-its own order (`jaxpar.plan.communication`). Nothing here knows a model, so other parameters make another picture.
+The embedding, the block, the loss and whatever else sends something have a section each, with four columns of cards:
+weights and activations with their logical axes and the mesh axes these are split over, and the collectives of the
+traced step in order (`jaxpar.plan.communication`). Nothing here knows a model: other parameters make another picture.
 
 Lengths are in inches, downwards from the top left corner.
 """
@@ -46,7 +46,7 @@ _SECTIONS = {
 _PART = {"embed": "embed", "blocks": "block", "head": "loss"}
 """The section of each part of the parameters."""
 _SCOPE = {"head": "loss", "share": "loss"}
-"""The section of scopes that have none of their own name."""
+"""The section of each scope that has none of its own name."""
 
 _WIDTH, _COLUMN, _MARGIN, _TOP = 14.0, 3.3, 0.2, 1.5
 _CARD, _GAP, _HEADING = 0.4, 0.07, 0.5
@@ -68,10 +68,10 @@ def layer_figure(
     """Draw a layer under a plan.
 
     Args:
-      parameters: where they live, from `base.sharding.placements`.
+      parameters: the parameters with where they live, from `base.sharding.placements`.
       named: the activations of a block, from `train.saved_activations.activations`.
-      collectives: from `plan.communication.step_collectives`.
-      plan: mesh, rules and the rest.
+      collectives: the collectives from `plan.communication.step_collectives`.
+      plan: the plan with its mesh, rules and the rest.
       title: the title of the figure.
     """
     sections = _sections(parameters, named, collectives, plan)
@@ -94,7 +94,7 @@ def layer_figure(
 def _sections(
     parameters: Sequence[Placement], named: Sequence[Activation], collectives: Sequence[StepCollective], plan: Plan
 ) -> dict[str, _Columns]:
-    """Each section's four columns by its name, in the order of a step."""
+    """The four columns of each section by its name, in the order of a step."""
     found: defaultdict[str, _Columns] = defaultdict(lambda: ([], [], [], []))
     for section in _PART.values():
         found[section][0].extend(_weights(parameters, section, plan))
@@ -107,7 +107,7 @@ def _sections(
 
 
 def _weights(parameters: Sequence[Placement], section: str, plan: Plan) -> Iterator[_Card]:
-    """The parameters of a section, those of a layer alone; alike ones share a card."""
+    """The parameters of a section, of which a block shows one layer's; parameters that are alike share a card."""
     alike: defaultdict[tuple[tuple[int, ...], tuple[LogicalAxis | None, ...], int], list[str]] = defaultdict(list)
     for row in parameters:
         part, _, name = row.name.partition(".")
@@ -127,7 +127,7 @@ def _activation(one: Activation, plan: Plan) -> _Card:
 
 
 def _split_text(axes: Iterable[LogicalAxis | None], plan: Plan) -> str:
-    """`batch / fsdp=4 x seq / tensor=2 x embed`: the dims, and the mesh axes over which each is cut."""
+    """Write the dims and the mesh axes over which each is cut: `batch / fsdp=4 x seq / tensor=2 x embed`."""
     words = []
     for axis in axes:
         mesh_axes = plan.mesh_axes(output_axis(axis, plan))
@@ -137,7 +137,7 @@ def _split_text(axes: Iterable[LogicalAxis | None], plan: Plan) -> str:
 
 
 def _collective(one: StepCollective, inner: str) -> _Card:
-    """What one device sends for it each time, how often in a step, and the array whose bytes these are."""
+    """A card with what one device sends each time, how often in a step, and the array whose bytes these are."""
     sent = f"{one.kind} over {' x '.join(one.axes)}, {bytes_text(one.sent_bytes)}"
     times = f" x {one.count}" if one.count > 1 else ""
     place = f"{inner}: " if inner else ""
@@ -153,7 +153,7 @@ def _height(columns: _Columns) -> float:
 
 
 def _draw_heading(axes: Axes, title: str, sections: Iterable[_Columns]) -> None:
-    """Title and legend."""
+    """Draw the title and the legend."""
     axes.text(_WIDTH / 2, 0.3, title, ha="center", va="center", fontsize=14, weight="bold")
     notes = (
         "Arrays: the shape of a whole microbatch's, or as stored; the bytes of it on each device; below, the mesh axes "
@@ -173,7 +173,7 @@ def _draw_heading(axes: Axes, title: str, sections: Iterable[_Columns]) -> None:
 
 
 def _draw_section(axes: Axes, name: str, columns: _Columns, top: float) -> None:
-    """Its frame and name, and its columns; an arrow along each that has an order."""
+    """Draw a section's frame, name and columns, with an arrow along each column that has an order."""
     height = _height(columns)
     _draw_box(axes, 0.1, top, _WIDTH - 0.2, height, "none", "#bbbbbb")
     axes.text(0.25, top + 0.16, name, va="center", fontsize=_FONT + 2, weight="bold")

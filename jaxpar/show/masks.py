@@ -1,4 +1,4 @@
-"""A picture of masks: which places are seen, and what that makes of the tiles."""
+"""A picture of masks shows which places are seen, and which tiles are empty, partial or full."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SEEN = "#1b3a57"
 
 
 def mask_figure(masks: Sequence[Mask], tiles: Tiles, columns: int = 4) -> Figure:
-    """A panel a mask: its tiles, empty, partial or full, and a dot on every place of a partial one that is seen.
+    """Draw a panel for each mask: its empty, partial and full tiles, and dots on the places seen in partial tiles.
 
-    Of ids only the first sequence's are drawn.
+    If a mask has ids, only those of the first sequence are drawn.
 
     Args:
-      masks: what to draw.
-      tiles: how queries and keys are cut.
-      columns: panels in a row, at most.
+      masks: the masks to draw.
+      tiles: the tiles into which queries and keys are cut.
+      columns: the most panels in a row.
     """
     columns = min(columns, len(masks))
     rows = -(-len(masks) // columns)

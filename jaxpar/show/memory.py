@@ -1,4 +1,4 @@
-"""The memory of a step as a table and a picture: predicted part by part, beside what the compiler says."""
+"""A table and a picture show the memory of a step, predicted part by part, beside what the compiler says."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _COLORS = {
     "parameters": "#2f6fd0", "optimizer": "#6a51c7", "gradients": "#4fb0c6", "batch": "#1b2a41", "no name": "#9aa0a6",
     "work": "#e8a33d", "arguments": "#30497a", "temporaries": "#c96f2e", "program": "#1b2a41",
 }  # fmt: skip
-"""Of what is no named activation; those are shades of green, in the order in which a block makes them."""
+"""The colours of all but named activations, which are shades of green in the order in which a block makes them."""
 
 
 _CAPACITY, _NEAR = "#cc3311", 4
 
 
 def memory_table(parts: list[MemoryPart], compiled: CompiledBytes | None = None) -> Table:
-    """A table of the parts with their sums, and of what the compiler says."""
+    """Make a table of the parts with their sums, and of what the compiler says."""
     table = Table("memory", "what", "device", "host", box=None, pad_edge=False)
     for column in table.columns[2:]:
         column.justify = "right"
@@ -47,8 +47,8 @@ def memory_table(parts: list[MemoryPart], compiled: CompiledBytes | None = None)
 
 
 def memory_figure(parts: list[MemoryPart], title: str, compiled: CompiledBytes | None = None, has: int = 0) -> Figure:
-    """Stacked bars: the predicted parts of a device and of the host, the compiler's account, and what a device has."""
-    from matplotlib import colormaps  # here: a run imports this module, and its first step would wait
+    """Draw bars of the parts predicted for device and host and of the compiler's account, and what a device has."""
+    from matplotlib import colormaps  # imported late: a run imports this module, and its first step would wait
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
 
@@ -65,7 +65,7 @@ def memory_figure(parts: list[MemoryPart], title: str, compiled: CompiledBytes |
     shades = colormaps["YlGn"](np.linspace(0.25, 0.95, len(NAMES)))
     colors = _COLORS | dict(zip(NAMES, shades, strict=True))
     largest = max(sum(size for _, size in stack) for _, stack in bars)
-    near = has <= _NEAR * largest  # a line further away would leave the bars no room
+    near = has <= _NEAR * largest  # a line far to the right would leave the bars no room
     largest = max(largest, has) if near else largest
     unit, letter = next(
         ((2**shift, name) for shift, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if largest >= 2**shift), (1, "B")
@@ -80,7 +80,7 @@ def memory_figure(parts: list[MemoryPart], title: str, compiled: CompiledBytes |
             drawn.add(name)
             axes.barh(at, size / unit, left=left, color=colors[name], edgecolor="white", linewidth=0.6, label=label)
             if size > (0.02 + 0.01 * len(name)) * largest:  # a letter is about a hundredth of the picture wide
-                light = np.dot(np.square(to_rgb(colors[name])), (0.21, 0.72, 0.07))  # to the eye, about
+                light = np.dot(np.square(to_rgb(colors[name])), (0.21, 0.72, 0.07))  # about as light as the eye sees it
                 ink = "white" if light < 0.2 else "black"
                 axes.text(left + size / unit / 2, at, name, ha="center", va="center", fontsize=8, color=ink)
             left += size / unit

@@ -1,4 +1,4 @@
-"""Pictures of pipeline schedules: which microbatch each stage works on and when, and what it keeps meanwhile."""
+"""Pictures of pipeline schedules show which microbatch each stage works on when, and what it keeps meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 from jaxpar.parallel.pipeline.schedules import Action, Kind, Table
 from jaxpar.parallel.pipeline.simulator import UNIT, Compared, Simulation, Times, simulate_schedule
 
-# Blue, orange and green of Okabe and Ito's palette, which all kinds of colour vision tell apart.
+# These are blue, orange and green of Okabe and Ito's palette, which all kinds of colour vision tell apart.
 _COLORS: dict[Kind, str] = {"forward": "#0072b2", "backward": "#e69f00", "input": "#e69f00", "weight": "#009e73"}
 _LABELS: dict[Kind, str] = {
     "forward": "forward",
@@ -25,18 +25,18 @@ _LABELS: dict[Kind, str] = {
     "input": "backward: gradient of the input",
     "weight": "backward: gradients of the weights",
 }
-_HEIGHT = 0.86  # of a bar, of a row
+_HEIGHT = 0.86  # the height of a bar as a share of its row
 
 
 def schedule_figure(table: Table, times: Times, title: str) -> Figure:
-    """A schedule in time, a row a stage, each action with its microbatch; below, the inputs that each stage keeps.
+    """Draw a schedule in time with a row for each stage, and below it the number of inputs that each stage keeps.
 
-    Chunks of a stage are lighter the later they come. Numbers are left out where there is no room for them.
+    Each action shows its microbatch where there is room for the number. Later chunks of a stage are lighter.
 
     Args:
-      table: what to draw.
-      times: of one action of one virtual stage.
-      title: what it is; how much of it is idle is added.
+      table: the schedule to draw.
+      times: the times of one action of one virtual stage.
+      title: the title, to which the idle share is added.
 
     Raises:
       UserError: the table is not valid.
@@ -55,10 +55,10 @@ def schedule_figure(table: Table, times: Times, title: str) -> Figure:
 
 
 def schedules_figure(panels: Mapping[str, tuple[Table, Times]], title: str) -> Figure:
-    """Several schedules, one below the other on the same axis of time.
+    """Draw several schedules, one below the other on the same axis of time.
 
     Args:
-      panels: by name: the table and its times.
+      panels: the table and times of each schedule by name.
       title: the title of the figure.
     """
     found = [simulate_schedule(*panel) for panel in panels.values()]
@@ -78,7 +78,7 @@ def schedules_figure(panels: Mapping[str, tuple[Table, Times]], title: str) -> F
 
 
 def _draw(axes: Axes, table: Table, times: Times, found: Simulation, points: float) -> None:
-    """The bars of a schedule, on axes `points` wide."""
+    """Draw the bars of a schedule on axes that are `points` wide."""
     scale = points / max(found.makespan, 1e-9)
     for s in range(table.stages):
         column = [(t, tick[s]) for t, tick in enumerate(table.ticks)]
@@ -101,11 +101,11 @@ def _draw(axes: Axes, table: Table, times: Times, found: Simulation, points: flo
 
 
 def _draw_stash(axes: Axes, table: Table, times: Times, found: Simulation) -> None:
-    """The curve of what each stage keeps: up where a forward starts, down where the last of its backward ends."""
+    """Draw how many inputs each stage keeps: one more when a forward starts, one less when its whole backward ends."""
     colors = matplotlib.colormaps["viridis"]
     named = {*_even_steps(table.stages, 8), table.stages - 1}
     for s in range(table.stages):
-        steps = {0.0: 0, found.makespan: 0}  # by time: what ends as the next begins is no step
+        steps = {0.0: 0, found.makespan: 0}  # by time; an end at the time of a start makes no step
         for t, tick in enumerate(table.ticks):
             action, start = tick[s], found.starts[t]
             if action and action.kind == "forward":
@@ -133,7 +133,7 @@ def _facts(found: Simulation) -> str:
 
 
 def _legend(figure: Figure, tables: Sequence[Table]) -> None:
-    """The colours of these tables' actions and the shades of their chunks, below."""
+    """Add a legend below with the colours of these tables' actions and the shades of their chunks."""
     virtual = max(table.virtual for table in tables)
     kinds = {action.kind for table in tables for tick in table.ticks for action in tick if action}
     labels = _LABELS | ({"backward": "backward, or only the gradient of its input"} if "input" in kinds else {})
@@ -147,7 +147,7 @@ def _legend(figure: Figure, tables: Sequence[Table]) -> None:
 
 
 def _even_steps(count: int, most: int) -> range:
-    """At most so many of 0, 1, ... in even steps."""
+    """Take at most `most` of the first `count` integers in even steps."""
     return range(0, count, -(-count // most))
 
 
@@ -156,7 +156,7 @@ def _shade(action: Action, virtual: int) -> str:
 
 
 def _lighten(color: str, chunk: int, virtual: int) -> str:
-    """A kind's colour, lighter the later the chunk."""
+    """The colour of a kind, which is lighter the later the chunk is."""
     share = 0.6 * chunk / max(virtual - 1, 1)
     r, g, b = (x + (1 - x) * share for x in to_rgb(color))
     return to_hex((r, g, b))
@@ -167,13 +167,14 @@ def _is_dark(color: str) -> bool:
 
 
 def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
-    """A schedule for a terminal: a row a stage, a cell a tick (`F3` forward, `B3` backward, `I3`, `W3` its halves, of
-    microbatch 3; `F3b` with the second of its chunks), then the most inputs that each stage keeps, and the bubble.
+    """Write a schedule for a terminal with a row for each stage and a cell for each tick: of microbatch 3, `F3` is the
+    forward, `B3` the backward, `I3` and `W3` are its halves, and `F3b` is the forward with the second chunk. The most
+    inputs that each stage keeps and the bubble follow.
 
     Args:
-      table: what to draw.
-      width: columns; of a table that is longer the first and the last ticks are shown.
-      times: of one action of one virtual stage.
+      table: the schedule to write.
+      width: the number of columns; of a longer table the first and the last ticks are shown.
+      times: the times of one action of one virtual stage.
     """
     found, ticks = simulate_schedule(table, times), table.ticks
     lettered = 1 < table.virtual <= 26
@@ -209,7 +210,7 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
 
 
 def comparison_table(rows: Sequence[Compared]) -> RichTable:
-    """Schedules for the same stages and microbatches, one a line."""
+    """Compare schedules for the same stages and microbatches, with one on each line."""
     titles = "schedule", "ticks", "time", "bubble", "inputs kept", "sent"
     table = RichTable(*titles, box=None, pad_edge=False)
     for column in table.columns[1:]:

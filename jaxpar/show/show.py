@@ -1,5 +1,5 @@
-"""Where a config's parameters live, what its devices keep and send, how its pipeline goes: tables and pictures, for any
-mesh, without hardware.
+"""Tables and pictures show where a config's parameters live, what its devices keep and send, and how its pipeline goes,
+for any mesh and without hardware.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from jaxpar.train.state import param_shapes
 
 
 def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> None:
-    """Print where a config's parameters live and what each device sends in a step; draw the largest arrays on the mesh
-    and, in an SVG beside that picture (`tiny_layer.svg` of `tiny.png`), what one layer moves.
+    """Print where a config's parameters live and what each device sends in a step. Draw the largest arrays on the mesh
+    and, in an SVG beside that picture (`tiny_layer.svg` for `tiny.png`), what one layer moves.
 
     The devices are simulated on this CPU, however many the mesh needs; an axis of -1 counts as 1.
 
     Args:
-      config: what to show.
+      config: the experiment to show.
       picture: the PNG to write.
-      as_json: print a JSON list of rows in place of the table.
-      has: bytes of a device's memory, a line in the picture of it; 0 = not known.
+      as_json: whether to print a JSON list of rows in place of the table.
+      has: the bytes of a device's memory, which its picture shows as a line; 0 = not known.
 
     Raises:
       UserError: the model does not fit the mesh, or a picture cannot be written.
@@ -70,7 +70,7 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
         out.print("")
         out.print(activation_table(named))
         out.print("")
-        parts = memory_account(config, plan, "tpu")  # a device whose host memory is another
+        parts = memory_account(config, plan, "tpu")  # a device whose host memory is not its own
         out.print(memory_table(parts))
         if config.memory.budget:
             out.print(
@@ -91,15 +91,15 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
 
 def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     """Print which microbatch each stage of a config's pipeline works on in each tick, and what other schedules would
-    cost; draw it beside the picture of the mesh (`tiny_schedule.png` of `tiny.png`).
+    cost. Draw the schedule beside the picture of the mesh (`tiny_schedule.png` for `tiny.png`).
 
-    It needs no devices, not even simulated ones. A stage's forward takes a time of 1, its backward 2, half of it for
-    the weights' gradients; a transfer takes none.
+    It needs no devices, not even simulated ones. A stage's forward takes a time of 1, and its backward 2, half of it
+    for the weights' gradients; a transfer takes no time.
 
     Args:
-      config: what to show.
-      picture: where the picture of the mesh would go.
-      as_json: print one JSON object in place of the text.
+      config: the experiment to show.
+      picture: the path that the picture of the mesh would have.
+      as_json: whether to print one JSON object in place of the text.
 
     Raises:
       UserError: the mesh has one stage, or there can be no such pipeline.
@@ -136,7 +136,7 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
 
 
 def _few_note(config: Config, stages: int, count: int) -> str:
-    """Why a pipeline has fewer microbatches than stages, and the batch for four a stage; empty where it has not."""
+    """Say why a pipeline has fewer microbatches than stages, and the batch for four a stage; empty if it has enough."""
     if count >= stages or config.pipeline.microbatches:
         return ""
     batch = config.train.batch
@@ -147,7 +147,7 @@ def _few_note(config: Config, stages: int, count: int) -> str:
 
 
 def _schedule_json(name: str, table: Table, compared: list[Compared]) -> dict[str, object]:
-    """A table with its figures; a cell is null or `[kind, microbatch, chunk]`."""
+    """A table with its figures as JSON; a cell is null or `[kind, microbatch, chunk]`."""
     found = simulate_schedule(table, UNIT.chunk(table.virtual))
     return {
         "schedule": name, "stages": table.stages, "microbatches": table.microbatches, "virtual": table.virtual,

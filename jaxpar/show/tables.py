@@ -1,4 +1,4 @@
-"""Tables of a plan: where its parameters live, what becomes of its activations, what its devices send."""
+"""Tables of a plan show where its parameters live, what becomes of its activations and what its devices send."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxpar.train.saved_activations import Activation
 
 
 def sharding_table(rows: Sequence[Placement]) -> Table:
-    """Every parameter: name, shape, logical axes, spec, bytes per device; and the sum."""
+    """List every parameter's name, shape, logical axes, spec and bytes per device, and the sum."""
     table = Table("parameter", "shape", "logical axes", "spec", "bytes/device", box=None, pad_edge=False)
     table.columns[-1].justify = "right"
     for column in table.columns:
@@ -30,7 +30,7 @@ def sharding_table(rows: Sequence[Placement]) -> Table:
 
 
 def activation_table(rows: Sequence[Activation]) -> Table:
-    """What becomes of each named activation, and its bytes: of one layer, and of all that are there at a time."""
+    """List what becomes of each named activation, and its bytes in one layer and in all that exist at a time."""
     table = Table(
         "activation", "what", "a layer's shape", "kept", "bytes/layer", "device", "host", box=None, pad_edge=False
     )
@@ -46,8 +46,8 @@ def activation_table(rows: Sequence[Activation]) -> Table:
 
 
 def communication_table(collectives: Sequence[StepCollective], most: int = 3) -> Table:
-    """What one device sends in a step, by collective and mesh axes, most first; and in which scopes and phases most of
-    it is sent."""
+    """List what one device sends in a step by collective and mesh axes, the most first, with the scopes and phases in
+    which most of it is sent."""
     groups: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for one in collectives:
         groups[one.kind, " x ".join(one.axes)][f"{one.scope} {one.phase}"] += one.step_bytes
