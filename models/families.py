@@ -1,4 +1,4 @@
-"""What sets the families of models apart, one line of a table each; what they share is `jaxpar.models.transformer`."""
+"""What sets the families of models apart, one line of a table each; `jaxpar.models.transformer` is what they share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxpar.models.layers import LayerNorm, RMSNorm
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models; the sizes of one model are a `ModelConfig`.
+    """A family of models; `ModelConfig` has the sizes of one model.
 
     Attributes:
-      norm: the norm before attention, before the MLP and before the head.
+      norm: the norm that is used before attention, before the MLP and before the head.
       positions: `learned` adds a row of a table to the embedding; `rotary` turns q and k (RoPE).
       biases: the linears of a block that add a bias.
       gated: the MLP is SwiGLU (arXiv:2002.05202), and may be split into experts; otherwise it is a GELU.
@@ -40,10 +40,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family of a model.
+    """Return the family of a model.
 
     Raises:
-      UserError: a family that there is not, or sizes that the family has no use for.
+      UserError: there is no such family, or the family has no use for some of the sizes.
     """
     name, standard = config.family, ModelConfig()
     if name not in FAMILIES:

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors checkpoints, in and out, tensor by tensor: no host ever holds the whole model.
+"""Read and write Hugging Face safetensors checkpoints tensor by tensor, so that no host ever holds the whole model.
 
 Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
@@ -46,7 +46,7 @@ _NEVER_SPLIT = {"embed.positions": "P", "blocks.router": "E"}  # the dim of a pa
 
 
 class _Source(Protocol):
-    """A tensor of a safetensors file; indexing reads it."""
+    """A tensor of a safetensors file, which is read by indexing."""
 
     def get_shape(self) -> list[int]: ...
     def get_dtype(self) -> str: ...
@@ -54,7 +54,7 @@ class _Source(Protocol):
 
 
 class _Tensor(NamedTuple):
-    """One tensor of a checkpoint: `params` along its last dim; of stacked ones the slice at `index`: layer, expert."""
+    """A tensor of a checkpoint: `params` along its last dim; of stacked ones the slice at `index`: layer, expert."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class _Tensor(NamedTuple):
 
 
 def _layout(model: Model) -> list[_Tensor]:
-    """The tensors of a model's checkpoint in the file's order, those of a block together."""
+    """List the tensors of a model's checkpoint in the file's order, with those of a block together."""
     sizes, present = _sizes(model), _letters(model)
     rows = [row for row in HF_FAMILIES[model_type(model.config)].tensors.items() if row[1][1] in present]
     tensors = []
@@ -85,7 +85,7 @@ def _layout(model: Model) -> list[_Tensor]:
 
 
 def _sizes(model: Model) -> dict[str, int]:
-    """Size of each dim in a checkpoint by letter: V is the vocabulary without our padding."""
+    """Give the size of each dim in a checkpoint by its letter; V is the vocabulary without our padding."""
     config = model.config
     head_dim, kv_heads = config.head_size, config.kv_head_count
     return {"V": config.vocab_size, "P": config.max_seq_len, "D": config.embed, "H": config.heads, "K": kv_heads,
@@ -93,26 +93,27 @@ def _sizes(model: Model) -> dict[str, int]:
 
 
 def _letters(model: Model) -> dict[str, str]:
-    """The dims of every parameter as letters, in our order, without what it is stacked over: `{"blocks.q": "DHh"}`."""
+    """Every parameter's dims as letters, in our order, without those it is stacked over: `{"blocks.q": "DHh"}`."""
     leaves = jax.tree_util.tree_leaves_with_path(model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     named = {path_name(path): [axis for axis in axes if axis not in ("layers", "experts")] for path, axes in leaves}
     return {name: "".join(_LETTERS.get(axis) or _NEVER_SPLIT[name] for axis in axes) for name, axes in named.items()}
 
 
 def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
-    """Float32 parameters from a Hugging Face checkpoint, each read straight into its sharding.
+    """Read float32 parameters from a Hugging Face checkpoint, each straight into its sharding.
 
-    All names, shapes and dtypes are checked before any data is read. Each process reads only what its devices hold; its
-    memory holds one device's shard of one parameter, and a layer of that, at a time. The vocabulary's padding is zeros.
+    All names, shapes and dtypes are checked before any data is read. Each process reads only what its devices hold, and
+    its memory holds one device's shard of one parameter at a time, and one layer of that. The vocabulary's padding is
+    zeros.
 
     Args:
-      path: a folder with model.safetensors or model.safetensors.index.json, or one of these files, in float32, bfloat16
-        or float16.
-      model: the model it belongs to; `Model(model_config_from_hf(path))` fits.
-      plan: where the parameters go.
+      path: a folder with model.safetensors or model.safetensors.index.json, or one of these files; its tensors are
+        float32, bfloat16 or float16.
+      model: the model of the checkpoint, such as `Model(model_config_from_hf(path))`.
+      plan: the plan that says where the parameters go.
 
     Raises:
-      UserError: an unreadable checkpoint, one that does not fit the model, or a plan that does not fit it.
+      UserError: the checkpoint cannot be read or does not fit the model, or the plan does not fit the model.
     """
     shapes, letters, sizes = model.shapes(), _letters(model), _sizes(model)
     shardings = plan.sharding(model.axes, shapes)
@@ -131,7 +132,7 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
 
 
 def _open(path: Path, files: ExitStack) -> dict[str, _Source]:
-    """Every tensor of a checkpoint by name, as an unread safetensors slice; `files` closes them."""
+    """Open every tensor of a checkpoint, by name, as an unread safetensors slice; `files` closes them."""
     sources: dict[str, _Source] = {}
     for file in _files(path):
         try:
@@ -146,7 +147,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, _Source]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint."""
+    """Find the safetensors files of a checkpoint."""
     if not path.exists():
         raise UserError(f"no checkpoint at {path}: pass a folder that holds model.safetensors, or the file")
     if path.is_dir():
@@ -168,7 +169,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _index_files(index: Path) -> list[Path]:
-    """The files that an index names, all of them present."""
+    """Return the files that an index names, after checking that all of them are present."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [index.parent / name for name in names]
@@ -181,7 +182,7 @@ def _index_files(index: Path) -> list[Path]:
 
 
 def _match(sources: dict[str, _Source], model: Model, origin: str) -> list[tuple[_Tensor, _Source]]:
-    """Each tensor that the model needs with its source, once names, shapes and dtypes all agree."""
+    """Pair each tensor that the model needs with its source, after checking that names, shapes and dtypes all agree."""
     family = HF_FAMILIES[model_type(model.config)]
     wanted = {tensor.name.removeprefix(family.prefix): tensor for tensor in _layout(model)}
     found: dict[str, _Source] = {}
@@ -214,7 +215,7 @@ def _first(names: list[str]) -> str:
 
 
 def _check_tied(head: _Source, table: _Source, origin: str) -> None:
-    """A tied model has one vocabulary table; a checkpoint may hold it twice, but not two different ones."""
+    """Check the head of a tied model: a checkpoint may hold its vocabulary table twice, but not two different ones."""
     rows, step = table.get_shape()[0], 1024  # compared in pieces: either table may be gigabytes
     pieces = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
     same = head.get_shape() == table.get_shape() and all(np.array_equal(head[cut], table[cut]) for cut in pieces)
@@ -227,9 +228,9 @@ def _check_tied(head: _Source, table: _Source, origin: str) -> None:
 def _read(
     source: _Source, dims: Sequence[str], part: int, letters: str, sizes: dict[str, int], bounds: Bounds
 ) -> np.ndarray:
-    """A block of the parameter that is number `part` of a tensor; smaller than `bounds` where they pass the vocabulary.
+    """Read a block of parameter number `part` of a tensor; it is smaller than `bounds` where they pass the vocabulary.
 
-    Each of the tensor's dims is a merger of letters; `bounds` and the result have the order of `letters`.
+    Each of the tensor's dims may merge several letters; `bounds` and the result have the order of `letters`.
     """
     block = {c: (min(start, sizes[c]), min(stop, sizes[c])) for c, (start, stop) in zip(letters, bounds, strict=True)}
     if any(start == stop for start, stop in block.values()):  # nothing but padding; safetensors reads no empty slice
@@ -248,9 +249,9 @@ def _read(
 
 
 def _fill(reads: dict[tuple[int, ...], Read], stacked: int, dtype: np.dtype, bounds: Bounds) -> np.ndarray:
-    """A block of a parameter that is stacked over its first dims, read layer by layer and expert by expert.
+    """Read a block of a parameter that is stacked over its first dims, layer by layer and expert by expert.
 
-    It is zeros where it passes the vocabulary.
+    Entries past the vocabulary are zeros.
     """
     out = np.zeros([stop - start for start, stop in bounds], dtype)
     for index in product(*(range(*cut) for cut in bounds[:stacked])):
@@ -261,7 +262,7 @@ def _fill(reads: dict[tuple[int, ...], Read], stacked: int, dtype: np.dtype, bou
 
 
 def _place(shape: tuple[int, ...], sharding: NamedSharding, read: Read) -> jax.Array:
-    """An array from its blocks, one at a time: `jax.make_array_from_callback` holds all of them, and replicas too."""
+    """Make an array from one block at a time: `jax.make_array_from_callback` holds all blocks, and replicas too."""
     holders: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
@@ -271,25 +272,26 @@ def _place(shape: tuple[int, ...], sharding: NamedSharding, read: Read) -> jax.A
 
 
 def _put(block: np.ndarray, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """A copy on each device, waited for: transfers under way would keep their blocks in host memory."""
+    """Copy a block to each device and wait for it: unfinished transfers would keep their blocks in host memory."""
     return jax.block_until_ready([jax.device_put(block, device) for device in devices])
 
 
 def export_hf(
     params: Params, model: Model, folder: str | Path, max_shard_bytes: int = 5 * 10**9, dtype: Dtype = "float32"
 ) -> None:
-    """A folder that `transformers` loads: config.json and safetensors, in one file or in several with an index.
+    """Write a folder that `transformers` loads: config.json and safetensors, in one file or in several with an index.
 
-    One tensor at a time passes through host memory. Every process must call this (parameters split over hosts are
-    gathered, tensor by tensor); process 0 writes. The folder appears whole, by a rename, or not at all.
+    One tensor at a time passes through host memory. Every process must call this, because parameters split over hosts
+    are gathered, tensor by tensor; process 0 writes. The folder appears whole, by a rename, or not at all.
 
     Args:
       params: parameters in any sharding.
-      folder: a folder that is not there yet, or is empty.
-      max_shard_bytes: largest file, in bytes of tensors; a larger tensor gets a file of its own.
+      folder: a folder that does not exist yet or is empty.
+      max_shard_bytes: size of the largest file, in bytes of tensors; a larger tensor gets a file of its own.
 
     Raises:
-      UserError: a folder with files in it, an unknown dtype, sizes with no Hugging Face form, or a failed write.
+      UserError: the folder has files in it, the dtype is unknown, the sizes have no Hugging Face form, or a write
+        failed.
     """
     folder = Path(folder)
     if dtype not in _WRITTEN:
@@ -316,9 +318,9 @@ def export_hf(
 
 
 def hf_tensors(params: Params, model: Model, dtype: Dtype = "float32") -> Iterator[tuple[str, np.ndarray]]:
-    """Name and value of every tensor of a model's checkpoint, in the file's order; each is fetched when asked for.
+    """Yield the name and value of every tensor of a model's checkpoint, in the file's order; each is fetched on demand.
 
-    Not only parameters: anything of their form, such as gradients.
+    `params` need not be parameters: anything of the same form will do, such as gradients.
     """
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     letters, sizes = _letters(model), _sizes(model)
@@ -339,10 +341,10 @@ def _fetch(leaf: jax.Array, index: tuple[int, ...], dtype: Dtype) -> np.ndarray:
 
 @partial(jax.jit, static_argnames="dtype")
 def _piece(leaf: jax.Array, index: tuple[int, ...], dtype: Dtype) -> jax.Array:
-    """A slice of a stacked parameter, or the whole of another; a new array, as jax keeps what numpy saw of one."""
+    """Slice a stacked parameter, or take all of another, as a new array: jax keeps what numpy has seen of an array."""
     for number in index:
-        # Indexing a dim that is split over devices would gather all slices on each. A sum moves one, and a sum of bits
-        # changes nothing in it.
+        # Indexing a dim that is split over devices would gather all slices on each device. A sum moves only one slice,
+        # and a sum of bits leaves it unchanged.
         here = (jnp.arange(len(leaf)) == number).reshape(-1, *[1] * (leaf.ndim - 1))
         bits = jnp.dtype(f"int{8 * leaf.dtype.itemsize}")
         leaf = jnp.sum(leaf.view(bits), axis=0, where=here, dtype=bits).view(leaf.dtype)
@@ -350,7 +352,7 @@ def _piece(leaf: jax.Array, index: tuple[int, ...], dtype: Dtype) -> jax.Array:
 
 
 def _split(tensors: list[_Tensor], dtype: Dtype, max_bytes: int) -> list[list[_Tensor]]:
-    """The tensors of each file, in order."""
+    """Choose the tensors of each file, in order."""
     files, room = [], 0
     for tensor in tensors:
         size = tensor.bytes(dtype)
@@ -365,7 +367,7 @@ def _split(tensors: list[_Tensor], dtype: Dtype, max_bytes: int) -> list[list[_T
 def _write_files(
     folder: Path, files: list[list[_Tensor]], arrays: Iterator[tuple[str, np.ndarray]], dtype: Dtype
 ) -> None:
-    """The safetensors files, and their index when there are several."""
+    """Write the safetensors files, and their index when there are several."""
     if len(files) == 1:
         return _write(folder / "model.safetensors", files[0], arrays, dtype)
     weight_map: dict[str, str] = {}
@@ -378,7 +380,7 @@ def _write_files(
 
 
 def _write(file: Path, tensors: list[_Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype) -> None:
-    """One safetensors file: header length, JSON header, data. The library's `save_file` wants all tensors at once."""
+    """Write a safetensors file: header length, JSON header, data. (`save_file` wants all tensors at once.)"""
     header: Json = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""What a family looks like at Hugging Face: its config.json and the tensors of its checkpoint, as one table each.
+"""How a family looks at Hugging Face: one table each for its config.json and for the tensors of its checkpoint.
 
 Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
@@ -22,17 +22,17 @@ class HfFamily(NamedTuple):
     """A family's config.json and checkpoint.
 
     Attributes:
-      family: ours.
+      family: our name of it.
       architecture: the transformers class that runs it.
-      sizes: our field -> the key in config.json, and the value where that is absent or null.
-      fixed: keys that our model has no field for -> the values it computes; the first is written, and is what an
+      sizes: our field -> its key in config.json, and the value that an absent or null key stands for.
+      fixed: keys for which our model has no field -> the values that it computes; the first is written, and is what an
         absent key means.
-      rope_theta: what an absent key means; None for a family without RoPE.
+      rope_theta: the value that an absent key means; None for a family without RoPE.
       prefix: what some checkpoints put before every name but the head's, and others leave out.
-      ignored: endings of names that are no parameters (constants that old releases saved).
-      tensors: name -> (dims, parameters). Dims are a parameter's, as the file orders and merges them: "Hh D" is a
-        [heads * head_dim, embed] matrix. Several parameters lie side by side along the last dim. A name with {layer}
-        or {expert} holds one of those of a stacked parameter.
+      ignored: endings of names that are not parameters (constants that old releases saved).
+      tensors: name -> (dims, parameters). The dims are a parameter's, as the file orders and merges them: "Hh D" is a
+        [heads * head_dim, embed] matrix. Several parameters lie side by side along the last dim. A tensor whose name
+        has {layer} or {expert} holds one layer or expert of a stacked parameter.
     """
 
     family: str
@@ -156,12 +156,12 @@ _ROPE = {
 
 
 def model_type(config: ModelConfig) -> str:
-    """What Hugging Face calls such a model: a LLaMA with experts is a Mixtral."""
+    """Return Hugging Face's name for such a model: a LLaMA with experts is a Mixtral."""
     return "mixtral" if config.experts else config.family
 
 
 def hf_family(name: str, origin: str) -> HfFamily:
-    """The table of a model type; `origin` says in the message who asked."""
+    """Return the table of a model type; `origin` tells the message who asked."""
     if name in HF_FAMILIES:
         return HF_FAMILIES[name]
     known = ", ".join(HF_FAMILIES)
@@ -169,16 +169,16 @@ def hf_family(name: str, origin: str) -> HfFamily:
 
 
 def model_config_from_hf(path: str | Path) -> ModelConfig:
-    """The sizes of a Hugging Face checkpoint, from its config.json.
+    """Read the sizes of a Hugging Face checkpoint from its config.json.
 
-    Dropout and `vocab_multiple` are choices of the training run, not of the checkpoint: they keep our defaults. Change
-    them with `dataclasses.replace`.
+    Dropout and `vocab_multiple` are choices of the training run, not of the checkpoint, and so keep our defaults.
+    Change them with `dataclasses.replace`.
 
     Args:
       path: the checkpoint's folder, or a file in it.
 
     Raises:
-      UserError: no readable config.json, a missing key, or a model that `jaxpar.models` cannot compute.
+      UserError: config.json cannot be read or lacks a key, or `jaxpar.models` cannot compute the model.
     """
     folder = Path(path)
     if not folder.exists():
@@ -204,19 +204,19 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     return dataclasses.replace(
         config,
         mlp=config.mlp or 4 * config.embed,
-        # 0 says "as usual" in a ModelConfig: a checkpoint that spells the usual out gives an equal config.
+        # In a ModelConfig 0 means "as usual", so a checkpoint that spells out the usual value gives an equal config.
         kv_heads=0 if config.kv_heads == config.heads else config.kv_heads,
         head_dim=0 if config.head_dim * config.heads == config.embed else config.head_dim,
     )
 
 
 def hf_config(config: ModelConfig) -> Json:
-    """The config.json of a model, in a form that transformers 4.43 and later (llama3 RoPE) all read.
+    """Return the config.json of a model, in a form that transformers 4.43 and later (llama3 RoPE) can read.
 
     Token ids are null: a ModelConfig knows no tokenizer, and transformers' defaults belong to another vocabulary.
 
     Raises:
-      UserError: sizes that the family's config.json cannot say.
+      UserError: the family's config.json cannot express the sizes.
     """
     name = model_type(config)
     family = hf_family(name, "model.family")
@@ -251,7 +251,7 @@ def _value(table: Json, key: str, absent: object, file: Path) -> Any:
 
 
 def _rope_fields(hf: Json, theta: float, file: Path) -> Json:
-    """Our rope fields. Transformers 5 writes all of them in `rope_parameters`, 4 the extension in `rope_scaling`."""
+    """Return our rope fields; transformers 5 writes all in `rope_parameters`, 4 the extension in `rope_scaling`."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):

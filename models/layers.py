@@ -1,4 +1,4 @@
-"""What models are made of: a parameter's declaration, the two norms, rotary positions, a vocabulary table.
+"""The building blocks of models: a parameter's declaration, two norms, rotary positions and a vocabulary table.
 
 Shapes: B batch, S sequence, D embed, H heads, h head_dim, V vocab.
 """
@@ -20,9 +20,9 @@ zeros, ones, normal = nnx.initializers.zeros, nnx.initializers.ones, nnx.initial
 
 
 def param(rngs: nnx.Rngs, init: Initializer, **dims: int) -> nnx.Param:
-    """A float32 parameter declared once: `param(rngs, normal(0.02), embed=64, mlp=256)` is [64, 256] over those axes.
+    """Declare a float32 parameter: `param(rngs, normal(0.02), embed=64, mlp=256)` is [64, 256] over those logical axes.
 
-    A dim whose name starts with `_` has no logical axis: it is never split.
+    A dim whose name starts with `_` has no logical axis and is never split.
     """
     axes = tuple(None if name.startswith("_") else name for name in dims)
     return nnx.Param(init(rngs.params(), tuple(dims.values()), jnp.float32), axes=axes)
@@ -57,7 +57,7 @@ class RMSNorm(nnx.Module):
 
 
 def rotary_frequencies(config: ModelConfig) -> Float[Array, " h/2"]:
-    """Angle per position of each pair of features, with the llama3 context extension where `rope_factor` > 1.
+    """Return the angle per position of each pair of features, with the llama3 extension where `rope_factor` > 1.
 
     RoPE is Su et al. 2021, arXiv:2104.09864. The extension keeps wavelengths below original/high_freq_factor, divides
     those above original/low_freq_factor by the factor, and blends in between (Llama 3.1 release, `apply_scaling`).
@@ -75,30 +75,30 @@ def rotary_frequencies(config: ModelConfig) -> Float[Array, " h/2"]:
 def rotate(
     x_BSHh: Float[Array, "B S H h"], positions_BS: Int[Array, "B S"], frequencies: Float[Array, " h/2"]
 ) -> Float[Array, "B S H h"]:
-    """Rotary position embedding, feature i paired with i + h/2 (the order of Hugging Face checkpoints)."""
+    """Apply rotary position embedding, pairing feature i with i + h/2 (the order of Hugging Face checkpoints)."""
     angles_BS1h = (positions_BS[..., None].astype(jnp.float32) * frequencies)[:, :, None, :]
     cos, sin = (jnp.tile(part(angles_BS1h), 2) for part in (jnp.cos, jnp.sin))
-    # On a TPU halves of 128 lanes change places through memory, and for next to nothing in the matrix unit.
+    # On a TPU, swapping halves of 128 lanes goes through memory; the matrix unit does it at almost no cost.
     turned = jax.lax.platform_dependent(x_BSHh, tpu=_quarter_turn_by_matmul, default=_quarter_turn)
     return (x_BSHh.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin).astype(x_BSHh.dtype)
 
 
 def _quarter_turn(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
-    """A quarter turn of each pair: (a, b) becomes (-b, a)."""
+    """Turn each pair by a quarter: (a, b) becomes (-b, a)."""
     a, b = jnp.split(x_BSHh, 2, axis=-1)
     return jnp.concatenate([-b, a], axis=-1)
 
 
 def _quarter_turn_by_matmul(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:
-    """The same: a sum has one term that is not zero, which nothing rounds."""
+    """Do the same by a matmul; each sum has only one term that is not zero, so nothing is rounded."""
     turn_hh = _quarter_turn(jnp.eye(x_BSHh.shape[-1], dtype=x_BSHh.dtype))
     return jnp.matmul(x_BSHh, turn_hh, precision="highest")
 
 
 def vocab_table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
-    """A vocabulary table [V, D]: the input embedding or the output head.
+    """Make a vocabulary table [V, D]: the input embedding or the output head.
 
-    The vocabulary is rounded up, so that a mesh axis can divide it. Rows past it are never read.
+    The vocabulary is rounded up so that a mesh axis can divide it. Rows past the vocabulary are never read.
     """
     rows = -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
     return param(rngs, normal(config.init_std), vocab=rows, embed=config.embed)

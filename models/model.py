@@ -1,6 +1,6 @@
-"""A model as the rest of the library sees it: embed, block and head, pure functions over a plain dict of arrays.
+"""A model as the rest of the library sees it: embed, block and head, as pure functions over a plain dict of arrays.
 
-The modules are split once into a graph (static) and parameters; jit, scan and shard_map only see the parameters.
+The modules are split once into a graph (static) and parameters; jit, scan and shard_map see only the parameters.
 
 Shapes: B batch, S sequence, D embed, V vocab, L layers.
 """
@@ -31,18 +31,18 @@ from jaxpar.parallel.remat import remat
 from jaxpar.parallel.token_order import TOKENS, halves, in_natural_order, in_order, whole_batch
 
 PARTS: dict[str, Callable[[ModelConfig, nnx.Rngs], nnx.Module]] = {"embed": Embed, "blocks": Block, "head": Head}
-"""The parts of a model, by what they are called among its parameters."""
+"""The parts of a model, by their names among its parameters."""
 
 Params: TypeAlias = dict[str, PyTree]
 Batch = Mapping[str, jax.Array]
 
 
 class Model:
-    """A model of a given family and size; holds no arrays.
+    """A model of a given family and size; it holds no arrays.
 
     Attributes:
-      config: its sizes.
-      ops: makes what its blocks call, of a plan: `jaxpar.parallel.Ops`, or a class with the same methods.
+      config: its family and sizes.
+      ops: makes the ops that its blocks call from a plan: `jaxpar.parallel.Ops`, or a class with the same methods.
       axes: the logical axes of every parameter, in a dict of the same form as the parameters.
     """
 
@@ -52,11 +52,11 @@ class Model:
         self.axes = copy.deepcopy(axes)
 
     def init(self, key: jax.Array, order: Sequence[int] | None = None) -> Params:
-        """Fresh float32 parameters, the blocks stacked on a leading layers dim; the same on any mesh (to an ulp).
+        """Make fresh float32 parameters, blocks stacked on a leading layers dim; the same on any mesh (to an ulp).
 
         Args:
-          key: of all random numbers.
-          order: of each place of that dim the layer it has, -1 = zeros; None = as they follow each other.
+          key: the key of all random numbers.
+          order: the layer at each place of that dim, where -1 = zeros; None = layers in their own order.
         """
         embed_key, blocks_key, head_key = jax.random.split(key, 3)
         layer_keys = jax.random.split(blocks_key, self.config.layers)
@@ -77,14 +77,14 @@ class Model:
         return nnx.to_pure_dict(nnx.state(PARTS[name](self.config, nnx.Rngs(key))))
 
     def shapes(self, order: Sequence[int] | None = None) -> Params:
-        """The parameters as ShapeDtypeStructs; `order` as for `init`."""
+        """Return the parameters as ShapeDtypeStructs; `order` is as for `init`."""
         return jax.tree.map(lambda shape: shape, _shapes(self.config, None if order is None else tuple(order)))
 
     def embed(
         self, params: Params, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], plan: Plan,
         key: jax.Array | None = None,
     ) -> Float[Array, "B S D"]:  # fmt: skip
-        """Tokens to the residual stream."""
+        """Turn tokens into the residual stream."""
         with jax.named_scope("embed"):
             return nnx.merge(self._graphs["embed"], params["embed"])(tokens_BS, positions_BS, self.ops(plan), key)
 
@@ -92,20 +92,20 @@ class Model:
         self, layer: Params, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:  # fmt: skip
-        """One block; `layer` is one slice of `params["blocks"]`. The sums are those of its router, if it has one."""
+        """Run one block; `layer` is one slice of `params["blocks"]`. The sums are its router's, if it has one."""
         with jax.named_scope("block"):
             return nnx.merge(self._graphs["blocks"], layer)(x_BSD, positions_BS, segments_BS, self.ops(plan), key)
 
     def head(self, params: Params, x_BSD: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Float[Array, "V D"]]:
-        """The final norm's output and the vocabulary matrix that multiplies it."""
+        """Return the final norm's output and the vocabulary matrix that multiplies it."""
         with jax.named_scope("head"):
             return nnx.merge(self._graphs["head"], params["head"])(x_BSD, params["embed"]["tokens"])
 
     def hidden_states(
         self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
-        """The residual stream after the last block, and the routers' sums, means over the layers, of a model that has
-        any. See `loss` for the batch, which is `in_order` here."""
+        """Return the residual stream after the last block and, for a model with routers, their sums as means over the
+        layers. The batch is as for `loss`, but `in_order`."""
         tokens_BS, positions_BS, segments_BS = batch["tokens"], batch["positions"], batch.get("segments")
         embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
         x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key)
@@ -115,7 +115,7 @@ class Model:
         self, layers: Params, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:  # fmt: skip
-        """All blocks, one after the other, and their routers' sums; `layers` is `params["blocks"]`, or slices of it."""
+        """Run all blocks in turn, and add up their routers' sums; `layers` is `params["blocks"]`, or slices of it."""
         count = len(jax.tree.leaves(layers)[0])
         layer_keys = None if key is None else jax.random.split(key, count)
         places = list(zip(halves(positions_BS, TOKENS, plan), halves(segments_BS, TOKENS, plan), strict=True))
@@ -140,7 +140,7 @@ class Model:
         self, layer: Params, xs: tuple[Array, ...], places: Sequence[tuple[Array, Array | None]], plan: Plan,
         key: jax.Array | None,
     ) -> tuple[tuple[Array, ...], RouterSums | None]:  # fmt: skip
-        """One block on the `halves` of a batch, and its router's sums over them; `places` are the halves' positions
+        """Run one block on the `halves` of a batch, and add up its router's sums; `places` are the halves' positions
         and segments."""
         parts = [self.block(layer, x_BSD, *place, plan, key) for x_BSD, place in zip(xs, places, strict=True)]
         return tuple(x_BSD for x_BSD, _ in parts), jax.tree.map(lambda *sums: sum(sums), *(sums for _, sums in parts))
@@ -149,13 +149,13 @@ class Model:
         self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None,
         weights: LossWeights = LIKELIHOOD,
     ) -> LossSums:  # fmt: skip
-        """Summed next-token loss of a batch.
+        """Compute the summed next-token loss of a batch.
 
         Args:
-          batch: int32 arrays [B, S]: `tokens`, `labels` (below zero = does not count), and for packed documents
+          batch: int32 arrays [B, S]: `tokens`, `labels` (one below zero does not count), and for packed documents
             `positions` and `segments`.
-          key: dropout key; None = no dropout.
-          weights: of what is added to the likelihood.
+          key: the dropout key; None = no dropout.
+          weights: the weights of the terms that are added to the likelihood.
         """
         batch = in_order(batch, plan, plan.context.strategy)
         x_BSD, routed = self.hidden_states(params, batch, plan, key)
@@ -169,7 +169,7 @@ class Model:
         self, params: Params, x_BSD: Float[Array, "B S D"], labels_BS: Int[Array, "B S"], plan: Plan,
         weights: LossWeights,
     ) -> LossSums:  # fmt: skip
-        """Summed loss of the residual stream after the last block, without the routers'; `params` without blocks."""
+        """Compute the summed loss of the last block's output, without the routers' part; `params` has no blocks."""
         x_BSD, head_VD = self.head(params, x_BSD)
         with jax.named_scope("loss"):
             sizes = self.config
@@ -178,7 +178,7 @@ class Model:
             )
 
     def logits(self, params: Params, batch: Batch, plan: Plan) -> Float[Array, "B S V"]:
-        """Float32 next-token scores of the true vocabulary; `batch` as in `loss`, labels not needed."""
+        """Compute float32 next-token scores of the true vocabulary; `batch` is as in `loss`, and needs no labels."""
         x_BSD, _ = self.hidden_states(params, in_order(batch, plan, plan.context.strategy), plan)
         x_BSD, head_VD = self.head(params, x_BSD)
         sizes = self.config
@@ -186,15 +186,15 @@ class Model:
         return in_natural_order(scores_BSV[..., : sizes.vocab_size], plan, plan.context.strategy)
 
     def parameter_count(self) -> int:
-        """Number of parameters, without the padding of the vocabulary."""
+        """Count the parameters, without the padding of the vocabulary."""
         return _count(self.shapes()) - self._padding()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Model FLOPs of one training token, forward and backward, no recompute: the numerator of MFU.
+        """Count the model FLOPs of one training token, forward and backward, without recompute: the numerator of MFU.
 
-        6 per parameter that multiplies (tables that are only looked up do not, and of the experts only those that a
-        token is sent to) plus 12 L H h S for attention, as in
-        PaLM (arXiv:2204.02311, appendix B): causal attention is counted whole, so that figures compare.
+        They are 6 per parameter that multiplies plus 12 L H h S for attention, as in PaLM (arXiv:2204.02311, appendix
+        B). Tables that are only looked up do not multiply, and of the experts only those that a token is sent to do.
+        Causal attention is counted whole, so that figures can be compared.
         """
         shapes, config = self.shapes(), self.config
         multiplying = _count(shapes["blocks"]) + _count(shapes["head"]) - self._idle_experts()
@@ -203,7 +203,7 @@ class Model:
         return 6.0 * multiplying + 12.0 * config.layers * config.heads * head_dim * seq_len
 
     def _idle_experts(self) -> int:
-        """Parameters of the experts that a token is not sent to."""
+        """Count the parameters of the experts that a token is not sent to."""
         axes, blocks, config = self.axes["blocks"], self.shapes()["blocks"], self.config
         of_experts = _count([blocks[name] for name in blocks if "experts" in axes[name]])
         return of_experts * (config.experts - config.experts_per_token) // max(config.experts, 1)
@@ -213,10 +213,10 @@ class Model:
         return rows * self.config.embed * (1 if self.config.tied_head else 2)
 
 
-# Both are remembered: a budget asks for the same model some hundred times.
+# Both are cached, because a budget asks for the same model some hundred times.
 @lru_cache(maxsize=64)
 def _split(config: ModelConfig) -> tuple[dict[str, nnx.GraphDef], Params]:
-    """The graph of each part, and the logical axes of its parameters."""
+    """Return the graph of each part, and the logical axes of its parameters."""
     graphs, axes = {}, {}
     for name, part in PARTS.items():
         graphs[name], state = nnx.split(nnx.eval_shape(lambda part=part: part(config, nnx.Rngs(0))))

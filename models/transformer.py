@@ -1,4 +1,4 @@
-"""The transformer that every family is one of: an embedding, a block and a head, by logical axes alone.
+"""The transformer that all families share: an embedding, a block and a head, written with logical axes only.
 
 Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V vocab, E experts.
 """
@@ -25,7 +25,7 @@ _KV_HEADS: tuple[LogicalAxis, ...] = ("kv_heads", "head_dim")
 
 
 class Embed(nnx.Module):
-    """Token embedding, plus a learned position embedding where the family has one."""
+    """Token embedding, with a learned position embedding added where the family has one."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.dropout, self.learned = config.dropout, family_of(config).positions == "learned"
@@ -43,7 +43,7 @@ class Embed(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm attention, and a pre-norm MLP or experts."""
+    """Pre-norm attention, followed by a pre-norm MLP or experts."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config, self.family = config, family_of(config)
@@ -126,7 +126,7 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """A final norm, and the vocabulary matrix: the embedding's own when the head is tied, otherwise one more table."""
+    """A final norm and the vocabulary matrix, which is the embedding's own if the head is tied, otherwise another."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.norm = family_of(config).norm(config, rngs)

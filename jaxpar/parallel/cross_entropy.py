@@ -230,8 +230,7 @@ def _score_sums(logits_TV: Array, is_label_TV: Array) -> _Seen:
 
 
 def _sums_of(seen: _Seen, labels_T: Array, layout: Layout, how: _Scores) -> tuple[LossSums, Array, Array]:
-    """Over all devices: the sums, the loss's gradient with respect to each token's log-sum-exp, and the
-    log-sum-exps."""
+    """The sums over all devices, the loss's gradient by each token's log-sum-exp, and the log-sum-exps."""
     vocab, (most_T, total_T, label_T) = layout.mesh_axes("vocab"), seen
     if vocab:
         most_T = jax.lax.pmax(most_T, vocab)

@@ -15,7 +15,7 @@ position, are dropped: those tokens go without the expert.
 Per layer, one device sends the following over X devices along `experts`, with T tokens of dim D on a device and E
 experts: two all-to-alls forward and two backward, each of R D (X - 1) / X numbers in the compute dtype. R is the number
 of rows, X T min(k, E / X), or E C with C = ceil(T k / E factor). A block that is recomputed repeats the two of its
-forward. A dropless layer also sends E integers (how many rows are meant for each expert), forward only.
+forward. A dropless layer also exchanges E integers (how many rows are meant for each expert), forward only.
 
 Shapes: B batch, S sequence, D embed, F mlp, E experts, K chosen experts of a token, X devices along `experts`, T tokens
 of a device, N = T K, R rows.
@@ -184,8 +184,7 @@ def _router_logits(x_BSD: Array, router_DE: Array) -> Array:
 
 
 def _weigh(logits_BSE: Array, chosen_BSK: Array, share_BE: Array) -> tuple[Array, Array, Array]:
-    """Return the weights of the chosen experts, and the sums of balance and z over a device's tokens, for constant
-    shares."""
+    """The weights of the chosen experts, and the sums of balance and z over a device's tokens for constant shares."""
     probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
     weights_BSK = jnp.take_along_axis(probabilities_BSE, chosen_BSK, axis=-1)
     weights_BSK /= jnp.sum(weights_BSK, axis=-1, keepdims=True)
@@ -226,8 +225,7 @@ def _find_places(chosen_BSK: Array, experts: int, capacity_factor: float, layout
 
 
 def _swap(x: Array, layout: Layout) -> Array:
-    """Inside `manual`: send the i-th of X blocks along dim 0 to the i-th device along `experts`; it is its own
-    inverse."""
+    """Inside `manual`: send the i-th of X blocks along dim 0 to the i-th device along `experts`; its own inverse."""
     axes = layout.mesh_axes("experts")
     return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
 

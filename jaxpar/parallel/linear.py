@@ -168,8 +168,7 @@ def _columns(
     x: Array, weights: tuple[Array, ...], layout: Layout, *, stored: tuple[Axes, ...], outs: tuple[Axes, ...],
     used: Axes, dtype: str, overlap: Overlapping,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Column linears that share one gather of x, which is multiplied in the layout `used`; the outputs are of
-    `dtype`."""
+    """Column linears that share one gather of x, which is multiplied in the layout `used`, to outputs of `dtype`."""
     gathers, scatters = _forms(overlap)
     copies = [axes.index("kv_heads") if kv_copy_axes(layout) and "kv_heads" in axes else None for axes in stored]
 
@@ -218,8 +217,7 @@ def _own_kv_heads(weight: Array, dim: int | None, layout: Layout) -> Array:
 
 
 def _plus(y: Array, bias: Array | None) -> Array:
-    """Add the bias [*out] to an output [B, S, *out], whose kv heads may be copies, so that its gradient sums in
-    float32."""
+    """Add the bias [*out] to an output [B, S, *out], whose kv heads may be copies, in float32; so is its gradient."""
     if bias is None:
         return y
     for dim, (size, wanted) in enumerate(zip(bias.shape, y.shape[2:], strict=True)):
@@ -228,8 +226,7 @@ def _plus(y: Array, bias: Array | None) -> Array:
 
 
 def use(weight: Array, axes: Axes, layout: Layout) -> Array:
-    """Inside `manual`: prepare a weight to be multiplied; it is cast first and gathered after, so half the bytes
-    travel."""
+    """Inside `manual`: prepare a weight for its matmul; it is cast before it is gathered, so half the bytes travel."""
     return gather(weight.astype(layout.dtype), axes, used_axes(axes), layout)
 
 

@@ -27,8 +27,7 @@ from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 
 @dataclass(frozen=True)
 class Ops:
-    """What a model calls for a matmul, a lookup, attention, experts and a loss; each method is the function of its
-    name."""
+    """What a model calls for a matmul, a lookup, attention, experts and a loss: each is the function of its name."""
 
     plan: Plan
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism inside one jit: schedules as data, and what runs them."""
+"""Pipeline parallelism inside one jit: schedules as data, and the code that runs them."""
 
 from jaxpar.parallel.pipeline.executor import gradients as gradients
 from jaxpar.parallel.pipeline.executor import loss as loss

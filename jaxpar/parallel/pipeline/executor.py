@@ -1,13 +1,15 @@
-"""A schedule's table run inside one jit: `shard_map` over the stages, everything else of the plan inside a stage.
+"""Run a schedule's table inside one jit: `shard_map` over the stages, and all the rest of the plan inside a stage.
 
-All stages run the same ticks, and what a stage does while it is idle is thrown away. A tick ends with one `ppermute` to
-the neighbour; a cotangent travels beside the forward tick that follows it, an activation beside the backward tick.
-Buffers are as deep as the schedule asks for, whatever the number of microbatches (`jaxpar.parallel.pipeline.program`).
+All stages run the same ticks, and what a stage computes while it is idle is thrown away. A tick ends with one
+`ppermute` to the neighbour; a cotangent travels beside the forward tick that follows it, an activation beside the
+backward tick. Buffers are as deep as the schedule needs, for any number of microbatches
+(`jaxpar.parallel.pipeline.program`).
 
-No stage has the ends of the model for itself, which all others would wait for. The output of the last stage is shared
+No single stage runs the ends of the model, since all others would wait for it. The output of the last stage is shared
 out, a part of its tokens to each stage, for the final norm, the loss and their gradients (Yeung et al. 2024,
-arXiv:2411.05288, share out the vocabulary instead, and wait for its sums); these are summed over the stages once, at
-the end, with those of the embedding, so that a tied table has both. The embedding is a lookup: every stage looks up.
+arXiv:2411.05288, share out the vocabulary instead, and wait for its sums). These gradients are summed over the stages
+once, at the end, with those of the embedding, so that a tied table gets both. The embedding is a lookup, so every stage
+does it.
 
 Shapes: M microbatches, B batch, S sequence, D embed.
 """
@@ -47,14 +49,14 @@ def gradients(
     model: PipelinedModel, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, weights: LossWeights,
     table: Table | None = None,
 ) -> tuple[LossSums, Params]:  # fmt: skip
-    """Summed loss of a batch and its float32 gradient, its microbatches in the plan's pipeline.
+    """Compute the summed loss of a batch and its float32 gradient, with its microbatches in the plan's pipeline.
 
     Row r of the batch is in microbatch r % M, as it is where microbatches are accumulated one after another.
 
     Args:
-      params: blocks stacked in the plan's `stored_order`.
+      params: parameters whose blocks are stacked in the plan's `stored_order`.
       batch: arrays [M B, S], as for `Model.loss`.
-      key: dropout key; microbatch i has `fold_in(key, i)`. None = no dropout.
+      key: the dropout key, of which microbatch i uses `fold_in(key, i)`; None = no dropout.
       table: what each stage does in each tick; None = the plan's schedule.
     """
     pipeline = plan.pipeline
@@ -66,7 +68,7 @@ def gradients(
 def loss(
     model: PipelinedModel, params: Params, batch: Batch, plan: Plan, weights: LossWeights = LIKELIHOOD
 ) -> LossSums:
-    """The loss alone: forward ticks, and nothing kept. Arguments as for `gradients`."""
+    """Compute the loss alone: only forward ticks run, and nothing is kept. The arguments are as for `gradients`."""
     pipeline = plan.pipeline
     table = schedule("looped", plan.size("stage"), pipeline.microbatches, pipeline.virtual)
     task = _Task(model, plan, weights, program(table, backward=False), backward=False)
@@ -75,7 +77,7 @@ def loss(
 
 @dataclass(frozen=True)
 class _Task:
-    """What all stages know: the model and how it runs, and the ticks."""
+    """What all stages know: the model, how it runs, and the ticks."""
 
     model: PipelinedModel
     plan: Plan
@@ -85,19 +87,19 @@ class _Task:
 
     @property
     def layers(self) -> Layers:
-        """Where the model's layers are."""
+        """The stages of the model's layers, and the places where the layers are stored."""
         return layers_of(self.model.config.layers, self.plan.size("stage"), self.plan.pipeline)
 
 
 class _Arrays(NamedTuple):
-    """What a stage is given.
+    """The arrays that a stage is given.
 
     Attributes:
-      blocks: stacked weights of its layers [virtual x places, ...].
-      ends: parameters of embedding and head.
+      blocks: the stacked weights of its layers [virtual x places, ...].
+      ends: the parameters of the embedding and the head.
       rows: the batch [M, B, S].
       key: dropout key, or None.
-      order: the layer at each of its places [virtual x places], -1 = none.
+      order: the layer at each of its places [virtual x places]; -1 = none.
     """
 
     blocks: PyTree
@@ -108,7 +110,7 @@ class _Arrays(NamedTuple):
 
 
 def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tuple[LossSums, Any]:
-    """The sums of the loss, and gradients of `blocks` and `ends`, None without `backward`."""
+    """Return the sums of the loss, and the gradients of `blocks` and `ends`, which are None without `backward`."""
     plan, axes, M = task.plan, task.plan.mesh_axes("stage"), task.plan.pipeline.microbatches
 
     def cut(x_BS: Array) -> Array:
@@ -139,7 +141,7 @@ def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tu
 
 
 class _Shares(NamedTuple):
-    """In which share of some rounds a stage is at the first virtual stage, and at the last."""
+    """The share of some rounds in which a stage works at the first virtual stage, and the share at the last."""
 
     first: float
     last: float
@@ -153,19 +155,19 @@ class _Shares(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What goes from tick to tick on one stage; None where there is no backward.
+    """What one stage carries from tick to tick; the fields of the backward are None where there is none.
 
     Attributes:
       inbox: activations that have arrived [slots, B, S, D].
-      sums: of the loss, of this stage's part.
+      sums: the sums of the loss, for this stage's part.
       turn: what the next op with a collective waits for, on CPU (`turn_after`).
-      stash: what the forward keeps for the backward, arrays [slots x places, ...], or of a stage's input [slots, ...].
-      cotangents: those that have arrived [slots, B, S, D].
+      stash: what the forward keeps for the backward: arrays [slots x places, ...], or a stage's input [slots, ...].
+      cotangents: cotangents that have arrived [slots, B, S, D].
       leaving: the cotangent that is sent next [B, S, D].
-      entering: inside a round, the activation that is on its way to the inbox [B, S, D].
-      waiting: what gradients of weights wait for, arrays [slots x places, ...].
-      blocks: gradients of this stage's layers [virtual x places, ...], in the plan's dtype of such sums.
-      ends: gradients of embedding and head, of this stage's part.
+      entering: the activation that is on its way to the inbox inside a round [B, S, D].
+      waiting: what postponed gradients of weights are made from, arrays [slots x places, ...].
+      blocks: gradients of this stage's layers [virtual x places, ...], in the plan's dtype for such sums.
+      ends: gradients of embedding and head, for this stage's part.
     """
 
     inbox: Array
@@ -202,7 +204,7 @@ class _Stage:
         self.layers = Stack(self.model, self.plan, arrays.blocks, self._context, self.places, added)
 
     def _keys(self, i: ArrayLike) -> tuple[Array | None, Array | None]:
-        """Of a microbatch's embedding, and of its layers, as `Model.hidden` has them."""
+        """Return the keys of a microbatch's embedding and of its layers, as `Model.hidden_states` makes them."""
         if self.arrays.key is None:
             return None, None
         embed, blocks = jax.random.split(jax.random.fold_in(self.arrays.key, i))
@@ -226,7 +228,7 @@ class _Stage:
     # Buffers.
 
     def start(self) -> _Carry:
-        """Empty buffers and zero gradients."""
+        """Return empty buffers and zero gradients."""
         plan, steps = self.plan, self.steps
         routed = RouterSums(*jnp.zeros(3)) if self.model.config.experts else None
         x = jax.eval_shape(lambda: self._embed(self.ends, 0))
@@ -250,15 +252,15 @@ class _Stage:
         )
 
     def _empty_slots(self, slots: int) -> list[Array]:
-        """Empty slots of what layers keep."""
+        """Return empty slots for what layers keep."""
         return empty_buffers(self.layers.recipe.kept.shapes, slots * self.places)
 
     def _zeros(self, weight: Array, axes: Axes) -> Array:
-        """A gradient to add to, laid out as gradients are."""
+        """Return a zero gradient to add to, laid out as gradients are."""
         return self.plan.constrain(jnp.zeros(weight.shape, gradient_dtype(axes, self.plan)), state_axes(axes))
 
     def finish(self, carry: _Carry) -> tuple[LossSums, Any]:
-        """The sums, and the gradients: this stage's layers, and the ends summed over the stages."""
+        """Return the sums, this stage's gradients of its layers, and the gradients of the ends summed over stages."""
         with jax.named_scope("sum"):
             sums = jax.tree.map(lambda x: jax.lax.psum(x, self.axes), waits(carry.sums, carry.turn))
             if not self.backward:
@@ -268,13 +270,13 @@ class _Stage:
             return sums, {"blocks": carry.blocks, "ends": ends}
 
     def _total(self, grad: Array) -> Array:
-        """Over the stages, in float32 as every sum of gradients over devices."""
+        """Sum over the stages, in float32 as in every sum of gradients over devices."""
         return jax.lax.psum(grad.astype(jnp.float32), self.axes).astype(grad.dtype)
 
     # Ticks.
 
     def round(self, carry: _Carry, ticks: dict[Kind, Rows], shares: dict[Kind, _Shares]) -> _Carry:
-        """The ticks of a round, one after another."""
+        """Run the ticks of a round, one after another."""
         ticks = {kind: jax.tree.map(lambda x: x[0] if x.ndim else x, row) for kind, row in ticks.items()}
         run = {"forward": self._forward, "backward": self._backward, "input": self._backward, "weight": self._weight}
         back = {"backward", "input"}.intersection(shares)
@@ -296,15 +298,15 @@ class _Stage:
         return carry
 
     def _set_turn(self, carry: _Carry, *made: str) -> _Carry:
-        """The carry whose next op with a collective comes after those that made these parts of it."""
+        """Return the carry such that its next op with a collective runs after those that made these parts of it."""
         for name in made if carry.turn is not None else ():
-            # Of the sums only what every program needs: a turn keeps alive what it hangs on.
+            # Of the sums it takes only what every program needs, because a turn keeps alive what it depends on.
             arrays, axes = (carry.sums.nll, ()) if name == "sums" else (getattr(carry, name), self.layouts[name])
             carry = carry._replace(turn=turn_after(carry.turn, arrays, axes, self.plan))
         return carry
 
     def _send(self, x_BSD: Array, by: int) -> Array:
-        """What a neighbour had: the stage before (by 1) or after (by -1), round the ends."""
+        """Return what a neighbour had: the stage before (by 1) or after (by -1), round the ends."""
         stages = self.plan.size("stage")
         around = [(s, (s + by) % stages) for s in range(stages)]
         with jax.named_scope("send"):
@@ -325,14 +327,14 @@ class _Stage:
         return self._set_turn(carry, "sums", "cotangents")
 
     def _add_routed(self, sums: LossSums, routed: RouterSums, on: Array) -> LossSums:
-        """The routers' part of the loss, means over all layers, of this stage's layers."""
+        """Add the routers' part of the loss for this stage's layers, as a share of the mean over all layers."""
         share = jax.tree.map(lambda x: jnp.where(on > 0, x, 0) / self.model.config.layers, routed)
         added = self.weights.balance_loss * share.balance + self.weights.router_z_loss * share.z
         total = jax.tree.map(jnp.add, sums.routed, share)
         return sums._replace(loss=sums.loss + added, routed=total)
 
     def _score(self, carry: _Carry, y_BSD: Array, row: Rows) -> _Carry:
-        """The loss of the last stage's output, and its gradients, each stage with a part of the tokens."""
+        """Compute the loss of the last stage's output, and its gradients, with a part of the tokens on each stage."""
         part_BSD = share_tokens(jnp.where(row.scores > 0, y_BSD, 0), self.plan)
         labels_BS = jnp.where(row.some_score, own_labels(self._row(row.scored)["labels"], self.plan), -1)
 
@@ -351,8 +353,8 @@ class _Stage:
         )
 
     def _backward(self, carry: _Carry, row: Rows, shares: _Shares) -> _Carry:
-        """The cotangent goes through the layers and is ready to leave, or at the first virtual stage goes into the
-        embedding's gradient."""
+        """Take the cotangent through the layers; then it is ready to leave, or at the first virtual stage it goes into
+        the embedding's gradient."""
         i, on_first = row.microbatch, row.ends > 0
         dy_BSD, stash = read(carry.cotangents, row.taken), carry.stash
         if self.by_stage:  # only the stage's input is kept: its layers are run again
@@ -374,7 +376,7 @@ class _Stage:
 
 
 def _if_some(share: float, some: Array, do: Callable[[_X], _X], x: _X) -> _X:
-    """`do(x)` in the rounds in which some stage asks for it, and in others too where these are fewer than half.
+    """Do `do(x)` in the rounds in which some stage asks for it, or in all rounds if the others are fewer than half.
 
     All stages agree on these rounds, so `do` may communicate.
     """
@@ -384,7 +386,7 @@ def _if_some(share: float, some: Array, do: Callable[[_X], _X], x: _X) -> _X:
 
 
 def _add_gradients(total: Params, more: Params) -> Params:
-    """Gradients added to sums, in the sums' dtypes."""
+    """Add gradients to sums, in the sums' dtypes."""
     return jax.tree.map(lambda x, y: (x + y).astype(x.dtype), total, more)
 
 

@@ -1,4 +1,4 @@
-"""The last stage's output shared out over all stages: each makes the loss of a part of every device's tokens.
+"""Share the last stage's output out over all stages: each computes the loss of a part of every device's tokens.
 
 Shapes: B batch, S sequence, T pieces of the sequence that a device has, P stages, D embed.
 """
@@ -15,7 +15,7 @@ from jaxpar.parallel.linear import GATHERED, STORED
 
 
 def share_tokens(y_BSD: Array, plan: Plan) -> Array:
-    """The sum over the stages, all but one of which have zeros: to each stage a part of every device's tokens."""
+    """Sum over the stages, all but one of which have zeros, and give each stage a part of every device's tokens."""
     axes, stages = plan.mesh_axes("stage"), plan.size("stage")
 
     def local(y_BSD: Array) -> Array:
@@ -27,7 +27,7 @@ def share_tokens(y_BSD: Array, plan: Plan) -> Array:
 
 
 def gather_tokens(part_BSD: Array, S: int, plan: Plan) -> Array:
-    """The inverse of `share_tokens`: all parts of the S tokens, on every stage."""
+    """The inverse of `share_tokens`: gather all parts of the S tokens on every stage."""
     axes, here = plan.mesh_axes("stage"), S // plan.size("residual_seq")
 
     def local(part_BSD: Array) -> Array:
@@ -38,7 +38,7 @@ def gather_tokens(part_BSD: Array, S: int, plan: Plan) -> Array:
 
 
 def own_labels(labels_BS: Array, plan: Plan) -> Array:
-    """The labels of this stage's part; those of tokens that are filled in do not count."""
+    """Return the labels of this stage's part; those of padding tokens do not count."""
     axes, stages = plan.mesh_axes("stage"), plan.size("stage")
     pieces = plan.size("residual_seq") // plan.size("seq")
 

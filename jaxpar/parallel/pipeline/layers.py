@@ -1,7 +1,7 @@
 """Which layers each stage of a pipeline has, where they are stored, and how many microbatches there are.
 
-A stacked parameter is stored with its layers in the order of the stages that have them, so that each stage's layers
-are together: with several virtual stages, or where layers do not divide, that is another order than the model's.
+A stacked parameter is stored with its layers in the order of the stages that have them, so that each stage's layers are
+together. With several virtual stages, or where stages do not divide the layers, this is not the model's order.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MOST_A_STAGE = 4  # microbatches by default: the bubble of 1F1B is then below a
 
 
 class Layers(NamedTuple):
-    """Where a pipeline has the layers of a model.
+    """The places where a pipeline has the layers of a model.
 
     Attributes:
-      counts: layers of each virtual stage, in the model's order.
-      order: of each place in a stacked parameter the layer that is stored there; -1 = none, all zeros. A stage's
-        places are together, its chunks one after another, all of as many places.
+      counts: the number of layers of each virtual stage, in the model's order.
+      order: for each place in a stacked parameter, the layer that is stored there; -1 = none, all zeros. A stage's
+        places are together; its chunks follow one another, and all have the same number of places.
     """
 
     counts: tuple[int, ...]
@@ -39,17 +39,17 @@ class Layers(NamedTuple):
 
     @property
     def places(self) -> int:
-        """Of a virtual stage."""
+        """The number of places of a virtual stage."""
         return max(self.counts)
 
     @property
     def natural(self) -> bool:
-        """Whether layers are stored as the model has them."""
+        """Whether layers are stored in the model's own order."""
         return self.order == tuple(range(len(self.order)))
 
 
 def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
-    """The layers of each stage: as `pipeline.layers` says, or as even as can be.
+    """Return the layers of each stage: as `pipeline.layers` says, or as evenly as possible.
 
     Raises:
       UserError: there are fewer layers than virtual stages, virtual stages do not divide the layers, or the given
@@ -84,14 +84,14 @@ def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
 
 
 def _even_layers(layers: int, parts: int) -> tuple[int, ...]:
-    """As even as can be; what is over goes to the middle first."""
+    """Share layers out as evenly as possible; the middle parts get the extra ones first."""
     whole, rest = divmod(layers, parts)
     from_middle = sorted(range(parts), key=lambda k: (abs(2 * k - parts + 1), k))
     return tuple(whole + (k in from_middle[:rest]) for k in range(parts))
 
 
 def layers_in(plan: Plan, layers: int) -> Layers | None:
-    """The layers of each stage of a plan; None where it has no stages. See `layers_of`."""
+    """Return the layers of each stage of a plan, or None where it has no stages. See `layers_of`."""
     stages = plan.size("stage")
     return layers_of(layers, stages, plan.pipeline) if stages > 1 else None
 
@@ -103,7 +103,7 @@ def stored_order(plan: Plan, layers: int) -> tuple[int, ...] | None:
 
 
 def reorder_layers(x: _Array, before: Sequence[int] | None, after: Sequence[int] | None, layers: int) -> _Array:
-    """A stacked array [places, ...] moved from one stored order to another; None is the model's own order.
+    """Move a stacked array [places, ...] from one stored order to another; None is the model's own order.
 
     `before` and `after` are as `stored_order` gives them. Places without a layer are zeros.
     """
@@ -118,11 +118,11 @@ def reorder_layers(x: _Array, before: Sequence[int] | None, after: Sequence[int]
 
 
 def check_stages(plan: Plan, layers: int, count: int) -> None:
-    """Refuse a pipeline of so many layers and microbatches (`count`) that cannot run.
+    """Refuse a pipeline that cannot run with so many layers and microbatches (`count`).
 
     Raises:
-      UserError: what `layers_of` and `schedules.schedule` refuse, rules that split anything else over the stages'
-        mesh axes, or stacked layers over other ones.
+      UserError: `layers_of` or `schedules.schedule` refuses, the rules split anything else over the stages' mesh axes,
+        or they split stacked layers over other axes.
     """
     stages, rules = set(plan.mesh_axes("stage")), plan.rules
     for field in fields(rules):
@@ -142,12 +142,12 @@ def check_stages(plan: Plan, layers: int, count: int) -> None:
 
 
 def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
-    """How many microbatches are in the pipeline together.
+    """Return how many microbatches are in the pipeline together.
 
-    `sizes` are the devices along each mesh axis, of all slices.
+    `sizes` are the numbers of devices along each mesh axis, over all slices.
 
     Raises:
-      UserError: microbatches that do not divide the batch, or of fewer sequences than shards.
+      UserError: the microbatches do not divide the batch, or have fewer sequences than there are shards.
     """
     train, asked = config.train, config.pipeline.microbatches
     if asked < 0:

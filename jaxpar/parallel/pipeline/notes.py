@@ -1,4 +1,4 @@
-"""What a user should know of the pipeline they asked for: lines for the log."""
+"""Lines for the log that say what users should know about the pipeline they asked for."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LONG = 0.25  # an idle share worth a word
 
 
 def pipeline_notes(config: Config, plan: Plan) -> list[str]:
-    """The schedule in figures, and what speaks against it: idle stages, or layers that do not divide.
+    """Give the schedule in figures, and what speaks against it: idle stages, or layers that do not divide.
 
-    A backward is taken as twice a forward, and as one more each for recomputing blocks and the stage.
+    A backward counts as two forwards, plus one forward each for recomputing the blocks and the stage.
     """
     pipeline, P = plan.pipeline, plan.size("stage")
     layers = layers_in(plan, config.model.layers)
@@ -51,7 +51,7 @@ def pipeline_notes(config: Config, plan: Plan) -> list[str]:
 
 
 def _without_stages(config: Config) -> list[str]:
-    """Settings of a pipeline in a plan that has none."""
+    """List the settings of a pipeline in a plan that has no stages."""
     asked = [name for name in ("microbatches", "layers") if getattr(config.pipeline, name)]
     asked += ["virtual"] if config.pipeline.virtual > 1 else []
     words = " and ".join(f"pipeline.{name}" for name in asked)

@@ -1,4 +1,4 @@
-"""The pipeline on anyone's embed, block and score functions."""
+"""The pipeline for a model of one's own, given as embed, block and score functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Params = Mapping[str, PyTree]
 
 
 class _Sizes(NamedTuple):
-    """The `config` of a model that is three functions."""
+    """The `config` of a model that consists of three functions."""
 
     layers: int
     experts: int = 0
@@ -62,35 +62,36 @@ def value_and_grad(
     schedule: Schedule | Table = "1f1b",
     virtual: int = 1,
 ) -> Callable[[Params, Mapping[str, Array]], tuple[Array, Params]]:
-    """The mean loss and the gradients of a model whose blocks are stages of a pipeline.
+    """Return the mean loss and the gradients of a model whose blocks are stages of a pipeline.
 
-    Inside one jit: `shard_map` over the layout's `stage` axis, everything else of the layout inside a stage, where the
-    ops of `jaxpar.parallel` and sharding constraints work as anywhere. Forward and backward ticks of the microbatches
-    follow each other as the schedule's table says, so memory is that of the schedule. Take lookups in tables that are
-    split, and the loss, from `jaxpar.parallel`: XLA's partitioner aborts at plain indexing of such a table in here.
+    It all runs inside one jit: `shard_map` over the layout's `stage` axis, and the rest of the layout inside a stage,
+    where the ops of `jaxpar.parallel` and sharding constraints work as usual. Forward and backward ticks of the
+    microbatches follow each other as the schedule's table says, and so the schedule sets the memory. Use
+    `jaxpar.parallel` for lookups in split tables and for the loss: XLA's partitioner aborts at plain indexing of a
+    split table in here.
 
     Args:
-      embed: `(params, tokens [B, S], positions [B, S]) -> x [B, S, D]`; params are all but `blocks`.
+      embed: `(params, tokens [B, S], positions [B, S]) -> x [B, S, D]`; params are all parameters but `blocks`.
       block: `(layer, x, positions) -> x`; a layer is a slice of `params["blocks"]`. Wrap it in `jax.checkpoint` to have
         it recomputed.
       score: `(params, x, labels [B, S]) -> ` the loss *summed* over the labels that are not below zero. It is called on
         some of the tokens at a time.
       axes: logical axes of each parameter, in a tree of the parameters' form; those of `blocks` begin with "layers".
-      layout: with more than one device along `stage`.
-      microbatches: into which the batch's rows are cut.
-      schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, `zb_h1`, or a table of one's own, which says microbatches and
-        virtual stages too (`jaxpar.parallel.pipeline.simulator.check` says what is valid).
-      virtual: chunks of layers a stage has.
+      layout: a layout with more than one device along `stage`.
+      microbatches: how many microbatches the batch's rows are cut into.
+      schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, `zb_h1`, or a table of one's own, which also sets microbatches
+        and virtual stages (`jaxpar.parallel.pipeline.simulator.check` says which tables are valid).
+      virtual: how many chunks of layers a stage has.
 
     Returns:
-      A function of (params, batch) for `jax.jit`: params a dict with stacked `blocks` [layers, ...], the batch a dict
-      of `tokens` and `labels` [B, S]. It gives the mean loss of a label, and gradients in the parameters' form. Where
-      layers are not stored in the order of the stages (`virtual` above 1, or layers that do not divide), they are put
-      into it and back, which moves them between devices.
+      A function of (params, batch) for `jax.jit`: params is a dict with stacked `blocks` [layers, ...], and the batch a
+      dict of `tokens` and `labels` [B, S]. It returns the mean loss per label, and gradients in the parameters' form.
+      Where layers are not stored in the order of the stages (`virtual` above 1, or layers that do not divide), it puts
+      them into that order and back, which moves them between devices.
 
     Raises:
-      UserError: no stages, rules or sizes that make no pipeline, a table that is not valid, or parameters without
-        `blocks`. What depends on the arrays is said when the function is traced.
+      UserError: there are no stages, the rules or sizes make no pipeline, the table is not valid, or the parameters
+        have no `blocks`. Errors that depend on the arrays are raised when the function is traced.
     """
     if layout.size("stage") == 1:
         raise UserError("a pipeline needs stages, and this layout has one: make_mesh(stage=4) has four")

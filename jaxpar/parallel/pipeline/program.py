@@ -18,21 +18,22 @@ _Array = Any  # of numpy here, of jax where it is run
 
 
 class Rows(NamedTuple):
-    """One kind of tick: int32 arrays [rounds, stages].
+    """One kind of tick, as int32 arrays [rounds, stages].
 
     Attributes:
       on: whether the stage does anything.
-      microbatch, chunk: of the action, 0 where there is none.
-      kept: slot of the stash: written by a forward, read by the others.
-      taken: slot of what arrived: of the activation for a forward, of the cotangent for a backward.
-      arrives: slot that a neighbour's message goes to: after the round of a forward the activation; before a backward
-        the cotangent of the round before.
-      ends: whether the action is the first virtual stage's: a forward begins with the embedding, a backward ends there.
+      microbatch, chunk: those of the action; 0 where there is none.
+      kept: the slot of the stash, which a forward writes and the others read.
+      taken: the slot of what has arrived: the activation for a forward, the cotangent for a backward.
+      arrives: the slot that a neighbour's message goes to: the activation after the round of a forward, or before a
+        backward the cotangent of the round before.
+      ends: whether the action is the first virtual stage's; there a forward begins with the embedding and a backward
+        ends with it.
       scores: whether the action is the last virtual stage's forward, which the loss follows.
-      cotangent: slot for what the loss gives back.
-      waits: slot of what a weight's gradient is made of: written by `input`, read by `weight`.
+      cotangent: the slot for the cotangent that the loss gives back.
+      waits: the slot of what a weight's gradient is made from, which `input` writes and `weight` reads.
       some_end, some_score: [rounds], whether there is any such stage.
-      scored: [rounds], with which microbatch.
+      scored: [rounds], the microbatch that is scored.
     """
 
     on: _Array
@@ -51,19 +52,19 @@ class Rows(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Rounds of the same kinds of ticks, to be run by one scan: rows by kind, in the order of a round's ticks."""
+    """Rounds of the same kinds of ticks, which one scan runs: rows by kind, in the order of a round's ticks."""
 
     rounds: int
     ticks: dict[Kind, Rows]
 
 
 class TickProgram(NamedTuple):
-    """A table to be run.
+    """A table in the form in which it is run.
 
     Attributes:
-      segments: one scan after another.
-      stash, inbox, cotangents, waiting: depths of the buffers: inputs kept for a backward; activations and cotangents
-        that have arrived; what weights' gradients wait for.
+      segments: the scans, one after another.
+      stash, inbox, cotangents, waiting: depths of the buffers, which hold inputs kept for a backward, activations that
+        have arrived, cotangents that have arrived, and what weights' gradients wait for.
     """
 
     segments: tuple[Segment, ...]
@@ -74,7 +75,7 @@ class TickProgram(NamedTuple):
 
 
 def program(table: Table, backward: bool = True) -> TickProgram:
-    """The program of a valid table (`simulator.check`); without `backward` that of its forward ticks alone."""
+    """The program of a valid table (`simulator.check`), or without `backward` that of its forward ticks alone."""
     kept = ([tick for tick in part if backward or _kind(tick) == "forward"] for part in table.rounds)
     rounds = [part for part in kept if part]
     fields = _actions(table, [tick for part in rounds for tick in part])
@@ -101,7 +102,7 @@ def _kind(tick: Tick) -> Kind:
 
 
 def _actions(table: Table, ticks: list[Tick]) -> dict[str, np.ndarray]:
-    """What `Rows` has of each tick and stage, [ticks, stages] by name; slots are zeros yet."""
+    """Return the fields of `Rows` for each tick and stage, [ticks, stages] by name; slots are still zeros."""
     fields = {name: np.zeros((len(ticks), table.stages), np.int32) for name in Rows._fields[:-3]}
     for t, tick in enumerate(ticks):
         for s, action in enumerate(tick):
@@ -121,11 +122,11 @@ def _rows(fields: dict[str, np.ndarray], ticks: slice) -> Rows:
 
 
 class _Use(NamedTuple):
-    """Something that one stage has in a buffer.
+    """One use of a buffer by a stage.
 
     Attributes:
-      born, dead: the first moment and the last, in quarters of ticks.
-      cells: fields of `Rows`, and ticks, that name its slot.
+      born, dead: its first and last moment, in quarters of ticks.
+      cells: the fields of `Rows`, with their ticks, that name its slot.
     """
 
     born: int
@@ -134,13 +135,13 @@ class _Use(NamedTuple):
 
 
 _READ, _MADE, _ENDED = 1, 2, 3
-"""Quarters of a tick: first a cotangent arrives, then what the tick needs is read, then what it makes is written; after
+"""Quarters of a tick: first a cotangent arrives, then what the tick needs is read, then its results are written; after
 a round's last tick an activation arrives."""
 
 
 def _uses(table: Table, rounds: list[list[Tick]], s: int) -> dict[str, list[_Use]]:
-    """What a stage has in each buffer, and when. It writes in every tick; what it writes while it is idle, or what
-    nobody waits for, is gone at once."""
+    """Return what a stage has in each buffer, and when. It writes in every tick; what it writes while it is idle, or
+    what nobody waits for, is gone at once."""
     P, v = table.stages, table.virtual
     at = {action: t for t, tick in enumerate(tick for part in rounds for tick in part) if (action := tick[s])}
     found: dict[str, list[_Use]] = {"stash": [], "inbox": [], "cotangents": [], "waiting": []}
@@ -153,7 +154,7 @@ def _uses(table: Table, rounds: list[list[Tick]], s: int) -> dict[str, list[_Use
         return [] if action is None else [action._replace(kind=kind) for kind in kinds]
 
     def after(action: Action | None, stage: int, by: int) -> list[Action]:
-        """What goes on, one virtual stage further or before, with what another stage's action sends here."""
+        """Return the actions one virtual stage further on or back that use what another stage's action sends here."""
         place = -1 if action is None else action.chunk * P + stage + by
         return [action._replace(chunk=place // P)] if action is not None and 0 <= place < P * v else []
 
@@ -178,10 +179,10 @@ def _uses(table: Table, rounds: list[list[Tick]], s: int) -> dict[str, list[_Use
 
 
 def _assign_slots(uses: list[_Use], s: int, fields: dict[str, np.ndarray]) -> int:
-    """Write the slot of each use into its cells; returns how many slots there are.
+    """Write the slot of each use into its cells, and return how many slots there are.
 
-    Each use, in the order of their first moments, has the lowest slot that is free: of intervals this needs no more
-    slots than are in use together at some moment.
+    Uses are taken in the order of their first moments, and each gets the lowest free slot. For intervals this needs no
+    more slots than are in use together at some moment.
     """
     busy: list[int] = []
     for born, dead, cells in sorted(uses):

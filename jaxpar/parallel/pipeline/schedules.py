@@ -1,11 +1,12 @@
-"""Pipeline schedules as data: which microbatch each stage works on in each tick.
+"""Pipeline schedules as data: they say which microbatch each stage works on in each tick.
 
 One jitted program is the same on all stages, and no collective may stand in a branch that only some of them take. So
-a tick is of one kind: in it every stage runs a forward, or every stage a backward, or is idle. GPipe, 1F1B, interleaved
-and looped take as long as in the literature, where every stage runs a program of its own. 1F1B keeps up to 2P-1 inputs
-and not P (as in "eager" 1F1B, Zhuang et al. 2022, arXiv:2211.05322), and of ZB-H1's saving, 2(P-1)W, half is left.
+each tick is of one kind: in it all stages that are not idle run a forward, or all of them run a backward. GPipe, 1F1B,
+interleaved and looped take as long as in the literature, where every stage runs its own program. 1F1B keeps up to 2P-1
+inputs instead of P (as in "eager" 1F1B, Zhuang et al. 2022, arXiv:2211.05322), and half of ZB-H1's saving, 2(P-1)W, is
+left.
 
-P stages, M microbatches, v virtual stages of a stage: virtual stage c P + s is chunk c of stage s.
+There are P stages, M microbatches and v virtual stages per stage; virtual stage c P + s is chunk c of stage s.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ class Action(NamedTuple):
 
 
 Tick = tuple[Action | None, ...]
-"""What each stage does; None = idle."""
+"""What each stage does in a tick; None = it is idle."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule.
+    """A schedule in full.
 
     Attributes:
       stages, microbatches, virtual: P, M, v.
-      rounds: ticks in groups that repeat, such as a forward tick and a backward tick.
+      rounds: groups of ticks that repeat, such as a forward tick and a backward tick.
     """
 
     stages: int
@@ -53,16 +54,16 @@ class Table:
 
 
 def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -> Table:
-    """The table of a schedule, in ticks of one kind.
+    """Build the table of a schedule, in ticks of one kind.
 
-    `gpipe` (Huang et al. 2018, arXiv:1811.06965): all forwards, then all backwards. `1f1b` (PipeDream-Flush, Narayanan
-    et al. 2020, arXiv:2006.09503): a backward as soon as there is one. `interleaved` (Narayanan et al. 2021,
-    arXiv:2104.04473, section 2.2): 1F1B through v chunks a stage, some P microbatches at a time. `looped`
-    (breadth-first, Lamy-Poirier 2022, arXiv:2211.05953): GPipe through v chunks a stage. `zb_h1` (Qi et al. 2023,
-    arXiv:2401.10241): 1F1B whose weight gradients wait, so that input gradients are passed on earlier.
+    `gpipe` (Huang et al. 2018, arXiv:1811.06965) runs all forwards, then all backwards. `1f1b` (PipeDream-Flush,
+    Narayanan et al. 2020, arXiv:2006.09503) runs a backward as soon as there is one. `interleaved` (Narayanan et al.
+    2021, arXiv:2104.04473, section 2.2) is 1F1B through v chunks per stage, about P microbatches at a time. `looped`
+    (breadth-first, Lamy-Poirier 2022, arXiv:2211.05953) is GPipe through v chunks per stage. `zb_h1` (Qi et al. 2023,
+    arXiv:2401.10241) is 1F1B whose weight gradients wait, so that input gradients are passed on earlier.
 
     Raises:
-      UserError: no such schedule, sizes below 1, or virtual stages that it cannot have.
+      UserError: there is no such schedule, a size is below 1, or the schedule cannot have so many virtual stages.
     """
     check_sizes(name, stages, microbatches, virtual)
     P, v, all_forwards_first = stages, virtual, name in ("gpipe", "looped")
@@ -88,7 +89,7 @@ def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -
 
 
 def check_sizes(name: Schedule, stages: int, microbatches: int, virtual: int) -> None:
-    """Refuse what `schedule` refuses."""
+    """Refuse the sizes that `schedule` refuses."""
     if name not in get_args(Schedule):
         raise UserError(f"no schedule {name!r}{suggest(name, get_args(Schedule))}: {', '.join(get_args(Schedule))}")
     if min(stages, microbatches, virtual) < 1:
@@ -104,16 +105,16 @@ def check_sizes(name: Schedule, stages: int, microbatches: int, virtual: int) ->
 
 
 def _groups(P: int, M: int) -> list[int]:
-    """Microbatches that go through all chunks together: P, or as little more as their number asks for."""
+    """Return how many microbatches go through all chunks together: P, or as few more as their number requires."""
     count = max(M // P, 1)
     return [M // count + (i < M % count) for i in range(count)]
 
 
 def _positions(P: int, groups: list[int], v: int) -> dict[tuple[int, int], int]:
-    """Of each microbatch and chunk the round of its forward on stage 0; stage s follows s rounds later.
+    """For each microbatch and chunk, return the round of its forward on stage 0; stage s follows s rounds later.
 
-    A group goes through a chunk, then through the next chunk. Backwards go through the same places, from the last
-    stage and the last chunk on.
+    A group goes through one chunk, then through the next. Backwards go the same way, starting from the last stage and
+    the last chunk.
     """
     found, at, first = {}, 0, 0
     for size in groups:
@@ -127,7 +128,7 @@ def _positions(P: int, groups: list[int], v: int) -> dict[tuple[int, int], int]:
 
 
 def needs(action: Action, stage: int, stages: int, virtual: int) -> set[tuple[int, Action]]:
-    """What must be done before an action of a stage: (stage, action)s."""
+    """Return what must be done before an action of a stage, as pairs (stage, action)."""
     kind, i, c = action
     place, last = c * stages + stage, stages * virtual - 1
 

@@ -1,6 +1,6 @@
-"""Whether a pipeline schedule's table is valid, and how long it takes, how much of that is idle and what a stage keeps.
+"""Whether a schedule's table is valid, how long it takes, how much of that time is idle, and what a stage keeps.
 
-Plain Python on the table alone: no model and no devices.
+It is plain Python on the table alone, without a model or devices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxpar.base.plan import Schedule
 from jaxpar.parallel.pipeline.schedules import Action, Kind, Table, Tick, needs, schedule
 
 Place = tuple[int, Action]
-"""A stage, and what it does."""
+"""A stage and its action."""
 
 
 class Times(NamedTuple):
@@ -23,8 +23,8 @@ class Times(NamedTuple):
 
     Attributes:
       forward: a forward.
-      backward: a whole backward; of its two halves `input` takes this less `weight`.
-      weight: the part of it that makes the weights' gradients.
+      backward: a whole backward; of its two halves, `input` takes this time less `weight`.
+      weight: the part of the backward that makes the weights' gradients.
       transfer: sending an activation or a cotangent to a neighbour.
     """
 
@@ -34,11 +34,11 @@ class Times(NamedTuple):
     transfer: float = 0.0
 
     def of(self, kind: Kind) -> float:
-        """The time of an action of this kind."""
+        """Return the time of an action of this kind."""
         return self.backward - self.weight if kind == "input" else getattr(self, kind)
 
     def chunk(self, virtual: int) -> Times:
-        """Where these are a whole stage's times: those of one of its `virtual` chunks, which sends as much."""
+        """Turn a whole stage's times into those of one of its `virtual` chunks, which sends as much."""
         return Times(self.forward / virtual, self.backward / virtual, self.weight / virtual, self.transfer)
 
 
@@ -50,10 +50,10 @@ class Simulation(NamedTuple):
 
     Attributes:
       makespan: time from the first start to the last end.
-      bubble: idle share of all stages' time.
+      bubble: the idle share of all stages' time.
       starts: when each tick starts.
-      stash: the most inputs that each stage keeps at a time. It keeps one from the start of its forward to the end of
-        its backward, or to the end of its weights' gradient where that comes later.
+      stash: the most inputs that each stage keeps at a time. It keeps an input from the start of its forward to the end
+        of its backward, or to the end of its weights' gradient where that comes later.
     """
 
     makespan: float
@@ -63,14 +63,15 @@ class Simulation(NamedTuple):
 
 
 def check(table: Table) -> None:
-    """Prove a table valid.
+    """Check that a table is valid.
 
-    Every microbatch goes through every virtual stage once, forward and backward (or, in all of the table, input and
-    weight), and everything an action needs (`schedules.needs`) is done in an earlier tick. Every tick is of one kind,
-    and a round has at most one tick of a kind. That a stage does one thing a tick follows from the form of a tick.
+    Every microbatch must go through every virtual stage once, forward and backward (or, in the whole table, input and
+    weight), and everything an action needs (`schedules.needs`) must be done in an earlier tick. Every tick must be of
+    one kind, and a round may have only one tick of a kind. The form of a tick ensures that a stage does one thing per
+    tick.
 
     Raises:
-      UserError: the table is not valid; names the tick, the stage and the action.
+      UserError: the table is not valid; the message names the tick, the stage and the action.
     """
     P, M, v = table.stages, table.microbatches, table.virtual
     halves = any(action.kind in ("input", "weight") for tick in table.ticks for _, action in _busy(tick))
@@ -110,12 +111,11 @@ def _check_kinds(table: Table) -> None:
 
 
 def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
-    """The time and the memory of a table.
+    """Simulate the time and the memory of a table.
 
     A tick begins when the one before has ended on all stages and all that its actions need has arrived, as in one
-    jitted program. A transfer begins when the action that makes its contents ends, and overlaps with what the stages
-    do meanwhile. A stage sends nothing to itself (P = 1).
-    `times` are those of one action of one virtual stage.
+    jitted program. A transfer begins when the action that makes its contents ends, and overlaps with what the stages do
+    meanwhile. A stage sends nothing to itself (P = 1). `times` are those of one action of one virtual stage.
 
     Raises:
       UserError: the table is not valid, as `check` says.
@@ -135,7 +135,7 @@ def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
 
 
 def _stash(table: Table) -> tuple[int, ...]:
-    """The most inputs that each stage keeps at a time."""
+    """Return the most inputs that each stage keeps at a time."""
     change = {"forward": 1, "backward": -1, "input": 0, "weight": -1}
     kept, most = [0] * table.stages, [0] * table.stages
     for tick in table.ticks:
@@ -157,11 +157,11 @@ class Compared(NamedTuple):
     """A row of `rank_schedules`.
 
     Attributes:
-      schedule, virtual: which one.
-      ticks: of its table.
-      makespan, bubble: as of a `Simulation`.
+      schedule, virtual: the schedule, and its chunks per stage.
+      ticks: the number of ticks in its table.
+      makespan, bubble: as in `Simulation`.
       stash: the most inputs that any stage keeps.
-      sent: activations and cotangents that go from one stage to another.
+      sent: how many activations and cotangents go from one stage to another.
     """
 
     schedule: Schedule
@@ -174,14 +174,15 @@ class Compared(NamedTuple):
 
 
 def rank_schedules(stages: int, microbatches: int, virtual: int = 1, times: Times = UNIT) -> list[Compared]:
-    """Every schedule for the same stages and microbatches.
+    """Simulate every schedule for the same stages and microbatches.
 
     Args:
-      virtual: chunks of a stage, where a schedule takes them; with 1 those schedules are as others, and left out.
-      times: of a whole stage, however many chunks it has.
+      virtual: chunks of a stage, where a schedule takes them; with 1 such schedules are the same as others, and left
+        out.
+      times: the times of a whole stage, however many chunks it has.
 
     Raises:
-      UserError: sizes below 1.
+      UserError: a size is below 1.
     """
     rows = []
     for name in get_args(Schedule):

@@ -1,12 +1,12 @@
-"""A layer's backward taken apart: what it must be given from the forward, and what of it can wait.
+"""A layer's backward taken apart: what it needs from the forward, and which part of it can wait.
 
-A pipeline's forward tick and backward tick are apart in time, so what the backward needs goes into buffers. `kept`
-says which of the arrays that `jax.vjp` saves depend on the layer's input, and so belong in a stash; the others are
-computed again from weights and places. `split` cuts the backward itself in two, as the ZB-H1 schedule has it (Qi et
-al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2): first the gradient of the input, which the
-stage before waits for, and later the gradients of the weights.
+A pipeline's forward tick and backward tick are apart in time, so what the backward needs goes into buffers.
+`choose_residuals` finds out which of the arrays that `jax.vjp` saves depend on the layer's input, and so belong in a
+stash; the others are computed again from weights and places. `split` cuts the backward itself in two for the ZB-H1
+schedule (Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2): first comes the gradient of
+the input, which the stage before waits for, and later come the gradients of the weights.
 
-Both work on the traced function, operation by operation. What an operation gives that nobody takes the compiler drops.
+Both work on the traced function, operation by operation. The compiler drops results that nobody uses.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jaxpar.base.jax_compat import CHECKPOINT
 PyTree = Any
 Atom = core.Var | core.Literal
 Shape = Any
-"""A ShapeDtypeStruct; of an array in host memory its abstract value, since the other does not say where it lies."""
+"""A ShapeDtypeStruct. For an array in host memory it is an abstract value, which alone says where it lies."""
 
 
 class Kept(NamedTuple):
-    """Which results of a function depend on its last argument, and how to have all of them again from these.
+    """Which results of a function depend on its last argument, and how to get all results again from these.
 
     Attributes:
-      places: of the results that depend on it, each array once.
-      shapes: theirs.
-      restore: `(arrays, *other arguments) -> results`; what does not depend on the last argument is computed again.
+      places: the places of the results that depend on it, each array once.
+      shapes: the shapes of these results.
+      restore: `(arrays, *other arguments) -> results`; it computes again what does not depend on the last argument.
     """
 
     places: tuple[int, ...]
@@ -40,11 +40,11 @@ class Kept(NamedTuple):
 
 
 def choose_residuals(function: Callable[..., list[jax.Array]], *shapes: PyTree) -> Kept:
-    """What to keep of a function's results to have them all again without its last argument.
+    """Choose what to keep of a function's results so that they can all be had again without its last argument.
 
     Args:
-      function: gives a list of arrays.
-      shapes: of its arguments, trees of ShapeDtypeStructs.
+      function: a function that returns a list of arrays.
+      shapes: its arguments, as trees of ShapeDtypeStructs.
     """
     closed, (*_, last) = jax.make_jaxpr(function)(*shapes), shapes
     jaxpr, count = closed.jaxpr, len(jax.tree.leaves(last))
@@ -69,13 +69,13 @@ def choose_residuals(function: Callable[..., list[jax.Array]], *shapes: PyTree) 
 
 
 class Parts(NamedTuple):
-    """A function in two parts, one after the other.
+    """A function cut into two parts that run one after the other.
 
     Attributes:
-      first: `(*arguments) -> (results, needed)`: those results that are `now`, None for the others, and the arrays
+      first: `(*arguments) -> (results, needed)`: the results that are `now`, with None for the others, and the arrays
         that the second part starts from.
-      second: `(needed, *arguments given again) -> results`: the others.
-      needed: shapes of those arrays.
+      second: `(needed, *arguments given again) -> results`, which returns the other results.
+      needed: the shapes of those arrays.
     """
 
     first: Callable[..., tuple[PyTree, list[jax.Array]]]
@@ -84,15 +84,15 @@ class Parts(NamedTuple):
 
 
 def split(function: Callable[..., PyTree], shapes: Sequence[PyTree], now: PyTree, again: Sequence[int]) -> Parts:
-    """A function in two: what some results need, and what is left to do for the others.
+    """Cut a function in two: what some results need, and what is left to do for the others.
 
-    An operation that gives something to both (a linear's backward: the gradients of its input and of its weight)
+    An operation that contributes to both (a linear's backward makes the gradients of its input and of its weight)
     stands in both.
 
     Args:
-      shapes: of its arguments, trees of ShapeDtypeStructs.
-      now: of each result whether the first part gives it, in a tree of the results' form.
-      again: which of the arguments the second part is given again.
+      shapes: its arguments, as trees of ShapeDtypeStructs.
+      now: for each result whether the first part returns it, in a tree of the results' form.
+      again: which of the arguments are given again to the second part.
     """
     closed, out_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes)
     closed = _without_checkpoints(closed)
@@ -127,7 +127,7 @@ def split(function: Callable[..., PyTree], shapes: Sequence[PyTree], now: PyTree
 
 
 def _without_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same with the operations of each `jax.checkpoint` in its place, so that they can be told apart."""
+    """Put the operations of each `jax.checkpoint` in its place, so that they can be told apart."""
 
     def run(jaxpr: core.Jaxpr, consts: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True))
@@ -153,7 +153,7 @@ def _without_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 def _reaching(
     eqns: Sequence[core.JaxprEqn], outs: Sequence[Atom], there: set[core.Var]
 ) -> tuple[list[core.JaxprEqn], set[core.Var]]:
-    """The operations that these results need, in order, given what is `there`; and what of theirs is needed."""
+    """The operations that these results need, in order, given what is `there`, and which of their outputs."""
     wanted, found, made = set(_vars(outs)) - there, [], set()
     for eqn in reversed(eqns):
         if taken := wanted.intersection(eqn.outvars):
@@ -166,7 +166,7 @@ def _reaching(
 def _function(
     closed: core.ClosedJaxpr, eqns: Sequence[core.JaxprEqn], given: Sequence[core.Var], outs: Sequence[Atom]
 ) -> Callable[..., list[jax.Array]]:
-    """The function of some operations of a jaxpr, from arrays for `given` to `outs`."""
+    """Return the function that some operations of a jaxpr compute, from arrays for `given` to `outs`."""
     part = closed.jaxpr.replace(invars=list(given), outvars=list(outs), eqns=list(eqns))
     return core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
 

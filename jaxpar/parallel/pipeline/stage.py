@@ -1,10 +1,11 @@
-"""The layers of a virtual stage, forward and backward, with what lies between written out.
+"""The layers of a virtual stage, forward and backward, with what passes between the two written out.
 
-The forward of a microbatch and its backward are in different ticks: what the one leaves for the other is an array in a
-buffer, not a tracer of autodiff. A layer's forward gives what its `jax.vjp` would keep under the plan's remat policy,
-less what the stage has anyway: its weights, the places of the tokens, the keys. The backward puts them together again.
+The forward and the backward of a microbatch are in different ticks: what the one leaves for the other is an array in a
+buffer, not a tracer of autodiff. A layer's forward returns what its `jax.vjp` would keep under the plan's remat policy,
+except what the stage has anyway: its weights, the places of the tokens, the keys. The backward puts them together
+again.
 
-Shapes: B batch, S sequence, D embed; places, slots and layers lead.
+Shapes: B batch, S sequence, D embed; places, slots and layers come first.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from jaxpar.parallel.token_order import halves, whole_batch
 
 Params = dict[str, PyTree]
 Places = Sequence[tuple[Array, Array | None]]
-"""Positions and segments of the tokens, of each of the batch's `halves`."""
+"""Positions and segments of the tokens, for each of the batch's `halves`."""
 _Carry = TypeVar("_Carry")
 
 
 class ModelSizes(Protocol):
-    """What a pipeline asks of a model's config."""
+    """What a pipeline needs from a model's config."""
 
     @property
     def layers(self) -> int: ...
@@ -47,7 +48,7 @@ class ModelSizes(Protocol):
 
 
 class PipelinedModel(Protocol):
-    """What a pipeline needs of a model: see `jaxpar.models.Model`."""
+    """What a pipeline needs from a model: see `jaxpar.models.Model`."""
 
     @property
     def axes(self) -> PyTree: ...
@@ -61,11 +62,11 @@ class PipelinedModel(Protocol):
 
 
 class LayerContext(NamedTuple):
-    """What a layer is told besides its weights and its input.
+    """What a layer is given besides its weights and its input.
 
     Attributes:
-      places: of the tokens.
-      key: of its dropout, or None.
+      places: the places of the tokens.
+      key: the key of its dropout, or None.
       there: whether there is a layer at this place; None = at all places.
     """
 
@@ -78,10 +79,10 @@ class Recipe(NamedTuple):
     """How a layer's backward is put together.
 
     Attributes:
-      tree: of `jax.vjp`'s function.
-      kept: which of its arrays are kept, and how to have the others again.
-      parts: the backward in two, where weights' gradients wait.
-      stashed: what is kept is still there when weights' gradients that waited are made.
+      tree: the tree of `jax.vjp`'s function.
+      kept: which of that function's arrays are kept, and how to get the others again.
+      parts: the two parts of the backward, where weights' gradients wait.
+      stashed: whether what is kept is still there when the postponed gradients of weights are made.
     """
 
     tree: jax.tree_util.PyTreeDef
@@ -95,10 +96,10 @@ class Stack:
     """The layers of one stage, inside the `shard_map` over stages.
 
     Attributes:
-      weights: stacked weights [virtual x places, ...] of this stage.
-      context: of (microbatch, chunk, place in it) what the layer is told.
-      places: of a virtual stage.
-      added: cotangents of a layer's router sums, or None.
+      weights: this stage's stacked weights [virtual x places, ...].
+      context: a function of (microbatch, chunk, place in it) that returns what the layer is told.
+      places: the number of places of a virtual stage.
+      added: the cotangents of a layer's router sums, or None.
     """
 
     model: PipelinedModel
@@ -110,9 +111,10 @@ class Stack:
     _recipe: Recipe | None = None
 
     def forward(self, x_BSD: Array, row: Rows, stash: list[Array] | None = None) -> tuple[Array, Any, Any]:
-        """The output of a tick's chunk and microbatch, the stash with what its layers keep, and their routers' sums.
+        """Return the output of a tick's chunk and microbatch, the stash with what its layers keep, and their routers'
+        sums.
 
-        The stash has arrays [slots x places, ...], written in the slot `row.kept`; None = nothing is kept.
+        The stash has arrays [slots x places, ...], of which slot `row.kept` is written; None = nothing is kept.
         """
 
         def body(carry: Any, j: ArrayLike) -> Any:
@@ -133,10 +135,10 @@ class Stack:
     def backward(
         self, dy_BSD: Array, row: Rows, stash: list[Array], grads: PyTree, waiting: list[Array] | None
     ) -> tuple[Array, PyTree, list[Array] | None]:
-        """The gradient of a tick's input; `grads` with those of its weights added where the stage is on.
+        """Return the gradient of a tick's input, and `grads` plus those of its weights where the stage is on.
 
-        Where weights' gradients wait only those of vectors are added; what those of matrices are made of goes into the
-        slot `row.waits` of `waiting`, arrays [slots x places, ...].
+        Where weights' gradients wait, only those of vectors are added. What those of matrices are made from goes into
+        the slot `row.waits` of `waiting`, arrays [slots x places, ...].
         """
         parts = self.recipe.parts
 
@@ -156,7 +158,7 @@ class Stack:
         return whole_batch(dxs, STORED, self.plan), grads, waiting
 
     def weight_gradient(self, row: Rows, stash: list[Array], waiting: list[Array], grads: PyTree) -> PyTree:
-        """`grads` with those of a chunk's matrices added, which have waited."""
+        """Return `grads` with the postponed gradients of a chunk's matrices added."""
         parts = self.recipe.parts
         assert parts is not None
 
@@ -169,11 +171,11 @@ class Stack:
         return self._scan(body, grads)
 
     def prepare(self, x: jax.ShapeDtypeStruct, wait: bool, stashed: bool) -> None:
-        """Learn what a layer keeps, and how its backward is made of that: `recipe`.
+        """Find out what a layer keeps and how its backward is made from that, for `recipe`.
 
         Args:
-          x: shape [B, S, D] of its input.
-          wait: weights' gradients do.
+          x: the shape [B, S, D] of its input.
+          wait: whether weights' gradients wait.
           stashed: see `Recipe`.
         """
         found: dict[str, Any] = {}
@@ -187,7 +189,7 @@ class Stack:
         given = choose_residuals(leaves, weights, context, jax.eval_shape(lambda x: halves(x, STORED, self.plan), x))
         self._recipe = Recipe(found["tree"], given, None, stashed)
         if wait:
-            # Of the input's part are the gradients of vectors too, which are no work.
+            # The gradients of vectors belong to the input's part too, since they are hardly any work.
             now = jax.tree.map(lambda x: x.ndim < 2, weights), (True,) * self.plan.overlap.parts
             shapes = list(given.shapes), weights, context, found["out"]
             parts = split(self._pull, shapes, now, again=(0, 1, 2) if stashed else (1, 2))
@@ -197,7 +199,7 @@ class Stack:
 
     @property
     def recipe(self) -> Recipe:
-        """What `prepare` learned."""
+        """Return what `prepare` found out."""
         assert self._recipe is not None, "prepare() comes first"
         return self._recipe
 
@@ -214,19 +216,19 @@ class Stack:
         return remat(layer, self.plan, self.model.config.scan_layers)(weights, xs)
 
     def _vjp(self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...]) -> tuple[Any, list[Array], Any]:
-        """A layer's outputs, and its backward's arrays and the tree they are in."""
+        """Return a layer's outputs, and its backward's arrays and the tree they are in."""
         out, pull = jax.vjp(lambda weights, xs: self._apply(weights, context, xs), weights, xs)
         return out, *jax.tree.flatten(pull)
 
     def _pull(self, kept: Sequence[Array], weights: PyTree, context: LayerContext, dout: PyTree) -> tuple[PyTree, Any]:
-        """Gradients of a layer's weights and inputs."""
+        """Return the gradients of a layer's weights and inputs."""
         leaves = self.recipe.kept.restore(kept, weights, context)
         return jax.tree.unflatten(self.recipe.tree, leaves)(dout)
 
     # Places of a chunk.
 
     def _scan(self, body: Callable[[_Carry, ArrayLike], _Carry], carry: _Carry, reverse: bool = False) -> _Carry:
-        """`body(carry, j)` for each place of a chunk, in a loop or one after another as the model has its layers."""
+        """Run `body(carry, j)` for each place of a chunk, in a loop or unrolled as the model has its layers."""
         if self.model.config.scan_layers:
             return jax.lax.scan(lambda c, j: (body(c, j), None), carry, jnp.arange(self.places), reverse=reverse)[0]
         for j in range(self.places)[:: -1 if reverse else 1]:
@@ -234,7 +236,7 @@ class Stack:
         return carry
 
     def _weights(self, chunk: ArrayLike, j: ArrayLike) -> PyTree:
-        """The weights of a place of a chunk, fetched where they lie in host memory."""
+        """Return the weights of a place of a chunk, fetched to the device if they lie in host memory."""
         return jax.tree.map(lambda x: on_device(read(x, chunk * self.places + j)), self.weights)
 
     def _read(self, buffers: Sequence[Array], slot: ArrayLike, j: ArrayLike) -> list[Array]:
@@ -244,7 +246,7 @@ class Stack:
         return [write(buffer, x, slot * self.places + j) for buffer, x in zip(buffers, new, strict=True)]
 
     def _add(self, grads: PyTree, dweights: PyTree, row: Rows, j: ArrayLike) -> PyTree:
-        """Gradients with those of a place's weights added; None where there is none yet."""
+        """Add the gradients of a place's weights to `grads`; None = a gradient that is still to be made."""
         at = row.chunk * self.places + j
 
         def add(total: Array, x: Array | None) -> Array:
@@ -257,17 +259,17 @@ class Stack:
 
 
 def read(x: Array, at: ArrayLike) -> Array:
-    """`x[at]` of an index that is not known ahead."""
+    """Return `x[at]` for an index that is known at run time only."""
     return jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
 
 
 def write(buffer: Array, x: Array, at: ArrayLike) -> Array:
-    """`x` at [at]: one index, as the TPU compiler cuts arrays in host memory along one dim only."""
+    """Write `x` at [at]; the index is single, as the TPU compiler cuts arrays in host memory along one dim only."""
     return jax.lax.dynamic_update_index_in_dim(buffer, x, at, 0)
 
 
 def empty_buffers(shapes: Sequence[Shape], slots: int) -> list[Array]:
-    """Buffers [slots, ...] of arrays of these shapes, where they lie: on the device or in host memory."""
+    """Make buffers [slots, ...] for arrays of these shapes, in the same memory: the device's or the host's."""
     zeros = [jnp.zeros((slots, *shape.shape), shape.dtype) for shape in shapes]
     on = [getattr(shape, "memory_space", None) == jax.memory.Space.Host for shape in shapes]
     return [on_host(x) if host else x for x, host in zip(zeros, on, strict=True)]
