@@ -149,7 +149,7 @@ def _candidates(
 
 
 def _is_slower(one: Tried, than: Tried) -> bool:
-    """Whether a step is slower than another by the rehearsal, where there is one."""
+    """Whether a step is slower than another by the rehearsal, if there is one."""
     return one.played is not None and than.played is not None and one.played.seconds >= than.played.seconds
 
 
@@ -186,7 +186,7 @@ def _names(found: Sequence[tuple[Item, Option]]) -> str:
 
 
 def _rehearsal_text(one: Tried) -> str:
-    """What the rehearsal says of a step."""
+    """Write what the rehearsal says of a step."""
     if one.played is None:
         return ""
     waits = one.played.host_stall
@@ -195,7 +195,7 @@ def _rehearsal_text(one: Tried) -> str:
 
 
 def _report_note(one: Tried) -> list[str]:
-    """Why the report of an assignment shows more than the budget that it meets."""
+    """Explain why the report of an assignment shows more than the budget that it meets."""
     counted = 0 if one.program is None else CompiledBytes.of(one.program.memory_analysis()).total
     if counted <= one.compiled:
         return []

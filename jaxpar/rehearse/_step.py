@@ -63,7 +63,7 @@ class Compiled(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """What the caller knows of a program and its report needs."""
+    """What the caller tells of a program for its report."""
 
     memory: Memory
     name: str = ""

@@ -1,4 +1,4 @@
-"""The program's collectives beside the plan's: over which mesh axes each runs, and whether the plan asked for it."""
+"""The program's collectives are compared with the plan's: each has its mesh axes, and whether the plan asked for it."""
 
 from __future__ import annotations
 

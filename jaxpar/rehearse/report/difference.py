@@ -1,4 +1,4 @@
-"""Two rehearsals are compared here: what changed in memory, time and collectives, and by line of the model."""
+"""Two rehearsals are compared here: what changed in memory, in time, in collectives, and by line of the model."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def allocated_bytes(stats: Any, platform: str) -> int:
     """The bytes of a device that a program allocates.
 
     On a TPU `temp_size_in_bytes` is more than buffer assignment lays out, by half where a loop over microbatches
-    contains loops over layers. There the result is the peak of what is alive plus what gaps between arrays add.
+    contains loops over layers. The result for a TPU is the peak of what is alive plus what gaps between arrays add.
 
     Args:
       stats: the result of `compiled.memory_analysis()`.
