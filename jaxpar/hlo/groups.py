@@ -113,7 +113,7 @@ def _ints(text: str | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Positions in the device assignment: `slices[s][p]` is partition p of slice s."""
+    """The positions in the device assignment: `slices[s][p]` is that of partition p of slice s."""
 
     slices: tuple[tuple[int, ...], ...]
 

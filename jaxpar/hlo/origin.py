@@ -37,8 +37,8 @@ _TRANSFORM = re.compile(r"(\w+)\((.*)\)$")
 _SCOPE = re.compile(r"[A-Za-z_][\w\-. ]*$")
 _BRANCH = re.compile(r"branch_\d+_fun$")
 UPDATE = "update"
-"""This is the scope of the optimizer's part of a step."""
-_TICKS = words("forward backward input weight")  # scopes of a pipeline's ticks, around those of the model
+"""The scope of the optimizer's part of a step."""
+_TICKS = words("forward backward input weight")  # the scopes of a pipeline's ticks, which enclose those of the model
 
 
 def default_dirs() -> PackageDirs:

@@ -1,8 +1,8 @@
-"""The text of a compiled module (`compiled.as_text()`) as typed data: computations, instructions, shapes, stack frames.
+"""The parser turns a compiled module's text into typed data: computations, instructions, shapes and stack frames.
 
-An instruction begins a line; inside of it a small scanner matches brackets and quotes. Attributes are kept as text
-under their names and only read by those who know them, so an attribute or opcode that this file has never seen is no
-error.
+The text is `compiled.as_text()`. An instruction begins a line, and a small scanner matches the brackets and quotes in
+it. Attributes are kept as text under their names, and only the code that knows one reads it, so an attribute or opcode
+that this file has never seen is not an error.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _CALLS = ("calls", "to_apply", "condition", "body", "branch_computations", "true
 
 @dataclass(frozen=True)
 class Shape:
-    """An array, or a tuple of shapes.
+    """The shape of an array, or a tuple of shapes.
 
     Attributes:
-      dtype: `bf16`; `tuple` for a tuple; `token` and the like carry no data.
-      dims: sizes; empty for a scalar or a tuple.
-      tiled: the layout has tiles, which only the TPU compiler writes.
-      space: memory space, the n of `S(n)`; 0 = the device's main memory.
-      parts: a tuple's shapes.
+      dtype: the dtype, such as `bf16`; `tuple` for a tuple; `token` and the like carry no data.
+      dims: the sizes; empty for a scalar or a tuple.
+      tiled: whether the layout has tiles, which only the TPU compiler writes.
+      space: the memory space, the n of `S(n)`; 0 = the device's main memory.
+      parts: the shapes in a tuple.
     """
 
     dtype: str
@@ -50,18 +50,18 @@ class Shape:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of an array; of all arrays of a tuple."""
+        """The number of elements of an array, or of all arrays of a tuple."""
         return sum(part.elements for part in self.parts) if self.dtype == "tuple" else prod(self.dims)
 
     @cached_property
     def bytes(self) -> int:
-        """Bytes of data, padding of tiles left out."""
+        """The bytes of data, without the padding of tiles."""
         if self.dtype == "tuple":
             return sum(part.bytes for part in self.parts)
         return -(-self.elements * _bits(self.dtype) // 8)
 
     def leaves(self) -> Iterator[Shape]:
-        """The arrays in it, in order."""
+        """Yield the shapes of the arrays in it, in order."""
         if self.dtype == "tuple":
             for part in self.parts:
                 yield from part.leaves()
@@ -79,7 +79,7 @@ class Instruction:
     """One line of a computation; `operands` name instructions of the same computation.
 
     Attributes:
-      literal: what stands in the brackets of a constant, a parameter or an iota: a value or a number.
+      literal: the value or number in the brackets of a constant, a parameter or an iota.
       tail: the attributes as text.
     """
 
@@ -92,12 +92,12 @@ class Instruction:
 
     @cached_property
     def attributes(self) -> dict[str, str]:
-        """Attributes by name; values as they stand in the text, but for their quotes."""
+        """The attributes by name; values are as they stand in the text, without quotes."""
         return fields(self.tail)
 
     @cached_property
     def metadata(self) -> dict[str, str]:
-        """`op_name`, `stack_frame_id`, `source_file` and so on."""
+        """The metadata: `op_name`, `stack_frame_id`, `source_file` and so on."""
         return words_of(self.attributes.get("metadata", ""))
 
     @cached_property
@@ -117,7 +117,7 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Which part of a tuple a get-tuple-element takes."""
+        """The index of the part of a tuple that a get-tuple-element takes."""
         return int(self.attributes["index"])
 
     @property
@@ -127,18 +127,18 @@ class Instruction:
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations it calls, in the order of the attributes."""
+        """The names of the computations that it calls, in the order of `_CALLS`."""
         values = [self.attributes.get(key, "") for key in _CALLS]
         return tuple(name.strip().lstrip("%") for value in values for name in value.strip("{}").split(",") if name)
 
     def numbers(self, key: str) -> tuple[int, ...]:
-        """A list attribute such as `dimensions={0,1}`; empty when it is absent."""
+        """Read a list attribute such as `dimensions={0,1}`; it is empty when absent."""
         return tuple(int(n) for n in re.findall(r"-?\d+", self.attributes.get(key, "")))
 
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions by name, in the order of the text, which is the schedule's where the module is scheduled."""
+    """The instructions by name, in the order of the text, which is the schedule's if the module is scheduled."""
 
     name: str
     instructions: dict[str, Instruction] = field(default_factory=dict)
@@ -146,16 +146,16 @@ class Computation:
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters by their number."""
+        """The names of the parameters, in the order of their numbers."""
         found = {int(i.literal): i.name for i in self.instructions.values() if i.opcode == "parameter"}
         return tuple(found[number] for number in sorted(found))
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions that an instruction uses; those that a text cut short does not have are left out."""
+        """List the instructions that an instruction uses, except those missing from a text that was cut short."""
         return [self.instructions[name] for name in instruction.operands if name in self.instructions]
 
     def behind(self, name: str, through: Container[str] = ("copy", "bitcast")) -> Instruction | None:
-        """The instruction that made a value, looking through those that hand it on; None in a text cut short."""
+        """Find the instruction that made a value, past those that hand it on; None if the text was cut short."""
         found = self.instructions.get(name)
         while found is not None and found.opcode in through:
             found = self.instructions.get(found.operands[0])
@@ -163,7 +163,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, tuple[Instruction, ...]]:
-        """Who uses each instruction, within the computation."""
+        """The users of each instruction within the computation."""
         found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -173,7 +173,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of Python, and who called it (0 = nobody)."""
+    """A line of Python, and the number of the frame that called it (0 = none)."""
 
     file: str
     line: int
@@ -185,11 +185,11 @@ class Module:
     """A compiled module.
 
     Attributes:
-      name: `jit_step`.
+      name: the module's name, such as `jit_step`.
       header: the attributes of its first line.
-      computations: by name.
-      entry: name of the one that is run.
-      frames: stack frames by number, from the tables at the module's top; empty in older texts.
+      computations: the computations by name.
+      entry: the name of the computation that is run.
+      frames: the stack frames by number, from the tables at the module's top; empty in older texts.
     """
 
     name: str
@@ -200,25 +200,25 @@ class Module:
 
     @cached_property
     def tiled(self) -> bool:
-        """Compiled for TPU: only its layouts have tiles, and only there is S(1) memory on the chip."""
+        """Whether it is compiled for a TPU: only there do layouts have tiles, and S(1) is memory on the chip."""
         entry = self.computations[self.entry]
         return any(leaf.tiled for i in entry.instructions.values() for leaf in i.shape.leaves())
 
     @cached_property
     def devices(self) -> int:
-        """Replicas times partitions."""
+        """The number of devices: replicas times partitions."""
         return prod(int(self.header.get(key, 1)) for key in ("replica_count", "num_partitions"))
 
     def called(self, instruction: Instruction) -> list[Computation]:
-        """The computations that an instruction calls; those that a text cut short does not have are left out."""
+        """List the computations that an instruction calls, except those missing from a text that was cut short."""
         return [self.computations[name] for name in instruction.called if name in self.computations]
 
     def body(self, loop: Instruction) -> Computation:
-        """The body of a `while`."""
+        """Return the body of a `while`."""
         return self.computations[loop.attributes["body"].lstrip("%")]
 
     def handed_on(self, loop: Instruction, through: Container[str] = ("copy", "bitcast")) -> set[int]:
-        """Which parts of its state the body of a `while` hands on unchanged, by number; `through` as for `behind`."""
+        """Return the numbers of the state's parts that a `while` body hands on unchanged; `through`: see `behind`."""
         body = self.body(loop)
         root = body.instructions[body.root]
         parts = [body.behind(name, through) for name in root.operands] if root.opcode == "tuple" else []
@@ -229,7 +229,7 @@ class Module:
         }  # fmt: skip
 
     def stack(self, instruction: Instruction) -> list[Frame]:
-        """Frames of an instruction, innermost first; its one file and line where the text has no tables."""
+        """List an instruction's frames, innermost first; only its file and line where the text has no tables."""
         meta = instruction.metadata
         if "source_file" in meta:
             return [Frame(meta["source_file"], int(meta.get("source_line", 0)), 0)]
@@ -244,7 +244,7 @@ def parse(text: str) -> Module:
     """Read a module's text.
 
     Raises:
-      UserError: no module, or no entry computation: this is not the text of a compiled program.
+      UserError: there is no module or no entry computation, so this is not the text of a compiled program.
     """
     first, _, _ = text.lstrip().partition("\n")
     if not first.startswith("HloModule "):
@@ -263,12 +263,12 @@ def _computation(name: str, body: str) -> Computation:
     lines = [_LINE_END.sub(" ", piece).strip() for piece in _NEXT.split(body) if " = " in piece]
     instructions = [_instruction(line.removeprefix("ROOT ")) for line in lines]
     roots = [one.name for one, line in zip(instructions, lines, strict=True) if line.startswith("ROOT ")]
-    first = [one.name for one in instructions[:1]]  # of a text without a root
+    first = [one.name for one in instructions[:1]]  # the text may have no root
     return Computation(name, {one.name: one for one in instructions}, (roots + first + [""])[0])
 
 
 def _instruction(line: str) -> Instruction:
-    """`%name = shape opcode(operands), attributes`."""
+    """Read a line of the form `%name = shape opcode(operands), attributes`."""
     name, _, rest = line.partition(" = ")
     end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
     shape, rest = rest[:end], rest[end:].lstrip()
@@ -285,7 +285,7 @@ def _instruction(line: str) -> Instruction:
 
 @lru_cache(maxsize=100_000)
 def parse_shape(text: str) -> Shape:
-    """`bf16[2,3]{1,0:T(8,128)S(1)}`, or a tuple of such in round brackets."""
+    """Read a shape `bf16[2,3]{1,0:T(8,128)S(1)}`, or a tuple of shapes in round brackets."""
     text = _COMMENT.sub("", text).strip()
     if text.startswith("("):
         return Shape("tuple", parts=tuple(parse_shape(part) for part in split(text[1 : text.rindex(")")])))
@@ -299,7 +299,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def split(text: str) -> list[str]:
-    """Pieces between the commas that stand in no bracket and no quotes; comments taken out."""
+    """Split a text at the commas that stand in no bracket and no quotes, and take comments out."""
     pieces, depth, start = [], 0, 0
     for mark in _MARK.finditer(text):
         sign = text[mark.start()]
@@ -315,7 +315,7 @@ def split(text: str) -> list[str]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Just past the bracket that closes the one at `start`."""
+    """Return the position just past the bracket that closes the one at `start`."""
     depth = 0
     for mark in _MARK.finditer(text, start):
         sign = text[mark.start()]
@@ -326,18 +326,18 @@ def _closing(text: str, start: int) -> int:
 
 
 def fields(text: str) -> dict[str, str]:
-    """`key=value, key={a, b}` by key; quotes of the values taken off."""
+    """Read `key=value, key={a, b}` as values by key, without quotes around the values."""
     pairs = (piece.partition("=") for piece in split(text))
     return {key: _unquote(value) for key, equals, value in pairs if equals}
 
 
 def words_of(text: str) -> dict[str, str]:
-    """`{key=value key="a b"}` by key, where spaces part them; quotes of the values taken off."""
+    """Read `{key=value key="a b"}`, where spaces separate the pairs, as values by key without quotes."""
     return {key: _unquote(value) for key, value in _WORD.findall(text.strip("{}"))}
 
 
 def _bits(dtype: str) -> int:
-    """Bits of one element: `bf16` 16, `f8e4m3fn` 8, `pred` 8; 0 for what carries no data."""
+    """Return the bits of one element: `bf16` has 16, `f8e4m3fn` 8, `pred` 8, and a type without data 0."""
     if dtype == "pred":
         return 8
     width = _WIDTH.match(dtype)
@@ -349,9 +349,9 @@ def _unquote(value: str) -> str:
 
 
 def _frames(lines: list[str]) -> dict[int, Frame]:
-    """The four tables at a module's top, joined.
+    """Join the four tables at a module's top.
 
-    The text prints a parent one too high, so that 1 means none; a text that prints 0 somewhere does not.
+    A text prints parents one too high, so that 1 means none, unless it prints 0 somewhere.
     """
     tables: defaultdict[str, dict[int, str]] = defaultdict(dict)
     title = ""
@@ -377,5 +377,5 @@ def _frames(lines: list[str]) -> dict[int, Frame]:
 
 
 def words(text: str) -> frozenset[str]:
-    """A set written as one line of words."""
+    """Return the set of the words in a text."""
     return frozenset(text.split())

@@ -1,9 +1,9 @@
-"""Scheduled HLO as a task graph: `read_program(compiled.as_text())`.
+"""`read_program(compiled.as_text())` turns scheduled HLO into a task graph.
 
-Every instruction of the schedule that takes time becomes a task, in order; those that cost nothing (tuples, bitcasts,
-parameters) vanish and dependencies go through them. Loops keep their bodies and get trip counts, calls are inlined,
-and of a conditional the most expensive branch is taken. The rest of this folder knows the details: `trips` loops,
-`flops` matmuls, `traffic` bytes, `collectives` and `groups` communication, `origin` where a task comes from.
+Every instruction of the schedule that takes time becomes a task, in order. Those that cost nothing (tuples, bitcasts,
+parameters) vanish, and dependencies go through them. Loops keep their bodies and get trip counts, calls are inlined,
+and the most expensive branch of a conditional is taken. Other modules know the details: `trips` counts those of loops,
+`flops` and `traffic` count work, `collectives` and `groups` read communication, `origin` finds where a task comes from.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
 
 _PAIRED = ("recv", "recv-done", "send-done")
 _ALIAS = re.compile(r"\{(\d+)\}: \((\d+),")
-"""In `output_to_operand_aliasing={{1}: (0, {}), ...}`, which result of a fusion is which operand."""
+"""This finds in `output_to_operand_aliasing={{1}: (0, {}), ...}` which result of a fusion is which operand."""
 
 
 def read_program(
@@ -32,18 +32,18 @@ def read_program(
     slice_of: Sequence[int] | None = None,
     kernel_cost: KernelCost | None = None,
 ) -> Program:
-    """The task graph of a compiled module.
+    """Read the task graph of a compiled module.
 
     Args:
-      text: `compiled.as_text()`, a scheduled module.
+      text: the text of a scheduled module, `compiled.as_text()`.
       package_dirs: (directory, name shown) pairs in which a stack frame counts as a source line, the most telling
         first; None = those of `jaxpar.models` and `jaxpar` as installed here.
       slice_of: the slice of each device of the assignment, where there are several TPU slices; None = slice after
         slice.
-      kernel_cost: FLOPs of a Pallas kernel that does not say them itself.
+      kernel_cost: a function that gives the FLOPs of a Pallas kernel that does not state them itself.
 
     Raises:
-      UserError: not the text of a compiled module.
+      UserError: this is not the text of a compiled module.
     """
     module = parse(text)
     devices, note = devices_of(module, slice_of)
@@ -60,13 +60,13 @@ def read_program(
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What an instruction's result hangs on.
+    """What an instruction's result depends on.
 
     Attributes:
-      tasks: positions, in the list being read, of the tasks that make it.
-      state: the part of the loop's state that it is, made before this trip.
-      start: position of the asynchronous task whose result it will be; None for a finished result.
-      parts: of a tuple.
+      tasks: the positions, in the list being read, of the tasks that make it.
+      state: the index of the part of the loop's state that it is, made before this trip; None if it is none.
+      start: the position of the asynchronous task whose result it will be; None for a finished result.
+      parts: the values of a tuple's parts.
     """
 
     tasks: frozenset[int] = frozenset()
@@ -75,7 +75,7 @@ class Value:
     parts: tuple[Value, ...] = ()
 
     def part(self, index: int) -> Value:
-        """Element of a tuple; the whole where its parts are not told apart."""
+        """Return an element of a tuple, or the whole where its parts are not known separately."""
         return self.parts[index] if index < len(self.parts) else self
 
 
@@ -83,7 +83,7 @@ _NOTHING = Value()
 
 
 def _merge(values: Sequence[Value]) -> Value:
-    """What hangs on all of these."""
+    """Make the value that depends on all of these."""
     tasks = frozenset[int]().union(*(value.tasks for value in values))
     state = next((value.state for value in values if value.state is not None), None)
     start = next((value.start for value in values if value.start is not None), None)
@@ -92,12 +92,12 @@ def _merge(values: Sequence[Value]) -> Value:
 
 @dataclass(slots=True)
 class _Nodes:
-    """A list of nodes being read.
+    """A list of nodes that is being read.
 
     Attributes:
-      nodes: so far.
-      waits: (position, index) pairs: a wait for what the loop state holds under that index.
-      sent: position of each send to another device, by its name.
+      nodes: the nodes so far.
+      waits: (position, index) pairs: the node there waits for what the loop state holds under that index.
+      sent: the position of each send to another device, by its name.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -105,7 +105,7 @@ class _Nodes:
     sent: dict[str, int] = field(default_factory=dict)
 
     def add(self, node: Node) -> int:
-        """Append a node; its position."""
+        """Append a node and return its position."""
         self.nodes.append(node)
         return len(self.nodes) - 1
 
@@ -122,10 +122,10 @@ class _Reader:
     def read(
         self, computation: Computation, known: Mapping[int, Scalar], arguments: list[Value], into: _Nodes
     ) -> Value:
-        """Append the tasks of a computation; what its result hangs on.
+        """Append the tasks of a computation and return what its result depends on.
 
-        `known` are scalars of its one tuple parameter that never change (a loop's), for the trip counts of loops
-        inside.
+        `known` holds the scalars of its one tuple parameter (a loop's state) that never change, for the trip counts
+        of loops inside.
         """
         values: dict[str, Value] = {}
         for instruction in computation.instructions.values():
@@ -160,7 +160,7 @@ class _Reader:
         name = opcodes.unknown_name(instruction)
         try:
             task = task_of(self.module, self.devices, computation, instruction, place, self.kernel_cost)
-        except (IndexError, KeyError, ValueError):  # attributes in a form that is not known: kept, and listed
+        except (IndexError, KeyError, ValueError):  # unknown attributes: the task is kept and listed
             task = Task(instruction.name, instruction.opcode, "fusion", place, shape=str(instruction.shape))
             name = f"{instruction.opcode} in an unknown form"
         if name:
@@ -178,14 +178,14 @@ class _Reader:
             return replace(made, start=position)
         if len(finished) == len(operands):
             return made
-        # Results that are operands handed on: of a collective that goes on during this fusion.
+        # Some results are operands handed on: they belong to a collective that goes on during this fusion.
         pairs = _ALIAS.findall(instruction.attributes.get("output_to_operand_aliasing", ""))
         handed_on = {int(result): operands[int(operand)] for result, operand in pairs}
         parts = tuple(handed_on.get(index, made) for index in range(len(instruction.shape.parts)))
         return replace(made, parts=parts if handed_on else ())
 
     def _branch(self, instruction: Instruction, operands: list[Value], into: _Nodes) -> Value:
-        """The most expensive branch (by FLOPs, then bytes), inlined."""
+        """Inline the most expensive branch (by FLOPs, then by bytes)."""
 
         def cost(name: str) -> tuple[float, float]:
             silent = _Reader(self.module, self.dirs, self.devices, self.kernel_cost)
@@ -197,7 +197,7 @@ class _Reader:
         best = max(instruction.called, key=cost)
         count = len(instruction.called)
         self.notes.append(f"{instruction.name}: of {count} branches the most expensive, {best}, is taken")
-        operand = operands[1 + instruction.called.index(best) :][:1]  # the first says which branch
+        operand = operands[1 + instruction.called.index(best) :][:1]  # the first operand selects the branch
         return self.read(self.module.computations[best], {}, operand, into)
 
     def _loop(
@@ -229,7 +229,7 @@ class _Reader:
         return replace(made, parts=parts)
 
     def _close_waits(self, inside: _Nodes, ends: list[Value]) -> None:
-        """Point waits for loop state at the task of the previous trip; one from before the loop is not waited for."""
+        """Point waits for loop state at the previous trip's task; a task from before the loop is not waited for."""
         for position, index in inside.waits:
             name, start = inside.nodes[position].name, ends[index].start
             if start is None:
@@ -239,7 +239,7 @@ class _Reader:
 
 
 def _finish(instruction: Instruction, operands: list[Value], into: _Nodes) -> Value:
-    """A wait, where the operand is a started task; else nothing (the task was no asynchronous one)."""
+    """Add a wait if the operand is a started task; otherwise add nothing, since the task was not asynchronous."""
     operand = operands[0] if len(operands) == 1 else _merge(operands)
     if operand.start is not None:
         into.add(Wait(instruction.name, operand.start))
@@ -250,7 +250,7 @@ def _finish(instruction: Instruction, operands: list[Value], into: _Nodes) -> Va
 
 
 def _receive(instruction: Instruction, sent: int | None, into: _Nodes) -> Value:
-    """The receiving half of a transfer whose task is the send: its end is waited for where the data is wanted."""
+    """Read the receiving half of a transfer whose task is the send, and wait for its end where the data is needed."""
     if instruction.opcode != "recv-done" or sent is None:
         return _NOTHING
     into.add(Wait(instruction.name, sent))

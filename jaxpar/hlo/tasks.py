@@ -1,4 +1,4 @@
-"""What a compiled step does, as data: tasks in schedule order, loops with their trip counts, and waits.
+"""A program describes what a compiled step does: tasks in schedule order, loops with their trip counts, and waits.
 
 A `Program` is read from scheduled HLO (`jaxpar.hlo.read`), priced (`jaxpar.rehearse.cost.cost`) and replayed
 (`jaxpar.rehearse.timeline.timeline`). Nothing here knows a model or a mesh: a collective names its devices by their
@@ -18,17 +18,17 @@ CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-a
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the model a task comes from; empty strings where the compiler kept no trace."""
+    """The place in the model that a task comes from; strings are empty where the compiler kept no trace."""
 
     scope: str = ""
-    """Named scopes, jax's own wrappers taken out: `block/attention`."""
+    """The named scopes without jax's own wrappers: `block/attention`."""
     source: str = ""
-    """`models/transformer.py:72`: the innermost line of a model, else of the library."""
+    """The innermost line of a model, else of the library: `models/transformer.py:72`."""
     phase: Phase = "other"
 
 
 def sent_bytes(kind: CollectiveKind, size: int, devices: int) -> float:
-    """Bytes one device of a group sends in a bandwidth-optimal algorithm (ring); `size` is as `Collective.bytes`."""
+    """Count the bytes one device of a group sends in a bandwidth-optimal ring; `size` is as in `Collective.bytes`."""
     if kind == "ppermute":
         return float(size)
     return size * (devices - 1) / devices * (2 if kind == "all-reduce" else 1)
@@ -36,30 +36,30 @@ def sent_bytes(kind: CollectiveKind, size: int, devices: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What moves between which devices, in one execution."""
+    """What moves between which devices in one execution."""
 
     kind: CollectiveKind
     groups: tuple[tuple[int, ...], ...]
-    """Positions of the devices that take part together; for a ppermute the (source, target) pairs."""
+    """The positions of the devices that take part together; for a ppermute, the (source, target) pairs."""
     bytes: int
-    """Bytes of one group's whole array: the gathered output, the input to be scattered, the array summed; for an
-    all-to-all one device's input, for a ppermute one message."""
+    """The bytes of one group's whole array: the gathered output, the input to be scattered, or the array summed; for
+    an all-to-all, of one device's input; for a ppermute, of one message."""
     dtype: str
 
     @property
     def group_size(self) -> int:
-        """Devices in a group; 2 for a ppermute."""
+        """The number of devices in a group; 2 for a ppermute."""
         return len(self.groups[0]) if self.groups else 1
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes one device sends in a bandwidth-optimal algorithm (ring): what a plan's closed form predicts."""
+        """The bytes one device sends in a bandwidth-optimal algorithm (ring), as a plan's closed form predicts."""
         return sent_bytes(self.kind, self.bytes, self.group_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One instruction that takes time; figures are for one execution on one device."""
+    """One instruction that takes time; its figures are for one execution on one device."""
 
     name: str
     """The HLO instruction's name, without %."""
@@ -67,38 +67,38 @@ class Task:
     kind: Kind
     place: Place = Place()
     depends: tuple[int, ...] = ()
-    """Positions, in the same list of nodes, of those whose results it needs."""
+    """The positions, in the same list of nodes, of the nodes whose results it needs."""
     flops: float = 0.0
-    """2 x multiply-adds of matmuls and convolutions, those inside a fusion counted; elementwise work is not."""
+    """2 x the multiply-adds of matmuls and convolutions, also inside a fusion; elementwise work does not count."""
     bytes: int = 0
-    """Read from and written to device memory (HBM); operands the compiler put on the chip (VMEM) do not count."""
+    """The bytes moved to and from device memory (HBM); operands the compiler put on the chip (VMEM) do not count."""
     cycles: int | None = None
-    """The compiler's own estimate."""
+    """The compiler's own estimate, in clock cycles; None where it made none."""
     dtype: str = ""
-    """Of the matmul's operands, or of the result: which peak applies."""
+    """The dtype of the matmul's operands, or else of the result; it decides which peak applies."""
     shape: str = ""
-    """The result, for people: `bf16[1,8192,4096]`."""
+    """The shape of the result, for people: `bf16[1,8192,4096]`."""
     collective: Collective | None = None
     split_by: Literal["", "compiler", "author"] = ""
-    """Who chose how its arrays lie on devices: the author of a `shard_map` around it; empty where nothing is known."""
+    """Who chose how its arrays lie on devices: the compiler, or the author of a `shard_map` around it; "" = unknown."""
     asynchronous: bool = False
-    """Runs beside what follows, until its `Wait`."""
+    """Whether it runs beside what follows, until its `Wait`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The `done` half of an asynchronous task: the schedule stops here until that has finished."""
+    """The `done` half of an asynchronous task: the schedule stops here until that task has finished."""
 
     name: str
     task: int
-    """Position of the task waited for, in the same list of nodes."""
+    """The position, in the same list of nodes, of the task that is waited for."""
     previous_trip: bool = False
-    """The task was started in the previous trip of the loop this stands in."""
+    """Whether the task was started in the previous trip of the loop around this wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A list of nodes run `trips` times, one trip after another."""
+    """A list of nodes that runs `trips` times, one trip after another."""
 
     name: str
     trips: int
@@ -112,19 +112,19 @@ Node = Task | Wait | Loop
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A compiled step."""
+    """The tasks of a compiled step."""
 
     name: str
     nodes: tuple[Node, ...]
     unknown: dict[str, int] = field(default_factory=dict)
-    """Opcodes (or custom-call targets) that were not understood, and how often they stand in the text; each is kept
-    as a task."""
+    """The opcodes (or custom-call targets) that were not understood, and how often each stands in the text; they are
+    kept as tasks."""
     notes: tuple[str, ...] = ()
     """What was assumed while reading: `while.7: no trip count, taken as 1`."""
 
 
 def walk(nodes: tuple[Node, ...], times: int = 1) -> Iterator[tuple[Task, int]]:
-    """Every task of a program (or loop body) with how often it runs in one step: `(task, count)` pairs."""
+    """Yield every task of a program (or loop body) with how often it runs in one step: `(task, count)` pairs."""
     for node in nodes:
         if isinstance(node, Loop):
             yield from walk(node.body, times * node.trips)

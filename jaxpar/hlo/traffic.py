@@ -1,7 +1,7 @@
-"""Bytes that an instruction really reads from and writes to device memory.
+"""Traffic is the bytes that an instruction really reads from and writes to device memory.
 
 A fusion that slices one layer out of stacked weights reads one layer, and one that updates a slice in place writes one
-slice, whatever the sizes of its operand and result. What the compiler put on the chip, or on the host, is not counted.
+slice, whatever the sizes of its operand and result. Arrays that the compiler put on the chip or the host do not count.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from jaxpar.hlo.opcodes import CALLERS, COLLECTIVES, ELEMENTWISE, SLICES
 from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
 
 HOST = 5
-"""Memory space of the host, on every platform that has one."""
+"""The memory space of the host, on every platform that has one."""
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}
-"""Which operand is the update of the first."""
+"""The operand that is the update of the first operand."""
 
 
 def in_memory(module: Module, shape: Shape) -> bool:
-    """Whether an array lies in device memory (HBM), not on the chip or on the host.
+    """Return whether an array lies in device memory (HBM), not on the chip or on the host.
 
-    On a TPU only space 0 does; elsewhere every space but the host's (S(1) on a GPU is memory set aside for
-    collectives).
+    On a TPU only space 0 is device memory; elsewhere every space but the host's is (S(1) on a GPU is memory set aside
+    for collectives).
     """
     return shape.space == 0 if module.tiled else shape.space != HOST
 
 
 def memory_bytes(module: Module, shape: Shape) -> int:
-    """Bytes of the arrays of a shape that lie in device memory."""
+    """Count the bytes of the arrays of a shape that lie in device memory."""
     return sum(leaf.bytes for leaf in shape.leaves() if in_memory(module, leaf))
 
 
 def result_of(instruction: Instruction) -> Shape:
-    """What an instruction makes: for the start of an asynchronous pair what its done will return.
+    """Return what an instruction makes; for the start of an asynchronous pair, what its done will return.
 
-    The tuple of a start has the operands first, then the result, then flags; copy-start has the result first, and so
-    have send and recv the data.
+    The tuple of a start has the operands first, then the result, then flags; but that of copy-start has the result
+    first, and those of send and recv have the data first.
     """
     shape = instruction.shape
     if instruction.opcode in ("send", "recv"):
@@ -44,7 +44,7 @@ def result_of(instruction: Instruction) -> Shape:
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes read plus bytes written by one execution of an instruction."""
+    """Count the bytes read plus the bytes written by one execution of an instruction."""
     shapes = [operand.shape for operand in computation.operands(instruction)]
     result = result_of(instruction)
     inner = module.called(instruction) if instruction.base in CALLERS else []
@@ -92,12 +92,12 @@ def _outputs(inner: Computation) -> list[Instruction]:
 
 
 def _is_passed_on(inner: Computation, output: Instruction) -> bool:
-    """An operand handed on as it is, or a collective that goes on during this fusion: nothing that it writes."""
+    """Return whether a fusion does not write this output: an operand handed on, or a collective that goes on."""
     return output.name != inner.root and (output.opcode == "parameter" or output.opcode in COLLECTIVES)
 
 
 def _update_in_place(inner: Computation, output: Instruction) -> Instruction | None:
-    """The instruction that makes an output by updating a part of one of the fusion's operands; None for any other."""
+    """Find the instruction that makes an output by updating part of one of the fusion's operands; None if none does."""
     update = inner.behind(output.name)
     if update is None or update.opcode not in _UPDATES:
         return None
@@ -106,11 +106,11 @@ def _update_in_place(inner: Computation, output: Instruction) -> Instruction | N
 
 
 def element_shares(module: Module, inner: Computation) -> dict[str, float]:
-    """For each instruction of a fused computation, the share of its elements that the results depend on.
+    """Find for each instruction of a fused computation the share of its elements that the results depend on.
 
-    A fusion computes an element when somebody asks for it: what is only sliced is only computed, or read, there.
-    Several readers are taken to ask for different elements, up to the whole. What a collective inside needs, it reads
-    itself.
+    A fusion computes an element only when it is needed: if an array is only sliced, only the slice is computed or
+    read. Several readers are assumed to need different elements, up to the whole. A collective inside reads what it
+    needs itself.
     """
     share: dict[str, float] = {inner.root: 1.0}
     outputs = {output.name: output for output in _outputs(inner)}
@@ -128,7 +128,7 @@ def element_shares(module: Module, inner: Computation) -> dict[str, float]:
 
 
 def _source_share(module: Module, source: Instruction, user: Instruction, share: float, in_place: bool) -> float:
-    """The share of `source` that a user needs to make `share` of its own elements, perhaps by an update in place."""
+    """Find the share of `source` that a user needs to make `share` of its own elements, perhaps by update in place."""
     if share == 0.0 or user.opcode in COLLECTIVES:
         return 0.0
     whole = source.shape.elements or 1

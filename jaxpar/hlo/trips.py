@@ -1,8 +1,8 @@
-"""How often a loop runs: its counter followed from the initial value through the condition, as integers.
+"""The trips of a loop are counted by following its counter, as an integer, until its condition fails.
 
-The state of a loop is a tuple. Elements whose initial value is a known scalar are followed; the body says what each
-becomes, the condition says when to stop. Constants may be in the condition, passed in the tuple, or come from an outer
-loop that never changes them. A loop whose end depends on data has no count.
+The state of a loop is a tuple. Elements whose initial value is a known scalar are followed: the body says what each
+becomes, and the condition says when to stop. A constant may stand in the condition, be passed in the tuple, or come
+from an outer loop that never changes it. A loop whose end depends on data has no count.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jaxpar.hlo.parse import Computation, Instruction, Module
 Scalar = int
 """An integer, or a bool."""
 State = Mapping[int, Scalar]
-"""Known scalars of a loop's tuple, by index."""
+"""The known scalars of a loop's tuple, by index."""
 
 _STATED = re.compile(r'"known_trip_count":\{"n":"(\d+)"')  # as the CPU and GPU compilers write it
 _WALKED = 4096
-"""Trips tried one by one. A loop that is still running then has its end searched for, up to `_ENDLESS`."""
+"""So many trips are tried one by one; if the loop still runs then, its end is searched for, up to `_ENDLESS`."""
 _ENDLESS = 2**40
 _SAME = ("copy", "bitcast", "reshape", "convert", "broadcast", "optimization-barrier")
 _COMPARE = {"EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt,
@@ -43,7 +43,7 @@ _ARITHMETIC: dict[str, Callable[..., Scalar]] = {
 
 
 def initial_state(module: Module, computation: Computation, loop: Instruction, state: State) -> dict[int, Scalar]:
-    """Known scalars of a loop's tuple on its first trip; `state` is that of the loop around it."""
+    """Find the known scalars of a loop's tuple on its first trip; `state` is that of the loop around it."""
     source = computation.behind(loop.operands[0], ("copy", "optimization-barrier", "bitcast"))
     if source is None:
         return {}
@@ -52,24 +52,24 @@ def initial_state(module: Module, computation: Computation, loop: Instruction, s
 
 
 def invariant(module: Module, loop: Instruction, state: State) -> dict[int, Scalar]:
-    """The part of a loop's known state that its body hands on unchanged: known on every trip."""
+    """Return the part of a loop's known state that its body hands on unchanged, and is so known on every trip."""
     unchanged = module.handed_on(loop)
     return {n: value for n, value in state.items() if n in unchanged}
 
 
 def _scalars(module: Module, computation: Computation, names: Mapping[int, str], state: State) -> dict[int, Scalar]:
-    """Those of some instructions that are scalars with a known value."""
+    """Evaluate some instructions, and keep those that are scalars with a known value."""
     values = {n: evaluate(module, computation, name, state) for n, name in names.items()}
     return {n: value for n, value in values.items() if value is not None}
 
 
 def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
-    """How often the body of a `while` runs, from its `initial_state`; None where it cannot be known from the text."""
+    """Count how often the body of a `while` runs, from its `initial_state`; None where the text does not tell."""
     stated = _STATED.search(loop.attributes.get("backend_config", ""))
     if stated:
         return int(stated[1])
     if len(module.called(loop)) < 2:
-        return None  # a text cut short
+        return None  # the text was cut short
     condition, body = module.called(loop)
     root = body.instructions[body.root]
     results = root.operands if root.opcode == "tuple" else (root.name,)
@@ -91,7 +91,7 @@ def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
 
 
 def _search(runs: Callable[[State], bool | None], state: State, following: State) -> int | None:
-    """The trips of a loop still running after `_WALKED`, whose state goes on in equal steps; None if it never ends."""
+    """Count the trips of a loop that still runs after `_WALKED`, if its state grows in equal steps; None if endless."""
     steps = {n: value - state[n] for n, value in following.items()}
 
     def stopped(trips: int) -> bool:
@@ -103,14 +103,14 @@ def _search(runs: Callable[[State], bool | None], state: State, following: State
 def evaluate(
     module: Module, computation: Computation, name: str, state: State, arguments: tuple[Scalar | None, ...] = ()
 ) -> Scalar | None:
-    """A scalar's value as the hardware would compute it (integers without wrapping); None where it is not known.
+    """Compute a scalar's value as the hardware would (but integers do not wrap); None where it is not known.
 
     Args:
-      module: where called computations are found.
-      computation: where `name` stands.
-      name: an instruction.
-      state: known elements of the computation's one tuple parameter, or of the parameter itself under 0.
-      arguments: values of the parameters of a fusion or call; then there is no state.
+      module: the module in which called computations are found.
+      computation: the computation in which `name` stands.
+      name: the name of the instruction that makes the scalar.
+      state: the known elements of the computation's one tuple parameter, or the parameter itself under 0.
+      arguments: the values of the parameters of a fusion or call; then there is no state.
     """
     memo: dict[str, Scalar | None] = {}
 
@@ -133,7 +133,7 @@ def evaluate(
             case "get-tuple-element":
                 is_state = source and source[0].opcode == "parameter" and not arguments
                 return state.get(instruction.index) if is_state else None
-            case "copy-done":  # its start has a tuple's shape: look through it
+            case "copy-done":  # look through its start, which has the shape of a tuple
                 return value(source[0].operands[0]) if source and source[0].opcode == "copy-start" else None
         values = tuple(value(operand) for operand in instruction.operands)
         if instruction.opcode in ("fusion", "call"):
@@ -146,7 +146,7 @@ def evaluate(
 
 
 def _apply(instruction: Instruction, values: list[Scalar]) -> Scalar | None:
-    """What an instruction makes of scalars; None where nobody here knows."""
+    """Compute what an instruction makes of scalars; None where it is unknown."""
     opcode = instruction.opcode
     if opcode in _SAME:
         return values[0]

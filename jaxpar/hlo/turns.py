@@ -1,10 +1,10 @@
-"""Collectives that XLA:CPU may run at once, though it can tell them apart by nothing but their order.
+"""XLA:CPU may run some collectives at once, although it can tell them apart only by their order; this finds them.
 
-XLA:CPU starts the collectives of a computation in the order of its schedule. A collective by itself blocks until it is
-done. But a loop or a branch with collectives counts as started as soon as its first op is, and goes on beside what
-follows, unless that reads what the loop writes. All collectives of a `shard_map` have one channel, so two that run at
-once are taken for one another where devices come to them in different orders: they get each other's data, or wait for
-ever. On GPU a loop is run by the host, to its end, before the next op of the stream; TPU programs have one schedule.
+XLA:CPU starts the collectives of a computation in the order of its schedule. A single collective blocks until it is
+done. But a loop or a branch with collectives counts as started as soon as its first op has started, and it goes on
+beside what follows, unless that reads what the loop writes. All collectives of a `shard_map` share one channel, so two
+that run at once are confused if devices reach them in different orders: they get each other's data, or wait for ever.
+On GPU the host runs a loop to its end before the next op of the stream, and TPU programs have one schedule.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from jaxpar.hlo.parse import Computation, Instruction, Module, parse
 _NESTED = ("while", "conditional", "call")
 
 _Made = frozenset[str] | tuple["_Made", ...]
-"""The loops and branches with collectives that an instruction's result hangs on; of a tuple, of each part."""
+"""The loops and branches with collectives that an instruction's result depends on; a tuple has them for each part."""
 
 
 def find_unordered(text: str) -> list[tuple[Instruction, Instruction]]:
-    """Loops and branches with collectives, each with the collective after it that does not hang on its result.
+    """Find loops and branches with collectives, each with the next collective if that does not depend on its result.
 
     It is enough to look at neighbours: what is started after the second comes after the first as well.
 
     The text is `compiled.as_text()` of a scheduled module.
 
     Raises:
-      UserError: not the text of a compiled module.
+      UserError: this is not the text of a compiled module.
     """
     module = parse(text)
     bearing: dict[str, bool] = {}
-    for name, computation in module.computations.items():  # what is called stands before what calls it
+    for name, computation in module.computations.items():  # a computation stands before those that call it
         bearing[name] = any(_bears(i, bearing) for i in computation.instructions.values())
     found = [_in(module, module.computations[name], bearing) for name, bears in bearing.items() if bears]
     return [pair for pairs in found for pair in pairs]
 
 
 def require_order(compiled: jax.stages.Compiled, devices: Iterable[jax.Device]) -> None:
-    """Refuse a program of these CPUs whose collectives may be taken for one another: its numbers could be wrong.
+    """Refuse a program for these CPUs whose collectives may be confused, since its numbers could be wrong.
 
     Raises:
-      UserError: there are such; it names the first two.
+      UserError: the program has such collectives; the message names the first two.
     """
     devices = list(devices)
     if len(devices) < 2 or devices[0].platform != "cpu":
@@ -83,7 +83,7 @@ def _in(module: Module, computation: Computation, bearing: dict[str, bool]) -> l
             last, all_of = instruction, all_of | {instruction.name}
         made[instruction.name] = all_of
         if instruction.opcode == "while" and isinstance(state := operands[0], tuple):
-            # What reads a part that the loop hands on as it is need not wait for it; a copy is made by the loop.
+            # A reader of a part that the loop hands on as it is need not wait for it; but a copy is made by the loop.
             untouched = module.handed_on(instruction, through=())
             made[instruction.name] = tuple(part if k in untouched else all_of for k, part in enumerate(state))
     return found

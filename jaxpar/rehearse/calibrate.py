@@ -33,8 +33,7 @@ from jaxpar.rehearse.cost.speeds import Sample, SpeedTable, sample
 from jaxpar.rehearse.cost.stopwatch import Instruction, Ready, fastest, ready_step, time_once, warm
 
 ROUNDS = 8
-"""How many rounds the steps run. The fastest execution of every task counts, so other work on the machine matters
-little."""
+"""How many rounds the steps run; the fastest execution of every task counts, whatever else the machine did."""
 CHAIN = 200
 
 

@@ -325,7 +325,7 @@ def places(devices: Sequence[jax.Device], target: Target) -> tuple[Position, ...
             Position(slice, tuple(device.coords[:axes]), device.core_on_chip)  # pyright: ignore[reportAttributeAccessIssue]
             for device, slice in zip(devices, slices, strict=True)
         )
-    members: defaultdict[int, list[int]] = defaultdict(list)  # ids by node
+    members: defaultdict[int, list[int]] = defaultdict(list)  # the devices' ids by node
     for device, node in zip(devices, slices, strict=True):
         members[node].append(device.id)
     return tuple(

@@ -47,7 +47,7 @@ PROBES = {
 
 
 def initial(probe: Probe) -> tuple[tuple[Arrays, Arrays, Arrays], jax.Array]:
-    """Make a step's state (the parameters and AdamW's two moments) and random tokens, one more than S a sequence."""
+    """Make a step's state (the parameters and AdamW's two moments) and random tokens [B, S + 1]."""
     D, F, V, rng = probe.embed, probe.mlp, probe.vocab, np.random.default_rng(0)
     shapes = {"qkv": (3, D, D), "out": (D, D), "up": (D, F), "down": (F, D), "gains": (2, D)}
     shapes |= {"gate": (D, F)} if probe.gated else {}

@@ -16,7 +16,7 @@ from jaxpar.rehearse.cost.cost import COMPUTE, Cost, Costs, Path
 from jaxpar.rehearse.timeline.schedule import crossing
 
 _TIE = 1e-12
-"""Tasks that end within so many seconds end at once, and compute comes first: rounding must not choose a cause."""
+"""Ends within so many seconds of each other count as one, and compute comes first: rounding must not pick a cause."""
 _LAST_TRIPS = 2
 """So many trips at the end of a loop are always played, so that the critical path finds its way into the loop."""
 
