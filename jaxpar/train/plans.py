@@ -1,4 +1,4 @@
-"""The plan of a config: its mesh, its rules and its choices, checked against the model and the batch."""
+"""Makes the plan of a config (its mesh, rules and choices) and checks it against the model and the batch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from jaxpar.train.state import gradient_axes, param_shapes
 
 
 def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
-    """The plan of a config on these devices (all, when None), checked against the model and the batch.
+    """Make the plan of a config on these devices (None = all), and check it against the model and the batch.
 
-    The rules are the config's, except where there are more devices than heads: see `fit_rules`. `plan_notes` says what
+    The rules are the config's, except where there are more devices than heads (see `fit_rules`). `plan_notes` says what
     was changed.
 
     Raises:
-      UserError: a mesh that does not fit the devices, a dim or a batch that its mesh axes do not divide, an optimizer
-        state that is split neither as its parameters nor further, or what `context.check_split` refuses.
+      UserError: the mesh does not fit the devices, mesh axes do not divide a dim or the batch, the optimizer state is
+        split neither as its parameters nor further, or `context.check_split` refuses the plan.
     """
     mesh = make_mesh(config.mesh, devices)
     rules, _ = fit_rules(config.rules, config.model.heads, config.model.kv_head_count, mesh.shape)
@@ -65,7 +65,7 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
 
 
 def check_parameters(config: Config, plan: Plan) -> None:
-    """Refuse parameters and optimizer states that the mesh does not divide, and layouts that no op moves between."""
+    """Refuse parameters and optimizer states that the mesh does not divide, and layouts that no op converts between."""
     model = Model(config.model)
     shapes = param_shapes(model, plan)
     plan.sharding(model.axes, shapes)
@@ -100,7 +100,7 @@ def check_batch(config: Config, plan: Plan) -> None:
 
 
 def plan_notes(config: Config, plan: Plan) -> list[str]:
-    """What a plan does otherwise than its config asks for, a line each for the log."""
+    """Return what a plan does differently from what its config asks for, a line for each in the log."""
     asked = offload_asked(plan)
     useless = asked and plan.mesh.devices.flat[0].platform == "cpu"
     return [
@@ -114,7 +114,7 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
 
 
 def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]:
-    """Why no kernel serves the attention of a training step, or of an evaluation, where the devices have some."""
+    """Say why attention in training, or in evaluation, uses no kernel although the devices have some."""
     model, data, train = config.model, config.data, config.train
     parts = plan.size("batch") * (train.accumulation * max(plan.pipeline.microbatches, 1) if training else 1)
     return attention_notes(
@@ -124,7 +124,7 @@ def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]
 
 
 def _sum_notes(config: Config, plan: Plan) -> list[str]:
-    """Why gradients that could be summed over devices once are not."""
+    """Say why gradients that could be summed over devices only once are not."""
     parts, over = config.train.accumulation, late_sum_axes(plan, config.train.accumulation, whole=False)
     why = "experts are balanced" if config.model.experts else "dropout is drawn" if config.model.dropout else ""
     if not over or not why:
@@ -133,7 +133,7 @@ def _sum_notes(config: Config, plan: Plan) -> list[str]:
 
 
 def offload_asked(plan: Plan) -> str:
-    """The settings that ask for host memory; empty if none does."""
+    """Name the settings that ask for host memory; empty if none does."""
     names = [f"keep.{name}" for name in plan.offloads]
     names += [name for name in ("optimizer", "parameters") if getattr(plan, name) == "offload"]
     return ", ".join(f"memory.{name} = offload" for name in names)

@@ -1,4 +1,4 @@
-"""A checkpoint's state on any mesh, and weights to start from."""
+"""Restores a checkpoint's state on any mesh, and loads weights to start from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jaxpar.train.run_folder import read_run_config
 from jaxpar.train.state import TrainState, reorder_state, state_shapes, state_shardings
 
 ORDER = "layer_order"
-# What a config may set freely over weights of another: how it runs and trains, not what its numbers mean.
+# What a config may set freely although its weights come from another: how the model runs, not what its weights mean.
 _FREE = ("vocab_multiple", "dropout", "init_std", "scan_layers", "max_seq_len")
 
 
 def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, TrainState[jax.Array]]:
-    """A run's checkpoint on this plan's mesh: its step, and its state; 0 = the best, or the newest where none was
-    evaluated.
+    """Load a run's checkpoint on this plan's mesh and return its step and state; 0 = the best, or the newest where none
+    was evaluated.
 
     Raises:
       UserError: there is no such checkpoint, or it cannot be read.
@@ -47,12 +47,12 @@ def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, 
 def restore_state(
     checkpoints: Checkpoints, step: int, config: Config, plan: Plan
 ) -> tuple[TrainState[jax.Array], dict[str, Any]]:
-    """The training state of a checkpoint on this plan's mesh (any mesh), and what was saved beside it."""
+    """Restore the training state of a checkpoint on this plan's mesh (any mesh), and what was saved beside it."""
     model, layers, data = Model(config.model), config.model.layers, checkpoints.data(step)
     wanted, saved = stored_order(plan, layers), data.get(ORDER)
     if saved == (None if wanted is None else list(wanted)):
         return checkpoints.restore(step, state_shapes(model, config, plan)), data
-    # Layers are read as they lie there, over the stages if that can be, and then each stage is sent its own.
+    # Layers are read in their saved order, over the stages if possible, and then each stage is sent its own.
     there = tuple(saved or range(layers))
     rules = plan.rules if len(there) % plan.size("layers") == 0 else replace(plan.rules, layers=(), stage=())
     found = checkpoints.restore(step, state_shapes(model, config, replace(plan, rules=rules), there))
@@ -61,16 +61,17 @@ def restore_state(
 
 
 def beside_state(plan: Plan, config: Config, iterator: Any, tokens: int | None) -> dict[str, Any]:
-    """What is saved beside a state: the data iterator's, the tokens it goes over, and the order of stored layers."""
+    """Return what is saved beside a state: the data iterator's state, its number of tokens, and the layers' order."""
     return {"iterator": iterator, "training_tokens": tokens, ORDER: stored_order(plan, config.model.layers)}
 
 
 def initial_params(config: Config, plan: Plan) -> Params:
-    """The parameters that `train.init` names: of a run folder's best checkpoint (or its newest, where none was
-    evaluated), or of a Hugging Face folder. On this plan's mesh, layers as the model has them: see `init_state`.
+    """Load the parameters that `train.init` names: those of a run folder's best checkpoint (the newest if none was
+    evaluated) or of a Hugging Face folder. They are on this plan's mesh, with the model's order of layers, as
+    `init_state` takes them.
 
     Raises:
-      UserError: no such folder, another model, or a checkpoint that cannot be read.
+      UserError: there is no such folder, it is of another model, or the checkpoint cannot be read.
     """
     source, model, plan = Path(config.train.init), Model(config.model), drop_stages(plan)
     if not (source / "config.toml").exists():
@@ -78,13 +79,13 @@ def initial_params(config: Config, plan: Plan) -> Params:
         return import_hf(source, model, plan)
     theirs = read_run_config(source)
     require_model(theirs.model, config.model, source)
-    kinds = theirs.precision  # the optimizer's state, which is read too and dropped, must be as it lies there
+    kinds = theirs.precision  # the optimizer's state is read too, and dropped, so its dtypes must be those saved
     plan = replace(plan, params=kinds.params, gradients=kinds.gradients, moments=kinds.moments)
     return load_run(source, 0, config, plan)[1].params
 
 
 def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:
-    """Refuse weights of another model than a config's, with a UserError that says what differs."""
+    """Refuse weights of a model other than the config's, with a UserError that says what differs."""
     there, here = flatten(theirs), flatten(ours)
     differing = [f"{key} is {there[key]} there and {here[key]} here" for key in here if here[key] != there[key]]
     differing = [text for text in differing if text.split()[0] not in _FREE]
@@ -93,7 +94,7 @@ def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:
 
 
 def drop_stages(plan: Plan) -> Plan:
-    """The plan with layers as the model has them, each of them whole on all stages: what a file holds; and its arrays
-    on the device, where they are read."""
+    """Return the plan without stages: layers are in the model's order, as in a file, and each is whole on all stages.
+    Its arrays are on the device, where they are read."""
     rules = replace(plan.rules, layers=(), stage=())
     return replace(plan, rules=rules, parameters="device", optimizer="device")

@@ -1,4 +1,4 @@
-"""A run folder's `config.toml`: read back, or written when a run begins or goes on."""
+"""Reads a run folder's `config.toml`, and writes it when a run begins or goes on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxpar.base.toml import to_toml
 
 
 def read_run_config(folder: Path) -> Config:
-    """The config that a run folder was made with, or last went on with.
+    """Read the config that a run folder was made with, or last went on with.
 
     Raises:
-      UserError: it has none.
+      UserError: the folder has no config.
     """
     path = folder / "config.toml"
     if not path.exists():
@@ -25,15 +25,15 @@ def read_run_config(folder: Path) -> Config:
 
 
 def open_run(folder: Path, config: Config) -> Config | None:
-    """Make a run folder with its `config.toml`, or check that the one there is of the same experiment.
+    """Make a run folder with its `config.toml`, or check that the existing one belongs to the same experiment.
 
-    Process 0 does it, and the others learn whether it could: what they see may be half written.
+    Only process 0 does this and tells the others whether it succeeded, because they might see a half-written file.
 
     Returns:
-      On process 0 the config that was there, None where there was none.
+      On process 0 the config that was there; None where there was none.
 
     Raises:
-      UserError: the folder is that of another experiment, or no run folder.
+      UserError: the folder belongs to another experiment, or is not a run folder.
     """
     return run_together(lambda: _open_run(folder, config) if jax.process_index() == 0 else None)
 
@@ -44,7 +44,7 @@ def _open_run(folder: Path, config: Config) -> Config | None:
         before = read_run_config(folder)
         changed = incompatible_changes(before, config)
         if [name.name for name in (folder / "checkpoints").glob("[0-9]*")] == ["0"]:
-            # An import that has not trained yet: how it will is open, what its arrays are is not.
+            # An import has not trained yet: how it trains is still open, but its arrays are fixed.
             changed = [text for text in changed if text.startswith(("model.", "precision."))]
         if changed:
             differences = "; ".join(changed[:3] + ["..."] * (len(changed) > 3))

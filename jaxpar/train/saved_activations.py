@@ -1,4 +1,4 @@
-"""What a plan keeps on a device for its backward pass, activation by activation: read from one traced block.
+"""Lists what a plan keeps on a device for its backward pass, activation by activation, by tracing one block.
 
 Shapes: B batch, S sequence, D embed.
 """
@@ -31,7 +31,7 @@ from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.schedules import schedule
 from jaxpar.parallel.token_order import TOKENS, halves
 
-_OF_ROWS: Axes = ("batch", "seq", None, "mlp")  # hidden rows of experts
+_OF_ROWS: Axes = ("batch", "seq", None, "mlp")  # the axes of the experts' hidden rows
 
 
 class Activation(NamedTuple):
@@ -39,11 +39,11 @@ class Activation(NamedTuple):
 
     Attributes:
       name: one of `activations.NAMES`.
-      action: what the plan does with it.
-      shape: of a microbatch in one block, global.
-      dtype: of its entries.
-      bytes: of one block on one device.
-      blocks: how many blocks' are there at a time: the layers, or those of a stage's microbatches.
+      action: what the plan does with the activation.
+      shape: its global shape for one microbatch in one block.
+      dtype: the dtype of its entries.
+      bytes: its size in one block on one device.
+      blocks: for how many blocks it exists at a time: all layers, or those of a stage for its microbatches.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Activation(NamedTuple):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that are there at a time, on the device or in host memory, if it is kept."""
+        """The bytes that are kept at a time, on the device or in host memory; 0 if it is recomputed."""
         return 0 if self.action == "recompute" else self.bytes * self.blocks
 
 
 def activations(config: Config, plan: Plan) -> list[Activation]:
-    """The named activations of a block, in the order in which it makes them.
+    """Return the named activations of a block, in the order in which it makes them.
 
     Args:
-      config: model, batch and sequence length.
-      plan: from `jaxpar.train.plans.make_plan`; one on an `AbstractMesh` will do.
+      config: the config, of which model, batch and sequence length are used.
+      plan: the plan from `jaxpar.train.plans.make_plan`, or one on an `AbstractMesh`.
     """
     found, blocks = dict[str, Activation](), blocks_kept(config, plan)
     for name, aval, local in _named_arrays(traced_block(config, plan)[0].jaxpr, False):
@@ -77,9 +77,9 @@ def activations(config: Config, plan: Plan) -> list[Activation]:
 
 
 def unnamed_bytes(config: Config, plan: Plan) -> int:
-    """Bytes on one device, at a time, of what a plan that makes nothing again keeps and that has no name.
+    """Return the bytes of unnamed arrays that one device keeps at a time; 0 if the plan recomputes anything.
 
-    Such an array is taken to be divided over the whole mesh, but for its stages, as blocks divide their work.
+    Each array is assumed to be divided over the whole mesh except its stages, as blocks divide their work.
     """
     if plan.recomputes:
         return 0
@@ -92,7 +92,7 @@ def unnamed_bytes(config: Config, plan: Plan) -> int:
 
 
 def blocks_kept(config: Config, plan: Plan) -> int:
-    """How many blocks a device keeps activations of at a time, each of one microbatch."""
+    """Return how many blocks a device keeps activations of at a time, each for one microbatch."""
     layers = layers_in(plan, config.model.layers)
     if layers is None:
         return config.model.layers
@@ -103,10 +103,10 @@ def blocks_kept(config: Config, plan: Plan) -> int:
 
 
 def check_names(config: Config, plan: Plan) -> None:
-    """Refuse what `memory.keep` says of activations that cannot be, or that the model does not have.
+    """Refuse a `memory.keep` that is impossible, or that names activations which the model does not have.
 
     Raises:
-      UserError: a name that the model does not have, or a block's input that would be made again.
+      UserError: the model does not have a named activation, or a block's input would be recomputed.
     """
     asked = [name for name, choice in vars(plan.keep).items() if choice != "policy"]
     if not asked:
@@ -127,7 +127,7 @@ def check_names(config: Config, plan: Plan) -> None:
 
 class OneBlock(NamedTuple):
     """One block of a model on a microbatch, `(layer, x_BSD, positions_BS, segments_BS) -> (halves of x_BSD, routers'
-    sums)`. It is hashable, so that what is traced of it can be kept."""
+    sums)`. It is hashable, so that its trace can be cached."""
 
     config: ModelConfig
     rows: int
@@ -143,7 +143,7 @@ class OneBlock(NamedTuple):
         return Model(self.config).layer(layer, halves(x_BSD, STORED, plan), list(places), plan, key)
 
     def shapes(self) -> tuple[Params, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]:
-        """Of the arguments: global ShapeDtypeStructs without shardings."""
+        """Return the arguments as global ShapeDtypeStructs without shardings."""
         layer = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), Model(self.config).shapes()["blocks"]
         )
@@ -153,15 +153,15 @@ class OneBlock(NamedTuple):
 
 
 def one_block(config: Config, plan: Plan) -> OneBlock:
-    """A block of this config as this plan runs it. What the plan keeps, and where it has the state, is left out."""
+    """Return a block of this config as this plan runs it, without what the plan keeps or where it has the state."""
     rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
     plan = replace(plan, remat="none", keep=Keep(), loss_mib=0, parameters="device", optimizer="device")
     return OneBlock(config.model, rows, config.data.seq_len, config.data.pack, plan)
 
 
 def traced_block(config: Config, plan: Plan) -> tuple[core.ClosedJaxpr, int]:
-    """One block's forward of a microbatch as autodiff runs it, everything kept: its results are what the block makes,
-    so many, and what the backward is given."""
+    """Trace one block's forward of a microbatch as autodiff runs it, with everything kept. The results are the block's
+    outputs, whose number is returned too, and then what the backward pass is given."""
     return _trace_forward(one_block(config, plan))
 
 
@@ -184,7 +184,7 @@ class LossCut(NamedTuple):
 
 
 def loss_cut(config: Config, plan: Plan) -> LossCut:
-    """How the loss goes over a microbatch under a plan."""
+    """Return how the loss divides a microbatch under a plan."""
     V, D = Model(config.model).shapes()["embed"]["tokens"].shape
     sequences = config.train.batch // config.train.accumulation // microbatches_of(plan) // plan.size("batch")
     tokens = max(sequences * config.data.seq_len // plan.size("seq") // plan.size("stage"), 1)
@@ -193,21 +193,21 @@ def loss_cut(config: Config, plan: Plan) -> LossCut:
 
 
 def microbatches_of(plan: Plan) -> int:
-    """Of a plan's pipeline; 1 where it has no stages."""
+    """Return the number of microbatches of a plan's pipeline; 1 where it has no stages."""
     return plan.pipeline.microbatches if plan.size("stage") > 1 else 1
 
 
 def _array_of(var: core.Var) -> jax.ShapeDtypeStruct:
-    aval: Any = var.aval  # jax's type of it is any abstract value
+    aval: Any = var.aval  # JAX types it as any abstract value
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _named_arrays(jaxpr: core.Jaxpr, local: bool) -> Iterator[tuple[str, jax.ShapeDtypeStruct, bool]]:
-    """Every name in a jaxpr and what it wraps; whether that is one device's part."""
+    """Yield every name in a jaxpr, the array it names, and whether that is only one device's part."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == NAME and eqn.params["name"] in NAMES:
             yield eqn.params["name"], _array_of(eqn.outvars[0]), local
         for value in eqn.params.values():
             if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
-                inner: Any = getattr(value, "jaxpr", value)  # newer jax has one class for both
+                inner: Any = getattr(value, "jaxpr", value)  # newer JAX has one class for both
                 yield from _named_arrays(inner, local or eqn.primitive.name == SHARD_MAP)

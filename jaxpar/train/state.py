@@ -1,4 +1,4 @@
-"""The training state: its shapes, where each array lives, and how it is made."""
+"""Defines the training state: its shapes, where each array lives, and how it is made."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Leaf = TypeVar("Leaf")
 
 
 class TrainState(NamedTuple, Generic[Leaf]):
-    """Everything a step changes: finished steps (int32 scalar), parameters, and the state of `make_optimizer`.
+    """Everything that a step changes: finished steps (int32 scalar), parameters, and the state of `make_optimizer`.
 
-    Its leaves are arrays, or what a function says of each of them: a ShapeDtypeStruct, a sharding, a flag.
+    Its leaves are arrays, or what a function returns for each of them: a ShapeDtypeStruct, a sharding or a flag.
     """
 
     step: Leaf
@@ -37,7 +37,7 @@ class TrainState(NamedTuple, Generic[Leaf]):
 
 
 def param_shapes(model: Model, plan: Plan) -> Params:
-    """The parameters as ShapeDtypeStructs, as the plan stores them."""
+    """Return the parameters as ShapeDtypeStructs, in the form in which the plan stores them."""
     shapes = model.shapes(stored_order(plan, model.config.layers))
     return jax.eval_shape(lambda params: _as_stored(params, model, plan), shapes)
 
@@ -45,10 +45,10 @@ def param_shapes(model: Model, plan: Plan) -> Params:
 def state_shapes(
     model: Model, config: Config, plan: Plan, order: Sequence[int] | None = None
 ) -> TrainState[jax.ShapeDtypeStruct]:
-    """The state as ShapeDtypeStructs with their shardings; its layers are in this order, or in the plan's where None.
+    """Return the state as ShapeDtypeStructs with shardings; its layers are in this order (None = the plan's).
 
-    Moments live as their parameters or split further; every scalar is replicated. (One made outside jit would sit on
-    device 0 and clash with the mesh after a restore.)
+    Moments are split like their parameters or further; every scalar is replicated. (A scalar made outside jit would sit
+    on device 0 and clash with the mesh after a restore.)
     """
     order = stored_order(plan, config.model.layers) if order is None else order
 
@@ -70,17 +70,17 @@ def state_shapes(
 
 
 def state_shardings(model: Model, config: Config, plan: Plan) -> TrainState[NamedSharding]:
-    """Where the state lives: see `state_shapes`."""
+    """Return where the state lives (see `state_shapes`)."""
     return jax.tree.map(lambda leaf: leaf.sharding, state_shapes(model, config, plan))
 
 
 def param_shardings(shapes: Params, model: Model, plan: Plan) -> Params:
-    """Where the parameters live: layers in host memory where the plan has them there."""
+    """Return where the parameters live; layers are in host memory if the plan offloads them."""
     return jax.tree.map(_in_memory, plan.sharding(model.axes, shapes), _params_in_host(shapes, plan))
 
 
 def in_host(state: TrainState, model: Model, plan: Plan) -> TrainState[bool]:
-    """Whether the plan has each array of a state in host memory: stacked layers may be, and moments of matrices."""
+    """Tell whether each array of a state is in host memory; stacked layers and moments of matrices may be."""
 
     def of_moment(moment: jax.ShapeDtypeStruct | Quantized, matrix: bool) -> bool | Quantized:
         return jax.tree.map(lambda _: matrix and plan.optimizer == "offload", moment)
@@ -99,14 +99,14 @@ def _in_memory(sharding: NamedSharding, host: bool) -> NamedSharding:
 
 
 def gradient_axes(model: Model) -> Params:
-    """The logical axes of every parameter's gradient and moments, in a dict of the parameters' form."""
+    """Return the logical axes of every parameter's gradient and moments, in a dict like that of the parameters."""
     return jax.tree.map(state_axes, model.axes, is_leaf=is_axes)
 
 
 def init_state(model: Model, config: Config, plan: Plan, params: Params | None = None) -> TrainState[jax.Array]:
-    """A state at step 0, made in place on the mesh; from `params` (an import) where given.
+    """Make a state at step 0 in place on the mesh, from `params` (an import) if they are given.
 
-    It is the same on every mesh: each random number depends on its place in the global array only.
+    It is the same on every mesh, because each random number depends only on its place in the global array.
     """
     shapes, order = state_shapes(model, config, plan), stored_order(plan, model.config.layers)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.params)
@@ -123,7 +123,7 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
             reorder = partial(reorder_layers, before=None, after=order, layers=config.model.layers)
             return _as_stored(params | {"blocks": jax.tree.map(reorder, params["blocks"])}, model, plan)
 
-        # What is given has every stage's layers, and may have another dtype: then no array is as large as here.
+        # With stages or another dtype, no given array is as large as the one made here, so none can be reused.
         same = {leaf.dtype.name for leaf in jax.tree.leaves(params)} | {plan.params} == {"float32"}
         reused = (0,) if same and plan.size("stage") == 1 else ()
         made = jax.jit(start, out_shardings=shardings, donate_argnums=reused)(params)
@@ -132,13 +132,13 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
 
 
 def _as_stored(params: Params, model: Model, plan: Plan) -> Params:
-    """Parameters with their matrices in the dtype that the plan stores them in; vectors stay float32."""
+    """Convert matrices to the dtype in which the plan stores them; vectors stay float32."""
     matrices = decay_mask(model.axes)
     return jax.tree.map(lambda x, matrix: x.astype(plan.params if matrix else jnp.float32), params, matrices)
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros without a program to compile, one array after another: all at once could fill the host's memory."""
+    """Make zeros without compiling a program, one array at a time, since all at once could fill the host's memory."""
     zeros = np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
     return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: zeros))
 
@@ -146,7 +146,7 @@ def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 def reorder_state(
     state: TrainState[jax.Array], before: Sequence[int] | None, after: Sequence[int] | None, config: Config
 ) -> TrainState[jax.Array]:
-    """A state with its stacked layers in another stored order (see `pipeline.stored_order`); None = the model's."""
+    """Put a state's stacked layers in another stored order (see `pipeline.stored_order`); None = the model's."""
     axes = Model(config.model).axes
 
     def reorder(x: jax.Array | Quantized, axes: Axes) -> jax.Array | Quantized:

@@ -1,4 +1,4 @@
-"""Bytes of a device that a training step holds besides activations: from shapes and shardings alone."""
+"""Counts the bytes that a training step holds on a device besides activations, from shapes and shardings alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxpar.train.step import step_shapes
 
 
 class Held(NamedTuple):
-    """Bytes of one device: in its own memory, and in the host's."""
+    """The bytes of one device in its own memory and in the host's."""
 
     device: int
     host: int = 0
@@ -27,9 +27,9 @@ class StateBytes(NamedTuple):
     """What one device holds of a training state.
 
     Attributes:
-      parameters, optimizer, gradients, batch: of each the bytes, by memory.
-      update: bytes that the optimizer's step works with on the device.
-      streamed: bytes that go to host memory or come from there in a step, activations aside.
+      parameters, optimizer, gradients, batch: the bytes of each, by memory.
+      update: the bytes that the optimizer's step works with on the device.
+      streamed: the bytes that go to host memory or come from there in a step, without activations.
     """
 
     parameters: Held
@@ -49,17 +49,17 @@ class StateBytes(NamedTuple):
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes of a device's part of a pytree of ShapeDtypeStructs (or arrays) with shardings."""
+    """Return the bytes of a device's part of a pytree of ShapeDtypeStructs (or arrays) with shardings."""
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def state_bytes(config: Config, plan: Plan, platform: str) -> StateBytes:
-    """The state of a step, from shapes alone.
+    """Count the bytes of a step's state from shapes alone.
 
     Args:
       config: the experiment.
-      plan: of the config.
-      platform: on `cpu` host memory is the device's own.
+      plan: the plan of the config.
+      platform: the platform of the devices; on `cpu` host memory is the device's own.
     """
     model, parts = Model(config.model), config.train.accumulation
     state, batch = step_shapes(model, config, plan)
@@ -69,8 +69,8 @@ def state_bytes(config: Config, plan: Plan, platform: str) -> StateBytes:
     gradients = _gradient_bytes(state.params, model, plan, sums=True) if adds_up else own
     gradients += own if parts > 1 and plan.size("stage") == 1 else 0
     in_host = 0 if adds_up else parameters.host  # gradients of layers in host memory are made there
-    # Parameters come in for every forward and backward, and in and out for the update; gradients that are made in host
-    # memory go out, and come in for their norm and for the update.
+    # Parameters are fetched for every forward and backward pass, and fetched and sent back for the update. Gradients
+    # that are made in host memory are sent there, and fetched for their norm and for the update.
     streamed = (2 * parts + 2 + (0 if adds_up else 3)) * parameters.host + 2 * optimizer.host
     return StateBytes(
         parameters, optimizer, Held(max(gradients - in_host, 0), in_host), Held(local_bytes(batch)),
@@ -79,21 +79,21 @@ def state_bytes(config: Config, plan: Plan, platform: str) -> StateBytes:
 
 
 def _by_memory(tree: Any, platform: str) -> Held:
-    """Of a pytree of ShapeDtypeStructs, whose shardings say in which memory each lies."""
+    """Count the bytes of a pytree of ShapeDtypeStructs, whose shardings say in which memory each array lies."""
     whole = local_bytes(tree)
     host = local_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST])
     return Held(whole) if platform == "cpu" else Held(whole - host, host)
 
 
 def _local_entries(shape: tuple[int, ...], axes: Axes, plan: Plan) -> int:
-    """Of one device's part of a parameter's gradient or moment."""
+    """Count the entries of one device's part of a parameter's gradient or moment."""
     return math.prod(plan.sharding(state_axes(axes), shape).shard_shape(shape))
 
 
 def _update_bytes(params: Mapping[str, Any], model: Model, plan: Plan) -> int:
-    """What the update works with besides the state itself: a layer's moments and those of the tables in float32.
+    """Return the bytes that the update needs besides the state: the float32 moments of one layer and of the tables.
 
-    A state that stays on the device in floats is updated where it is.
+    A state that stays on the device in floats is updated in place and needs none.
     """
     if not plan.streams:
         return 0
@@ -103,13 +103,13 @@ def _update_bytes(params: Mapping[str, Any], model: Model, plan: Plan) -> int:
     }
     tables = [size for name, found in entries.items() if name != "blocks" for size in found]
     layer = sum(entries["blocks"]) // model.config.layers
-    # Fetched: both moments, and a parameter, of all tables at once; unpacked: both moments of one after another.
+    # All offloaded tables fetch two moments and a parameter at once; 8-bit tables unpack their moments one by one.
     of_tables = 12 * sum(tables) if plan.optimizer == "offload" else 8 * max(tables) if plan.moments == "int8" else 0
     return of_tables + 8 * layer
 
 
 def _gradient_bytes(params: Mapping[str, Any], model: Model, plan: Plan, sums: bool) -> int:
-    """Bytes a device of all gradients: of a microbatch's, in the parameters' dtypes, or of their sums."""
+    """Return the bytes on a device of a microbatch's gradients, in the parameters' dtypes, or of their sums."""
 
     def one(param: jax.ShapeDtypeStruct, axes: Axes) -> int:
         width = (gradient_dtype(axes, plan) if sums else param.dtype).itemsize

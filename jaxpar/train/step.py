@@ -1,4 +1,4 @@
-"""The training step: batches on the mesh, gradients over microbatches, the update; and the evaluation step.
+"""Makes the training step (batches on the mesh, gradients over microbatches, the update) and the evaluation step.
 
 Shapes: A accumulation, B batch, S sequence.
 """
@@ -31,18 +31,18 @@ from jaxpar.train.update import update
 
 
 def put_batch(rows: Mapping[str, np.ndarray], plan: Plan) -> dict[str, jax.Array]:
-    """This process's rows of a global batch as global arrays [B, S] on the mesh."""
+    """Turn this process's rows of a global batch into global arrays [B, S] on the mesh."""
     sharding = plan.sharding(TOKENS)
     return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in rows.items()}
 
 
 def batch_rows(batch: int, plan: Plan) -> list[int]:
-    """The rows of a global batch that this process's data loader reads."""
+    """Return the rows of a global batch that this process's data loader reads."""
     return local_rows(plan.sharding(TOKENS, (batch, 1), "batch"), batch)
 
 
 def empty_batch(config: Config, plan: Plan) -> dict[str, np.ndarray]:
-    """This process's rows of a batch without a label that counts."""
+    """Return this process's rows of a batch in which no label counts."""
     rows = len(batch_rows(config.train.batch, plan))
     return {
         name: np.full((rows, config.data.seq_len), -1 if name == "labels" else 0, np.int32)
@@ -51,7 +51,7 @@ def empty_batch(config: Config, plan: Plan) -> dict[str, np.ndarray]:
 
 
 def batch_shapes(config: Config, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
-    """A training batch as ShapeDtypeStructs with shardings: what the step is compiled for."""
+    """Return a training batch as ShapeDtypeStructs with shardings, for which the step is compiled."""
     shape = (config.train.batch, config.data.seq_len)
     leaf = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=plan.sharding(TOKENS, shape, "batch"))
     names = ("tokens", "labels", "positions", "segments") if config.data.pack else ("tokens", "labels")
@@ -61,16 +61,16 @@ def batch_shapes(config: Config, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
 def step_shapes(
     model: Model, config: Config, plan: Plan
 ) -> tuple[TrainState[jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
-    """The arguments of a training step as ShapeDtypeStructs with shardings: what it is traced and compiled for."""
+    """Return the arguments of a training step as ShapeDtypeStructs with shardings, for tracing and compiling it."""
     return state_shapes(model, config, plan), batch_shapes(config, plan)
 
 
 def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
-    """`(state, batch) -> (state, metrics)`, jitted, the state donated.
+    """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state.
 
-    Metrics are float32 scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping), `learning_rate`,
-    `tokens` (labels that count); with experts also `router_balance` (1 = all alike), `router_z` (of a token) and
-    `dropped` (share of the choices without room), means over the layers.
+    Metrics are float32 scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping), `learning_rate`
+    and `tokens` (labels that count). With experts there are also `router_balance` (1 = all alike), `router_z` (per
+    token) and `dropped` (the share of choices without room), which are means over the layers.
     """
     schedule, train = learning_rate(config.train), config.train
     shardings = state_shardings(model, config, plan)
@@ -105,7 +105,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
 
 
 def loss_weights(train: TrainConfig) -> LossWeights:
-    """What a config adds to the likelihood."""
+    """Return the weights of the losses that a config adds to the likelihood."""
     return LossWeights(train.z_loss, train.balance_loss, train.router_z_loss)
 
 
@@ -113,10 +113,10 @@ def gradients(
     model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, accumulation: int,
     weights: LossWeights,
 ) -> tuple[LossSums, Params]:  # fmt: skip
-    """Summed loss of a global batch and its float32 gradient, over `accumulation` microbatches one after another.
+    """Compute the summed loss of a global batch and its float32 gradient, one of `accumulation` microbatches at a time.
 
-    Sums, not means: divided by the total token count they weigh every token alike, however it was split. Over devices
-    they are summed after the last microbatch where each can add up its own (`late_sum_axes`).
+    They are sums and not means, so that dividing by the total token count weighs every token alike, however they were
+    split. Where each device can add up its own, devices are summed after the last microbatch (`late_sum_axes`).
     """
     over = late_sum_axes(plan, accumulation, key is not None or bool(model.config.experts))
     if not over:
@@ -131,7 +131,7 @@ def gradients(
         with jax.named_scope("accumulate"):
             return manual(lambda parts: jax.tree.map(total, parts), one, (axes,), axes)(parts)
 
-    # With the axes of one device: where no other is left, a kernel stands where XLA has nothing to split.
+    # Axes of one device are manual too: if no other axis is left, XLA has nothing to split around a kernel.
     here = {*over, *(axis for axis, size in plan.mesh.shape.items() if size == 1)}
     return jax.shard_map(
         local, mesh=plan.mesh, in_specs=(P(), P(over)), out_specs=P(), axis_names=here, check_vma=False
@@ -157,7 +157,7 @@ def _accumulate(
         return of_microbatch(batch, key)
 
     def split(rows_BS: jax.Array) -> jax.Array:
-        # Row r goes to microbatch r % A: every device keeps its own rows.
+        # Row r goes to microbatch r % A, so every device keeps its own rows.
         rows_BAS = rows_BS.reshape(-1, accumulation, rows_BS.shape[1])
         return plan.constrain(rows_BAS.swapaxes(0, 1), (None, *TOKENS))
 
@@ -178,7 +178,7 @@ def _accumulate(
 
 
 def make_eval_step(model: Model, plan: Plan) -> Wrapped:
-    """`(params, batch) -> (nll in nats, tokens)`, sums over the batch, jitted."""
+    """Make the jitted step `(params, batch) -> (nll in nats, tokens)`, both sums over the batch."""
 
     def step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         stages = plan.size("stage") > 1
@@ -189,10 +189,10 @@ def make_eval_step(model: Model, plan: Plan) -> Wrapped:
 
 
 def compile_eval_step(model: Model, config: Config, plan: Plan) -> Compiled:
-    """`make_eval_step`, compiled for a config's parameters and batches.
+    """Compile `make_eval_step` for a config's parameters and batches.
 
     Raises:
-      UserError: on CPU, collectives that may be mixed up (`require_order`).
+      UserError: on CPU, collectives may be mixed up (`require_order`).
     """
     state, batch = step_shapes(model, config, plan)
     compiled = make_eval_step(model, plan).lower(state.params, batch).compile()

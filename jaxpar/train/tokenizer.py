@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, the characters of a text, or a Hugging Face tokenizer.json."""
+"""Turns text into token ids and back, by bytes, by the characters of a text, or with a Hugging Face tokenizer.json."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jaxpar.base.errors import UserError, suggest
 if TYPE_CHECKING:
     import tokenizers  # of the hf extra
 
-# The document separators of GPT-2 and Qwen, LLaMA 3, LLaMA 2 and Mistral, Gemma.
+# These separate documents in GPT-2 and Qwen, in LLaMA 3, in LLaMA 2 and Mistral, and in Gemma.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class BytesTokenizer:
-    """The bytes of UTF-8: any text, 256 ids.
+    """Takes the bytes of UTF-8 as ids: it encodes any text with 256 ids.
 
     Attributes:
       vocab_size: one more than the largest id.
-      end_of_text: the id that closes a document; None when there is none to spare.
+      end_of_text: the id that closes a document; None where no id is free for this.
     """
 
     vocab_size: int = 256
@@ -36,18 +36,18 @@ class BytesTokenizer:
         return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of some ids; what is no text, or no id of this vocabulary, becomes U+FFFD."""
-        # A model may have more ids than 256; the byte 255 is never UTF-8, so they too become U+FFFD.
+        """Return the text of some ids; what is not text, or not an id of this vocabulary, becomes U+FFFD."""
+        # A model may have more than 256 ids. The byte 255 never occurs in UTF-8, so they too become U+FFFD.
         return np.minimum(ids, 255).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        """All that `load_tokenizer` needs; a Hugging Face tokenizer stays a file that its own library reads."""
+        """Return all that `load_tokenizer` needs; a Hugging Face tokenizer stays a file that its own library reads."""
         return json.dumps({"tokenizer": "bytes"})
 
 
 @dataclass(frozen=True)
 class CharsTokenizer:
-    """One id per character of a fixed set, in code point order: nanoGPT's character-level data."""
+    """Has one id per character of a fixed set, in code point order, like nanoGPT's character-level data."""
 
     chars: str
     end_of_text: ClassVar[None] = None
@@ -81,7 +81,7 @@ class CharsTokenizer:
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """A tokenizer.json of Hugging Face: it adds no special token to a text, and hides none."""
+    """Uses a tokenizer.json of Hugging Face; it adds no special token to a text, and hides none."""
 
     inner: tokenizers.Tokenizer
     vocab_size: int
@@ -101,10 +101,10 @@ Tokenizer = BytesTokenizer | CharsTokenizer | HFTokenizer
 
 
 def make_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`: `bytes`, `chars` (the characters of `texts`), or the path of a JSON file.
+    """Make the tokenizer of `data.tokenizer`: `bytes`, `chars` (the characters of `texts`), or the path of a JSON file.
 
     Raises:
-      UserError: no such tokenizer, or a file that is not one.
+      UserError: there is no such tokenizer, or the file is not one.
     """
     if name == "bytes":
         return BytesTokenizer()
@@ -117,7 +117,7 @@ def make_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A tokenizer from a file of its `to_json`, or from a Hugging Face tokenizer.json.
+    """Load a tokenizer from a file that holds its `to_json`, or from a Hugging Face tokenizer.json.
 
     Raises:
       UserError: the file cannot be read or is not a tokenizer, or the `hf` extra is missing.
@@ -145,9 +145,9 @@ def _hf_tokenizer(text: str, path: str | Path) -> HFTokenizer:
         raise UserError(f"tokenizer {path} needs the tokenizers package: pip install 'jaxpar[hf]'") from error
     try:
         inner = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the package raises nothing narrower
+    except Exception as error:  # the package raises no narrower exception
         raise UserError(f"tokenizers cannot load {path}: {error}") from error
-    # Files made for a classifier cut and pad to its length, which would lose the rest of a document.
+    # Files made for a classifier cut and pad a text to its length, which would lose the rest of a document.
     inner.no_truncation()
     inner.no_padding()
     vocab = inner.get_vocab()
@@ -156,10 +156,10 @@ def _hf_tokenizer(text: str, path: str | Path) -> HFTokenizer:
 
 
 def encode_files(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The ids of each file, in the dtype of `token_dtype`, closed by the end-of-text id where there is one.
+    """Yield the ids of each file, in the dtype of `token_dtype`, closed by the end-of-text id if there is one.
 
     Raises:
-      UserError: a file that cannot be read, is not text, or has a character that the tokenizer does not know.
+      UserError: a file cannot be read, is not text, or has a character that the tokenizer does not know.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     closing = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype)
@@ -173,15 +173,15 @@ def encode_files(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.nda
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """How ids are stored: little-endian uint16, or uint32 for a vocabulary beyond it."""
+    """Return the dtype in which ids are stored: little-endian uint16, or uint32 for a vocabulary too large for that."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def read_text(file: Path) -> str:
-    """The text of a UTF-8 file, line ends as they are.
+    """Read the text of a UTF-8 file and leave its line ends as they are.
 
     Raises:
-      UserError: the file cannot be read, or is not text.
+      UserError: the file cannot be read, or it is not text.
     """
     with reading(file):
         content = file.read_bytes()
@@ -195,7 +195,7 @@ def read_text(file: Path) -> str:
 
 @contextmanager
 def reading(file: str | Path) -> Iterator[None]:
-    """What the system refuses inside, as a UserError that names the file."""
+    """Turn an error of the system inside into a UserError that names the file."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The optimizer's step: gradients clipped by their global norm, AdamW, and the updated parameters.
+"""Makes the optimizer's step: gradients are clipped by their global norm, and AdamW updates the parameters.
 
-What lies in host memory passes the device a layer at a time: its parameters, gradients and moments are fetched, updated
-and sent back, in a loop over the stacked layers whose buffers stay where they are. Moments in 8 bits go through the
-same loop, so that only a layer's are there in float32.
+Arrays in host memory pass through the device a layer at a time: a layer's parameters, gradients and moments are
+fetched, updated and sent back, in a loop over the stacked layers whose buffers stay in place. Moments in 8 bits go
+through the same loop, so that only one layer's moments exist in float32.
 
 Arrays stacked over layers are [layers, ...]; a pipeline's stage has its own layers, and loops over them.
 """
@@ -30,7 +30,7 @@ from jaxpar.train.optimizer import decay_mask, make_optimizer
 
 
 class Updated(NamedTuple):
-    """New parameters and optimizer state, and the global norm of the gradients before clipping (float32 scalar)."""
+    """The new parameters and optimizer state, and the global norm of gradients before clipping (float32 scalar)."""
 
     params: Params
     opt_state: optax.OptState
@@ -38,14 +38,14 @@ class Updated(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """Scalars of a step: the factor of its gradients, and whether it is to be made."""
+    """The scalars of a step: the factor of its gradients, and whether the step is to be made."""
 
     factor: Array
     finite: Array
 
 
 class _Part(NamedTuple):
-    """Parameters of a part of the model, or of one of its layers, and their moments as they are packed."""
+    """The parameters of a part of the model, or of one of its layers, and their packed moments."""
 
     params: Params
     mu: Params
@@ -56,17 +56,17 @@ def update(
     params: Params, opt_state: optax.OptState, grads: Params, sums: LossSums, axes: Params, train: TrainConfig,
     plan: Plan,
 ) -> Updated:  # fmt: skip
-    """One step of the optimizer, in float32; none where the loss or the gradients' norm is not finite.
+    """Make one step of the optimizer in float32, unless the loss or the gradients' norm is not finite.
 
-    Then parameters and optimizer state stay as they were, to the bit, so a state that was finite once is so always. New
-    or old is chosen number by number where both are at hand: that takes no memory, no pass and no collective.
+    In that case parameters and optimizer state stay the same to the bit, so a finite state always stays finite. The new
+    or old number is chosen entry by entry where both are at hand, which takes no memory, no pass and no collective.
 
-    `params` are by part of the model, `blocks` stacked over layers; `opt_state` is as `moments.pack_moments` leaves it;
-    `grads` and `sums` are summed over the tokens that counted; `axes` are `Model.axes`.
+    `params` are by part of the model, with `blocks` stacked over layers; `opt_state` is as `moments.pack_moments`
+    returns it; `grads` and `sums` are summed over the tokens that counted; `axes` are `Model.axes`.
     """
     streamed = [name for name in params if name == "blocks" and plan.streams]
     whole = [name for name in params if name not in streamed]
-    # On CPU (`turn_after`): a loop over layers comes after all sums over devices, and what follows after it.
+    # On CPU `turn_after` puts a loop over layers after all sums over devices, and what follows after the loop.
     said = (sums.nll, sums.tokens, sums.routed)
     turn = turn_after(first_turn(plan) if plan.streams else None, said, jax.tree.map(lambda _: (), said), plan)
     squares = jnp.zeros(())
@@ -89,10 +89,10 @@ def update(
 def _update_part(
     part: _Part, grads: Params, opt_state: optax.OptState, scale: _Scale, axes: Params, train: TrainConfig, plan: Plan
 ) -> tuple[_Part, optax.OptState]:
-    """The new parameters and moments, and the optimizer's state, of which only the scalars count."""
+    """Return the new parameters and moments, and the optimizer's state, of which only the scalars are used."""
     (part, grads), matrices = jax.tree.map(on_device, (part, grads)), decay_mask(axes)
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) * scale.factor, grads)
-    # ZeRO-1: where the optimizer's state is split over more devices than the parameters, each takes its piece of them.
+    # ZeRO-1: where the optimizer's state is split over more devices than the parameters, each device updates its piece.
     split_further = plan.mesh_axes("state_embed") != plan.mesh_axes("embed")
     stored = part.params
     if split_further:
@@ -101,7 +101,7 @@ def _update_part(
     before = with_moments(opt_state, part.mu, part.nu)
     updates, state = make_optimizer(train, axes).update(grads, unpack_moments(before), exact)
     new = jax.tree.map(lambda x, more, old: (x + more).astype(old.dtype), exact, updates, stored)
-    # Moments of finite gradients are finite; a parameter may still overflow, and then stays.
+    # Moments of finite gradients are finite. A parameter may still overflow, and then it keeps its old value.
     new = jax.tree.map(lambda x, old: jnp.where(scale.finite & jnp.isfinite(x), x, old), new, stored)
     state = pack_moments(state, matrices, plan.moments)
     state = jax.tree.map(lambda x, old: jnp.where(scale.finite, x, old), state, before)
@@ -116,7 +116,7 @@ def _update_part(
 def _update_by_layer(
     part: _Part, grads: Params, opt_state: optax.OptState, scale: _Scale, axes: Params, train: TrainConfig, plan: Plan
 ) -> tuple[_Part, optax.OptState]:
-    """The same, a layer at a time, each stage its own; the scalars are left as they are."""
+    """Do the same a layer at a time, each stage with its own layers; the scalars stay as they are."""
     of_layer = jax.tree.map(lambda names: names[1:], axes, is_leaf=is_axes)
     scalars = with_moments(opt_state, {}, {})
 
@@ -141,7 +141,7 @@ def _update_by_layer(
 
 
 def _squares(grads: Params, total: Array, turn: Array | None) -> Array:
-    """`total` and the squares of gradients; those in host memory are fetched a layer at a time, after `turn`."""
+    """Add the squares of gradients to `total`; those in host memory are fetched a layer at a time, after `turn`."""
     leaves = jax.tree.leaves(grads)
     if not any(in_host_memory(leaf) for leaf in leaves):
         return total + sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves)
@@ -158,7 +158,7 @@ def _take(x: Array, i: Array) -> Array:
 
 
 def _gather_params(updated: Params, axes: Params, plan: Plan) -> Params:
-    """Updated parameters from the layout of the optimizer's state, gathered to their own."""
+    """Gather updated parameters from the layout of the optimizer's state to their own layout."""
     stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
 
     def local(updated: Params) -> Params:
