@@ -34,7 +34,7 @@ __all__ = ["export_hf", "hf_config", "hf_tensors", "import_hf", "model_config_fr
 
 Dtype = Literal["float32", "bfloat16"]
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
-Read = Callable[[Bounds], np.ndarray]  # a block of a parameter, or of what it is stacked of
+Read = Callable[[Bounds], np.ndarray]  # reads a block of a parameter, or of one of the arrays stacked in it
 
 _READABLE = ("F32", "BF16", "F16")
 _WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
@@ -216,7 +216,7 @@ def _first(names: list[str]) -> str:
 
 def _check_tied(head: _Source, table: _Source, origin: str) -> None:
     """Check the head of a tied model: a checkpoint may hold its vocabulary table twice, but not two different ones."""
-    rows, step = table.get_shape()[0], 1024  # compared in pieces: either table may be gigabytes
+    rows, step = table.get_shape()[0], 1024  # compared in pieces, because either table may have gigabytes
     pieces = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
     same = head.get_shape() == table.get_shape() and all(np.array_equal(head[cut], table[cut]) for cut in pieces)
     if not same:
@@ -310,9 +310,9 @@ def export_hf(
         except OSError as error:
             raise UserError(f"cannot write {folder}: {error.strerror}: free some space, or export elsewhere") from error
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)  # not there any more once it was renamed
+            shutil.rmtree(unfinished, ignore_errors=True)  # it no longer exists once it was renamed
     else:
-        for _ in arrays:  # takes part in each gather
+        for _ in arrays:  # each process takes part in each gather
             pass
     multihost_utils.sync_global_devices("export_hf")
 
@@ -380,7 +380,7 @@ def _write_files(
 
 
 def _write(file: Path, tensors: list[_Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype) -> None:
-    """Write a safetensors file: header length, JSON header, data. (`save_file` wants all tensors at once.)"""
+    """Write one file: header length, JSON header, data. The `save_file` of safetensors needs all tensors at once."""
     header: Json = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

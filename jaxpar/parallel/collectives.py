@@ -41,7 +41,7 @@ def manual(local: Callable[..., Out], layout: Layout, in_axes: PyTree, out_axes:
         return local
 
     def specs(axes: PyTree) -> PyTree:
-        return jax.tree.map(layout.spec, axes, is_leaf=is_axes)  # None, for an argument that is None, stays
+        return jax.tree.map(layout.spec, axes, is_leaf=is_axes)  # None stays, for an argument that is None
 
     return jax.shard_map(
         local, mesh=None if around else layout.mesh, in_specs=specs(in_axes), out_specs=specs(out_axes),
@@ -89,7 +89,7 @@ def turn_after(turn: jax.Array | None, arrays: PyTree, axes: PyTree, layout: Lay
     def local(turn: jax.Array, arrays: PyTree) -> jax.Array:
         for array in jax.tree.leaves(arrays):
             bits = jax.lax.bitcast_convert_type(array[(0,) * array.ndim].astype(jnp.float32), jnp.int32)
-            turn = jnp.where(bits * bits & 3 < 2, turn, 1)  # true of every square, which XLA does not know
+            turn = jnp.where(bits * bits & 3 < 2, turn, 1)  # it holds for every square, but XLA does not know
         return turn
 
     return manual(local, layout, ((), axes), ())(turn, arrays)

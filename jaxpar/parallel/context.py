@@ -175,7 +175,7 @@ def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platf
     """
     n, S = split.devices, q_BSHh.shape[1]
     C = S // 2
-    anywhere = PARTS._replace(q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=C)  # known at run time only
+    anywhere = PARTS._replace(q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=C)  # known only at run time
     pieces = {"ring": (C, C, anywhere), "all_gather": (C, n * S, anywhere), "ulysses": (n * S, n * S, Call())}
     of_q, of_k, call = pieces[split.strategy] if n > 1 else (S, S, Call())
     q, k = (

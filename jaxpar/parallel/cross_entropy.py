@@ -27,9 +27,9 @@ from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import GATHERED, STORED, use
 
 _HEAD: tuple[LogicalAxis, ...] = ("vocab", "embed")
-_ROWS = 128  # chunks are multiples of so many tokens, where there are more: a matmul unit's rows
-_SCORES = 2**27  # bytes of scores at a time: more makes no matmul faster
-_CHUNK = 1024  # tokens: in smaller chunks the matrix's gradient costs more than scores made twice
+_ROWS = 128  # chunks of more tokens than this are multiples of it: a matmul unit's rows
+_SCORES = 2**27  # bytes of scores at a time: with more, no matmul is faster
+_CHUNK = 1024  # tokens: in smaller chunks the matrix's gradient costs more than making scores twice
 
 
 class LossSums(NamedTuple):
@@ -57,7 +57,7 @@ class LossWeights(NamedTuple):
     router_z_loss: float = 0.0
 
 
-LIKELIHOOD = LossWeights()  # nothing added to it
+LIKELIHOOD = LossWeights()  # nothing is added to it
 _SUMS: PyTree = LossSums((), (), ())  # pyright: ignore[reportArgumentType]
 
 

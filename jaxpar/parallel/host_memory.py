@@ -83,7 +83,7 @@ def lower_for(
     leaves, flags = jax.tree.leaves(arguments), jax.tree.leaves(host)
     forgotten = any(flag and leaf.sharding.memory_kind != HOST for leaf, flag in zip(leaves, flags, strict=True))
 
-    def there(leaf: jax.ShapeDtypeStruct, flag: bool) -> Any:  # a shape, or of host memory an abstract value
+    def there(leaf: jax.ShapeDtypeStruct, flag: bool) -> Any:  # a shape; in host memory an abstract value
         if not (flag and forgotten):
             return leaf
         return jax.make_jaxpr(on_host)(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)).out_avals[0]
@@ -108,7 +108,7 @@ def memory_kinds(device: jax.Device) -> list[str]:
     """The kinds of memory that a program on this device can use; none where the device does not say."""
     try:
         return sorted(memory.kind for memory in device.addressable_memories())
-    except Exception:  # an absent device, by whatever its client raises
+    except Exception:  # the device is absent, and clients raise different errors
         return []
 
 

@@ -238,15 +238,15 @@ def _swap_dims(weight: Array, split: int) -> Array:
 def _weight_gradient(
     x: Array, dy: Array, weight: Array, axes: Axes, used: Axes, layout: Layout, copied: int | None
 ) -> Array:
-    """Inside `manual`: contract [B, S, *in] and [B, S, *out] over the tokens, laid out as gradients are stored.
+    """Inside `manual`: contract [B, S, *in] and [B, S, *out] over the tokens; the result is laid out as a gradient.
 
     The sum is in float32, over the devices that have other tokens and those that have copies of the same heads.
     """
     shape, tokens = (*x.shape[2:], *dy.shape[2:]), split_over(used[:2], layout)
     if platform_of(layout) == "tpu" and len(x) > 1:
-        over = (0, 1)  # of heads that lie [B, H, h, S] XLA would make copies, to have one dim of the two
+        over = (0, 1)  # to merge the two dims, XLA would copy heads that lie [B, H, h, S]
     else:
-        over = (0,)  # two dims XLA:CPU would transpose
+        over = (0,)  # XLA:CPU would transpose two dims
         x, dy = (array.reshape(array.shape[0] * array.shape[1], -1) for array in (x, dy))
     dweight = jax.lax.dot_general(x, dy, ((over, over), ((), ())), preferred_element_type=jnp.float32).reshape(shape)
     if copied is not None:

@@ -25,7 +25,7 @@ from jaxpar.parallel.token_order import ContextTask, join_chunks, own_chunks, st
 KeysValues = tuple[Array, Array]
 Place = Array | int  # the number of a half, of a chunk, or of hops, known at run time or before
 State = TypeVar("State")
-UNROLLED = 8  # devices up to which every step of the ring is written out; beyond, the steps in the middle are a loop
+UNROLLED = 8  # up to so many devices every step of the ring is written out; beyond, the middle steps are a loop
 
 
 def forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:

@@ -154,7 +154,7 @@ def _scatter_sums(
     """
     lanes = ring.lanes(rows)
     sums: list[jax.Array] = []
-    for hops in reversed(range(ring.size)):  # the chunk with the longest way to go first, one's own last
+    for hops in reversed(range(ring.size)):  # the chunk with the longest way goes first, one's own last
         arriving = [ring.hop(passing, way) for passing, (_, _, way) in zip(sums, lanes, strict=False)]
         sums = []
         for i, (first, count, way) in enumerate(lanes):

@@ -282,7 +282,7 @@ class _Stage:
         back = {"backward", "input"}.intersection(shares)
         arriving = None
         if back:
-            with jax.named_scope("backward"):  # sent before the forward tick and taken after it: it travels beside it
+            with jax.named_scope("backward"):  # sent before the forward tick, taken after it: it travels meanwhile
                 arriving = self._send(waits(carry.leaving, carry.turn), -1)
                 carry = carry._replace(turn=turn_after(carry.turn, arriving, STORED, self.plan))
         for kind in shares:  # in the round's order, which a pytree does not keep
@@ -357,7 +357,7 @@ class _Stage:
         the embedding's gradient."""
         i, on_first = row.microbatch, row.ends > 0
         dy_BSD, stash = read(carry.cotangents, row.taken), carry.stash
-        if self.by_stage:  # only the stage's input is kept: its layers are run again
+        if self.by_stage:  # only the stage's input is kept, and its layers are run again
             x_BSD, row = read(stash, row.kept), row._replace(kept=0)
             stash = self.layers.forward(x_BSD, row, self._empty_slots(1))[1]
         dx_BSD, blocks, waiting = self.layers.backward(dy_BSD, row, stash, carry.blocks, carry.waiting)

@@ -22,7 +22,7 @@ from jaxpar.base.sharding import named_axes
 from jaxpar.parallel.pipeline.schedules import check_sizes
 
 _Array = TypeVar("_Array", jax.Array, np.ndarray)
-_MOST_A_STAGE = 4  # microbatches by default: the bubble of 1F1B is then below a fifth
+_MOST_A_STAGE = 4  # microbatches by default, which keeps the bubble of 1F1B below a fifth
 
 
 class Layers(NamedTuple):

@@ -8,7 +8,7 @@ from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.parallel.pipeline.schedules import schedule
 from jaxpar.parallel.pipeline.simulator import Times, simulate_schedule
 
-_LONG = 0.25  # an idle share worth a word
+_LONG = 0.25  # an idle share that is worth a line in the log
 
 
 def pipeline_notes(config: Config, plan: Plan) -> list[str]:

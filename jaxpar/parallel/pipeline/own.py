@@ -100,7 +100,7 @@ def value_and_grad(
         if schedule.stages != layout.size("stage"):
             raise UserError(f"a table of {schedule.stages} stages on a layout that has {layout.size('stage')}")
         microbatches, virtual = schedule.microbatches, schedule.virtual
-    name = schedule if isinstance(schedule, str) else "looped"  # which any virtual stages may have
+    name = schedule if isinstance(schedule, str) else "looped"  # this schedule allows any number of virtual stages
     pipeline = Pipeline(name, microbatches, virtual)
     if "blocks" not in axes:
         raise UserError(f"a pipeline's parameters have stacked `blocks`, and these are {', '.join(axes)}")

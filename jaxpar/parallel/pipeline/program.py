@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpar.parallel.pipeline.schedules import Action, Kind, Table, Tick
 
-_Array = Any  # of numpy here, of jax where it is run
+_Array = Any  # an array of numpy here, and of jax where the program is run
 
 
 class Rows(NamedTuple):

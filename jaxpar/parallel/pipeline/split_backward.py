@@ -153,7 +153,7 @@ def _without_checkpoints(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 def _reaching(
     eqns: Sequence[core.JaxprEqn], outs: Sequence[Atom], there: set[core.Var]
 ) -> tuple[list[core.JaxprEqn], set[core.Var]]:
-    """The operations that these results need, in order, given what is `there`, and which of their outputs."""
+    """Find the operations that these results need, in order, given what is `there`, and their outputs that are used."""
     wanted, found, made = set(_vars(outs)) - there, [], set()
     for eqn in reversed(eqns):
         if taken := wanted.intersection(eqn.outvars):
