@@ -115,7 +115,7 @@ class Checkpoints:
 
     @contextmanager
     def _readable(self, step: int) -> Iterator[None]:
-        """Turn a failure of Orbax to read into a UserError that tells a way out."""
+        """Turn Orbax's failure to read into a UserError that names a way out."""
         try:
             yield
         except (ValueError, KeyError, OSError) as error:

@@ -74,7 +74,7 @@ def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch
 
     Raises:
       OutOfMemory: a device has too little memory for the step.
-      UserError: the user can mend it: the config, devices or data, a run folder of another config, or divergence.
+      UserError: the user can mend it: config, devices or data are bad, the folder has another config, or it diverged.
     """
     require_settled(check(config))
     devices = start(config.mesh, config.compile.cache)

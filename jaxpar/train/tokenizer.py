@@ -14,7 +14,7 @@ import numpy as np
 from jaxpar.base.errors import UserError, suggest
 
 if TYPE_CHECKING:
-    import tokenizers  # of the hf extra
+    import tokenizers  # from the hf extra
 
 # These separate documents in GPT-2 and Qwen, in LLaMA 3, in LLaMA 2 and Mistral, and in Gemma.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")

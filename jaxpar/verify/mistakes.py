@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-FITS = 0.05  # a hypothesis fits when it leaves at most this share of the difference; the true ones leave rounding
+FITS = 0.05  # a hypothesis fits if it leaves at most this share of the difference; true ones leave only rounding
 _ROUNDING = 0.03  # the largest relative error of rounding; bfloat16 has 8 bits: an ulp of each factor is at most 2^-8
-_NEAR = 0.01  # a factor this near, relatively, to a size is tried as that size; the residual judges
+_NEAR = 0.01  # a factor within this relative distance of a size is tried as that size, and the residual judges
 _LARGEST_FACTOR = 64  # the largest denominator of a factor that is written as a fraction
 
 

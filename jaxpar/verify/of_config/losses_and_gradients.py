@@ -115,7 +115,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         run,
         in_shardings=(stored, batch_sharding),
         out_shardings=(replicated_sharding(plan), shardings),
-        compiler_options=compiler_options(plan.mesh) | _fast_compile(case.devices),  # those of `train`
+        compiler_options=compiler_options(plan.mesh) | _fast_compile(case.devices),  # as in `train`
     )
     layers = case.model.config.layers
     order = stored_order(plan, layers)
@@ -128,7 +128,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
         require_order(compiled, case.devices)
         sums, grads = compiled(*given)
     answer = answer_of(sums.loss, grads)
-    stacked = {  # layers stand second, after the copies
+    stacked = {  # the layers are the second dim, after the copies
         name: reorder_layers(grad.swapaxes(0, 1), order, None, layers).swapaxes(0, 1)
         for name, grad in answer.grads.items() if is_stacked(name)
     }  # fmt: skip
@@ -161,7 +161,7 @@ def parameter_order(model: Model) -> list[str]:
             elif isinstance(value, nnx.Variable):
                 order.append(f"{prefix}.{name}")
 
-    for prefix, part in PARTS.items():  # traced, so that no parameter is made
+    for prefix, part in PARTS.items():  # only traced, so that no parameter is made
         jax.eval_shape(lambda prefix=prefix, part=part: declare(part(model.config, nnx.Rngs(0)), prefix))
     return order
 

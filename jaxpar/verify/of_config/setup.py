@@ -73,7 +73,7 @@ def _place_mesh(config: Config, devices: list[jax.Device] | None) -> tuple[MeshS
     mesh, notes = fit_mesh(spec, len(found)), []
     if mesh is None and found[0].platform != "cpu":
         notes.append(f"{len(found)} {found[0].device_kind} cannot keep every mesh axis above 1: CPU devices instead")
-        with contextlib.suppress(RuntimeError):  # JAX runs without a CPU platform
+        with contextlib.suppress(RuntimeError):  # JAX may run without a CPU platform
             found = jax.local_devices(backend="cpu")
         mesh = fit_mesh(spec, len(found))
     if mesh is None:
