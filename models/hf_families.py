@@ -161,7 +161,7 @@ def model_type(config: ModelConfig) -> str:
 
 
 def hf_family(name: str, origin: str) -> HfFamily:
-    """Return the table of a model type; `origin` tells the message who asked."""
+    """Return the table of a model type; `origin` says in an error message who asked."""
     if name in HF_FAMILIES:
         return HF_FAMILIES[name]
     known = ", ".join(HF_FAMILIES)

@@ -114,7 +114,7 @@ def gather(x: jax.Array, stored: Axes, used: Axes, layout: Layout) -> jax.Array:
     """Inside `manual`: move `x` from the layout it is stored in to the one it is used in, split over fewer mesh axes.
 
     Raises:
-      UserError: the mesh axes that split a dim of the used layout are not the first of those that split it stored.
+      UserError: the mesh axes that split a dim as it is used are not the first of those that split it as stored.
     """
     for dim, moved in further_split(stored, used, layout):
         x = jax.lax.all_gather(x, moved, axis=dim, tiled=True)
@@ -180,7 +180,7 @@ def further_split(stored: Axes, used: Axes, layout: Layout) -> list[tuple[int, t
     """Find the dims that the stored layout splits further than the used one, and the mesh axes of the difference.
 
     Raises:
-      UserError: the mesh axes that split a dim of the used layout are not the first of those that split it stored.
+      UserError: the mesh axes that split a dim as it is used are not the first of those that split it as stored.
     """
     moves = []
     for dim, (outer, inner) in enumerate(zip(stored, used, strict=True)):

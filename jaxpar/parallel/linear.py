@@ -217,7 +217,7 @@ def _own_kv_heads(weight: Array, dim: int | None, layout: Layout) -> Array:
 
 
 def _plus(y: Array, bias: Array | None) -> Array:
-    """Add the bias [*out] to an output [B, S, *out], whose kv heads may be copies, in float32; so is its gradient."""
+    """Add the bias [*out] to [B, S, *out], whose kv heads may be copies; it and its gradient are summed in float32."""
     if bias is None:
         return y
     for dim, (size, wanted) in enumerate(zip(bias.shape, y.shape[2:], strict=True)):

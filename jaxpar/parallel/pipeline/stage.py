@@ -264,7 +264,7 @@ def read(x: Array, at: ArrayLike) -> Array:
 
 
 def write(buffer: Array, x: Array, at: ArrayLike) -> Array:
-    """Write `x` at [at]; the index is single, as the TPU compiler cuts arrays in host memory along one dim only."""
+    """Write `x` at [at], a single index: the TPU compiler cuts arrays in host memory along one dim only."""
     return jax.lax.dynamic_update_index_in_dim(buffer, x, at, 0)
 
 
