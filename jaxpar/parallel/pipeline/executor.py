@@ -3,7 +3,7 @@
 All stages run the same ticks, and what a stage computes while it is idle is thrown away. A tick ends with one
 `ppermute` to the neighbour; a cotangent travels beside the forward tick that follows it, an activation beside the
 backward tick. Buffers are as deep as the schedule needs, for any number of microbatches
-(`jaxpar.parallel.pipeline.program`).
+(see `jaxpar.parallel.pipeline.program`).
 
 No single stage runs the ends of the model, since all others would wait for it. The output of the last stage is shared
 out, a part of its tokens to each stage, for the final norm, the loss and their gradients (Yeung et al. 2024,
@@ -376,7 +376,7 @@ class _Stage:
 
 
 def _if_some(share: float, some: Array, do: Callable[[_X], _X], x: _X) -> _X:
-    """Do `do(x)` in the rounds in which some stage asks for it, or in all rounds if the others are fewer than half.
+    """Run `do(x)` in the rounds in which some stage asks for it, or in all rounds if the others are fewer than half.
 
     All stages agree on these rounds, so `do` may communicate.
     """

@@ -111,8 +111,7 @@ class Stack:
     _recipe: Recipe | None = None
 
     def forward(self, x_BSD: Array, row: Rows, stash: list[Array] | None = None) -> tuple[Array, Any, Any]:
-        """Return the output of a tick's chunk and microbatch, the stash with what its layers keep, and their routers'
-        sums.
+        """Return a tick's output for its chunk and microbatch, the stash with what layers keep, and the routers' sums.
 
         The stash has arrays [slots x places, ...], of which slot `row.kept` is written; None = nothing is kept.
         """
