@@ -98,7 +98,7 @@ def _flag_words(word: str) -> list[str]:
     if not (equals and dot and section in {field.name for field in dataclasses.fields(Config)}):
         return [word]
     if value.startswith("[") and value.endswith("]"):
-        return [f"--{key}", *(item.strip() for item in value[1:-1].split(","))]
+        return [f"--{key}", *filter(None, map(str.strip, value[1:-1].split(",")))]
     return [f"--{key}", value]
 
 
