@@ -181,7 +181,7 @@ class KernelsConfig:
     """Which kernels compute; `auto` takes the first that can serve on the devices."""
 
     attention: Literal[
-        "auto", "pallas_hopper", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
+        "auto", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
     ] = "auto"  # fmt: skip
     """See docs/attention.md."""
 

@@ -7,46 +7,24 @@ another jax, run `tests/base/test_jax_compat.py` first: it has a test of each.
 from __future__ import annotations
 
 import re
-from types import ModuleType
-from typing import Any, Literal
+from typing import Literal
 
 from jax.sharding import Mesh
 
 # Private modules. Each import stands in a function, so that one that is gone breaks only what needs it.
 
 
-def cuda_version() -> int:
-    """The version of the CUDA runtime, such as 12080 for 12.8; 0 = not known."""
-    found = _cuda_versions()
-    return found.cuda_runtime_get_version() if found is not None else 0
-
-
 def cudnn_version() -> int:
-    """The version of cuDNN that jax finds; 0 = none. Jax needs it to compile for absent GPUs too."""
-    found = _cuda_versions()
-    try:
-        return found.cudnn_get_version() if found is not None else 0
-    except RuntimeError:
-        return 0
+    """The version of cuDNN that jax finds; 0 = none, or jax no longer has the answer in this place.
 
-
-def _cuda_versions() -> ModuleType | None:
-    """The CUDA plugin's own module, or None where it is not installed or no longer in this place.
-
-    A GPU run then goes on with kernels that ask for no version.
+    Jax needs it to compile for absent GPUs too.
     """
     try:
-        from jax._src.lib import cuda_versions
-    except ImportError:
-        return None
-    return cuda_versions
+        from jax._src.lib import cuda_versions  # None without the plugin
 
-
-def gpu_interpreter() -> Any:  # a private type
-    """The setting with which Pallas interprets a Mosaic GPU kernel and looks for races in it."""
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-    return InterpretGPUParams(detect_races=True)
+        return cuda_versions.cudnn_get_version() if cuda_versions is not None else 0
+    except (ImportError, RuntimeError):
+        return 0
 
 
 # Names of primitives, in traced functions.

@@ -44,20 +44,15 @@ def traced(function: Callable[..., Any]) -> set[str]:
 def test_the_cuda_plugins_versions_are_where_they_were() -> None:
     from jax._src.lib import cuda_versions  # None without the plugin
 
-    for asked in ("cuda_runtime_get_version", "cudnn_get_version"):
-        assert cuda_versions is None or callable(getattr(cuda_versions, asked))
-    assert jax_compat.cuda_version() >= 0 and jax_compat.cudnn_version() >= 0
+    assert cuda_versions is None or callable(cuda_versions.cudnn_get_version)
+    assert jax_compat.cudnn_version() >= 0
 
 
 def test_a_moved_module_breaks_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import jax._src.lib
 
     monkeypatch.delattr(jax._src.lib, "cuda_versions")
-    assert jax_compat.cuda_version() == jax_compat.cudnn_version() == 0
-
-
-def test_mosaic_gpu_kernels_can_be_interpreted() -> None:
-    assert jax_compat.gpu_interpreter().detect_races
+    assert jax_compat.cudnn_version() == 0
 
 
 def test_nobody_else_looks_inside_jax() -> None:

@@ -55,7 +55,7 @@ class GpuArgs:
 
 # Kernels: values and gradients against the float32 reference.
 
-KERNELS = ("cudnn", "pallas_gpu", "pallas_hopper")
+KERNELS = ("cudnn", "pallas_gpu")
 BOUNDS = {"float32": (1e-5, 1e-5), "bfloat16": (2**-7, 2**-6)}
 """Of values and gradients, as parts of the largest entry. float32: some tens of roundings. bfloat16 rounds by up to
 2^-8: twice on the way to a value (a weight, the value), four times to a gradient (the output inside delta, a weight,
@@ -227,7 +227,6 @@ _ATTENTION = [
 _STEPS: dict[str, tuple[Changes, bool]] = {
     "batch 32": ({}, True),
     "batch 32, pallas_gpu": ({"kernels.attention": "pallas_gpu"}, False),
-    "batch 32, pallas_hopper": ({"kernels.attention": "pallas_hopper"}, False),
     "batch 32, unrolled layers": ({"model.scan_layers": False}, False),
     "batch 8": ({"train.batch": 8}, False),
 }

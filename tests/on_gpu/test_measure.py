@@ -171,15 +171,15 @@ def test_attention_leaves_out_what_is_wrong(tmp_path: Path, monkeypatch: pytest.
     wrong = {"status": "measured", "rows": [{"verdict": "wrong"}]}
     right = {"status": "measured", "rows": [{"verdict": "right"}]}
     keep(tmp_path, "kernels", {
-        measure._kernel_name("pallas_hopper", "causal", 16): wrong,
-        measure._kernel_name("pallas_gpu", "causal", 16): right,
+        measure._kernel_name("pallas_gpu", "causal", 16): wrong,
+        measure._kernel_name("cudnn", "causal", 16): right,
     })  # fmt: skip
     asked, said = list[Any](), list[str]()
     row = {"mask": "causal", "sequence": 64, "head_dim": 16, "implementation": "chunked", "forward, ms": 1.0}
     monkeypatch.setattr(measure, "bench_attention", lambda bench, say: asked.append(bench) or [row])
     found = measure._attention("causal", 128, 4096, True, tmp_path, said.append)
-    assert asked[0].implementations == ("cudnn", "pallas_gpu", "chunked")
-    assert said == ["not pallas_hopper: wrong, or failed, in the piece before"]
+    assert asked[0].implementations == ("cudnn", "chunked")
+    assert said == ["not pallas_gpu: wrong, or failed, in the piece before"]
     assert found == [{"implementation": "chunked", "forward, ms": 1.0}]
 
 
@@ -264,7 +264,7 @@ def test_all_of_it_in_a_tiny_form(tmp_path: Path) -> None:
     verdicts = {
         name.partition(",")[0]: [row["verdict"] for row in one.get("rows", ())] for name, one in kernels.items()
     }
-    assert verdicts == {"cudnn": [], "pallas_gpu": ["right"], "pallas_hopper": ["right"]}
+    assert verdicts == {"cudnn": [], "pallas_gpu": ["right"]}
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     lines = [row["line"] for one in read_piece(tmp_path, "trace")["cases"].values() for row in one["rows"]]
     assert any(line.startswith("models/transformer.py:") for line in lines)

@@ -28,17 +28,14 @@ from jaxpar.kernels.attention.call import DEFAULT, Arrays, Call, Unserved
 from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.masks import Mask, segments_in
 
-Implementation = Literal[
-    "pallas_hopper", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
-]  # fmt: skip
-PAIRS = {"pallas_hopper": "hopper", "pallas_gpu": "triton", "pallas_tpu": "tpu", "chunked": "chunked"}
+Implementation = Literal["pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"]
+PAIRS = {"pallas_gpu": "triton", "pallas_tpu": "tpu", "chunked": "chunked"}
 """The modules that have both a forward and a backward, which a ring can use; see `pair`."""
 LIBRARIES: dict[str, Callable[..., Array]] = {"cudnn": libraries.cudnn, "splash": libraries.splash}
 _KERNELS: dict[str, tuple[str, ...]] = {"tpu": ("splash", "pallas_tpu"), "gpu": ("cudnn", "pallas_gpu")}
 """The kernels of each platform in order of speed; plain XLA by tiles comes after them.
 
-The libraries' kernels come first: our own were interpreted and compiled for absent chips but have not run on one. For
-the same reason `pallas_hopper` serves only when asked for by name.
+The libraries' kernels come first: our own were interpreted and compiled for absent chips but have not run on one.
 """
 log = logging.getLogger(__name__)
 
@@ -159,7 +156,7 @@ def choose(asked: Asked, platform: str, implementation: str | None = None) -> tu
 
 
 def pair(name: str) -> ModuleType:
-    """A module of `PAIRS`, imported only when it is asked for, as Mosaic GPU takes long to import."""
+    """A module of `PAIRS`, imported only when it is asked for, as Pallas takes long to import."""
     return importlib.import_module(f"jaxpar.kernels.attention.{PAIRS[name]}")
 
 
