@@ -56,8 +56,6 @@ class AttentionBenchArgs:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     rounds: int = 5
     """How many turns each takes; the median counts."""
-    tune: bool = False
-    """First try tiles for `pallas_gpu` on the longest sequences here and keep the fastest; it takes several minutes."""
     json: str = ""
     """Where to write everything as JSON."""
 
@@ -66,30 +64,17 @@ def bench_attention(bench: AttentionBenchArgs, say: Callable[[str], None] = lamb
     """Give a row for each combination, in the order of the lists; `say` is told of implementations that cannot serve.
 
     Raises:
-      UserError: a mask or an implementation is not known, heads are no multiple of kv heads, or tuning has no GPU.
+      UserError: a mask or an implementation is not known, heads are no multiple of kv heads.
     """
     for word, choices in [(x, MASKS) for x in bench.masks] + [(x, _KNOWN) for x in bench.implementations]:
         if word not in choices:
             raise UserError(f"bench attention knows no {word!r}{suggest(word, choices)}: try {', '.join(choices)}")
     if bench.heads % bench.kv_heads:
         raise UserError(f"{bench.heads} heads, no multiple of {bench.kv_heads} kv heads: try --heads {bench.kv_heads}")
-    if bench.tune:
-        _tune(bench, say)
     rows: list[Row] = []
     for h, S, name in product(bench.head_dims, bench.seq_lens, bench.masks):
         rows += _rows_of(bench, name, S, h, say)
     return rows
-
-
-def _tune(bench: AttentionBenchArgs, say: Callable[[str], None]) -> None:
-    """Find the fastest tiles of the Triton kernels for each head_dim; this machine then always uses them."""
-    from jaxpar.bench.triton_tiles import tune  # this imports Triton's lowering, which is for GPUs only
-
-    S = max(bench.seq_lens)
-    for h in bench.head_dims:
-        say(f"tuning pallas_gpu, head_dim {h}, {bench.dtype}")
-        sizes = tune(h, jnp.dtype(bench.dtype), (max(bench.tokens // S, 1), S, bench.heads, bench.kv_heads), say)
-        say("kept: " + "; ".join(f"{kernel} {'x'.join(map(str, tile))}" for kernel, tile in sizes._asdict().items()))
 
 
 def _rows_of(bench: AttentionBenchArgs, name: str, S: int, h: int, say: Callable[[str], None]) -> list[Row]:

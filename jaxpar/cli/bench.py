@@ -109,7 +109,7 @@ def _target(bench: str, name: str) -> Target:
 
 
 def attention_command(words: list[str]) -> int:
-    """jaxpar bench attention [--masks NAME ...] [--seq-lens N ...] [--tune] [--json FILE]"""
+    """jaxpar bench attention [--masks NAME ...] [--seq-lens N ...] [--json FILE]"""
     from jaxpar.bench.attention import FLOPS, AttentionBenchArgs, bench_attention
 
     args = parse(attention_command.__doc__, AttentionBenchArgs(), words)

@@ -22,11 +22,6 @@ def test_places_are_those_of_tiles_that_are_not_empty() -> None:
     assert bench.visible_places(mask, 1, 2048) == np.sum(dense(mask, Tiles(2048, 2048, 1, 1)))
 
 
-def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "attention", "--tune", "--seq-lens", "64"]) == 2
-    assert "Triton kernels are tuned on a GPU, and this is cpu" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_the_command_in_a_small_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every mask, by all that serves here; what does not is said."""

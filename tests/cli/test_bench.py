@@ -23,7 +23,7 @@ FLAGS = {
     "overlap": {"--target", "--step"},
     "pipeline": {"--target"},
     "attention": {"--seq-lens", "--head-dims", "--masks", "--implementations", "--tokens", "--heads", "--kv-heads",
-                  "--dtype", "--rounds", "--tune", "--json"},
+                  "--dtype", "--rounds", "--json"},
     "gpu": {"--out", "--pieces", "--small"},
 }  # fmt: skip
 

@@ -22,14 +22,11 @@ import pytest
 from attention_cases import EVERY_MASK, SIZES, Case, answer, assert_right, inputs, of_pair
 from tiers import needs_cuda, some
 
-from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import load_chip
-from jaxpar.bench import triton_tiles
-from jaxpar.bench.alternate import Timing
 from jaxpar.kernels.attention import triton
 from jaxpar.kernels.attention.call import Call, Unserved
 from jaxpar.kernels.attention.reference import reference
-from jaxpar.kernels.attention.tuned import Sizes, Tile, keep_sizes, sizes_for, sizes_here
+from jaxpar.kernels.attention.triton_tiles import Sizes, Tile, sizes_for, sizes_here
 from jaxpar.kernels.masks import EMPTY, BigBird, BlockSparse, Causal, Mask, Segments, Tiles, Window, tile_states
 from jaxpar.rehearse.targets import load_target
 
@@ -233,7 +230,7 @@ def test_tiles_divide_the_blocks_of_a_mask_and_are_no_longer_than_the_sequence()
 
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_chip_and_head_dim_has_tiles(dtype: str, cache: Path) -> None:
+def test_every_chip_and_head_dim_has_tiles(dtype: str) -> None:
     for chip in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "cpu"):
         for h in (32, 64, 80, 128, 192, 256):
             for tile in sizes_for(h, dtype, chip):
@@ -241,42 +238,6 @@ def test_every_chip_and_head_dim_has_tiles(dtype: str, cache: Path) -> None:
                 assert all(block & (block - 1) == 0 for block in tile[:2])
     assert sizes_for(64, "bfloat16", "NVIDIA H100 PCIe") != sizes_for(64, "bfloat16", "NVIDIA A100-PCIE-40GB")
     assert sizes_here(64, "bfloat16") == sizes_for(64, "bfloat16", "an unknown chip")
-
-
-@pytest.mark.quick
-def test_what_was_tuned_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = sizes_for(128, "bfloat16", "NVIDIA L4")
-    file = keep_sizes(80, "bfloat16", "NVIDIA L4", SMALL)
-    assert file.is_relative_to(cache)
-    assert sizes_for(128, "bfloat16", "NVIDIA L4") == SMALL, "head_dims padded to the same share their tiles"
-    assert sizes_for(128, "float32", "NVIDIA L4") != SMALL
-    assert sizes_for(128, "bfloat16", "NVIDIA H100 PCIe") != SMALL
-    keep_sizes(64, "float32", "NVIDIA L4", table)
-    assert sizes_for(128, "bfloat16", "NVIDIA L4") == SMALL, "one does not undo the other"
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "process_count", lambda: 2)
-        assert sizes_for(128, "bfloat16", "NVIDIA L4") == table, "processes must run one program"
-    for damage in ("", "[]", '{"a": 1}', '{"a": [[1], 2, 3]}', '{"a": [[16, 16, 4, 2]]}'):
-        file.write_text(damage)
-        assert sizes_for(128, "bfloat16", "NVIDIA L4") == table
-
-
-def test_tuning_keeps_the_fastest_of_each_kernel(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timed by the work that a made-up GPU does for it: the time of each is known."""
-
-    def made_up(ready: dict[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-        return {name: Timing(next(times), 1.0, (1.0, 1.0)) for name in ready}
-
-    monkeypatch.setattr(triton_tiles, "alternate", made_up)
-    times = iter([3.0, 1.0, 2.0, 1.0, 2.0, 3.0, 2.0, 3.0, 1.0])
-    candidates = [Tile(16, 16), Tile(16, 32), Tile(32, 16)]
-    lines: list[str] = []
-    found = triton_tiles.tune(32, "float32", (1, 32, 2, 1), lines.append, candidates, INTERPRETED)
-    assert found == Sizes(candidates[1], candidates[0], candidates[2])
-    assert sizes_here(32, "float32") == found
-    assert len(lines) == 9
-    with pytest.raises(UserError, match="tuned on a GPU, and this is cpu"):
-        triton_tiles.tune(32, "float32", (1, 32, 2, 1), lines.append)
 
 
 # Lowered to Triton, and compiled for GPUs that are not here.

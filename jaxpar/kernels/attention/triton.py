@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Arrays, Call, Index, Ref, Unserved
-from jaxpar.kernels.attention.tuned import Sizes, Tile, sizes_here
+from jaxpar.kernels.attention.triton_tiles import Sizes, Tile, sizes_here
 from jaxpar.kernels.attention.visits import block_units, in_tile, visits
 from jaxpar.kernels.masks import Mask, Tiles, segments_in
 

@@ -1,16 +1,12 @@
-"""Tile sizes of the Triton kernels by chip, head_dim and dtype: a table, and the sizes that tuning found here."""
+"""A table of the tile sizes of the Triton kernels by chip, head_dim and dtype."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-
-from jaxpar.base.runtime import cache_folder, write_whole
 
 
 class Tile(NamedTuple):
@@ -65,50 +61,13 @@ _KINDS = {"H100": "hopper", "H200": "hopper", "GH200": "hopper", "B200": "hopper
 
 
 def sizes_for(h: int, dtype: DTypeLike, chip: str) -> Sizes:
-    """The sizes that were tuned for this chip here, else those of the table.
-
-    A run of several processes takes the table's: each process has its own cache, and all must run the same program.
-
-    Args:
-      h: head_dim.
-      chip: its `device_kind`.
-    """
-    found = kept_sizes().get(_key(h, dtype, chip)) if jax.process_count() == 1 else None
-    if found is not None:
-        return found
+    """The sizes for a head_dim `h` and a chip, which is given by its `device_kind`."""
     family = next((family for part, family in _KINDS.items() if part in chip), "small")
-    return (_FLOAT32 if jnp.dtype(dtype) == jnp.float32 else _BFLOAT16[family])[_width(h)]
+    width = next(width for width in (64, 128, 256) if h <= width)  # head_dims of one row take as much room
+    return (_FLOAT32 if jnp.dtype(dtype) == jnp.float32 else _BFLOAT16[family])[width]
 
 
 def sizes_here(h: int, dtype: DTypeLike) -> Sizes:
     """The sizes for the devices of the mesh that a function is traced for; without a mesh, for JAX's own devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return sizes_for(h, dtype, device.device_kind if device else jax.devices()[0].device_kind)
-
-
-def keep_sizes(h: int, dtype: DTypeLike, chip: str, sizes: Sizes) -> Path:
-    """Keep the sizes that were tuned, and return the file."""
-    file = _file()
-    write_whole(file, json.dumps(kept_sizes() | {_key(h, dtype, chip): sizes}, indent=1))
-    return file
-
-
-def kept_sizes() -> dict[str, Sizes]:
-    """The sizes that were tuned; none where the file cannot be read, which costs only speed."""
-    try:
-        return {key: _row(*sizes) for key, sizes in json.loads(_file().read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _file() -> Path:
-    return cache_folder() / "triton_tiles.json"
-
-
-def _key(h: int, dtype: DTypeLike, chip: str) -> str:
-    return f"{chip}, head_dim {_width(h)}, {jnp.dtype(dtype)}"
-
-
-def _width(h: int) -> int:
-    """The head_dim of a row of the table, which serves all head_dims that take as much room."""
-    return next(width for width in (64, 128, 256) if h <= width)
