@@ -21,7 +21,7 @@ from jaxpar.train.run_folder import open_run
 from jaxpar.train.state import init_state
 
 TOKENIZER = "tokenizer.json"
-_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
+_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files of a Hugging Face folder that say what its ids mean; they are copied in both directions."""
 
 
