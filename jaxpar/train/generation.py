@@ -1,0 +1,361 @@
+"""Continues prompts token by token: a prefill that reads them, and a decode loop over a cache of keys and values.
+
+Both are one jitted program each for a shape. The layers are unrolled, and each has arrays of its own, so that a token
+copies neither a parameter nor a cache.
+
+Shapes: B rows, S prompt length, T slots of the cache, N new tokens, D embed, V vocab.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Compiled
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxpar.base.config import ModelConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.heads import fit_rules
+from jaxpar.base.jax_compat import compiler_options
+from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.plan import Overlap, Plan, is_matrix
+from jaxpar.base.sharding import Axes, is_axes, replicated_sharding
+from jaxpar.hlo.turns import require_order
+from jaxpar.models import Model, Params
+from jaxpar.parallel.cache import EMPTY, Cache, DecodeOps, PrefillOps, cache_axes
+from jaxpar.parallel.ops import Ops
+from jaxpar.train.restore import drop_stages
+
+Prompts = Sequence[Sequence[int]] | Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; the filters are applied in this order, as in Hugging Face's `generate`.
+
+    Attributes:
+      temperature: the scores are divided by it; 0 = greedy, the most likely token.
+      top_k: only this many of the most likely tokens may be drawn; 0 = all.
+      top_p: only the most likely tokens that together have this probability may be drawn (arXiv:1904.09751).
+      seed: the seed. A draw depends on it, on the number of the prompt and on the token's place, and on nothing else.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises:
+        UserError: a value is out of range, or has no effect.
+        """
+        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise UserError(
+                "sampling takes temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found "
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}"
+            )
+        if self.temperature == 0 and (self.top_k or self.top_p < 1 or self.seed):
+            raise UserError("top_k, top_p and seed have no effect at temperature 0, which is greedy: set a temperature")
+
+
+GREEDY = Sampling()
+
+
+class State(NamedTuple):
+    """Where generation stands; `tokens_BN` are the new ones so far, and -1."""
+
+    caches: list[Cache]
+    tokens_BN: Int[Array, "B N"]
+    lengths_B: Int[Array, " B"]
+    done_B: Bool[Array, " B"]
+    keys_B: Key[Array, " B"]
+    stop: Int[Array, " stops"]
+    count: Int[Array, ""]
+
+
+@dataclass
+class Spent:
+    """Tokens and seconds, without the time that programs took to compile."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+
+def generate(
+    model: Model, params: Params, plan: Plan, prompts: Prompts, max_tokens: int = 128, sampling: Sampling = GREEDY,
+    stop: Sequence[int] = (),
+) -> list[list[int]]:  # fmt: skip
+    """Continue each prompt (token ids) by up to `max_tokens` tokens; see `Generator`, which keeps what is compiled."""
+    return Generator(model, params, plan).generate(prompts, max_tokens, sampling, stop)
+
+
+class Generator:
+    """Continues prompts of different lengths in one batch, on any mesh without stages.
+
+    It holds the parameters a second time, layer by layer: matrices in the plan's compute dtype. Rows are split over the
+    data-parallel axes and heads over tensor; no sequence is split. Experts drop no token.
+
+    Attributes:
+      plan: the plan as it is used.
+      spent: tokens and seconds of all calls.
+    """
+
+    def __init__(self, model: Model, params: Params, plan: Plan):
+        """Raises:
+        UserError: the plan has stages, whose layers are in an order of their own.
+        """
+        if plan.size("stage") > 1:
+            raise UserError(
+                f"a pipeline of {plan.size('stage')} stages trains, and does not generate: use mesh.stage=1"
+            )
+        self.plan, self.spent = decode_plan(plan, model.config), Spent()
+        self.config = replace(model.config, capacity_factor=0.0, dropout=0.0)
+        self.params = layer_by_layer(model, params, self.plan)
+        self._programs: dict[tuple[Any, ...], Compiled] = {}
+
+    def generate(
+        self, prompts: Prompts, max_tokens: int = 128, sampling: Sampling = GREEDY, stop: Sequence[int] = (),
+        rows: int = 32,
+    ) -> list[list[int]]:  # fmt: skip
+        """Return the new token ids of each prompt, without the stop token that ended them.
+
+        Args:
+          prompts: token ids; there must be one at least in each.
+          max_tokens: the largest number of new tokens.
+          sampling: how tokens are drawn.
+          stop: ids that end a row.
+          rows: how many prompts run at once.
+
+        Raises:
+          UserError: a prompt is empty, has an id outside the vocabulary, or is too long for so many new tokens.
+        """
+        self.check(prompts, max_tokens)
+        found: list[list[int]] = []
+        for first in range(0, len(prompts), rows):
+            some = prompts[first : first + rows]
+            for new in self.stream(some, max_tokens, sampling, stop, first=first, rows=min(rows, len(prompts))):
+                last = new
+            found += last
+        return found
+
+    def stream(
+        self, prompts: Prompts, max_tokens: int = 128, sampling: Sampling = GREEDY, stop: Sequence[int] = (),
+        chunk: int = 0, first: int = 0, rows: int = 0,
+    ) -> Iterator[list[list[int]]]:  # fmt: skip
+        """Yield all new ids of each prompt after every `chunk` of tokens (0 = at the end); otherwise as `generate`.
+
+        `first` is the number of the first prompt, for its draws. The batch has `rows` rows, if that is more.
+        """
+        self.check(prompts, max_tokens)
+        if not prompts or not max_tokens:
+            yield [[] for _ in prompts]
+            return
+        shards = self.plan.size("batch")
+        B = -(-max(rows, len(prompts)) // shards) * shards
+        S = min(bucket(max(map(len, prompts))), self.config.max_seq_len)
+        tokens_BS, lengths_B = np.zeros((B, S), np.int32), np.ones(B, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens_BS[row, : len(prompt)], lengths_B[row] = prompt, len(prompt)
+        inputs = (
+            tokens_BS, lengths_B, np.arange(B) >= len(prompts), first + np.arange(B, dtype=np.int32),
+            np.array(stop or [-1], np.int32), np.uint32(sampling.seed),
+        )  # fmt: skip
+        inputs = jax.device_put(inputs, replicated_sharding(self.plan))
+        shape = (B, S, max_tokens, sampling, len(inputs[4]))
+        prefill = self._compiled(_prefill, shape, self.params, *inputs)
+        began = time.perf_counter()
+        state = jax.block_until_ready(prefill(self.params, *inputs))
+        self.spent.prefill_tokens += sum(map(len, prompts))
+        self.spent.prefill_seconds += time.perf_counter() - began
+        limit, before = np.int32(1), len(prompts)
+        decode = self._compiled(_decode, shape, self.params, state, limit)
+        while True:
+            began = time.perf_counter()
+            limit = np.int32(min(limit + (chunk or max_tokens), max_tokens))
+            state = decode(self.params, state, limit)
+            tokens_BN, done_B, count = jax.device_get((state.tokens_BN, state.done_B, state.count))
+            new = [ids[ids >= 0].tolist() for ids in tokens_BN[: len(prompts)]]
+            ended, made = bool(done_B.all()) or count >= max_tokens, sum(map(len, new))
+            self.spent.decode_tokens += made - before
+            self.spent.decode_seconds += time.perf_counter() - began
+            before = made
+            yield [ids[:-1] if ids and ids[-1] in stop else ids for ids in new]
+            if ended:
+                return
+
+    def check(self, prompts: Prompts, max_tokens: int) -> None:
+        """Refuse prompts that the model cannot continue by so many tokens, with a UserError."""
+        sizes = self.config
+        for number, prompt in enumerate(prompts, 1):
+            if not len(prompt) or not 0 <= min(prompt) <= max(prompt) < sizes.vocab_size:
+                raise UserError(f"prompt {number} needs at least one token id, all in 0..{sizes.vocab_size - 1}")
+            if len(prompt) + max_tokens > sizes.max_seq_len:
+                left = sizes.max_seq_len - len(prompt)
+                fits = f"at most {left} new ones fit" if left > 0 else "shorten it"
+                raise UserError(
+                    f"prompt {number} has {len(prompt)} tokens, and {max_tokens} more are beyond the context of "
+                    f"{sizes.max_seq_len} (model.max_seq_len): {fits}"
+                )
+
+    def _compiled(self, function: Callable[..., State], shape: tuple[Any, ...], *args: Any) -> Compiled:
+        """Return the program for arguments of these shapes, compiled when it is first asked for."""
+        key = (function, shape)
+        if key not in self._programs:
+            _, S, N, sampling, _ = shape
+            run = partial(function, self.config, self.plan, S, N, sampling)
+            whole = replicated_sharding(self.plan)
+            places: Any = State(self.plan.sharding(cache_axes(self.plan)), *[whole] * (len(State._fields) - 1))
+            program = jax.jit(
+                run, out_shardings=places, donate_argnums=(1,) if function is _decode else (),
+                compiler_options=compiler_options(self.plan.mesh),
+            ).lower(*args).compile()  # fmt: skip
+            require_order(program, self.plan.mesh.devices.flat)
+            self._programs[key] = program
+        return self._programs[key]
+
+
+def bucket(length: int) -> int:
+    """Round a length up so that few programs serve all lengths, and at most a quarter is added (16 at least)."""
+    step = max(1 << max(length.bit_length() - 3, 0), 16)
+    return -(-length // step) * step
+
+
+def decode_plan(plan: Plan, model: ModelConfig) -> Plan:
+    """Return the plan for generating: no sequence is split, and nothing is kept or moved for a backward."""
+    rules = replace(plan.rules, seq=(), residual_seq=(), attention_seq=())
+    rules, _ = fit_rules(rules, model.heads, model.kv_head_count, plan.mesh.shape)
+    return drop_stages(replace(plan, rules=rules, remat="none", overlap=Overlap()))
+
+
+def decode_mesh(model: ModelConfig, devices: int) -> MeshSpec:
+    """Choose a mesh: as many devices along tensor as divide heads, kv heads and the MLP, and the rest along data."""
+    sizes = (devices, model.heads, model.kv_head_count, model.mlp, model.vocab_multiple)
+    tensor = max(n for n in range(1, devices + 1) if all(size % n == 0 for size in sizes))
+    return MeshSpec(data=devices // tensor, tensor=tensor)
+
+
+def layer_by_layer(model: Model, params: Params, plan: Plan) -> Params:
+    """Return the parameters with `blocks` as a list of layers, on the plan's mesh, matrices in its compute dtype."""
+
+    def cast(x: Array, axes: Axes) -> Array:
+        # The router and learned positions are read in float32.
+        return x.astype(plan.dtype) if is_matrix(axes) and None not in axes else x
+
+    def place(axes: Axes, x: Array) -> Array:
+        return jax.jit(cast, static_argnums=1, out_shardings=plan.sharding(axes))(x, axes)
+
+    def slices(axes: Axes, x: Array) -> list[Array]:
+        split = jax.jit(
+            lambda x: [cast(x[layer], axes) for layer in range(len(x))], out_shardings=plan.sharding(axes[1:])
+        )
+        return split(x)
+
+    axes, blocks = model.axes, params["blocks"]
+    found = {name: jax.tree.map(place, axes[name], params[name], is_leaf=is_axes) for name in ("embed", "head")}
+    stacked, form = jax.tree.flatten(jax.tree.map(slices, axes["blocks"], blocks, is_leaf=is_axes), _is_list)
+    return found | {"blocks": [form.unflatten(layer) for layer in zip(*stacked, strict=True)]}
+
+
+def _is_list(tree: Any) -> bool:
+    return isinstance(tree, list)
+
+
+def run_blocks(model: Model, params: Params, x_BSD: Array, positions_BS: Array, plan: Plan) -> Array:
+    """Run the residual stream through all layers of `layer_by_layer` parameters."""
+    for layer in params["blocks"]:
+        x_BSD, _ = model.block(layer, x_BSD, positions_BS, None, plan)
+    return x_BSD
+
+
+def _with(config: ModelConfig, ops: Ops) -> Model:
+    return Model(config, lambda plan: ops)
+
+
+def _scores(model: Model, params: Params, x_BSD: Array, plan: Plan) -> Float[Array, "B V"]:
+    """Return the float32 scores of the vocabulary after one token a row, whole on every device of its rows."""
+    x_BSD, head_VD = model.head(params, x_BSD)
+    sizes = model.config
+    scores_BSV = model.ops(plan).logits(x_BSD, head_VD, sizes.vocab_size, sizes.logit_softcap)
+    return plan.constrain(scores_BSV[:, 0, : sizes.vocab_size], ("batch", None))
+
+
+def _prefill(
+    config: ModelConfig, plan: Plan, S: int, N: int, sampling: Sampling, params: Params, tokens_BS: Array,
+    lengths_B: Array, done_B: Array, number_B: Array, stop: Array, seed: Array,
+) -> State:  # fmt: skip
+    """Read the prompts, and draw the first new token of each."""
+    ops = PrefillOps(plan, slots=S + N)
+    model = _with(config, ops)
+    tokens_BS = plan.constrain(tokens_BS, ("batch", None))
+    positions_BS = jnp.broadcast_to(jnp.arange(S), tokens_BS.shape)
+    x_BSD = model.embed(params, tokens_BS, positions_BS, plan)
+    x_BSD = run_blocks(model, params, x_BSD, positions_BS, plan)
+    last_B1D = jnp.take_along_axis(x_BSD, lengths_B[:, None, None] - 1, axis=1)
+    scores_BV = _scores(model, params, plan.constrain(last_B1D, ("batch", None, None)), plan)
+    keys_B = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(number_B)
+    tokens_BN = jnp.full((len(lengths_B), N), -1, jnp.int32)
+    state = State(ops.caches, tokens_BN, lengths_B, done_B, keys_B, stop, jnp.int32(0))
+    return _add(state, scores_BV, sampling)
+
+
+def _decode(
+    config: ModelConfig, plan: Plan, S: int, N: int, sampling: Sampling, params: Params, state: State, limit: Array
+) -> State:
+    """Draw tokens until there are `limit` of each row, or every row has met a stop token."""
+    slots = jnp.arange(S + N)
+    n = state.lengths_B[:, None]
+    places_BT = jnp.where(slots < S, jnp.where(slots < n, slots, EMPTY), n + slots - S)
+
+    def step(state: State) -> State:
+        place_B = state.lengths_B + state.count - 1  # of the newest token, which has no cache yet
+        ops = DecodeOps(plan, state.caches, S + state.count - 1, places_BT, place_B)
+        model = _with(config, ops)
+        tokens_B1 = plan.constrain(_column(state.tokens_BN, state.count - 1), ("batch", None))
+        positions_B1 = plan.constrain(place_B[:, None], ("batch", None))
+        # A row that has ended has no newest token; what it computes is not used.
+        x_B1D = model.embed(params, jnp.maximum(tokens_B1, 0), positions_B1, plan)
+        x_B1D = run_blocks(model, params, x_B1D, positions_B1, plan)
+        scores_BV = _scores(model, params, x_B1D, plan)
+        return _add(state._replace(caches=ops.caches), scores_BV, sampling)
+
+    return jax.lax.while_loop(lambda state: (state.count < limit) & ~state.done_B.all(), step, state)
+
+
+def _column(x_BN: Array, place: Array) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x_BN, place, 1, axis=1)
+
+
+def _add(state: State, scores_BV: Array, sampling: Sampling) -> State:
+    """Draw a token of each row that has not ended, and put it at the end of its new tokens."""
+    token_B = draw(scores_BV, sampling, state.keys_B, state.lengths_B + state.count)
+    token_B = jnp.where(state.done_B, -1, token_B)
+    tokens_BN = jax.lax.dynamic_update_slice_in_dim(state.tokens_BN, token_B[:, None], state.count, axis=1)
+    done_B = state.done_B | jnp.isin(token_B, state.stop)
+    return state._replace(tokens_BN=tokens_BN, done_B=done_B, count=state.count + 1)
+
+
+def draw(scores_BV: Float[Array, "B V"], sampling: Sampling, keys_B: Array, place_B: Array) -> Int[Array, " B"]:
+    """Draw a token of each row, by the row's key and the place of the token."""
+    if sampling.temperature == 0:
+        return jnp.argmax(scores_BV, axis=-1).astype(jnp.int32)
+    scores_BV = scores_BV / sampling.temperature
+    if 0 < sampling.top_k < scores_BV.shape[1]:
+        least_B1 = jax.lax.top_k(scores_BV, sampling.top_k)[0][:, -1:]
+        scores_BV = jnp.where(scores_BV < least_B1, -jnp.inf, scores_BV)
+    if sampling.top_p < 1:
+        sorted_BV = jnp.sort(scores_BV, axis=-1, descending=True)
+        share_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        kept_BV = jnp.cumsum(share_BV, axis=-1) - share_BV < sampling.top_p  # what is more likely has less than this
+        least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+        scores_BV = jnp.where(scores_BV < least_B1, -jnp.inf, scores_BV)
+    keys_B = jax.vmap(jax.random.fold_in)(keys_B, place_B)
+    return jax.vmap(jax.random.categorical)(keys_B, scores_BV).astype(jnp.int32)

@@ -1,0 +1,103 @@
+"""Generation with a cache picks what the whole model would, on every mesh; draws do not depend on the other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.base.config import ModelConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.plan import Plan
+from jaxpar.models import Model
+from jaxpar.train.generation import Generator, Sampling, bucket, draw
+
+CONFIG = ModelConfig(
+    "llama", vocab_size=31, vocab_multiple=8, layers=2, embed=16, heads=4, kv_heads=2, mlp=32, max_seq_len=64,
+    init_std=0.5, window=5,
+)  # fmt: skip
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params(model: Model):
+    return jax.jit(model.init)(jax.random.key(0))
+
+
+def test_each_token_is_the_most_likely_after_those_before(model, params, plan_of: Callable[..., Plan]) -> None:
+    plan = plan_of()
+    scores = jax.jit(lambda ids_S: model.logits(params, {"tokens": ids_S[None]}, plan)[0])
+    found = Generator(model, params, plan).generate(PROMPTS, 12)
+    for prompt, new in zip(PROMPTS, found, strict=True):
+        assert len(new) == 12
+        ids = np.array(prompt + new)
+        best = np.argmax(scores(jnp.pad(jnp.asarray(ids), (0, 32 - len(ids)))), axis=-1)
+        assert new == best[len(prompt) - 1 : len(ids) - 1].tolist()
+    many = Generator(model, params, plan_of(data=2, tensor=4))  # each kv head has two copies
+    assert many.generate(PROMPTS, 12) == found
+    assert many.generate(PROMPTS, 12, rows=2) == found  # another batch, with other rows beside
+    *parts, whole = many.stream(PROMPTS, 12, chunk=4)
+    assert whole == found and [len(part[0]) for part in parts] == [5, 9]
+    stop = found[0][3]
+    cut = [new[: new.index(stop)] if stop in new else new for new in found]
+    assert many.generate(PROMPTS, 12, stop=[stop]) == cut
+
+
+def test_draws_depend_on_nothing_but_the_seed_and_the_place(model, params, plan_of: Callable[..., Plan]) -> None:
+    one, sampling = Generator(model, params, plan_of()), Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3)
+    found = one.generate(PROMPTS, 6, sampling)
+    assert one.generate(PROMPTS[:1], 6, sampling) == found[:1]
+    assert Generator(model, params, plan_of(data=2, fsdp=2, tensor=2)).generate(PROMPTS, 6, sampling) == found
+    assert one.generate(PROMPTS, 6, replace(sampling, seed=4)) != found
+
+
+def test_draws_have_the_frequencies_of_the_filtered_scores() -> None:
+    probabilities = np.array([0.4, 0.05, 0.3, 0.15, 0.1])
+    keys, count = jax.random.split(jax.random.key(0), 4000), 4000
+    scores = jnp.broadcast_to(jnp.log(probabilities), (count, 5))
+
+    def frequencies(**values) -> np.ndarray:
+        drawn = draw(scores, Sampling(**values), keys, jnp.zeros(count, jnp.int32))
+        return np.bincount(drawn, minlength=5) / count
+
+    def normalized(*kept: int, power: float = 1.0) -> np.ndarray:
+        weights = np.where(np.isin(np.arange(5), kept), probabilities**power, 0)
+        return weights / weights.sum()
+
+    # Four standard deviations of a frequency of 1/2 over 4,000 draws are 0.032.
+    for values, expected in (
+        ({"temperature": 1.0}, normalized(0, 1, 2, 3, 4)),
+        ({"temperature": 0.5, "top_k": 3}, normalized(0, 2, 3, power=2)),
+        ({"temperature": 1.0, "top_p": 0.75}, normalized(0, 2, 3)),
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.8}, normalized(0, 2)),  # of three, two have 0.82
+        ({"temperature": 1.0, "top_p": 0.01}, normalized(0)),
+    ):
+        np.testing.assert_allclose(frequencies(**values), expected, atol=0.032)
+
+
+def test_lengths_are_rounded_up_a_little() -> None:
+    assert [bucket(n) for n in (1, 16, 17, 65, 129, 1000)] == [16, 16, 32, 80, 160, 1024]
+    assert all(n <= bucket(n) <= max(1.25 * n + 1, n + 15) for n in range(1, 3000))
+
+
+def test_what_cannot_be_continued_is_refused(model, params, plan_of: Callable[..., Plan]) -> None:
+    one = Generator(model, params, plan_of())
+    for prompt in ([], [31], [-1]):
+        with pytest.raises(UserError, match=r"prompt 2 needs at least one token id, all in 0\.\.30"):
+            one.generate([[1], prompt], 1)
+    with pytest.raises(UserError, match=r"has 60 tokens, and 5 more are beyond the context of 64.*at most 4 new"):
+        one.generate([[1] * 60], 5)
+    with pytest.raises(UserError, match="a pipeline of 2 stages trains"):
+        Generator(model, params, plan_of(stage=2))
+    for values, message in (({"top_k": 5}, "no effect"), ({"temperature": 1.0, "top_p": 0.0}, "0 < top_p")):
+        with pytest.raises(UserError, match=message):
+            Sampling(**values)
