@@ -50,7 +50,7 @@ class RehearseArgs(ConfigArgs):
     """The training step compiled for hardware that is not here: does it fit, what takes the time, what is exposed."""
 
     target: str = ""
-    """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ... or here."""
+    """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ...: docs/targets.md lists them."""
     html: str = ""
     """Write the report as one self-contained page."""
     trace: str = ""

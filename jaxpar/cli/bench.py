@@ -31,11 +31,6 @@ class StepBenchArgs:
 
 
 @dataclass(frozen=True)
-class RehearseBenchArgs:
-    """Predicted against measured training steps of many shapes, on one device of this machine."""
-
-
-@dataclass(frozen=True)
 class OverlapBenchArgs:
     """A block in each form of overlap, rehearsed for a target."""
 
@@ -64,21 +59,6 @@ def step_command(words: list[str]) -> int:
     config, say = check(args.config), console().print
     plan = make_plan(config, start(config.mesh, config.compile.cache))
     say(table(bench_step(config, plan, args.rounds, args.calls, say=say)))
-    return 0
-
-
-def rehearse_command(words: list[str]) -> int:
-    """jaxpar bench rehearse"""
-    from jaxpar.base.hardware import Hardware
-    from jaxpar.bench.rehearse import compare_predictions, configs, summary
-    from jaxpar.rehearse.calibrate import find_calibration
-
-    parse(rehearse_command.__doc__, RehearseBenchArgs(), words)
-    start(MeshSpec(), "off")  # as `rehearse`: it reads what the compiler writes
-    say = console().print
-    kept = find_calibration(say)
-    rows = compare_predictions(configs(), kept.hardware(Hardware()), kept.speeds(), say=say)
-    say(f"{table(rows)}\n\n{summary(rows)}")
     return 0
 
 

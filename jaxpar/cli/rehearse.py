@@ -12,11 +12,11 @@ from rich.console import RenderableType
 from jaxpar.base.config import Config, load_config
 from jaxpar.base.console import check_folders, console
 from jaxpar.base.errors import UserError
-from jaxpar.base.runtime import start, write_whole
+from jaxpar.base.runtime import write_whole
 from jaxpar.base.toml import flatten
 from jaxpar.cli.arguments import RehearseArgs
 from jaxpar.plan import resolve_and_compile
-from jaxpar.rehearse.of_config import mesh_here, on_target, rehearse
+from jaxpar.rehearse.of_config import on_target, rehearse
 from jaxpar.rehearse.report.conditions import failures, parse_conditions
 from jaxpar.rehearse.report.difference import difference, difference_parts
 from jaxpar.rehearse.report.lint import RULES
@@ -39,10 +39,7 @@ def rehearse_words(name: str, args: RehearseArgs, command: str) -> int:
       UserError: see `rehearse`; a condition or a file that cannot be read or written.
     """
     if not args.target:
-        raise UserError("rehearse needs --target: v5p-64, v5e-8, h100x64, here, ...: docs/targets.md lists them")
-    if args.target == "here":
-        # Before the target counts the devices: that would start JAX with fewer.
-        start(mesh_here(args.config.mesh), "off")
+        raise UserError("rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
     target = load_target(args.target)
     conditions = parse_conditions(args.fail_on, RULES, bool(args.against))
     baseline, other = None, None

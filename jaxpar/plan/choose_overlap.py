@@ -184,7 +184,7 @@ def trial(config: Config, plan: Plan, target: Target | None, say: Say = lambda l
         seconds = _time(traced.lower().compile(), arguments) / layers
         return Trial(plan.overlap, float(multihost_utils.broadcast_one_to_all(np.float64(seconds))))
     compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
-    timeline = simulate(compiled.as_text() or "", plan.mesh, target, say).timeline
+    timeline = simulate(compiled.as_text() or "", plan.mesh, target).timeline
     collectives = [row for row in timeline.tasks if row.task.collective]
     matmul, exposed = timeline.busy.get("matmul", 0.0), timeline.exposed_communication
     sent = sum(row.task.collective.sent_bytes * row.count for row in collectives if row.task.collective)

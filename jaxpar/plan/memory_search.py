@@ -146,7 +146,7 @@ class MemorySearch:
             self.work = found - self.state.device - solution.device
         else:
             self.update = found - self.state.device
-        played = simulate(text, self.plan.mesh, target, say).timeline if target is not None and text else None
+        played = simulate(text, self.plan.mesh, target).timeline if target is not None and text else None
         return Tried(config, self.outer, solution, predicted, found, self.moved, played, program)
 
 

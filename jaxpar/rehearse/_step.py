@@ -133,12 +133,11 @@ def mesh_of(arguments: PyTree, target: Target) -> Mesh:
         raise UserError(f"rehearse.step needs arguments on one mesh, and {found}: {how}")
     (mesh,) = meshes
     devices = list(mesh.devices.flat)
-    platforms = {devices[0].platform} if target.name == "here" else {target.platform, _KINDS.get(target.platform)}
-    wanted = len(devices) if target.name == "here" else target.device_count
-    if devices[0].platform not in platforms or len(devices) != wanted:
+    platforms = {target.platform, _KINDS.get(target.platform)}
+    if devices[0].platform not in platforms or len(devices) != target.device_count:
         raise UserError(
-            f"the arguments lie on {len(devices)} devices ({devices[0].device_kind}) and {target.name} has {wanted} "
-            f"({target.platform}): {how}"
+            f"the arguments lie on {len(devices)} devices ({devices[0].device_kind}) and {target.name} has "
+            f"{target.device_count} ({target.platform}): {how}"
         )
     return mesh
 
@@ -177,7 +176,7 @@ def simulate_compiled(
 ) -> StepSimulation:
     """Read, price and play out a compiled function; its lines are looked for as `read_program` says."""
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
-    return simulate(compiled.text, compiled.mesh, compiled.target, say, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs)
+    return simulate(compiled.text, compiled.mesh, compiled.target, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs)
 
 
 def report_of(compiled: Compiled, simulation: StepSimulation, known: Known) -> Rehearsal:
@@ -194,7 +193,7 @@ def report_of(compiled: Compiled, simulation: StepSimulation, known: Known) -> R
         "versions": versions(),
         "target": {
             "name": target.name, "chip": hardware.chip or target.chip,
-            "chips": mesh.size // hardware.devices_per_chip,  # of the target `here` a mesh may take some only
+            "chips": hardware.chips,
             "slices": target.slices, "topology": target.topology, "hbm_bytes": hardware.hbm_bytes,
             "peak_flops": peak, "dtype": known.dtype, "note": target.note,
         },

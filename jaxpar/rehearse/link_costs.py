@@ -47,8 +47,7 @@ class CollectiveTime:
     """The part that would remain for zero bytes."""
     resources: tuple[str, ...]
     """The lanes it keeps busy: some of `ici:x+`, `ici:x-` (both directions of an axis), `ici:y+` and so on, `nvlink`,
-    `dcn`, `chip` (between the devices of one chip), `memory` (simulated devices). Collectives that share a lane run one
-    after the other."""
+    `dcn`, `chip` (between the devices of one chip). Collectives that share a lane run one after the other."""
     links: str
     """A description for people: `ring of 4 along z`."""
     bytes_per_link: float
@@ -88,7 +87,7 @@ def collective_time(collective: Collective, places: tuple[Position, ...], target
         if not leg.bandwidth:
             raise UserError(
                 f"target {target.name} ({hardware.chip}) has no figure for the bandwidth of {leg.lanes[0]}, which "
-                f"a {kind} over {leg.text} needs: rehearse for a known target, or calibrate this one"
+                f"a {kind} over {leg.text} needs: write it in the file of its chip, meshes/chips"
             )
     together = hardware.ici.kind != "torus" or kind == "ppermute"
     times = [_time(legs, together, collective.bytes, hardware) for legs in routes]
@@ -125,15 +124,14 @@ def _routes(kind: CollectiveKind, groups: Groups, places: tuple[Position, ...], 
 Seats = tuple[tuple[Position, ...], ...]
 
 
-# Switches connect the GPUs of a node, and the devices of one machine.
+# Switches connect the GPUs of a node.
 
 
 def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tuple[Legs, ...]:
     inside = hardware.ici.links * hardware.ici.link_bandwidth
-    lane = "nvlink" if hardware.ici.kind == "switch" else "memory"
     if kind == "ppermute":
         far = [start.slice != end.slice for start, end in groups]
-        near = _Leg((lane,), 1.0, inside, 1, "pairs in a node")
+        near = _Leg(("nvlink",), 1.0, inside, 1, "pairs in a node")
         net = _Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1, "pairs in different nodes")
         return (((near,) if not all(far) else ()) + ((net,) if any(far) else ()),)
     size = max(map(len, groups))
@@ -145,7 +143,7 @@ def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tup
     def legs(in_node: float, across: float, hops: float, net_hops: float) -> Legs:
         found = []
         if many > 1:
-            found.append(_Leg((lane,), in_node, inside, hops, f"{many} in a node"))
+            found.append(_Leg(("nvlink",), in_node, inside, hops, f"{many} in a node"))
         if nodes > 1:
             found.append(_Leg(("dcn",), across, hardware.dcn_bandwidth, net_hops, f"{nodes} nodes"))
         return tuple(found)

@@ -9,16 +9,14 @@ from typing import NamedTuple
 import jax
 
 from jaxpar.base.config import Config, check, require_settled
-from jaxpar.base.mesh import MESH_AXES, MeshSpec, describe
+from jaxpar.base.mesh import MESH_AXES, describe
 from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import start
 from jaxpar.base.sharding import LogicalAxis, placements
 from jaxpar.hlo.parse import parse
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.rehearse._step import Compiled, Known, compile_for, report_of, simulate_compiled
 from jaxpar.rehearse.report import lint, memory
-from jaxpar.rehearse.report.collectives import in_float32
 from jaxpar.rehearse.report.memory_advice import StepSizes, advice
 from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
@@ -104,8 +102,6 @@ def on_target(config: Config, target: Target) -> tuple[Config, list[jax.Device]]
       UserError: the config is wrong in itself, or its mesh does not fit the target.
     """
     config = check(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=False)))
-    if target.name == "here":
-        return config, start(mesh_here(config.mesh), "off")
     check_mesh(config.mesh, target)
     return config, target.devices()
 
@@ -139,13 +135,7 @@ def compile_step(
     )  # fmt: skip
     notes = plan_notes(config, plan)
     asked = requested_collectives(compiled.jaxpr, plan.mesh, notes.append)
-    asked = in_float32(asked) if target.platform == "cpu" else asked
     return CompiledStep(config, plan, model, asked, compiled, tuple(notes))
-
-
-def mesh_here(mesh: MeshSpec) -> MeshSpec:
-    """The mesh on this machine's devices, or on simulated ones if it asks for those."""
-    return dataclasses.replace(mesh, distributed=False, platform="cpu" if mesh.platform == "cpu" else "auto")
 
 
 def step_sizes(config: Config, plan: Plan) -> StepSizes:

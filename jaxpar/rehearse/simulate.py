@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from jaxpar.hlo.origin import PackageDirs
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Program
 from jaxpar.kernels.attention.libraries import kernel_cost
-from jaxpar.rehearse.calibrate import find_calibration
 from jaxpar.rehearse.cost.cost import Costs, price
 from jaxpar.rehearse.link_costs import CollectiveTime, collective_time
 from jaxpar.rehearse.targets import Target, places
@@ -28,13 +26,13 @@ class StepSimulation(NamedTuple):
     costs: Costs
     timeline: Timeline
     hardware: Hardware
-    """The figures of one device; for `here` they are the measured ones."""
+    """The figures of one device."""
     on_links: Callable[[Collective], CollectiveTime]
 
 
 def simulate(
-    text: str, mesh: Mesh, target: Target, say: Callable[[str], None] = lambda line: None, drawn_trips: int = 2,
-    most_events: int = 20_000, package_dirs: PackageDirs | None = None,
+    text: str, mesh: Mesh, target: Target, drawn_trips: int = 2, most_events: int = 20_000,
+    package_dirs: PackageDirs | None = None,
 ) -> StepSimulation:  # fmt: skip
     """Simulate a compiled program on a target.
 
@@ -42,19 +40,13 @@ def simulate(
       text: the program's text, `compiled.as_text()`.
       mesh: the mesh of the target's devices, in the program's order.
       target: what `load_target` returned.
-      say: a function that is given lines of progress while this machine is measured (target `here`).
       drawn_trips, most_events: see `replay`.
       package_dirs: see `read_program`.
     """
     where = places(list(mesh.devices.flat), target)
     slice_of = [place.slice for place in where] if target.platform == "tpu" and target.slices > 1 else None
     program = read_program(text, slice_of=slice_of, kernel_cost=kernel_cost, package_dirs=package_dirs)
-    speeds = None
-    if target.name == "here":
-        measured = find_calibration(say)
-        target = replace(target, hardware=measured.hardware(target.hardware))
-        speeds = measured.speeds(mesh.size)
     on_links = partial(collective_time, places=where, target=target)
-    costs = price(program, target.hardware, on_links, speeds)
+    costs = price(program, target.hardware, on_links)
     timeline = replay(program, costs, drawn_trips=drawn_trips, most_events=most_events)
     return StepSimulation(program, costs, timeline, target.hardware, on_links)

@@ -1,4 +1,4 @@
-"""A target names hardware that need not be here: `v5p-64`, `v5e-8`, `v5p-128x4`, `v5p:4x4x8`, `h100x64`, or `here`.
+"""A target names hardware that need not be here: `v5p-64`, `v5e-8`, `v5p-128x4`, `v5p:4x4x8` or `h100x64`.
 
 A TPU's number counts chips, not cores: the 64 chips of `v5p-64` are v5p-128 at Google Cloud. `v5p-128x4` is four
 slices of 128 chips, `v5p:4x4x8` is a slice of exactly this shape, and `h100x64` is 64 GPUs, eight to a node.
@@ -19,12 +19,12 @@ import jax
 from jax.experimental import topologies
 
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, hardware_of, load_chip
+from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, load_chip
 from jaxpar.base.mesh import MeshSpec, describe, resolve
 from jaxpar.base.runtime import without_chips
 from jaxpar.base.toml import presets
 
-Platform = Literal["tpu", "cuda", "cpu"]
+Platform = Literal["tpu", "cuda"]
 GPUS_PER_NODE = 8
 
 
@@ -33,9 +33,9 @@ class Target:
     """A system of equal devices, perhaps not here: what to compile for, and what it can do."""
 
     name: str
-    """The name as this library writes it: `v5p-64`, `v5p-128x4`, `v5p:4x4x8`, `h100x64`, `here`."""
+    """The name as this library writes it: `v5p-64`, `v5p-128x4`, `v5p:4x4x8`, `h100x64`."""
     chip: str
-    """The name of a file in `jaxpar.meshes.chips`, such as `v5p`; for `here`, JAX's name of the device."""
+    """The name of a file in `jaxpar.meshes.chips`, such as `v5p`."""
     platform: Platform
     """The platform, as in `lower(lowering_platforms=(target.platform,))`."""
     hardware: Hardware
@@ -55,7 +55,7 @@ class Target:
         return self.hardware.chips * self.hardware.devices_per_chip
 
     def devices(self) -> list[jax.Device]:
-        """Return devices to build a mesh from and compile for, without the hardware; for `here`, this machine's own.
+        """Return devices to build a mesh from and compile for, without the hardware.
 
         Targets of several kinds may live in one process. Where JAX has been told no platform, it is told `cpu`:
         compiling needs no accelerator, and JAX would look for one at the first array.
@@ -63,8 +63,6 @@ class Target:
         Raises:
           UserError: the compiler is not installed (the message says how to install it), or refuses this topology.
         """
-        if self.name == "here":
-            return jax.devices()
         if jax.config.values["jax_platforms"] is None:
             jax.config.update("jax_platforms", "cpu")
         if missing := _missing(self.platform):
@@ -93,21 +91,17 @@ class Position(NamedTuple):
 
 
 def load_target(name: str) -> Target:
-    """Return the target of this name. `here` stands for this machine's devices, and starts JAX.
+    """Return the target of this name.
 
     Raises:
       UserError: the chip is unknown, or its topology does not allow this size; the message names the nearest.
     """
-    if name == "here":
-        return _here()
     match = re.fullmatch(r"(\w+?)([-:x])(\d+(?:x\d+)*)", name.lower())
-    chips = {chip: load_chip(chip) for chip in presets(CHIPS) if chip != "cpu"}
+    chips = {chip: load_chip(chip) for chip in presets(CHIPS)}
     if match is None or match[1] not in chips:
         words = [f"{key}{'-' if chip.slices.name else 'x'}{n}" for key, chip in chips.items() for n in (8, 64, 256)]
-        guess = suggest(name.lower().replace("litepod", "e"), [*words, "here"])
-        raise UserError(
-            f"no target {name!r}{guess}: chips are {', '.join(chips)}, as in v5p-64, v5p-64x4, h100x64; or here"
-        )
+        guess = suggest(name.lower().replace("litepod", "e"), words)
+        raise UserError(f"no target {name!r}{guess}: chips are {', '.join(chips)}, as in v5p-64, v5p-64x4, h100x64")
     key, mark, numbers = match[1], match[2], _numbers(match[3])
     chip = chips[key]
     match mark, numbers:
@@ -170,7 +164,7 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_s
     return Target(label, name, "tpu", hardware, count, text, vendor, note)
 
 
-# GPU nodes, and this machine.
+# GPU nodes.
 
 
 def _gpus(name: str, chip: Chip, count: int) -> Target:
@@ -184,24 +178,6 @@ def _gpus(name: str, chip: Chip, count: int) -> Target:
     nodes, per_node = max(nodes, 1), min(count, GPUS_PER_NODE)
     hardware = replace(chip.hardware, chips=count, ici=replace(chip.hardware.ici, shape=(per_node,), wraps=(True,)))
     return Target(f"{name}x{count}", name, "cuda", hardware, nodes, f"{nodes}x{per_node}")
-
-
-def _here() -> Target:
-    """Make the target of this machine's devices; an unknown chip has no figures."""
-    devices = jax.devices()
-    kind, slices = devices[0].device_kind, len(set(_slice_indices(devices)))
-    platform: Platform = {"gpu": "cuda", "tpu": "tpu"}.get(devices[0].platform, "cpu")  # pyright: ignore[reportAssignmentType]
-    known = hardware_of(kind) or Hardware(chip=kind, device_kinds=(kind,))
-    shape, wraps = (len(devices) // slices,), (platform == "cuda",)
-    if platform == "tpu":  # JAX gives three coordinates for a 2D torus too
-        axes = zip(*(device.coords[: known.ici.links // 2 or 3] for device in devices), strict=True)
-        shape = tuple(max(axis) + 1 for axis in axes)
-        wraps = tuple(side == 16 if len(shape) == 2 else all(side % 4 == 0 for side in shape) for side in shape)
-    hardware = replace(
-        known, chips=len(devices) // known.devices_per_chip, ici=replace(known.ici, shape=shape, wraps=wraps)
-    )
-    topology = "x".join(map(str, shape if platform == "tpu" else (slices, *shape)))
-    return Target("here", kind, platform, hardware, slices, topology)
 
 
 def _slice_indices(devices: Sequence[jax.Device]) -> list[int]:
@@ -306,7 +282,7 @@ def check_mesh(spec: MeshSpec, target: Target) -> None:
     across = {axis: size for axis, size in vars(spec.dcn).items() if size != 1}
     spans, unit = math.prod(across.values()), "nodes" if target.platform == "cuda" else "slices"
     needed = target.slices > 1 and target.platform == "tpu"
-    if (needed or across) and spans != target.slices and target.platform != "cpu":
+    if (needed or across) and spans != target.slices:
         here = f"{target.slices} {unit}" if target.slices > 1 else f"one {unit[:-1]}"
         change = f"try mesh.dcn.data={target.slices}" if target.slices > 1 else "leave out the mesh.dcn sizes"
         asked = f"spans {spans} of them (mesh.dcn {describe(across)})" if across else "has no axis across them"

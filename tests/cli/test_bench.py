@@ -19,12 +19,10 @@ pytestmark = pytest.mark.quick
 CONFIG = ["step", "overlap", "pipeline"]  # those that take one
 FLAGS = {
     "step": {"--rounds", "--calls"},
-    "rehearse": set(),
     "overlap": {"--target", "--step"},
     "pipeline": {"--target"},
     "attention": {"--seq-lens", "--head-dims", "--masks", "--implementations", "--tokens", "--heads", "--kv-heads",
                   "--dtype", "--rounds", "--json"},
-    "gpu": {"--out", "--pieces", "--small"},
 }  # fmt: skip
 
 
@@ -61,7 +59,6 @@ def test_help_shows_a_bench_its_own_flags(bench: str, capsys: pytest.CaptureFixt
         ("step tiny --target v5e-8", "jaxpar bench step takes no --target"),
         ("overlap tiny --rounds 3", "jaxpar bench overlap takes no --rounds"),
         ("pipeline tiny --step", "jaxpar bench pipeline takes no --step"),
-        ("rehearse --calls 3", "jaxpar bench rehearse takes no --calls: jaxpar bench rehearse --help lists its flags"),
         ("attention --target v5e-8", "jaxpar bench attention takes no --target"),
     ],
 )

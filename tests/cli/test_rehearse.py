@@ -32,7 +32,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("tiny", "rehearse needs --target: v5p-64, v5e-8, h100x64, here, ...: docs/targets.md lists them"),
+        ("tiny", "rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them"),
         ("tiny --target v5q-8", "no target 'v5q-8' (did you mean 'v5p-8'?): chips are a100, "),
         ("tiny --target v5e-7", "target 'v5e-7': no v5e slice has 7 chips, the nearest are v5e-4 and v5e-8"),
         ("tiny --target h100x12", "target 'h100x12': GPUs come 8 to a node"),

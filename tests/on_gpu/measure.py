@@ -18,15 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from on_gpu.pieces import Found, Piece, Say, read_piece, report, run_piece
+from on_gpu.stopwatch import durations, ready_step, time_once
 
 from jaxpar.base.config import Config, check, load_config, override
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.hardware import Hardware, hardware_of, load_chip, peak_flops
+from jaxpar.base.hardware import CHIPS, load_chip, peak_flops
 from jaxpar.base.jax_compat import NO_CUDA_GRAPHS
+from jaxpar.base.toml import presets
 from jaxpar.bench.alternate import Row
 from jaxpar.bench.attention import MASKS, AttentionBenchArgs, bench_attention
-from jaxpar.bench.rehearse import compare_predictions, no_links, ready_config
 from jaxpar.bench.step import bench_step
 from jaxpar.cli.arguments import parse
 from jaxpar.cli.main import fail
@@ -35,8 +36,9 @@ from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call, Unserved
 from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.masks import Causal, Mask
-from jaxpar.rehearse.cost.stopwatch import durations
-from jaxpar.rehearse.timeline.timeline import step_time
+from jaxpar.rehearse.report.memory import CompiledBytes
+from jaxpar.rehearse.simulate import simulate
+from jaxpar.rehearse.targets import Target, load_target
 from jaxpar.train.metrics import device_memory
 from jaxpar.train.plans import make_plan
 
@@ -165,24 +167,34 @@ def _step(changes: Changes, beside_torch: bool, small: bool, out: Path, say: Say
 
 
 def _prediction(preset: str, changes: Changes, small: bool, out: Path, say: Say) -> list[Row]:
-    (row,) = compare_predictions({"": _config(preset, changes, small)}, _figures(small, say))
-    peak, taken = device_memory(jax.devices()[:1]), float(row["predicted, GiB"] or 0)
-    del row["config"]  # the case has its name
-    return [row | {"peak, GiB": peak and peak / 2**30, "predicted / peak": peak and taken * 2**30 / peak}]
+    """The time and memory of a step as a rehearsal for this GPU has them, beside those of a second of steps."""
+    target, step = _target(small), ready_step(_config(preset, changes, small))
+    predicted, taken = simulate(step.text, step.mesh, target).timeline.seconds, CompiledBytes.of(step.stats).total
+    times = [time_once(step.run) for _ in range(int(np.clip(1 / step.seconds, 5, 100)))]
+    peak = device_memory(jax.devices()[:1])
+    return [{
+        "target": target.name, "predicted, ms": 1e3 * predicted, "fastest, ms": 1e3 * min(times),
+        "median, ms": 1e3 * float(np.median(times)), "predicted / fastest": predicted / min(times),
+        "predicted, GiB": taken / 2**30, "peak, GiB": peak and peak / 2**30, "predicted / peak": peak and taken / peak,
+    }]  # fmt: skip
 
 
-def _figures(small: bool, say: Say) -> Hardware:
-    """Published figures of the GPU, in the small form those of an H100; none for an unknown GPU, which is said."""
+def _target(small: bool) -> Target:
+    """This GPU as a target, in the small form an H100.
+
+    Raises:
+      UserError: no file of meshes/chips has figures of it.
+    """
     kind = jax.devices()[0].device_kind
-    if known := load_chip("h100").hardware if small else hardware_of(kind):
-        return known
-    say(f"no figures of {kind}, so nothing is predicted: a file of meshes/chips would have them")
-    return Hardware()
+    for chip in ("h100",) if small else presets(CHIPS):
+        if small or kind in load_chip(chip).hardware.device_kinds:
+            return load_target(f"{chip}x1")
+    raise UserError(f"no figures of {kind}, so nothing is predicted: a file of meshes/chips would have them")
 
 
 def _trace(small: bool, out: Path, say: Say) -> list[Row]:
     """Times of each line of the model, by the profiler and by the prices of a rehearsal; the profile is kept."""
-    step, count = ready_config(_config(_GPT2, {}, small), "traced"), 3
+    target, step, count = _target(small), ready_step(_config(_GPT2, {}, small)), 3
 
     def run() -> None:
         for _ in range(count):
@@ -192,7 +204,7 @@ def _trace(small: bool, out: Path, say: Say) -> list[Row]:
     if not measured:
         raise UserError(f"the profiler named no instruction that ran: look at {out / 'profile'}")
     seconds = {name: sum(times) / count for (_, name), times in measured.items()}
-    timeline = step_time(step.program, _figures(small, say), no_links)
+    program, _, timeline, *_ = simulate(step.text, step.mesh, target)
     lines: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def line(task: Task) -> list[float]:
@@ -200,7 +212,7 @@ def _trace(small: bool, out: Path, say: Say) -> list[Row]:
 
     for row in timeline.tasks:
         line(row.task)[1] += row.seconds
-    for task, _ in walk(step.program.nodes):
+    for task, _ in walk(program.nodes):
         line(task)[0] += seconds.pop(task.name, 0.0)
     lines["no task", "", "", ""] = [sum(seconds.values()), 0.0]
     took, price = (1e3 * sum(times) for times in zip(*lines.values(), strict=True))

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from on_gpu import measure, pieces
 from on_gpu.pieces import Piece, read_line, read_piece, report, run_case, run_piece, work
+from on_gpu.stopwatch import _durations
 
 from jaxpar.base.errors import UserError
 from jaxpar.kernels.attention import chunked, dispatch
 from jaxpar.kernels.attention.call import Unserved
-from jaxpar.rehearse.cost.stopwatch import _durations
 
 ROOT = Path(__file__).parents[2]
 HERE = {"device": "a GPU", "platform": "gpu", "driver": "570", "jax": "0.12.0", "form": "whole"}

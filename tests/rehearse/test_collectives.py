@@ -22,7 +22,6 @@ from jaxpar.rehearse.report.collectives import (
     RequestedRows,
     axes_of,
     collective_rows,
-    in_float32,
     queueing_notes,
     scope_of,
     sent_bytes,
@@ -206,14 +205,6 @@ def test_a_ring_over_two_axes_steps_along_one_at_a_time():
         answer(plan, ring("tensor", MIB, 2)).reason == "a step of the ring that makes the all-gather over fsdp x tensor"
     )
     assert not answer(plan, ring("data", MIB, 1)).planned
-
-
-def test_bfloat16_is_float32_on_a_cpu():
-    one = Requested("all-gather", frozenset({"fsdp"}), 100, 1, "", "bfloat16")
-    other = asks("all-gather", "fsdp", 100)
-    assert in_float32([one, other]) == [
-        Requested("all-gather", frozenset({"fsdp"}), 200, 1, "", "float32"), other
-    ]  # fmt: skip
 
 
 # As XLA makes them.

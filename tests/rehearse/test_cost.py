@@ -9,7 +9,6 @@ import pytest
 from jaxpar.base.hardware import Hardware, PeakFlops, load_mesh_preset
 from jaxpar.hlo.tasks import Collective, Loop, Program, Task, Wait
 from jaxpar.rehearse.cost.cost import Cost, Costs, price, seconds_by_basis
-from jaxpar.rehearse.timeline.timeline import step_time
 
 pytestmark = pytest.mark.quick
 
@@ -32,12 +31,12 @@ def links(collective: Collective) -> Moved:
     return Moved(collective.bytes / 1e11, ("ici:x",))
 
 
-def costs(*nodes: Task | Loop | Wait, hardware: Hardware = GPU, speeds: object = None) -> Costs:
-    return price(Program("test", nodes), hardware, links, speeds)  # type: ignore[arg-type]
+def costs(*nodes: Task | Loop | Wait, hardware: Hardware = GPU) -> Costs:
+    return price(Program("test", nodes), hardware, links)  # type: ignore[arg-type]
 
 
-def cost(task: Task, hardware: Hardware = GPU, speeds: object = None) -> Cost:
-    return costs(task, hardware=hardware, speeds=speeds).of[0,]
+def cost(task: Task, hardware: Hardware = GPU) -> Cost:
+    return costs(task, hardware=hardware).of[0,]
 
 
 def dot(**changes: object) -> Task:
@@ -108,24 +107,3 @@ def test_control_costs_nothing_and_says_nothing():
     found = costs(Task("token", "after-all", "control"))
     assert found.of[0,].seconds == 0.0
     assert found.notes == ()
-
-
-class Twice:
-    """Measured: matmuls take 2 s, nothing else is known."""
-
-    def seconds(self, task: Task) -> float | None:
-        return 2.0 if task.kind == "matmul" else None
-
-
-def test_measured_speeds_come_before_the_roofline_and_after_cycles():
-    assert cost(dot(), speeds=Twice()) == Cost(pytest.approx(2.0 + 1e-6), ("compute",), "measured", launch=1e-6)
-    assert cost(dot(cycles=1750), TPU, Twice()).basis == "cycles"
-    assert cost(Task("add", "fusion", "fusion", bytes=2 * 10**6), speeds=Twice()).basis == "bytes"
-
-
-def test_step_time_prices_and_plays():
-    started = Task("ag", "all-gather-start", "collective", collective=GATHER.collective, asynchronous=True)
-    found = step_time(Program("test", (started, dot(), Wait("done", 0))), GPU, links)
-    assert found.seconds == pytest.approx(1e-3 + 1e-6)
-    assert found.idle == pytest.approx(1e-6)
-    assert found.exposed_communication == 0.0

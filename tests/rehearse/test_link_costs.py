@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.hardware import Hardware
 from jaxpar.hlo.tasks import Collective
 from jaxpar.rehearse.link_costs import CollectiveTime, collective_time
 from jaxpar.rehearse.targets import Position, Target, load_target
@@ -290,10 +292,10 @@ def test_within_a_third_of_what_was_measured(name, members, size, measured):
 # Bad input, and large targets.
 
 
-def test_a_machine_without_figures_says_so():
-    target = load_target("here")
+def test_a_chip_without_figures_says_so():
+    target = replace(load_target("h100x8"), hardware=Hardware(chip="new"))
     places = tuple(Position(0, (index,)) for index in range(8))
-    with pytest.raises(UserError, match=r"target here \(simulated CPU device\) has no figure for .* memory"):
+    with pytest.raises(UserError, match=r"target h100x8 \(new\) has no figure for .* nvlink"):
         collective_time(Collective("all-reduce", (tuple(range(8)),), 1, "f32"), places, target)
 
 

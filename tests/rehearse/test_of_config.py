@@ -1,11 +1,10 @@
-"""`rehearse` from config to report, for absent chips and for this machine (the command: test_rehearse_command)."""
+"""`rehearse` from config to report, for absent chips and, quickly, by the compiler of the CPU (the command: cli)."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,13 +19,10 @@ from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.main import main
 from jaxpar.models import Model
-from jaxpar.rehearse import calibrate
 from jaxpar.rehearse import of_config as subject
-from jaxpar.rehearse.calibrate import Calibration, calibration_file, machine, save_calibration
-from jaxpar.rehearse.cost.speeds import Sample
 from jaxpar.rehearse.of_config import compile_step, rehearse
 from jaxpar.rehearse.report.schema import Rehearsal
-from jaxpar.rehearse.targets import load_target
+from jaxpar.rehearse.targets import Target, load_target
 
 BATCH, SEQ, EMBED, LAYERS = 16, 128, 128, 2
 
@@ -43,26 +39,25 @@ def config_of(family: str = "llama", **mesh: int) -> Config:
 
 
 CONFIG = config_of(fsdp=4, tensor=2)
-SPEEDS = Calibration(
-    {}, (Sample("matmul dot f32", (0.0, 7.0, 7.0, 7.0), 1e11), Sample("fusion plain f32", (25.0, -1.0), 3e10)),
-    launch=1e-6, devices=8, collective_start=1e-4, collective_bandwidth=1e9,
-)  # fmt: skip
+IN_FLOAT32 = dataclasses.replace(CONFIG, precision=PrecisionConfig(compute="float32"))  # as XLA:CPU sends all of it
 
 
-@pytest.fixture
-def calibrated(cache: Path) -> Calibration:
-    """A calibration of this machine, made up."""
-    measured = dataclasses.replace(SPEEDS, machine=machine())
-    save_calibration(measured)
-    return measured
+class Simulated(Target):
+    """Eight H100s by their figures, whose compiler is that of the CPU devices here."""
+
+    def devices(self) -> list[jax.Device]:
+        return jax.devices()
+
+
+SIMULATED = Simulated(**(vars(load_target("h100x8")) | {"name": "simulated", "platform": "cpu"}))
 
 
 @functools.cache
-def compiled(config: Config, target: str) -> CompiledStep:
-    return compile_step(config, load_target(target))
+def compiled(config: Config, target: str | Target) -> CompiledStep:
+    return compile_step(config, load_target(target) if isinstance(target, str) else target)
 
 
-def report_of(config: Config, target: str, monkeypatch: pytest.MonkeyPatch, **figures: Any) -> Rehearsal:
+def report_of(config: Config, target: str | Target, monkeypatch: pytest.MonkeyPatch, **figures: Any) -> Rehearsal:
     """A report of a step that is compiled once; `figures` of the hardware replaced."""
     found = compiled(config, target)
     target_ = found.compiled.target
@@ -162,59 +157,30 @@ def test_a_report_for_absent_gpus(monkeypatch):
     assert report["memory"]["categories"]["activations"] == LAYERS * 2 * BATCH * SEQ * EMBED // 8
 
 
-def test_a_report_for_this_machine(calibrated, monkeypatch):
-    report = report_of(CONFIG, "here", monkeypatch)
-    assert_consistent(report, CONFIG, 8)
+def test_a_report_of_what_the_cpus_compiler_makes(monkeypatch):
+    report = report_of(IN_FLOAT32, SIMULATED, monkeypatch)
+    assert_consistent(report, IN_FLOAT32, 8)
+    assert_utilisation_adds_up(report, IN_FLOAT32)
     assert_all_planned(report)
-    assert report["target"]["name"] == "here"
-    assert report["target"]["peak_flops"] is None, "no bfloat16 matmul was measured"
-    assert report["time"]["mfu"] is report["time"]["hfu"] is None
-    assert report["memory"]["hbm_bytes"] == 0 and report["memory"]["fits"]
+    assert report["memory"]["fits"]
     gathers = [row for row in report["collectives"] if row["kind"] == "all-gather" and row["axes"] == ["fsdp"]]
-    assert 4 * EMBED * EMBED // 2 in {row["bytes"] for row in gathers}, "XLA:CPU sends float32"
+    assert 4 * EMBED * EMBED // 2 in {row["bytes"] for row in gathers}
 
 
-def test_a_machine_is_measured_once(cache, monkeypatch):
-    rounds: list[int] = []
-
-    def measure(**_: Any) -> Calibration:
-        rounds.append(1)
-        return dataclasses.replace(SPEEDS, machine=machine())
-
-    found, said = compiled(CONFIG, "here"), list[str]()
-    monkeypatch.setattr(calibrate, "calibrate", measure)
-    monkeypatch.setattr(subject, "compile_step", lambda *_: found)
-    first = rehearse(CONFIG, found.compiled.target, say=said.append)
-    assert calibration_file().exists()
-    second = rehearse(CONFIG, found.compiled.target, say=said.append)
-    assert rounds == [1]
-    assert [line for line in said if "calibration" in line] == [
-        "no calibration of this machine yet: measuring it, about half a minute"
-    ]
-    assert first["time"]["step"] == second["time"]["step"]
-
-
-def test_a_step_that_compiles_but_does_not_fit_says_what_would_help(calibrated, monkeypatch):
-    report = report_of(CONFIG, "here", monkeypatch, hbm_bytes=2**20)
+def test_a_step_that_compiles_but_does_not_fit_says_what_would_help(monkeypatch):
+    report = report_of(IN_FLOAT32, SIMULATED, monkeypatch, hbm_bytes=2**20)
     assert not report["memory"]["fits"]
     assert report["memory"]["advice"][0].startswith("saves about ")
     assert list(problems(report)) == []
 
 
-def test_part_of_the_devices_here(calibrated):
-    """One of eight: the figures are those of one device."""
-    config = dataclasses.replace(config_of("gpt2"), mesh=MeshSpec(platform="cpu"))
-    report = rehearse(config, load_target("here"), tokens=2e9)
-    assert_consistent(report, config, 1)
-    assert report["collectives"] == [] and report["mesh"] == {}
-
-
-def test_a_simulated_mesh_is_rehearsed_here(calibrated, tmp_path, capsys, monkeypatch):
+def test_the_command_from_config_to_json(tmp_path, capsys, monkeypatch):
     name = tmp_path / "mini.toml"
-    name.write_text(to_toml(dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, platform="cpu"))))
-    found = compiled(CONFIG, "here")
+    name.write_text(to_toml(IN_FLOAT32))
+    found = compiled(IN_FLOAT32, SIMULATED)
     monkeypatch.setattr(subject, "compile_step", lambda *_: found)
-    assert main(["rehearse", str(name), "--target", "here", "--json", "-", "--fail-on", "unplanned-collective"]) == 0
+    monkeypatch.setattr("jaxpar.cli.rehearse.load_target", lambda _: SIMULATED)
+    assert main(["rehearse", str(name), "--target", "any", "--json", "-", "--fail-on", "unplanned-collective"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert list(problems(report)) == []
     assert report["config"] == "mini" and report["overrides"] == {}
@@ -234,8 +200,8 @@ def test_a_compiler_that_gives_up_for_another_reason_is_quoted(monkeypatch):
             raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed\nmore of it")
 
     monkeypatch.setattr(subject, "make_train_step", lambda *_: Refusing())
-    with pytest.raises(UserError, match=r"^the compiler for here refuses this step: INTERNAL: Mosaic failed$"):
-        compile_step(CONFIG, load_target("here"))
+    with pytest.raises(UserError, match=r"^the compiler for simulated refuses this step: INTERNAL: Mosaic failed$"):
+        compile_step(CONFIG, SIMULATED)
 
 
 def refused(capsys: pytest.CaptureFixture[str], words: str) -> str:

@@ -1,10 +1,8 @@
 """Targets: names and their sizes, devices for every kind of chip from the real compilers, and where those sit."""
 
 import dataclasses
-import itertools
 import math
 import os
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,7 @@ from jaxpar.base.hardware import CHIPS, load_mesh_preset
 from jaxpar.base.mesh import DcnSpec, MeshSpec, make_mesh
 from jaxpar.base.toml import presets
 from jaxpar.rehearse import targets
-from jaxpar.rehearse.targets import Position, check_mesh, compilers, load_target, places
+from jaxpar.rehearse.targets import check_mesh, compilers, load_target, places
 from jaxpar.train.plans import make_plan
 
 # Names.
@@ -92,14 +90,13 @@ def test_no_note_where_the_vendor_counts_chips_too():
 
 def test_every_chip_is_a_target():
     for chip in presets(CHIPS):
-        if chip != "cpu":
-            assert load_target(f"{chip}-4" if chip.startswith(("v", "tpu")) else f"{chip}x8").chip == chip
+        assert load_target(f"{chip}-4" if chip.startswith(("v", "tpu")) else f"{chip}x8").chip == chip
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v5p64", r"no target 'v5p64' \(did you mean 'v5p-64'\?\): chips are a100, .* or here"),
+        ("v5p64", r"no target 'v5p64' \(did you mean 'v5p-64'\?\): chips are a100, .*, as in v5p-64"),
         ("v5litepod-8", "did you mean 'v5e-8'"),
         ("tpu7-64", "did you mean 'tpu7x-64'"),
         ("h100", "did you mean 'h100x"),
@@ -124,57 +121,6 @@ def test_every_chip_is_a_target():
 def test_mistakes_name_what_exists(name, message):
     with pytest.raises(UserError, match=message):
         load_target(name)
-
-
-# This machine.
-
-
-def test_here_is_the_devices_of_this_process():
-    target = load_target("here")
-    assert (target.platform, target.device_count, target.slices) == ("cpu", 8, 1)
-    assert target.hardware.chip == "simulated CPU device"
-    assert target.devices() == jax.devices()
-    assert places(jax.devices(), target) == tuple(Position(0, (index,)) for index in range(8))
-
-
-def fake(platform: str, kind: str, **attributes) -> SimpleNamespace:
-    """A device as JAX shows it on a machine that has one."""
-    return SimpleNamespace(platform=platform, device_kind=kind, **{"process_index": 0, "slice_index": 0} | attributes)
-
-
-def test_here_may_be_a_tpu_slice(monkeypatch):
-    cube = itertools.product(range(4), repeat=3)
-    devices = [fake("tpu", "TPU v5", id=i, coords=list(place), core_on_chip=0) for i, place in enumerate(cube)]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    target = load_target("here")
-    assert dataclasses.replace(target, name="v5p-64", chip="v5p") == dataclasses.replace(
-        load_target("v5p-64"), vendor_name="", note=""
-    )
-    assert places(devices, target)[7] == Position(0, (0, 1, 3))
-
-
-def test_here_may_have_two_devices_a_chip(monkeypatch):
-    places_7x = itertools.product(range(2), range(2), range(1), range(2))
-    devices = [fake("tpu", "TPU7x", id=i, coords=[x, y, z], core_on_chip=c) for i, (x, y, z, c) in enumerate(places_7x)]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    target = load_target("here")
-    assert (target.hardware.chips, target.device_count, target.topology) == (4, 8, "2x2x1")
-    assert not any(target.hardware.ici.wraps)
-
-
-def test_here_may_be_two_nodes_of_gpus(monkeypatch):
-    devices = [fake("gpu", "NVIDIA H200", id=i, process_index=i // 4, slice_index=i // 4) for i in range(8)]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    target = load_target("here")
-    assert (target.platform, target.slices, target.topology, target.hardware.ici.shape) == ("cuda", 2, "2x4", (4,))
-    assert target.hardware.ici.axis_bandwidth == load_target("h200x8").hardware.ici.axis_bandwidth
-    assert places(devices[::-1], target)[:2] == (Position(1, (3,)), Position(1, (2,)))
-
-
-def test_an_unknown_chip_here_has_no_figures(monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: [fake("gpu", "NVIDIA Nonesuch", id=0)])
-    hardware = load_target("here").hardware
-    assert (hardware.chip, hardware.chips, hardware.hbm_bytes) == ("NVIDIA Nonesuch", 1, 0)
 
 
 # Missing compilers.

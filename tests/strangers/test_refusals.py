@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"no form 'rnig' \(did you mean 'ring'\?\)",
     ),
     "shapes without a place": (
-        lambda: rehearse.step(jax.jit(jnp.sin), jax.ShapeDtypeStruct((8,), jnp.float32), target="here"),
+        lambda: rehearse.step(jax.jit(jnp.sin), jax.ShapeDtypeStruct((8,), jnp.float32), target="v5e-8"),
         "needs arguments on one mesh, and none has a NamedSharding",
     ),
     "devices of another": (

@@ -15,7 +15,6 @@ from typing import Literal
 
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.tasks import Collective, Loop, Node, Program, Task
-from jaxpar.rehearse.cost.speeds import SpeedTable
 from jaxpar.rehearse.link_costs import CollectiveTime
 
 COMPUTE, DMA, SIDE, HOST = "compute", "dma", "side", "host"
@@ -25,7 +24,7 @@ the links: `ici:x`, `nvlink`, `dcn`."""
 Path = tuple[int, ...]
 """Where a node stands: its position in the program, then in the loop's body, and so on."""
 
-Basis = Literal["cycles", "flops", "bytes", "measured", "link", "host link", "none"]
+Basis = Literal["cycles", "flops", "bytes", "link", "host link", "none"]
 """What a duration is based on; `none` = the task does not state its work, and is assumed to cost nothing."""
 
 
@@ -50,18 +49,10 @@ class Costs:
     """The assumptions that were made, each listed once: `no peak for f64: bytes only`."""
 
 
-def price(
-    program: Program,
-    hardware: Hardware,
-    collective_time: Callable[[Collective], CollectiveTime],
-    speeds: SpeedTable | None = None,
-) -> Costs:
-    """Find the seconds and lanes of every task, by its path.
-
-    The compiler's cycles come first, then measured speeds, then the roofline.
-    """
+def price(program: Program, hardware: Hardware, collective_time: Callable[[Collective], CollectiveTime]) -> Costs:
+    """Find the seconds and lanes of every task, by its path: the compiler's cycles come first, then the roofline."""
     notes: Counter[str] = Counter()
-    of = {path: _cost(task, hardware, collective_time, speeds, notes) for path, task, _ in tasks(program.nodes)}
+    of = {path: _cost(task, hardware, collective_time, notes) for path, task, _ in tasks(program.nodes)}
     return Costs(of, tuple(f"{note} ({count} x)" if count > 1 else note for note, count in notes.items()))
 
 
@@ -83,11 +74,7 @@ def seconds_by_basis(program: Program, costs: Costs) -> dict[str, float]:
 
 
 def _cost(
-    task: Task,
-    hardware: Hardware,
-    collective_time: Callable[[Collective], CollectiveTime],
-    speeds: SpeedTable | None,
-    notes: Counter[str],
+    task: Task, hardware: Hardware, collective_time: Callable[[Collective], CollectiveTime], notes: Counter[str]
 ) -> Cost:
     """Find the cost of one task, and count in `notes` what had to be assumed."""
     if task.collective is not None:
@@ -102,10 +89,6 @@ def _cost(
         return Cost(task.cycles / hardware.clock_hz, _lanes(task, *_beside(task)), "cycles")
     if task.kind == "control" and not task.flops and not task.bytes:
         return Cost(0.0, _lanes(task), "none")
-    measured = speeds.seconds(task) if speeds else None
-    if measured is not None:
-        launch = _launch(task, hardware)
-        return Cost(measured + launch, _lanes(task, *_beside(task)), "measured", launch)
     return _roofline(task, hardware, notes)
 
 
@@ -123,12 +106,8 @@ def _roofline(task: Task, hardware: Hardware, notes: Counter[str]) -> Cost:
     if not task.flops and not task.bytes:
         notes[f"{task.opcode} says nothing of its work: taken to cost a launch"] += 1
     basis: Basis = "flops" if arithmetic > traffic else "bytes" if traffic else "none"
-    launch = _launch(task, hardware)
+    launch = 0.0 if task.asynchronous else hardware.launch_overhead
     return Cost(max(arithmetic, traffic) + launch, _lanes(task, *_beside(task)), basis, launch)
-
-
-def _launch(task: Task, hardware: Hardware) -> float:
-    return 0.0 if task.asynchronous else hardware.launch_overhead
 
 
 def _lanes(task: Task, *lanes: str) -> tuple[str, ...]:

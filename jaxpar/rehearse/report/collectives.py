@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,11 +43,6 @@ def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
         coordinates = np.array(np.unravel_index(group, sizes))
         differ |= (coordinates != coordinates[:, :1]).any(axis=1)
     return tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)
-
-
-def in_float32(plan: Iterable[Requested]) -> list[Requested]:
-    """The plan's collectives as XLA:CPU runs them: it sends bfloat16 arrays as float32."""
-    return [replace(p, bytes=2 * p.bytes, dtype="float32") if p.dtype == "bfloat16" else p for p in plan]
 
 
 def sent_bytes(planned: Requested, mesh: Mapping[str, int]) -> float:

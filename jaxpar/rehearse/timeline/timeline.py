@@ -8,14 +8,10 @@ Two tasks on one lane run one after the other, in schedule order. `jaxpar.rehear
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxpar.base.hardware import Hardware
-from jaxpar.hlo.tasks import Collective, Program, Task
-from jaxpar.rehearse.cost.cost import COMPUTE, Costs, Path, price, tasks
-from jaxpar.rehearse.cost.speeds import SpeedTable
-from jaxpar.rehearse.link_costs import CollectiveTime
+from jaxpar.hlo.tasks import Program, Task
+from jaxpar.rehearse.cost.cost import COMPUTE, Costs, Path, tasks
 from jaxpar.rehearse.timeline.player import Event, Player
 from jaxpar.rehearse.timeline.schedule import lower_bound
 
@@ -111,13 +107,3 @@ def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: in
         seconds, dict(busy), dict(stalls), idle, dict(lanes), rows, path_rows,
         lower_bound(program, costs), player.events,
     )  # fmt: skip
-
-
-def step_time(
-    program: Program,
-    hardware: Hardware,
-    collective_time: Callable[[Collective], CollectiveTime],
-    speeds: SpeedTable | None = None,
-) -> Timeline:
-    """Price a program and play it out; `jaxpar.rehearse.cost.cost.price` explains the arguments."""
-    return replay(program, price(program, hardware, collective_time, speeds))

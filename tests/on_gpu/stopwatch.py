@@ -1,4 +1,4 @@
-"""JAX's own profiler measures the seconds of each task of a compiled program."""
+"""A training step compiled and ready to be timed, and its instructions timed by JAX's own profiler."""
 
 from __future__ import annotations
 
@@ -9,82 +9,60 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.stages import Compiled
+from jax.sharding import Mesh
 
-from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Program, Task, walk
+from jaxpar.base.config import Config
+from jaxpar.bench.step import random_batch
+from jaxpar.models import Model
+from jaxpar.train.plans import make_plan
+from jaxpar.train.state import init_state
+from jaxpar.train.step import make_train_step
 
 Instruction = tuple[str, str]
 """A (module, name) pair, as the profiler reports it: `("jit_step", "dot.3")`."""
 
-State, Given = TypeVar("State"), TypeVar("Given")
-"""Pytrees of arrays."""
-
 
 class Ready(NamedTuple):
-    """A compiled program that is ready to be timed, and its tasks."""
+    """A compiled training step, warm.
 
-    program: Program
-    tasks: dict[Instruction, Task]
+    Attributes:
+      text: the compiled program.
+      mesh: its one device.
+      run: takes one step and waits for it.
+      seconds: the rough seconds of a step.
+      stats: the result of `compiled.memory_analysis()`.
+    """
+
+    text: str
+    mesh: Mesh
     run: Callable[[], None]
-    """Runs the program once and waits for it."""
     seconds: float
-    """The rough seconds of one execution."""
     stats: Any
-    """The result of `compiled.memory_analysis()`, whose type jaxlib does not make public."""
 
 
-def warm(compiled: Compiled, start: Callable[[], object]) -> Ready:
-    """Run a compiled program twice, so that it is warm; `start` starts it and returns the arrays to wait for."""
-    text = compiled.as_text() or ""
-    module = text.removeprefix("HloModule ").partition(",")[0]
-    program = read_program(text)
-    tasks = {(module, task.name): task for task, _ in walk(program.nodes)}
+def ready_step(config: Config) -> Ready:
+    """The training step of a config on one device with random tokens; each run continues the last."""
+    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
+    state, batch = init_state(model, config, plan), random_batch(config, plan)
+    compiled = make_train_step(model, config, plan).lower(state, batch).compile()
 
     def run() -> None:
-        jax.block_until_ready(start())
+        nonlocal state
+        state, metrics = compiled(state, batch)
+        jax.block_until_ready(metrics)
 
     run()
-    return Ready(program, tasks, run, time_once(run), compiled.memory_analysis())
-
-
-def ready_step(step: Callable[[State, Given], tuple[State, Any]], state: State, given: Given, name: str) -> Ready:
-    """Compile a training step `(state, given) -> (state, results)` under this name; each run continues the last."""
-
-    def named(state: State, given: Given) -> tuple[State, Any]:
-        return step(state, given)
-
-    named.__name__ = name
-    compiled = jax.jit(named, donate_argnums=0).lower(state, given).compile()
-
-    def start() -> object:
-        nonlocal state
-        state, results = compiled(state, given)
-        return results
-
-    return warm(compiled, start)
+    return Ready(compiled.as_text() or "", plan.mesh, run, time_once(run), compiled.memory_analysis())
 
 
 def time_once(action: Callable[[], object]) -> float:
-    """Return the seconds that an action takes."""
+    """The seconds that an action takes."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
-
-
-def fastest(ready: Sequence[Ready], each: float) -> dict[Instruction, float]:
-    """Return the fastest time of every task, in seconds; each program runs for about `each` seconds, at least twice."""
-
-    def run_all() -> None:
-        for item in ready:
-            for _ in range(int(np.clip(each / item.seconds, 2, 20))):
-                item.run()
-
-    return {name: min(times) for name, times in durations(run_all).items()}
 
 
 def durations(action: Callable[[], object], keep: Path | None = None) -> dict[Instruction, list[float]]:
