@@ -57,10 +57,8 @@ class RehearseArgs(ConfigArgs):
     """Write the timeline as a Chrome trace, which ui.perfetto.dev and TensorBoard open; NAME.json.gz compresses it."""
     json: str = ""
     """Write the report as JSON; - = print it, and nothing else."""
-    against: str = ""
-    """Compare with this: a stored JSON, or a config that is rehearsed on the same target."""
     fail_on: str = ""
-    """Conditions that exit with 1: unplanned-collective,does-not-fit,memory+5%,time+3% (growth against --against)."""
+    """Conditions that exit with 1: unplanned-collective,does-not-fit, or any rule of the linter."""
     tokens: float = 1e12
     """Length of a training, for its days."""
     no_timeline: bool = False

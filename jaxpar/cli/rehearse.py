@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from jaxpar.base.config import Config, load_config
+from jaxpar.base.config import load_config
 from jaxpar.base.console import check_folders, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import write_whole
@@ -18,17 +18,15 @@ from jaxpar.cli.arguments import RehearseArgs
 from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import on_target, rehearse
 from jaxpar.rehearse.report.conditions import failures, parse_conditions
-from jaxpar.rehearse.report.difference import difference, difference_parts
-from jaxpar.rehearse.report.lint import RULES
 from jaxpar.rehearse.report.page import write_page
-from jaxpar.rehearse.report.schema import Rehearsal, read_rehearsal
+from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import report_parts
 from jaxpar.rehearse.report.trace import write_trace
 from jaxpar.rehearse.targets import load_target
 
 
 def rehearse_words(name: str, args: RehearseArgs, command: str) -> int:
-    """The `rehearse` command: report, files, comparison; its exit code.
+    """The `rehearse` command: report and files; its exit code.
 
     Args:
       name: of the config, a preset or a path.
@@ -41,34 +39,19 @@ def rehearse_words(name: str, args: RehearseArgs, command: str) -> int:
     if not args.target:
         raise UserError("rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
     target = load_target(args.target)
-    conditions = parse_conditions(args.fail_on, RULES, bool(args.against))
-    baseline, other = None, None
-    if args.against.endswith(".json"):
-        baseline = read_rehearsal(Path(args.against))
-    elif args.against:
-        other = load_config(args.against)
+    conditions = parse_conditions(args.fail_on)
     quiet = args.json == "-"
     check_folders(args.html, args.trace, "" if quiet else args.json)
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
-
-    def report_of(name: str, config: Config) -> Rehearsal:
-        """With the config's memory budget and open forms of overlap settled for the target."""
-        config, program = resolve_and_compile(on_target(config, target)[0], target, say)
-        return rehearse(config, target, Path(name).stem, command, args.tokens, say, program)
-
-    report = report_of(name, args.config)
+    config, program = resolve_and_compile(on_target(args.config, target)[0], target, say)
+    report = rehearse(config, target, Path(name).stem, command, args.tokens, say, program)
     before = flatten(load_config(name))
     report["overrides"] = {key: value for key, value in flatten(args.config).items() if before[key] != value}
-    if other:
-        say(f"and {args.against}, to compare with")
-        baseline = report_of(args.against, other)
     for part in report_parts(report):
-        say(part)
-    for part in difference_parts(difference(report, baseline)) if baseline is not None else ():
         say(part)
     for file in _write(report, args):
         say(f"wrote {file}")
-    broken = failures(conditions, report, baseline)
+    broken = failures(conditions, report)
     for line in broken:
         print(f"jaxpar: failed: {line}", file=sys.stderr)
     return 1 if broken else 0

@@ -9,8 +9,7 @@ import pytest
 from fake_rehearsal import fake_rehearsal
 from report_types import problems
 
-from jaxpar.base.config import Config, TrainConfig
-from jaxpar.base.toml import to_toml
+from jaxpar.base.config import Config
 from jaxpar.cli import rehearse as subject
 from jaxpar.cli.main import main
 from jaxpar.rehearse import of_config, targets
@@ -41,9 +40,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
          "mesh data=3 x fsdp=2 x tensor=2 needs 12 devices, v5e-8 has 8 (2x4): try mesh.data=2"),
         ("tiny --target v5e-8 --fail-on unplaned-collective",
          "--fail-on unplaned-collective: unknown condition (did you mean 'unplanned-collective'?)"),
-        ("tiny --target v5e-8 --fail-on memory+5%", "--fail-on memory+5% compares with another report: name it"),
-        ("tiny --target v5e-8 --against no.json", "cannot read no.json: No such file or directory"),
-        ("tiny --target v5e-8 --against tinny", "no preset 'tinny' (did you mean 'tiny'?)"),
         ("tiny --target v5e-8 --json no/report.json", "cannot write no/report.json: there is no folder no"),
         ("tiny --target v5e-8 --html no/report.html", "cannot write no/report.html: there is no folder no"),
         ("tiny --target v5e-8 --trace no/trace.json", "cannot write no/trace.json: there is no folder no"),
@@ -62,18 +58,6 @@ def test_a_missing_compiler_is_named_with_how_to_install_it(target, package, cap
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     line = refused(capsys, "tiny", "--target", target)
     assert line.startswith(f"target {target} needs ") and "pip install" in line and package in line
-
-
-def test_a_report_of_another_kind_is_refused(tmp_path, capsys):
-    broken = fake_rehearsal(layers=1)
-    del broken["memory"]  # type: ignore[misc]
-    for name, text, message in [
-        ("old", json.dumps({"schema": 0}), "has schema 0, this jaxpar reads 2: make it again"),
-        ("text", "no JSON", "is not JSON"),
-        ("broken", json.dumps(broken), "is no whole report, it lacks memory: make it again"),
-    ]:
-        (tmp_path / f"{name}.json").write_text(text)
-        assert message in refused(capsys, "tiny", "--target", "v5e-8", "--against", str(tmp_path / f"{name}.json"))
 
 
 # What is printed and written.
@@ -142,26 +126,6 @@ def test_files_that_cannot_be_written(asked, tmp_path, capsys):
     assert capsys.readouterr().err == f"jaxpar: error: cannot write {tmp_path}: Is a directory\n"
 
 
-def test_against_a_stored_report(asked, tmp_path, capsys):
-    kept = tmp_path / "before.json"
-    run("--json", str(kept), "--no-timeline", "--model.layers", "1")
-    assert run("--against", str(kept), "--fail-on", "memory+5%", "--model.layers", "2") == 0
-    capsys.readouterr()
-    assert run("--against", str(kept), "--fail-on", "memory+5%,time+0%", "--model.layers", "900") == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("jaxpar: failed: memory: ") and "5 % allowed" in line
-    assert len(asked) == 3, "a stored one is not rehearsed again"
-
-
-def test_against_another_config(asked, tmp_path, capsys):
-    other, config = tmp_path / "other.toml", Config(train=TrainConfig(batch=7))
-    other.write_text(to_toml(config))
-    assert run("--against", str(other), "--tokens", "1e9") == 0
-    assert [(name, tokens) for name, _, tokens in asked] == [("tiny", 1e9), ("other", 1e9)]
-    assert asked[1][1] == config
-    assert f"and {other}, to compare with" in on_one_line(capsys.readouterr().out)
-
-
 def test_findings_that_fail_a_run(asked, capsys):
     assert run("--fail-on", "unplanned-collective,does-not-fit") == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -183,6 +147,6 @@ def test_help_names_every_switch(capsys):
     text = capsys.readouterr().out
     assert text.startswith("usage: jaxpar rehearse CONFIG --target T")
     own = text.partition("model options")[0]
-    for flag in "target", "on", "html", "trace", "json", "against", "fail-on", "tokens", "no-timeline":
+    for flag in "target", "on", "html", "trace", "json", "fail-on", "tokens", "no-timeline":
         assert f"--{flag}" in own
     assert "v5p-128x4 (four slices)" in own and "--mesh.fsdp" in text

@@ -1,6 +1,5 @@
 """A rehearsal on a terminal."""
 
-import copy
 import io
 import re
 
@@ -9,7 +8,6 @@ from fake_rehearsal import fake_rehearsal
 from rich.console import Console
 
 from jaxpar.base.console import console
-from jaxpar.rehearse.report.difference import difference, difference_parts
 from jaxpar.rehearse.report.tables import (
     finding_lines,
     note_lines,
@@ -122,25 +120,3 @@ def test_a_narrow_terminal_folds_the_tables(report):
     lines = printed(table(report, "lines", most=20), width=84)
     assert max(map(len, lines)) <= 84
     assert not any("\u2026" in line for line in lines)
-
-
-def test_a_difference_says_both_sides_the_change_and_the_share(report):
-    old = copy.deepcopy(report)
-    report["memory"]["categories"]["temporaries"] += 655 * 2**20  # half of what it was
-    report["lines"][0]["compute"] += 0.001
-    next(row for row in report["collectives"] if row["kind"] == "all-reduce")["count"] += 2
-    gone = old["findings"][0]
-    report["findings"] = report["findings"][1:]
-    lines = printed(*difference_parts(difference(report, old)))
-    assert lines[0] == "llama3_8b on v5p-64 against llama3_8b on v5p-64"
-    (row,) = [cells(line) for line in lines if line.endswith("temporaries")]
-    assert row == ["1.28 GiB", "1.92 GiB", "+655.00 MiB (+50.0 %)", "temporaries"]
-    (row,) = [cells(line) for line in lines if line.endswith("  step")]
-    assert row[2:] == ["=", "step"]
-    assert any("+1.00 ms" in line and report["lines"][0]["source"] in line for line in lines)
-    assert ["1 -> 3", "all-reduce", "tensor", "forward", "models/llama.py:133"] in [cells(line)[4:] for line in lines]
-    assert lines[lines.index("no longer found") + 1].endswith(finding_lines([gone])[0])
-
-
-def test_a_difference_of_nothing_says_so(report):
-    assert printed(*difference_parts(difference(report, report)))[-1] == "no line, collective or finding differs"

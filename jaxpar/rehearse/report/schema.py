@@ -3,11 +3,7 @@
 Seconds, bytes and FLOPs are those of one step on one device, except where a name or line says otherwise.
 """
 
-import json
-from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, cast
-
-from jaxpar.base.errors import UserError
+from typing import Any, Literal, NotRequired, TypedDict
 
 SCHEMA = 2
 """The version goes up when a key is renamed, removed or changes its meaning; a new key does not change it."""
@@ -217,23 +213,3 @@ class Rehearsal(TypedDict):
     unknown: dict[str, int]
     """The opcodes and custom-call targets that were not understood, with how often they stand in the program."""
     notes: list[str]
-
-
-def read_rehearsal(path: Path) -> Rehearsal:
-    """Read a report that `--json` stored.
-
-    Raises:
-      UserError: the file does not exist, is not JSON, has another schema, or lacks a part.
-    """
-    try:
-        report: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}; make it with `jaxpar rehearse CONFIG --json FILE`") from error
-    found = report.get("schema") if isinstance(report, dict) else None
-    if found != SCHEMA:
-        raise UserError(f"{path} has schema {found!r}, this jaxpar reads {SCHEMA}: make it again")
-    if missing := Rehearsal.__required_keys__ - report.keys():
-        raise UserError(f"{path} is no whole report, it lacks {', '.join(sorted(missing))}: make it again")
-    return cast(Rehearsal, report)
