@@ -76,7 +76,7 @@ def config_args(
     Raises:
       UserError: words that cannot be parsed, `--on` beside flags of a mesh, or a setting that can have no effect.
     """
-    words = [*words[:1], *itertools.chain.from_iterable(map(_flag_words, words[1:]))]
+    words = [*words[:1], *flag_words(words[1:])]
     (name,) = positional(usage, schema(Config()), words, 1)
     args: Any = parse(usage, schema(load(name)), words[1:])  # a type variable's fields are not known
     keys = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
@@ -87,6 +87,11 @@ def config_args(
         args = dataclasses.replace(args, config=dataclasses.replace(args.config, mesh=mesh))
     require_effects(name, args.config, keys)
     return name, args
+
+
+def flag_words(words: list[str]) -> list[str]:
+    """The words with every setting as its flag."""
+    return list(itertools.chain.from_iterable(map(_flag_words, words)))
 
 
 def _flag_words(word: str) -> list[str]:

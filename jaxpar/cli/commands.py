@@ -11,7 +11,7 @@ from jaxpar.base.config import Config, check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import presets
-from jaxpar.cli.arguments import ConfigArgs, Overrides, RehearseArgs, config_args, parse, positional
+from jaxpar.cli.arguments import ConfigArgs, Overrides, RehearseArgs, config_args, flag_words, parse, positional
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,15 @@ def eval_command(words: list[str]) -> int:
         f"step {result.step}: validation loss {result.val_loss:.4f} nats a token, perplexity {result.perplexity:.3f}"
     )  # fmt: skip
     console().print(text)
+    return 0
+
+
+def generate_command(words: list[str]) -> int:
+    """jaxpar generate RUN|HF_FOLDER --prompt TEXT | --prompts FILE [--chat] [--temperature T] [--mesh.axis N ...]"""
+    from jaxpar.cli.generate import GenerateArgs, generate_words
+
+    (folder,) = positional(generate_command.__doc__, GenerateArgs(), words, 1)
+    generate_words(Path(folder), parse(generate_command.__doc__, GenerateArgs(), flag_words(words[1:])))
     return 0
 
 

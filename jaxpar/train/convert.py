@@ -20,9 +20,9 @@ from jaxpar.train.restore import beside_state, drop_stages, load_run, require_mo
 from jaxpar.train.run_folder import open_run
 from jaxpar.train.state import init_state
 
-TOKENIZER = "tokenizer.json"
-_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files of a Hugging Face folder that say what its ids mean; they are copied in both directions."""
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", GENERATION)
+"""Files of a Hugging Face folder that say what its ids mean and which end a text; they are copied both ways."""
 
 
 def config_of(source: Path, target: Path) -> Config:

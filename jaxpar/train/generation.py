@@ -24,7 +24,6 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.heads import fit_rules
 from jaxpar.base.jax_compat import compiler_options
-from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.plan import Overlap, Plan, is_matrix
 from jaxpar.base.sharding import Axes, is_axes, replicated_sharding
 from jaxpar.hlo.turns import require_order
@@ -111,12 +110,8 @@ class Generator:
 
     def __init__(self, model: Model, params: Params, plan: Plan):
         """Raises:
-        UserError: the plan has stages, whose layers are in an order of their own.
+        UserError: the plan has stages.
         """
-        if plan.size("stage") > 1:
-            raise UserError(
-                f"a pipeline of {plan.size('stage')} stages trains, and does not generate: use mesh.stage=1"
-            )
         self.plan, self.spent = decode_plan(plan, model.config), Spent()
         self.config = replace(model.config, capacity_factor=0.0, dropout=0.0)
         self.params = layer_by_layer(model, params, self.plan)
@@ -213,9 +208,9 @@ class Generator:
             _, S, N, sampling, _ = shape
             run = partial(function, self.config, self.plan, S, N, sampling)
             whole = replicated_sharding(self.plan)
-            places: Any = State(self.plan.sharding(cache_axes(self.plan)), *[whole] * (len(State._fields) - 1))
+            places: Any = dict.fromkeys(State._fields, whole) | {"caches": self.plan.sharding(cache_axes(self.plan))}
             program = jax.jit(
-                run, out_shardings=places, donate_argnums=(1,) if function is _decode else (),
+                run, out_shardings=State(**places), donate_argnums=(1,) if function is _decode else (),
                 compiler_options=compiler_options(self.plan.mesh),
             ).lower(*args).compile()  # fmt: skip
             require_order(program, self.plan.mesh.devices.flat)
@@ -230,17 +225,16 @@ def bucket(length: int) -> int:
 
 
 def decode_plan(plan: Plan, model: ModelConfig) -> Plan:
-    """Return the plan for generating: no sequence is split, and nothing is kept or moved for a backward."""
+    """Return the plan for generating: no sequence is split, and nothing is kept or moved for a backward.
+
+    Raises:
+      UserError: the plan has stages, which keep the layers in an order of their own.
+    """
+    if plan.size("stage") > 1:
+        raise UserError(f"a pipeline of {plan.size('stage')} stages trains, and does not generate: use mesh.stage=1")
     rules = replace(plan.rules, seq=(), residual_seq=(), attention_seq=())
     rules, _ = fit_rules(rules, model.heads, model.kv_head_count, plan.mesh.shape)
     return drop_stages(replace(plan, rules=rules, remat="none", overlap=Overlap()))
-
-
-def decode_mesh(model: ModelConfig, devices: int) -> MeshSpec:
-    """Choose a mesh: as many devices along tensor as divide heads, kv heads and the MLP, and the rest along data."""
-    sizes = (devices, model.heads, model.kv_head_count, model.mlp, model.vocab_multiple)
-    tensor = max(n for n in range(1, devices + 1) if all(size % n == 0 for size in sizes))
-    return MeshSpec(data=devices // tensor, tensor=tensor)
 
 
 def layer_by_layer(model: Model, params: Params, plan: Plan) -> Params:

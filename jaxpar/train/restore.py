@@ -73,7 +73,12 @@ def initial_params(config: Config, plan: Plan) -> Params:
     Raises:
       UserError: there is no such folder, it is of another model, or the checkpoint cannot be read.
     """
-    source, model, plan = Path(config.train.init), Model(config.model), drop_stages(plan)
+    return load_params(Path(config.train.init), config, plan)
+
+
+def load_params(source: Path, config: Config, plan: Plan, step: int = 0) -> Params:
+    """Load the parameters of a run folder's checkpoint (see `load_run`), or of a Hugging Face folder."""
+    model, plan = Model(config.model), drop_stages(plan)
     if not (source / "config.toml").exists():
         require_model(model_config_from_hf(source), config.model, source)
         return import_hf(source, model, plan)
@@ -81,7 +86,7 @@ def initial_params(config: Config, plan: Plan) -> Params:
     require_model(theirs.model, config.model, source)
     kinds = theirs.precision  # the optimizer's state is read too, and dropped, so its dtypes must be those saved
     plan = replace(plan, params=kinds.params, gradients=kinds.gradients, moments=kinds.moments)
-    return load_run(source, 0, config, plan)[1].params
+    return load_run(source, step, config, plan)[1].params
 
 
 def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:

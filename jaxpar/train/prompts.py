@@ -1,0 +1,102 @@
+"""Prompts as people write them: read from files, written by a chat template, turned into token ids, and text back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxpar.base.errors import UserError
+from jaxpar.train.chat import Message, load_template, render
+from jaxpar.train.convert import TOKENIZER
+from jaxpar.train.tokenizer import HFTokenizer, Tokenizer, read_text
+from jaxpar.train.trained import Trained, is_run, require_tokenizer, stop_tokens
+
+Given = str | list[Message]
+"""A text, or the messages of a conversation."""
+
+
+class Prompt(NamedTuple):
+    """A prompt as the model sees it: its text, and its token ids."""
+
+    text: str
+    ids: list[int]
+
+
+def read_prompts(file: Path) -> list[Given]:
+    """Read one prompt a line; in a .jsonl file each line is an object with `prompt` or `messages`.
+
+    Raises:
+      UserError: the file cannot be read or has no prompt, or a line is not such an object.
+    """
+    lines = [(number, line) for number, line in enumerate(read_text(file).splitlines(), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"{file} has no prompt in it: it has one a line")
+    if file.suffix != ".jsonl":
+        return [line for _, line in lines]
+    found: list[Given] = []
+    for number, line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{file} line {number} is not JSON: {error}") from error
+        given = value.get("prompt", value.get("messages")) if isinstance(value, dict) else None
+        if not isinstance(given, str | list):
+            raise UserError(f'{file} line {number} has neither "prompt", a text, nor "messages", a list')
+        found.append(given)
+    return found
+
+
+def encode_prompts(trained: Trained, given: Sequence[Given], chat: bool) -> list[Prompt]:
+    """Turn prompts into token ids. `chat` takes a text as the user's message.
+
+    Messages are written by the folder's chat template. Any other text gets the special tokens of the tokenizer of a
+    Hugging Face folder, as `transformers` would add them (LLaMA's begin of text), and none for a run's, which has been
+    trained without.
+
+    Raises:
+      UserError: there is no tokenizer or no chat template, or a prompt is empty.
+    """
+    tokenizer, found = require_tokenizer(trained), []
+    for number, prompt in enumerate(given, 1):
+        messages = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
+        if isinstance(messages, str):
+            text = messages
+            if isinstance(tokenizer, HFTokenizer) and not is_run(trained.folder):
+                ids = tokenizer.inner.encode(text).ids
+            else:
+                ids = tokenizer.encode(text).tolist()
+        else:
+            text = render(messages, load_template(trained.folder / TOKENIZER), add_generation_prompt=True)
+            ids = tokenizer.encode(text).tolist()
+        if not ids:
+            raise UserError(f"prompt {number} is empty: give at least one character")
+        found.append(Prompt(text, ids))
+    return found
+
+
+def stop_ids(trained: Trained, chat: bool, words: Sequence[str] = ()) -> list[int]:
+    """Return the ids that end a text: those of `stop_tokens`, of a chat template's end of turn, and of `words`.
+
+    Raises:
+      UserError: a word is more than one token.
+    """
+    tokenizer, found = require_tokenizer(trained), set(stop_tokens(trained))
+    ending = load_template(trained.folder / TOKENIZER).special_tokens.get("eos_token") if chat else None
+    for word in [*words, *([ending] if ending else [])]:
+        ids = tokenizer.encode(word).tolist()
+        if len(ids) != 1:
+            raise UserError(f"--stop takes a text of one token, and {word!r} is {len(ids)} tokens: {ids}")
+        found.update(ids)
+    return sorted(found)
+
+
+def continuation(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int], ended: bool = True) -> str:
+    """Return the text of new tokens as it follows the prompt; unless it has ended, without a half character at its end.
+
+    The prompt is decoded along, because a tokenizer may write the first token of a text otherwise than a later one.
+    """
+    before, text = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *new])
+    text = text[len(before) :] if text.startswith(before) else tokenizer.decode(list(new))
+    return text if ended else text.rstrip("\ufffd")

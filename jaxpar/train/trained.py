@@ -1,0 +1,131 @@
+"""A trained model as it lies in a folder, a run's or one of Hugging Face, loaded to be used on the devices at hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from jaxpar.base.config import Config, ModelConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec, make_mesh
+from jaxpar.base.plan import Plan
+from jaxpar.base.runtime import start
+from jaxpar.models import Model, Params
+from jaxpar.train.convert import GENERATION, TOKENIZER, config_of
+from jaxpar.train.generation import decode_plan
+from jaxpar.train.restore import load_params
+from jaxpar.train.run_folder import read_run_config
+from jaxpar.train.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+class Trained(NamedTuple):
+    """A model with its parameters, and what its folder says of them; `tokenizer` is None where there is none."""
+
+    folder: Path
+    config: Config
+    model: Model
+    params: Params
+    plan: Plan
+    tokenizer: Tokenizer | None
+
+
+def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "auto", step: int = 0) -> Trained:
+    """Load the parameters of a folder on the plan for generating.
+
+    Args:
+      folder: a run folder, or a folder with a Hugging Face checkpoint.
+      mesh: the mesh, or only its platform; see `decode_mesh` for the axes where none is given.
+      dtype: the compute dtype. `auto` is a run's own; for Hugging Face float32 on CPUs and bfloat16 elsewhere.
+      step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
+
+    Raises:
+      UserError: the folder is neither, its checkpoint or tokenizer cannot be read, its tokenizer has more tokens than
+        the model, or the mesh does not fit.
+    """
+    config = read_config(folder)
+    if step and not is_run(folder):
+        raise UserError(f"--step has no effect: {folder} is no run folder, so it has one checkpoint")
+    tokenizer, model = folder_tokenizer(folder, config), Model(config.model)
+    mesh = mesh or MeshSpec()
+    devices = start(mesh, config.compile.cache)
+    if replace(mesh, platform="auto", distributed=False) == MeshSpec():
+        found = decode_mesh(config.model, len(devices))
+        mesh = replace(mesh, data=found.data, tensor=found.tensor)
+    if mesh.context > 1:
+        raise UserError(f"mesh.context={mesh.context} splits sequences, and here none is split: use mesh.data")
+    if dtype == "auto":
+        half = not is_run(folder) and devices[0].platform != "cpu"
+        dtype = "bfloat16" if half else config.precision.compute
+    plan = decode_plan(Plan(make_mesh(mesh, devices), config.rules, compute=dtype), config.model)
+    params = load_params(folder, replace(config, mesh=mesh), plan, step)
+    return Trained(folder, config, model, params, plan, tokenizer)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether it is a run folder."""
+    return (folder / "config.toml").exists()
+
+
+def read_config(folder: Path) -> Config:
+    """Return the config of a run, or one with the model and the tokenizer of a Hugging Face folder.
+
+    Raises:
+      UserError: it is neither.
+    """
+    if is_run(folder):
+        return read_run_config(folder)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise UserError(f"{folder} has neither config.toml, as a run folder, nor config.json, as one of Hugging Face")
+    return config_of(folder, folder)
+
+
+def decode_mesh(model: ModelConfig, devices: int) -> MeshSpec:
+    """Choose a mesh: as many devices along tensor as divide heads, kv heads and the MLP, and the rest along data."""
+    sizes = (devices, model.heads, model.kv_head_count, model.mlp, model.vocab_multiple)
+    tensor = max(n for n in range(1, devices + 1) if all(size % n == 0 for size in sizes))
+    return MeshSpec(data=devices // tensor, tensor=tensor)
+
+
+def folder_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
+    """Load the tokenizer of a folder, and check it against the model's vocabulary.
+
+    Raises:
+      UserError: it cannot be read, or has more tokens than the model.
+    """
+    if not (folder / TOKENIZER).exists():
+        return BytesTokenizer() if is_run(folder) and config.data.tokenizer == "bytes" else None
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"{folder / TOKENIZER} has {tokenizer.vocab_size} tokens, and the model {config.model.vocab_size}: it is "
+            "another model's, so take the file that came with this one"
+        )
+    return tokenizer
+
+
+def require_tokenizer(trained: Trained) -> Tokenizer:
+    """Return the tokenizer.
+
+    Raises:
+      UserError: there is none.
+    """
+    if trained.tokenizer is None:
+        raise UserError(f"{trained.folder} has no {TOKENIZER}, which turns text into token ids: put it there")
+    return trained.tokenizer
+
+
+def stop_tokens(trained: Trained) -> list[int]:
+    """Return the ids that end a text: the tokenizer's end of text, and the `eos_token_id` of the folder's files."""
+    found = {trained.tokenizer.end_of_text} if trained.tokenizer else set()
+    for name in (GENERATION, "config.json"):
+        file = trained.folder / name
+        try:
+            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{file} is not a JSON object ({error}): download it again") from error
+        found.update(value if isinstance(value, list) else [value])
+    return sorted(id for id in found if isinstance(id, int))
