@@ -116,7 +116,7 @@ def eval_command(words: list[str]) -> int:
 
 
 def generate_command(words: list[str]) -> int:
-    """jaxpar generate RUN|HF_FOLDER --prompt TEXT | --prompts FILE [--chat] [--temperature T] [--mesh.axis N ...]"""
+    """jaxpar generate RUN|HF_FOLDER --prompt TEXT | --prompts FILE [--chat] [--temperature T] [--mesh.data N ...]"""
     from jaxpar.cli.generate import GenerateArgs, generate_words
 
     (folder,) = positional(generate_command.__doc__, GenerateArgs(), words, 1)
