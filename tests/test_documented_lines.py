@@ -22,7 +22,6 @@ import pytest
 from jaxpar.base.config import Config, ModelConfig, check, parse
 from jaxpar.base.toml import presets
 from jaxpar.cli import arguments, commands
-from jaxpar.cli import bench as bench_commands
 from jaxpar.cli import main as cli
 from jaxpar.cli.arguments import config_args
 from jaxpar.models import Model
@@ -34,8 +33,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 SCHEMAS = {
     "train": commands.TrainArgs, "verify": commands.VerifyArgs, "show": commands.ShowArgs,
-    "rehearse": commands.RehearseArgs, "overlap": bench_commands.OverlapBenchArgs,
-    "pipeline": bench_commands.PipelineBenchArgs,
+    "rehearse": commands.RehearseArgs,
 }  # fmt: skip
 SMALL = """
 --model.embed 32 --model.mlp 64 --train.steps 20 --train.warmup-steps 2

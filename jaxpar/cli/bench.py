@@ -11,12 +11,10 @@ import jax
 
 from jaxpar.base.config import check
 from jaxpar.base.console import check_folders, console
-from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.runtime import start
 from jaxpar.bench.alternate import table
 from jaxpar.cli.arguments import Overrides, config_args, parse
-from jaxpar.rehearse.targets import Target, load_target
 
 
 @dataclass(frozen=True)
@@ -30,26 +28,6 @@ class StepBenchArgs:
     """Steps of each in a round."""
 
 
-@dataclass(frozen=True)
-class OverlapBenchArgs:
-    """A block in each form of overlap, rehearsed for a target."""
-
-    config: Overrides
-    target: str = ""
-    """The hardware, as for `jaxpar rehearse`."""
-    step: bool = False
-    """Rehearse the whole step too, not a block alone."""
-
-
-@dataclass(frozen=True)
-class PipelineBenchArgs:
-    """The step in every schedule, with more and more microbatches, compiled for a target."""
-
-    config: Overrides
-    target: str = ""
-    """The hardware, as for `jaxpar rehearse`."""
-
-
 def step_command(words: list[str]) -> int:
     """jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
     from jaxpar.bench.step import bench_step
@@ -60,32 +38,6 @@ def step_command(words: list[str]) -> int:
     plan = make_plan(config, start(config.mesh, config.compile.cache))
     say(table(bench_step(config, plan, args.rounds, args.calls, say=say)))
     return 0
-
-
-def overlap_command(words: list[str]) -> int:
-    """jaxpar bench overlap CONFIG --target T [--step] [--section.key value ...]"""
-    from jaxpar.bench.overlap import compare_forms
-
-    _, args = config_args(overlap_command.__doc__, OverlapBenchArgs, words)
-    target, say = _target("overlap", args.target), console().print
-    say(table(compare_forms(check(args.config), target, args.step, say)))
-    return 0
-
-
-def pipeline_command(words: list[str]) -> int:
-    """jaxpar bench pipeline CONFIG --target T [--section.key value ...]"""
-    from jaxpar.bench.pipeline import compare_schedules
-
-    _, args = config_args(pipeline_command.__doc__, PipelineBenchArgs, words)
-    target, say = _target("pipeline", args.target), console().print
-    say(table(compare_schedules(check(args.config), target, say)))
-    return 0
-
-
-def _target(bench: str, name: str) -> Target:
-    if not name:
-        raise UserError(f"bench {bench} needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
-    return load_target(name)
 
 
 def attention_command(words: list[str]) -> int:

@@ -24,13 +24,11 @@ COMMANDS = {
     "meshes": "list the mesh presets",
     "show": "parameter table and a picture of the sharding, or of the pipeline's schedule",
     "rehearse": "compile the step for absent hardware: memory, time, exposed communication",
-    "bench": "comparisons: the step, forms of overlap, schedules, attention",
+    "bench": "comparisons in turns: the step, attention",
     "doctor": "versions, devices, known-bad combinations",
 }
 BENCHES = {
     "step": "the training step against PyTorch, in turns",
-    "overlap": "a block in each form of overlap, rehearsed for a target",
-    "pipeline": "the step in every pipeline schedule, compiled for a target",
     "attention": "every implementation of attention that serves here, in turns",
 }
 _HELP = ("-h", "--help", "help")

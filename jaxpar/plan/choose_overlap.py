@@ -45,25 +45,10 @@ BlockArguments = tuple[Params, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.S
 
 
 class Trial(NamedTuple):
-    """What one block takes in some form, in seconds and bytes of one device per layer.
-
-    Attributes:
-      overlap: the forms that were tried.
-      seconds: the time of forward and backward.
-      matmul: the time of matmuls and what is fused into them. All from here on is the timeline's (0 if timed).
-      compute: the time without that in which compute waits for communication.
-      exposed: the time in which compute waits for communication.
-      sent: the bytes that collectives send.
-      temporaries: the bytes of the program's temporaries, all its blocks together.
-    """
+    """The forms that were tried, and the seconds of one block in them, forward and backward."""
 
     overlap: Overlap
     seconds: float
-    matmul: float = 0.0
-    compute: float = 0.0
-    exposed: float = 0.0
-    sent: float = 0.0
-    temporaries: int = 0
 
 
 def is_open(overlap: Overlap) -> bool:
@@ -97,9 +82,7 @@ def open_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     return dataclasses.replace(plan, overlap=config.overlap)
 
 
-def time_forms(
-    config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None, also: Sequence[Overlap] = ()
-) -> list[Trial]:
+def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None) -> list[Trial]:
     """Try forms on the way to the best and return all in that order; the first is `xla` wherever it may be chosen.
 
     Args:
@@ -107,14 +90,13 @@ def time_forms(
       plan: the plan of the config.
       target: as for `choose_overlap`.
       say: is called with a line for each trial.
-      also: forms to try besides.
     """
     trials: list[Trial] = []
 
     def take(overlap: Overlap) -> Trial:
         found = next((trial for trial in trials if trial.overlap == overlap), None)
         if found is None:
-            found = trial(config, dataclasses.replace(plan, overlap=overlap), target, say)
+            found = trial(config, dataclasses.replace(plan, overlap=overlap), target)
             trials.append(found)
             say(f"overlap auto: {words(overlap)}: {1e3 * found.seconds:.2f} ms a block")
         return found
@@ -126,8 +108,6 @@ def time_forms(
     if config.overlap.domino == "auto" and _can_halve(config, plan):
         take(dataclasses.replace(trials[0].overlap, domino="on"))
         take(dataclasses.replace(fastest.overlap, domino="on"))
-    for overlap in also:
-        take(overlap)
     return trials
 
 
@@ -175,7 +155,7 @@ def words(overlap: Overlap) -> str:
 # One trial.
 
 
-def trial(config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None) -> Trial:
+def trial(config: Config, plan: Plan, target: Target | None) -> Trial:
     """Try some blocks, forward and backward, in the plan's form: played for a target, or timed on its devices."""
     layers = min(LAYERS, config.model.layers)
     model = Model(dataclasses.replace(config.model, layers=layers, dropout=0.0))
@@ -184,14 +164,7 @@ def trial(config: Config, plan: Plan, target: Target | None, say: Say = lambda l
         seconds = _time(traced.lower().compile(), arguments) / layers
         return Trial(plan.overlap, float(multihost_utils.broadcast_one_to_all(np.float64(seconds))))
     compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
-    timeline = simulate(compiled.as_text() or "", plan.mesh, target).timeline
-    collectives = [row for row in timeline.tasks if row.task.collective]
-    matmul, exposed = timeline.busy.get("matmul", 0.0), timeline.exposed_communication
-    sent = sum(row.task.collective.sent_bytes * row.count for row in collectives if row.task.collective)
-    temporaries = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
-    compute = timeline.seconds - exposed
-    seconds, matmul, compute, exposed, sent = (x / layers for x in (timeline.seconds, matmul, compute, exposed, sent))
-    return Trial(plan.overlap, seconds, matmul, compute, exposed, sent, temporaries)
+    return Trial(plan.overlap, simulate(compiled.as_text() or "", plan.mesh, target).timeline.seconds / layers)
 
 
 def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced, BlockArguments]:

@@ -11,16 +11,13 @@ import pytest
 from jaxpar.base.config import load_config, override
 from jaxpar.cli import bench as bench_commands
 from jaxpar.cli.main import BENCHES, main
-from jaxpar.rehearse.targets import load_target
 from jaxpar.train.plans import make_plan
 
 pytestmark = pytest.mark.quick
 
-CONFIG = ["step", "overlap", "pipeline"]  # those that take one
+CONFIG = ["step"]  # those that take one
 FLAGS = {
     "step": {"--rounds", "--calls"},
-    "overlap": {"--target", "--step"},
-    "pipeline": {"--target"},
     "attention": {"--seq-lens", "--head-dims", "--masks", "--implementations", "--tokens", "--heads", "--kv-heads",
                   "--dtype", "--rounds", "--json"},
 }  # fmt: skip
@@ -53,12 +50,7 @@ def test_help_shows_a_bench_its_own_flags(bench: str, capsys: pytest.CaptureFixt
         ("setp", "no bench 'setp' (did you mean 'step'?): jaxpar bench --help lists them"),
         ("tiny", "no bench 'tiny'"),
         ("step", "usage: jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...]"),
-        ("overlap --target v5e-8", "usage: jaxpar bench overlap CONFIG --target T [--step] [--section.key value ...]"),
-        ("overlap tiny", "bench overlap needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them"),
-        ("pipeline tiny", "bench pipeline needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them"),
         ("step tiny --target v5e-8", "jaxpar bench step takes no --target"),
-        ("overlap tiny --rounds 3", "jaxpar bench overlap takes no --rounds"),
-        ("pipeline tiny --step", "jaxpar bench pipeline takes no --step"),
         ("attention --target v5e-8", "jaxpar bench attention takes no --target"),
     ],
 )
@@ -73,13 +65,8 @@ TINY = override(load_config("tiny"), {"model.mlp": 32})
 
 @pytest.mark.parametrize(
     ("words", "measure", "wanted"),
-    [
-        ("step tiny --model.mlp 32 --rounds 2", "step.bench_step", (TINY, make_plan(TINY), 2, 10)),
-        ("overlap tiny --model.mlp 32 --target v5e-8 --step", "overlap.compare_forms",
-         (TINY, load_target("v5e-8"), True)),
-        ("pipeline tiny --model.mlp 32 --target v5e-8", "pipeline.compare_schedules", (TINY, load_target("v5e-8"))),
-    ],
-)  # fmt: skip
+    [("step tiny --model.mlp 32 --rounds 2", "step.bench_step", (TINY, make_plan(TINY), 2, 10))],
+)
 def test_the_words_reach_the_measuring_and_its_table_is_printed(
     words: str, measure: str, wanted: tuple[Any, ...],
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

@@ -12,7 +12,6 @@ from tiers import needs_libtpu
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.plan import Overlap
-from jaxpar.bench.overlap import PURE, block_row
 from jaxpar.plan import choose_overlap as auto
 from jaxpar.plan.choose_overlap import SITES, Trial, choose_overlap, fastest_trial, time_forms, trial, words
 from jaxpar.rehearse.targets import load_target
@@ -29,7 +28,7 @@ def priced(monkeypatch: pytest.MonkeyPatch, gains: dict[tuple[str, str], float])
     """Trials that cost ten seconds, less what each site's form gains; returns the forms in the order of the trials."""
     tried: list[Overlap] = []
 
-    def trial(config: Config, plan: Any, target: Any, say: Any) -> Trial:
+    def trial(config: Config, plan: Any, target: Any) -> Trial:
         tried.append(plan.overlap)
         forms = vars(plan.overlap).items()
         return Trial(plan.overlap, 10.0 - sum(gains.get(item, 0.0) for item in forms))
@@ -154,18 +153,4 @@ def test_blocks_are_played_for_a_target():
     first = ["xla", "mlp_scatter ring, else xla", "mlp_scatter bidirectional, else xla"]
     assert [words(one.overlap) for one in found[:3]] == first
     assert len(found) == 5
-    for one in found:
-        assert one.seconds == pytest.approx(one.compute + one.exposed)
-        assert 0 < one.matmul < one.compute
-    # Rings send as many bytes as a reduce-scatter, in other pieces.
-    assert found[1].sent == pytest.approx(found[0].sent, rel=0.01)
-    assert fastest_trial(found).seconds == min(one.seconds for one in found)
-
-
-def test_a_row_has_milliseconds_and_the_fastest_form_is_bold():
-    row = block_row(Trial(PURE[0], 3e-3, 2e-3, 3e-3, 1e-3, 4e6), True)
-    assert row == pytest.approx({
-        "form": "**ring**", "block, ms": 3.0, "matmul, ms": 2.0, "other compute, ms": 1.0, "exposed, ms": 1.0,
-        "sent, MB": 4.0,
-    })  # fmt: skip
-    assert block_row(Trial(Overlap(), 3e-3), False)["form"] == "xla"
+    assert fastest_trial(found).seconds == min(one.seconds for one in found) > 0
