@@ -24,12 +24,11 @@ COMMANDS = {
     "meshes": "list the mesh presets",
     "show": "parameter table and a picture of the sharding, or of the pipeline's schedule",
     "rehearse": "compile the step for absent hardware: memory, time, exposed communication",
-    "bench": "comparisons in turns: the step, attention",
+    "bench": "comparisons in turns: the step",
     "doctor": "versions, devices, known-bad combinations",
 }
 BENCHES = {
     "step": "the training step against PyTorch, in turns",
-    "attention": "every implementation of attention that serves here, in turns",
 }
 _HELP = ("-h", "--help", "help")
 

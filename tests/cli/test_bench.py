@@ -18,8 +18,6 @@ pytestmark = pytest.mark.quick
 CONFIG = ["step"]  # those that take one
 FLAGS = {
     "step": {"--rounds", "--calls"},
-    "attention": {"--seq-lens", "--head-dims", "--masks", "--implementations", "--tokens", "--heads", "--kv-heads",
-                  "--dtype", "--rounds", "--json"},
 }  # fmt: skip
 
 
@@ -51,7 +49,6 @@ def test_help_shows_a_bench_its_own_flags(bench: str, capsys: pytest.CaptureFixt
         ("tiny", "no bench 'tiny'"),
         ("step", "usage: jaxpar bench step CONFIG [--rounds N] [--calls N] [--section.key value ...]"),
         ("step tiny --target v5e-8", "jaxpar bench step takes no --target"),
-        ("attention --target v5e-8", "jaxpar bench attention takes no --target"),
     ],
 )
 def test_a_mistaken_command_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from on_gpu.attention import MASKS, attention_rows
 from on_gpu.pieces import Found, Piece, Say, read_piece, report, run_piece
 from on_gpu.stopwatch import durations, ready_step, time_once
 
@@ -27,7 +28,6 @@ from jaxpar.base.hardware import CHIPS, load_chip, peak_flops
 from jaxpar.base.jax_compat import NO_CUDA_GRAPHS
 from jaxpar.base.toml import presets
 from jaxpar.bench.alternate import Row
-from jaxpar.bench.attention import MASKS, AttentionBenchArgs, bench_attention
 from jaxpar.bench.step import bench_step
 from jaxpar.cli.arguments import parse
 from jaxpar.cli.main import fail
@@ -123,13 +123,12 @@ def _attention(mask: str, h: int, S: int, small: bool, out: Path, say: Say) -> l
     names = [name for name in KERNELS if _is_usable(kernels.get(_kernel_name(name, mask, h)))]
     for name in set(KERNELS) - set(names):
         say(f"not {name}: wrong, or failed, in the piece before")
-    asked = AttentionBenchArgs((S,), (h,), (mask,), (*names, "chunked"), tokens, heads, heads, rounds=2 if small else 9)
-    rows = bench_attention(asked, lambda line: say(line.partition(": ")[2]) if ": not " in line else None)
+    rows = attention_rows(mask, S, h, (*names, "chunked"), tokens, heads, 2 if small else 9, say)
     peak = peak_flops(jax.devices()[0].device_kind, "bfloat16")
     if peak:
         for row, way in product(rows, ("forward", "both")):
             row[f"{way}, % of peak"] = 1e14 * float(row[f"{way}, TFLOP/s"] or 0) / peak
-    return [{name: cell for name, cell in row.items() if name not in ("mask", "sequence", "head_dim")} for row in rows]
+    return rows
 
 
 def _is_usable(case: Found | None) -> bool:

@@ -175,10 +175,10 @@ def test_attention_leaves_out_what_is_wrong(tmp_path: Path, monkeypatch: pytest.
         measure._kernel_name("cudnn", "causal", 16): right,
     })  # fmt: skip
     asked, said = list[Any](), list[str]()
-    row = {"mask": "causal", "sequence": 64, "head_dim": 16, "implementation": "chunked", "forward, ms": 1.0}
-    monkeypatch.setattr(measure, "bench_attention", lambda bench, say: asked.append(bench) or [row])
+    row = {"implementation": "chunked", "forward, ms": 1.0}
+    monkeypatch.setattr(measure, "attention_rows", lambda *given: asked.append(given) or [row])
     found = measure._attention("causal", 128, 4096, True, tmp_path, said.append)
-    assert asked[0].implementations == ("cudnn", "chunked")
+    assert asked[0][:4] == ("causal", 64, 16, ("cudnn", "chunked"))
     assert said == ["not pallas_gpu: wrong, or failed, in the piece before"]
     assert found == [{"implementation": "chunked", "forward, ms": 1.0}]
 
