@@ -154,7 +154,7 @@ def fake_rehearsal(layers: int = 32, **changes: Any) -> Rehearsal:
         "schema": SCHEMA,
         "config": "llama3_8b",
         "overrides": {"mesh.fsdp": 16, "mesh.tensor": 4},
-        "command": "jaxpar rehearse llama3_8b --target v5p-64 --mesh.fsdp 16 --mesh.tensor 4 --html report.html",
+        "command": "jaxpar rehearse llama3_8b --target v5p-64 --mesh.fsdp 16 --mesh.tensor 4",
         "date": "2026-01-15",
         "versions": {"jaxpar": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42"},
         "target": {

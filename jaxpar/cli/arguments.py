@@ -51,8 +51,6 @@ class RehearseArgs(ConfigArgs):
 
     target: str = ""
     """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ...: docs/targets.md lists them."""
-    html: str = ""
-    """Write the report as one self-contained page."""
     trace: str = ""
     """Write the timeline as a Chrome trace, which ui.perfetto.dev and TensorBoard open; NAME.json.gz compresses it."""
     json: str = ""

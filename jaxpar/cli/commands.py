@@ -139,7 +139,7 @@ def show_command(words: list[str]) -> int:
 
 
 def rehearse_command(words: list[str]) -> int:
-    """jaxpar rehearse CONFIG --target T [--html|--trace|--json FILE] [--section.key value ...]"""
+    """jaxpar rehearse CONFIG --target T [--trace|--json FILE] [--section.key value ...]"""
     from jaxpar.cli.rehearse import rehearse_words
 
     name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)

@@ -18,7 +18,6 @@ from jaxpar.cli.arguments import RehearseArgs
 from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import on_target, rehearse
 from jaxpar.rehearse.report.conditions import failures, parse_conditions
-from jaxpar.rehearse.report.page import write_page
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import report_parts
 from jaxpar.rehearse.report.trace import write_trace
@@ -41,7 +40,7 @@ def rehearse_words(name: str, args: RehearseArgs, command: str) -> int:
     target = load_target(args.target)
     conditions = parse_conditions(args.fail_on)
     quiet = args.json == "-"
-    check_folders(args.html, args.trace, "" if quiet else args.json)
+    check_folders(args.trace, "" if quiet else args.json)
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     config, program = resolve_and_compile(on_target(args.config, target)[0], target, say)
     report = rehearse(config, target, Path(name).stem, command, args.tokens, say, program)
@@ -64,7 +63,6 @@ def _write(report: Rehearsal, args: RehearseArgs) -> list[str]:
     if args.json == "-":
         print(text)
     writers: list[tuple[str, Callable[[Path], None]]] = [
-        (args.html, lambda file: write_page(report, file)),
         (args.trace, lambda file: write_trace(report, file)),
         ("" if args.json == "-" else args.json, lambda file: write_whole(file, text + "\n")),
     ]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.rehearse._step import step
-from jaxpar.rehearse.report.page import write_page
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import show
 from jaxpar.rehearse.report.trace import write_trace
@@ -22,7 +21,7 @@ from jaxpar.rehearse.targets import Target, load_target
 if TYPE_CHECKING:
     from jaxpar.rehearse.of_config import rehearse as config
 
-__all__ = ["Rehearsal", "Target", "config", "load_target", "show", "step", "write_page", "write_trace"]
+__all__ = ["Rehearsal", "Target", "config", "load_target", "show", "step", "write_trace"]
 
 
 def __getattr__(name: str) -> Any:

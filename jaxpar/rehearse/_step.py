@@ -100,7 +100,7 @@ def step(
 
     Returns:
       A report of the form in `jaxpar.rehearse.report.schema`, a dict that is JSON as it stands. `rehearse.show` prints
-      it, and `rehearse.write_page` and `rehearse.write_trace` write it.
+      it, and `rehearse.write_trace` writes its timeline.
 
     Raises:
       UserError: the arguments do not lie on the target's devices, a compiler is missing, or the compiler refuses the

@@ -41,7 +41,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("tiny --target v5e-8 --fail-on unplaned-collective",
          "--fail-on unplaned-collective: unknown condition (did you mean 'unplanned-collective'?)"),
         ("tiny --target v5e-8 --json no/report.json", "cannot write no/report.json: there is no folder no"),
-        ("tiny --target v5e-8 --html no/report.html", "cannot write no/report.html: there is no folder no"),
         ("tiny --target v5e-8 --trace no/trace.json", "cannot write no/trace.json: there is no folder no"),
         ("tiny --target v5e-8 --no-timelime", "jaxpar rehearse takes no --no-timelime (did you mean '--no-timeline'?)"),
     ],
@@ -108,12 +107,11 @@ def test_json_alone_on_the_terminal(asked, capsys):
 
 
 def test_files(asked, tmp_path, capsys):
-    page, kept, short, trace = (tmp_path / name for name in ("page.html", "report.json", "short.json", "trace.json.gz"))
-    assert run("--html", str(page), "--json", str(kept), "--trace", str(trace)) == 0
+    kept, short, trace = (tmp_path / name for name in ("report.json", "short.json", "trace.json.gz"))
+    assert run("--json", str(kept), "--trace", str(trace)) == 0
     out = on_one_line(capsys.readouterr().out)
-    assert f"wrote {page}" in out and f"wrote {kept}" in out
+    assert f"wrote {kept}" in out
     assert f"wrote {trace}" in out and json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    assert page.read_text().lower().startswith("<!doctype html>")
     assert "timeline" in json.loads(kept.read_text())
     assert run("--json", str(short), "--no-timeline") == 0
     without = json.loads(short.read_text())
@@ -147,6 +145,6 @@ def test_help_names_every_switch(capsys):
     text = capsys.readouterr().out
     assert text.startswith("usage: jaxpar rehearse CONFIG --target T")
     own = text.partition("model options")[0]
-    for flag in "target", "on", "html", "trace", "json", "fail-on", "tokens", "no-timeline":
+    for flag in "target", "on", "trace", "json", "fail-on", "tokens", "no-timeline":
         assert f"--{flag}" in own
     assert "v5p-128x4 (four slices)" in own and "--mesh.fsdp" in text

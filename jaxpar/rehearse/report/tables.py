@@ -1,4 +1,4 @@
-"""A rehearsal as sections of columns and rows, which the terminal and the page both show."""
+"""A rehearsal as sections of columns and rows, which a terminal shows."""
 
 from __future__ import annotations
 
@@ -48,16 +48,10 @@ class Column:
     """A key of the row, or a function of the row."""
     text: Callable[[float], str] | None = None
     """Writes a number; None for a column of words."""
-    on_page: bool = False
-    """Whether it is shown on the page only, because a terminal has no room for it."""
-
-    def value_of(self, row: Row) -> Any:
-        """The value that a row has in this column."""
-        return row[self.value] if isinstance(self.value, str) else self.value(row)
 
     def cell(self, row: Row) -> str:
-        """The same value as text, or a dash where there is none."""
-        value = self.value_of(row)
+        """The value that a row has in this column as text, or a dash where there is none."""
+        value = row[self.value] if isinstance(self.value, str) else self.value(row)
         if not value:
             return "-"
         if self.text:
@@ -70,13 +64,10 @@ class Section:
     """A titled table."""
 
     name: str
-    """One word, which links on the page use."""
     title: str
     columns: tuple[Column, ...]
     rows: Sequence[Row]
     """The rows in the order in which they are shown."""
-    parts: bool = False
-    """Whether the rows are parts of a whole, with a `part`, a `value` and a `share`."""
 
 
 _LINE, _SCOPE, _PHASE = Column("line", "source"), Column("scope", "scope"), Column("phase", "phase")
@@ -86,38 +77,25 @@ LINES = (
     Column("comm", "communication", seconds_text),
     Column("compute", "compute", seconds_text),
     Column("FLOPs", "flops", count_text),
-    Column("HBM traffic", "bytes", bytes_text, on_page=True),
-    Column("tasks", "count", str, on_page=True),
     _LINE, _SCOPE, _PHASE,
 )  # fmt: skip
 COLLECTIVES = (
     Column("exposed", "exposed", seconds_text),
     Column("time", "seconds", seconds_text),
     Column("sent", "sent_bytes", bytes_text),
-    Column("one is", "bytes", bytes_text, on_page=True),
     _TIMES,
     Column("kind", "kind"),
     Column("over", "axes"),
     Column("plan", lambda row: "planned" if row.get("planned", True) else "UNPLANNED"),
     _PHASE, _LINE,
-    Column("async", lambda row: "yes" if row["asynchronous"] else "no", on_page=True),
-    Column("links", "links", on_page=True),
-    Column("why", lambda row: row.get("reason"), on_page=True),
 )  # fmt: skip
 CRITICAL_PATH = (
     Column("time", "seconds", seconds_text), _TIMES, Column("task", "name"), Column("kind", "kind"), _SCOPE, _LINE,
 )  # fmt: skip
-PARAMETERS = (
-    Column("bytes a device", "bytes_per_device", bytes_text),
-    Column("parameter", "name"),
-    Column("shape", "shape"),
-    Column("logical axes", "axes"),
-    Column("spec", "spec"),
-)
 
 
 def report_sections(report: Rehearsal) -> list[Section]:
-    """All tables of a report that have rows, except the table of parameters."""
+    """All tables of a report that have rows."""
     exposed = sum(row["exposed"] for row in report["lines"])
     by_exposed = sorted(report["lines"], key=lambda row: (-row["exposed"], -row["compute"]))
     by_plan = sorted(
@@ -126,7 +104,7 @@ def report_sections(report: Rehearsal) -> list[Section]:
     unplanned = sum(not row.get("planned", True) for row in by_plan)
     known = any("planned" in row for row in by_plan)
     asked = f": {unplanned or 'none'} unplanned" if known else ""
-    columns = COLLECTIVES if known else tuple(column for column in COLLECTIVES if column.name not in ("plan", "why"))
+    columns = COLLECTIVES if known else tuple(column for column in COLLECTIVES if column.name != "plan")
     path = sorted(report["critical_path"], key=lambda row: -row["seconds"])
     sections = [
         _time_section(report),
@@ -137,12 +115,6 @@ def report_sections(report: Rehearsal) -> list[Section]:
         Section("path", "critical path: the chain of tasks that ends last", CRITICAL_PATH, path),
     ]
     return [section for section in sections if section.rows]
-
-
-def parameter_section(report: Rehearsal) -> Section:
-    """The table of how the parameters lie on the mesh, the largest first; it has no rows where no config is known."""
-    rows = sorted(report.get("shardings", []), key=lambda row: -row["bytes_per_device"])
-    return Section("parameters", "parameters on the mesh", PARAMETERS, rows)
 
 
 def _time_section(report: Rehearsal) -> Section:
@@ -165,7 +137,7 @@ def _parts_section(name: str, title: str, parts: Mapping[str, float], text: Call
         if value
     ]
     words = Column("", lambda row: row["part"].replace("_", " "))
-    return Section(name, title, (Column("", "value", text), Column("", "share", percent_text), words), rows, parts=True)
+    return Section(name, title, (Column("", "value", text), Column("", "share", percent_text), words), rows)
 
 
 def summary(report: Rehearsal) -> list[tuple[str, str]]:
@@ -256,7 +228,7 @@ def report_parts(report: Rehearsal, most: int = _MOST) -> list[RenderableType]:
 
 def section_table(section: Section, most: int = _MOST) -> Table:
     """A section as a terminal's table. Words fold where there is no room, and a last row counts the rows left out."""
-    columns = [column for column in section.columns if not column.on_page]
+    columns = section.columns
     table = Table(box=None, pad_edge=False, show_header=any(column.name for column in columns))
     for column in columns:
         if column.text:
