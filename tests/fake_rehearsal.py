@@ -106,29 +106,26 @@ def _backward(replay: _Replay, weights: tuple, last: tuple | None) -> tuple[tupl
     return following, scatter
 
 
-def _play(layers: int) -> tuple[_Replay, list[dict[str, Any]]]:
-    replay, loops = _Replay(), []
+def _play(layers: int) -> _Replay:
+    replay = _Replay()
     replay.work("gather.2", "fusion", "embed", "forward", 180, 70_000_000)
     weights = replay.start("all-gather.11", "all-gather", "ici:x", "block/mlp/up", "forward", 560, 436_207_616)
-    begin = replay.now
     for _ in range(layers):
         weights = _forward(replay, "forward", weights)
-    loops.append({"name": "while.3 forward", "start_us": begin, "duration_us": replay.now - begin})
     for i in range(8):
         replay.work(f"fusion.40{i}", "matmul", "head/loss", "forward", 900, 200_000_000)
     replay.wait(
         replay.start("all-reduce.5", "all-reduce", "ici:z", "head/loss", "forward", 310, 131_072_000)  # unplanned
     )
-    scatter, begin = None, replay.now
+    scatter = None
     for _ in range(layers):
         weights, scatter = _backward(replay, weights, scatter)
-    loops.append({"name": "while.9 backward", "start_us": begin, "duration_us": replay.now - begin})
     if scatter:
         replay.wait(scatter)
     replay.wait(replay.start("copy-start.1", "host_copy", "host", "optimizer", "update", 800, 25_000_000))
     for i in range(12):
         replay.work(f"fusion.60{i}", "fusion", "optimizer", "update", 110, 300_000_000)
-    return replay, [{**loop, "trips": layers, "depth": 0} for loop in loops]
+    return replay
 
 
 def fake_rehearsal(layers: int = 32, **changes: Any) -> Rehearsal:
@@ -138,7 +135,7 @@ def fake_rehearsal(layers: int = 32, **changes: Any) -> Rehearsal:
       layers: trips of the two loops.
       changes: keys of the report to replace.
     """
-    replay, loops = _play(layers)
+    replay = _play(layers)
     waits = {"all-gather", "reduce-scatter", "all-reduce", "host_copy"}
     seconds = {row: 1e-6 * value for row, value in replay.busy.items()}
     exposed = {row: 1e-6 * value for row, value in replay.exposed.items()}
@@ -171,22 +168,15 @@ def fake_rehearsal(layers: int = 32, **changes: Any) -> Rehearsal:
             "step": step, "compute": compute,
             "exposed_communication": sum(exposed.values()) - stall, "host_stall": stall, "copy_stall": 0.0,
             "idle": max(0.0, round(step - compute - sum(exposed.values()), 12)),
-            "lower_bound": 0.93 * compute,
             "mfu": 0.443, "hfu": 0.578, "tokens_per_second": 131_072 / step,
-            "days": {"1e12": 1e12 / (131_072 / step) / 86_400, "15e12": 15e12 / (131_072 / step) / 86_400},
             "by_category": dict(by_category), "estimated_without_cycles": 0.21,
         },
         "lines": _lines(replay, seconds, exposed, waits),
         "collectives": _collectives(replay, seconds, exposed, waits),
-        "critical_path": [
-            {"name": row[0], "kind": row[1], "seconds": value, "count": replay.count[row],
-             "scope": row[2], "source": row[3]}
-            for row, value in seconds.items() if row[1] not in waits
-        ],
         "timeline": {
             "lanes": LANES, "names": list(columns[0]), "kinds": list(columns[1]), "scopes": list(columns[2]),
             "sources": list(columns[3]), "phases": list(columns[4]), "bytes": list(columns[5]),
-            "events": replay.events, "loops": loops,
+            "events": replay.events,
         },
         "findings": _findings(),
         "shardings": _shardings(layers),

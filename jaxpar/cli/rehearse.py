@@ -43,7 +43,7 @@ def rehearse_words(name: str, args: RehearseArgs, command: str) -> int:
     check_folders(args.trace, "" if quiet else args.json)
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     config, program = resolve_and_compile(on_target(args.config, target)[0], target, say)
-    report = rehearse(config, target, Path(name).stem, command, args.tokens, say, program)
+    report = rehearse(config, target, Path(name).stem, command, say, program)
     before = flatten(load_config(name))
     report["overrides"] = {key: value for key, value in flatten(args.config).items() if before[key] != value}
     for part in report_parts(report):

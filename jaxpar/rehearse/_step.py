@@ -24,7 +24,7 @@ from jaxpar.hlo.tasks import walk
 from jaxpar.parallel.host_memory import lower_for
 from jaxpar.rehearse.cost.cost import seconds_by_basis
 from jaxpar.rehearse.report import lint, memory
-from jaxpar.rehearse.report.collectives import collective_rows, queueing_notes
+from jaxpar.rehearse.report.collectives import collective_rows
 from jaxpar.rehearse.report.drawing import timeline_of
 from jaxpar.rehearse.report.memory_advice import refusal
 from jaxpar.rehearse.report.schema import SCHEMA, Line, Memory, Rehearsal, Time
@@ -203,15 +203,10 @@ def report_of(compiled: Compiled, simulation: StepSimulation, known: Known) -> R
         "time": _time(simulation, known, mesh.size, peak),
         "lines": _lines(timeline.tasks),
         "collectives": collectives,
-        "critical_path": [
-            {"name": task.name, "kind": task.kind, "seconds": seconds, "count": count, "scope": task.place.scope,
-             "source": task.place.source}
-            for task, count, seconds in timeline.critical_path[:50]
-        ],
         "timeline": timeline_of(program, timeline.events),
         "findings": lint.large_copies(timeline.tasks, timeline.seconds),
         "unknown": dict(program.unknown),
-        "notes": [*_notes(timeline), *queueing_notes(collectives), *program.notes, *simulation.costs.notes],
+        "notes": [*_notes(timeline), *program.notes, *simulation.costs.notes],
     }  # fmt: skip
 
 
@@ -245,7 +240,6 @@ def _time(simulation: StepSimulation, known: Known, devices: int, peak: float | 
         "host_stall": timeline.host_stall,
         "copy_stall": sum(spent for kind, spent in timeline.stalls.items() if kind not in _MOVING),
         "idle": timeline.idle,
-        "lower_bound": timeline.lower_bound,
         "mfu": known.model_flops / devices / possible if possible and known.model_flops else None,
         "hfu": done / possible if possible else None,
         "by_category": {kind: spent for kind, spent in by_category.items() if spent},

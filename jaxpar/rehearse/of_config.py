@@ -41,7 +41,7 @@ class CompiledStep(NamedTuple):
 
 
 def rehearse(
-    config: Config, target: Target | str, name: str = "", command: str = "", tokens: float = 1e12,
+    config: Config, target: Target | str, name: str = "", command: str = "",
     say: Callable[[str], None] = lambda line: None, program: jax.stages.Compiled | None = None,
 ) -> Rehearsal:  # fmt: skip
     """Make the report of one training step on a target; `jaxpar.rehearse.report.schema` says what is in it.
@@ -52,7 +52,6 @@ def rehearse(
       target: a name such as `h100x64`, or the result of `load_target`.
       name: the name of the config in the report.
       command: the command line in the report.
-      tokens: the length of the training whose days `time.days` gives.
       say: is called with a line at the start of each stage.
       program: the compiled step if it is compiled already (`jaxpar.plan.resolve_and_compile`).
 
@@ -69,8 +68,6 @@ def rehearse(
         name=name, memory=_memory(step, simulation), requested=step.requested, tokens=of_a_step,
         model_flops=model.flops_per_token(config.data.seq_len) * of_a_step, dtype=config.precision.compute,
     ))  # fmt: skip
-    if rate := report["time"].get("tokens_per_second"):
-        report["time"]["days"] = {f"{tokens:.3g}": tokens / rate / 86400}
     report["command"] = command
     report["model"] = {"family": config.model.family, "parameters": model.parameter_count()}
     report["batch"] = {

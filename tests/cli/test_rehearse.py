@@ -63,12 +63,12 @@ def test_a_missing_compiler_is_named_with_how_to_install_it(target, package, cap
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config, float]]:
-    """What is rehearsed: names, configs, tokens; each report is made up, its memory grown with the layers."""
-    calls: list[tuple[str, Config, float]] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Config]]:
+    """What is rehearsed: names, configs; each report is made up, its memory grown with the layers."""
+    calls: list[tuple[str, Config]] = []
 
-    def made_up(config: Config, target: Target, name: str, command: str, tokens: float, say, program) -> Rehearsal:
-        calls.append((name, config, tokens))
+    def made_up(config: Config, target: Target, name: str, command: str, say, program) -> Rehearsal:
+        calls.append((name, config))
         say(f"compiling for {target.name}")
         report = fake_rehearsal(layers=2, config=name, command=command)
         report["memory"]["categories"]["temporaries"] += config.model.layers * 2**20
@@ -90,12 +90,12 @@ def on_one_line(text: str) -> str:
 
 
 def test_the_terminal_has_the_report(asked, capsys):
-    assert run("--model.layers", "3", "--tokens", "1e9") == 0
+    assert run("--model.layers", "3") == 0
     out = capsys.readouterr().out
     assert out.startswith("compiling for v5e-8\n")
     assert "memory of a device" in out and "by line of the model" in out
-    ((name, config, tokens),) = asked
-    assert (name, config.model.layers, tokens) == ("tiny", 3, 1e9)
+    ((name, config),) = asked
+    assert (name, config.model.layers) == ("tiny", 3)
 
 
 def test_json_alone_on_the_terminal(asked, capsys):
@@ -145,6 +145,6 @@ def test_help_names_every_switch(capsys):
     text = capsys.readouterr().out
     assert text.startswith("usage: jaxpar rehearse CONFIG --target T")
     own = text.partition("model options")[0]
-    for flag in "target", "on", "trace", "json", "fail-on", "tokens", "no-timeline":
+    for flag in "target", "on", "trace", "json", "fail-on", "no-timeline":
         assert f"--{flag}" in own
     assert "v5p-128x4 (four slices)" in own and "--mesh.fsdp" in text

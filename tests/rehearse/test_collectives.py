@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +21,6 @@ from jaxpar.rehearse.report.collectives import (
     RequestedRows,
     axes_of,
     collective_rows,
-    queueing_notes,
     scope_of,
     sent_bytes,
 )
@@ -260,18 +258,3 @@ def test_a_pipeline_sends_what_it_asks_for(schedule, monkeypatch):
     assert {kind for _, kind in stages} == {"all-reduce"}, "of the ends' gradients, in one or in several"
     phases = {row["phase"] for row in rows if row["scope"].startswith("block/")}
     assert phases == {"forward", "recomputed", "backward"}
-
-
-@pytest.mark.parametrize(("exposed", "notes"), [(13.0e-3, 1), (9.17e-3, 0), (1e-3, 0)])
-def test_a_wait_longer_than_the_collective_is_explained(exposed, notes):
-    row: Any = {
-        "kind": "reduce-scatter",
-        "exposed": exposed,
-        "seconds": 9.17e-3,
-        "source": "a.py:75",
-        "phase": "forward",
-    }
-    found = queueing_notes([row, row | {"exposed": 0.0}])
-    assert len(found) == notes
-    assert all(note.endswith("The reduce-scatter of a.py:75 (forward) so waits 3.83 ms more") for note in found)
-    assert queueing_notes([]) == []

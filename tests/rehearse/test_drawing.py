@@ -46,26 +46,11 @@ def test_events_are_in_microseconds_one_for_every_execution():
     assert all(event[4] == 0 for event in found["events"])
 
 
-def test_every_execution_of_a_loop_has_its_span():
-    spans = [(row["name"], row["start_us"], row["duration_us"], row["trips"], row["depth"])
-             for row in drawn(PROGRAM, 9)["loops"]]  # fmt: skip
-    assert spans == [
-        ("layers", 1, 9, 3, 0), ("while.2", 2, 2, 2, 1), ("while.2", 5, 2, 2, 1), ("while.2", 8, 2, 2, 1),
-    ]  # fmt: skip
-
-
-def test_a_loop_that_runs_again_at_once_begins_anew():
-    program = Program("step", (Loop("outer", 2, (Loop("inner", 3, (DOT,)),)),))
-    spans = [(row["name"], row["start_us"], row["duration_us"]) for row in drawn(program, 9)["loops"]]
-    assert spans == [("outer", 0, 6), ("inner", 0, 3), ("inner", 3, 3)]
-
-
-def test_a_bar_for_many_trips_says_how_many_and_belongs_to_its_loop():
+def test_a_bar_for_many_trips_says_how_many():
     program = Program("step", (Loop("while.1", 30, (DOT,), place=Place("layers")),))
     found = drawn(program, 2)
     assert found["events"][-1][1:] == [2, 28, 1, 28]
     assert (found["names"][1], found["kinds"][1]) == ("while.1", "loop")
-    assert [(row["start_us"], row["duration_us"], row["trips"]) for row in found["loops"]] == [(0, 30, 30)]
 
 
 def test_lanes_are_ordered_compute_links_local_host():

@@ -64,7 +64,7 @@ def report_of(config: Config, target: str | Target, monkeypatch: pytest.MonkeyPa
     target_ = dataclasses.replace(target_, hardware=dataclasses.replace(target_.hardware, **figures))
     found = found._replace(compiled=found.compiled._replace(target=target_))
     monkeypatch.setattr(subject, "compile_step", lambda *_: found)
-    return rehearse(config, target_, "mini", "jaxpar rehearse mini", 2e9)
+    return rehearse(config, target_, "mini", "jaxpar rehearse mini")
 
 
 # The report.
@@ -100,14 +100,11 @@ def assert_times_add_up(report: Rehearsal, config: Config) -> None:
     parts = [time["compute"], time["exposed_communication"], time["host_stall"], time["copy_stall"], time["idle"]]
     assert time["step"] == pytest.approx(sum(parts), rel=1e-9)
     assert min(parts) >= 0
-    assert 0 < time["lower_bound"] <= time["step"] * (1 + 1e-9)
     assert time["tokens_per_second"] == pytest.approx(BATCH * SEQ / time["step"])
-    assert time["days"] == {"2e+09": pytest.approx(2e9 / time["tokens_per_second"] / 86400)}
     assert sum(row["exposed"] for row in report["collectives"]) == pytest.approx(
         time["exposed_communication"], rel=1e-6
     )
     assert sum(row["compute"] for row in report["lines"]) == pytest.approx(time["compute"] + time["idle"], rel=1e-6)
-    assert sum(row["seconds"] for row in report["critical_path"]) <= time["step"] * (1 + 1e-9)
 
 
 def assert_utilisation_adds_up(report: Rehearsal, config: Config) -> None:

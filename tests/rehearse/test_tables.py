@@ -109,7 +109,7 @@ def test_the_report_has_every_part_and_prints_strings_as_they_are(report, capsys
         console().print(part)
     text = capsys.readouterr().out
     for title in ("memory of a device", "memory of the host", "one step; collectives run for ",
-                  "by line of the model: ", "collectives: 1 unplanned", "critical path",
+                  "by line of the model: ", "collectives: 1 unplanned",
                   "error: unplanned-collective"):  # fmt: skip
         assert title in text
     assert "block[bold]" in text

@@ -1,4 +1,4 @@
-"""The schedule played out: programs whose answer is known, loops against the same loops unrolled by hand, bounds."""
+"""The schedule played out: programs whose answer is known, loops against the same loops unrolled by hand."""
 
 from __future__ import annotations
 
@@ -61,8 +61,6 @@ def assert_adds_up(found: Timeline) -> None:
     """What holds of every timeline."""
     total = found.seconds
     assert sum(found.busy.values()) + sum(found.stalls.values()) + found.idle == pytest.approx(total)
-    assert sum(seconds for _, _, seconds in found.critical_path) == pytest.approx(total)
-    assert found.lower_bound <= total * (1 + 1e-9)
     assert max(found.lanes.values(), default=0.0) <= total * (1 + 1e-9)
     assert all(event.start >= 0 and event.start + event.duration <= total * (1 + 1e-9) for event in found.events)
 
@@ -73,8 +71,6 @@ def test_one_matmul():
     assert found.busy["matmul"] == 3.0
     assert found.idle == 0.0
     assert not found.stalls
-    assert found.lower_bound == 3.0
-    assert [(task.name, count, seconds) for task, count, seconds in found.critical_path] == [("dot", 1, 3.0)]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -91,24 +87,14 @@ def test_one_collective_is_exposed_whole(asynchronous):
 @pytest.mark.parametrize("compute", [1.0, 5.0])
 def test_a_matmul_beside_an_independent_collective_takes_the_longer(compute):
     found = played(gather(2.0), matmul(compute), Wait("done", 0))
-    assert found.seconds == found.lower_bound == max(2.0, compute)
+    assert found.seconds == max(2.0, compute)
     assert found.exposed_communication == max(0.0, 2.0 - compute)
-    assert found.critical_path[0][0].name == ("ag" if compute < 2.0 else "dot")
-
-
-def test_what_a_synchronous_collective_costs_a_perfect_scheduler_could_gain():
-    found = played(gather(2.0, asynchronous=False), matmul(5.0))
-    assert found.seconds == 7.0
-    assert found.exposed_communication == 2.0
-    assert found.lower_bound == 5.0
 
 
 def test_a_dependent_chain_takes_the_sum():
     found = played(matmul(1.0), gather(2.0, 0), Wait("done", 1), matmul(4.0, 2), gather(8.0, 3), Wait("done", 4))
-    assert found.seconds == found.lower_bound == 15.0
+    assert found.seconds == 15.0
     assert found.exposed_communication == 10.0
-    assert {(task.name, count) for task, count, _ in found.critical_path} == {("dot", 1), ("ag", 1)}
-    assert len(found.critical_path) == 4
 
 
 def test_a_task_that_takes_an_unfinished_result_waits_without_a_wait():
@@ -145,7 +131,6 @@ def test_a_double_buffered_loop(fetching, computing):
     assert found.seconds == pytest.approx((trips - 1) * max(fetching, computing) + fetching + computing)
     # The first trip's fetch hides whole, the last of the loop is waited for at the end of it.
     assert found.host_stall == pytest.approx(fetching + (trips - 1) * max(0.0, fetching - computing))
-    assert found.lower_bound <= found.seconds
 
 
 def test_host_offload_behind_compute_costs_nothing_until_the_link_is_too_slow():
@@ -184,8 +169,6 @@ def test_exposure_is_added_up_over_trips_and_found_by_task():
         ("b", (0, 3), 126, pytest.approx(63.0), 0.0),
     ]
     assert found.seconds == pytest.approx(126 * 3.0 + 4.0)
-    path = {task.name: count for task, count, _ in found.critical_path}
-    assert path == {"a": 126, "dot": 126, "c": 1}
 
 
 def test_events_draw_the_first_trips_and_a_bar_for_the_rest():
@@ -360,8 +343,6 @@ def assert_equals_unrolled(nodes: tuple[Node, ...]) -> None:
     assert {lane: s for lane, s in rolled.lanes.items() if s} == pytest.approx(
         {k: s for k, s in flat.lanes.items() if s}
     )
-    # Kept loops can only lose to a schedule that may move work across trips.
-    assert flat.lower_bound <= rolled.seconds * (1 + 1e-9)
 
 
 @given(bodies(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,18 +151,6 @@ def collective_rows(
         row["seconds"] += found.seconds
         row["exposed"] += found.exposed
     return sorted(rows.values(), key=lambda row: (-row["exposed"], -row["seconds"]))
-
-
-def queueing_notes(rows: Iterable[CollectiveRow]) -> list[str]:
-    """Why compute waits longer for some collectives than they take, naming the worst; empty where it does not."""
-    worst = max(rows, key=lambda row: row["exposed"] - row["seconds"], default=None)
-    if worst is None or worst["exposed"] <= 1.01 * worst["seconds"]:
-        return []
-    more = 1e3 * (worst["exposed"] - worst["seconds"])
-    return [
-        f"exposed can be more than time: compute also waits while another collective is on the links that one needs. "
-        f"The {worst['kind']} of {worst['source'] or 'no line'} ({worst['phase']}) so waits {more:.3g} ms more"
-    ]
 
 
 def scope_of(planned: Requested) -> str:

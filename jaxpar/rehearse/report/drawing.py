@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxpar.hlo.tasks import Loop, Node, Program
 from jaxpar.rehearse.cost.cost import COMPUTE, DMA, HOST, SIDE, Path
-from jaxpar.rehearse.report.schema import LoopSpan, TimelineColumns
+from jaxpar.rehearse.report.schema import TimelineColumns
 from jaxpar.rehearse.timeline.player import Event
 
 
@@ -19,13 +19,13 @@ def timeline_of(program: Program, events: Sequence[Event]) -> TimelineColumns:
 
     Returns:
       The lanes that are in use (compute, links, then local copies and the host), columns with an entry for each
-      instruction that ran, events in microseconds to the nearest nanosecond, and where loops begin and end.
+      instruction that ran, and events in microseconds to the nearest nanosecond.
     """
     lanes = sorted({event.lane for event in events}, key=_lane_order)
     number: dict[Path, int] = {}
     timeline: TimelineColumns = {
         "lanes": lanes, "names": [], "kinds": [], "scopes": [], "sources": [], "phases": [], "bytes": [],
-        "events": [], "loops": _loop_spans(program, events),
+        "events": [],
     }  # fmt: skip
     for event in events:
         if event.path not in number:
@@ -63,39 +63,3 @@ def _add_column(timeline: TimelineColumns, node: Node) -> None:
     timeline["sources"].append(place.source if place else "")
     timeline["phases"].append(place.phase if place else "other")
     timeline["bytes"].append(int(collective.bytes if collective else getattr(node, "bytes", 0)))
-
-
-def _loop_spans(program: Program, events: Sequence[Event]) -> list[LoopSpan]:
-    """Make one span for each execution of a loop that shows on the compute lane.
-
-    An event knows the trip of its innermost loop only, so a loop inside another is taken to begin anew where its trip
-    number goes down, or where something of the outer loop ran in between.
-    """
-    spans: list[LoopSpan] = []
-    running: dict[Path, tuple[LoopSpan, int]] = {}
-    for event in sorted((event for event in events if event.lane == COMPUTE), key=lambda event: event.start):
-        inside = _loops_around(program, event.path)
-        running = {path: entry for path, entry in running.items() if path in inside}
-        if inside and inside[-1] in running and event.trip < running[inside[-1]][1]:
-            del running[inside[-1]]
-        end = 1e6 * (event.start + event.duration)
-        for depth, path in enumerate(inside):
-            loop = node_at(program, path)
-            assert isinstance(loop, Loop)
-            if path not in running:
-                name = loop.place.scope or loop.name
-                span: LoopSpan = {"name": name, "start_us": round(1e6 * event.start, 3), "duration_us": 0.0,
-                                  "trips": loop.trips, "depth": depth}  # fmt: skip
-                spans.append(span)
-                running[path] = span, 0
-            span = running[path][0]
-            span["duration_us"] = round(max(span["duration_us"], end - span["start_us"]), 3)
-        if inside:
-            running[inside[-1]] = running[inside[-1]][0], event.trip
-    return spans
-
-
-def _loops_around(program: Program, path: Path) -> list[Path]:
-    """The loops that a path lies in, outermost first; a path that is a loop is among them."""
-    prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
-    return [prefix for prefix in prefixes if isinstance(node_at(program, prefix), Loop)]

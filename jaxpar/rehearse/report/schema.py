@@ -5,7 +5,7 @@ Seconds, bytes and FLOPs are those of one step on one device, except where a nam
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-SCHEMA = 2
+SCHEMA = 3
 """The version goes up when a key is renamed, removed or changes its meaning; a new key does not change it."""
 
 
@@ -70,14 +70,10 @@ class Time(TypedDict):
     """The time in which they wait for asynchronous work of the device itself: a copy, or a fusion beside them."""
     idle: float
     """The rest of the step, which is launches."""
-    lower_bound: float
-    """No schedule of the same tasks can be shorter."""
     mfu: float | None
     hfu: float | None
     tokens_per_second: NotRequired[float]
     """The rate of all devices together; absent where the tokens of a step are not known."""
-    days: NotRequired[dict[str, float]]
-    """The days of training by number of tokens: `{"1e12": 38.6}`."""
     by_category: dict[str, float]
     """Busy seconds by kind of task; collectives and host copies count also where they run beside compute."""
     estimated_without_cycles: float
@@ -122,28 +118,6 @@ class CollectiveRow(TypedDict):
     links: str
 
 
-class PathStep(TypedDict):
-    """A stretch of the critical path."""
-
-    name: str
-    kind: str
-    seconds: float
-    count: int
-    scope: str
-    source: str
-
-
-class LoopSpan(TypedDict):
-    """The place of a loop in the timeline."""
-
-    name: str
-    start_us: float
-    duration_us: float
-    trips: int
-    depth: int
-    """The depth of the loop, which is 0 for an outermost one."""
-
-
 class TimelineColumns(TypedDict):
     """What runs when. `names` to `bytes` are columns with one entry an instruction, and events point into them."""
 
@@ -158,7 +132,6 @@ class TimelineColumns(TypedDict):
     events: list[list[float]]
     """[lane, start_us, duration_us, instruction, repeats]. Where `repeats` is not 0, the bar stands for that many trips
     of a loop, which are not drawn one by one. A synchronous collective stands on `compute` and on its links."""
-    loops: NotRequired[list[LoopSpan]]
 
 
 class LintFinding(TypedDict):
@@ -204,7 +177,6 @@ class Rehearsal(TypedDict):
     time: Time
     lines: list[Line]
     collectives: list[CollectiveRow]
-    critical_path: list[PathStep]
     timeline: NotRequired[TimelineColumns]
     """The timeline is left out of files that are kept, because it is most of the bytes."""
     findings: list[LintFinding]

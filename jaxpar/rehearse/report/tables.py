@@ -89,9 +89,6 @@ COLLECTIVES = (
     Column("plan", lambda row: "planned" if row.get("planned", True) else "UNPLANNED"),
     _PHASE, _LINE,
 )  # fmt: skip
-CRITICAL_PATH = (
-    Column("time", "seconds", seconds_text), _TIMES, Column("task", "name"), Column("kind", "kind"), _SCOPE, _LINE,
-)  # fmt: skip
 
 
 def report_sections(report: Rehearsal) -> list[Section]:
@@ -105,14 +102,12 @@ def report_sections(report: Rehearsal) -> list[Section]:
     known = any("planned" in row for row in by_plan)
     asked = f": {unplanned or 'none'} unplanned" if known else ""
     columns = COLLECTIVES if known else tuple(column for column in COLLECTIVES if column.name != "plan")
-    path = sorted(report["critical_path"], key=lambda row: -row["seconds"])
     sections = [
         _time_section(report),
         _parts_section("memory", "memory of a device", report["memory"]["categories"], bytes_text),
         _parts_section("host", "memory of the host, for each device", report["memory"]["host"], bytes_text),
         Section("lines", f"by line of the model: {seconds_text(exposed)} exposed", LINES, by_exposed),
         Section("collectives", f"collectives{asked}", columns, by_plan),
-        Section("path", "critical path: the chain of tasks that ends last", CRITICAL_PATH, path),
     ]
     return [section for section in sections if section.rows]
 
@@ -150,7 +145,6 @@ def summary(report: Rehearsal) -> list[tuple[str, str]]:
     rates = [f"{count_text(time['tokens_per_second'])} tokens/s"] if "tokens_per_second" in time else []
     shares = {"MFU": time["mfu"], "HFU": time["hfu"]}
     rates += [f"{name} {percent_text(share)}" for name, share in shares.items() if share is not None]
-    days = time.get("days", {}).items()
     return [
         ("target", f"{target['name']}: {target['chips']} x {target['chip']}, {target['topology']}{slices}{note}"),
         ("mesh", " x ".join(f"{name}={size}" for name, size in report["mesh"].items()) or "one device"),
@@ -158,9 +152,7 @@ def summary(report: Rehearsal) -> list[tuple[str, str]]:
         ("memory", memory_verdict(memory)),
         *(("", advice) for advice in memory["advice"]),
         ("time", f"{seconds_text(time['step'])} a step: {', '.join(parts)}"),
-        ("lower bound", f"{seconds_text(time['lower_bound'])}: no schedule of the same tasks is shorter"),
         *([("throughput", ", ".join(rates))] if rates else []),
-        *(("", f"{count:,.1f} days for {count_text(float(tokens))} tokens") for tokens, count in days),
     ]  # fmt: skip
 
 

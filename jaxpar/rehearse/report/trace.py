@@ -26,7 +26,7 @@ def write_trace(report: Rehearsal, path: Path | str) -> None:
 
 
 def chrome_trace(report: Rehearsal) -> dict[str, Any]:
-    """Turn a report's timeline into a Chrome trace: one process, with a thread for each lane and each depth of loops.
+    """Turn a report's timeline into a Chrome trace: one process, with a thread for each lane.
 
     Raises:
       UserError: the report was kept without its timeline.
@@ -34,14 +34,11 @@ def chrome_trace(report: Rehearsal) -> dict[str, Any]:
     if "timeline" not in report:
         raise UserError("this report was kept without its timeline, so there is no trace of it: rehearse again")
     timeline, name = report["timeline"], f"{report['config'] or 'step'} on a device of {report['target']['name']}"
-    loops = timeline.get("loops", [])
-    first = len(timeline["lanes"])  # the number of the outermost loops' thread
-    threads = [*timeline["lanes"], *(f"loops, depth {depth}" for depth in sorted({loop["depth"] for loop in loops}))]
     events = [_metadata("process_name", 0, name=name)]
-    for number, thread in enumerate(threads):
+    for number, lane in enumerate(timeline["lanes"]):
         events += [
-            _metadata("thread_name", number, name=thread),
-            _metadata("thread_sort_index", number, sort_index=(number - first) % len(threads)),  # loops on top
+            _metadata("thread_name", number, name=lane),
+            _metadata("thread_sort_index", number, sort_index=number),
         ]
     for lane, start, duration, instruction, repeats in timeline["events"]:
         at = int(instruction)
@@ -50,19 +47,11 @@ def chrome_trace(report: Rehearsal) -> dict[str, Any]:
             "bytes": timeline["bytes"][at], "stands for so many more trips": int(repeats),
         }  # fmt: skip
         known = {key: value for key, value in facts.items() if value}
-        events.append(_bar(int(lane), start, duration, timeline["names"][at], timeline["kinds"][at], known))
-    for loop in loops:
-        thread, start, duration = first + loop["depth"], loop["start_us"], loop["duration_us"]
-        events.append(_bar(thread, start, duration, loop["name"], "loop", {"trips": loop["trips"]}))
+        events.append({
+            "ph": "X", "pid": 0, "tid": int(lane), "ts": start, "dur": duration, "name": timeline["names"][at],
+            "cat": timeline["kinds"][at], "args": known,
+        })  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _bar(
-    thread: int, start_us: float, duration_us: float, name: str, kind: str, facts: dict[str, Any]
-) -> dict[str, Any]:
-    """A complete event of the trace, which is one bar."""
-    return {"ph": "X", "pid": 0, "tid": thread, "ts": start_us, "dur": duration_us, "name": name, "cat": kind,
-            "args": facts}  # fmt: skip
 
 
 def _metadata(what: str, thread: int, **facts: str | int) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from jaxpar.hlo.tasks import Program, Task
 from jaxpar.rehearse.cost.cost import COMPUTE, Costs, Path, tasks
 from jaxpar.rehearse.timeline.player import Event, Player
-from jaxpar.rehearse.timeline.schedule import lower_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,6 @@ class Timeline:
     """How long each lane is held."""
     tasks: list[TaskTime]
     """Every task, in program order."""
-    critical_path: list[tuple[Task, int, float]]
-    """The chain of tasks that ends last, where each starts when the one before ends: (task, count, seconds), longest
-    first. The seconds add up to those of the step."""
-    lower_bound: float
-    """No schedule of this graph can be shorter: `jaxpar.rehearse.timeline.schedule.lower_bound`."""
     events: list[Event]
 
     @property
@@ -85,9 +79,9 @@ def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: in
     """
     player = Player(drawn_trips, most_events)
     seconds = player.play(program, costs)
-    waited, critical = player.stalls(), player.critical_path()
+    waited = player.stalls()
     busy, stalls, lanes = (defaultdict[str, float](float) for _ in range(3))
-    rows, path_rows, idle = [], [], 0.0
+    rows, idle = [], 0.0
     for path, task, count in tasks(program.nodes):
         cost, stalled = costs.of[path], waited.get(path, 0.0)
         if COMPUTE in cost.lanes:
@@ -100,10 +94,4 @@ def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: in
         blocking = task.kind in ("collective", "host_copy") and not task.asynchronous
         total = count * cost.seconds
         rows.append(TaskTime(task, path, count, total, stalled + (total if blocking else 0.0)))
-        if critical.get(path):
-            path_rows.append((task, critical[path], critical[path] * cost.seconds))
-    path_rows.sort(key=lambda row: -row[2])
-    return Timeline(
-        seconds, dict(busy), dict(stalls), idle, dict(lanes), rows, path_rows,
-        lower_bound(program, costs), player.events,
-    )  # fmt: skip
+    return Timeline(seconds, dict(busy), dict(stalls), idle, dict(lanes), rows, player.events)
