@@ -19,6 +19,16 @@ Initializer = Callable[..., jax.Array]
 zeros, ones, normal = nnx.initializers.zeros, nnx.initializers.ones, nnx.initializers.normal
 
 
+def uniform(bound: float) -> Initializer:
+    """Draw from -bound to bound."""
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def lora_scale(config: ModelConfig) -> float:
+    """The weight of a LoRA product (arXiv:2106.09685, section 4.1)."""
+    return config.lora.alpha / config.lora.rank
+
+
 def param(rngs: nnx.Rngs, init: Initializer, **dims: int) -> nnx.Param:
     """Declare a float32 parameter: `param(rngs, normal(0.02), embed=64, mlp=256)` is [64, 256] over those logical axes.
 

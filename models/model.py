@@ -80,6 +80,18 @@ class Model:
         """Return the parameters as ShapeDtypeStructs; `order` is as for `init`."""
         return jax.tree.map(lambda shape: shape, _shapes(self.config, None if order is None else tuple(order)))
 
+    def trained(self, tree: Params) -> Params:
+        """Return the part of a tree of the parameters' form that is trained: all of it, or LoRA's matrices alone."""
+        if not self.config.lora.rank:
+            return tree
+        axes = self.axes["blocks"]
+        return {"blocks": {name: leaf for name, leaf in tree["blocks"].items() if "rank" in axes[name]}}
+
+    @staticmethod
+    def merge(params: Params, trained: Params) -> Params:
+        """Return the parameters with those that are `trained` in place of their own."""
+        return {name: part | trained.get(name, {}) for name, part in params.items()}
+
     def embed(
         self, params: Params, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], plan: Plan,
         key: jax.Array | None = None,
@@ -194,12 +206,15 @@ class Model:
 
         They are 6 per parameter that multiplies plus 12 L H h S for attention, as in PaLM (arXiv:2204.02311, appendix
         B). Tables that are only looked up do not multiply, and of the experts only those that a token is sent to do.
-        Causal attention is counted whole, so that figures can be compared.
+        Causal attention is counted whole, so that figures can be compared. A frozen parameter beside LoRA counts 4 and
+        not 6, since its gradient is not made.
         """
         shapes, config = self.shapes(), self.config
         multiplying = _count(shapes["blocks"]) + _count(shapes["head"]) - self._idle_experts()
         multiplying += config.vocab_size * config.embed if config.tied_head else -self._padding() // 2
         head_dim = config.head_size
+        if config.lora.rank:
+            multiplying = (4 * multiplying + 2 * _count(self.trained(shapes))) / 6
         return 6.0 * multiplying + 12.0 * config.layers * config.heads * head_dim * seq_len
 
     def _idle_experts(self) -> int:

@@ -12,9 +12,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.sharding import LogicalAxis
+from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.sharding import Axes, LogicalAxis
 from jaxpar.models.families import family_of
-from jaxpar.models.layers import normal, param, rotary_frequencies, rotate, vocab_table, zeros
+from jaxpar.models.layers import (
+    lora_scale,
+    normal,
+    param,
+    rotary_frequencies,
+    rotate,
+    uniform,
+    vocab_table,
+    zeros,
+)
 from jaxpar.parallel.embedding import dropout
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.ops import Ops
@@ -22,6 +32,7 @@ from jaxpar.parallel.remat import named
 
 _HEADS: tuple[LogicalAxis, ...] = ("heads", "head_dim")
 _KV_HEADS: tuple[LogicalAxis, ...] = ("kv_heads", "head_dim")
+_MATRICES = ("q", "k", "v", "out", "gate", "up", "down")
 
 
 class Embed(nnx.Module):
@@ -72,6 +83,8 @@ class Block(nnx.Module):
         self._add_bias("up", rngs, mlp=F)
         self.down = param(rngs, init_residual, **expert, mlp=F, embed=D)
         self._add_bias("down", rngs, embed=D)
+        for name in config.lora.targets if config.lora.rank else ():
+            self._add_lora(name, rngs)
 
     def __call__(
         self,
@@ -91,7 +104,7 @@ class Block(nnx.Module):
                 q_BSHh, k_BSKh = rotate(q_BSHh, positions_BS, frequencies), rotate(k_BSKh, positions_BS, frequencies)
             q_BSHh, k_BSKh, v_BSKh = named(q_BSHh, "q"), named(k_BSKh, "k"), named(v_BSKh, "v")
             mixed_BSHh = ops.attention(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, weights_key, self.config.window)
-            out_BSD = ops.row_linear(mixed_BSHh, self.out[...], _HEADS, self._bias("out"), "attention_seq")
+            out_BSD = self._row(mixed_BSHh, "out", _HEADS, ops, "attention_seq")
             x_BSD = named(x_BSD + dropout(out_BSD, rate, attention_key), "mlp_input")
         with jax.named_scope("mlp"):
             y_BSD, routed = self._mlp(named(self.mlp_norm(x_BSD), "mlp_norm"), ops)
@@ -99,22 +112,61 @@ class Block(nnx.Module):
 
     def _project(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> tuple[Array, ...]:
         kv_heads = _KV_HEADS if self.family.grouped else _HEADS
-        weights, biases = (self.q[...], self.k[...], self.v[...]), [self._bias(name) for name in "qkv"]
-        return ops.column_linear(x_BSD, weights, (_HEADS, kv_heads, kv_heads), biases, "attention_seq")
+        return self._columns(x_BSD, {"q": _HEADS, "k": kv_heads, "v": kv_heads}, ops, "attention_seq")
 
     def _mlp(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> tuple[Float[Array, "B S D"], RouterSums | None]:
-        down, up_bias, down_bias = self.down[...], self._bias("up"), self._bias("down")
         if not self.family.gated:
-            (up_BSF,) = ops.column_linear(x_BSD, (self.up[...],), (("mlp",),), (up_bias,))
+            (up_BSF,) = self._columns(x_BSD, {"up": ("mlp",)}, ops)
             hidden_BSF = jax.nn.gelu(named(up_BSF, "up"), approximate=True)
         elif self.config.experts:
             chosen, factor = self.config.experts_per_token, self.config.capacity_factor
-            return ops.expert_mlp(x_BSD, self.router[...], self.gate[...], self.up[...], down, chosen, factor)
+            weights = self.router[...], self.gate[...], self.up[...], self.down[...]
+            return ops.expert_mlp(x_BSD, *weights, chosen, factor)
         else:
-            weights, biases = (self.gate[...], self.up[...]), (self._bias("gate"), up_bias)
-            gate_BSF, up_BSF = ops.column_linear(x_BSD, weights, (("mlp",), ("mlp",)), biases)
+            gate_BSF, up_BSF = self._columns(x_BSD, {"gate": ("mlp",), "up": ("mlp",)}, ops)
             hidden_BSF = jax.nn.silu(named(gate_BSF, "gate")) * named(up_BSF, "up")
-        return ops.row_linear(named(hidden_BSF, "mlp_hidden"), down, ("mlp",), down_bias), None
+        return self._row(named(hidden_BSF, "mlp_hidden"), "down", ("mlp",), ops), None
+
+    def _columns(
+        self, x_BSD: Float[Array, "B S D"], names: dict[str, Axes], ops: Ops, seq: LogicalAxis = "seq"
+    ) -> tuple[Array, ...]:
+        """Multiply x by several matrices, given with the axes of their outputs; the A's of LoRA share its gather."""
+        adapted = [name for name in names if hasattr(self, f"{name}_lora_a")]
+        weights = [*names, *(f"{name}_lora_a" for name in adapted)]
+        axes: list[Axes] = [*names.values(), *[("rank",)] * len(adapted)]
+        biases = [self._bias(name) for name in weights]
+        found = ops.column_linear(x_BSD, [getattr(self, name)[...] for name in weights], axes, biases, seq)
+        ys = dict(zip(weights, found, strict=True))
+        for name in adapted:
+            ys[name] += self._expand(name, ys[f"{name}_lora_a"], names[name], ops, seq)
+        return tuple(ys[name] for name in names)
+
+    def _row(self, h_BSI: Array, name: str, axes: Axes, ops: Ops, seq: LogicalAxis = "seq") -> Float[Array, "B S D"]:
+        """Multiply a hidden array by a matrix to the residual stream."""
+        y_BSD = ops.row_linear(h_BSI, getattr(self, name)[...], axes, self._bias(name), seq)
+        if not hasattr(self, f"{name}_lora_a"):
+            return y_BSD
+        low_BSr = ops.row_linear(h_BSI, getattr(self, f"{name}_lora_a")[...], axes, None, seq, "rank")
+        return y_BSD + self._expand(name, low_BSr, ("embed",), ops, "residual_seq")
+
+    def _expand(self, name: str, low_BSr: Array, axes: Axes, ops: Ops, seq: LogicalAxis) -> Array:
+        weight = getattr(self, f"{name}_lora_b")[...]
+        return ops.rank_linear(lora_scale(self.config) * low_BSr, weight, axes, seq)
+
+    def _add_lora(self, name: str, rngs: nnx.Rngs) -> None:
+        """Declare A and B beside a matrix, with the values that PEFT gives them: A is uniform within 1 / sqrt(inputs),
+        and B is zero."""
+        experts = {"gate", "up", "down"} if self.config.experts else set()
+        there = [name for name in _MATRICES if hasattr(self, name) and name not in experts]
+        if name not in there:
+            why = f"{name} is a matrix of experts" if name in experts else f"no matrix {name!r}{suggest(name, there)}"
+            raise UserError(f"model.lora.targets: {why}: LoRA may be beside {', '.join(there)} of this model")
+        weight, rank = getattr(self, name), self.config.lora.rank
+        dims = list(zip(weight.get_metadata("axes"), weight.shape, strict=True))
+        ins = len(dims) - 1 if dims[-1][0] == "embed" else 1
+        bound = 1 / math.sqrt(math.prod(size for _, size in dims[:ins]))
+        setattr(self, f"{name}_lora_a", param(rngs, uniform(bound), **dict(dims[:ins]), rank=rank))
+        setattr(self, f"{name}_lora_b", param(rngs, zeros, rank=rank, **dict(dims[ins:])))
 
     def _add_bias(self, name: str, rngs: nnx.Rngs, **dims: int) -> None:
         if name in self.family.biases:

@@ -17,6 +17,19 @@ from jaxpar.base.toml import find_toml, flatten, from_dict
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Low-rank adaptation (LoRA, Hu et al. 2021, arXiv:2106.09685): all that is trained are two small matrices beside
+    each matrix W that is named. The model computes x W + (alpha / rank) (x A) B: see docs/finetune.md."""
+
+    rank: int = 0
+    """Columns of A and rows of B; 0 = no LoRA, all parameters are trained."""
+    alpha: float = 16.0
+    """The product is weighted with alpha / rank."""
+    targets: tuple[str, ...] = ("q", "v")
+    """The matrices of every block that have a pair: some of q, k, v, out, gate, up, down."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The sizes of a model. A family refuses a setting that it has no use for, such as RoPE in GPT-2."""
 
@@ -59,6 +72,7 @@ class ModelConfig:
     rope_original_seq_len: int = 8192
     scan_layers: bool = True
     """Run the blocks by `lax.scan` (one block is compiled) or unrolled (longer compile, faster on CPU)."""
+    lora: Lora = Lora()
 
     @property
     def kv_head_count(self) -> int:
@@ -314,6 +328,10 @@ def check(config: Config) -> Config:
          f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
         (model.window < 0, f"model.window={model.window} is below 0: 0 is no window"),
         (model.logit_softcap < 0, f"model.logit_softcap={model.logit_softcap} is below 0: 0 is no cap"),
+        (model.lora.rank < 0, f"model.lora.rank={model.lora.rank} is below 0: 0 is no LoRA, 8 is a usual rank"),
+        (model.lora.rank > 0 and (model.lora.alpha <= 0 or not model.lora.targets),
+         f"model.lora.alpha={model.lora.alpha:g} and model.lora.targets={list(model.lora.targets)} adapt nothing: "
+         "alpha is above 0, and there is a target"),
         (config.memory.loss_mib < 1, f"memory.loss_mib={config.memory.loss_mib} is below 1: 4096 is the default"),
         (model.experts != 0 and not 1 <= model.experts_per_token <= model.experts,
          f"model.experts_per_token={model.experts_per_token} is not in 1..model.experts={model.experts}"),

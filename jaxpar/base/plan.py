@@ -160,13 +160,13 @@ class Plan(Layout):
 
 
 def is_matrix(axes: Axes) -> bool:
-    """Whether a parameter with these logical axes maps from or to the embed dim: no norm, no bias."""
-    return "embed" in axes and len([axis for axis in axes if axis != "layers"]) > 1
+    """Whether a parameter with these logical axes maps from or to the embed dim or a low rank: no norm, no bias."""
+    return ("embed" in axes or "rank" in axes) and len([axis for axis in axes if axis != "layers"]) > 1
 
 
 def param_dtype(axes: Axes, plan: Plan) -> jnp.dtype:
-    """The dtype that a parameter is stored in; vectors are always float32."""
-    return jnp.dtype(plan.params if is_matrix(axes) else "float32")
+    """The dtype that a parameter is stored in; vectors and LoRA's matrices are always float32."""
+    return jnp.dtype(plan.params if is_matrix(axes) and "rank" not in axes else "float32")
 
 
 def gradient_dtype(axes: Axes, plan: Plan) -> jnp.dtype:

@@ -30,6 +30,7 @@ LogicalAxis = Literal[
     "layers",
     "experts",
     "stage",
+    "rank",
 ]
 Axes = Sequence[LogicalAxis | None]
 _LOGICAL_AXES: tuple[str, ...] = get_args(LogicalAxis)
@@ -63,6 +64,7 @@ class ShardingRules:
     `layers` is the dim that the parameters of all blocks are stacked over; an empty rule means that of `stage`, so that
     a pipeline's stages have their own layers.
     Devices along `expert` split the batch too: each sends its tokens to the devices that have the experts they chose.
+    The logical axis `rank`, the small dim of a LoRA matrix, has no rule: it is never split.
     """
 
     batch: tuple[MeshAxis, ...] = ("data", "fsdp", "expert")
@@ -160,7 +162,7 @@ def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
     """
     if axis not in _LOGICAL_AXES:
         raise UserError(f"no logical axis {axis!r}{suggest(axis, _LOGICAL_AXES)}: they are {', '.join(_LOGICAL_AXES)}")
-    return getattr(rules, axis) or (getattr(rules, _AS[axis]) if axis in _AS else ())
+    return getattr(rules, axis, ()) or (getattr(rules, _AS[axis]) if axis in _AS else ())
 
 
 def _fitting_sizes(size: int, sizes: dict[MeshAxis, int]) -> str:

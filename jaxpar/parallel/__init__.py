@@ -9,11 +9,11 @@ from jaxpar.parallel._attention import attention, fit_heads
 from jaxpar.parallel.cross_entropy import LossSums, linear_cross_entropy
 from jaxpar.parallel.embedding import dropout, lookup
 from jaxpar.parallel.experts import RouterSums, expert_mlp
-from jaxpar.parallel.linear import column_linear, logits, row_linear
+from jaxpar.parallel.linear import column_linear, logits, rank_linear, row_linear
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.token_order import in_natural_order, in_order
 
 __all__ = [
     "LossSums", "Ops", "RouterSums", "attention", "column_linear", "dropout", "expert_mlp", "fit_heads",
-    "in_natural_order", "in_order", "linear_cross_entropy", "logits", "lookup", "row_linear",
+    "in_natural_order", "in_order", "linear_cross_entropy", "logits", "lookup", "rank_linear", "row_linear",
 ]  # fmt: skip

@@ -95,16 +95,18 @@ def column_linear(
 
 def row_linear(
     h_BSI: Float[Array, "B S ..."], weight: Float[Array, "... D"], axes: Axes, layout: Layout,
-    *, bias: Float[Array, " D"] | None = None, seq: LogicalAxis = "seq", overlap: Overlapping = "xla",
+    *, bias: Float[Array, " D"] | None = None, seq: LogicalAxis = "seq", to: LogicalAxis = "embed",
+    overlap: Overlapping = "xla",
 ) -> Float[Array, "B S D"]:  # fmt: skip
     """Compute `h @ w` over split dims: Megatron's row-parallel linear, whose sum is scattered over the sequence.
 
     Args:
       h_BSI: an array [B, S, *in], split as `axes` say.
-      weight: an array [*in, D] with logical axes (*axes, "embed").
+      weight: an array [*in, D] with logical axes (*axes, to).
       axes: logical axes of the input dims, such as ("mlp",).
       bias: an array [D] that is added once, after the sum.
       seq: logical axis of the input's sequence, which is "attention_seq" for the output of attention.
+      to: logical axis of the output dim, which is "rank" for the first of two matrices of low rank.
       overlap: as for `column_linear`; here the forward scatters and the backward gathers.
 
     Returns:
@@ -115,7 +117,7 @@ def row_linear(
     """
     used: Axes = ("batch", seq, None)
     split: Axes = ("batch", seq, *axes)
-    stored: Axes = (*axes, "embed")
+    stored: Axes = (*axes, to)
     layout.sharding(split, h_BSI.shape, "input")
     layout.sharding(stored, weight.shape, "weight")
     gathers, scatters = _forms(overlap)
@@ -134,6 +136,31 @@ def row_linear(
         return dh.astype(h.dtype), dweight
 
     return _plus(manual_vjp(forward, backward, layout, (split, stored), STORED)(h_BSI, weight), bias)
+
+
+def rank_linear(
+    u_BSr: Float[Array, "B S r"], weight: Array, axes: Axes, layout: Layout, *, seq: LogicalAxis = "seq"
+) -> Array:
+    """Compute `u @ w` from a low rank r, the second matmul of LoRA (Hu et al. 2021, arXiv:2106.09685).
+
+    Args:
+      u_BSr: a result of `column_linear` or `row_linear` whose last dim is "rank": every device has all of r.
+      weight: an array [r, *out] with logical axes ("rank", *axes).
+      axes: logical axes of the output dims: those of a column linear, or ("embed",).
+      seq: logical axis of the sequence of u and of the output, which is "residual_seq" after a row linear.
+
+    Returns:
+      An array [B, S, *out] in the compute dtype, laid out like the output of the linear that it is added to.
+    """
+    used: Axes = ("batch", seq, None)
+    outs: Axes = (*used[:2], *used_axes([output_axis(axis, layout) for axis in axes]))
+    stored: Axes = ("rank", *axes)
+    layout.sharding(stored, weight.shape, "weight")
+    (y,) = _columns(
+        u_BSr, (weight,), layout, stored=(stored,), outs=(outs,), given=used, used=used, dtype=layout.compute,
+        overlap="xla",
+    )  # fmt: skip
+    return y
 
 
 def logits(
@@ -166,9 +193,9 @@ def _forms(overlap: Overlapping) -> tuple[Form, Form]:
 
 def _columns(
     x: Array, weights: tuple[Array, ...], layout: Layout, *, stored: tuple[Axes, ...], outs: tuple[Axes, ...],
-    used: Axes, dtype: str, overlap: Overlapping,
+    used: Axes, dtype: str, overlap: Overlapping, given: Axes = STORED,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Column linears that share one gather of x, which is multiplied in the layout `used`, to outputs of `dtype`."""
+    """Column linears that share one gather of x from the layout `given` to `used`, with outputs of `dtype`."""
     gathers, scatters = _forms(overlap)
     copies = [axes.index("kv_heads") if kv_copy_axes(layout) and "kv_heads" in axes else None for axes in stored]
 
@@ -178,7 +205,7 @@ def _columns(
 
     def forward(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         x = x.astype(layout.dtype)
-        return tuple(all_gather_matmul(x, use_all(weights), STORED, used, dtype, layout, gathers)[1])
+        return tuple(all_gather_matmul(x, use_all(weights), given, used, dtype, layout, gathers)[1])
 
     def backward(x: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
         dys = tuple(dy.astype(layout.dtype) for dy in dys)
@@ -187,18 +214,18 @@ def _columns(
         for dy, weight, axes in zip(dys, use_all(weights), outs, strict=True):
             groups.setdefault(split_over(axes[2:], layout), []).append((dy, _swap_dims(weight, 1)))
         parts = (
-            matmul_reduce_scatter(products, over, used, STORED, layout.compute, layout, scatters)
+            matmul_reduce_scatter(products, over, used, given, layout.compute, layout, scatters)
             for over, products in groups.items()
         )
         dx = functools.reduce(jnp.add, parts).astype(x.dtype)
-        x, _ = all_gather_matmul(x.astype(layout.dtype), (), STORED, used, layout.compute, layout, gathers)
+        x, _ = all_gather_matmul(x.astype(layout.dtype), (), given, used, layout.compute, layout, gathers)
         dweights = tuple(
             _weight_gradient(x, dy, weight, axes, used, layout, dim)
             for dy, weight, axes, dim in zip(dys, weights, stored, copies, strict=True)
         )
         return dx, dweights
 
-    return manual_vjp(forward, backward, layout, (STORED, stored), outs)(x, weights)
+    return manual_vjp(forward, backward, layout, (given, stored), outs)(x, weights)
 
 
 def used_axes(axes: Axes) -> Axes:

@@ -40,11 +40,16 @@ class Ops:
         return linear.column_linear(x_BSD, weights, axes, self.plan, biases=biases, seq=seq, overlap=forms)
 
     def row_linear(
-        self, h_BSI: Array, weight: Array, axes: Axes, bias: Array | None = None, seq: LogicalAxis = "seq"
-    ) -> Array:
+        self, h_BSI: Array, weight: Array, axes: Axes, bias: Array | None = None, seq: LogicalAxis = "seq",
+        to: LogicalAxis = "embed",
+    ) -> Array:  # fmt: skip
         """See `jaxpar.parallel.row_linear`."""
         forms = self.plan.overlap.forms(axes[0])
-        return linear.row_linear(h_BSI, weight, axes, self.plan, bias=bias, seq=seq, overlap=forms)
+        return linear.row_linear(h_BSI, weight, axes, self.plan, bias=bias, seq=seq, to=to, overlap=forms)
+
+    def rank_linear(self, u_BSr: Array, weight: Array, axes: Axes, seq: LogicalAxis = "seq") -> Array:
+        """See `jaxpar.parallel.rank_linear`."""
+        return linear.rank_linear(u_BSr, weight, axes, self.plan, seq=seq)
 
     def lookup(self, table_VD: Array, ids_BS: Array, axis: LogicalAxis | None) -> Array:
         """See `jaxpar.parallel.lookup`."""

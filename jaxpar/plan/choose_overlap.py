@@ -25,7 +25,6 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.plan import Form, Overlap, Plan
 from jaxpar.base.runtime import cache_folder, compiler_flags, versions, write_whole
-from jaxpar.base.sharding import state_axes
 from jaxpar.base.toml import from_dict
 from jaxpar.models import Model, Params
 from jaxpar.parallel.collectives import further_split
@@ -34,6 +33,7 @@ from jaxpar.parallel.token_order import TOKENS
 from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target
 from jaxpar.train.plans import make_plan
+from jaxpar.train.state import gradient_axes
 
 LAYERS = 4
 """The number of blocks in the program that is tried: a block's collectives also hide behind its neighbours."""
@@ -183,17 +183,18 @@ def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced
     S, D = config.data.seq_len, config.model.embed
     x_BSD = jax.ShapeDtypeStruct((rows, S, D), plan.dtype, sharding=plan.sharding(STORED))
     positions_BS = jax.ShapeDtypeStruct((rows, S), jnp.int32, sharding=plan.sharding(TOKENS))
-    axes = jax.tree.map(state_axes, model.axes["blocks"], is_leaf=lambda leaf: isinstance(leaf, tuple))
+    axes = gradient_axes(model)["blocks"]
 
     def gradient(
         params: Params, x_BSD: jax.Array, positions_BS: jax.Array, dx_BSD: jax.Array
     ) -> tuple[Params, jax.Array]:
-        _, pull = jax.vjp(lambda params, x: model.blocks(params, x, positions_BS, None, plan)[0], params, x_BSD)
+        trained = model.trained({"blocks": params})["blocks"]
+        _, pull = jax.vjp(lambda part, x: model.blocks(params | part, x, positions_BS, None, plan)[0], trained, x_BSD)
         return pull(dx_BSD)
 
     jitted = jax.jit(
         gradient,
-        out_shardings=(plan.sharding(axes, shapes["blocks"]), plan.sharding(STORED)),
+        out_shardings=(plan.sharding(axes, model.trained(shapes)["blocks"]), plan.sharding(STORED)),
         compiler_options=compiler_options(plan.mesh),
     )
     arguments = (params, x_BSD, positions_BS, x_BSD)

@@ -69,7 +69,7 @@ def check_parameters(config: Config, plan: Plan) -> None:
     model = Model(config.model)
     shapes = param_shapes(model, plan)
     plan.sharding(model.axes, shapes)
-    plan.sharding(gradient_axes(model), shapes)
+    plan.sharding(gradient_axes(model), model.trained(shapes))
     further_split(("state_embed",), ("embed",), plan)
     for stored, used in ((STORED, GATHERED), (STORED, ATTENDED), (ATTENDED, GATHERED)):
         further_split(stored, used, plan)

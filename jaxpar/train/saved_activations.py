@@ -168,7 +168,8 @@ def traced_block(config: Config, plan: Plan) -> tuple[core.ClosedJaxpr, int]:
 @lru_cache(maxsize=16)
 def _trace_forward(block: OneBlock) -> tuple[core.ClosedJaxpr, int]:
     def forward(layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None) -> Any:
-        return jax.vjp(lambda layer, x_BSD: block(layer, x_BSD, positions_BS, segments_BS), layer, x_BSD)
+        trained = Model(block.config).trained({"blocks": layer})["blocks"]
+        return jax.vjp(lambda part, x_BSD: block(layer | part, x_BSD, positions_BS, segments_BS), trained, x_BSD)
 
     traced, (made, _) = jax.make_jaxpr(forward, return_shape=True)(*block.shapes())
     return traced, len(jax.tree.leaves(made))

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.base.config import Config
 from jaxpar.base.jax_compat import once_options
-from jaxpar.base.plan import Plan
+from jaxpar.base.plan import Plan, param_dtype
 from jaxpar.base.sharding import Axes, is_axes, replicated_sharding, state_axes
 from jaxpar.models import Model, Params
 from jaxpar.parallel.host_memory import HOST
@@ -26,7 +26,8 @@ Leaf = TypeVar("Leaf")
 
 
 class TrainState(NamedTuple, Generic[Leaf]):
-    """Everything that a step changes: finished steps (int32 scalar), parameters, and the state of `make_optimizer`.
+    """A training run between steps: finished steps (int32 scalar), all parameters, and the state of `make_optimizer`
+    for those that are trained.
 
     Its leaves are arrays, or what a function returns for each of them: a ShapeDtypeStruct, a sharding or a flag.
     """
@@ -51,10 +52,11 @@ def state_shapes(
     on device 0 and clash with the mesh after a restore.)
     """
     order = stored_order(plan, config.model.layers) if order is None else order
+    trained_axes = model.trained(model.axes)
 
     def start(params: Params) -> TrainState:
-        opt_state = make_optimizer(config.train, model.axes).init(params)
-        opt_state = pack_moments(opt_state, decay_mask(model.axes), plan.moments)
+        opt_state = make_optimizer(config.train, trained_axes).init(model.trained(params))
+        opt_state = pack_moments(opt_state, decay_mask(trained_axes), plan.moments)
         return TrainState(jnp.zeros((), jnp.int32), _as_stored(params, model, plan), opt_state)
 
     def place(moment: jax.ShapeDtypeStruct | Quantized, axes: Axes) -> NamedSharding | Quantized:
@@ -85,7 +87,8 @@ def in_host(state: TrainState, model: Model, plan: Plan) -> TrainState[bool]:
     def of_moment(moment: jax.ShapeDtypeStruct | Quantized, matrix: bool) -> bool | Quantized:
         return jax.tree.map(lambda _: matrix and plan.optimizer == "offload", moment)
 
-    opt_state = map_moments(of_moment, state.opt_state, decay_mask(model.axes), others=lambda _: False)
+    matrices = decay_mask(model.trained(model.axes))
+    opt_state = map_moments(of_moment, state.opt_state, matrices, others=lambda _: False)
     return TrainState(False, _params_in_host(state.params, plan), opt_state)
 
 
@@ -99,8 +102,9 @@ def _in_memory(sharding: NamedSharding, host: bool) -> NamedSharding:
 
 
 def gradient_axes(model: Model) -> Params:
-    """Return the logical axes of every parameter's gradient and moments, in a dict like that of the parameters."""
-    return jax.tree.map(state_axes, model.axes, is_leaf=is_axes)
+    """Return the logical axes of the gradient and moments of every parameter that is trained, in a dict like that of
+    the parameters."""
+    return jax.tree.map(state_axes, model.trained(model.axes), is_leaf=is_axes)
 
 
 def init_state(model: Model, config: Config, plan: Plan, params: Params | None = None) -> TrainState[jax.Array]:
@@ -132,9 +136,8 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
 
 
 def _as_stored(params: Params, model: Model, plan: Plan) -> Params:
-    """Convert matrices to the dtype in which the plan stores them; vectors stay float32."""
-    matrices = decay_mask(model.axes)
-    return jax.tree.map(lambda x, matrix: x.astype(plan.params if matrix else jnp.float32), params, matrices)
+    """Convert each parameter to the dtype in which the plan stores it."""
+    return jax.tree.map(lambda x, axes: x.astype(param_dtype(axes, plan)), params, model.axes)
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -147,11 +150,11 @@ def reorder_state(
     state: TrainState[jax.Array], before: Sequence[int] | None, after: Sequence[int] | None, config: Config
 ) -> TrainState[jax.Array]:
     """Put a state's stacked layers in another stored order (see `pipeline.stored_order`); None = the model's."""
-    axes = Model(config.model).axes
+    model = Model(config.model)
 
     def reorder(x: jax.Array | Quantized, axes: Axes) -> jax.Array | Quantized:
         stacked = axes[:1] == ("layers",)
         return jax.tree.map(lambda x: reorder_layers(x, before, after, config.model.layers), x) if stacked else x
 
-    params = jax.tree.map(reorder, state.params, axes)
-    return TrainState(state.step, params, map_moments(reorder, state.opt_state, axes))
+    params = jax.tree.map(reorder, state.params, model.axes)
+    return TrainState(state.step, params, map_moments(reorder, state.opt_state, model.trained(model.axes)))

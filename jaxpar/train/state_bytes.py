@@ -65,16 +65,18 @@ def state_bytes(config: Config, plan: Plan, platform: str) -> StateBytes:
     state, batch = step_shapes(model, config, plan)
     parameters, optimizer = _by_memory(state.params, platform), _by_memory(state.opt_state, platform)
     adds_up = parts > 1 or plan.size("stage") > 1
-    own = _gradient_bytes(state.params, model, plan, sums=False)
-    gradients = _gradient_bytes(state.params, model, plan, sums=True) if adds_up else own
+    trained = model.trained(state.params)
+    own = _gradient_bytes(trained, model, plan, sums=False)
+    gradients = _gradient_bytes(trained, model, plan, sums=True) if adds_up else own
     gradients += own if parts > 1 and plan.size("stage") == 1 else 0
-    in_host = 0 if adds_up else parameters.host  # gradients of layers in host memory are made there
-    # Parameters are fetched for every forward and backward pass, and fetched and sent back for the update. Gradients
-    # that are made in host memory are sent there, and fetched for their norm and for the update.
-    streamed = (2 * parts + 2 + (0 if adds_up else 3)) * parameters.host + 2 * optimizer.host
+    updated = _by_memory(trained, platform).host
+    in_host = 0 if adds_up else updated  # gradients of layers in host memory are made there
+    # Parameters are fetched for every forward and backward pass, and those that are trained fetched and sent back for
+    # the update. Gradients that are made in host memory are sent there, and fetched for their norm and for the update.
+    streamed = 2 * parts * parameters.host + (2 + (0 if adds_up else 3)) * updated + 2 * optimizer.host
     return StateBytes(
         parameters, optimizer, Held(max(gradients - in_host, 0), in_host), Held(local_bytes(batch)),
-        _update_bytes(state.params, model, plan), streamed,
+        _update_bytes(trained, model, plan), streamed,
     )  # fmt: skip
 
 
@@ -97,14 +99,16 @@ def _update_bytes(params: Mapping[str, Any], model: Model, plan: Plan) -> int:
     """
     if not plan.streams:
         return 0
+    axes = model.trained(model.axes)
     entries = {
-        name: jax.tree.leaves(jax.tree.map(lambda p, axes: _local_entries(p.shape, axes, plan), part, model.axes[name]))
+        name: jax.tree.leaves(jax.tree.map(lambda p, axes: _local_entries(p.shape, axes, plan), part, axes[name]))
         for name, part in params.items()
     }
     tables = [size for name, found in entries.items() if name != "blocks" for size in found]
     layer = sum(entries["blocks"]) // model.config.layers
     # All offloaded tables fetch two moments and a parameter at once; 8-bit tables unpack their moments one by one.
-    of_tables = 12 * sum(tables) if plan.optimizer == "offload" else 8 * max(tables) if plan.moments == "int8" else 0
+    of_int8 = 8 * max(tables, default=0) if plan.moments == "int8" else 0
+    of_tables = 12 * sum(tables) if plan.optimizer == "offload" else of_int8
     return of_tables + 8 * layer
 
 
@@ -115,4 +119,4 @@ def _gradient_bytes(params: Mapping[str, Any], model: Model, plan: Plan, sums: b
         width = (gradient_dtype(axes, plan) if sums else param.dtype).itemsize
         return _local_entries(param.shape, axes, plan) * width
 
-    return sum(jax.tree.leaves(jax.tree.map(one, params, model.axes)))
+    return sum(jax.tree.leaves(jax.tree.map(one, params, model.trained(model.axes))))

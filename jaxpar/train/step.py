@@ -79,7 +79,8 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
         key = jax.random.fold_in(jax.random.key(train.seed), state.step) if config.model.dropout else None
         sums, grads = gradients(model, state.params, batch, plan, key, train.accumulation, loss_weights(train))
         with jax.named_scope("update"):
-            new = update(state.params, state.opt_state, grads, sums, model.axes, train, plan)
+            trained = model.trained(state.params), state.opt_state, grads
+            new = update(*trained, sums, model.trained(model.axes), train, plan)
         metrics = {
             "loss": sums.nll / sums.tokens,
             "grad_norm": new.norm,
@@ -93,7 +94,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
                 "router_z": sums.routed.z / routed,
                 "dropped": sums.routed.dropped / (routed * model.config.experts_per_token),
             }
-        return TrainState(state.step + 1, new.params, new.opt_state), metrics
+        return TrainState(state.step + 1, model.merge(state.params, new.params), new.opt_state), metrics
 
     return jax.jit(
         step,
@@ -115,6 +116,7 @@ def gradients(
 ) -> tuple[LossSums, Params]:  # fmt: skip
     """Compute the summed loss of a global batch and its float32 gradient, one of `accumulation` microbatches at a time.
 
+    The gradient is that of the parameters that are trained (`Model.trained`), and no other is made.
     They are sums and not means, so that dividing by the total token count weighs every token alike, however they were
     split. Where each device can add up its own, devices are summed after the last microbatch (`late_sum_axes`).
     """
@@ -146,11 +148,11 @@ def _accumulate(
         if plan.size("stage") > 1:
             return pipeline.gradients(model, params, rows, plan, key, weights)
 
-        def loss(params: Params) -> tuple[jax.Array, LossSums]:
-            sums = model.loss(params, rows, plan, key, weights)
+        def loss(trained: Params) -> tuple[jax.Array, LossSums]:
+            sums = model.loss(model.merge(params, trained), rows, plan, key, weights)
             return sums.loss, sums
 
-        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(model.trained(params))
         return sums, grads
 
     if accumulation == 1:
@@ -173,7 +175,8 @@ def _accumulate(
         return plan.constrain(jnp.zeros(param.shape, gradient_dtype(axes, plan)), state_axes(axes))
 
     routed = RouterSums(*jnp.zeros(3)) if model.config.experts else None
-    nothing = LossSums(*jnp.zeros(3), routed=routed), jax.tree.map(zeros, params, model.axes)
+    trained = model.trained(params), model.trained(model.axes)
+    nothing = LossSums(*jnp.zeros(3), routed=routed), jax.tree.map(zeros, *trained)
     return jax.lax.scan(add, nothing, (jax.tree.map(split, dict(batch)), jnp.arange(accumulation)))[0]
 
 

@@ -61,8 +61,8 @@ def update(
     In that case parameters and optimizer state stay the same to the bit, so a finite state always stays finite. The new
     or old number is chosen entry by entry where both are at hand, which takes no memory, no pass and no collective.
 
-    `params` are by part of the model, with `blocks` stacked over layers; `opt_state` is as `moments.pack_moments`
-    returns it; `grads` and `sums` are summed over the tokens that counted; `axes` are `Model.axes`.
+    `params`, those that are trained, are by part of the model, with `blocks` stacked over layers; `axes` are theirs;
+    `opt_state` is as `moments.pack_moments` returns it; `grads` and `sums` are summed over the tokens that counted.
     """
     streamed = [name for name in params if name == "blocks" and plan.streams]
     whole = [name for name in params if name not in streamed]

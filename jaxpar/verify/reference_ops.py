@@ -46,10 +46,15 @@ class ReferenceOps:
         return tuple(self._linear(x_BSD, weight, 1, bias) for weight, bias in zip(weights, biases, strict=True))
 
     def row_linear(
-        self, h_BSI: Array, weight: Array, axes: Axes, bias: Array | None = None, seq: LogicalAxis = "seq"
-    ) -> Array:
+        self, h_BSI: Array, weight: Array, axes: Axes, bias: Array | None = None, seq: LogicalAxis = "seq",
+        to: LogicalAxis = "embed",
+    ) -> Array:  # fmt: skip
         """Return `h @ w` over all dims of h but the first two, plus the bias."""
         return self._linear(h_BSI, weight, h_BSI.ndim - 2, bias)
+
+    def rank_linear(self, u_BSr: Array, weight: Array, axes: Axes, seq: LogicalAxis = "seq") -> Array:
+        """Return `u @ w`."""
+        return self._linear(u_BSr, weight, 1, None)
 
     def _linear(self, x: Array, weight: Array, dims: int, bias: Array | None) -> Array:
         y = jnp.tensordot(x.astype(self.plan.dtype), weight.astype(self.plan.dtype), dims)

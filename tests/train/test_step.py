@@ -294,6 +294,7 @@ def test_every_microbatch_drops_by_a_key_of_its_own() -> None:
         return LossSums(drawn, drawn, jnp.ones(()))
 
     model: Any = SimpleNamespace(config=SimpleNamespace(experts=0), axes={"scale": ("embed",)}, loss=loss)
+    model.trained, model.merge = (lambda tree: tree), (lambda params, trained: trained)
     plan, key = make_plan(config_of("gpt2"), jax.devices()[:1]), jax.random.key(3)
     rows = {"tokens": jnp.zeros((4, 8), jnp.int32)}
     sums, grads = gradients(model, {"scale": jnp.ones(1)}, rows, plan, key, 4, LIKELIHOOD)

@@ -231,6 +231,7 @@ class Scaled:
 
     def __init__(self, model: Model):
         self.model, self.config = model, model.config
+        self.trained, self.merge = model.trained, model.merge
 
     def loss(self, params: Any, *rest: Any) -> LossSums:
         up = params["blocks"]["up"]

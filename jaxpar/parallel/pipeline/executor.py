@@ -167,7 +167,7 @@ class _Carry(NamedTuple):
       entering: the activation that is on its way to the inbox inside a round [B, S, D].
       waiting: what postponed gradients of weights are made from, arrays [slots x places, ...].
       blocks: gradients of this stage's layers [virtual x places, ...], in the plan's dtype for such sums.
-      ends: gradients of embedding and head, for this stage's part.
+      ends: gradients of embedding and head, for this stage's part, if these are trained.
     """
 
     inbox: Array
@@ -192,7 +192,9 @@ class _Stage:
         self.axes = self.plan.mesh_axes("stage")
         self.by_stage = task.backward and self.plan.recomputes and self.plan.pipeline.stash == "stage"
         stored = partial(jax.tree.map, state_axes, is_leaf=is_axes)
-        axes = {name: stored(self.model.axes[name]) for name in ("blocks", *self.ends)}
+        trained = self.model.trained(self.model.axes)
+        axes = {name: stored(trained[name]) for name in trained}
+        self.trained_ends = {name: self.ends[name] for name in axes if name != "blocks"}
         blocks = jax.tree.map(lambda axes: (None, *axes[1:]), axes.pop("blocks"), is_leaf=is_axes)
         self.layouts = {
             "entering": STORED, "leaving": STORED, "cotangents": (None, *STORED), "blocks": blocks, "ends": axes
@@ -240,15 +242,16 @@ class _Stage:
         if not self.backward:
             return carry
         self.layers.prepare(x, steps.waiting > 0, not self.by_stage)
-        recipe, axes = self.layers.recipe, self.model.axes
-        of_blocks = jax.tree.map(lambda x, axes: self._zeros(x, (None, *axes[1:])), self.arrays.blocks, axes["blocks"])
+        recipe, axes = self.layers.recipe, self.model.trained(self.model.axes)
+        trained = self.model.trained({"blocks": self.arrays.blocks})["blocks"]
+        of_blocks = jax.tree.map(lambda x, axes: self._zeros(x, (None, *axes[1:])), trained, axes["blocks"])
         return carry._replace(
             stash=messages(steps.stash) if self.by_stage else self._empty_slots(steps.stash),
             cotangents=messages(steps.cotangents),
             leaving=messages(1)[0],
             waiting=empty_buffers(recipe.parts.needed, steps.waiting * self.places) if recipe.parts else None,
             blocks=of_blocks,
-            ends={name: jax.tree.map(self._zeros, self.ends[name], axes[name]) for name in self.ends},
+            ends={name: jax.tree.map(self._zeros, end, axes[name]) for name, end in self.trained_ends.items()},
         )
 
     def _empty_slots(self, slots: int) -> list[Array]:
@@ -338,13 +341,13 @@ class _Stage:
         part_BSD = share_tokens(jnp.where(row.scores > 0, y_BSD, 0), self.plan)
         labels_BS = jnp.where(row.some_score, own_labels(self._row(row.scored)["labels"], self.plan), -1)
 
-        def score(ends: Params, x_BSD: Array) -> tuple[Array, LossSums]:
-            sums = self.model.score(ends, x_BSD, labels_BS, self.plan, self.weights)
+        def score(trained: Params, x_BSD: Array) -> tuple[Array, LossSums]:
+            sums = self.model.score(self.ends | trained, x_BSD, labels_BS, self.plan, self.weights)
             return sums.loss, sums
 
         if not self.backward:
             return carry._replace(sums=_add_sums(carry.sums, score(self.ends, part_BSD)[1]))
-        (_, sums), (dends, dpart_BSD) = jax.value_and_grad(score, (0, 1), has_aux=True)(self.ends, part_BSD)
+        (_, sums), (dends, dpart_BSD) = jax.value_and_grad(score, (0, 1), has_aux=True)(self.trained_ends, part_BSD)
         dy_BSD = gather_tokens(dpart_BSD, y_BSD.shape[1], self.plan)
         return carry._replace(
             sums=_add_sums(carry.sums, sums),
@@ -363,7 +366,7 @@ class _Stage:
         dx_BSD, blocks, waiting = self.layers.backward(dy_BSD, row, stash, carry.blocks, carry.waiting)
 
         def embedded(ends: Params) -> Params:
-            _, pull = jax.vjp(lambda ends: self._embed(ends, i), self.ends)
+            _, pull = jax.vjp(lambda trained: self._embed(self.ends | trained, i), self.trained_ends)
             return _add_gradients(ends, *pull(jnp.where(on_first, dx_BSD, 0)))
 
         ends = _if_some(shares.first, row.some_end, embedded, carry.ends)

@@ -54,6 +54,7 @@ class PipelinedModel(Protocol):
     def axes(self) -> PyTree: ...
     @property
     def config(self) -> ModelSizes: ...
+    def trained(self, tree: Params) -> Params: ...
     def embed(self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None) -> Array: ...
     def layer(
         self, layer: PyTree, xs: tuple[Array, ...], places: Places, plan: Plan, key: Any
@@ -189,7 +190,7 @@ class Stack:
         self._recipe = Recipe(found["tree"], given, None, stashed)
         if wait:
             # The gradients of vectors belong to the input's part too, since they are hardly any work.
-            now = jax.tree.map(lambda x: x.ndim < 2, weights), (True,) * self.plan.overlap.parts
+            now = jax.tree.map(lambda x: x.ndim < 2, self._trained(weights)), (True,) * self.plan.overlap.parts
             shapes = list(given.shapes), weights, context, found["out"]
             parts = split(self._pull, shapes, now, again=(0, 1, 2) if stashed else (1, 2))
             self._recipe = self._recipe._replace(parts=parts)
@@ -216,13 +217,20 @@ class Stack:
 
     def _vjp(self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...]) -> tuple[Any, list[Array], Any]:
         """Return a layer's outputs, and its backward's arrays and the tree they are in."""
-        out, pull = jax.vjp(lambda weights, xs: self._apply(weights, context, xs), weights, xs)
+
+        def apply(trained: PyTree, xs: tuple[Array, ...]) -> Any:
+            return self._apply(weights | trained if isinstance(weights, dict) else trained, context, xs)
+
+        out, pull = jax.vjp(apply, self._trained(weights), xs)
         return out, *jax.tree.flatten(pull)
 
     def _pull(self, kept: Sequence[Array], weights: PyTree, context: LayerContext, dout: PyTree) -> tuple[PyTree, Any]:
-        """Return the gradients of a layer's weights and inputs."""
+        """Return the gradients of a layer's weights, those that are trained, and of its inputs."""
         leaves = self.recipe.kept.restore(kept, weights, context)
         return jax.tree.unflatten(self.recipe.tree, leaves)(dout)
+
+    def _trained(self, weights: PyTree) -> PyTree:
+        return self.model.trained({"blocks": weights})["blocks"]
 
     # Places of a chunk.
 

@@ -21,9 +21,10 @@ from jaxpar.base.config import Config, PrecisionConfig
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import replicated_sharding
+from jaxpar.base.sharding import is_axes, path_name, replicated_sharding
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import PARTS, Batch, Model, Params
+from jaxpar.models.layers import lora_scale
 from jaxpar.parallel import Ops
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device
@@ -80,8 +81,8 @@ def one_device(
     unrolled = Model(replace(case.config.model, scan_layers=False), ops)  # pyright: ignore[reportArgumentType]
     weights = step.loss_weights(case.config.train)
 
-    def loss(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        sums = unrolled.loss(params, batch, plan, None, weights)
+    def loss(trained: Params, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        sums = unrolled.loss(unrolled.merge(params, trained), batch, plan, None, weights)
         return sums.loss, sums.tokens
 
     value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=_fast_compile(case.devices))
@@ -92,7 +93,7 @@ def one_device(
         starts = range(0, len(batch["labels"]), _ROWS)
         parts = [{name: rows[at : at + _ROWS] for name, rows in batch.items()} for at in starts]
         with _matmuls(exact):
-            answers = [value_and_grad(here, part) for part in parts]
+            answers = [value_and_grad(unrolled.trained(here), here, part) for part in parts]
         (loss, tokens), grads = jax.tree.map(lambda *x: np.sum(x, axis=0, dtype=np.float64, keepdims=True), *answers)
         return Answer(loss, by_name(grads), tokens=tokens)
 
@@ -103,7 +104,8 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     """Compute loss and gradients under the plan with the function under test, with arrays laid out as in training."""
     plan, train = case.plan(precision), case.config.train
     shapes = param_shapes(case.model, plan)
-    shardings, stored = plan.sharding(case.model.axes, shapes), param_shardings(shapes, case.model, plan)
+    shardings = case.model.trained(plan.sharding(case.model.axes, shapes))
+    stored = param_shardings(shapes, case.model, plan)
 
     def run(params: Params, batch: Batch) -> tuple[LossSums, Params]:
         weights = step.loss_weights(train)
@@ -151,14 +153,17 @@ def _matmuls(exact: bool) -> contextlib.AbstractContextManager[object]:
 
 
 def parameter_order(model: Model) -> list[str]:
-    """Return parameter names in the order in which the model declares them, which is that of its forward pass."""
+    """Return the names of the parameters that are trained, in the order in which the model declares them, which is that
+    of its forward pass (but LoRA's come last in a block)."""
     order: list[str] = []
+    leaves = jax.tree_util.tree_leaves_with_path(model.trained(model.axes), is_leaf=is_axes)
+    trained = {path_name(path) for path, _ in leaves}
 
     def declare(part: nnx.Module, prefix: str) -> None:
         for name, value in vars(part).items():
             if isinstance(value, nnx.Module):
                 declare(value, f"{prefix}.{name}")
-            elif isinstance(value, nnx.Variable):
+            elif isinstance(value, nnx.Variable) and f"{prefix}.{name}" in trained:
                 order.append(f"{prefix}.{name}")
 
     for prefix, part in PARTS.items():  # only traced, so that no parameter is made
@@ -169,13 +174,15 @@ def parameter_order(model: Model) -> list[str]:
 def random_params(model: Model, seed: int = 0) -> Params:
     """Draw parameters that hide nothing: norm scales, biases and projections are random, activations of order one.
 
-    A fresh model would hide mistakes: its scales are 1, its biases 0, and its attention is close to uniform.
+    A fresh model would hide mistakes: its scales are 1, its biases 0, its attention is close to uniform, and LoRA's B
+    is 0. Here the product of a pair is as large as that of its matrix.
     """
     rng = np.random.default_rng(seed)
 
     def draw(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> np.ndarray:
         dims = [size for size, axis in zip(leaf.shape, axes, strict=True) if axis not in ("layers", "experts")]
         std = 1.0 if len(dims) == 1 else 1 / math.sqrt(dims[0])
+        std /= lora_scale(model.config) if "rank" in axes[:-1] else 1
         return (std * rng.standard_normal(leaf.shape)).astype(np.float32)
 
     return jax.tree.map(draw, model.shapes(), model.axes)
