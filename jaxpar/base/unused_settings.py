@@ -89,7 +89,7 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
     """Refuse a setting that the user gave, that differs from its default and that can have no effect.
 
     Args:
-      name: the config's preset, whose keys are not checked, or its file or run folder.
+      name: the config's preset, whose keys are not checked, or its file or run folder; empty = it is from no file.
       config: the config with the flags, on the mesh that is asked for.
       flags: the keys that were given on the command line.
 
@@ -99,7 +99,7 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
     for key, because in idle_keys(config):
         if key in flags:
             raise UserError(f"{key} has no effect: {because}")
-    if name in presets("jaxpar.configs"):
+    if not name or name in presets("jaxpar.configs"):
         return
     text, origin = find_toml(name, "jaxpar.configs")
     if text.startswith(f"# {RESOLVED}"):

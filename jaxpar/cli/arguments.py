@@ -81,7 +81,7 @@ def config_args(
             raise UserError("--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on")
         mesh, _ = load_mesh_preset(args.on)
         args = dataclasses.replace(args, config=dataclasses.replace(args.config, mesh=mesh))
-    require_effects(name, args.config, keys)
+    require_effects(name if load is load_config else "", args.config, keys)
     return name, args
 
 

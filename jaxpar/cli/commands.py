@@ -33,17 +33,6 @@ class VerifyArgs(ConfigArgs):
 
 
 @dataclass(frozen=True)
-class EvalArgs:
-    """Validation loss of a run's checkpoint."""
-
-    config: Overrides
-    step: int = 0
-    """Checkpoint to read; 0 = the best one, or the newest when none was evaluated."""
-    json: bool = False
-    """Print one JSON object."""
-
-
-@dataclass(frozen=True)
 class ShowArgs(ConfigArgs):
     """Where the parameters of a config live, what its devices send, and pictures of the mesh and of one layer."""
 
@@ -102,16 +91,12 @@ def verify_command(words: list[str]) -> int:
 
 
 def eval_command(words: list[str]) -> int:
-    """jaxpar eval RUN_FOLDER [--step N] [--section.key value ...]"""
-    from jaxpar.train.evaluate import evaluate_run
+    """jaxpar eval RUN|HF_FOLDER [--step N] [--tasks NAME,NAME] [--json] [--section.key value ...]"""
+    from jaxpar.cli.evaluate import EvalArgs, evaluate_words
+    from jaxpar.train.trained import read_config
 
-    name, args = config_args(eval_command.__doc__, EvalArgs, words, _run_config)
-    say = (lambda line: None) if args.json else console().print
-    result = evaluate_run(args.config, Path(name), args.step, say)
-    text = json.dumps(result._asdict()) if args.json else (
-        f"step {result.step}: validation loss {result.val_loss:.4f} nats a token, perplexity {result.perplexity:.3f}"
-    )  # fmt: skip
-    console().print(text)
+    name, args = config_args(eval_command.__doc__, EvalArgs, words, lambda name: read_config(Path(name)))
+    evaluate_words(Path(name), args)
     return 0
 
 

@@ -17,7 +17,7 @@ COMMANDS = {
     "train": "train a config; the same command resumes",
     "verify": "compare a plan's loss and gradients with one device",
     "generate": "continue prompts with the model of a run or of a Hugging Face folder",
-    "eval": "validation loss of a run's checkpoint",
+    "eval": "validation loss of a run or a Hugging Face folder, or tasks of lm-eval",
     "convert": "to and from Hugging Face safetensors",
     "tokenize": "text to a .bin file of token ids",
     "configs": "list the config presets",

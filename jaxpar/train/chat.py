@@ -34,14 +34,7 @@ def load_template(tokenizer: str | Path) -> ChatTemplate:
       UserError: there is none, or a file cannot be read.
     """
     file, own = (Path(tokenizer).with_name(name) for name in (SPECIAL_TOKENS, TEMPLATE))
-    try:
-        config = json.loads(read_text(file)) if file.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from error
-    # A token is its text, or an object with it as `content`.
-    named = {key: value for key, value in config.items() if key.endswith("_token")}
-    named = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
-    special = {key: value for key, value in named.items() if isinstance(value, str)}
+    config, special = _tokenizer_config(file), special_tokens(tokenizer)
     if own.exists():
         return ChatTemplate(read_text(own), special, str(own))
     template = config.get("chat_template")
@@ -53,6 +46,26 @@ def load_template(tokenizer: str | Path) -> ChatTemplate:
             "take those of the model's own folder"
         )
     return ChatTemplate(template, special, str(file))
+
+
+def special_tokens(tokenizer: str | Path) -> dict[str, str]:
+    """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may be none.
+
+    Raises:
+      UserError: tokenizer_config.json cannot be read.
+    """
+    config = _tokenizer_config(Path(tokenizer).with_name(SPECIAL_TOKENS))
+    # A token is its text, or an object with it as `content`.
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    named = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: value for key, value in named.items() if isinstance(value, str)}
+
+
+def _tokenizer_config(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(read_text(file)) if file.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from error
 
 
 def render(

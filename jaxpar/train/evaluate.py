@@ -1,9 +1,10 @@
-"""Computes the validation loss of parameters while they train, or of a run's checkpoint on any mesh."""
+"""Computes the validation loss of parameters while they train, or of a run or a Hugging Face folder on any mesh."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,16 +20,23 @@ from jaxpar.base.runtime import start
 from jaxpar.models import Model, Params
 from jaxpar.train.data import Tokens, load_corpus, val_batches
 from jaxpar.train.plans import kernel_notes, make_plan
-from jaxpar.train.restore import load_run
+from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_batch
+from jaxpar.train.tokenizer import Tokenizer
+from jaxpar.train.trained import is_run
 
 
 class Evaluation(NamedTuple):
-    """The validation loss (nats a token) and perplexity of the checkpoint of a step."""
+    """The validation loss (nats a token) and perplexity of the checkpoint of a step, 0 for a Hugging Face folder.
+
+    `bits_per_byte` is the loss of all tokens that were scored, in bits, over the bytes of their text. It
+    can be compared between tokenizers, and is None where the tokens have none.
+    """
 
     step: int
     val_loss: float
     perplexity: float
+    bits_per_byte: float | None
 
 
 def evaluate(eval_step: Compiled, params: Params, stream: Tokens, config: Config, plan: Plan, limit: int) -> float:
@@ -42,11 +50,13 @@ def evaluate(eval_step: Compiled, params: Params, stream: Tokens, config: Config
     return float(nll / tokens)
 
 
-def evaluate_run(
+def evaluate_folder(
     config: Config, folder: Path, step: int = 0, say: Callable[[str], None] = lambda line: None
 ) -> Evaluation:
-    """Evaluate a run's checkpoint (0 = the best, or the newest where none was evaluated) on any mesh, over the batches
-    that a run uses at its end (`train.final_eval_batches`, by default all). `say` receives each note on how it runs.
+    """Evaluate a run's checkpoint (0 = the best, or the newest where none was evaluated) or a Hugging Face folder.
+
+    The mesh may be any. The batches are those that a run uses at its end (`train.final_eval_batches`, by default all),
+    and `say` receives each note on how they run.
 
     Raises:
       UserError: there is no checkpoint or no validation data, or the mesh does not fit.
@@ -54,10 +64,28 @@ def evaluate_run(
     plan = make_plan(check(config), start(config.mesh, config.compile.cache))
     for note in kernel_notes(config, plan, training=False):
         say(note)
-    corpus = run_together(lambda: load_corpus(config.data, config.model.vocab_size))
+    data = replace(config.data, path=config.data.path or config.data.val_path)
+    corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_fraction or data.val_path")
-    step, state = load_run(folder, step, config, plan)
+    if is_run(folder):
+        step, state = load_run(folder, step, config, plan)
+        params = state.params
+    elif plan.size("stage") > 1:
+        raise UserError(f"{folder} is no run, whose layers could lie on stages: use mesh.stage=1")
+    else:
+        params = load_params(folder, config, plan, step)
     eval_step = compile_eval_step(Model(config.model), config, plan)
-    loss = evaluate(eval_step, state.params, corpus.val, config, plan, config.train.final_eval_batches)
-    return Evaluation(step, loss, math.exp(min(loss, 700)))
+    loss = evaluate(eval_step, params, corpus.val, config, plan, config.train.final_eval_batches)
+    bits = None if corpus.tokenizer is None else _bits_per_byte(loss, corpus.val, corpus.tokenizer, config)
+    return Evaluation(step, loss, math.exp(min(loss, 700)), bits)
+
+
+def _bits_per_byte(loss: float, stream: Tokens, tokenizer: Tokenizer, config: Config) -> float:
+    """Return the bits of the scored tokens over the bytes of their text, to which ends of documents add none."""
+    batch, limit = config.train.batch, config.train.final_eval_batches
+    rows = val_batches(stream, config.data, batch, range(batch), config.model.vocab_size, limit)
+    labels = np.concatenate([row["labels"].ravel() for row in rows])
+    scored = labels[labels >= 0]
+    text = tokenizer.decode(scored[scored != tokenizer.end_of_text] if tokenizer.end_of_text is not None else scored)
+    return loss * len(scored) / math.log(2) / len(text.encode())

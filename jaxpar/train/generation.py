@@ -8,6 +8,7 @@ Shapes: B rows, S prompt length, T slots of the cache, N new tokens, D embed, V 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -187,6 +188,26 @@ class Generator:
             if ended:
                 return
 
+    def score(self, sequences: Prompts, counted: Sequence[int]) -> list[tuple[float, bool]]:
+        """Return the log-likelihood in nats of the last `counted` tokens of each sequence after those before them, and
+        whether each of these is the most likely one. All sequences run at once.
+
+        Raises:
+          UserError: as for `generate`.
+        """
+        self.check([sequence[:-1] for sequence in sequences], 0)
+        shards = self.plan.size("batch")
+        B = -(-len(sequences) // shards) * shards
+        S = min(bucket(max(map(len, sequences)) - 1), self.config.max_seq_len)
+        tokens_BS, labels_BS = np.zeros((B, S), np.int32), np.full((B, S), -1, np.int32)
+        for row, (sequence, count) in enumerate(zip(sequences, counted, strict=True)):
+            end = len(sequence) - 1
+            tokens_BS[row, :end], labels_BS[row, end - count : end] = sequence[:-1], sequence[len(sequence) - count :]
+        inputs = jax.device_put((tokens_BS, labels_BS), replicated_sharding(self.plan))
+        program = self._compiled(_score, (B, S), self.params, *inputs)
+        sums_B, best_B = jax.device_get(program(self.params, *inputs))
+        return list(zip(sums_B[: len(sequences)].tolist(), best_B[: len(sequences)].tolist(), strict=True))
+
     def check(self, prompts: Prompts, max_tokens: int) -> None:
         """Refuse prompts that the model cannot continue by so many tokens, with a UserError."""
         sizes = self.config
@@ -201,17 +222,16 @@ class Generator:
                     f"{sizes.max_seq_len} (model.max_seq_len): {fits}"
                 )
 
-    def _compiled(self, function: Callable[..., State], shape: tuple[Any, ...], *args: Any) -> Compiled:
+    def _compiled(self, function: Callable[..., Any], shape: tuple[Any, ...], *args: Any) -> Compiled:
         """Return the program for arguments of these shapes, compiled when it is first asked for."""
         key = (function, shape)
         if key not in self._programs:
-            _, S, N, sampling, _ = shape
-            run = partial(function, self.config, self.plan, S, N, sampling)
-            whole = replicated_sharding(self.plan)
+            whole, known = replicated_sharding(self.plan), shape[1:4]
             places: Any = dict.fromkeys(State._fields, whole) | {"caches": self.plan.sharding(cache_axes(self.plan))}
+            places = (whole, whole) if function is _score else State(**places)
             program = jax.jit(
-                run, out_shardings=State(**places), donate_argnums=(1,) if function is _decode else (),
-                compiler_options=compiler_options(self.plan.mesh),
+                partial(function, self.config, self.plan, *known), out_shardings=places,
+                donate_argnums=(1,) if function is _decode else (), compiler_options=compiler_options(self.plan.mesh),
             ).lower(*args).compile()  # fmt: skip
             require_order(program, self.plan.mesh.devices.flat)
             self._programs[key] = program
@@ -263,8 +283,9 @@ def _is_list(tree: Any) -> bool:
     return isinstance(tree, list)
 
 
-def run_blocks(model: Model, params: Params, x_BSD: Array, positions_BS: Array, plan: Plan) -> Array:
-    """Run the residual stream through all layers of `layer_by_layer` parameters."""
+def run(model: Model, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan) -> Float[Array, "B S D"]:
+    """Run tokens through the embedding and all layers of `layer_by_layer` parameters."""
+    x_BSD = model.embed(params, tokens_BS, positions_BS, plan)
     for layer in params["blocks"]:
         x_BSD, _ = model.block(layer, x_BSD, positions_BS, None, plan)
     return x_BSD
@@ -274,12 +295,12 @@ def _with(config: ModelConfig, ops: Ops) -> Model:
     return Model(config, lambda plan: ops)
 
 
-def _scores(model: Model, params: Params, x_BSD: Array, plan: Plan) -> Float[Array, "B V"]:
-    """Return the float32 scores of the vocabulary after one token a row, whole on every device of its rows."""
+def _scores(model: Model, params: Params, x_BSD: Array, plan: Plan) -> Float[Array, "B S V"]:
+    """Return the float32 scores of the vocabulary, whole on every device of their rows."""
     x_BSD, head_VD = model.head(params, x_BSD)
     sizes = model.config
     scores_BSV = model.ops(plan).logits(x_BSD, head_VD, sizes.vocab_size, sizes.logit_softcap)
-    return plan.constrain(scores_BSV[:, 0, : sizes.vocab_size], ("batch", None))
+    return plan.constrain(scores_BSV[..., : sizes.vocab_size], ("batch", None, None))
 
 
 def _prefill(
@@ -291,10 +312,9 @@ def _prefill(
     model = _with(config, ops)
     tokens_BS = plan.constrain(tokens_BS, ("batch", None))
     positions_BS = jnp.broadcast_to(jnp.arange(S), tokens_BS.shape)
-    x_BSD = model.embed(params, tokens_BS, positions_BS, plan)
-    x_BSD = run_blocks(model, params, x_BSD, positions_BS, plan)
+    x_BSD = run(model, params, tokens_BS, positions_BS, plan)
     last_B1D = jnp.take_along_axis(x_BSD, lengths_B[:, None, None] - 1, axis=1)
-    scores_BV = _scores(model, params, plan.constrain(last_B1D, ("batch", None, None)), plan)
+    scores_BV = _scores(model, params, plan.constrain(last_B1D, ("batch", None, None)), plan)[:, 0]
     keys_B = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(number_B)
     tokens_BN = jnp.full((len(lengths_B), N), -1, jnp.int32)
     state = State(ops.caches, tokens_BN, lengths_B, done_B, keys_B, stop, jnp.int32(0))
@@ -316,12 +336,34 @@ def _decode(
         tokens_B1 = plan.constrain(_column(state.tokens_BN, state.count - 1), ("batch", None))
         positions_B1 = plan.constrain(place_B[:, None], ("batch", None))
         # A row that has ended has no newest token; what it computes is not used.
-        x_B1D = model.embed(params, jnp.maximum(tokens_B1, 0), positions_B1, plan)
-        x_B1D = run_blocks(model, params, x_B1D, positions_B1, plan)
-        scores_BV = _scores(model, params, x_B1D, plan)
+        x_B1D = run(model, params, jnp.maximum(tokens_B1, 0), positions_B1, plan)
+        scores_BV = _scores(model, params, x_B1D, plan)[:, 0]
         return _add(state._replace(caches=ops.caches), scores_BV, sampling)
 
     return jax.lax.while_loop(lambda state: (state.count < limit) & ~state.done_B.all(), step, state)
+
+
+def _score(
+    config: ModelConfig, plan: Plan, S: int, params: Params, tokens_BS: Array, labels_BS: Array
+) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+    """Return the log-likelihood of each row's labels (-1 = not counted), and whether they are all the most likely."""
+    model = Model(config)
+    tokens_BS, labels_BS = (plan.constrain(x, ("batch", None)) for x in (tokens_BS, labels_BS))
+    x_BSD = run(model, params, tokens_BS, jnp.broadcast_to(jnp.arange(S), tokens_BS.shape), plan)
+    width = math.gcd(S, 16)  # the scores of so many tokens a row are in memory at a time
+
+    def part(sums: tuple[Array, Array], first: Array) -> tuple[tuple[Array, Array], None]:
+        x_BCD, labels_BC = (jax.lax.dynamic_slice_in_dim(x, first, width, axis=1) for x in (x_BSD, labels_BS))
+        scores_BCV = _scores(model, params, x_BCD, plan)
+        counted_BC = labels_BC >= 0
+        found_BC = jnp.take_along_axis(scores_BCV, jnp.maximum(labels_BC, 0)[..., None], axis=-1)[..., 0]
+        found_BC -= jax.nn.logsumexp(scores_BCV, axis=-1)
+        best_BC = jnp.argmax(scores_BCV, axis=-1) == labels_BC
+        total_B, best_B = sums
+        return (total_B + jnp.sum(found_BC * counted_BC, axis=1), best_B & jnp.all(best_BC | ~counted_BC, axis=1)), None
+
+    nothing = jnp.zeros(len(tokens_BS)), jnp.ones(len(tokens_BS), bool)
+    return jax.lax.scan(part, nothing, jnp.arange(0, S, width))[0]
 
 
 def _column(x_BN: Array, place: Array) -> Array:

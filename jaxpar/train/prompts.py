@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxpar.base.errors import UserError
-from jaxpar.train.chat import Message, load_template, render
+from jaxpar.train.chat import Message, load_template, render, special_tokens
 from jaxpar.train.convert import TOKENIZER
 from jaxpar.train.tokenizer import HFTokenizer, Tokenizer, read_text
 from jaxpar.train.trained import Trained, is_run, require_tokenizer, stop_tokens
@@ -51,29 +51,38 @@ def read_prompts(file: Path) -> list[Given]:
 def encode_prompts(trained: Trained, given: Sequence[Given], chat: bool) -> list[Prompt]:
     """Turn prompts into token ids. `chat` takes a text as the user's message.
 
-    Messages are written by the folder's chat template. Any other text gets the special tokens of the tokenizer of a
-    Hugging Face folder, as `transformers` would add them (LLaMA's begin of text), and none for a run's, which has been
-    trained without.
+    Messages are written by the folder's chat template, and any other text is encoded with special tokens.
 
     Raises:
       UserError: there is no tokenizer or no chat template, or a prompt is empty.
     """
-    tokenizer, found = require_tokenizer(trained), []
+    found: list[Prompt] = []
     for number, prompt in enumerate(given, 1):
         messages = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
         if isinstance(messages, str):
             text = messages
-            if isinstance(tokenizer, HFTokenizer) and not is_run(trained.folder):
-                ids = tokenizer.inner.encode(text).ids
-            else:
-                ids = tokenizer.encode(text).tolist()
         else:
             text = render(messages, load_template(trained.folder / TOKENIZER), add_generation_prompt=True)
-            ids = tokenizer.encode(text).tolist()
+        ids = encode_text(trained, text, special=isinstance(messages, str))
         if not ids:
             raise UserError(f"prompt {number} is empty: give at least one character")
         found.append(Prompt(text, ids))
     return found
+
+
+def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
+    """Turn a text into token ids.
+
+    With `special` the tokenizer of a Hugging Face folder adds the tokens that `transformers` would add, such as LLaMA's
+    begin of text. That of a run never does, because the run has been trained without.
+
+    Raises:
+      UserError: there is no tokenizer, or it does not know a character.
+    """
+    tokenizer = require_tokenizer(trained)
+    if special and isinstance(tokenizer, HFTokenizer) and not is_run(trained.folder):
+        return tokenizer.inner.encode(text).ids
+    return tokenizer.encode(text).tolist()
 
 
 def stop_ids(trained: Trained, chat: bool, words: Sequence[str] = ()) -> list[int]:
@@ -83,7 +92,7 @@ def stop_ids(trained: Trained, chat: bool, words: Sequence[str] = ()) -> list[in
       UserError: a word is more than one token.
     """
     tokenizer, found = require_tokenizer(trained), set(stop_tokens(trained))
-    ending = load_template(trained.folder / TOKENIZER).special_tokens.get("eos_token") if chat else None
+    ending = special_tokens(trained.folder / TOKENIZER).get("eos_token") if chat else None
     for word in [*words, *([ending] if ending else [])]:
         ids = tokenizer.encode(word).tolist()
         if len(ids) != 1:

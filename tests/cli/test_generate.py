@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -76,6 +77,26 @@ def test_prompts_are_continued_alike_on_the_screen_and_in_files(generate, folder
     stopped = json.loads(generate(folder, "--prompt", "ab", "--json"))
     assert stopped["tokens"] == rows[0]["tokens"][: rows[0]["tokens"].index(rows[0]["tokens"][2])]
     assert stopped["finish"] == "stop"
+
+
+def test_a_hugging_face_folder_is_evaluated(folder, tmp_path, capsys) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog é\n" * 20)
+    words = ["eval", str(folder), "--data.val-path", str(text), "--mesh.data", "8", "--train.batch", "8"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bits_per_byte"] == pytest.approx(found["val_loss"] / math.log(2))
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"tokenizer": "chars", "chars": "".join(sorted(set(text.read_text())))})
+    )
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    bits = found["val_loss"] / math.log(2) * 45 / 46  # a line has 45 characters, one of two bytes
+    assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-3)  # the last window ends within a line
+    for more, said in ((["--limit", "3"], "--limit has no effect without --tasks"),
+                       (["--tasks", "a", "--train.seed", "3"], "has no effect beside --tasks")):  # fmt: skip
+        assert main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_half_a_character_waits_for_its_other_half() -> None:

@@ -325,6 +325,7 @@ def test_tokenize_then_train_then_evaluate(run, refused, tmp_path):
     result = json.loads(run("eval", folder, "--json"))
     assert result["step"] == 3
     assert result["val_loss"] == pytest.approx(np.log(result["perplexity"]))
+    assert result["bits_per_byte"] == pytest.approx(result["val_loss"] / np.log(2))  # a token is a byte
     assert "has no step 99: it has 3" in refused("eval", folder, "--step", 99)
 
 
@@ -346,7 +347,7 @@ def test_a_run_folder_is_taken_wherever_a_config_is(run, refused, text, tmp_path
 def test_a_run_folder_of_something_else(refused, text, tmp_path):
     train = ["train", "tiny", *SMALL, "--data.source", "text", "--data.path", text, "--run", tmp_path]
     assert "is there and is no run folder (it has no config.toml)" in refused(*train)
-    assert "is no run folder: it has no config.toml" in refused("eval", tmp_path)
+    assert "has neither config.toml, as a run folder, nor config.json" in refused("eval", tmp_path)
 
 
 def test_a_run_without_a_checkpoint(refused, text, tmp_path):

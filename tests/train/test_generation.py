@@ -52,6 +52,19 @@ def test_each_token_is_the_most_likely_after_those_before(model, params, plan_of
     assert many.generate(PROMPTS, 12, stop=[stop]) == cut
 
 
+def test_scores_are_those_of_the_whole_model(model, params, plan_of: Callable[..., Plan]) -> None:
+    plan, counted = plan_of(), [2, 9, 1]
+    sequences = [[*prompt, 7, 5] for prompt in PROMPTS]
+    found = Generator(model, params, plan_of(data=2, tensor=4)).score(sequences, counted)
+    logits = jax.jit(lambda ids_S: jax.nn.log_softmax(model.logits(params, {"tokens": ids_S[None]}, plan)[0]))
+    for ids, count, (total, best) in zip(sequences, counted, found, strict=True):
+        scores = np.asarray(logits(jnp.pad(jnp.asarray(ids), (0, 32 - len(ids)))))[: len(ids) - 1][-count:]
+        np.testing.assert_allclose(total, scores[range(count), ids[-count:]].sum(), rtol=1e-5)  # float32, another order
+        assert best == (scores.argmax(-1) == ids[-count:]).all()
+    (new,) = Generator(model, params, plan).generate([[3, 1, 4]], 4)
+    assert Generator(model, params, plan).score([[3, 1, 4, *new]], [4])[0][1]
+
+
 def test_draws_depend_on_nothing_but_the_seed_and_the_place(model, params, plan_of: Callable[..., Plan]) -> None:
     one, sampling = Generator(model, params, plan_of()), Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3)
     found = one.generate(PROMPTS, 6, sampling)

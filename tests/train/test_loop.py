@@ -20,7 +20,7 @@ from jaxpar.base.mesh import MeshSpec
 from jaxpar.cli.train import train_config as train
 from jaxpar.kernels.attention import dispatch
 from jaxpar.train.checkpoint import Checkpoints
-from jaxpar.train.evaluate import evaluate_run
+from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.optimizer import learning_rate
 from jaxpar.train.plans import make_plan
@@ -101,7 +101,7 @@ def test_a_run_learns_and_leaves_its_folder_complete(config: Config, whole: Path
 
 def test_a_checkpoint_evaluates_to_the_logged_loss_on_another_mesh(config: Config, whole: Path) -> None:
     other = override(config, {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2})
-    result = evaluate_run(other, whole)
+    result = evaluate_folder(other, whole)
     assert result.step == 20
     np.testing.assert_allclose(result.val_loss, logged(whole, "final_val_loss")[20], rtol=1e-5)
 
@@ -116,7 +116,7 @@ def test_why_no_kernel_serves_is_said_once(
     said = " ".join(capsys.readouterr().out.split())
     assert said.count(line) == said.count(f"{line} (splash: dropout of attention weights; pallas_tpu: dropout of") == 1
     found: list[str] = []
-    evaluate_run(config, whole, say=found.append)
+    evaluate_folder(config, whole, say=found.append)
     assert found == [f"{line} (splash: on cpu; pallas_tpu: on cpu)"]
 
 
