@@ -11,7 +11,6 @@ from jaxpar.hlo import opcodes
 from jaxpar.hlo.collectives import collective_of
 from jaxpar.hlo.flops import Multiplied, backend_config, work_of
 from jaxpar.hlo.groups import Devices
-from jaxpar.hlo.origin import split_by
 from jaxpar.hlo.parse import Computation, Instruction, Module, Shape
 from jaxpar.hlo.tasks import Kind, Place, Task
 from jaxpar.hlo.traffic import HOST, result_of, traffic
@@ -52,7 +51,6 @@ def task_of(
         dtype=work.dtype or result.dtype,
         shape=_shape_text(result_of(instruction)),
         collective=collective,
-        split_by=split_by(module, instruction),
         asynchronous=opcodes.is_start(module, instruction),
     )
 

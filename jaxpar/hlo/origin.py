@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Literal
 
 import jax
 
@@ -64,23 +63,6 @@ def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Pla
     instruction = _telling(module, instruction)
     scope, phase = decode(instruction.op_name)
     return Place(scope, source_line(module.stack(instruction), dirs), phase)
-
-
-def split_by(module: Module, instruction: Instruction) -> Literal["", "compiler", "author"]:
-    """Find who chose how an instruction's arrays lie on devices (see `Task.split_by`).
-
-    Inside a `shard_map` that stands in a scope, its author chose. A `shard_map` around all scopes (a pipeline's) leaves
-    mesh axes to the compiler.
-    """
-    name = _telling(module, instruction).op_name
-    if "/" not in name:
-        return ""
-    for pieces in _paths(name):
-        if "shard_map" in pieces:
-            last = len(pieces) - pieces[::-1].index("shard_map")
-            if _decode_path(pieces[:last])[0]:
-                return "author"
-    return "compiler"
 
 
 def _telling(module: Module, instruction: Instruction) -> Instruction:

@@ -79,8 +79,6 @@ class Task:
     shape: str = ""
     """The shape of the result, for people: `bf16[1,8192,4096]`."""
     collective: Collective | None = None
-    split_by: Literal["", "compiler", "author"] = ""
-    """Who chose how its arrays lie on devices: the compiler, or the author of a `shard_map` around it; "" = unknown."""
     asynchronous: bool = False
     """Whether it runs beside what follows, until its `Wait`."""
 

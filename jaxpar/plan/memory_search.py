@@ -33,7 +33,7 @@ from jaxpar.plan.choose_remat import (
 )
 from jaxpar.plan.memory_account import work_bytes
 from jaxpar.rehearse.report.memory import allocated_bytes
-from jaxpar.rehearse.report.memory_advice import needs_and_has
+from jaxpar.rehearse.report.refusal import needs_and_has
 from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline.timeline import Timeline

@@ -26,7 +26,7 @@ from jaxpar.rehearse.cost.cost import seconds_by_basis
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.collectives import collective_rows
 from jaxpar.rehearse.report.drawing import timeline_of
-from jaxpar.rehearse.report.memory_advice import refusal
+from jaxpar.rehearse.report.refusal import refusal
 from jaxpar.rehearse.report.schema import SCHEMA, Line, Memory, Rehearsal, Time
 from jaxpar.rehearse.report.tables import seconds_text
 from jaxpar.rehearse.requested_collectives import Requested
@@ -144,7 +144,7 @@ def mesh_of(arguments: PyTree, target: Target) -> Mesh:
 
 def compile_for(
     jitted: jax.stages.Wrapped, arguments: tuple[PyTree, ...], mesh: Mesh, target: Target,
-    program: jax.stages.Compiled | None = None, advise: Callable[[int, int], list[str]] = lambda needs, has: [],
+    program: jax.stages.Compiled | None = None, advice: str = "",
     host: PyTree = None,
 ) -> Compiled:  # fmt: skip
     """Compile a jitted function with the target's own compiler.
@@ -154,7 +154,7 @@ def compile_for(
       mesh: the mesh of the arguments.
       target: the target to compile for.
       program: the compiled function if it is compiled already.
-      advise: returns what would help a step that does not fit, given the bytes it needs and those a device has.
+      advice: what would help a step that does not fit.
       host: whether each argument lies in host memory, in a tree of their form; None = as their shardings say.
 
     Raises:
@@ -166,7 +166,7 @@ def compile_for(
         traced, lowered = lower_for(jitted, arguments, host, target.platform)
         compiled = program or lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        raise UserError(refusal(str(error), target.name, advise)) from error
+        raise UserError(refusal(str(error), target.name, advice)) from error
     seconds = time.perf_counter() - began
     return Compiled(target, mesh, traced.jaxpr, compiled.as_text() or "", compiled.memory_analysis(), seconds)
 

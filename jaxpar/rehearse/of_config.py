@@ -9,15 +9,14 @@ from typing import NamedTuple
 import jax
 
 from jaxpar.base.config import Config, check, require_settled
+from jaxpar.base.console import bytes_text
 from jaxpar.base.mesh import MESH_AXES, describe
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import LogicalAxis, placements
+from jaxpar.base.sharding import placements
 from jaxpar.hlo.parse import parse
 from jaxpar.models import Model
-from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.rehearse._step import Compiled, Known, compile_for, report_of, simulate_compiled
 from jaxpar.rehearse.report import lint, memory
-from jaxpar.rehearse.report.memory_advice import StepSizes, advice
 from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.simulate import StepSimulation
@@ -84,7 +83,8 @@ def rehearse(
         [
             *lint.unplanned_collectives(report["collectives"], lint.logical_axes(plan)),
             *lint.replicated_parameters(rows, plan),
-            *_activations_and_copies(step, simulation),
+            *lint.whole_residual_stream(plan),
+            *lint.large_copies(simulation.timeline.tasks, simulation.timeline.seconds),
         ]
     )
     dropout = ["dropout is on: its random bits are part of the step"] if config.model.dropout else []
@@ -116,18 +116,9 @@ def compile_step(
     say(f"compiling for {target.name}: {inside}" + (f", {across}" if "dcn" in across else ""))
     state, batch = step_shapes(model, config, plan)
     host = in_host(state, model, plan)
-    held = state_bytes(config, plan, target.platform)
-
-    def advise(needs: int, has: int) -> list[str]:
-        taken = {
-            "parameters": held.parameters.device, "optimizer": held.optimizer.device,
-            "gradients": held.parameters.device,
-        }  # fmt: skip
-        rest = max(needs - sum(taken.values()), 0)
-        return advice(taken | {"activations": rest}, needs, has, step_sizes(config, plan))
-
     compiled = compile_for(
-        make_train_step(model, config, plan), (state, batch), plan.mesh, target, program, advise,
+        make_train_step(model, config, plan), (state, batch), plan.mesh, target, program,
+        advice(config, plan, target.platform),
         host=(host, jax.tree.map(lambda _: False, batch)),
     )  # fmt: skip
     notes = plan_notes(config, plan)
@@ -135,20 +126,17 @@ def compile_step(
     return CompiledStep(config, plan, model, asked, compiled, tuple(notes))
 
 
-def step_sizes(config: Config, plan: Plan) -> StepSizes:
-    """The sizes of a config's step by logical axis."""
-    model, pipeline = config.model, layers_in(plan, config.model.layers)
-    microbatches = plan.pipeline.microbatches if plan.size("stage") > 1 else 1
-    sizes: dict[LogicalAxis, int] = {
-        "batch": config.train.batch // config.train.accumulation // microbatches, "seq": config.data.seq_len,
-        "embed": model.embed, "heads": model.heads, "kv_heads": model.kv_head_count,
-        "head_dim": model.head_size, "mlp": model.mlp,
-        "layers": len(pipeline.order) if pipeline else model.layers,
-        "vocab": -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple,
-    }  # fmt: skip
-    if model.experts:
-        sizes["experts"] = model.experts
-    return StepSizes(plan, config.mesh, sizes, config.train.accumulation)
+def advice(config: Config, plan: Plan, platform: str) -> str:
+    """What to try where a step does not fit; a rehearsal says what each saves."""
+    held, mesh, stages = state_bytes(config, plan, platform), plan.mesh, plan.size("stage")
+    state = bytes_text(mesh.size * (held.parameters.device + held.optimizer.device + held.gradients.device))
+    tries = ["memory.budget=auto"] if stages == 1 else ["pipeline.stash=stage"] * (plan.pipeline.stash != "stage")
+    tries += ["memory.policy=full"] * (plan.remat != "full") + [f"mesh.fsdp={2 * config.mesh.fsdp}"]
+    part = "pipeline.microbatches" if stages > 1 else "train.accumulation"
+    count = plan.pipeline.microbatches if stages > 1 else config.train.accumulation
+    if config.train.batch // config.train.accumulation // (count if stages > 1 else 1) > plan.size("batch"):
+        tries.append(f"{part}={2 * count}")
+    return f"try {', '.join(tries)}; parameters, optimizer and gradients are {state} over all {mesh.size} devices"
 
 
 def _memory(step: CompiledStep, simulation: StepSimulation) -> Memory:
@@ -159,18 +147,8 @@ def _memory(step: CompiledStep, simulation: StepSimulation) -> Memory:
     kept = memory.saved_bytes(parse(compiled.text), config.model.layers)
     taken = memory.account(compiled.stats, arguments, has, kept, held.gradients.device)
     if not taken["fits"]:
-        taken["advice"] = advice(taken["categories"], taken["total"], has, step_sizes(config, plan))
+        taken["advice"] = [advice(config, plan, compiled.target.platform)]
     return taken
-
-
-def _activations_and_copies(step: CompiledStep, simulation: StepSimulation) -> list[LintFinding]:
-    timeline, plan, sizes = simulation.timeline, step.plan, step_sizes(step.config, step.plan).sizes
-    axes = lint.axes_of_sizes(plan, sizes)
-    return [
-        *lint.whole_residual_stream(plan),
-        *lint.replicated_activations(timeline.tasks, plan, sizes, axes),
-        *lint.large_copies(timeline.tasks, timeline.seconds, axes),
-    ]
 
 
 def _findings(found: list[LintFinding]) -> list[LintFinding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpar.hlo.origin import decode, default_dirs, inherit, place_of, source_line, split_by
+from jaxpar.hlo.origin import decode, default_dirs, inherit, place_of, source_line
 from jaxpar.hlo.parse import Frame, parse
 from jaxpar.hlo.tasks import Loop, Node, Place, Task, Wait
 
@@ -117,29 +117,6 @@ ENTRY %main (a: f32[2]) -> f32[2] {
     entry = module.computations["main"]
     assert place_of(module, entry.instructions["f"], DIRS) == Place("head", "", "forward")
     assert place_of(module, entry.instructions["a"], DIRS) == Place()
-
-
-@pytest.mark.parametrize(
-    ("path", "author"),
-    [
-        ("jit(step)/jvp()/while/body/closed_call/block/mlp/shard_map/dot_general", "author"),
-        ("jit(step)/jvp(loss)/shard_map/while/body/closed_call/dot_general", "author"),
-        (f"{TICK}/forward/while/body/closed_call/jvp(block)/mlp/shard_map/dot_general", "author"),
-        (f"{TICK}/backward/(jvp(block)/mlp/add:jvp(block)/mlp/shard_map/reduce_scatter)", "author"),
-        ("jit(step)/jvp()/while/body/closed_call/block/mlp/mul", "compiler"),
-        (f"{TICK}/forward/while/body/closed_call/jvp(block)/mlp/mul", "compiler"),
-        ("copy.4", ""),
-        ("", ""),
-    ],
-)
-def test_who_split_an_array(path: str, author: str) -> None:
-    """In a `shard_map` around an op its author; around the stages of a pipeline that leaves the other axes to XLA."""
-    metadata = f', metadata={{op_name="{path}"}}' if path else ""
-    body = f"  %p = f32[4] parameter(0)\n  ROOT %a = f32[4] add(%p, %p){metadata}\n"
-    text = f"HloModule m\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n{body}}}\n"
-    module = parse(text)
-    instruction = module.computations["main"].instructions["a"]
-    assert split_by(module, instruction) == author
 
 
 # Places for what the compiler made: from the nearest neighbour that has one.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from jaxpar.base.console import bytes_text
@@ -18,14 +16,11 @@ RULES = {
     "unplanned-collective": "a collective that the plan did not ask for",
     "whole-all-reduce": "a weight gradient summed whole where its parts would do",
     "replicated-parameter": "a large parameter that every device holds whole",
-    "replicated-activation": "an activation that is not split as the batch and the residual stream are",
+    "replicated-activation": "a residual stream that a mesh axis leaves whole",
     "large-copy": "a copy or a change of layout that takes a share of the step",
 }
 _LARGE_PARAMETER = 2**20  # bytes
 _COPY_SHARE = 0.005  # of the step
-
-AxesOfSizes = Mapping[int, Collection[str]]
-"""The logical axes that have a given number of entries, on all devices or on one: see `axes_of_sizes`."""
 
 
 def unplanned_collectives(rows: Iterable[CollectiveRow], axis_of: Mapping[str, str]) -> list[LintFinding]:
@@ -83,83 +78,8 @@ def whole_residual_stream(plan: Plan) -> list[LintFinding]:
     ]  # fmt: skip
 
 
-def replicated_activations(
-    tasks: Iterable[TaskTime], plan: Plan, sizes: Mapping[LogicalAxis, int], axes: AxesOfSizes
-) -> list[LintFinding]:
-    """Find arrays of the program that hold all sequences of a microbatch though the plan splits the batch.
-
-    Only arrays that the compiler was free to split count. Inside a `shard_map` an array is as it was written, and one
-    of that size is something else (a matmul cut along its contraction, or a gradient in pieces).
-
-    Args:
-      tasks: the tasks of the replayed program, whose shapes are local.
-      plan: the plan with its mesh and rules.
-      sizes: global sizes; `batch` and `seq` are those computed together. Without `batch` nothing is found.
-      axes: the result of `axes_of_sizes`. A dim that could be either of two axes is no finding.
-    """
-    batch, seq, pieces = sizes["batch"], sizes["seq"], plan.size("batch")
-    if pieces == 1:
-        return []
-    batches = {batch} if axes.get(batch) == {"batch"} else set()
-    lengths = {length for length in (seq, seq // plan.size("residual_seq")) if axes.get(length) == {"seq"}}
-    tokens = {batch * seq} - axes.keys()
-    if "experts" in sizes:
-        tokens = set()  # experts may have any number of rows
-    lines: defaultdict[tuple[str, str], list[TaskTime]] = defaultdict(list)
-    for row in tasks:
-        place, dims = row.task.place, _dims(row.task.shape)
-        weights = place.phase == "update" or place.scope == "accumulate"
-        if row.task.split_by == "compiler" and not weights and _holds_all(dims, batches, lengths, tokens):
-            lines[place.scope, place.source].append(row)
-    found = []
-    for (scope, source), rows in lines.items():
-        largest = max(rows, key=lambda row: row.task.bytes).task
-        found.append(_finding(
-            "replicated-activation", "error",
-            f"{largest.shape} holds all {batch} sequences, which the plan splits over {pieces}",
-            axis="batch", scope=scope, source=source, size=largest.bytes, seconds=sum(row.seconds for row in rows),
-        ))  # fmt: skip
-    return found
-
-
-def _holds_all(dims: tuple[int, ...], batches: set[int], lengths: set[int], tokens: set[int]) -> bool:
-    """Whether an array is `[batch, seq, ...]`, that with one more dim in front, or `[tokens, ...]`."""
-    for start in (0, 1):
-        if len(dims) > start + 2 and dims[start] in batches and dims[start + 1] in lengths:
-            return True
-    return len(dims) > 1 and dims[0] in tokens
-
-
-def _dims(shape: str) -> tuple[int, ...]:
-    """The dims of a shape: `(16, 24)` for `f32[16,24]{1,0}`; none for a tuple of arrays, or for no array."""
-    found = re.fullmatch(r"\w+\[([\d,]+)\].*", shape)
-    return tuple(map(int, found[1].split(","))) if found else ()
-
-
-def axes_of_sizes(plan: Plan, sizes: Mapping[LogicalAxis, int]) -> dict[int, set[str]]:
-    """The logical axes that a dim of a device's array may be, by its size: `{128: {"head_dim"}}`.
-
-    Args:
-      plan: the plan, which says how each axis is split.
-      sizes: the sizes of the logical axes, all devices together.
-    """
-    axes: dict[int, set[str]] = {}
-    for axis, size in sizes.items():
-        for pieces in {1, plan.size(axis), plan.size("residual_seq") if axis == "seq" else 1}:
-            axes.setdefault(size // pieces, set()).add(axis)
-    return axes
-
-
-def large_copies(
-    tasks: Iterable[TaskTime], step_seconds: float, axes: AxesOfSizes = MappingProxyType({})
-) -> list[LintFinding]:
-    """Find the lines whose synchronous copies and layout changes take more than half a percent of the step.
-
-    Args:
-      tasks: the tasks of the replayed program.
-      step_seconds: the seconds of the whole step.
-      axes: the result of `axes_of_sizes`, which names a copied array's dims where only one axis has that size.
-    """
+def large_copies(tasks: Iterable[TaskTime], step_seconds: float) -> list[LintFinding]:
+    """Find the lines whose synchronous copies and layout changes take more than half a percent of the step."""
     lines: defaultdict[tuple[str, str, str], list[TaskTime]] = defaultdict(list)
     for row in tasks:
         if row.task.kind == "copy" and not row.task.asynchronous:
@@ -171,13 +91,11 @@ def large_copies(
         if seconds < _COPY_SHARE * step_seconds:
             continue
         largest = max(rows, key=lambda row: row.seconds)
-        names = [axes.get(size, ()) for size in _dims(largest.task.shape) if size > 1]
         found.append(_finding(
             "large-copy", "warning",
             f"copies of the {phase} pass take {100 * seconds / step_seconds:.1f} % of the step, most of it "
             f"{largest.task.name}, {largest.task.shape}, {largest.count} times",
-            axis=", ".join(min(known) for known in names if len(known) == 1), scope=scope, source=source,
-            size=sum(row.task.bytes * row.count for row in rows), seconds=seconds,
+            scope=scope, source=source, size=sum(row.task.bytes * row.count for row in rows), seconds=seconds,
         ))  # fmt: skip
     return found
 
