@@ -21,7 +21,7 @@ class TrainArgs(ConfigArgs):
     run: str = ""
     """Run folder; empty = runs/NAME, or the one that the config came from."""
     verify: bool = False
-    """First compare the plan with one device on a small model (once: it is remembered); refuse it if it differs."""
+    """First compare the plan with one device on a small model ; refuse it if it differs."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """Verifies the plan of a config: its model is shrunk, and its gradients are compared with plain ops on one device.
 
 This is the one part of `verify` that knows configs and models. `setup` decides what is run (with `shrink`), `checks`
-runs it (with `losses_and_gradients`), `explain` adds more explanations, and `remember` keeps the outcome for `train`.
+runs it (with `losses_and_gradients`), and `explain` adds more explanations.
 """
 
-from jaxpar.verify.of_config.checks import FLOAT32, Verification, run, verify
-from jaxpar.verify.of_config.remember import require
+from jaxpar.verify.of_config.checks import FLOAT32, Verification, require, run, verify
 from jaxpar.verify.of_config.setup import Setup, prepare, simulate_for
 
 __all__ = ["FLOAT32", "Setup", "Verification", "prepare", "require", "run", "simulate_for", "verify"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxpar.base.config import Config
+from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import describe, total_sizes
 from jaxpar.parallel import Ops
 from jaxpar.train import step
@@ -104,6 +105,18 @@ def verify(
       UserError: the config's own sizes do not fit its plan, or there are too few devices for its mesh axes.
     """
     return run(prepare(config, devices), gradients, say)
+
+
+def require(config: Config, devices: list[jax.Device], say: Say) -> None:
+    """Verify a plan on this process's share of `devices`, for `train --verify`.
+
+    Raises:
+      UserError: the plan differs from one device, or it cannot be verified here.
+    """
+    found = verify(config, [device for device in devices if device.process_index == jax.process_index()], say=say)
+    if not found.equal:
+        raise UserError(f"--verify refuses to train this plan: {found}; `jaxpar verify` shows the whole table")
+    say(f"verified: {found}")
 
 
 def run(setup: Setup, gradients: Gradients | None = None, say: Say = lambda line: None) -> Verification:
