@@ -112,8 +112,6 @@ MUTATIONS = [
     Mutation("norm_tokens", "a dropped scale: the norm that clips is of sums, not of means", "jaxpar/train/update.py",
              "jnp.sqrt(squares) / sums.tokens", "jnp.sqrt(squares)",
              "tests/train/test_optimizer.py tests/train/test_update.py -k clipped"),
-    Mutation("moment_sign", "a wrong sign: 8-bit first moments come back positive", "jaxpar/train/moments.py",
-             "jnp.square(root / _FIRST) * jnp.sign(root)", "jnp.square(root / _FIRST)", "tests/train/test_moments.py"),
     Mutation("dropout_key", "every microbatch drops the same", "jaxpar/train/step.py",
              "jax.random.fold_in(key, index)", "key", "tests/train/test_step.py -k drops"),
     Mutation("norms_decay", "scales of stacked norms decay as matrices do", "jaxpar/base/plan.py",

@@ -186,8 +186,8 @@ class PrecisionConfig:
     microbatch's gradients are bfloat16 too."""
     gradients: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the sums of gradients over microbatches."""
-    moments: Literal["float32", "bfloat16", "int8"] = "float32"
-    """The dtype of the optimizer's state. int8 stores codes in blocks with a scale: see `jaxpar.train.moments`."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the optimizer's state of matrices."""
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class Plan(Layout):
     optimizer: Literal["device", "offload"] = "device"
     params: Literal["float32", "bfloat16"] = "float32"
     gradients: Literal["float32", "bfloat16"] = "float32"
-    moments: Literal["float32", "bfloat16", "int8"] = "float32"
+    moments: Literal["float32", "bfloat16"] = "float32"
 
     @property
     def recomputes(self) -> bool:
@@ -147,7 +147,7 @@ class Plan(Layout):
     @property
     def streams(self) -> bool:
         """Whether the update takes the layers one by one."""
-        return "offload" in (self.parameters, self.optimizer) or self.moments == "int8"
+        return "offload" in (self.parameters, self.optimizer)
 
     def action(self, name: str) -> Action:
         """What becomes of an activation, given its name in `activation_names.NAMES`."""

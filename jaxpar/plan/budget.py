@@ -215,7 +215,7 @@ def _too_small_message(budget: int, tried: Tried, least: MemorySearch, config: C
     said = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size > 0)
     wanted = [f"memory.may=[{', '.join((*may, name))}]" for name in ("optimizer", "parameters") if name not in may]
     if config.precision.moments == "float32":
-        wanted.append("precision.moments=int8")
+        wanted.append("precision.moments=bfloat16")
     if config.precision.params == "float32":
         wanted.append("precision.params=bfloat16")
     if "accumulation" not in may and config.train.batch // config.train.accumulation > least.plan.size("batch"):

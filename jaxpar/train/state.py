@@ -19,7 +19,7 @@ from jaxpar.base.sharding import Axes, is_axes, replicated_sharding, state_axes
 from jaxpar.models import Model, Params
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
-from jaxpar.train.moments import Quantized, map_moments, pack_moments, scales_sharding
+from jaxpar.train.moments import map_moments, pack_moments
 from jaxpar.train.optimizer import decay_mask, make_optimizer
 
 Leaf = TypeVar("Leaf")
@@ -59,12 +59,8 @@ def state_shapes(
         opt_state = pack_moments(opt_state, decay_mask(trained_axes), plan.moments)
         return TrainState(jnp.zeros((), jnp.int32), _as_stored(params, model, plan), opt_state)
 
-    def place(moment: jax.ShapeDtypeStruct | Quantized, axes: Axes) -> NamedSharding | Quantized:
-        if isinstance(moment, Quantized):
-            return Quantized(plan.sharding(axes, moment.codes.shape), scales_sharding(moment, axes, plan))
-        return plan.sharding(axes, moment.shape)
-
     shapes, everywhere = jax.eval_shape(start, model.shapes(order)), replicated_sharding(plan)
+    place = lambda moment, axes: plan.sharding(axes, moment.shape)  # noqa: E731
     opt_state = map_moments(place, shapes.opt_state, gradient_axes(model), others=lambda _: everywhere)
     opt_state = jax.tree.map(_in_memory, opt_state, in_host(shapes, model, plan).opt_state)
     shardings = TrainState(everywhere, param_shardings(shapes.params, model, plan), opt_state)
@@ -83,12 +79,9 @@ def param_shardings(shapes: Params, model: Model, plan: Plan) -> Params:
 
 def in_host(state: TrainState, model: Model, plan: Plan) -> TrainState[bool]:
     """Tell whether each array of a state is in host memory; stacked layers and moments of matrices may be."""
-
-    def of_moment(moment: jax.ShapeDtypeStruct | Quantized, matrix: bool) -> bool | Quantized:
-        return jax.tree.map(lambda _: matrix and plan.optimizer == "offload", moment)
-
     matrices = decay_mask(model.trained(model.axes))
-    opt_state = map_moments(of_moment, state.opt_state, matrices, others=lambda _: False)
+    away = plan.optimizer == "offload"
+    opt_state = map_moments(lambda _, matrix: matrix and away, state.opt_state, matrices, others=lambda _: False)
     return TrainState(False, _params_in_host(state.params, plan), opt_state)
 
 
@@ -152,9 +145,8 @@ def reorder_state(
     """Put a state's stacked layers in another stored order (see `pipeline.stored_order`); None = the model's."""
     model = Model(config.model)
 
-    def reorder(x: jax.Array | Quantized, axes: Axes) -> jax.Array | Quantized:
-        stacked = axes[:1] == ("layers",)
-        return jax.tree.map(lambda x: reorder_layers(x, before, after, config.model.layers), x) if stacked else x
+    def reorder(x: jax.Array, axes: Axes) -> jax.Array:
+        return reorder_layers(x, before, after, config.model.layers) if axes[:1] == ("layers",) else x
 
     params = jax.tree.map(reorder, state.params, model.axes)
     return TrainState(state.step, params, map_moments(reorder, state.opt_state, model.trained(model.axes)))

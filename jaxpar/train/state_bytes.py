@@ -95,7 +95,7 @@ def _local_entries(shape: tuple[int, ...], axes: Axes, plan: Plan) -> int:
 def _update_bytes(params: Mapping[str, Any], model: Model, plan: Plan) -> int:
     """Return the bytes that the update needs besides the state: the float32 moments of one layer and of the tables.
 
-    A state that stays on the device in floats is updated in place and needs none.
+    A state that stays on the device is updated in place and needs none.
     """
     if not plan.streams:
         return 0
@@ -106,10 +106,8 @@ def _update_bytes(params: Mapping[str, Any], model: Model, plan: Plan) -> int:
     }
     tables = [size for name, found in entries.items() if name != "blocks" for size in found]
     layer = sum(entries["blocks"]) // model.config.layers
-    # All offloaded tables fetch two moments and a parameter at once; 8-bit tables unpack their moments one by one.
-    of_int8 = 8 * max(tables, default=0) if plan.moments == "int8" else 0
-    of_tables = 12 * sum(tables) if plan.optimizer == "offload" else of_int8
-    return of_tables + 8 * layer
+    # All offloaded tables fetch two moments and a parameter at once.
+    return (12 * sum(tables) if plan.optimizer == "offload" else 0) + 8 * layer
 
 
 def _gradient_bytes(params: Mapping[str, Any], model: Model, plan: Plan, sums: bool) -> int:

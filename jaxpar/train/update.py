@@ -1,8 +1,7 @@
 """Makes the optimizer's step: gradients are clipped by their global norm, and AdamW updates the parameters.
 
 Arrays in host memory pass through the device a layer at a time: a layer's parameters, gradients and moments are
-fetched, updated and sent back, in a loop over the stacked layers whose buffers stay in place. Moments in 8 bits go
-through the same loop, so that only one layer's moments exist in float32.
+fetched, updated and sent back, in a loop over the stacked layers whose buffers stay in place.
 
 Arrays stacked over layers are [layers, ...]; a pipeline's stage has its own layers, and loops over them.
 """
@@ -25,7 +24,7 @@ from jaxpar.models import Params
 from jaxpar.parallel.collectives import first_turn, gather, manual, turn_after, waits
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
-from jaxpar.train.moments import Quantized, map_moments, moments_of, pack_moments, unpack_moments, with_moments
+from jaxpar.train.moments import map_moments, moments_of, pack_moments, unpack_moments, with_moments
 from jaxpar.train.optimizer import decay_mask, make_optimizer
 
 
@@ -106,8 +105,8 @@ def _update_part(
     state = pack_moments(state, matrices, plan.moments)
     state = jax.tree.map(lambda x, old: jnp.where(scale.finite, x, old), state, before)
 
-    def place(moment: Array | Quantized, matrix: bool) -> Array | Quantized:
-        return jax.tree.map(on_host, moment) if matrix and plan.optimizer == "offload" else moment
+    def place(moment: Array, matrix: bool) -> Array:
+        return on_host(moment) if matrix and plan.optimizer == "offload" else moment
 
     new = _gather_params(new, axes, plan) if split_further else new
     return _Part(new, *moments_of(map_moments(place, state, matrices))), state

@@ -103,7 +103,7 @@ def changed(key: str, value: Any) -> Config:
         **dict.fromkeys(flatten(Config().memory.keep, "memory.keep."), "save"),
         "data.source": "text", "train.schedule": "wsd", "mesh.platform": "cpu", "memory.policy": "full",
         "precision.compute": "bfloat16", "precision.params": "bfloat16", "precision.gradients": "bfloat16",
-        "precision.moments": "int8", "memory.optimizer": "offload", "memory.parameters": "offload",
+        "precision.moments": "bfloat16", "memory.optimizer": "offload", "memory.parameters": "offload",
         "memory.may": ["optimizer"],         "overlap.domino": "on", "context.strategy": "ulysses",
         "kernels.attention": "chunked", "pipeline.schedule": "zb_h1", "pipeline.stash": "stage",
         "pipeline.layers": [1, 2],

@@ -76,7 +76,7 @@ def test_a_budget_below_the_least_says_what_it_would_take():
         "parameters",
         "optimizer",
         "gradients",
-        "precision.moments=int8",
+        "precision.moments=bfloat16",
         "mesh.fsdp=16",
         "train.accum",
     ):

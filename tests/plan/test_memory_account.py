@@ -37,13 +37,13 @@ def plan_for(config: Config) -> Any:
 
 
 def test_the_state_is_what_the_compiled_step_is_given():
-    config = override(FSDP, {"precision.moments": "int8", "precision.params": "bfloat16"})
+    config = override(FSDP, {"precision.moments": "bfloat16", "precision.params": "bfloat16"})
     plan, model = plan_for(config), Model(config.model)
     parts = {part.name: part for part in memory_account(config, plan, "cpu")}
     stats = make_train_step(model, config, plan).lower(*step_shapes(model, config, plan)).compile().memory_analysis()
     given = sum(parts[name].device for name in ("parameters", "optimizer", "batch"))
     assert CompiledBytes.of(stats).arguments == pytest.approx(given, abs=64)  # the step's own counter
-    assert parts["optimizer"].device < 1.2 * parts["parameters"].device  # two bytes each of bfloat16's two
+    assert parts["optimizer"].device < 2.2 * parts["parameters"].device  # two of two bytes for one
 
 
 def test_what_is_offloaded_is_on_the_host():

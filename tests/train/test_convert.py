@@ -67,7 +67,7 @@ def test_stages_store_an_import_in_their_order_and_export_it_in_the_files(tmp_pa
 
 @pytest.mark.slow
 def test_fine_tuning_in_bfloat16_with_its_state_in_host_memory(hf_folder: Path, tmp_path: Path) -> None:
-    changes = {"precision.params": "bfloat16", "precision.moments": "int8", "memory.policy": "full"}
+    changes = {"precision.params": "bfloat16", "precision.moments": "bfloat16", "memory.policy": "full"}
     changes |= {"memory.parameters": "offload", "memory.optimizer": "offload"}
     config = override(config_for(hf_folder), changes)
     import_run(config, hf_folder, tmp_path / "run")

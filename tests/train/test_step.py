@@ -330,7 +330,7 @@ def test_the_state_is_sharded_as_planned_and_donated() -> None:
     assert batch_rows(8, plan) == list(range(8))
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision.moments": "int8", "memory.optimizer": "offload"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"precision.moments": "bfloat16", "memory.optimizer": "offload"}], ids=str)
 def test_a_fresh_state_compiles_no_zeros(changes: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     config = config_of("gpt2", **changes, **{"mesh.fsdp": 2})
     plan, model = make_plan(config, jax.devices()[:2]), Model(config.model)
