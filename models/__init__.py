@@ -1,4 +1,4 @@
-"""GPT-2 and LLaMA (with experts: Mixtral) in Flax NNX: `jaxpar.models`."""
+"""GPT-2, LLaMA (Mistral and Mixtral too), Qwen and Gemma in Flax NNX: `jaxpar.models`."""
 
 if __name__ != "jaxpar.models":
     raise ImportError(f"imported as {__name__!r}: that makes a second copy of the models; use `import jaxpar.models`")

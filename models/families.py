@@ -18,25 +18,45 @@ class Family:
       norm: the norm that is used before attention, before the MLP and before the head.
       positions: `learned` adds a row of a table to the embedding; `rotary` turns q and k (RoPE).
       biases: the linears of a block that add a bias.
-      gated: the MLP is SwiGLU (arXiv:2002.05202), and may be split into experts; otherwise it is a GELU.
+      gated: the MLP is a gated linear unit (arXiv:2002.05202).
+      activation: of the MLP; gelu is by tanh.
+      experts: the MLP may be split into experts.
       grouped: several query heads may share a kv head (arXiv:2305.13245).
+      qk_norm: queries and keys are normed over head_dim before the rotation.
+      post_norms: what attention and the MLP add to the residual stream is normed too.
+      scaled_embedding: token embeddings are multiplied by sqrt(embed).
     """
 
     norm: type[LayerNorm] | type[RMSNorm]
     positions: Literal["learned", "rotary"]
-    biases: tuple[str, ...]
-    gated: bool
-    grouped: bool
+    biases: tuple[str, ...] = ()
+    gated: bool = True
+    activation: Literal["silu", "gelu"] = "silu"
+    experts: bool = False
+    grouped: bool = True
+    qk_norm: bool = False
+    post_norms: bool = False
+    scaled_embedding: bool = False
 
 
 FAMILIES: dict[str, Family] = {
     # Radford et al. 2019, "Language models are unsupervised multitask learners".
     "gpt2": Family(
-        norm=LayerNorm, positions="learned", biases=("q", "k", "v", "out", "up", "down"), gated=False, grouped=False
+        norm=LayerNorm, positions="learned", biases=("q", "k", "v", "out", "up", "down"), gated=False,
+        activation="gelu", grouped=False,
     ),
-    # LLaMA 2 and 3 (arXiv:2307.09288, arXiv:2407.21783); with experts it is Mixtral (arXiv:2401.04088).
-    "llama": Family(norm=RMSNorm, positions="rotary", biases=(), gated=True, grouped=True),
-}
+    # LLaMA 2 and 3 (arXiv:2307.09288, arXiv:2407.21783); with windows Mistral (arXiv:2310.06825), with experts Mixtral
+    # (arXiv:2401.04088).
+    "llama": Family(norm=RMSNorm, positions="rotary", experts=True),
+    # Qwen 2 and 2.5 (arXiv:2407.10671, arXiv:2412.15115), and Qwen 3 (arXiv:2505.09388).
+    "qwen2": Family(norm=RMSNorm, positions="rotary", biases=("q", "k", "v")),
+    "qwen3": Family(norm=RMSNorm, positions="rotary", qk_norm=True),
+    # Gemma 2 and 3 (arXiv:2408.00118, arXiv:2503.19786), of which 3 is its text part.
+    "gemma2": Family(norm=RMSNorm, positions="rotary", activation="gelu", post_norms=True, scaled_embedding=True),
+    "gemma3": Family(
+        norm=RMSNorm, positions="rotary", activation="gelu", qk_norm=True, post_norms=True, scaled_embedding=True
+    ),
+}  # fmt: skip
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -51,11 +71,12 @@ def family_of(config: ModelConfig) -> Family:
             f"no model family {name!r}{suggest(name, FAMILIES)}: model.family is one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
-    if config.experts and not family.gated:
+    if config.experts and not family.experts:
         raise UserError(f"{name} has no experts, found model.experts={config.experts}: set it to 0")
     if not family.grouped and config.kv_heads not in (0, config.heads):
         raise UserError(f"{name} has no grouped kv heads, found model.kv_heads={config.kv_heads}: set it to 0")
-    rope = [field for field in vars(config) if "rope" in field and getattr(config, field) != getattr(standard, field)]
+    rotary = [field for field in vars(config) if "rope" in field or field == "query_scale"]
+    rope = [field for field in rotary if getattr(config, field) != getattr(standard, field)]
     if family.positions != "rotary" and rope:
         raise UserError(f"{name} has no RoPE: leave {' and '.join(f'model.{field}' for field in rope)} alone")
     return family

@@ -226,8 +226,8 @@ def hf_config(config: ModelConfig) -> Json:
             f"a {config.family} checkpoint cannot say model.head_dim={head_dim}: with model.heads={config.heads} "
             f"and model.embed={config.embed} it must be {config.embed // config.heads}"
         )
-    for field in ("window", "logit_softcap"):
-        if getattr(config, field):
+    for field in ("masks", "logit_softcap", "attention_softcap", "query_scale", "rope_local_theta", "rope_scaling"):
+        if getattr(config, field) != getattr(ModelConfig(), field):
             raise UserError(
                 f"a {config.family} checkpoint cannot say model.{field}={getattr(config, field)}: it would be read as "
                 f"that of a model without"

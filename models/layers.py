@@ -54,28 +54,35 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation with scale, in float32 (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """Root-mean-square normalisation with scale, in float32 (Zhang & Sennrich 2019, arXiv:1910.07467).
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    It is over `embed`, or over the last dim that is given: `head_dim=64`.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, **dim: int):
         self.eps = config.norm_eps
-        self.scale = param(rngs, ones, embed=config.embed)
+        self.scale = param(rngs, ones, **(dim or {"embed": config.embed}))
 
-    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def __call__(self, x_BSD: Float[Array, "B S *D"]) -> Float[Array, "B S *D"]:
         x = x_BSD.astype(jnp.float32)
         x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
         return (x * self.scale[...]).astype(x_BSD.dtype)
 
 
-def rotary_frequencies(config: ModelConfig) -> Float[Array, " h/2"]:
-    """Return the angle per position of each pair of features, with the llama3 extension where `rope_factor` > 1.
+def rotary_frequencies(config: ModelConfig, local: bool = False) -> Float[Array, " h/2"]:
+    """Return the angle per position of each pair of features, extended where `rope_factor` > 1.
 
-    RoPE is Su et al. 2021, arXiv:2104.09864. The extension keeps wavelengths below original/high_freq_factor, divides
-    those above original/low_freq_factor by the factor, and blends in between (Llama 3.1 release, `apply_scaling`).
+    RoPE is Su et al. 2021, arXiv:2104.09864. The linear extension divides all by the factor. That of llama3 keeps
+    wavelengths below original/high_freq_factor, divides those above original/low_freq_factor, and blends in between
+    (Llama 3.1 release, `apply_scaling`). Layers with a window (`local`) have `rope_local_theta`, if there is one.
     """
-    head_dim = config.head_size
-    frequencies = config.rope_theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if config.rope_factor == 1:
+    head_dim, local = config.head_size, local and config.rope_local_theta > 0
+    theta = config.rope_local_theta if local else config.rope_theta
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if config.rope_factor == 1 or local:
         return frequencies
+    if config.rope_scaling == "linear":
+        return frequencies / config.rope_factor
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     turns = config.rope_original_seq_len * frequencies / (2 * math.pi)
     kept = jnp.clip((turns - low) / (high - low), 0, 1)
@@ -83,14 +90,17 @@ def rotary_frequencies(config: ModelConfig) -> Float[Array, " h/2"]:
 
 
 def rotate(
-    x_BSHh: Float[Array, "B S H h"], positions_BS: Int[Array, "B S"], frequencies: Float[Array, " h/2"]
-) -> Float[Array, "B S H h"]:
-    """Apply rotary position embedding, pairing feature i with i + h/2 (the order of Hugging Face checkpoints)."""
+    x_BSHh: Float[Array, "B S H h"], positions_BS: Int[Array, "B S"], frequencies: Float[Array, " h/2"],
+    scale: float = 1.0,
+) -> Float[Array, "B S H h"]:  # fmt: skip
+    """Apply rotary position embedding, pairing feature i with i + h/2 (the order of Hugging Face checkpoints), and
+    multiply by `scale` before rounding."""
     angles_BS1h = (positions_BS[..., None].astype(jnp.float32) * frequencies)[:, :, None, :]
     cos, sin = (jnp.tile(part(angles_BS1h), 2) for part in (jnp.cos, jnp.sin))
     # On a TPU, swapping halves of 128 lanes goes through memory; the matrix unit does it at almost no cost.
     turned = jax.lax.platform_dependent(x_BSHh, tpu=_quarter_turn_by_matmul, default=_quarter_turn)
-    return (x_BSHh.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin).astype(x_BSHh.dtype)
+    rotated = x_BSHh.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin
+    return (rotated if scale == 1 else rotated * scale).astype(x_BSHh.dtype)
 
 
 def _quarter_turn(x_BSHh: Float[Array, "B S H h"]) -> Float[Array, "B S H h"]:

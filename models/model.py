@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import PyTree
+from jaxpar.models.masks import reach
 from jaxpar.models.transformer import Block, Embed, Head
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
@@ -102,11 +103,13 @@ class Model:
 
     def block(
         self, layer: Params, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"],
-        segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None,
+        segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None, kind: int = 0,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:  # fmt: skip
-        """Run one block; `layer` is one slice of `params["blocks"]`. The sums are its router's, if it has one."""
+        """Run one block; `layer` is one slice of `params["blocks"]`, and `kind` its index modulo `config.kinds`. The
+        sums are its router's, if it has one."""
         with jax.named_scope("block"):
-            return nnx.merge(self._graphs["blocks"], layer)(x_BSD, positions_BS, segments_BS, self.ops(plan), key)
+            module = nnx.merge(self._graphs["blocks"], layer)
+            return module(x_BSD, positions_BS, segments_BS, self.ops(plan), key, kind)
 
     def head(self, params: Params, x_BSD: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Float[Array, "V D"]]:
         """Return the final norm's output and the vocabulary matrix that multiplies it."""
@@ -128,33 +131,23 @@ class Model:
         segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:  # fmt: skip
         """Run all blocks in turn, and add up their routers' sums; `layers` is `params["blocks"]`, or slices of it."""
-        count = len(jax.tree.leaves(layers)[0])
-        layer_keys = None if key is None else jax.random.split(key, count)
+        layer_keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(layers)[0]))
         places = list(zip(halves(positions_BS, TOKENS, plan), halves(segments_BS, TOKENS, plan), strict=True))
 
-        def body(xs, layer):
+        def body(xs, layer, kind):
             layer_params, layer_key = layer
-            return self.layer(jax.tree.map(on_device, layer_params), xs, places, plan, layer_key)
+            return self.layer(jax.tree.map(on_device, layer_params), xs, places, plan, layer_key, kind)
 
-        body = remat(body, plan, self.config.scan_layers)
-        xs = halves(x_BSD, STORED, plan)
-        if self.config.scan_layers:
-            xs, routed = jax.lax.scan(body, xs, (layers, layer_keys))
-        else:
-            found = []
-            for i in range(count):
-                xs, sums = body(xs, jax.tree.map(lambda leaf, i=i: leaf[i], (layers, layer_keys)))
-                found.append(sums)
-            routed = jax.tree.map(lambda *sums: jnp.stack(sums), *found)
+        xs, routed = over_layers(self.config, body, halves(x_BSD, STORED, plan), (layers, layer_keys), plan)
         return whole_batch(xs, STORED, plan), jax.tree.map(jnp.mean, routed)
 
     def layer(
         self, layer: Params, xs: tuple[Array, ...], places: Sequence[tuple[Array, Array | None]], plan: Plan,
-        key: jax.Array | None,
+        key: jax.Array | None, kind: int = 0,
     ) -> tuple[tuple[Array, ...], RouterSums | None]:  # fmt: skip
         """Run one block on the `halves` of a batch, and add up its router's sums; `places` are the halves' positions
-        and segments."""
-        parts = [self.block(layer, x_BSD, *place, plan, key) for x_BSD, place in zip(xs, places, strict=True)]
+        and segments, and `kind` is as for `block`."""
+        parts = [self.block(layer, x_BSD, *place, plan, key, kind) for x_BSD, place in zip(xs, places, strict=True)]
         return tuple(x_BSD for x_BSD, _ in parts), jax.tree.map(lambda *sums: sum(sums), *(sums for _, sums in parts))
 
     def loss(
@@ -206,16 +199,16 @@ class Model:
 
         They are 6 per parameter that multiplies plus 12 L H h S for attention, as in PaLM (arXiv:2204.02311, appendix
         B). Tables that are only looked up do not multiply, and of the experts only those that a token is sent to do.
-        Causal attention is counted whole, so that figures can be compared. A frozen parameter beside LoRA counts 4 and
-        not 6, since its gradient is not made.
+        Causal attention is counted whole, so that figures can be compared; of a sparser mask only its reach is counted.
+        A frozen parameter beside LoRA counts 4 and not 6, since its gradient is not made.
         """
         shapes, config = self.shapes(), self.config
         multiplying = _count(shapes["blocks"]) + _count(shapes["head"]) - self._idle_experts()
         multiplying += config.vocab_size * config.embed if config.tied_head else -self._padding() // 2
-        head_dim = config.head_size
         if config.lora.rank:
             multiplying = (4 * multiplying + 2 * _count(self.trained(shapes))) / 6
-        return 6.0 * multiplying + 12.0 * config.layers * config.heads * head_dim * seq_len
+        keys = sum(reach(config.masks[i % config.kinds], seq_len) for i in range(config.layers))
+        return 6.0 * multiplying + 12.0 * config.heads * config.head_size * keys
 
     def _idle_experts(self) -> int:
         """Count the parameters of the experts that a token is not sent to."""
@@ -226,6 +219,49 @@ class Model:
     def _padding(self) -> int:
         rows = self.shapes()["embed"]["tokens"].shape[0] - self.config.vocab_size
         return rows * self.config.embed * (1 if self.config.tied_head else 2)
+
+
+def over_layers(
+    config: ModelConfig, body: Callable[[Any, Any, int], tuple[Any, Any]], carry: Any, xs: PyTree,
+    plan: Plan | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Run `body(carry, x, kind) -> (carry, y)` over stacked layers, and return the last carry and the stacked ys.
+
+    It is one scan, or unrolled where `config.scan_layers` is false. Layers of several kinds are scanned in groups of
+    one of each, and those that are left over are unrolled.
+
+    Args:
+      xs: arrays [L, ...], of which `body` is given a slice, as the `kind` of layer that a model's layer has there.
+      plan: each layer keeps for its backward what this plan says; None = everything.
+    """
+    L, p = len(jax.tree.leaves(xs)[0]), config.kinds
+
+    def of(kind: int, looped: bool) -> Callable[[Any, Any], tuple[Any, Any]]:
+        def one(carry: Any, x: Any) -> tuple[Any, Any]:
+            return body(carry, x, kind)
+
+        return one if plan is None else remat(one, plan, looped)
+
+    if config.scan_layers and p == 1:
+        return jax.lax.scan(of(0, True), carry, xs)
+    grouped, found = L // p * p if config.scan_layers else 0, []
+    if grouped:
+        kinds = [of(kind, True) for kind in range(p)]
+
+        def group(carry: Any, xs: PyTree) -> tuple[Any, Any]:
+            ys = []
+            for kind, one in enumerate(kinds):
+                carry, y = one(carry, jax.tree.map(lambda leaf, kind=kind: leaf[kind], xs))
+                ys.append(y)
+            return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *ys)
+
+        whole = xs if grouped == L else jax.tree.map(lambda leaf: leaf[:grouped], xs)
+        carry, ys = jax.lax.scan(group, carry, jax.tree.map(lambda x: x.reshape(L // p, p, *x.shape[1:]), whole))
+        found.append(jax.tree.map(lambda y: y.reshape(grouped, *y.shape[2:]), ys))
+    for i in range(grouped, L):
+        carry, y = of(i % p, False)(carry, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
+        found.append(jax.tree.map(lambda y: y[None], y))
+    return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *found)
 
 
 # Both are cached, because a budget asks for the same model some hundred times.

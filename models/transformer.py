@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -16,6 +17,7 @@ from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.sharding import Axes, LogicalAxis
 from jaxpar.models.families import family_of
 from jaxpar.models.layers import (
+    RMSNorm,
     lora_scale,
     normal,
     param,
@@ -25,6 +27,7 @@ from jaxpar.models.layers import (
     vocab_table,
     zeros,
 )
+from jaxpar.models.masks import has_window, layer_masks
 from jaxpar.parallel.embedding import dropout
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.ops import Ops
@@ -39,7 +42,9 @@ class Embed(nnx.Module):
     """Token embedding, with a learned position embedding added where the family has one."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.dropout, self.learned = config.dropout, family_of(config).positions == "learned"
+        family = family_of(config)
+        self.dropout, self.learned = config.dropout, family.positions == "learned"
+        self.scale = math.sqrt(config.embed) if family.scaled_embedding else 1.0
         self.tokens = vocab_table(config, rngs)
         if self.learned:
             self.positions = param(rngs, normal(config.init_std), _positions=config.max_seq_len, embed=config.embed)
@@ -48,16 +53,18 @@ class Embed(nnx.Module):
         self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"], ops: Ops, key: jax.Array | None
     ) -> Float[Array, "B S D"]:
         x_BSD = ops.lookup(self.tokens[...], tokens_BS, "vocab")
+        x_BSD = x_BSD if self.scale == 1 else x_BSD * jnp.asarray(self.scale, x_BSD.dtype)
         if self.learned:
             x_BSD += ops.lookup(self.positions[...], positions_BS, None)
         return dropout(x_BSD, self.dropout, key)
 
 
 class Block(nnx.Module):
-    """Pre-norm attention, followed by a pre-norm MLP or experts."""
+    """Pre-norm attention, followed by a pre-norm MLP or experts; where the family has post-norms, what they add is
+    normed too."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.config, self.family = config, family_of(config)
+        self.config, self.family, self.masks = config, family_of(config), layer_masks(config)
         D, H, F = config.embed, config.heads, config.mlp
         K, h = config.kv_head_count, config.head_size
         kv = {"kv_heads": K} if self.family.grouped else {"heads": H}
@@ -72,7 +79,12 @@ class Block(nnx.Module):
         self._add_bias("v", rngs, **kv, head_dim=h)
         self.out = param(rngs, init_residual, heads=H, head_dim=h, embed=D)
         self._add_bias("out", rngs, embed=D)
+        if self.family.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(config, rngs, head_dim=h), RMSNorm(config, rngs, head_dim=h)
         self.mlp_norm = self.family.norm(config, rngs)
+        if self.family.post_norms:
+            self.attention_post_norm = self.family.norm(config, rngs)
+            self.mlp_post_norm = self.family.norm(config, rngs)
         expert: dict[str, int] = {}
         if config.experts:
             self.router = param(rngs, init, embed=D, _experts=config.experts)
@@ -93,21 +105,34 @@ class Block(nnx.Module):
         segments_BS: Int[Array, "B S"] | None,
         ops: Ops,
         key: jax.Array | None,
+        kind: int = 0,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
-        rate = self.config.dropout
+        config, family, rate = self.config, self.family, self.config.dropout
         weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
         x_BSD = named(x_BSD, "block_input")
         with jax.named_scope("attention"):
             q_BSHh, k_BSKh, v_BSKh = self._project(named(self.attention_norm(x_BSD), "attention_norm"), ops)
-            if self.family.positions == "rotary":
-                frequencies = rotary_frequencies(self.config)
-                q_BSHh, k_BSKh = rotate(q_BSHh, positions_BS, frequencies), rotate(k_BSKh, positions_BS, frequencies)
-            q_BSHh, k_BSKh, v_BSKh = named(q_BSHh, "q"), named(k_BSKh, "k"), named(v_BSKh, "v")
-            mixed_BSHh = ops.attention(q_BSHh, k_BSKh, v_BSKh, segments_BS, rate, weights_key, self.config.window)
+            if family.qk_norm:  # whose backward starts from what the matmul made, so that is what bears the name
+                q_BSHh, k_BSKh = self.q_norm(named(q_BSHh, "q")), self.k_norm(named(k_BSKh, "k"))
+            if family.positions == "rotary":
+                frequencies = rotary_frequencies(config, has_window(config.masks[kind]))
+                scale = config.query_scale * math.sqrt(config.head_size) or 1.0
+                q_BSHh = rotate(q_BSHh, positions_BS, frequencies, scale)
+                k_BSKh = rotate(k_BSKh, positions_BS, frequencies)
+            if not family.qk_norm:
+                q_BSHh, k_BSKh = named(q_BSHh, "q"), named(k_BSKh, "k")
+            mixed_BSHh = ops.attention(
+                q_BSHh, k_BSKh, named(v_BSKh, "v"), self.masks[kind], segments_BS, rate, weights_key,
+                config.attention_softcap,
+            )  # fmt: skip
             out_BSD = self._row(mixed_BSHh, "out", _HEADS, ops, "attention_seq")
+            if family.post_norms:
+                out_BSD = self.attention_post_norm(named(out_BSD, "attention_proj"))
             x_BSD = named(x_BSD + dropout(out_BSD, rate, attention_key), "mlp_input")
         with jax.named_scope("mlp"):
             y_BSD, routed = self._mlp(named(self.mlp_norm(x_BSD), "mlp_norm"), ops)
+            if family.post_norms:
+                y_BSD = self.mlp_post_norm(named(y_BSD, "mlp_out"))
             return x_BSD + dropout(y_BSD, rate, mlp_key), routed
 
     def _project(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> tuple[Array, ...]:
@@ -124,7 +149,8 @@ class Block(nnx.Module):
             return ops.expert_mlp(x_BSD, *weights, chosen, factor)
         else:
             gate_BSF, up_BSF = self._columns(x_BSD, {"gate": ("mlp",), "up": ("mlp",)}, ops)
-            hidden_BSF = jax.nn.silu(named(gate_BSF, "gate")) * named(up_BSF, "up")
+            activation = jax.nn.silu if self.family.activation == "silu" else jax.nn.gelu
+            hidden_BSF = activation(named(gate_BSF, "gate")) * named(up_BSF, "up")
         return self._row(named(hidden_BSF, "mlp_hidden"), "down", ("mlp",), ops), None
 
     def _columns(

@@ -28,7 +28,7 @@ class Keep:
     """The input of a block. A recomputation starts from it, so it can be saved or offloaded only."""
     attention_norm: Choice = "policy"
     q: Choice = "policy"
-    """Queries; like keys, after the rotation where positions are rotary."""
+    """Queries; like keys, after the rotation where positions are rotary, but before a norm of their own."""
     k: Choice = "policy"
     v: Choice = "policy"
     attention_out: Choice = "policy"
@@ -36,6 +36,8 @@ class Keep:
     attention_lse: Choice = "policy"
     """The log-sum-exp of the scores. With it and `attention_out`, attention is not run again. Splash and cuDNN keep it
     with `attention_out`."""
+    attention_proj: Choice = "policy"
+    """The output projection of attention, where a norm follows it."""
     mlp_input: Choice = "policy"
     """The residual stream between attention and MLP."""
     mlp_norm: Choice = "policy"
@@ -45,6 +47,8 @@ class Keep:
     up: Choice = "policy"
     mlp_hidden: Choice = "policy"
     """The input of the last linear of the MLP."""
+    mlp_out: Choice = "policy"
+    """The output of the MLP, where a norm follows it."""
     expert_out: Choice = "policy"
     """The outputs of the experts, back on the devices of their tokens."""
 
@@ -68,18 +72,20 @@ NAMES: dict[str, Named] = {
     "v": Named("values", _KV),
     "attention_out": Named("weighted values", _Q),
     "attention_lse": Named("log-sum-exp of attention", ("batch", "attention_seq", "heads", None)),
+    "attention_proj": Named("output projection of attention", _STREAM),
     "mlp_input": Named("residual stream into the MLP", _STREAM),
     "mlp_norm": Named("normed input of the MLP", _STREAM),
     "expert_input": Named("rows for the experts", ("batch", "residual_seq", None, None)),
     "gate": Named("gate of the MLP", _HIDDEN),
     "up": Named("up projection of the MLP", _HIDDEN),
     "mlp_hidden": Named("input of the down projection", _HIDDEN),
+    "mlp_out": Named("output of the MLP", _STREAM),
     "expert_out": Named("answers of the experts", ("batch", "residual_seq", None, None)),
 }
 """They stand in the order in which a block makes them. With experts, gate, up and mlp_hidden are [..., rows, mlp]."""
 
 _ATTENTION = frozenset({"attention_out", "attention_lse"})
-_MATMULS = frozenset({"q", "k", "v", "mlp_input", "gate", "up", "expert_out"}) | _ATTENTION
+_MATMULS = frozenset({"q", "k", "v", "attention_proj", "mlp_input", "gate", "up", "mlp_out", "expert_out"}) | _ATTENTION
 PRESETS: dict[Policy, frozenset[str]] = {
     "none": frozenset(NAMES),
     "full": frozenset({"block_input"}),

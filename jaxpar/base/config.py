@@ -34,7 +34,7 @@ class ModelConfig:
     """The sizes of a model. A family refuses a setting that it has no use for, such as RoPE in GPT-2."""
 
     family: str = "gpt2"
-    """Which model of `jaxpar.models`: gpt2 or llama."""
+    """Which model of `jaxpar.models`: gpt2, llama, qwen2, qwen3, gemma2 or gemma3."""
     vocab_size: int = 256
     vocab_multiple: int = 128
     """The stored vocabulary is rounded up to a multiple of this, to divide over a mesh; the loss is the same."""
@@ -55,18 +55,27 @@ class ModelConfig:
     """Room of an expert, as a multiple of its even share of a device's tokens; 0 = no token is dropped."""
     max_seq_len: int = 1024
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
-    window: int = 0
-    """A token sees this many tokens up to itself (Mistral's sliding window, arXiv:2310.06825); 0 = all before it."""
+    masks: tuple[str, ...] = ("causal",)
+    """What the tokens of each layer see: layer i takes word i % len(masks) of causal, window(4096), longformer(...) and
+    bigbird(...). See docs/attention.md."""
+    attention_softcap: float = 0.0
+    """Scores of attention become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2); 0 = no cap."""
     logit_softcap: float = 0.0
-    """Scores of the vocabulary become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2); 0 = no cap."""
+    """The same cap for the scores of the vocabulary."""
+    query_scale: float = 0.0
+    """The factor of attention's scores (Gemma); 0 = head_dim ** -0.5."""
     dropout: float = 0.0
     tied_head: bool = True
     """Use the embedding table as the output head."""
     norm_eps: float = 1e-5
     init_std: float = 0.02
     rope_theta: float = 10000.0
+    rope_local_theta: float = 0.0
+    """The base of RoPE in layers with a window, which are not scaled (Gemma 3, arXiv:2503.19786); 0 = as in others."""
     rope_factor: float = 1.0
-    """Context extension of the llama3 RoPE scaling; 1 = no scaling."""
+    """Context extension of RoPE; 1 = no scaling."""
+    rope_scaling: Literal["llama3", "linear"] = "llama3"
+    """How RoPE is extended: llama3 divides low frequencies by the factor, linear divides all (arXiv:2306.15595)."""
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_seq_len: int = 8192
@@ -78,6 +87,11 @@ class ModelConfig:
     def kv_head_count(self) -> int:
         """The number of key and value heads, which is that of the heads where `kv_heads` is 0."""
         return self.kv_heads or self.heads
+
+    @property
+    def kinds(self) -> int:
+        """The number of kinds of layers: layer i is of kind i % kinds."""
+        return len(self.masks)
 
     @property
     def head_size(self) -> int:
@@ -326,8 +340,10 @@ def check(config: Config) -> Config:
          f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: set model.head_dim"),
         (model.kv_heads > 0 and model.heads % model.kv_heads != 0,
          f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
-        (model.window < 0, f"model.window={model.window} is below 0: 0 is no window"),
-        (model.logit_softcap < 0, f"model.logit_softcap={model.logit_softcap} is below 0: 0 is no cap"),
+        (not model.masks, "model.masks is empty: masks = [\"causal\"] is the usual one"),
+        *((getattr(model, name) < 0, f"model.{name}={getattr(model, name)} is below 0: 0 is {usual}")
+          for name, usual in (("logit_softcap", "no cap"), ("attention_softcap", "no cap"),
+                              ("query_scale", "head_dim ** -0.5"), ("rope_local_theta", "that of all layers"))),
         (model.lora.rank < 0, f"model.lora.rank={model.lora.rank} is below 0: 0 is no LoRA, 8 is a usual rank"),
         (model.lora.rank > 0 and (model.lora.alpha <= 0 or not model.lora.targets),
          f"model.lora.alpha={model.lora.alpha:g} and model.lora.targets={list(model.lora.targets)} adapt nothing: "

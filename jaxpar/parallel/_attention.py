@@ -39,6 +39,7 @@ def attention(
     implementation: str = "auto",
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
+    softcap: float = 0.0,
 ) -> Float[Array, "B S H h"]:
     """Softmax attention, inside any jitted function.
 
@@ -51,6 +52,7 @@ def attention(
       context: how keys and values come together where the layout splits the sequence: see `jaxpar.parallel.context`.
       implementation: one of `kernels.attention.Implementation`; `auto` = the first that can serve, which the log names.
       dropout_rate, key: dropout of the attention weights; none when key is None.
+      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
 
     Returns:
       The output, in the layout of q and the dtype of v.
@@ -60,18 +62,19 @@ def attention(
         refuses the call.
     """
     dropping = key is not None and dropout_rate > 0
-    attend = partial(dispatch.attention, dropout_rate=dropout_rate if dropping else 0.0, key=key, with_lse=False)
+    rate = dropout_rate if dropping else 0.0
+    attend = partial(dispatch.attention, dropout_rate=rate, key=key, softcap=softcap, with_lse=False)
     if layout is None:
         return attend(q_BSHh, k_BSKh, v_BSKh, mask, implementation=implementation)[0]
     if context not in get_args(Strategy):
         known = get_args(Strategy)
         raise UserError(f"no context strategy {context!r}{suggest(context, known)}: try one of {', '.join(known)}")
     mask, segments_BS = apart_from_segments(mask)
-    split, (B, S, H, h) = Split(layout, context, implementation), q_BSHh.shape
+    split, (B, S, H, h) = Split(layout, context, implementation, softcap), q_BSHh.shape
     batch = max(B // layout.size("batch"), 1)
     name, _ = choose(split, mask, S, h, dropping=dropping, packed=segments_BS is not None, batch=batch)
     if split.devices > 1:
-        check_split(layout, context, S, H, k_BSKh.shape[2], dropout_rate if dropping else 0.0)
+        check_split(layout, context, S, H, k_BSKh.shape[2], rate)
         if context != "ulysses" and not looks_back(mask):
             raise UserError(
                 f"{context} attention over a sequence that is split takes a causal mask, and was given {mask}: join it "
@@ -130,7 +133,7 @@ def choose(
     mask = mask & Segments(ids, ids) if packed else mask
     if split.devices > 1:
         return kernel_for(split, mask, one, one, platform)
-    asked = dispatch.Asked(one, one, mask, Call(), with_lse=False, dropping=dropping, cut=_cut_heads(layout))
+    asked = dispatch.Asked(one, one, mask, Call(softcap=split.softcap), False, dropping, _cut_heads(layout))
     name, why = dispatch.choose(asked, platform, split.implementation)
     if split.implementation != "auto":
         dispatch.say_once(f"attention by {name}, which kernels.attention asks for")

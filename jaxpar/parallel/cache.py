@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ from jaxpar.base.heads import output_axis
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes
 from jaxpar.kernels.attention.call import MASKED, cap_scores
+from jaxpar.kernels.masks import Mask
 from jaxpar.parallel.collectives import manual
-from jaxpar.parallel.ops import Ops, causal
+from jaxpar.parallel.ops import Ops
 
 Cache = tuple[Array, Array]
 """The keys and the values of a layer [B, K, T, h]."""
@@ -69,18 +71,23 @@ class DecodeOps(Ops):
     caches: list[Cache] = field(default_factory=list)
 
     def attention(
-        self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BS: Array | None = None, dropout_rate: float = 0.0,
-        key: Array | None = None, window: int = 0,
+        self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, mask: Mask, segments_BS: Array | None = None,
+        dropout_rate: float = 0.0, key: Array | None = None, softcap: float = 0.0,
     ) -> Array:  # fmt: skip
         """Attention of one token a row. There are no documents and no dropout."""
         assert segments_BS is None and key is None, "generation has neither documents nor dropout"
         assert self.place_B is not None and self.places_BT is not None
-        place_B1, mask = self.place_B[:, None], causal(window)
+        place_B1 = self.place_B[:, None]
         # A mask may show later places, which are not written yet.
         seen_BT = mask.visible(place_B1, self.places_BT) & (self.places_BT <= place_B1)
         heads, slots = ("batch", None, "heads", "head_dim"), cache_axes(self.plan)
         kv = ("batch", None, slots[1], "head_dim")
-        run = manual(attend, self.plan, (heads, kv, kv, (slots, slots), (), ("batch", None)), (heads, (slots, slots)))
+        run = manual(
+            partial(attend, softcap=softcap),
+            self.plan,
+            (heads, kv, kv, (slots, slots), (), ("batch", None)),
+            (heads, (slots, slots)),
+        )
         out_BSHh, cache = run(q_BSHh, k_BSKh, v_BSKh, self.before[len(self.caches)], jnp.int32(self.slot), seen_BT)
         self.caches.append(cache)
         return out_BSHh

@@ -92,11 +92,13 @@ def check_split(
 
 
 class Split(NamedTuple):
-    """How attention runs on several devices; `implementation` is one of `kernels.Implementation`, or `auto`."""
+    """How attention runs on several devices; `implementation` is one of `kernels.Implementation`, or `auto`, and
+    `softcap` that of the scores."""
 
     layout: Layout
     strategy: Strategy = "ring"
     implementation: str = "auto"
+    softcap: float = 0.0
 
     @property
     def devices(self) -> int:
@@ -175,9 +177,12 @@ def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platf
     """
     n, S = split.devices, q_BSHh.shape[1]
     C = S // 2
-    anywhere = PARTS._replace(q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=C)  # known only at run time
-    pieces = {"ring": (C, C, anywhere), "all_gather": (C, n * S, anywhere), "ulysses": (n * S, n * S, Call())}
-    of_q, of_k, call = pieces[split.strategy] if n > 1 else (S, S, Call())
+    whole = Call(softcap=split.softcap)
+    anywhere = PARTS._replace(  # known only at run time
+        softcap=split.softcap, q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=C
+    )
+    pieces = {"ring": (C, C, anywhere), "all_gather": (C, n * S, anywhere), "ulysses": (n * S, n * S, whole)}
+    of_q, of_k, call = pieces[split.strategy] if n > 1 else (S, S, whole)
     q, k = (
         jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype)
         for x, length in ((q_BSHh, of_q), (k_BSKh, of_k))
@@ -190,7 +195,7 @@ def _work(split: Split, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_
     name, _ = kernel_for(split, seen, q_BSHh, k_BSKh, platform)
     if split.devices > 1:
         say_once(f"attention by {name}, {split.strategy}")
-    return ContextTask(split.layout, mask, segments_BT, pair(name))
+    return ContextTask(split.layout, mask, segments_BT, pair(name), PARTS._replace(softcap=split.softcap))
 
 
 def _segment_axes(segments_BS: Array | None) -> Axes | None:
@@ -238,7 +243,7 @@ def _against_all(work: ContextTask, k_BSKh: Array) -> list[tuple[int, Mask, Call
         (
             T,
             with_documents(work.mask, work.segments_of(chunk, C), None if segments_BT is None else segments_BT[:, :T]),
-            PARTS._replace(q_start=chunk * C, multiple=C),
+            work.call._replace(q_start=chunk * C, multiple=C),
         )
         for chunk, T in zip(own_chunks(work), (n * C, 2 * n * C), strict=True)
     ]
@@ -253,7 +258,8 @@ def _natural(x: Array, work: ContextTask) -> Array:
 
 def _ulysses_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
     k, v = _kv_to_heads(k_BSKh, work), _kv_to_heads(v_BSKh, work)
-    seen, call = with_documents(work.mask, work.segments_BT, work.segments_BT), Call(out_dtype=v_BSKh.dtype)
+    seen = with_documents(work.mask, work.segments_BT, work.segments_BT)
+    call = work.call._replace(out_dtype=v_BSKh.dtype)
     out, lse = work.kernel.forward(_trade(q_BSHh, 2, 1, work), k, v, seen, call)
     return _trade(out, 1, 2, work), lse
 
@@ -264,7 +270,7 @@ def _ulysses_backward(
     q, k, v = _trade(q_BSHh, 2, 1, work), _kv_to_heads(k_BSKh, work), _kv_to_heads(v_BSKh, work)
     dout, delta_BHT = _trade(dout_BSHh, 2, 1, work), _trade(delta_BHS, 1, 2, work)
     seen = with_documents(work.mask, work.segments_BT, work.segments_BT)
-    dq, dk, dv = work.kernel.backward(q, k, v, dout, lse_BHT, delta_BHT, seen, Call())
+    dq, dk, dv = work.kernel.backward(q, k, v, dout, lse_BHT, delta_BHT, seen, work.call._replace(out_dtype=None))
     return _trade(dq, 1, 2, work), _kv_to_sequence(dk, k_BSKh, work), _kv_to_sequence(dv, v_BSKh, work)
 
 

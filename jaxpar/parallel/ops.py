@@ -16,7 +16,7 @@ from jax import Array
 from jaxpar.base.heads import output_axis
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, LogicalAxis
-from jaxpar.kernels.masks import Causal, Mask, Segments, Window
+from jaxpar.kernels.masks import Mask, Segments
 from jaxpar.parallel import _attention, cross_entropy, embedding, experts, linear
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import Split
@@ -56,19 +56,15 @@ class Ops:
         return embedding.lookup(table_VD, ids_BS, axis, self.plan)
 
     def attention(
-        self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BS: Array | None = None, dropout_rate: float = 0.0,
-        key: Array | None = None, window: int = 0,
+        self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, mask: Mask, segments_BS: Array | None = None,
+        dropout_rate: float = 0.0, key: Array | None = None, softcap: float = 0.0,
     ) -> Array:  # fmt: skip
-        """Causal attention: see `jaxpar.parallel.attention`.
-
-        A token sees only its own document of `segments_BS`. Where `window` is not 0, it sees only that many tokens, up
-        to itself (arXiv:2310.06825, section 2).
-        """
-        mask, plan = causal(window), self.plan
+        """See `jaxpar.parallel.attention`. A token sees only its own document of `segments_BS`."""
+        plan = self.plan
         mask = mask if segments_BS is None else mask & Segments(segments_BS, segments_BS)
         return _attention.attention(
             q_BSHh, k_BSKh, v_BSKh, mask, plan, context=plan.context.strategy, implementation=plan.attention,
-            dropout_rate=dropout_rate, key=key,
+            dropout_rate=dropout_rate, key=key, softcap=softcap,
         )  # fmt: skip
 
     def expert_mlp(
@@ -96,38 +92,39 @@ class Ops:
         return linear.logits(x_BSD, head_VD, self.plan, vocab_size=vocab_size, softcap=softcap, overlap=forms)
 
 
-def causal(window: int) -> Mask:
-    """The mask of a model: a token sees so many tokens up to itself, or all of them at 0."""
-    return Causal() & Window(window - 1) if window else Causal()
-
-
-def split_of(plan: Plan) -> Split:
+def split_of(plan: Plan, softcap: float = 0.0) -> Split:
     """How attention runs under a plan."""
-    return Split(plan, plan.context.strategy, plan.attention)
+    return Split(plan, plan.context.strategy, plan.attention, softcap)
 
 
 def choose_attention(
-    plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int = 0, packed: bool = False, platform: str = ""
-) -> tuple[str, str]:
+    plan: Plan, mask: Mask, seq_len: int, head_dim: int, dropping: bool = False, softcap: float = 0.0,
+    packed: bool = False, platform: str = "",
+) -> tuple[str, str]:  # fmt: skip
     """Which implementation `Ops.attention` takes, and why no earlier one; the arguments are as for `_attention.choose`.
 
     Where the sequence is split, the answer is a strategy.
     """
-    split, mask = split_of(plan), causal(window)
+    split = split_of(plan, softcap)
     found = _attention.choose(split, mask, seq_len, head_dim, dropping=dropping, packed=packed, platform=platform)
     return found if split.devices == 1 else (split.strategy, "the sequence is split over devices")
 
 
 def attention_notes(
-    plan: Plan, seq_len: int, head_dim: int, dropping: bool, window: int = 0, packed: bool = False, batch: int = 1
-) -> list[str]:
+    plan: Plan, masks: Sequence[Mask], seq_len: int, head_dim: int, dropping: bool = False, softcap: float = 0.0,
+    packed: bool = False, batch: int = 1,
+) -> list[str]:  # fmt: skip
     """Say for the log why no kernel serves where there are some; the arguments are as for `_attention.choose`."""
     if plan.attention != "auto":
         return []
-    name, why = _attention.choose(
-        split_of(plan), causal(window), seq_len, head_dim, dropping=dropping, packed=packed, batch=batch
+    found = (
+        _attention.choose(
+            split_of(plan, softcap), mask, seq_len, head_dim, dropping=dropping, packed=packed, batch=batch
+        )
+        for mask in masks
     )
-    return [f"attention by plain XLA, in tiles, and no kernel ({why})"] if name == "chunked" and why else []
+    slow = dict.fromkeys(why for name, why in found if name == "chunked" and why)
+    return [f"attention by plain XLA, in tiles, and no kernel ({why})" for why in slow]
 
 
 def overlap_notes(plan: Plan) -> list[str]:

@@ -119,12 +119,14 @@ class ContextTask(NamedTuple):
       mask: what a query sees, apart from documents: at most the keys at its own place or before.
       segments_BT: the document of every token, in `chunk_order`.
       kernel: the implementation of attention, with a forward and a backward: see `jaxpar.kernels.attention.call`.
+      call: how it makes a partial answer, apart from the places.
     """
 
     layout: Layout
     mask: Mask
     segments_BT: Int[Array, "B T"] | None
     kernel: Any
+    call: Call = PARTS
 
     @property
     def axes(self) -> tuple[MeshAxis, ...]:
@@ -150,14 +152,14 @@ class ContextTask(NamedTuple):
         """Return what the queries of one chunk see of the keys of an earlier one."""
         ids = self.segments_of(q_chunk, C), self.segments_of(k_chunk, C)
         if self.mask == Causal():
-            return with_documents(Full(), *ids), PARTS
-        return with_documents(self.mask, *ids), PARTS._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
+            return with_documents(Full(), *ids), self.call
+        return with_documents(self.mask, *ids), self.call._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
 
     def diagonal(self, chunk: Any, C: int) -> tuple[Mask, Call]:
         """Return what the queries of a chunk see of its own keys."""
         ids = [self.segments_of(chunk, C)] * 2
         start = 0 if of_distance(self.mask) else chunk * C
-        return with_documents(self.mask, *ids), PARTS._replace(q_start=start, k_start=start, multiple=C)
+        return with_documents(self.mask, *ids), self.call._replace(q_start=start, k_start=start, multiple=C)
 
 
 def with_documents(mask: Mask, q_ids: Array | None, kv_ids: Array | None) -> Mask:

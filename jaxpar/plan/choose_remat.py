@@ -22,6 +22,7 @@ from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.base.heads import output_axis
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
+from jaxpar.models.masks import reach
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.plan.communication import recompute_bytes, step_collectives
 from jaxpar.train.saved_activations import Activation, activations, loss_cut, microbatches_of
@@ -158,7 +159,8 @@ def _blocks_a_step(config: Config, plan: Plan) -> int:
     return each * config.train.accumulation * microbatches_of(plan)
 
 
-_MADE_BY = {"q": "q", "k": "k", "v": "v", "mlp_input": "out", "gate": "gate", "up": "up", "expert_out": "down"}
+_MADE_BY = {"q": "q", "k": "k", "v": "v", "attention_proj": "out", "mlp_input": "out", "gate": "gate", "up": "up",
+            "mlp_out": "down", "expert_out": "down"}  # fmt: skip
 """The weight that an activation is a product with."""
 
 
@@ -188,8 +190,8 @@ def _attention_flops(config: Config, plan: Plan) -> float:
     model, S = config.model, config.data.seq_len
     rows = config.train.batch // config.train.accumulation // microbatches_of(plan)
     pieces = plan.size("batch") * plan.size("attention_seq") * plan.size("heads")
-    width = model.heads * model.head_size
-    return 4.0 * rows * S * min(S, model.window or S) * width / 2 / pieces
+    width, keys = model.heads * model.head_size, sum(reach(word, S) for word in model.masks) / model.kinds
+    return 4.0 * rows * S * keys * width / 2 / pieces
 
 
 def costs_of(config: Config, plan: Plan, hardware: Hardware) -> ActionCosts:

@@ -286,8 +286,8 @@ def _is_list(tree: Any) -> bool:
 def run(model: Model, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan) -> Float[Array, "B S D"]:
     """Run tokens through the embedding and all layers of `layer_by_layer` parameters."""
     x_BSD = model.embed(params, tokens_BS, positions_BS, plan)
-    for layer in params["blocks"]:
-        x_BSD, _ = model.block(layer, x_BSD, positions_BS, None, plan)
+    for i, layer in enumerate(params["blocks"]):
+        x_BSD, _ = model.block(layer, x_BSD, positions_BS, None, plan, kind=i % model.config.kinds)
     return x_BSD
 
 

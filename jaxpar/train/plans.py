@@ -12,6 +12,7 @@ from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan, late_sum_axes
 from jaxpar.models import Model
+from jaxpar.models.masks import layer_masks
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import check_split
 from jaxpar.parallel.host_memory import check_offload
@@ -54,7 +55,7 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     )
     if plan.size("stage") > 1:
         count = microbatches(config, mesh.shape)
-        check_stages(plan, config.model.layers, count)
+        check_stages(plan, config.model.layers, count, config.model.kinds)
         plan = replace(plan, pipeline=replace(config.pipeline, microbatches=count))
     check_parameters(config, plan)
     check_batch(config, plan)
@@ -118,8 +119,8 @@ def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]
     model, data, train = config.model, config.data, config.train
     parts = plan.size("batch") * (train.accumulation * max(plan.pipeline.microbatches, 1) if training else 1)
     return attention_notes(
-        plan, data.seq_len, model.head_size, training and model.dropout > 0, model.window,
-        data.pack, max(train.batch // parts, 1),
+        plan, layer_masks(model), data.seq_len, model.head_size, training and model.dropout > 0,
+        model.attention_softcap, data.pack, max(train.batch // parts, 1),
     )  # fmt: skip
 
 

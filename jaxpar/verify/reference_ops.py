@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, LogicalAxis
+from jaxpar.kernels.masks import Mask
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.experts import RouterSums
 
@@ -29,8 +30,8 @@ class ReferenceOps:
 
     Attributes:
       plan: a plan for one device; only its compute dtype matters.
-      offset: in attention the token at t sees up to t + offset. It is 0 except to diagnose a mask that is off by one.
-        A token that sees nothing takes the mean of all values.
+      offset: in attention the token at t sees what the mask shows to t + offset. It is 0 except to diagnose a mask that
+        is off by one. A token that sees nothing takes the mean of all values.
     """
 
     plan: Plan
@@ -71,22 +72,21 @@ class ReferenceOps:
         q_BSHh: Float[Array, "B S H h"],
         k_BSKh: Float[Array, "B S K h"],
         v_BSKh: Float[Array, "B S K h"],
+        mask: Mask,
         segments_BS: Int[Array, "B S"] | None = None,
         dropout_rate: float = 0.0,
         key: jax.Array | None = None,
-        window: int = 0,
+        softcap: float = 0.0,
     ) -> Float[Array, "B S H h"]:
-        """Compute causal attention over all scores at once, S = T; dropout is never on here.
+        """Compute attention over all scores at once, S = T; dropout is never on here.
 
-        A token sees only its own document (`segments_BS`), and the last `window` tokens up to itself; 0 = all of them.
+        A token sees what the mask shows it of its own document (`segments_BS`).
         """
         S, H, h = q_BSHh.shape[1:]
         k_BTHh, v_BTHh = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BSKh, v_BSKh))
         scores_BHST = jnp.einsum("BSHh,BTHh->BHST", q_BSHh, k_BTHh, preferred_element_type=jnp.float32) / math.sqrt(h)
-        ahead = jnp.arange(S) - jnp.arange(S)[:, None]
-        visible = ahead <= self.offset
-        if window:
-            visible = visible & (ahead > -window)
+        scores_BHST = softcap * jnp.tanh(scores_BHST / softcap) if softcap else scores_BHST
+        visible = mask.visible(jnp.arange(S)[:, None] + self.offset, jnp.arange(S))
         if segments_BS is not None:
             visible = visible & (segments_BS[:, None, :, None] == segments_BS[:, None, None, :])
         weights_BHST = jax.nn.softmax(jnp.where(visible, scores_BHST, -1e30), axis=-1)

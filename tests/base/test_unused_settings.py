@@ -37,6 +37,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "model.rope_low_freq_factor": (2.0, {}, {"model.rope_factor": 8.0}),
     "model.rope_high_freq_factor": (2.0, {}, {"model.rope_factor": 8.0}),
     "model.rope_original_seq_len": (2, {}, {"model.rope_factor": 8.0}),
+    "model.rope_scaling": ("linear", {}, {"model.rope_factor": 8.0}),
+    "model.rope_local_theta": (100.0, {}, {"model.masks": ("window(9)", "causal")}),
     "overlap.gather": ("ring", {"mesh.context": 2}, {"mesh.tensor": 2}),
     "overlap.scatter": ("auto", {}, {"mesh.tensor": -1}),
     "overlap.heads_gather": ("ring", {}, {"mesh.dcn.tensor": 2}),

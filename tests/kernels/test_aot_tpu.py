@@ -14,6 +14,7 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
+from jaxpar.kernels.masks import Causal
 from jaxpar.models import Model
 from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.targets import load_target
@@ -70,7 +71,7 @@ def test_heads_of_64_are_not_copied_between_linears_and_attention() -> None:
 
     def loss(x_BSD: jax.Array, columns: list[jax.Array], out: jax.Array) -> jax.Array:
         q, k, v = Ops(plan).column_linear(x_BSD, columns, (heads,) * 3)
-        return jnp.sum(jnp.square(Ops(plan).row_linear(Ops(plan).attention(q, k, v), out, heads)))
+        return jnp.sum(jnp.square(Ops(plan).row_linear(Ops(plan).attention(q, k, v, Causal()), out, heads)))
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=plan.sharding((None,)))

@@ -86,8 +86,8 @@ def test_unreadable_config(tmp_path):
 
 
 def test_gpt2_has_no_free_head_dim():
-    for field in ("window", "logit_softcap"):
-        with pytest.raises(UserError, match=rf"a llama checkpoint cannot say model.{field}=8.*without"):
-            hf_config(ModelConfig(family="llama", **{field: 8}))
+    for field, value in (("masks", ("window(8)",)), ("logit_softcap", 8)):
+        with pytest.raises(UserError, match=rf"a llama checkpoint cannot say model.{field}=.*8.*without"):
+            hf_config(ModelConfig(family="llama", **{field: value}))
     with pytest.raises(UserError, match=r"a gpt2 checkpoint cannot say model.head_dim=8.*it must be 4"):
         hf_config(dataclasses.replace(GPT2, head_dim=8))

@@ -134,6 +134,31 @@ def test_unrolling_and_recomputing_change_nothing(config: ModelConfig, change: d
     assert_close(ours, want, 1e-5)
 
 
+@pytest.mark.parametrize("plan", [ONE, dataclasses.replace(ONE, remat="full")], ids=["kept", "remat"])
+def test_layers_of_several_kinds_take_turns(plan: Plan) -> None:
+    """Two whole groups and a rest, scanned, are five blocks one after another, each with its own mask and RoPE."""
+    sizes = SIZES | {"layers": 5, "kv_heads": 2}
+    config = ModelConfig(family="gemma3", masks=("window(3)", "causal"), rope_local_theta=10.0, init_std=0.2, **sizes)
+    model, params, ids = Model(config), fresh(config, 5), tokens(config)
+    positions = jnp.broadcast_to(jnp.arange(16), ids.shape)
+
+    def one_by_one(layers: Any, x_BSD: jax.Array) -> jax.Array:
+        for i in range(5):
+            layer = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
+            x_BSD, _ = model.block(layer, x_BSD, positions, None, plan, kind=i % 2)
+        return x_BSD
+
+    def together(layers: Any, x_BSD: jax.Array) -> jax.Array:
+        return model.blocks(layers, x_BSD, positions, None, plan)[0]
+
+    x_BSD = model.embed(params, ids, positions, ONE)
+    ours, want = (
+        jax.jit(jax.value_and_grad(lambda layers, run=run: jnp.sum(jnp.sin(run(layers, x_BSD)))))(params["blocks"])
+        for run in (together, one_by_one)
+    )
+    assert_close(ours, want, 1e-5)  # the same float32 operations, fused differently
+
+
 def test_full_remat_saves_less(config: ModelConfig) -> None:
     config = dataclasses.replace(config, layers=8)
     params, batch = Model(config).shapes(), batch_of(tokens(config, 8, 25))

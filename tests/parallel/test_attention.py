@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from attention_cases import EVERY_MASK, Answer, Case, answer, assert_right, inputs
 
-from jaxpar.base.config import KernelsConfig
+from jaxpar.base.config import KernelsConfig, ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Context, Plan
@@ -28,6 +28,7 @@ from jaxpar.kernels.attention.call import DEFAULT, Call, Unserved
 from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.masks import BigBird, Causal, Full, Mask, PrefixLM, Segments, Window
+from jaxpar.models.masks import layer_masks
 from jaxpar.parallel.context import kernel_for
 from jaxpar.parallel.ops import Ops, choose_attention, split_of
 from jaxpar.verify.reference_ops import ReferenceOps
@@ -324,7 +325,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
 
 @pytest.mark.parametrize(("mesh", "rules", "want"), LAYOUTS)
 def test_the_choice_minds_how_the_plan_splits(mesh: dict[str, int], rules: Any, want: tuple[str, str]) -> None:
-    assert choose_attention(plan_on(MeshSpec(**mesh), **rules), 1024, 128, False, platform="tpu") == want
+    assert choose_attention(plan_on(MeshSpec(**mesh), **rules), Causal(), 1024, 128, platform="tpu") == want
 
 
 @pytest.mark.parametrize(
@@ -337,10 +338,10 @@ def test_a_strategy_takes_what_serves_its_pieces(strategy: Any, name: str) -> No
     assert kernel_for(split_of(plan), Causal(), one, one, "tpu")[0] == name
     named = dataclasses.replace(plan, attention="pallas_tpu")
     if name == "pallas_tpu":
-        assert choose_attention(named, 1 << 20, 64, False, platform="tpu")[0] == strategy
+        assert choose_attention(named, Causal(), 1 << 20, 64, platform="tpu")[0] == strategy
     else:
         with pytest.raises(UserError, match="by pallas_tpu was asked for, but: 524800 tiles to visit are more than"):
-            choose_attention(named, 1 << 20, 64, False, platform="tpu")
+            choose_attention(named, Causal(), 1 << 20, 64, platform="tpu")
 
 
 def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -350,7 +351,7 @@ def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixt
     args, segments = projections(4, 20, 8, 4, 6), documents(4, 20)
     plan = dataclasses.replace(plan_on(MeshSpec(fsdp=2, tensor=4)), attention="reference")
     want = values_and_gradients(by_reference(Causal() & Segments(segments, segments)), args)
-    assert_close(values_and_gradients(lambda q, k, v: Ops(plan).attention(q, k, v, segments), args), want)
+    assert_close(values_and_gradients(lambda q, k, v: Ops(plan).attention(q, k, v, Causal(), segments), args), want)
     assert caplog.messages == ["attention by reference, which kernels.attention asks for"]
 
 
@@ -365,7 +366,7 @@ def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixt
 def test_an_implementation_that_a_plan_cannot_have_is_refused(mesh: dict[str, int], name: str, says: str) -> None:
     plan = dataclasses.replace(plan_on(MeshSpec(**mesh)), attention=name)
     with pytest.raises(UserError, match=says):
-        Ops(plan).attention(*projections(2, 16, 4, 2, 8))
+        Ops(plan).attention(*projections(2, 16, 4, 2, 8), Causal())
 
 
 @pytest.mark.parametrize(("packed", "name"), [(False, "cudnn"), (True, "pallas_gpu")])
@@ -378,9 +379,9 @@ def test_packed_documents_are_not_given_to_a_library_that_takes_none(
     monkeypatch.setitem(dispatch.LIBRARIES, "cudnn", lambda q, k, v, mask, call: reference(q, k, v, mask, call)[0])
     args, segments = projections(2, 32, 4, 2, 16, "bfloat16"), documents(2, 32) if packed else None
     plan = dataclasses.replace(plan_on(MeshSpec(fsdp=2)), compute="bfloat16")
-    assert choose_attention(plan, 32, 16, False, packed=packed)[0] == name
+    assert choose_attention(plan, Causal(), 32, 16, packed=packed)[0] == name
     mask = Causal() if segments is None else Causal() & Segments(segments, segments)
-    out = Ops(plan).attention(*args, segments)
+    out = Ops(plan).attention(*args, Causal(), segments)
     assert_close((out,), (reference(*args, mask)[0],), 2**-6)
 
 
@@ -404,15 +405,15 @@ def test_tiles_on_a_mesh_are_the_reference_on_one_device(plan: str) -> None:
     want = values_and_gradients(by_reference(Causal() & Segments(segments, segments)), args)
     spec, rules = PLANS[plan]
     on = plan_on(spec, **rules)
-    assert choose_attention(on, 20, 6, False)[0] == "chunked"
-    assert_close(values_and_gradients(lambda q, k, v: Ops(on).attention(q, k, v, segments), args), want)
+    assert choose_attention(on, Causal(), 20, 6)[0] == "chunked"
+    assert_close(values_and_gradients(lambda q, k, v: Ops(on).attention(q, k, v, Causal(), segments), args), want)
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_dropout_is_the_same_on_every_mesh() -> None:
     args, key = projections(4, 20, 4, 4, 6), jax.random.key(7)
     one, many = (
-        jax.jit(lambda q, k, v, plan=plan: Ops(plan).attention(q, k, v, None, RATE, key))(*args)
+        jax.jit(lambda q, k, v, plan=plan: Ops(plan).attention(q, k, v, Causal(), None, RATE, key))(*args)
         for plan in (plan_on(MeshSpec()), plan_on(MeshSpec(fsdp=2, tensor=4)))
     )
     assert_close((many,), (one,))
@@ -426,15 +427,16 @@ def test_splash_on_a_mesh_is_the_reference_on_one_device(
     monkeypatch.setitem(dispatch.LIBRARIES, "splash", lambda *args: libraries.splash(*args[:-1], INTERPRET))
     args, segments = projections(2, 128, 4, 2, 128), documents(2, 128) if packed else None
     plan = plan_on(MeshSpec(fsdp=2, tensor=2), **rules)
-    ours = values_and_gradients(lambda q, k, v: Ops(plan).attention(q, k, v, segments), args)
+    ours = values_and_gradients(lambda q, k, v: Ops(plan).attention(q, k, v, Causal(), segments), args)
     mask = Causal() if segments is None else Causal() & Segments(segments, segments)
     assert_close(ours, values_and_gradients(by_reference(mask), args))
 
 
-@pytest.mark.parametrize("window", [2, 5, 13, 40])
-def test_a_window_is_that_of_the_definition(window: int) -> None:
-    """`plain.attention` is the definition."""
+@pytest.mark.parametrize("word", ["window(5)", "window(40)", "longformer(3, stride=2)", "bigbird(1, 1, 1, block=4)"])
+def test_a_mask_and_a_soft_cap_are_those_of_the_definition(word: str) -> None:
+    """`ReferenceOps.attention` is the definition."""
+    (mask,) = layer_masks(ModelConfig(masks=(word,), max_seq_len=33))
     args, segments = projections(2, 33, 4, 2, 6), documents(2, 33)
     on = plan_on(MeshSpec())
-    want = values_and_gradients(lambda *x: ReferenceOps(on).attention(*x, segments, window=window), args)
-    assert_close(values_and_gradients(lambda *x: Ops(on).attention(*x, segments, window=window), args), want)
+    want = values_and_gradients(lambda *x: ReferenceOps(on).attention(*x, mask, segments, softcap=2.0), args)
+    assert_close(values_and_gradients(lambda *x: Ops(on).attention(*x, mask, segments, softcap=2.0), args), want)

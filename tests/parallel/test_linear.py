@@ -22,6 +22,7 @@ from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules
+from jaxpar.kernels.masks import Causal
 from jaxpar.parallel.embedding import dropout
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.token_order import chunk_order, inverse, reorder
@@ -127,7 +128,7 @@ def test_attention_is_causal_grouped_and_keeps_documents_apart(plan: Plan, packe
 
     def ours(*args: jax.Array) -> jax.Array:
         documents = None if segments is None else reorder(segments, order, 1)
-        out = Ops(plan).attention(*(reorder(x, order, 1) for x in args[:3]), documents)
+        out = Ops(plan).attention(*(reorder(x, order, 1) for x in args[:3]), Causal(), documents)
         return reorder(out, inverse(order), 1)
 
     assert_same(
@@ -160,7 +161,7 @@ def attended(plan: Plan, x: Array, q: Array, k: Array, v: Array, q_bias: Array, 
     order = chunk_order(plan, "ring")
     x, segments = reorder(x, order, 1), reorder(segments, order, 1)
     projections = Ops(plan).column_linear(x, (q, k, v), (heads, kv_heads, kv_heads), (q_bias, None, v_bias), seq)
-    y = Ops(plan).row_linear(Ops(plan).attention(*projections, segments), out, heads, seq=seq)
+    y = Ops(plan).row_linear(Ops(plan).attention(*projections, Causal(), segments), out, heads, seq=seq)
     return reorder(y, inverse(order), 1)
 
 

@@ -18,7 +18,7 @@ from jaxpar.train.generation import Generator, Sampling, bucket, draw
 
 CONFIG = ModelConfig(
     "llama", vocab_size=31, vocab_multiple=8, layers=2, embed=16, heads=4, kv_heads=2, mlp=32, max_seq_len=64,
-    init_std=0.5, window=5,
+    init_std=0.5, masks=("window(5)", "causal"),
 )  # fmt: skip
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
 

@@ -32,7 +32,7 @@ def config_of(family: str, strategy: str = "ring", packed: bool = False, **chang
 SPLIT_IN_ALL = {"rules__heads": (), "rules__kv_heads": (), "rules__attention_seq": ("context", "tensor")}
 PLANS = {
     "llama, ring of 4 x tensor, packed, window": config_of(
-        "llama", packed=True, mesh__context=4, mesh__tensor=2, model__window=100
+        "llama", packed=True, mesh__context=4, mesh__tensor=2, model__masks=("window(100)",)
     ),
     "gpt2, ring of 8": config_of("gpt2", mesh__context=8),
     "llama, data x ring of 2 x tensor, parameters over context": config_of(

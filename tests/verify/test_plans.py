@@ -94,12 +94,12 @@ PLANS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     *(("llama", {"context": 4, "tensor": 2}, strategy(name) | PACKED | BFLOAT16)
       for name in ("ring", "all_gather", "ulysses")),
     *(("gpt2", {"data": 2, "context": 4}, strategy(name) | ODD) for name in ("ring", "all_gather", "ulysses")),
-    *(("llama", {"fsdp": 4, "context": 2}, strategy(name) | {"model.window": 90} | PACKED)
+    *(("llama", {"fsdp": 4, "context": 2}, strategy(name) | {"model.masks": ("window(90)",)} | PACKED)
       for name in ("ring", "all_gather", "ulysses")),
     ("llama", {"data": 2, "context": 2, "tensor": 2}, {"rules.embed": ("fsdp", "context")} | THRICE),
     ("llama", {"context": 2, "tensor": 4}, SPLIT_IN_ALL | PACKED),
     ("gpt2", {"context": 2, "tensor": 4}, overlap("bidirectional") | strategy("ulysses")),
-    ("llama", {"context": 2, "fsdp": 2, "tensor": 2}, MIXED | {"model.window": 50}),
+    ("llama", {"context": 2, "fsdp": 2, "tensor": 2}, MIXED | {"model.masks": ("window(50)", "causal")}),
     # Experts, with everything else.
     *(("moe", {"expert": size, "fsdp": 8 // size}, PACKED) for size in (2, 4, 8)),
     ("moe", {"expert": 2, "fsdp": 2, "tensor": 2}, overlap("ring") | THRICE),
@@ -152,7 +152,8 @@ def plans(draw: st.DrawFn) -> tuple[str, dict[str, int], dict[str, Any]]:
     shares = H % mesh["tensor"] == 0 and H // mesh["tensor"] % mesh["context"] == 0
     changes |= strategy(draw(st.sampled_from(("ring", "all_gather", *(("ulysses",) if shares else ())))))
     changes |= {"data.pack": draw(st.booleans()), "train.accumulation": draw(st.sampled_from((1, 3)))}
-    changes |= {"model.layers": draw(st.sampled_from((4, 5))), "model.window": draw(st.sampled_from((0, 70)))}
+    masks = st.sampled_from((("causal",), ("window(70)",), ("window(70)", "causal")))
+    changes |= {"model.layers": draw(st.sampled_from((4, 5))), "model.masks": draw(masks)}
     changes |= {"model.tied_head": draw(st.booleans()), "memory.policy": draw(st.sampled_from(("none", "full")))}
     return model, {axis: size for axis, size in mesh.items() if size > 1}, changes
 

@@ -13,6 +13,7 @@ import pytest
 from jaxpar.base.config import Config, override
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.plan import Plan
+from jaxpar.kernels.masks import Causal, Window
 from jaxpar.models import FAMILIES, Model
 from jaxpar.parallel import Ops
 from jaxpar.verify.of_config.losses_and_gradients import Case, one_device
@@ -44,21 +45,25 @@ def test_linears_contract_and_add_their_bias(plan: Plan) -> None:
 def test_attention_by_loops(plan: Plan, packed: bool) -> None:
     q, k, v = drawn(2, 5, 4, 3), 2 * drawn(2, 5, 2, 3), drawn(2, 5, 2, 3) + 1
     segments = np.asarray([[0, 0, 0, 0, 0], [0, 0, 1, 1, 2]]) if packed else np.zeros((2, 5), int)
-    out = ReferenceOps(plan).attention(q, k, v, jnp.asarray(segments) if packed else None)
+    ids = jnp.asarray(segments) if packed else None
+    out = ReferenceOps(plan).attention(q, k, v, Causal() & Window(2), ids, softcap=1.5)
     for b, t, h in np.ndindex(2, 5, 4):
-        seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
+        seen = [s for s in range(max(t - 2, 0), t + 1) if segments[b, s] == segments[b, t]]
         scores = np.asarray([np.dot(q[b, t, h], k[b, s, h // 2]) for s in seen]) / np.sqrt(3)
+        scores = 1.5 * np.tanh(scores / 1.5)
         weights = np.exp(scores) / np.sum(np.exp(scores))
-        np.testing.assert_allclose(out[b, t, h], weights @ np.asarray([v[b, s, h // 2] for s in seen]), rtol=1e-5)
+        values = np.asarray([v[b, s, h // 2] for s in seen])
+        np.testing.assert_allclose(out[b, t, h], weights @ values, rtol=1e-5, atol=1e-6)
 
 
 def test_a_shifted_mask_is_another(plan: Plan) -> None:
     q, k, v = drawn(2, 5, 2, 3), drawn(2, 5, 2, 3), drawn(2, 5, 2, 3)
-    later = ReferenceOps(plan, offset=1).attention(q, k, v)
-    np.testing.assert_allclose(later[:, -1], ReferenceOps(plan).attention(q, k, v)[:, -1], rtol=1e-6)
+    later = ReferenceOps(plan, offset=1).attention(q, k, v, Causal())
+    np.testing.assert_allclose(later[:, -1], ReferenceOps(plan).attention(q, k, v, Causal())[:, -1], rtol=1e-6)
     assert np.max(np.abs(later[:, 0] - v[:, 0])) > 0.1
-    np.testing.assert_allclose(ReferenceOps(plan, offset=-1).attention(q, k, v)[:, 1], v[:, 0], rtol=1e-6)
-    np.testing.assert_allclose(ReferenceOps(plan, offset=-1).attention(q, k, v)[:, 0], v.mean(axis=1), rtol=1e-5)
+    earlier = ReferenceOps(plan, offset=-1).attention(q, k, v, Causal())
+    np.testing.assert_allclose(earlier[:, 1], v[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(earlier[:, 0], v.mean(axis=1), rtol=1e-5)
 
 
 def test_loss_by_loops(plan: Plan) -> None:

@@ -13,6 +13,7 @@ from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.mesh import DcnSpec, MeshSpec, devices_needed, total_sizes
 from jaxpar.base.plan import Context
 from jaxpar.base.toml import presets
+from jaxpar.models.masks import reach
 from jaxpar.verify.of_config.setup import fit_mesh, mesh_note, simulated_devices
 from jaxpar.verify.of_config.shrink import LEAST, Least, asked_sizes, odd_multiple, pieces, shrink
 
@@ -225,12 +226,12 @@ def test_odd_multiples() -> None:
 @pytest.mark.parametrize("context", [2, 4, 8])
 def test_a_split_sequence_stays_one(strategy: str, context: int) -> None:
     """Three tokens a chunk; heads that Ulysses can deal out, kv heads too where it could; a window that matters."""
-    keys = {"context.strategy": strategy, "model.window": 40, "data.seq_len": 1024, "model.heads": 16}
+    keys = {"context.strategy": strategy, "model.masks": ("window(40)",), "data.seq_len": 1024, "model.heads": 16}
     small, _ = shrink(override(Config(), keys | {"model.kv_heads": 8}), MeshSpec(context=context))
     model, chunks = small.model, context if strategy == "ulysses" else 2 * context
     assert small.data.seq_len % chunks == 0
     assert small.data.seq_len >= 3 * chunks
     assert model.heads == 2 * model.kv_heads
     assert strategy != "ulysses" or model.kv_heads % context == 0
-    assert small.data.seq_len / 4 < model.window < small.data.seq_len
+    assert small.data.seq_len / 4 < reach(model.masks[0], small.data.seq_len) < small.data.seq_len
     assert small.context == Context(strategy)  # pyright: ignore[reportArgumentType]

@@ -38,7 +38,7 @@ from jaxpar.parallel.pipeline.last_stage import gather_tokens, own_labels, share
 from jaxpar.parallel.pipeline.layers import Layers, layers_of
 from jaxpar.parallel.pipeline.program import Rows, Segment, TickProgram, program
 from jaxpar.parallel.pipeline.schedules import Kind, Table, schedule
-from jaxpar.parallel.pipeline.stage import LayerContext, Params, PipelinedModel, Stack, empty_buffers, read, write
+from jaxpar.parallel.pipeline.stage import LayerContext, Params, PipelinedModel, Stack, read, write
 from jaxpar.parallel.token_order import TOKENS, halves, in_order
 
 Batch = Mapping[str, Array]
@@ -161,11 +161,11 @@ class _Carry(NamedTuple):
       inbox: activations that have arrived [slots, B, S, D].
       sums: the sums of the loss, for this stage's part.
       turn: what the next op with a collective waits for, on CPU (`turn_after`).
-      stash: what the forward keeps for the backward: arrays [slots x places, ...], or a stage's input [slots, ...].
+      stash: what the forward keeps for the backward: a stack's buffers, or a stage's input [slots, ...].
       cotangents: cotangents that have arrived [slots, B, S, D].
       leaving: the cotangent that is sent next [B, S, D].
       entering: the activation that is on its way to the inbox inside a round [B, S, D].
-      waiting: what postponed gradients of weights are made from, arrays [slots x places, ...].
+      waiting: what postponed gradients of weights are made from, a stack's buffers.
       blocks: gradients of this stage's layers [virtual x places, ...], in the plan's dtype for such sums.
       ends: gradients of embedding and head, for this stage's part, if these are trained.
     """
@@ -242,21 +242,17 @@ class _Stage:
         if not self.backward:
             return carry
         self.layers.prepare(x, steps.waiting > 0, not self.by_stage)
-        recipe, axes = self.layers.recipe, self.model.trained(self.model.axes)
+        axes = self.model.trained(self.model.axes)
         trained = self.model.trained({"blocks": self.arrays.blocks})["blocks"]
         of_blocks = jax.tree.map(lambda x, axes: self._zeros(x, (None, *axes[1:])), trained, axes["blocks"])
         return carry._replace(
-            stash=messages(steps.stash) if self.by_stage else self._empty_slots(steps.stash),
+            stash=messages(steps.stash) if self.by_stage else self.layers.empty_stash(steps.stash),
             cotangents=messages(steps.cotangents),
             leaving=messages(1)[0],
-            waiting=empty_buffers(recipe.parts.needed, steps.waiting * self.places) if recipe.parts else None,
+            waiting=self.layers.empty_waiting(steps.waiting),
             blocks=of_blocks,
             ends={name: jax.tree.map(self._zeros, end, axes[name]) for name, end in self.trained_ends.items()},
         )
-
-    def _empty_slots(self, slots: int) -> list[Array]:
-        """Return empty slots for what layers keep."""
-        return empty_buffers(self.layers.recipe.kept.shapes, slots * self.places)
 
     def _zeros(self, weight: Array, axes: Axes) -> Array:
         """Return a zero gradient to add to, laid out as gradients are."""
@@ -362,7 +358,7 @@ class _Stage:
         dy_BSD, stash = read(carry.cotangents, row.taken), carry.stash
         if self.by_stage:  # only the stage's input is kept, and its layers are run again
             x_BSD, row = read(stash, row.kept), row._replace(kept=0)
-            stash = self.layers.forward(x_BSD, row, self._empty_slots(1))[1]
+            stash = self.layers.forward(x_BSD, row, self.layers.empty_stash(1))[1]
         dx_BSD, blocks, waiting = self.layers.backward(dy_BSD, row, stash, carry.blocks, carry.waiting)
 
         def embedded(ends: Params) -> Params:

@@ -117,12 +117,15 @@ def reorder_layers(x: _Array, before: Sequence[int] | None, after: Sequence[int]
     return library.where(empty, library.zeros((), x.dtype), taken) if empty.any() else taken
 
 
-def check_stages(plan: Plan, layers: int, count: int) -> None:
+def check_stages(plan: Plan, layers: int, count: int, kinds: int = 1) -> None:
     """Refuse a pipeline that cannot run with so many layers and microbatches (`count`).
+
+    All stages run one program, so a place of a stage has one kind of layer on all of them: where layers are of several
+    `kinds` in turn, each virtual stage begins with the first kind.
 
     Raises:
       UserError: `layers_of` or `schedules.schedule` refuses, the rules split anything else over the stages' mesh axes,
-        or they split stacked layers over other axes.
+        they split stacked layers over other axes, or a virtual stage begins with another kind of layer.
     """
     stages, rules = set(plan.mesh_axes("stage")), plan.rules
     for field in fields(rules):
@@ -138,7 +141,16 @@ def check_stages(plan: Plan, layers: int, count: int) -> None:
             f"({' x '.join(rules.stage)}): leave rules.layers empty"
         )
     check_sizes(plan.pipeline.schedule, plan.size("stage"), count, plan.pipeline.virtual)
-    layers_of(layers, plan.size("stage"), plan.pipeline)
+    counts = layers_of(layers, plan.size("stage"), plan.pipeline).counts
+    if any(sum(counts[:k]) % kinds for k in range(len(counts))):
+        groups = -(-layers // kinds)
+        fits = [kinds * n for n in _even_layers(groups, len(counts))]
+        fits[-1] -= -layers % kinds
+        advice = f"pipeline.layers={fits}" if groups >= len(counts) else f"at most {groups} virtual stages"
+        raise UserError(
+            f"pipeline stages of {list(counts)} layers, but model.masks has {kinds} kinds of layers in turn, and each "
+            f"stage begins with the first: try {advice}"
+        )
 
 
 def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:

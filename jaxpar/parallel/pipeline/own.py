@@ -28,6 +28,7 @@ class _Sizes(NamedTuple):
     layers: int
     experts: int = 0
     scan_layers: bool = True
+    kinds: int = 1
 
 
 class _Functions:
@@ -44,7 +45,7 @@ class _Functions:
         return self._embed(params, tokens_BS, positions_BS)
 
     def layer(
-        self, layer: PyTree, xs: tuple[Array, ...], places: Places, plan: Plan, key: Any
+        self, layer: PyTree, xs: tuple[Array, ...], places: Places, plan: Plan, key: Any, kind: int
     ) -> tuple[tuple[Array, ...], None]:
         ((x_BSD,), ((positions_BS, _),)) = xs, places
         return (self._block(layer, x_BSD, positions_BS),), None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -33,6 +34,8 @@ from jaxpar.parallel.token_order import halves, whole_batch
 Params = dict[str, PyTree]
 Places = Sequence[tuple[Array, Array | None]]
 """Positions and segments of the tokens, for each of the batch's `halves`."""
+Buffers = list[list[Array]]
+"""For each kind of layer, arrays [slots x places of that kind, ...]."""
 _Carry = TypeVar("_Carry")
 
 
@@ -45,6 +48,8 @@ class ModelSizes(Protocol):
     def experts(self) -> int: ...
     @property
     def scan_layers(self) -> bool: ...
+    @property
+    def kinds(self) -> int: ...
 
 
 class PipelinedModel(Protocol):
@@ -57,7 +62,7 @@ class PipelinedModel(Protocol):
     def trained(self, tree: Params) -> Params: ...
     def embed(self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None) -> Array: ...
     def layer(
-        self, layer: PyTree, xs: tuple[Array, ...], places: Places, plan: Plan, key: Any
+        self, layer: PyTree, xs: tuple[Array, ...], places: Places, plan: Plan, key: Any, kind: int
     ) -> tuple[tuple[Array, ...], RouterSums | None]: ...
     def score(self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights) -> LossSums: ...
 
@@ -96,6 +101,9 @@ class Recipe(NamedTuple):
 class Stack:
     """The layers of one stage, inside the `shard_map` over stages.
 
+    Place j of every chunk has a layer of kind j % `kinds`. With several kinds the places are unrolled, and what layers
+    keep is in buffers of its own for each kind.
+
     Attributes:
       weights: this stage's stacked weights [virtual x places, ...].
       context: a function of (microbatch, chunk, place in it) that returns what the layer is told.
@@ -109,23 +117,28 @@ class Stack:
     context: Callable[[ArrayLike, ArrayLike, ArrayLike], LayerContext]
     places: int
     added: RouterSums | None
-    _recipe: Recipe | None = None
+    _recipes: list[Recipe] | None = None
 
-    def forward(self, x_BSD: Array, row: Rows, stash: list[Array] | None = None) -> tuple[Array, Any, Any]:
+    @property
+    def kinds(self) -> int:
+        """The number of kinds of layers that a chunk has."""
+        return min(self.model.config.kinds, self.places)
+
+    def forward(self, x_BSD: Array, row: Rows, stash: Buffers | None = None) -> tuple[Array, Any, Any]:
         """Return a tick's output for its chunk and microbatch, the stash with what layers keep, and the routers' sums.
 
-        The stash has arrays [slots x places, ...], of which slot `row.kept` is written; None = nothing is kept.
+        Of the stash, slot `row.kept` is written; None = nothing is kept.
         """
 
-        def body(carry: Any, j: ArrayLike) -> Any:
+        def body(carry: Any, j: ArrayLike, kind: int) -> Any:
             xs, stash, total = carry
             weights, context = self._weights(row.chunk, j), self.context(row.microbatch, row.chunk, j)
             if stash is None:
-                xs, routed = self._apply(weights, context, xs)
+                xs, routed = self._apply(weights, context, xs, kind)
             else:
-                (xs, routed), arrays, _ = self._vjp(weights, context, xs)
-                new = [arrays[at] for at in self.recipe.kept.places]
-                stash = self._write(stash, new, row.kept, j)
+                (xs, routed), arrays, _ = self._vjp(weights, context, xs, kind)
+                new = [arrays[at] for at in self.recipes[kind].kept.places]
+                stash = self._write(stash, new, row.kept, j, kind)
             return xs, stash, jax.tree.map(jnp.add, total, routed)
 
         zeros = jax.tree.map(jnp.zeros_like, self.added)
@@ -133,124 +146,155 @@ class Stack:
         return whole_batch(xs, STORED, self.plan), stash, routed
 
     def backward(
-        self, dy_BSD: Array, row: Rows, stash: list[Array], grads: PyTree, waiting: list[Array] | None
-    ) -> tuple[Array, PyTree, list[Array] | None]:
+        self, dy_BSD: Array, row: Rows, stash: Buffers, grads: PyTree, waiting: Buffers | None
+    ) -> tuple[Array, PyTree, Buffers | None]:
         """Return the gradient of a tick's input, and `grads` plus those of its weights where the stage is on.
 
         Where weights' gradients wait, only those of vectors are added. What those of matrices are made from goes into
-        the slot `row.waits` of `waiting`, arrays [slots x places, ...].
+        the slot `row.waits` of `waiting`.
         """
-        parts = self.recipe.parts
 
-        def body(carry: Any, j: ArrayLike) -> Any:
+        def body(carry: Any, j: ArrayLike, kind: int) -> Any:
             dxs, grads, waiting = carry
-            kept, weights = self._read(stash, row.kept, j), self._weights(row.chunk, j)
+            kept, weights = self._read(stash, row.kept, j, kind), self._weights(row.chunk, j)
             given = kept, weights, self.context(row.microbatch, row.chunk, j), (dxs, self.added)
-            if parts is None:
-                dweights, dxs = self._pull(*given)
+            if (parts := self.recipes[kind].parts) is None:
+                dweights, dxs = self._pull(kind, *given)
             else:
                 (dweights, dxs), needed = parts.first(*given)
-                waiting = self._write(waiting, needed, row.waits, j)
+                waiting = self._write(waiting, needed, row.waits, j, kind)
             return dxs, self._add(grads, dweights, row, j), waiting
 
         carry = halves(dy_BSD, STORED, self.plan), grads, waiting
         dxs, grads, waiting = self._scan(body, carry, reverse=True)
         return whole_batch(dxs, STORED, self.plan), grads, waiting
 
-    def weight_gradient(self, row: Rows, stash: list[Array], waiting: list[Array], grads: PyTree) -> PyTree:
+    def weight_gradient(self, row: Rows, stash: Buffers, waiting: Buffers, grads: PyTree) -> PyTree:
         """Return `grads` with the postponed gradients of a chunk's matrices added."""
-        parts = self.recipe.parts
-        assert parts is not None
 
-        def body(grads: PyTree, j: ArrayLike) -> PyTree:
-            kept = (self._read(stash, row.kept, j),) if self.recipe.stashed else ()
+        def body(grads: PyTree, j: ArrayLike, kind: int) -> PyTree:
+            recipe = self.recipes[kind]
+            assert recipe.parts is not None
+            kept = (self._read(stash, row.kept, j, kind),) if recipe.stashed else ()
             given = *kept, self._weights(row.chunk, j), self.context(row.microbatch, row.chunk, j)
-            dweights, _ = parts.second(self._read(waiting, row.waits, j), *given)
+            dweights, _ = recipe.parts.second(self._read(waiting, row.waits, j, kind), *given)
             return self._add(grads, dweights, row, j)
 
         return self._scan(body, grads)
 
     def prepare(self, x: jax.ShapeDtypeStruct, wait: bool, stashed: bool) -> None:
-        """Find out what a layer keeps and how its backward is made from that, for `recipe`.
+        """Find out what a layer of each kind keeps and how its backward is made from that, for `recipes`.
 
         Args:
           x: the shape [B, S, D] of its input.
           wait: whether weights' gradients wait.
           stashed: see `Recipe`.
         """
-        found: dict[str, Any] = {}
-
-        def leaves(weights: PyTree, context: LayerContext, xs: tuple[Array, ...]) -> list[Array]:
-            out, arrays, found["tree"] = self._vjp(weights, context, xs)
-            found["out"] = jax.eval_shape(lambda: out)
-            return arrays
-
         weights, context = jax.eval_shape(lambda: (self._weights(0, 0), self.context(0, 0, 0)))
-        given = choose_residuals(leaves, weights, context, jax.eval_shape(lambda x: halves(x, STORED, self.plan), x))
-        self._recipe = Recipe(found["tree"], given, None, stashed)
-        if wait:
-            # The gradients of vectors belong to the input's part too, since they are hardly any work.
-            now = jax.tree.map(lambda x: x.ndim < 2, self._trained(weights)), (True,) * self.plan.overlap.parts
-            shapes = list(given.shapes), weights, context, found["out"]
-            parts = split(self._pull, shapes, now, again=(0, 1, 2) if stashed else (1, 2))
-            self._recipe = self._recipe._replace(parts=parts)
+        xs = jax.eval_shape(lambda x: halves(x, STORED, self.plan), x)
+        self._recipes = []
+        for kind in range(self.kinds):
+            found: dict[str, Any] = {}
+
+            def leaves(weights: PyTree, context: LayerContext, xs: tuple[Array, ...], kind=kind, found=found) -> Any:
+                out, arrays, found["tree"] = self._vjp(weights, context, xs, kind)
+                found["out"] = jax.eval_shape(lambda: out)
+                return arrays
+
+            given = choose_residuals(leaves, weights, context, xs)
+            self._recipes.append(Recipe(found["tree"], given, None, stashed))
+            if wait:
+                # The gradients of vectors belong to the input's part too, since they are hardly any work.
+                now = jax.tree.map(lambda x: x.ndim < 2, self._trained(weights)), (True,) * self.plan.overlap.parts
+                shapes = list(given.shapes), weights, context, found["out"]
+                parts = split(partial(self._pull, kind), shapes, now, again=(0, 1, 2) if stashed else (1, 2))
+                self._recipes[kind] = self._recipes[kind]._replace(parts=parts)
+
+    def empty_stash(self, slots: int) -> Buffers:
+        """Return empty slots for what layers keep."""
+        return [self._empty(recipe.kept.shapes, slots, kind) for kind, recipe in enumerate(self.recipes)]
+
+    def empty_waiting(self, slots: int) -> Buffers | None:
+        """Return empty slots for what postponed gradients of weights are made from; None if none wait."""
+        parts = [recipe.parts for recipe in self.recipes]
+        return [self._empty(part.needed, slots, kind) for kind, part in enumerate(parts) if part] or None
+
+    def _empty(self, shapes: Sequence[Shape], slots: int, kind: int) -> list[Array]:
+        return empty_buffers(shapes, slots * self._places_of(kind))
 
     # One layer.
 
     @property
-    def recipe(self) -> Recipe:
-        """Return what `prepare` found out."""
-        assert self._recipe is not None, "prepare() comes first"
-        return self._recipe
+    def recipes(self) -> list[Recipe]:
+        """Return what `prepare` found out about each kind of layer."""
+        assert self._recipes is not None, "prepare() comes first"
+        return self._recipes
 
     def _apply(
-        self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...]
+        self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...], kind: int
     ) -> tuple[tuple[Array, ...], RouterSums | None]:
         def layer(weights: PyTree, xs: tuple[Array, ...]) -> tuple[tuple[Array, ...], RouterSums | None]:
-            ys, routed = self.model.layer(weights, xs, context.places, self.plan, context.key)
+            ys, routed = self.model.layer(weights, xs, context.places, self.plan, context.key, kind)
             if (there := context.there) is None:
                 return ys, routed
             ys = tuple(jnp.where(there, y, x) for y, x in zip(ys, xs, strict=True))
             return ys, jax.tree.map(lambda x: jnp.where(there, x, 0), routed)
 
-        return remat(layer, self.plan, self.model.config.scan_layers)(weights, xs)
+        return remat(layer, self.plan, self._looped)(weights, xs)
 
-    def _vjp(self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...]) -> tuple[Any, list[Array], Any]:
+    def _vjp(
+        self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...], kind: int
+    ) -> tuple[Any, list[Array], Any]:
         """Return a layer's outputs, and its backward's arrays and the tree they are in."""
 
         def apply(trained: PyTree, xs: tuple[Array, ...]) -> Any:
-            return self._apply(weights | trained if isinstance(weights, dict) else trained, context, xs)
+            return self._apply(weights | trained if isinstance(weights, dict) else trained, context, xs, kind)
 
         out, pull = jax.vjp(apply, self._trained(weights), xs)
         return out, *jax.tree.flatten(pull)
 
-    def _pull(self, kept: Sequence[Array], weights: PyTree, context: LayerContext, dout: PyTree) -> tuple[PyTree, Any]:
+    def _pull(
+        self, kind: int, kept: Sequence[Array], weights: PyTree, context: LayerContext, dout: PyTree
+    ) -> tuple[PyTree, Any]:
         """Return the gradients of a layer's weights, those that are trained, and of its inputs."""
-        leaves = self.recipe.kept.restore(kept, weights, context)
-        return jax.tree.unflatten(self.recipe.tree, leaves)(dout)
+        leaves = self.recipes[kind].kept.restore(kept, weights, context)
+        return jax.tree.unflatten(self.recipes[kind].tree, leaves)(dout)
 
     def _trained(self, weights: PyTree) -> PyTree:
         return self.model.trained({"blocks": weights})["blocks"]
 
     # Places of a chunk.
 
-    def _scan(self, body: Callable[[_Carry, ArrayLike], _Carry], carry: _Carry, reverse: bool = False) -> _Carry:
-        """Run `body(carry, j)` for each place of a chunk, in a loop or unrolled as the model has its layers."""
-        if self.model.config.scan_layers:
-            return jax.lax.scan(lambda c, j: (body(c, j), None), carry, jnp.arange(self.places), reverse=reverse)[0]
+    @property
+    def _looped(self) -> bool:
+        return self.model.config.scan_layers and self.kinds == 1
+
+    def _scan(self, body: Callable[[_Carry, ArrayLike, int], _Carry], carry: _Carry, reverse: bool = False) -> _Carry:
+        """Run `body(carry, j, kind)` for each place of a chunk, in a loop or unrolled as the model has its layers."""
+        if self._looped:
+            return jax.lax.scan(lambda c, j: (body(c, j, 0), None), carry, jnp.arange(self.places), reverse=reverse)[0]
         for j in range(self.places)[:: -1 if reverse else 1]:
-            carry = body(carry, j)
+            carry = body(carry, j, j % self.kinds)
         return carry
+
+    def _places_of(self, kind: int) -> int:
+        return len(range(kind, self.places, self.kinds))
+
+    def _at(self, slot: ArrayLike, j: ArrayLike, kind: int) -> ArrayLike:
+        """The index of a slot's place in the buffers of a kind."""
+        return slot * self._places_of(kind) + (j // self.kinds if isinstance(j, int) else j)  # a loop has one kind
 
     def _weights(self, chunk: ArrayLike, j: ArrayLike) -> PyTree:
         """Return the weights of a place of a chunk, fetched to the device if they lie in host memory."""
         return jax.tree.map(lambda x: on_device(read(x, chunk * self.places + j)), self.weights)
 
-    def _read(self, buffers: Sequence[Array], slot: ArrayLike, j: ArrayLike) -> list[Array]:
-        return [read(buffer, slot * self.places + j) for buffer in buffers]
+    def _read(self, buffers: Buffers, slot: ArrayLike, j: ArrayLike, kind: int) -> list[Array]:
+        return [read(buffer, self._at(slot, j, kind)) for buffer in buffers[kind]]
 
-    def _write(self, buffers: Sequence[Array], new: Sequence[Array], slot: ArrayLike, j: ArrayLike) -> list[Array]:
-        return [write(buffer, x, slot * self.places + j) for buffer, x in zip(buffers, new, strict=True)]
+    def _write(self, buffers: Buffers, new: Sequence[Array], slot: ArrayLike, j: ArrayLike, kind: int) -> Buffers:
+        at = self._at(slot, j, kind)
+        written = [write(buffer, x, at) for buffer, x in zip(buffers[kind], new, strict=True)]
+        return [*buffers[:kind], written, *buffers[kind + 1 :]]
 
     def _add(self, grads: PyTree, dweights: PyTree, row: Rows, j: ArrayLike) -> PyTree:
         """Add the gradients of a place's weights to `grads`; None = a gradient that is still to be made."""

@@ -28,6 +28,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start, widen_cpu_pool
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.kernels.attention.chunked import ROWS
+from jaxpar.models.masks import layer_masks
 from jaxpar.parallel.ops import choose_attention
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.plans import check_batch, check_parameters
@@ -172,7 +173,7 @@ def _check_sizes(config: Config, mesh: MeshSpec) -> None:
     plan = _layout(config, AbstractMesh(tuple(sizes.values()), MESH_AXES), rules_of(config, sizes))
     if plan.size("stage") > 1:
         count = microbatches(config, sizes)
-        check_stages(plan, config.model.layers, count)
+        check_stages(plan, config.model.layers, count, config.model.kinds)
         plan = replace(plan, pipeline=replace(config.pipeline, microbatches=count))
     check_parameters(config, plan)
     check_batch(config, plan)
@@ -215,5 +216,9 @@ def _attention(plan: Plan, config: Config, platform: str = "") -> str:
     """Name the attention implementation, and say whether plain XLA needs several tiles."""
     model, seq_len, packed = config.model, config.data.seq_len, config.data.pack
     head_dim = model.head_size
-    name, _ = choose_attention(plan, seq_len, head_dim, False, model.window, packed, platform)
-    return f"{name} in tiles" if name == "chunked" and seq_len > ROWS else name
+    names = [
+        choose_attention(plan, mask, seq_len, head_dim, False, model.attention_softcap, packed, platform)[0]
+        for mask in dict.fromkeys(layer_masks(model))
+    ]
+    tiled = [f"{name} in tiles" if name == "chunked" and seq_len > ROWS else name for name in names]
+    return " and ".join(dict.fromkeys(tiled))

@@ -24,6 +24,7 @@ from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
 from jaxpar.base.plan import Pipeline
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, named_axes
+from jaxpar.models.masks import shrink_mask
 from jaxpar.parallel.pipeline import layers_of, microbatches
 
 MOST_ACCUMULATION = 4  # more microbatches would only repeat what these do
@@ -152,8 +153,10 @@ def _few_layers(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, Pipeli
     """
     stages_asked, stages = (pieces("stage", config.rules, these) for these in (asked, sizes))
     pipeline, layers = config.pipeline, config.model.layers
-    if stages_asked == 1:
-        return _multiple(2 + layers % 2, pieces("layers", config.rules, sizes)), pipeline
+    asked_kinds, kinds = config.model.kinds, len(_few_masks(config.model.masks))
+    if stages_asked == 1:  # an odd number of whole periods stays odd, and a rest stays a rest
+        whole = kinds * (2 + layers // asked_kinds % 2) + bool(layers % asked_kinds)
+        return _multiple(whole, pieces("layers", config.rules, sizes)), pipeline
     counts, parts = layers_of(layers, stages_asked, pipeline).counts, stages * pipeline.virtual
     if max(counts) == min(counts):
         small = (2 if parts <= _FEW else 1,) * parts
@@ -161,6 +164,9 @@ def _few_layers(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, Pipeli
         small = tuple(1 + (count > min(counts)) for count in counts)
     else:
         small = (1, 2, *[1] * (parts - 2))
+    small = tuple(kinds * count for count in small)
+    if layers % asked_kinds:
+        small = (*small[:-1], small[-1] - 1)
     count = microbatches(config, asked)
     over = count % stages_asked  # how many more than a multiple of the stages; with fewer stages one more will do
     if count < stages_asked:
@@ -185,7 +191,6 @@ def _narrow_model(
     vocab = odd_multiple(_VOCAB, multiples["vocab"])
     if model.vocab_size % model.vocab_multiple:  # the model's table has padding, so the small one has it too
         vocab -= multiples["vocab"] // 2 + 1
-    window = max(-(-seq_len // 3), round(model.window * seq_len / config.data.seq_len))
     return replace(
         model,
         layers=layers,
@@ -198,7 +203,7 @@ def _narrow_model(
         capacity_factor=experts / model.experts_per_token if model.capacity_factor else 0.0,
         vocab_size=vocab,
         vocab_multiple=multiples["vocab"],
-        window=window if model.window else 0,
+        masks=tuple(shrink_mask(word, config.data.seq_len, seq_len) for word in _few_masks(model.masks)),
         max_seq_len=seq_len if config.data.seq_len == model.max_seq_len else seq_len + 3,
         dropout=0.0,
     )
@@ -207,8 +212,9 @@ def _narrow_model(
 def _notes(config: Config, small: Config, asked: Sizes) -> list[str]:
     """Return the changes that were made, a sentence for each."""
     before, after = config.model, small.model
-    names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab_size", "window")
+    names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab_size")
     pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
+    pairs.append(("masks", ", ".join(_few_masks(before.masks)), ", ".join(after.masks)))
     changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old not in (0, new))
     notes = [f"model shrunk: {changed}, sequence {config.data.seq_len} -> {small.data.seq_len}"]
     piped = microbatches(config, asked) if pieces("stage", config.rules, asked) > 1 else small.pipeline.microbatches
@@ -220,6 +226,11 @@ def _notes(config: Config, small: Config, asked: Sizes) -> list[str]:
         ("pipeline.microbatches", piped, small.pipeline.microbatches),
     ]
     return notes + [f"{name} {old} -> {new}" for name, old, new in others if old != new]
+
+
+def _few_masks(masks: tuple[str, ...]) -> tuple[str, ...]:
+    """The masks without those that are like the one before, so that each is there and they still take turns."""
+    return tuple(word for i, word in enumerate(masks) if i == 0 or word != masks[i - 1])
 
 
 def _multiple(least: int, of: int) -> int:

@@ -1,0 +1,132 @@
+"""The masks of a model's layers, by the words of `model.masks`; all of them are causal.
+
+    causal                                                     all tokens up to itself
+    window(4096)                                               that many tokens up to itself (arXiv:2310.06825)
+    longformer(window=512, globals=1, stride=1)                a window of every `stride`-th token, and the first tokens
+    bigbird(window=3, globals=2, random=3, block=64, seed=0)   blocks near, first and at random
+
+`longformer` is Beltagy et al. 2020, arXiv:2004.05150, section 3.1; `bigbird` is Zaheer et al. 2020, arXiv:2007.14062,
+section 2, whose blocks are drawn for `model.max_seq_len` tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import lru_cache
+
+import numpy as np
+
+from jaxpar.base.config import ModelConfig
+from jaxpar.base.errors import UserError, suggest
+from jaxpar.kernels.masks import BigBird, BlockSparse, Causal, Dilated, Mask, Window
+
+
+def _causal(length: int) -> Mask:
+    return Causal()
+
+
+def _window(length: int, tokens: int) -> Mask:
+    return Causal() & Window(tokens - 1)
+
+
+def _longformer(length: int, window: int = 512, globals: int = 1, stride: int = 1) -> Mask:
+    near = Window(window - 1) if stride == 1 else Dilated(window, stride)
+    return Causal() & (near | BlockSparse(np.ones((1, 1), bool), length, globals) if globals else near)
+
+
+def _bigbird(length: int, window: int = 3, globals: int = 2, random: int = 3, block: int = 64, seed: int = 0) -> Mask:
+    return Causal() & BigBird(length, window, globals, random, seed, block)
+
+
+_WORDS = {"causal": _causal, "window": _window, "longformer": _longformer, "bigbird": _bigbird}
+_MAY_BE_ZERO = ("globals", "random", "seed")
+_SHRINKS = {"window": "tokens", "longformer": "window", "bigbird": "block"}
+"""The number of a word that follows the length of the sequence."""
+
+
+def layer_masks(config: ModelConfig) -> tuple[Mask, ...]:
+    """Return the mask of each kind of layer; layer i is of kind i % config.kinds.
+
+    Raises:
+      UserError: a word is unknown or has wrong numbers.
+    """
+    return tuple(_mask(word, config.max_seq_len) for word in config.masks)
+
+
+@lru_cache(maxsize=64)
+def _mask(word: str, length: int) -> Mask:
+    name, numbers = parse(word)
+    return _WORDS[name](length, **numbers)
+
+
+def parse(word: str) -> tuple[str, dict[str, int]]:
+    """Return the name of a word and its numbers, those left out too: `("window", {"tokens": 4096})`.
+
+    Raises:
+      UserError: the word is unknown or has wrong numbers.
+    """
+    found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", word)
+    name = found[1] if found else word
+    if found is None or name not in _WORDS:
+        known = ", ".join(_usage().values())
+        raise UserError(f"model.masks has no {word!r}{suggest(name, _WORDS)}: try one of {known}")
+    signature = inspect.signature(_WORDS[name])
+    given: list[int] = []
+    named: dict[str, int] = {}
+    try:
+        for part in filter(None, (part.strip() for part in (found[2] or "").split(","))):
+            key, equals, number = part.rpartition("=")
+            if equals:
+                named[key.strip()] = int(number)
+            else:
+                given.append(int(number))
+        bound = signature.bind(0, *given, **named)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model.masks: {word!r} has wrong numbers: write {_usage()[name]}") from error
+    bound.apply_defaults()
+    numbers = {key: number for key, number in bound.arguments.items() if key != "length"}
+    for key, number in numbers.items():
+        if number < (key not in _MAY_BE_ZERO):
+            raise UserError(f"model.masks: {word!r} has {key}={number}: it is at least {int(key not in _MAY_BE_ZERO)}")
+    if name == "bigbird" and numbers["window"] % 2 == 0:
+        raise UserError(f"model.masks: {word!r} has window={numbers['window']}: blocks on both sides make it odd")
+    return name, numbers
+
+
+def _usage() -> dict[str, str]:
+    """How each word is written."""
+    found = {}
+    for name, make in _WORDS.items():
+        numbers = [n for n in inspect.signature(make).parameters.values() if n.name != "length"]
+        parts = [n.name if n.default is n.empty else f"{n.name}={n.default}" for n in numbers]
+        found[name] = f"{name}({', '.join(parts)})" if parts else name
+    return found
+
+
+def has_window(word: str) -> bool:
+    """Whether a word is a sliding window, whose layers may have a RoPE base of their own."""
+    return parse(word)[0] == "window"
+
+
+def reach(word: str, seq_len: int) -> int:
+    """Return how many keys a query late in a sequence may see, blocks of the future included."""
+    name, n = parse(word)
+    seen = {
+        "window": lambda: n["tokens"],
+        "longformer": lambda: n["window"] + n["globals"],
+        "bigbird": lambda: (n["window"] + n["globals"] + n["random"]) * n["block"],
+    }
+    return min(seq_len, seen[name]()) if name in seen else seq_len
+
+
+def shrink_mask(word: str, before: int, seq_len: int) -> str:
+    """Return the same word for a sequence of `seq_len` tokens in place of `before`; a window keeps a third of it."""
+    name, numbers = parse(word)
+    if name not in _SHRINKS:
+        return word
+    key = _SHRINKS[name]
+    least = 1 if name == "bigbird" else -(-seq_len // (3 * numbers.get("stride", 1)))
+    numbers[key] = max(least, round(numbers[key] * seq_len / before))
+    parts = [f"{key}={number}" if len(numbers) > 1 else str(number) for key, number in numbers.items()]
+    return f"{name}({', '.join(parts)})"

@@ -1,0 +1,95 @@
+"""`verify` for every family, and for layers of several kinds, on every parallelism.
+
+The quick suite takes two; each of the listed ones has a row in the table of docs/verify.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiers import some
+from verified_tables import print_table
+
+from jaxpar.base.config import Config, override
+from jaxpar.verify.of_config import checks as verify
+
+FULL = {"memory.policy": "full", "pipeline.stash": "stage"}
+BLOCKS = {"memory.policy": "full", "pipeline.stash": "blocks"}
+BFLOAT16 = {"precision.compute": "bfloat16"}
+RING = {"overlap.gather": "ring", "overlap.scatter": "bidirectional"}
+LOCAL = {"model.masks": ("window(90)", "causal")}
+SPARSE = {"model.masks": ("longformer(60, 3)", "bigbird(1, 1, 1, block=16)")}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {"model.family": "qwen2"},
+    "qwen3": {"model.family": "qwen3", "model.head_dim": 24},
+    "mistral": {"model.family": "llama", "model.masks": ("window(90)",)},
+    "gemma2": {"model.family": "gemma2", "model.attention_softcap": 5.0, "model.logit_softcap": 3.0,
+               "model.query_scale": 0.3} | LOCAL,
+    "gemma3": {"model.family": "gemma3", "model.masks": ("window(90)",) * 5 + ("causal",), "model.layers": 20,
+               "model.rope_local_theta": 100.0, "model.rope_factor": 8.0, "model.rope_scaling": "linear"},
+    "sparse": {"model.family": "llama"} | SPARSE,
+}  # fmt: skip
+COMMON = {"model.heads": 8, "model.kv_heads": 4, "model.vocab_size": 250, "train.batch": 48}
+Plan = tuple[str, dict[str, int], dict[str, Any]]
+
+
+def piped(schedule: str, M: int, virtual: int = 1) -> dict[str, Any]:
+    return {"pipeline.schedule": schedule, "pipeline.microbatches": M, "pipeline.virtual": virtual}
+
+
+# Stages begin with the first of six kinds.
+PIPED: dict[str, dict[str, Any]] = {"gemma3": {"model.layers": 26, "pipeline.layers": (12, 14)}}
+VIRTUAL: dict[str, dict[str, Any]] = {"gemma3": {"model.layers": 24}, "gemma2": {"model.layers": 8}}
+VIRTUAL["sparse"] = VIRTUAL["gemma2"]
+FAST: list[Plan] = [
+    ("gemma3", {"context": 2, "fsdp": 2}, {"memory.policy": "dots"}),
+    ("gemma2", {"stage": 2, "tensor": 2}, piped("1f1b", 4)),
+]
+PLANS: list[Plan] = [
+    *FAST,
+    *((model, {"data": 2, "fsdp": 4}, {"model.layers": 5, "data.pack": True}) for model in MODELS),
+    *((model, {"fsdp": 2, "tensor": 4}, BFLOAT16 | {"train.accumulation": 3}) for model in MODELS),
+    *((model, {"context": 4, "tensor": 2}, {"context.strategy": name, "data.pack": True})
+      for model in MODELS for name in ("ring", "all_gather", "ulysses")),
+    *((model, {"stage": 2, "fsdp": 2}, piped("1f1b", 5) | PIPED.get(model, {})) for model in MODELS),
+    *((model, {"stage": 2, "context": 2}, piped("interleaved", 4, 2) | BLOCKS | VIRTUAL.get(model, {}))
+      for model in MODELS),
+    *((model, {"stage": 2, "tensor": 2}, piped("zb_h1", 4) | PIPED.get(model, {}) | RING) for model in MODELS),
+    ("gemma3", {"stage": 2, "data": 2}, piped("1f1b", 4) | FULL | PIPED["gemma3"]),
+    *((model, {"fsdp": 2, "tensor": 2}, RING | {"overlap.domino": "on"}) for model in MODELS),
+    *((model, {"data": 4, "tensor": 2}, {"overlap.domino": "on", "memory.policy": policy})
+      for model, policy in zip(MODELS, ("full", "block_inputs", "attention_out", "selective", "dots"), strict=False)),
+    ("gemma3", {"fsdp": 8}, {"memory.parameters": "offload", "memory.optimizer": "offload", "memory.policy": "full"}),
+    ("gemma3", {"tensor": 8}, {"model.heads": 4, "model.kv_heads": 2}),
+]  # fmt: skip
+
+
+def verified(plan: Plan) -> verify.Verification:
+    model, mesh, changes = plan
+    sizes: dict[str, Any] = {f"mesh.{axis}": size for axis, size in mesh.items()}
+    return verify.verify(override(Config(), COMMON | MODELS[model] | sizes | changes))
+
+
+@pytest.mark.parametrize("plan", some(FAST, 1), ids=lambda plan: plan[0])
+def test_a_family_gives_the_gradients_of_one_device(plan: Plan) -> None:
+    found = verified(plan)
+    assert found.equal, str(found)
+
+
+@pytest.mark.slow
+def test_the_table_of_families(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints the table of docs/verify.md."""
+    rows = (([plan[0], *words(plan)], verified(plan)) for plan in PLANS)
+    print_table(["model", "mesh", "with"], rows, capsys)
+
+
+def words(plan: Plan) -> tuple[str, str]:
+    """A plan in a table's cells."""
+    _, mesh, changes = plan
+    parts = [
+        f"{name.partition('.')[2]} {' '.join(map(str, value)) if isinstance(value, tuple) else str(value).lower()}"
+        for name, value in changes.items()
+        if value not in ("off", "xla")
+    ]
+    return " x ".join(f"{axis}={size}" for axis, size in mesh.items()), ", ".join(parts)
