@@ -37,7 +37,7 @@ class ShowArgs(ConfigArgs):
     """Where the parameters of a config live, what its devices send, and pictures of the mesh and of one layer."""
 
     out: str = ""
-    """Where the picture of the mesh goes; empty = NAME.png. That of a layer goes beside it: NAME_layer.svg."""
+    """Where the picture of the mesh goes; empty = NAME.png."""
     schedule: bool = False
     """Show how microbatches go through the pipeline's stages instead, and draw that: NAME_schedule.png."""
     json: bool = False

@@ -43,8 +43,6 @@ class StepCollective(NamedTuple):
       devices: the number of devices along these axes.
       bytes: the bytes of one group's whole array, as in `hlo.tasks.Collective.bytes`, or of one message of a ppermute.
       count: how often it runs in a step.
-      dtype: the dtype of what is sent.
-      shape: the shape of the array whose bytes count.
     """
 
     scope: str
@@ -54,8 +52,6 @@ class StepCollective(NamedTuple):
     devices: int
     bytes: int
     count: int
-    dtype: str
-    shape: tuple[int, ...]
 
     @property
     def sent_bytes(self) -> float:
@@ -126,7 +122,7 @@ def _step_collective(found: Requested, plan: Plan) -> StepCollective:
     axes = tuple(axis for axis in MESH_AXES if axis in found.axes)
     scope, phase = decode(f"{found.scope}/{found.kind}")
     devices = math.prod(plan.mesh.shape[axis] for axis in axes)
-    return StepCollective(scope, phase, found.kind, axes, devices, found.bytes, found.count, found.dtype, found.shape)
+    return StepCollective(scope, phase, found.kind, axes, devices, found.bytes, found.count)
 
 
 def _block_gradient(block: OneBlock) -> core.ClosedJaxpr:

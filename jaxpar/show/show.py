@@ -22,7 +22,6 @@ from jaxpar.plan.choose_overlap import is_open, without_auto
 from jaxpar.plan.communication import step_collectives
 from jaxpar.plan.memory_account import memory_account
 from jaxpar.show.figures import mesh_figure, save_figure
-from jaxpar.show.layer import layer_figure
 from jaxpar.show.memory import memory_figure, memory_table
 from jaxpar.show.schedule import comparison_table, schedule_figure, schedule_text
 from jaxpar.show.tables import activation_table, communication_table, sharding_table
@@ -32,8 +31,7 @@ from jaxpar.train.state import param_shapes
 
 
 def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> None:
-    """Print where a config's parameters live and what each device sends in a step. Draw the largest arrays on the mesh
-    and, in an SVG beside that picture (`tiny_layer.svg` for `tiny.png`), what one layer moves.
+    """Print where a config's parameters live and what each device sends in a step. Draw the largest arrays on the mesh.
 
     The devices are simulated on this CPU, however many the mesh needs; an axis of -1 counts as 1.
 
@@ -79,13 +77,10 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
         out.print("")
         out.print(communication_table(collectives) if collectives else "no collectives: one device")
     save_figure(mesh_figure(rows, plan, title), picture)
-    layer = picture.with_name(f"{picture.stem}_layer.svg")
-    save_figure(layer_figure(rows, named, collectives, plan, title), layer)
     if not as_json:
         memory = picture.with_name(f"{picture.stem}_memory.png")
         save_figure(memory_figure(parts, title, has=has), memory)
         out.print(f"memory: {memory}")
-        out.print(f"one layer: {layer}")
         out.print(f"picture: {picture}")
 
 

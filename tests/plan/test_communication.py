@@ -71,7 +71,7 @@ def test_each_has_its_place_and_its_phase():
         ("backward", "all-gather", 2), ("backward", "reduce-scatter", 2),
     ]  # fmt: skip
     first = found[0]
-    assert (first.devices, first.bytes, first.dtype, first.shape) == (2, STREAM // 4, "float32", (4, 64, 64))
+    assert (first.devices, first.bytes) == (2, STREAM // 4)
     assert (first.sent_bytes, first.step_bytes) == (STREAM / 4 / 2, 2 * STREAM / 4 / 2)
     half = in_step(override(FSDP_TENSOR, {"precision.compute": "bfloat16"}))
     assert (

@@ -36,10 +36,8 @@ def test_the_table_and_the_picture(picture, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "gpt2, 446K parameters, on data=2 x fsdp=2 x tensor=2"
     assert any(line.startswith("blocks.up ") and "P(None, 'fsdp', 'tensor')" in line for line in lines)
-    layer = picture.with_name("tiny_layer.svg")
-    assert lines[-2:] == [f"one layer: {layer}", f"picture: {picture}"]
+    assert lines[-1] == f"picture: {picture}"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "gate" not in layer.read_text() and "up [128, 512]" in layer.read_text()
 
 
 @pytest.mark.parametrize("draw", [show, show_schedule])
@@ -110,7 +108,6 @@ def test_a_pipeline_has_its_layers_as_they_are_stored(picture, capsys):
     assert any(line.startswith("ppermute stage ") and "send forward 50 %; send backward 50 %" in line for line in words)
     assert any(line.startswith("reduce-scatter stage ") and "share forward" in line for line in words)
     assert any(line.startswith("all-reduce stage ") and "sum forward" in line for line in words)
-    assert "from stage to stage" in picture.with_name("tiny_layer.svg").read_text()
 
 
 # The schedule of a pipeline.
