@@ -3,7 +3,7 @@
 # make gpu    where an NVIDIA GPU is at hand: kernels, speeds and predictions, measured (docs/benchmarks.md)
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= dev,hf,tensorboard
+EXTRAS ?= dev,hf,data,tensorboard
 RUN ?= runs/tiny
 DEMO_FLAGS ?=
 BIN := $(VENV)/bin

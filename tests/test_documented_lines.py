@@ -125,10 +125,16 @@ def shell(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a user types: texts, a tokenizer, a Hugging Face folder, and the docs."""
+    """Where a user types: texts, documents, conversations, a tokenizer, a Hugging Face folder, and the docs."""
     for name in ("my_texts", "held_out"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "fox.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    (tmp_path / "my_documents").mkdir()
+    for i in range(3):
+        lines = [json.dumps({"text": f"{i} the quick brown fox\n" * 99}) + "\n" for _ in range(9)]
+        (tmp_path / "my_documents" / f"{i}.jsonl").write_text("".join(lines))
+    talk = json.dumps({"prompt": "Which animal jumps? ", "completion": "The quick brown fox."})
+    (tmp_path / "talks.jsonl").write_text(f"{talk}\n" * 20)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     model = Model(ModelConfig(family="llama", layers=2, embed=32, heads=4, kv_heads=4, mlp=64, max_seq_len=128))
     export_hf(jax.jit(model.init)(jax.random.key(0)), model, tmp_path / "path" / "to" / "hf_folder")

@@ -103,18 +103,32 @@ class ModelConfig:
 class DataConfig:
     """Where tokens come from, and how they become sequences."""
 
-    source: Literal["stdlib", "text", "tokens"] = "stdlib"
-    """stdlib = the text of this Python's own standard library; text = a file or folder; tokens = a .bin file."""
+    source: Literal["stdlib", "text", "tokens", "hf", "parquet", "arrayrecord", "chat"] = "stdlib"
+    """stdlib = the text of this Python's own standard library; text = a file or folder; tokens = a .bin file; hf = a
+    data set of Hugging Face; parquet, arrayrecord = files of documents; chat = JSONL of conversations."""
     path: str = ""
-    """Text file, folder of text files, or training tokens (.bin)."""
+    """File, folder, or pattern of files. For hf: `path`, `path:split` or `path:config:split`, where path is a name on
+    the hub, a folder or a file, and the split is train if it is not given."""
+    mixture: tuple[str, ...] = ()
+    """Paths of one source in place of `path`, each with its share of the sequences: `["a.bin 0.7", "b.bin 0.3"]`."""
     val_path: str = ""
-    """Validation text or tokens; empty = the last `val_fraction` of `path`."""
+    """Validation data, of the same source; empty = the last `val_fraction` of `path`."""
     val_fraction: float = 0.1
+    """Of text, tokens and chat. Documents (hf, parquet, arrayrecord) and mixtures are validated on `val_path` only."""
+    column: str = "text"
+    """The column of hf and parquet that holds a document."""
+    streaming: bool = False
+    """Read hf as a stream, in order, without a copy on this machine."""
+    shuffle_window: int = 0
+    """Shuffle a stream (parquet, or hf with `streaming`) within runs of this many documents; 0 = read it in order."""
+    loss_on: Literal["completions", "all"] = "completions"
+    """Which tokens of a chat count: those that the assistant writes, or all."""
     tokenizer: str = "bytes"
     """bytes, chars, or the path of a tokenizer.json (needs the hf extra)."""
     seq_len: int = 256
     pack: bool = False
-    """Keep documents apart with segment ids and positions that restart, instead of plain windows."""
+    """Keep documents apart with segment ids and positions that restart, instead of plain windows; for chat, put as many
+    examples into a sequence as fit, instead of one."""
     stride: int = 0
     """Distance between the starts of training windows; 0 = seq_len (no overlap), 1 = every position, as nanoGPT."""
     max_bytes: int = 8_000_000
@@ -358,7 +372,8 @@ def check(config: Config) -> Config:
          "whole, leave one of them out"),
         (data.seq_len < 1 or data.seq_len > model.max_seq_len,
          f"data.seq_len={data.seq_len} is not in 1..model.max_seq_len={model.max_seq_len}"),
-        (min(data.seed, data.prefetch, data.stride) < 0, "data.seed, data.prefetch and data.stride are at least 0"),
+        (min(data.seed, data.prefetch, data.stride, data.shuffle_window) < 0,
+         "data.seed, prefetch, stride and shuffle_window are at least 0"),
         (not 0 <= data.val_fraction < 1, f"data.val_fraction={data.val_fraction} is not in [0, 1)"),
         (train.steps < 1 or train.batch < 1 or train.accumulation < 1,
          "train.steps, train.batch and train.accumulation must be at least 1"),

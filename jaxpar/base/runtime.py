@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import BinaryIO
 
 import jax
 
@@ -233,8 +234,11 @@ def compiler_flags() -> dict[str, str]:
     return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
 
 
-def write_whole(path: Path, text: str | bytes) -> None:
-    """Write a file so that readers see it whole or not at all, also while others write it; its folder is made.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that takes the name `path` once all of it is written, and is removed if that fails.
+
+    Readers see the file whole or not at all, also while others write it; its folder is made.
 
     Raises:
       OSError: the file cannot be written.
@@ -242,10 +246,17 @@ def write_whole(path: Path, text: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        unfinished.write_bytes(text.encode() if isinstance(text, str) else text)
+        with unfinished.open("wb") as file:
+            yield file
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str | bytes) -> None:
+    """Write a file by `replacing`."""
+    with replacing(path) as file:
+        file.write(text.encode() if isinstance(text, str) else text)
 
 
 def cache_folder() -> Path:

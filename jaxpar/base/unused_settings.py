@@ -39,8 +39,17 @@ def _split(config: Config, axis: LogicalAxis, besides: LogicalAxis | None = None
     return any(sizes[a] > 1 or getattr(config.mesh, a) == -1 for a in named_axes(axis, rules) if a not in left)
 
 
+def _holds_out(config: Config) -> bool:
+    """Whether the last part of the training data may be kept for validation."""
+    return config.data.source in (*WINDOWED, "chat") and not config.data.mixture
+
+
 def _validates(config: Config) -> bool:
-    return bool(config.data.val_path) or config.data.val_fraction > 0
+    return bool(config.data.val_path) or (config.data.val_fraction > 0 and _holds_out(config))
+
+
+def _streams(config: Config) -> bool:
+    return config.data.source == "parquet" or (config.data.source == "hf" and config.data.streaming)
 
 
 def _offloads(config: Config) -> bool:
@@ -48,15 +57,27 @@ def _offloads(config: Config) -> bool:
     return bool(memory.budget) or "offload" in (memory.optimizer, memory.parameters, *vars(memory.keep).values())
 
 
+WINDOWED = ("stdlib", "text", "tokens")
+"""The sources of one long text, of which a sequence is a window."""
+
 EFFECTS = (
-    Effect(("data.path",), lambda c: c.data.source != "stdlib",
+    Effect(("data.path", "data.mixture"), lambda c: c.data.source != "stdlib",
            "data.source is stdlib, which is read from this Python: add --data.source text, or tokens"),
+    Effect(("data.path",), lambda c: not c.data.mixture, "data.mixture says what to read: give one of them"),
+    Effect(("data.column",), lambda c: c.data.source in ("hf", "parquet"), "data.source is neither hf nor parquet"),
+    Effect(("data.streaming",), lambda c: c.data.source == "hf", "data.source is not hf"),
+    Effect(("data.shuffle_window",), _streams, "all of the data is shuffled: it is for parquet, and hf with streaming"),
+    Effect(("data.seed",), lambda c: bool(c.data.shuffle_window) or not _streams(c),
+           "a stream is read in order: add --data.shuffle-window 1000"),
+    Effect(("data.loss_on",), lambda c: c.data.source == "chat", "data.source is not chat"),
+    Effect(("data.stride",), lambda c: c.data.source in WINDOWED, f"it is for data.source {', '.join(WINDOWED)}"),
     Effect(("data.max_bytes",), lambda c: c.data.source == "stdlib",
            "it caps the stdlib corpus: add --data.source stdlib"),
     Effect(("data.tokenizer",), lambda c: c.data.source != "tokens" or c.data.tokenizer.endswith(".json"),
            "data.source is tokens, whose file brings its own: leave it out, or add --data.source text"),
     Effect(("data.val_fraction",), lambda c: not c.data.val_path,
            "data.val_path is the validation set: give one of them"),
+    Effect(("data.val_fraction",), _holds_out, "no part of documents or of a mixture is held out: give data.val_path"),
     Effect(("train.eval_every", "train.eval_batches", "train.final_eval_batches"), _validates,
            "there is no validation set: set data.val_fraction or data.val_path"),
     Effect(("train.min_learning_rate", "train.decay_steps"), lambda c: c.train.schedule != "constant",

@@ -1,17 +1,27 @@
-"""Chat templates: a conversation becomes the text that a model was taught to see, by the template of its tokenizer."""
+"""Conversations become the text that a model was taught to see, by its tokenizer's template, and examples to learn.
+
+Shapes: N tokens of all examples, E examples, S sequence length.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grain
+import grain.experimental
+import numpy as np
+
+from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.train.tokenizer import read_text
+from jaxpar.train.tokenizer import HFTokenizer, Tokenizer, make_tokenizer, read_text
+from jaxpar.train.tokens import HostBatch, text_files
 
 TEMPLATE, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json"
 Message = Mapping[str, Any]
@@ -140,3 +150,179 @@ def completion_spans(
             )
         spans.append((len(before), len(after)))
     return text, spans
+
+
+# Examples: a conversation, or a prompt with its completion, is one, and is never cut in two.
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_BINS = 64  # rows that are packed at a time
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples to learn from.
+
+    Attributes:
+      ids: int32 [N].
+      labels: the next id [N], int32; -1 = not counted.
+      starts: where each example begins, and the end of the last: int64 [E + 1].
+      origin: the file or folder, for messages.
+      note: what was cut or left out.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    starts: np.ndarray
+    origin: str
+    note: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def sample(self) -> np.ndarray:
+        """The ids that are to be predicted."""
+        return self.labels[self.labels != -1]
+
+    @property
+    def amount(self) -> str:
+        counted = f"{len(self.sample):,} of which count"
+        return f"{self.size:,} examples of {len(self.ids):,} tokens, {counted}{self.note}"
+
+
+def load_examples(paths: Sequence[str], data: DataConfig) -> tuple[list[Examples], Tokenizer]:
+    """Load the examples in JSONL files or folders of them, with `data.tokenizer` and the chat template beside it.
+
+    A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, with `tools` if the template reads them, or
+    `{"prompt": text, "completion": text}`, which takes no template and is closed by the end-of-text token.
+
+    Raises:
+      UserError: a file is missing, or a line is broken; the message has its file and number.
+    """
+    if data.tokenizer == "chars":
+        raise UserError("data.tokenizer=chars is for plain text: for data.source=chat take bytes, or a tokenizer.json")
+    tokenizer = make_tokenizer(data.tokenizer)
+    if not all(paths):
+        raise UserError("data.source=chat needs data.path: a JSONL file, or a folder of them")
+    template = cache(lambda: load_template(data.tokenizer))  # prompts and completions need none
+    return [_load(path, data, tokenizer, template) for path in paths], tokenizer
+
+
+def _load(path: str, data: DataConfig, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]) -> Examples:
+    rows, cut, dropped = [], 0, 0
+    for where, line in _lines(path):
+        try:
+            ids, counted = _encode(json.loads(line), data, tokenizer, template)
+        except ValueError as error:
+            raise UserError(f"{where} is not JSON: {error}") from error
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        cut += len(ids) > data.seq_len + 1
+        tokens, labels = ids[:-1][: data.seq_len], np.where(counted, ids, -1).astype(np.int32)[1:][: data.seq_len]
+        if (labels != -1).any():
+            rows.append((tokens, labels))
+        else:
+            dropped += 1
+    if not rows:
+        raise UserError(f"{path} has no example whose completion begins within data.seq_len={data.seq_len} tokens")
+    note = (
+        f" ({cut} longer than data.seq_len were cut, and {dropped} of them left out, as nothing that counts was left)"
+    )
+    starts = np.cumsum([0, *(len(tokens) for tokens, _ in rows)])
+    tokens, labels = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
+    return Examples(tokens, labels, starts, path, note if cut else "")
+
+
+def _lines(path: str) -> Iterator[tuple[str, str]]:
+    for file in text_files(path):
+        for number, line in enumerate(read_text(file).split("\n"), 1):
+            if line.strip():
+                yield f"{file}, line {number}", line
+
+
+def _encode(
+    row: Any, data: DataConfig, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [n] of an example, and which of them count [n]."""
+    match row:
+        case {"messages": [_, *_] as messages}:
+            for i, message in enumerate(messages, 1):
+                if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+                    raise UserError(f"message {i} is no object with a role and a content that is text")
+                if message.get("role") not in _ROLES:
+                    raise UserError(f"message {i} has the role {message.get('role')!r}, not one of {', '.join(_ROLES)}")
+            more = {"tools": row["tools"]} if row.get("tools") else {}
+            text, spans = completion_spans(messages, template(), **more)
+        case {"messages": _}:
+            raise UserError("messages is no list with a message in it")
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            text, spans = prompt + completion, [(len(prompt), len(prompt + completion))]
+        case _:
+            found = f"the keys {', '.join(row)}" if isinstance(row, dict) else f"{str(row)[:40]}"
+            raise UserError(f"found {found}, not messages, or prompt and completion as text")
+    ids, begins, ends = _with_places(text, tokenizer)
+    counted = np.zeros(len(ids), bool)
+    for begin, end in spans:
+        counted |= (ends > begin) & (begins < end)
+    empty = not counted.any()
+    if "messages" not in row and tokenizer.end_of_text is not None:
+        ids, counted = np.append(ids, np.int32(tokenizer.end_of_text)), np.append(counted, True)
+    if empty or not counted[1:].any():
+        raise UserError("there is nothing to learn: no assistant message, or an empty completion")
+    return ids, counted | (data.loss_on == "all")
+
+
+def _with_places(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids [n], and where in the text the characters of each begin and end [n]."""
+    if isinstance(tokenizer, HFTokenizer):
+        found = tokenizer.inner.encode(text, add_special_tokens=False)
+        begins, ends = np.array(found.offsets, int).reshape(-1, 2).T
+        # Byte-level tokenizers may leave the space before a word out of its place: it begins where the last one ended.
+        return np.array(found.ids, np.int32), np.minimum(begins, np.append(0, ends[:-1])), ends
+    begins = np.repeat(np.arange(len(text)), [len(tokenizer.encode(char)) for char in text])
+    return tokenizer.encode(text), begins, begins + 1
+
+
+def split_examples(examples: Examples, val_fraction: float) -> tuple[Examples, Examples]:
+    """Split off the last `val_fraction` of the examples, at least one."""
+    cut = min(int(examples.size * (1 - val_fraction)), examples.size - 1)
+    if cut < 1:
+        raise UserError(
+            f"{examples.origin} has a single example, of which nothing can be held out: set data.val_fraction=0"
+        )
+    starts, place = examples.starts, examples.starts[cut]
+    train = replace(examples, ids=examples.ids[:place], labels=examples.labels[:place], starts=starts[: cut + 1])
+    val = replace(
+        examples, ids=examples.ids[place:], labels=examples.labels[place:], starts=starts[cut:] - place, note=""
+    )
+    return train, val
+
+
+def example_rows(examples: Examples, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
+    """Return rows [S] with whole examples, one in each or (`data.pack`) as many as fit, filled up with label -1.
+
+    They are shuffled anew in each epoch if `endless`, and otherwise read once and in order.
+    """
+
+    def fetch(i: int) -> dict[str, np.ndarray]:
+        place = slice(examples.starts[i], examples.starts[i + 1])
+        return {"tokens": examples.ids[place], "labels": examples.labels[place]}
+
+    def row(packed: dict[str, np.ndarray]) -> HostBatch:
+        batch = {name: packed[name] for name in ("tokens", "labels")}
+        if data.pack:
+            batch |= {"segments": packed["tokens_segment_ids"], "positions": packed["tokens_positions"]}
+        return batch
+
+    order = grain.MapDataset.range(examples.size)
+    order = order.seed(seed).shuffle().repeat() if endless else order
+    packed = grain.experimental.FirstFitPackIterDataset(
+        order.map(fetch).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+        length_struct={"tokens": data.seq_len, "labels": data.seq_len},
+        padding_struct={"tokens": 0, "labels": -1},
+        num_packing_bins=_BINS if data.pack else 1,
+        max_sequences_per_bin=None if data.pack else 1,
+        shuffle_bins=False,
+    )
+    return packed.map(row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -17,12 +16,8 @@ from jaxpar.models.hf import export_hf, import_hf, model_config_from_hf
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import beside_state, drop_stages, load_run, require_model
-from jaxpar.train.run_folder import open_run
+from jaxpar.train.run_folder import TOKENIZER, carry_tokenizer, open_run
 from jaxpar.train.state import init_state
-
-TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
-_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", GENERATION)
-"""Files of a Hugging Face folder that say what its ids mean and which end a text; they are copied both ways."""
 
 
 def config_of(source: Path, target: Path) -> Config:
@@ -48,7 +43,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
     if checkpoints.latest() is not None:
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
-    _carry(source, target)
+    carry_tokenizer(source, target)
     checkpoints.save(0, init_state(model, config, plan, params), beside_state(plan, config, None, None), None)
     checkpoints.close()
 
@@ -59,11 +54,5 @@ def export_run(config: Config, source: Path, target: Path, step: int, dtype: Lit
     step, state = load_run(source, step, config, plan)
     export_hf(state.params, model, target, dtype=dtype)
     if jax.process_index() == 0:
-        _carry(source, target)
+        carry_tokenizer(source, target)
     return step
-
-
-def _carry(source: Path, target: Path) -> None:
-    for name in _BESIDE:
-        if (source / name).exists():
-            shutil.copyfile(source / name, target / name)

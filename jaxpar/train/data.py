@@ -1,115 +1,132 @@
-"""Makes batches of text and token files: plain windows or packed documents, the same on any number of processes.
+"""Loads the data of a run and makes batches of them, the same on any number of processes.
 
-Shapes: N tokens of a stream, B rows of this process, S sequence length, T = S + 1.
+Shapes: B rows of this process, S sequence length.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import sysconfig
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from itertools import islice
+from typing import NamedTuple
 
 import grain
+import grain.experimental
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
-from rich.console import Console
-from rich.progress import track
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.train.tokenizer import (
-    Tokenizer,
-    encode_files,
-    load_tokenizer,
-    make_tokenizer,
-    read_text,
-    reading,
-    token_dtype,
-)
+from jaxpar.train.chat import Examples, example_rows, load_examples, split_examples
+from jaxpar.train.documents import Documents, document_rows, load_documents
+from jaxpar.train.tokenizer import Tokenizer
+from jaxpar.train.tokens import HostBatch, Tokens, load_texts, load_token_files, read_windows, split, window_count
 
-# Folders of the standard library that hold other packages, tests or generated tables, or are often not installed.
-STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests",
-                   "encodings", "pydoc_data", "idlelib", "lib2to3", "turtledemo"}  # fmt: skip
-
-HostBatch = dict[str, np.ndarray]
-"""`tokens` and `labels` (the next token; -1 = not counted), and if packed `segments` and `positions`; int32 [B, S]."""
+Part = Tokens | Documents | Examples
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A stream of tokens, in memory or memory-mapped.
+class Mixture:
+    """Parts of one kind, mixed in each batch so that each has its share of the sequences.
 
     Attributes:
-      tokens: unsigned ids [N].
-      document_starts: where each document begins, sorted int64 [documents], the first at 0; None = not known.
-      origin: the name of the file, folder or corpus, for messages.
-      offset: how many tokens of `origin` come before these.
+      parts: what is mixed.
+      weights: their shares, which add up to 1.
     """
 
-    tokens: np.ndarray
-    document_starts: np.ndarray | None
-    origin: str
-    offset: int = 0
+    parts: tuple[Part, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def origin(self) -> str:
+        return " + ".join(f"{part.origin} {weight:.3g}" for part, weight in zip(self.parts, self.weights, strict=True))
+
+    @property
+    def size(self) -> int | None:
+        sizes = [part.size for part in self.parts if part.size is not None]
+        return sum(sizes) if len(sizes) == len(self.parts) else None
+
+    @property
+    def sample(self) -> np.ndarray:
+        samples = [part.sample for part in self.parts]
+        fit = min(len(sample) / weight for sample, weight in zip(samples, self.weights, strict=True))
+        return np.concatenate([s[: max(int(fit * w), 1)] for s, w in zip(samples, self.weights, strict=True)])
+
+    @property
+    def amount(self) -> str:
+        return " + ".join(part.amount for part in self.parts)
+
+
+Stream = Part | Mixture
+"""What a run reads. Each has an `origin` and an `amount` for messages, a `size` that a resumed run must find again
+(None = not known), and a `sample` of ids for their frequencies."""
 
 
 class Corpus(NamedTuple):
     """The data of a run; `val` is None if nothing is held out, and `tokenizer` if a .bin file came without one."""
 
-    train: Tokens
-    val: Tokens | None
+    train: Stream
+    val: Part | None
     tokenizer: Tokenizer | None
 
 
 def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
-    """Load the training and validation tokens of a config, and check them against the vocabulary and `data.seq_len`.
+    """Load the training and validation data of a config, and check them against the vocabulary and `data.seq_len`.
 
     Raises:
-      UserError: the source is missing, empty, not text, cut short or too short for one window, lacks the document
-        offsets that `data.pack` needs, or has more tokens in its vocabulary than the model.
+      UserError: the source is missing, empty, broken or too short for one window, lacks the document offsets that
+        `data.pack` needs, or has more tokens in its vocabulary than the model.
     """
-    train, val, tokenizer = _load_tokens(data) if data.source == "tokens" else _load_text(data)
-    if val is None and data.val_fraction > 0:
-        train, val = split(train, data.val_fraction)
+    shares = [_share(entry) for entry in data.mixture] or [(data.path, 1.0)]
+    paths = [path for path, _ in shares] + [data.val_path] * bool(data.val_path)
+    if data.source == "stdlib":
+        paths[0] = ""
+    load = {"stdlib": load_texts, "text": load_texts, "tokens": load_token_files, "chat": load_examples}
+    parts, tokenizer = load.get(data.source, load_documents)(paths, data)
+    val = parts.pop() if data.val_path else None
+    train = parts[0]
+    if len(parts) == 1 and val is None and data.val_fraction > 0:
+        if isinstance(train, Examples):
+            train, val = split_examples(train, data.val_fraction)
+        elif isinstance(train, Tokens):
+            train, val = split(train, data.val_fraction)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"the tokenizer of {train.origin} has {tokenizer.vocab_size} tokens, model.vocab_size={vocab_size}: "
             f"try model.vocab_size={tokenizer.vocab_size}, or another tokenizer"
         )
-    for what, stream, fix in (
-        ("training", train, "add text"),
-        ("validation", val, "raise data.val_fraction, or give data.val_path"),
-    ):
-        if stream is not None and len(stream.tokens) < data.seq_len + 1:
-            raise UserError(
-                f"{stream.origin} has {len(stream.tokens)} {what} tokens, one window takes data.seq_len + 1 = "
-                f"{data.seq_len + 1}: {fix}, or try data.seq_len={max(len(stream.tokens) - 1, 1)}"
-            )
-        if stream is not None and data.pack and stream.document_starts is None:
-            raise UserError(
-                f"{stream.origin} has no document offsets (.bin.docs) beside it, which data.pack needs: "
-                "write it with `jaxpar tokenize`, or leave data.pack off"
-            )
+    for part in parts if len(parts) > 1 else [train]:
+        _require_enough(part, data, "training", "add text")
+    if val is not None:
+        _require_enough(val, data, "validation", "raise data.val_fraction, or give data.val_path")
+    if data.mixture:
+        total = sum(weight for _, weight in shares)
+        return Corpus(Mixture(tuple(parts), tuple(weight / total for _, weight in shares)), val, tokenizer)
     return Corpus(train, val, tokenizer)
 
 
-def split(stream: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
-    """Split off the last `val_fraction` of a stream; a document may be cut in two, as in nanoGPT's split."""
-    cut = int(len(stream.tokens) * (1 - val_fraction))
-    train_starts = val_starts = stream.document_starts
-    if train_starts is not None and val_starts is not None:
-        running = np.searchsorted(train_starts, cut, side="right") - 1
-        train_starts = train_starts[: np.searchsorted(train_starts, cut)]
-        val_starts = np.maximum(val_starts[running:] - cut, 0)
-    return (
-        replace(stream, tokens=stream.tokens[:cut], document_starts=train_starts),
-        replace(stream, tokens=stream.tokens[cut:], document_starts=val_starts, offset=cut),
-    )
+def _share(entry: str) -> tuple[str, float]:
+    """Split "PATH WEIGHT"."""
+    path, _, weight = entry.rpartition(" ")
+    try:
+        if path.strip() and 0 < float(weight) < float("inf"):
+            return path.strip(), float(weight)
+    except ValueError:
+        pass
+    raise UserError(f"data.mixture has {entry!r}, where it takes a path and a weight above 0, such as 'books.bin 0.7'")
+
+
+def _require_enough(part: Part, data: DataConfig, what: str, fix: str) -> None:
+    count = len(part.sample)
+    if not isinstance(part, Examples) and count < data.seq_len + 1:
+        raise UserError(
+            f"{part.origin} has {count} {what} tokens, one window takes data.seq_len + 1 = "
+            f"{data.seq_len + 1}: {fix}, or try data.seq_len={max(count - 1, 1)}"
+        )
+    if isinstance(part, Tokens) and data.pack and part.document_starts is None:
+        raise UserError(
+            f"{part.origin} has no document offsets (.bin.docs) beside it, which data.pack needs: "
+            "write it with `jaxpar tokenize`, or leave data.pack off"
+        )
 
 
 def unigram_entropy(tokens: np.ndarray, sample: int = 2**24) -> float:
@@ -119,238 +136,74 @@ def unigram_entropy(tokens: np.ndarray, sample: int = 2**24) -> float:
     return float(-(frequency * np.log(frequency)).sum())
 
 
-# Text, where each file is a document.
-
-
-def _load_text(data: DataConfig) -> Corpus:
-    files, origin = _source_files(data)
-    val_files = text_files(data.val_path) if data.val_path else []
-    tokenizer = make_tokenizer(data.tokenizer, map(read_text, files + val_files))
-    val = _encode_files(val_files, tokenizer, data.val_path) if data.val_path else None
-    return Corpus(_encode_files(files, tokenizer, origin), val, tokenizer)
-
-
-def _source_files(data: DataConfig) -> tuple[list[Path], str]:
-    """Return the documents of a text source, and a name for it."""
-    if data.source == "stdlib":
-        return stdlib_files(data.max_bytes), f"the standard library of Python {platform.python_version()}"
-    if not data.path:
-        raise UserError(f"data.source={data.source} needs data.path: the file or folder to read")
-    return text_files(data.path), data.path
-
-
-def stdlib_files(max_bytes: int) -> list[Path]:
-    """Return as many of Python's own library sources, sorted by path, as fit in `max_bytes`; no tests, no tables."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    # The build of Python writes _sysconfigdata, which has paths of that machine.
-    sources = [file for file in _files_below(root, STDLIB_LEFT_OUT) if file.match("*.py")]
-    files = [file for file in sources if not file.name.startswith("_sysconfigdata")]
-    total = np.cumsum([file.stat().st_size for file in files])
-    files = files[: np.searchsorted(total, max_bytes, side="right")]
-    if not files:
-        raise UserError(f"no standard library source in {root} fits in data.max_bytes={max_bytes}: raise it")
-    return files
-
-
-def text_files(path: str) -> list[Path]:
-    """Return the file at `path`, or every text file in the folder, sorted by path.
-
-    Hidden and empty files of a folder are left out, and so are files with a NUL byte in their first 8 KiB (git's test
-    for binary), so that a picture among the texts does no harm.
-    """
-    root = Path(path)
-    if root.is_file():
-        if root.stat().st_size == 0:
-            raise UserError(f"{path} is empty: give a file with text in it")
-        return [root]
-    if not root.is_dir():
-        raise UserError(f"no file or folder {path}: look at data.path and data.val_path")
-    files = [file for file in _files_below(root) if not _looks_binary(file)]
-    if not files:
-        raise UserError(f"folder {path} has no text in it: hidden, empty and binary files do not count")
-    return files
-
-
-def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
-    """Return a folder's files, sorted by relative path, but no empty or hidden ones and none in `left_out` folders."""
-    found = []
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if not name.startswith(".") and name not in left_out]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    found = [file for file in found if file.is_file() and file.stat().st_size]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _looks_binary(file: Path) -> bool:
-    with reading(file), file.open("rb") as opened:
-        return b"\0" in opened.read(8192)
-
-
-def _encode_files(files: Iterable[Path], tokenizer: Tokenizer, origin: str) -> Tokens:
-    documents = list(encode_files(files, tokenizer))
-    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
-    return Tokens(np.concatenate(documents), np.concatenate([[0], ends[:-1]]), origin)
-
-
-# A token file is NAME.bin (raw ids); beside it lie NAME.bin.json (dtype and counts), NAME.bin.docs (raw int64 document
-# starts) and NAME.bin.tokenizer.json. A .bin alone is nanoGPT's: its ids are uint16, documents and tokenizer unknown.
-
-
-def tokenize(data: DataConfig, out: str | Path) -> Tokens:
-    """Write the text source of a config (`source`, `path`, `tokenizer`, `max_bytes`) as a token file, and open it.
-
-    One document is in memory at a time, progress goes to stderr, and each file appears whole or not at all.
-
-    Raises:
-      UserError: the source is bad, the name does not end in .bin, or a file cannot be written.
-    """
-    out = Path(out)
-    if out.suffix != ".bin" or data.source == "tokens":
-        raise UserError(f"tokenize writes text to a .bin file, found source={data.source} and {out}: try tokens.bin")
-    files, _ = _source_files(data)
-    tokenizer = make_tokenizer(data.tokenizer, map(read_text, files))
-    dtype, count = token_dtype(tokenizer.vocab_size), 0
-    with replacing(out.with_suffix(".bin.docs")) as starts, replacing(out) as ids:
-        progress = track(files, "tokenizing", console=Console(stderr=True))
-        for document in encode_files(progress, tokenizer):
-            starts.write(np.array(count, "<i8").tobytes())
-            ids.write(document.tobytes())
-            count += len(document)
-    meta = {"dtype": dtype.name, "tokens": count, "documents": len(files)}
-    for suffix, text in ((".bin.json", json.dumps(meta)), (".bin.tokenizer.json", tokenizer.to_json())):
-        with replacing(out.with_suffix(suffix)) as file:
-            file.write(text.encode())
-    return open_tokens(out)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that is renamed to `path` once all of it is written, and removed if the writing fails."""
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
-            yield file
-        unfinished.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        if unfinished.is_file():
-            unfinished.unlink()
-
-
-def _load_tokens(data: DataConfig) -> Corpus:
-    if not data.path:
-        raise UserError("data.source=tokens needs data.path: a .bin file, such as `jaxpar tokenize` writes")
-    train, tokenizer = open_tokens(data.path), stored_tokenizer(data.path)
-    # Presets name a tokenizer file that need not exist, because a .bin brings its own.
-    if data.tokenizer.endswith(".json") and (tokenizer is None or Path(data.tokenizer).exists()):
-        asked = load_tokenizer(data.tokenizer)
-        if tokenizer is not None and tokenizer.to_json() != asked.to_json():
-            raise UserError(
-                f"{data.path} was tokenized otherwise than data.tokenizer={data.tokenizer} says: write it again with "
-                f"`jaxpar tokenize --tokenizer {data.tokenizer}`, or leave data.tokenizer out"
-            )
-        tokenizer = asked
-    if not data.val_path:
-        return Corpus(train, None, tokenizer)
-    val, val_tokenizer = open_tokens(data.val_path), stored_tokenizer(data.val_path)
-    if tokenizer and val_tokenizer and tokenizer.to_json() != val_tokenizer.to_json():
-        raise UserError(
-            f"{data.val_path} was tokenized otherwise than {data.path}, so its ids mean something else: "
-            f"write it again with `jaxpar tokenize --tokenizer {Path(data.path).with_suffix('.bin.tokenizer.json')}`"
-        )
-    return Corpus(train, val, tokenizer)
-
-
-def open_tokens(path: str | Path) -> Tokens:
-    """Open a token file, memory-mapped, with the files that lie beside it.
-
-    Raises:
-      UserError: a file is missing, empty, cut short, or not the one that its .json describes.
-    """
-    path = Path(path)
-    if path.suffix != ".bin":
-        raise UserError(f"{path} is not a .bin file, which data.source=tokens reads: for text set data.source=text")
-    meta = _read_meta(path.with_suffix(".bin.json"))
-    tokens = _memory_map(path, np.dtype(meta["dtype"]).newbyteorder("<"))
-    docs = path.with_suffix(".bin.docs")
-    starts = _memory_map(docs, np.dtype("<i8")) if docs.exists() else None
-    for what, found in (("tokens", tokens), ("documents", starts)):
-        if found is not None and len(found) != meta.get(what, len(found)):
-            raise UserError(
-                f"{path} has {len(found)} {what}, its .json says {meta[what]}: "
-                "one of them was cut short or is from another run, so write them again with `jaxpar tokenize`"
-            )
-    return Tokens(tokens, starts, str(path))
-
-
-def stored_tokenizer(path: str | Path) -> Tokenizer | None:
-    """Load the tokenizer that `tokenize` left beside a token file, if there is one."""
-    stored = Path(path).with_suffix(".bin.tokenizer.json")
-    return load_tokenizer(stored) if stored.exists() else None
-
-
-def _read_meta(path: Path) -> dict:
-    try:
-        meta = json.loads(path.read_bytes()) if path.exists() else {"dtype": "uint16"}
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(meta, dict) or meta.get("dtype") not in ("uint16", "uint32"):
-        raise UserError(f'{path} describes a token file, so it must say "dtype": "uint16" or "uint32"')
-    return meta
-
-
-def _memory_map(path: Path, dtype: np.dtype) -> np.ndarray:
-    with reading(path):
-        size = path.stat().st_size
-        if size == 0 or size % dtype.itemsize:
-            raise UserError(
-                f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize} ({dtype.name}): "
-                "it was cut short, or needs a .bin.json beside it that gives another dtype"
-            )
-        return np.memmap(path, dtype, mode="r")
-
-
-# Batches.
-
-
 def train_batches(
-    stream: Tokens, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int
+    stream: Stream, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int
 ) -> grain.DatasetIterator[HostBatch]:
-    """Return an endless iterator of this process's rows of the global batches; every epoch has a new order of windows.
+    """Return an endless iterator of this process's rows of the global batches; a new order in every epoch.
 
     The order depends on `data.seed` alone, so the global batch is the same for any number of processes. The
     iterator's `get_state()` is a small JSON-able dict; after `set_state` the next batch is the one that would have
     followed, no matter what had been read ahead.
 
-    `batch` is the number of rows of the global batch, and `rows` are those to read (see `sharding.local_rows`).
-    There must be at least data.seq_len + 1 tokens; an id beyond `vocab_size` raises a UserError from `next`.
+    `batch` is the number of rows of the global batch, and `rows` are those to read (see `sharding.local_rows`). There
+    must be at least data.seq_len + 1 tokens; an id of `Tokens` beyond `vocab_size` raises a UserError from `next`.
     """
-    stride = data.stride or data.seq_len
-    local = np.asarray(rows)
+    parts, weights = (stream.parts, stream.weights) if isinstance(stream, Mixture) else ((stream,), (1.0,))
+    local, threads = np.asarray(rows), min(data.prefetch, 4)
+    windowed = [part for part in parts if isinstance(part, Tokens)]
+    if others := [part for part in parts if not isinstance(part, Tokens)]:
+        made = [_rows(part, data, data.seed + i, endless=True) for i, part in enumerate(others)]
+        mixed = grain.IterDataset.mix(made, weights) if len(made) > 1 else made[0]
+        batches = mixed.batch(batch, drop_remainder=True).map(lambda found: {k: v[local] for k, v in found.items()})
+        ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=data.prefetch)
+        return iter(ahead if data.prefetch else batches)
 
-    def fetch(window_B: np.ndarray) -> HostBatch:
-        return read_windows(stream, window_B[local] * stride, data.seq_len, data.pack, vocab_size)
+    stride = data.stride or data.seq_len
+
+    def fetch(windows: tuple[np.ndarray, np.ndarray]) -> HostBatch:
+        part_B, window_B = (array[local] for array in windows)
+        found = {
+            p: read_windows(windowed[p], window_B[part_B == p] * stride, data.seq_len, data.pack, vocab_size)
+            for p in np.unique(part_B)
+        }
+        back_B = np.argsort(np.argsort(part_B, kind="stable"), kind="stable")
+        return {name: np.concatenate([f[name] for f in found.values()])[back_B] for name in next(iter(found.values()))}
 
     # Indices are shuffled and batched before anything is read, so other processes' rows cost this one nothing.
-    windows = grain.MapDataset.range(window_count(stream, data.seq_len, stride)).seed(data.seed).shuffle().repeat()
-    batches = windows.batch(batch, drop_remainder=True).map(fetch)
-    threads = min(data.prefetch, 4)
+    orders = [
+        grain.MapDataset.range(window_count(part, data.seq_len, stride)).seed(data.seed + i).shuffle().repeat()
+        .map(lambda window, i=i: (i, window))
+        for i, part in enumerate(windowed)
+    ]  # fmt: skip
+    mixed = grain.MapDataset.mix(orders, weights) if len(orders) > 1 else orders[0]
+    batches = mixed.batch(batch, drop_remainder=True).map(fetch)
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=data.prefetch)))
 
 
+def _rows(part: Documents | Examples, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
+    if isinstance(part, Examples):
+        return example_rows(part, data, seed, endless)
+    return document_rows(part, data, seed, endless)
+
+
 def val_batches(
-    stream: Tokens, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int, limit: int = 0
+    stream: Part, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int, limit: int = 0
 ) -> Iterator[HostBatch]:
     """Yield this process's rows of the validation batches: windows side by side, each once, in order.
 
-    A `limit` other than 0 is the largest number of batches. Their windows are then spread evenly over the whole stream,
-    because its beginning alone may be easier or harder than the rest.
+    A `limit` other than 0 is the largest number of batches. Windows of `Tokens` are then spread evenly over all of it,
+    because its beginning alone may be easier or harder than the rest; of documents and examples, it is the first.
 
     The last batch is filled up with rows whose labels are all -1, so that a mean over counted labels is exact. Tokens
     after the last whole window are not used. For the other arguments see `train_batches`.
     """
+    if not isinstance(stream, Tokens):
+        found = islice(_rows(stream, replace(data, prefetch=0), data.seed, endless=False), limit * batch or None)
+        while group := list(islice(found, batch)):
+            nothing = {name: np.full_like(array, -1 if name == "labels" else 0) for name, array in group[0].items()}
+            group += [nothing] * (batch - len(group))
+            yield {name: np.stack([group[row][name] for row in rows]) for name in nothing}
+        return
     windows = window_count(stream, data.seq_len, data.seq_len)
     count = min(limit * batch or windows, windows)
     for first in range(0, count, batch):
@@ -359,38 +212,3 @@ def val_batches(
         rows_read = read_windows(stream, window_B * data.seq_len, data.seq_len, data.pack, vocab_size)
         rows_read["labels"][place_B >= count] = -1
         yield rows_read
-
-
-def window_count(stream: Tokens, seq_len: int, stride: int) -> int:
-    """Count the windows of seq_len tokens, plus the label of the last token, that begin at multiples of `stride`."""
-    return max((len(stream.tokens) - seq_len - 1) // stride + 1, 0)
-
-
-def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool, vocab_size: int) -> HostBatch:
-    """Read the windows that begin at `starts_B` as a batch.
-
-    If packed, `segments` numbers the documents of a window from 1, `positions` counts from the start of the document
-    or, where it began earlier, of the window, and the last token of a document has label -1.
-
-    Raises:
-      UserError: the vocabulary does not have an id that was read.
-    """
-    ids_BT = sliding_window_view(stream.tokens, seq_len + 1)[starts_B]
-    if ids_BT.max() >= vocab_size:
-        row, place = np.unravel_index(ids_BT.argmax(), ids_BT.shape)
-        found = int(ids_BT[row, place])  # as a uint16, found + 1 could overflow
-        raise UserError(
-            f"{stream.origin} has id {found} at token {stream.offset + starts_B[row] + place}, "
-            f"model.vocab_size={vocab_size}: raise it to at least {found + 1}, or use another tokenizer"
-        )
-    batch = {"tokens": ids_BT[:, :-1].astype(np.int32), "labels": ids_BT[:, 1:].astype(np.int32)}
-    if not pack:
-        return batch
-    assert stream.document_starts is not None, "load_corpus refuses data.pack without document starts"
-    where_BT = starts_B[:, None] + np.arange(seq_len + 1)
-    document_BT = np.searchsorted(stream.document_starts, where_BT, side="right") - 1
-    begin_BT = np.maximum(stream.document_starts[document_BT], starts_B[:, None])
-    batch["labels"][document_BT[:, 1:] != document_BT[:, :-1]] = -1
-    batch["segments"] = (document_BT - document_BT[:, :1] + 1)[:, :-1].astype(np.int32)
-    batch["positions"] = (where_BT - begin_BT)[:, :-1].astype(np.int32)
-    return batch

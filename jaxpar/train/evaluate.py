@@ -18,7 +18,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.processes import Batches, run_together
 from jaxpar.base.runtime import start
 from jaxpar.models import Model, Params
-from jaxpar.train.data import Tokens, load_corpus, val_batches
+from jaxpar.train.data import Part, load_corpus, val_batches
 from jaxpar.train.plans import kernel_notes, make_plan
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_batch
@@ -39,7 +39,7 @@ class Evaluation(NamedTuple):
     bits_per_byte: float | None
 
 
-def evaluate(eval_step: Compiled, params: Params, stream: Tokens, config: Config, plan: Plan, limit: int) -> float:
+def evaluate(eval_step: Compiled, params: Params, stream: Part, config: Config, plan: Plan, limit: int) -> float:
     """Return the mean loss in nats a token over the windows of `limit` validation batches; 0 = all."""
     rows = batch_rows(config.train.batch, plan)
     read = val_batches(stream, config.data, config.train.batch, rows, config.model.vocab_size, limit)
@@ -67,7 +67,7 @@ def evaluate_folder(
     data = replace(config.data, path=config.data.path or config.data.val_path)
     corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
     if corpus.val is None:
-        raise UserError("there is no validation data: set data.val_fraction or data.val_path")
+        raise UserError("there is no validation data: set data.val_path, or data.val_fraction")
     if is_run(folder):
         step, state = load_run(folder, step, config, plan)
         params = state.params
@@ -81,7 +81,7 @@ def evaluate_folder(
     return Evaluation(step, loss, math.exp(min(loss, 700)), bits)
 
 
-def _bits_per_byte(loss: float, stream: Tokens, tokenizer: Tokenizer, config: Config) -> float:
+def _bits_per_byte(loss: float, stream: Part, tokenizer: Tokenizer, config: Config) -> float:
     """Return the bits of the scored tokens over the bytes of their text, to which ends of documents add none."""
     batch, limit = config.train.batch, config.train.final_eval_batches
     rows = val_batches(stream, config.data, batch, range(batch), config.model.vocab_size, limit)

@@ -31,10 +31,11 @@ from jaxpar.train.metrics import Meter, MetricsLog
 from jaxpar.train.optimizer import schedule_note
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
 from jaxpar.train.restore import beside_state, initial_params, restore_state
-from jaxpar.train.run_folder import open_run
+from jaxpar.train.run_folder import TOKENIZER, carry_tokenizer, open_run
 from jaxpar.train.state import TrainState, init_state
 from jaxpar.train.state_bytes import local_bytes
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, make_train_step, put_batch, step_shapes
+from jaxpar.train.tokenizer import Tokenizer
 
 
 class Result(NamedTuple):
@@ -89,8 +90,7 @@ def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch
     before = open_run(folder, config)
     tokenizer = corpus.tokenizer
     if tokenizer is not None:
-        write = (folder / "tokenizer.json").write_text
-        run_together(lambda: write(tokenizer.to_json(), "utf-8") if jax.process_index() == 0 else None)
+        run_together(lambda: _keep_tokenizer(tokenizer, config, folder) if jax.process_index() == 0 else None)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     if before is not None and (note := schedule_note(before.train, config.train, checkpoints.latest() or 0)):
         say(note)
@@ -98,6 +98,12 @@ def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch
         return _Run(config, folder, plan, corpus, checkpoints, watch).go()
     finally:
         checkpoints.close()
+
+
+def _keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path) -> None:
+    if config.data.tokenizer.endswith(".json"):
+        carry_tokenizer(Path(config.data.tokenizer).parent, folder)
+    (folder / TOKENIZER).write_text(tokenizer.to_json(), "utf-8")
 
 
 class _Run:
@@ -110,7 +116,7 @@ class _Run:
         self.checkpoints, self.watch, self.model = checkpoints, watch, Model(config.model)
         self.first = checkpoints.latest() or 0
         self.last = min(config.train.stop_at or config.train.steps, config.train.steps)
-        self.entropy = unigram_entropy(corpus.train.tokens)
+        self.entropy = unigram_entropy(corpus.train.sample)
         self.main = jax.process_index() == 0
         self.show = ProgressLine(config.train.steps, self.first, self.main)
         self.loss: float | None = None
@@ -161,19 +167,20 @@ class _Run:
             state = init_state(model, config, plan, params)
         else:
             state, beside = restore_state(self.checkpoints, self.first, config, plan)
-            if beside["training_tokens"] not in (None, len(text.tokens)):
+            if beside["training_tokens"] not in (None, text.size):
                 raise UserError(
-                    f"the run was trained on {beside['training_tokens']:,} tokens and {text.origin} now has "
-                    f"{len(text.tokens):,}: bring the old text back (the stdlib corpus changes with Python), or start "
-                    "a new --run"
+                    f"the run was trained on {beside['training_tokens']:,} tokens, documents or examples and "
+                    f"{text.origin} now has {text.amount}: bring the old text back (the stdlib corpus changes with "
+                    "Python), or start a new --run"
                 )
             if beside["iterator"] is not None:
                 data.set_state(beside["iterator"])
-        held_out = len(self.corpus.val.tokens) if self.corpus.val else 0
+        val = self.corpus.val
+        held_out = val.amount if val else "nothing, as there is no data.val_path,"
         facts = {
             "model": f"{config.model.family}, {count_text(model.parameter_count())} parameters, "
             f"{bytes_text(local_bytes(state))} of state per device",
-            "data": f"{text.origin}: {len(text.tokens):,} training tokens, {held_out:,} for validation, "
+            "data": f"{text.origin}: {text.amount} to train on, {held_out} for validation, "
             f"unigram entropy {self.entropy:.3f} nats a token",
             "run": f"{self.folder}" + (f", resumed after step {self.first}" if self.first else ""),
         }
@@ -237,7 +244,7 @@ class _Run:
                 if evaluating:
                     self.val_loss = self._evaluate(step, state, train.eval_batches)
                 if saving:
-                    beside = beside_state(self.plan, config, data.get_state(), len(text.tokens))
+                    beside = beside_state(self.plan, config, data.get_state(), text.size)
                     self.checkpoints.save(step, state, beside, self.val_loss if evaluating else None)
             if stop:
                 break

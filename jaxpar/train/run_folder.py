@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -10,6 +11,17 @@ from jaxpar.base.config import RESOLVED, Config, incompatible_changes, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.processes import run_together
 from jaxpar.base.toml import to_toml
+
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", GENERATION)
+"""Files of a Hugging Face folder that say what its ids mean, how a conversation is written, and which end a text."""
+
+
+def carry_tokenizer(source: Path, target: Path) -> None:
+    """Copy a tokenizer's files, as far as they are there, to another folder."""
+    for name in _BESIDE:
+        if (source / name).exists() and source.resolve() != target.resolve():
+            shutil.copyfile(source / name, target / name)
 
 
 def read_run_config(folder: Path) -> Config:

@@ -155,21 +155,24 @@ def _hf_tokenizer(text: str, path: str | Path) -> HFTokenizer:
     return HFTokenizer(inner, max(vocab.values(), default=-1) + 1, end_of_text)
 
 
+def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Ids [N] of a text, int32, closed by the end-of-text id if there is one."""
+    closing = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    return np.concatenate([tokenizer.encode(text), np.array(closing, np.int32)])
+
+
 def encode_files(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the ids of each file, in the dtype of `token_dtype`, closed by the end-of-text id if there is one.
+    """Yield the ids of each file, closed like any document, in the dtype of `token_dtype`.
 
     Raises:
       UserError: a file cannot be read, is not text, or has a character that the tokenizer does not know.
     """
-    dtype = token_dtype(tokenizer.vocab_size)
-    closing = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype)
     for file in files:
         text = read_text(file)
         try:
-            ids = tokenizer.encode(text)
+            yield encode_document(text, tokenizer).astype(token_dtype(tokenizer.vocab_size))
         except UserError as error:
             raise UserError(f"{file}: {error}") from error
-        yield np.concatenate([ids.astype(dtype), closing])
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

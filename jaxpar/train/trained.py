@@ -13,10 +13,10 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
 from jaxpar.models import Model, Params
-from jaxpar.train.convert import GENERATION, TOKENIZER, config_of
+from jaxpar.train.convert import config_of
 from jaxpar.train.generation import decode_plan
 from jaxpar.train.restore import load_params
-from jaxpar.train.run_folder import read_run_config
+from jaxpar.train.run_folder import GENERATION, TOKENIZER, read_run_config
 from jaxpar.train.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 
 Dtype = Literal["auto", "float32", "bfloat16"]

@@ -124,3 +124,10 @@ def test_a_file_is_written_whole_by_whoever_is_last(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "write_text", meanwhile)
     runtime.write_whole(path, "ours")
     assert path.read_text() == "ours" and list(path.parent.iterdir()) == [path]
+
+
+def test_unfinished_file_never_takes_the_name(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), runtime.replacing(tmp_path / "a") as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []

@@ -17,6 +17,13 @@ pytestmark = pytest.mark.quick
 # Another value of a key, what makes it idle, and what makes it matter.
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "data.path": ("a.txt", {}, {"data.source": "text"}),
+    "data.mixture": (("a.txt 1",), {}, {"data.source": "text"}),
+    "data.column": ("body", {"data.source": "arrayrecord"}, {"data.source": "parquet"}),
+    "data.streaming": (True, {"data.source": "parquet"}, {"data.source": "hf"}),
+    "data.shuffle_window": (9, {"data.source": "hf"}, {"data.streaming": True}),
+    "data.seed": (9, {"data.source": "parquet"}, {"data.shuffle_window": 9}),
+    "data.loss_on": ("all", {"data.source": "text"}, {"data.source": "chat"}),
+    "data.stride": (1, {"data.source": "chat"}, {"data.source": "tokens"}),
     "data.max_bytes": (1, {"data.source": "text"}, {"data.source": "stdlib"}),
     "data.tokenizer": ("chars", {"data.source": "tokens"}, {"data.tokenizer": "a.json"}),
     "data.val_fraction": (0.2, {"data.val_path": "b.txt"}, {"data.val_path": ""}),
@@ -65,6 +72,14 @@ def test_a_key_is_idle_until_what_makes_it_matter(key: str) -> None:
     config = override(Config(), {key: value} | off)
     assert key in dict(idle_keys(config))
     assert key not in dict(idle_keys(override(config, on)))
+
+
+@pytest.mark.parametrize("off", [{"data.source": "hf"}, {"data.mixture": ["a.txt 1"], "data.source": "text"}])
+def test_nothing_of_documents_or_a_mixture_is_held_out(off: dict[str, Any]) -> None:
+    idle = dict(idle_keys(override(Config(), {"data.val_fraction": 0.2, "train.eval_every": 5} | off)))
+    assert "give data.val_path" in idle["data.val_fraction"] and "train.eval_every" in idle
+    with_path = {"data.path": "b.txt", "data.mixture": ["a.txt 1"], "data.source": "text"}
+    assert "data.path" in dict(idle_keys(override(Config(), with_path)))
 
 
 def test_every_row_of_the_table_is_a_case_and_a_key() -> None:

@@ -1,9 +1,13 @@
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.train.chat import ChatTemplate, completion_spans, load_template, render
+from jaxpar.train.data import load_corpus, train_batches, val_batches
 
 pytest.importorskip("jinja2")
 
@@ -113,3 +117,152 @@ def test_a_refused_conversation_says_why():
     rewriting = ChatTemplate("{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}", {}, "counting")
     with pytest.raises(UserError, match="does not write turn 2 as an addition to those before it"):
         completion_spans(TALK, rewriting)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A byte-level tokenizer with merges, as GPT-2's, and the templates' marks as special tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=330, special_tokens=MARKS, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["Wie geht's, café? Gut, gut! warum weil es so ist"] * 9, trainer)
+    file = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    made.save(str(file))
+    return file
+
+
+@pytest.fixture
+def chat(bpe, tmp_path):
+    """`chat(rows, template="chatml", **changes)`: the config of a JSONL file of these rows, and of that template."""
+
+    def write(rows, template="chatml", **changes):
+        (tmp_path / "tokenizer.json").write_text(bpe.read_text())
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATES[template])
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / "talk.jsonl").write_text("\n".join(lines) + "\n")
+        found = {"path": str(tmp_path / "talk.jsonl"), "tokenizer": str(tmp_path / "tokenizer.json")} | changes
+        return DataConfig(**({"source": "chat", "seq_len": 64, "val_fraction": 0.0} | found))
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["llama3", "chatml", "mistral"])
+def test_ids_and_mask_equal_transformers(name, chat):
+    """transformers marks the answers by the template's own tags; ours are what the assistant's turns add."""
+    transformers = pytest.importorskip("transformers")
+    train = load_corpus(chat([{"messages": TALK}], name, seq_len=200), 400).train
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(chat([]).tokenizer), **SPECIAL)
+    want = theirs.apply_chat_template(
+        TALK, chat_template=TEMPLATES[name], return_dict=True, return_assistant_tokens_mask=True
+    )
+    np.testing.assert_array_equal(np.append(train.ids, train.labels[-1]), want["input_ids"])
+    mask = np.array(want["assistant_masks"], bool)
+    np.testing.assert_array_equal(train.labels, np.where(mask, want["input_ids"], -1)[1:])
+
+
+def test_loss_on_all_counts_every_token(chat):
+    train = load_corpus(chat([{"messages": TALK}], loss_on="all"), 400).train
+    assert (train.labels != -1).all()
+    np.testing.assert_array_equal(train.ids[1:], train.labels[:-1])
+
+
+def test_a_prompt_and_its_completion_need_no_template(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "ab\u2028", "completion": "cé"}\n\n', "utf-8")
+    data = DataConfig(source="chat", path=str(tmp_path), seq_len=9, val_fraction=0.0)
+    train = load_corpus(data, 256).train
+    assert bytes(train.ids.astype(np.uint8)) == "ab\u2028c".encode() + "é".encode()[:1]
+    assert train.labels.tolist() == [-1, -1, -1, -1, *"cé".encode()]
+
+
+def talks(count, length=5):
+    rng = np.random.default_rng(0)
+    return [{"prompt": f"{i}?", "completion": "x" * int(n)} for i, n in enumerate(rng.integers(1, length, count), 100)]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_examples_stay_whole_and_the_position_is_exact(chat, pack):
+    data = replace(chat(talks(50, 12)), tokenizer="bytes", seq_len=32, pack=pack, prefetch=0)
+    train = load_corpus(data, 256).train
+    iterator = train_batches(train, data, 4, range(4), 256)
+    states, whole = zip(*[(json.dumps(iterator.get_state()), next(iterator)) for _ in range(40)], strict=True)
+    resumed = train_batches(train, replace(data, prefetch=2), 4, [1, 3], 256)
+    for step in (0, 1, 7, 23, 36):
+        resumed.set_state(json.loads(states[step]))
+        for batch in whole[step : step + 3]:
+            for key, array in next(resumed).items():
+                np.testing.assert_array_equal(array, batch[key][[1, 3]])
+    seen = []
+    for batch in whole:
+        assert all(array.dtype == np.int32 and array.shape == (4, 32) for array in batch.values())
+        for row in range(4):
+            segments = (
+                batch["segments"][row] if pack else (np.arange(32) < (batch["tokens"][row] != 0).sum()).astype(int)
+            )
+            assert (batch["labels"][row][segments == 0] == -1).all()
+            for segment in range(1, segments.max() + 1):
+                place = segments == segment
+                seen.append(bytes(batch["tokens"][row][place].astype(np.uint8)))
+                if pack:
+                    assert batch["positions"][row][place].tolist() == list(range(place.sum()))
+                assert (batch["labels"][row][place] == ord("x")).sum() == seen[-1].count(b"x") + 1
+    texts = {(row["prompt"] + row["completion"])[:-1].encode() for row in talks(50, 12)}
+    times = [seen.count(text) for text in texts]
+    assert max(times) - min(times) <= 2 and sum(times) == len(seen), "an epoch has each once"
+    assert pack or seen[:50] != seen[50:100], "an epoch has an order of its own"
+    assert not pack or np.mean([batch["segments"] > 0 for batch in whole]) > 0.85
+
+
+def test_the_last_examples_are_held_out_and_each_is_read_once(chat):
+    data = replace(chat(talks(21)), tokenizer="bytes", seq_len=16, val_fraction=0.3)
+    corpus = load_corpus(data, 256)
+    assert (corpus.train.size, corpus.val.size) == (14, 7)
+    read = list(val_batches(corpus.val, data, 4, range(4), 256))
+    assert [int((batch["labels"] != -1).any(axis=1).sum()) for batch in read] == [4, 3]
+    assert bytes(read[0]["tokens"][0][:4].astype(np.uint8)) == b"114?"
+    with pytest.raises(UserError, match="single example, of which nothing can be held out"):
+        load_corpus(replace(chat(talks(1)), val_fraction=0.1), 400)
+
+
+def test_too_long_examples_are_cut_and_counted(chat):
+    rows = [{"prompt": "p" * 30, "completion": "c"}, {"prompt": "p", "completion": "c" * 30}, *talks(2)]
+    train = load_corpus(replace(chat(rows), tokenizer="bytes", seq_len=16), 256).train
+    assert train.size == 3 and "(2 longer than data.seq_len were cut, and 1 of them left out" in train.amount
+    with pytest.raises(UserError, match=r"has no example whose completion begins within data\.seq_len=16"):
+        load_corpus(replace(chat(rows[:1]), tokenizer="bytes", seq_len=16), 256)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"messages": [', "is not JSON: "),
+        ("7", "found 7, not messages, or prompt and completion as text"),
+        ({"prompt": "a"}, "found the keys prompt, not messages"),
+        ({"messages": []}, "messages is no list with a message in it"),
+        ({"messages": [{"role": "user"}]}, "message 1 is no object with a role and a content that is text"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "message 1 has the role 'bot', not one of system, "),
+        ({"messages": TALK[:1]}, "nothing to learn: no assistant message"),
+        ({"prompt": "a", "completion": ""}, "nothing to learn: "),
+        ({"messages": [{"role": "system", "content": "x"}, *TALK]}, "System role not supported"),
+    ],
+)
+def test_a_broken_line_is_named_with_its_number(chat, row, message):
+    data = chat([{"messages": TALK}, "", row], "gemma")
+    with pytest.raises(UserError, match=rf"talk\.jsonl, line 3.*{message}") as refused:
+        load_corpus(data, 400)
+    assert "\n" not in str(refused.value)
+
+
+def test_other_bad_input_is_refused(chat):
+    with pytest.raises(UserError, match=r"talk\.jsonl has no example"):
+        load_corpus(chat([""]), 400)
+    with pytest.raises(UserError, match=r"has \d+ tokens, model\.vocab_size=270"):
+        load_corpus(chat([{"messages": TALK}]), 270)
+    with pytest.raises(UserError, match=r"needs data\.path"):
+        load_corpus(replace(chat([]), path=""), 400)

@@ -9,23 +9,19 @@ from hypothesis import strategies as st
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.train.data import (
+from jaxpar.train.data import load_corpus, train_batches, unigram_entropy, val_batches
+from jaxpar.train.tokenizer import BytesTokenizer, CharsTokenizer
+from jaxpar.train.tokens import (
     Tokens,
-    load_corpus,
     open_tokens,
     read_windows,
-    replacing,
     split,
     stdlib_files,
     stored_tokenizer,
     text_files,
     tokenize,
-    train_batches,
-    unigram_entropy,
-    val_batches,
     window_count,
 )
-from jaxpar.train.tokenizer import BytesTokenizer, CharsTokenizer
 
 VOCAB = 1000
 
@@ -401,13 +397,6 @@ def test_tokenize_refuses_a_name_or_place_it_cannot_write(folder, tmp_path):
         tokenize(text_config(folder), tmp_path / "out.txt")
     with pytest.raises(UserError, match=r"cannot write .*picture\.png/a\.bin"):
         tokenize(text_config(folder), folder / "picture.png" / "a.bin")
-
-
-def test_unfinished_file_never_takes_the_name(tmp_path):
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a") as file:
-        file.write(b"half")
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_tokenizer_beside_the_file(tmp_path):

@@ -1,0 +1,285 @@
+"""Reads documents from Hugging Face data sets, Parquet and ArrayRecord files; tokenizes and packs them as they come.
+
+Shapes: n tokens of a document, S sequence length, T = S + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import grain
+import grain.experimental
+import jax
+import numpy as np
+
+from jaxpar.base.config import DataConfig
+from jaxpar.base.console import console
+from jaxpar.base.errors import UserError
+from jaxpar.train.tokenizer import Tokenizer, encode_document, make_tokenizer
+from jaxpar.train.tokens import HostBatch, files_below
+
+SAMPLE = 2**20
+Source = grain.MapDataset | tuple[Callable[[], grain.DatasetIterator], ...]
+"""Documents in random access, or what opens streams of them, which are read one after another."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents that are tokenized while they are read.
+
+    Attributes:
+      source: where they come from.
+      encode: makes `{"tokens": int32 [n]}` of an element of the source.
+      origin: the path or name that was given, for messages.
+      size: how many documents there are; None = not known.
+      sample: ids [N] of the first documents: of all, or at least SAMPLE tokens.
+    """
+
+    source: Source
+    encode: Callable[[Any], dict[str, np.ndarray]]
+    origin: str
+    size: int | None
+    sample: np.ndarray
+
+    @property
+    def amount(self) -> str:
+        return "a stream of documents" if self.size is None else f"{self.size:,} documents"
+
+
+def load_documents(paths: Sequence[str], data: DataConfig) -> tuple[list[Documents], Tokenizer]:
+    """Open the sources of documents at `paths`, and read the beginning of each.
+
+    Raises:
+      UserError: a path is missing or of another kind, has no documents or not the column, or a package is missing.
+    """
+    if data.tokenizer == "chars":
+        raise UserError(
+            f"data.tokenizer=chars reads all of a text before it starts, which data.source={data.source} does not: "
+            "take bytes, or a tokenizer.json"
+        )
+    tokenizer = make_tokenizer(data.tokenizer)
+    return [_load(path, data, tokenizer) for path in paths], tokenizer
+
+
+def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
+    if not path:
+        raise UserError(f"data.source={data.source} needs data.path")
+
+    def encode(element: Any) -> dict[str, np.ndarray]:
+        if isinstance(element, bytes):  # a record
+            element = {data.column: element.decode("utf-8", "replace")}
+        if data.column not in element:
+            raise UserError(f"{path} has no column {data.column!r}, set data.column: it has {', '.join(element)}")
+        text = element[data.column]
+        if not isinstance(text, str):
+            raise UserError(f"{path}: column {data.column!r} has a value that is no text: {str(text)[:40]!r}")
+        return {"tokens": encode_document(text, tokenizer)}
+
+    with _opening(path, data):
+        source, size = _OPEN[data.source](path, data)
+        documents = Documents(source, encode, path, size, np.zeros(0, np.int32))
+        first, count = [], 0
+        for document in _encoded(documents, replace(data, prefetch=0), 0, endless=False):
+            first.append(document["tokens"])
+            count += len(first[-1])
+            if count > max(SAMPLE, data.seq_len):
+                break
+    if not count:
+        raise UserError(f"{path} is empty: there is no document with text in it")
+    return replace(documents, sample=np.concatenate(first))
+
+
+@contextmanager
+def _opening(path: str, data: DataConfig) -> Iterator[None]:
+    """Say in one line what kept a source from being opened; each library raises exceptions of its own."""
+    try:
+        yield
+    except ImportError as error:
+        package = f"the {error.name} package: pip install 'jaxpar[data]'"
+        raise UserError(f"data.source={data.source} needs {package}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot read {path} as data.source={data.source}: {said}") from error
+
+
+def _open_hf(name: str, data: DataConfig) -> tuple[Source, int | None]:
+    """Open `path`, `path:split` or `path:config:split`: a data set of the hub, a folder or a file."""
+    import datasets
+
+    path, *config, split = name.split(":") if ":" in name else (name, "train")
+    place = Path(path)
+
+    def opened() -> Any:
+        load: Any = datasets.load_dataset
+        if (place / "dataset_dict.json").exists() or (place / "state.json").exists():  # from save_to_disk
+            found = datasets.load_from_disk(path)
+            found = found[split] if isinstance(found, datasets.DatasetDict) else found
+            found = found.to_iterable_dataset() if data.streaming else found
+        else:
+            where, files = (str(place.parent), place.name) if place.is_file() else (path, None)
+            found = load(where, *config, data_files=files, split=split, streaming=data.streaming)
+        return found.select_columns(data.column) if data.column in (found.column_names or ()) else found
+
+    if data.streaming:
+        return (lambda: _Streamed(opened()),), None
+    found = opened()
+    return grain.MapDataset.source(found), len(found)
+
+
+def _open_parquet(path: str, data: DataConfig) -> tuple[Source, int]:
+    import pyarrow.parquet
+
+    counts = {str(file): pyarrow.parquet.read_metadata(file).num_rows for file in _files(path, ".parquet")}
+    parts = tuple(grain.experimental.ParquetIterDataset(file).__iter__ for file, rows in counts.items() if rows)
+    if not parts:
+        raise UserError(f"{path} is empty: its files have no rows")
+    return parts, sum(counts.values())
+
+
+def _open_arrayrecord(path: str, data: DataConfig) -> tuple[Source, int]:
+    files = [str(file) for file in _files(path, ".array_record", ".arrayrecord")]
+    records: Any = grain.sources.ArrayRecordDataSource(files)
+    return grain.MapDataset.source(records), len(records)
+
+
+_OPEN = {"hf": _open_hf, "parquet": _open_parquet, "arrayrecord": _open_arrayrecord}
+
+
+def _files(path: str, *endings: str) -> list[Path]:
+    """Return the file at `path`, or the files below that folder, or those that match it as a pattern; sorted."""
+    root = Path(path)
+    if root.is_dir():
+        found = [file for file in files_below(root) if file.suffix in endings]
+    else:
+        found = [root] if root.is_file() else [Path(file) for file in sorted(glob(path, recursive=True))]
+    if not found:
+        raise UserError(
+            f"no {endings[0]} file at {path}: give a file, a folder, or a pattern like 'texts/*{endings[0]}'"
+        )
+    return found
+
+
+class _Streamed(grain.DatasetIterator):
+    """A streaming data set of Hugging Face, which keeps its position itself."""
+
+    def __init__(self, source: Any):
+        super().__init__()
+        self._source, self._running = source, None
+
+    def __next__(self) -> Any:
+        if self._running is None:
+            self._running = iter(self._source)
+        return next(self._running)
+
+    def get_state(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._source.load_state_dict(state)
+        self._running = None
+
+
+class _InTurn(grain.IterDataset):
+    """Streams read one after another, once or in endless epochs.
+
+    Grain's own interleaving of files, repeated, takes files as read to the end after a resume (seen in 0.2.18).
+    """
+
+    def __init__(self, parts: Sequence[Callable[[], grain.DatasetIterator]], origin: str, endless: bool):
+        super().__init__()
+        self.parts, self.origin, self.endless = parts, origin, endless
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _InTurnIterator(self)
+
+
+class _InTurnIterator(grain.DatasetIterator):
+    def __init__(self, streams: _InTurn):
+        super().__init__()
+        self._streams = streams
+        self._enter(0)
+
+    def _enter(self, turn: int) -> None:
+        self._turn, parts = turn, self._streams.parts
+        self._part = parts[turn % len(parts)]()
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                return next(self._part)
+            except StopIteration:
+                epoch, part = divmod(self._turn + 1, len(self._streams.parts))
+                if part == 0:
+                    if not self._streams.endless:
+                        raise
+                    if jax.process_index() == 0:
+                        console().print(f"{self._streams.origin} is read to its end: epoch {epoch + 1} begins")
+                self._enter(self._turn + 1)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"turn": self._turn, "part": self._part.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._enter(state["turn"])
+        self._part.set_state(state["part"])
+
+
+class _Packed(grain.experimental.ConcatThenSplitIterDataset):
+    """Grain's packing, whose state survives JSON: it compares tuples, and JSON gives lists (seen in 0.2.18)."""
+
+    def __iter__(self) -> grain.DatasetIterator:
+        made = super().__iter__()
+        restore = made.set_state
+
+        def set_state(state: dict[str, Any]) -> None:
+            slices = {name: tuple(place) for name, place in state["remainder_slices"].items()}
+            restore(state | {"remainder_slices": slices})
+
+        made.set_state = set_state
+        return made
+
+
+def _encoded(documents: Documents, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset:
+    """The documents as ids, without those that have none."""
+    source = documents.source
+    if isinstance(source, grain.MapDataset):
+        ordered = source.seed(seed).shuffle().repeat() if endless else source
+        ahead = grain.ReadOptions(num_threads=min(data.prefetch, 4), prefetch_buffer_size=16 * data.prefetch)
+        encoded = ordered.map(documents.encode).to_iter_dataset(ahead)
+    else:
+        stream = _InTurn(source, documents.origin, endless)
+        if endless and data.shuffle_window:
+            window = {"window_size": data.shuffle_window, "seed": seed}
+            stream = grain.experimental.WindowShuffleIterDataset(stream, **window)
+        encoded = stream.map(documents.encode)
+    return encoded.filter(lambda document: len(document["tokens"]) > 0)
+
+
+def document_rows(documents: Documents, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
+    """Return the rows [S] of documents that lie end to end; the label of a row's last token is the T-th it took.
+
+    Args:
+      documents: what to read.
+      data: `seq_len`, `pack`, `shuffle_window` and `prefetch`.
+      seed: for the order of documents, which is new in each epoch in random access, and the same in a stream.
+      endless: read them shuffled, again and again; else once and in order, with the last row filled up.
+    """
+
+    def row(packed: dict[str, np.ndarray]) -> HostBatch:
+        ids_T, segments_T = packed["tokens"], packed["tokens_segment_ids"]
+        ends_S = segments_T[1:] == 0
+        if data.pack:
+            ends_S = ends_S | (segments_T[1:] != segments_T[:-1])
+        batch = {"tokens": ids_T[:-1], "labels": np.where(ends_S, -1, ids_T[1:]).astype(np.int32)}
+        if data.pack:
+            batch |= {"segments": segments_T[:-1], "positions": packed["tokens_positions"][:-1]}
+        return batch
+
+    return _Packed(_encoded(documents, data, seed, endless), length_struct={"tokens": data.seq_len + 1}).map(row)

@@ -1,0 +1,299 @@
+"""Reads text and token files as one long stream of tokens, which is cut into windows; writes token files.
+
+Shapes: N tokens of a stream, B rows of this process, S sequence length, T = S + 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from rich.console import Console
+from rich.progress import track
+
+from jaxpar.base.config import DataConfig
+from jaxpar.base.errors import UserError
+from jaxpar.base.runtime import replacing, write_whole
+from jaxpar.train.tokenizer import (
+    Tokenizer,
+    encode_files,
+    load_tokenizer,
+    make_tokenizer,
+    read_text,
+    reading,
+    token_dtype,
+)
+
+HostBatch = dict[str, np.ndarray]
+"""`tokens` and `labels` (the next token; -1 = not counted), and if packed `segments` and `positions`; int32 [B, S]."""
+
+# Folders of the standard library that hold other packages, tests or generated tables, or are often not installed.
+STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests",
+                   "encodings", "pydoc_data", "idlelib", "lib2to3", "turtledemo"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A stream of tokens, in memory or memory-mapped.
+
+    Attributes:
+      tokens: unsigned ids [N].
+      document_starts: where each document begins, sorted int64 [documents], the first at 0; None = not known.
+      origin: the name of the file, folder or corpus, for messages.
+      offset: how many tokens of `origin` come before these.
+    """
+
+    tokens: np.ndarray
+    document_starts: np.ndarray | None
+    origin: str
+    offset: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def sample(self) -> np.ndarray:
+        return self.tokens
+
+    @property
+    def amount(self) -> str:
+        return f"{self.size:,} tokens"
+
+
+def split(stream: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
+    """Split off the last `val_fraction` of a stream; a document may be cut in two, as in nanoGPT's split."""
+    cut = int(len(stream.tokens) * (1 - val_fraction))
+    train_starts = val_starts = stream.document_starts
+    if train_starts is not None and val_starts is not None:
+        running = np.searchsorted(train_starts, cut, side="right") - 1
+        train_starts = train_starts[: np.searchsorted(train_starts, cut)]
+        val_starts = np.maximum(val_starts[running:] - cut, 0)
+    return (
+        replace(stream, tokens=stream.tokens[:cut], document_starts=train_starts),
+        replace(stream, tokens=stream.tokens[cut:], document_starts=val_starts, offset=cut),
+    )
+
+
+# Text, where each file is a document.
+
+
+def load_texts(paths: Sequence[str], data: DataConfig) -> tuple[list[Tokens], Tokenizer]:
+    """Load text sources; an empty path is the standard library's. The tokenizer `chars` knows the characters of all."""
+    sources = [_source_files(path, data) for path in paths]
+    tokenizer = make_tokenizer(data.tokenizer, (read_text(file) for files, _ in sources for file in files))
+    return [_encode_files(files, tokenizer, origin) for files, origin in sources], tokenizer
+
+
+def _source_files(path: str, data: DataConfig) -> tuple[list[Path], str]:
+    """Return the documents of a text source, and a name for it."""
+    if path:
+        return text_files(path), path
+    if data.source != "stdlib":
+        raise UserError(f"data.source={data.source} needs data.path: the file or folder to read")
+    return stdlib_files(data.max_bytes), f"the standard library of Python {platform.python_version()}"
+
+
+def stdlib_files(max_bytes: int) -> list[Path]:
+    """Return as many of Python's own library sources, sorted by path, as fit in `max_bytes`; no tests, no tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    # The build of Python writes _sysconfigdata, which has paths of that machine.
+    sources = [file for file in files_below(root, STDLIB_LEFT_OUT) if file.match("*.py")]
+    files = [file for file in sources if not file.name.startswith("_sysconfigdata")]
+    total = np.cumsum([file.stat().st_size for file in files])
+    files = files[: np.searchsorted(total, max_bytes, side="right")]
+    if not files:
+        raise UserError(f"no standard library source in {root} fits in data.max_bytes={max_bytes}: raise it")
+    return files
+
+
+def text_files(path: str) -> list[Path]:
+    """Return the file at `path`, or every text file in the folder, sorted by path.
+
+    Hidden and empty files of a folder are left out, and so are files with a NUL byte in their first 8 KiB (git's test
+    for binary), so that a picture among the texts does no harm.
+    """
+    root = Path(path)
+    if root.is_file():
+        if root.stat().st_size == 0:
+            raise UserError(f"{path} is empty: give a file with text in it")
+        return [root]
+    if not root.is_dir():
+        raise UserError(f"no file or folder {path}: look at data.path and data.val_path")
+    files = [file for file in files_below(root) if not _looks_binary(file)]
+    if not files:
+        raise UserError(f"folder {path} has no text in it: hidden, empty and binary files do not count")
+    return files
+
+
+def files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
+    """Return a folder's files, sorted by relative path, but no empty or hidden ones and none in `left_out` folders."""
+    found = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if not name.startswith(".") and name not in left_out]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    found = [file for file in found if file.is_file() and file.stat().st_size]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _looks_binary(file: Path) -> bool:
+    with reading(file), file.open("rb") as opened:
+        return b"\0" in opened.read(8192)
+
+
+def _encode_files(files: Iterable[Path], tokenizer: Tokenizer, origin: str) -> Tokens:
+    documents = list(encode_files(files, tokenizer))
+    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
+    return Tokens(np.concatenate(documents), np.concatenate([[0], ends[:-1]]), origin)
+
+
+# A token file is NAME.bin (raw ids); beside it lie NAME.bin.json (dtype and counts), NAME.bin.docs (raw int64 document
+# starts) and NAME.bin.tokenizer.json. A .bin alone is nanoGPT's: its ids are uint16, documents and tokenizer unknown.
+
+
+def tokenize(data: DataConfig, out: str | Path) -> Tokens:
+    """Write the text source of a config (`source`, `path`, `tokenizer`, `max_bytes`) as a token file, and open it.
+
+    One document is in memory at a time, progress goes to stderr, and each file appears whole or not at all.
+
+    Raises:
+      UserError: the source is bad, the name does not end in .bin, or a file cannot be written.
+    """
+    out = Path(out)
+    if out.suffix != ".bin" or data.source == "tokens":
+        raise UserError(f"tokenize writes text to a .bin file, found source={data.source} and {out}: try tokens.bin")
+    files, _ = _source_files(data.path if data.source == "text" else "", data)
+    tokenizer = make_tokenizer(data.tokenizer, map(read_text, files))
+    dtype, count = token_dtype(tokenizer.vocab_size), 0
+    try:
+        with replacing(out.with_suffix(".bin.docs")) as starts, replacing(out) as ids:
+            progress = track(files, "tokenizing", console=Console(stderr=True))
+            for document in encode_files(progress, tokenizer):
+                starts.write(np.array(count, "<i8").tobytes())
+                ids.write(document.tobytes())
+                count += len(document)
+        meta = {"dtype": dtype.name, "tokens": count, "documents": len(files)}
+        write_whole(out.with_suffix(".bin.json"), json.dumps(meta))
+        write_whole(out.with_suffix(".bin.tokenizer.json"), tokenizer.to_json())
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
+    return open_tokens(out)
+
+
+def load_token_files(paths: Sequence[str], data: DataConfig) -> tuple[list[Tokens], Tokenizer | None]:
+    """Open token files, which must all have been written with one tokenizer, as far as they say."""
+    first = paths[0]
+    if not first:
+        raise UserError("data.source=tokens needs data.path: a .bin file, such as `jaxpar tokenize` writes")
+    streams, tokenizer = [open_tokens(path) for path in paths], stored_tokenizer(first)
+    # Presets name a tokenizer file that need not exist, because a .bin brings its own.
+    if data.tokenizer.endswith(".json") and (tokenizer is None or Path(data.tokenizer).exists()):
+        asked = load_tokenizer(data.tokenizer)
+        if tokenizer is not None and tokenizer.to_json() != asked.to_json():
+            raise UserError(
+                f"{first} was tokenized otherwise than data.tokenizer={data.tokenizer} says: write it again with "
+                f"`jaxpar tokenize --tokenizer {data.tokenizer}`, or leave data.tokenizer out"
+            )
+        tokenizer = asked
+    for path in paths[1:]:
+        other = stored_tokenizer(path)
+        if tokenizer and other and tokenizer.to_json() != other.to_json():
+            raise UserError(
+                f"{path} was tokenized otherwise than {first}, so its ids mean something else: "
+                f"write it again with `jaxpar tokenize --tokenizer {Path(first).with_suffix('.bin.tokenizer.json')}`"
+            )
+    return streams, tokenizer
+
+
+def open_tokens(path: str | Path) -> Tokens:
+    """Open a token file, memory-mapped, with the files that lie beside it.
+
+    Raises:
+      UserError: a file is missing, empty, cut short, or not the one that its .json describes.
+    """
+    path = Path(path)
+    if path.suffix != ".bin":
+        raise UserError(f"{path} is not a .bin file, which data.source=tokens reads: for text set data.source=text")
+    meta = _read_meta(path.with_suffix(".bin.json"))
+    tokens = _memory_map(path, np.dtype(meta["dtype"]).newbyteorder("<"))
+    docs = path.with_suffix(".bin.docs")
+    starts = _memory_map(docs, np.dtype("<i8")) if docs.exists() else None
+    for what, found in (("tokens", tokens), ("documents", starts)):
+        if found is not None and len(found) != meta.get(what, len(found)):
+            raise UserError(
+                f"{path} has {len(found)} {what}, its .json says {meta[what]}: "
+                "one of them was cut short or is from another run, so write them again with `jaxpar tokenize`"
+            )
+    return Tokens(tokens, starts, str(path))
+
+
+def stored_tokenizer(path: str | Path) -> Tokenizer | None:
+    """Load the tokenizer that `tokenize` left beside a token file, if there is one."""
+    stored = Path(path).with_suffix(".bin.tokenizer.json")
+    return load_tokenizer(stored) if stored.exists() else None
+
+
+def _read_meta(path: Path) -> dict:
+    try:
+        meta = json.loads(path.read_bytes()) if path.exists() else {"dtype": "uint16"}
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(meta, dict) or meta.get("dtype") not in ("uint16", "uint32"):
+        raise UserError(f'{path} describes a token file, so it must say "dtype": "uint16" or "uint32"')
+    return meta
+
+
+def _memory_map(path: Path, dtype: np.dtype) -> np.ndarray:
+    with reading(path):
+        size = path.stat().st_size
+        if size == 0 or size % dtype.itemsize:
+            raise UserError(
+                f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize} ({dtype.name}): "
+                "it was cut short, or needs a .bin.json beside it that gives another dtype"
+            )
+        return np.memmap(path, dtype, mode="r")
+
+
+# Windows.
+
+
+def window_count(stream: Tokens, seq_len: int, stride: int) -> int:
+    """Count the windows of seq_len tokens, plus the label of the last token, that begin at multiples of `stride`."""
+    return max((len(stream.tokens) - seq_len - 1) // stride + 1, 0)
+
+
+def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool, vocab_size: int) -> HostBatch:
+    """Read the windows that begin at `starts_B` as a batch.
+
+    If packed, `segments` numbers the documents of a window from 1, `positions` counts from the start of the document
+    or, where it began earlier, of the window, and the last token of a document has label -1.
+
+    Raises:
+      UserError: the vocabulary does not have an id that was read.
+    """
+    ids_BT = sliding_window_view(stream.tokens, seq_len + 1)[starts_B]
+    if ids_BT.max() >= vocab_size:
+        row, place = np.unravel_index(ids_BT.argmax(), ids_BT.shape)
+        found = int(ids_BT[row, place])  # as a uint16, found + 1 could overflow
+        raise UserError(
+            f"{stream.origin} has id {found} at token {stream.offset + starts_B[row] + place}, "
+            f"model.vocab_size={vocab_size}: raise it to at least {found + 1}, or use another tokenizer"
+        )
+    batch = {"tokens": ids_BT[:, :-1].astype(np.int32), "labels": ids_BT[:, 1:].astype(np.int32)}
+    if not pack:
+        return batch
+    assert stream.document_starts is not None, "load_corpus refuses data.pack without document starts"
+    where_BT = starts_B[:, None] + np.arange(seq_len + 1)
+    document_BT = np.searchsorted(stream.document_starts, where_BT, side="right") - 1
+    begin_BT = np.maximum(stream.document_starts[document_BT], starts_B[:, None])
+    batch["labels"][document_BT[:, 1:] != document_BT[:, :-1]] = -1
+    batch["segments"] = (document_BT - document_BT[:, :1] + 1)[:, :-1].astype(np.int32)
+    batch["positions"] = (where_BT - begin_BT)[:, :-1].astype(np.int32)
+    return batch

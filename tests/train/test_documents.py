@@ -1,0 +1,189 @@
+"""Documents of every source: the rows, the position that a resume finds again, mixtures, and what is refused."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxpar.base.config import DataConfig
+from jaxpar.base.errors import UserError
+from jaxpar.train.data import load_corpus, train_batches, unigram_entropy, val_batches
+from jaxpar.train.tokens import Tokens, read_windows
+
+datasets = pytest.importorskip("datasets")
+parquet = pytest.importorskip("pyarrow.parquet")
+arrow = pytest.importorskip("pyarrow")
+record = pytest.importorskip("array_record.python.array_record_module")
+
+DOCUMENTS = [f"{i} {line} " * (i % 4) for i, line in enumerate([*argparse.__doc__.split()[:60], "é", "x", "🙂🙂"])]
+KINDS = {
+    "hf": {"source": "hf", "path": "jsonl"},
+    "hf saved": {"source": "hf", "path": "saved:train"},
+    "hf streaming": {"source": "hf", "path": "jsonl:train", "streaming": True},
+    "hf streaming, shuffled": {"source": "hf", "path": "jsonl", "streaming": True, "shuffle_window": 5},
+    "parquet": {"source": "parquet", "path": "parquet"},
+    "parquet, shuffled": {"source": "parquet", "path": "parquet", "shuffle_window": 7},
+    "arrayrecord": {"source": "arrayrecord", "path": "records"},
+    "parquet mixed": {"source": "parquet", "mixture": ("parquet/0.parquet 0.7", "parquet/[12].parquet 0.3")},
+    "arrayrecord mixed": {"source": "arrayrecord", "mixture": ("records/0.array_record 3", "records/ 1")},
+    "text mixed": {"source": "text", "mixture": ("texts/0.txt 3", "texts/1.txt 2"), "val_fraction": 0.0},
+}
+STREAMS = [kind for kind in KINDS if "streaming" in kind or "parquet" in kind]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The same documents, in three files of each kind."""
+    root = tmp_path_factory.mktemp("documents")
+    for name in ("jsonl", "parquet", "records", "texts"):
+        (root / name).mkdir()
+    for i, part in enumerate(np.array_split(np.arange(len(DOCUMENTS)), 3)):
+        texts = [DOCUMENTS[j] for j in part]
+        table = arrow.table({"id": part, "text": texts})
+        parquet.write_table(table, root / "parquet" / f"{i}.parquet", row_group_size=4)
+        (root / "jsonl" / f"{i}.jsonl").write_text("".join(json.dumps({"id": 1, "text": t}) + "\n" for t in texts))
+        (root / "texts" / f"{i}.txt").write_text("".join(texts))
+        writer = record.ArrayRecordWriter(str(root / "records" / f"{i}.array_record"), "group_size:1")
+        for text in texts:
+            writer.write(text.encode())
+        writer.close()
+    parquet.write_table(table.slice(0, 0), root / "parquet" / "3.parquet")  # a file without rows
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": DOCUMENTS})}).save_to_disk(root / "saved")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+
+
+def config_of(kind, **changes):
+    return replace(DataConfig(seq_len=24, **KINDS[kind]), **changes)
+
+
+def batches(data, count, rows=range(4), state=None):
+    iterator = train_batches(load_corpus(data, 256).train, data, 4, rows, 256)
+    if state is not None:
+        iterator.set_state(json.loads(json.dumps(state)))
+    return [next(iterator) for _ in range(count)], iterator
+
+
+def assert_same(found, expected):
+    for left, right in zip(found, expected, strict=True):
+        assert left.keys() == right.keys()
+        for key in left:
+            np.testing.assert_array_equal(left[key], right[key], err_msg=key)
+            assert left[key].dtype == np.int32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_position_is_exact_in_any_state(kind):
+    """Over more than two epochs, with and without reading ahead, from a state that has been through JSON."""
+    data = config_of(kind, pack="mixed" not in kind, prefetch=0)
+    whole, _ = batches(data, 40)
+    _, running = batches(replace(data, prefetch=2), 0)
+    for step in range(36):
+        if step % 5 == 0 or step in (17, 18, 19):
+            assert_same(batches(data, 3, state=running.get_state())[0], whole[step : step + 3])
+        next(running)
+
+
+@pytest.mark.parametrize("kind", ["hf streaming", "arrayrecord mixed", "text mixed"])
+def test_processes_together_read_the_global_batch(kind):
+    whole, _ = batches(config_of(kind), 6)
+    halves = [batches(config_of(kind), 6, rows)[0] for rows in ([0, 3], [1, 2])]
+    for one, (left, right) in zip(whole, zip(*halves, strict=True), strict=True):
+        np.testing.assert_array_equal(one["tokens"][[0, 3]], left["tokens"])
+        np.testing.assert_array_equal(one["labels"][[1, 2]], right["labels"])
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("kind", ["hf streaming", "parquet"])
+def test_rows_of_a_stream_equal_windows_of_its_text(kind, pack, capsys):
+    ids = [np.frombuffer(text.encode(), np.uint8) for text in DOCUMENTS * 3 if text]
+    starts = np.cumsum([0, *map(len, ids)])[:-1]
+    text = Tokens(np.concatenate(ids), starts, "text")
+    whole, _ = batches(config_of(kind, pack=pack), 20)
+    expected = [read_windows(text, np.arange(i, i + 4) * 25, 24, pack, 256) for i in range(0, 80, 4)]
+    assert_same(whole, expected)
+    assert "is read to its end: epoch 2 begins" in capsys.readouterr().out
+
+
+def test_random_access_reads_every_document_once_an_epoch_in_a_new_order():
+    data = config_of("hf saved", pack=True, seq_len=8)
+    texts = b"".join(bytes(row[:].astype(np.uint8)) for batch in batches(data, 90)[0] for row in batch["tokens"])
+    other = batches(replace(data, seed=1), 1)[0][0]["tokens"]
+    assert not np.array_equal(other, batches(data, 1)[0][0]["tokens"])
+    words = [text.split()[0].encode() for text in DOCUMENTS if len(text) > 20]
+    assert sum(word in texts for word in words) > 0.9 * len(words)
+
+
+def test_a_mixture_has_the_shares_it_asks_for(tmp_path):
+    for name in "ab":
+        parquet.write_table(arrow.table({"text": [name * 7] * 5}), tmp_path / f"{name}.parquet")
+    data = DataConfig(source="parquet", mixture=(f"{tmp_path}/a.parquet 3", f"{tmp_path}/b.parquet 1"), seq_len=8)
+    data = replace(data, val_path=f"{tmp_path}/b.parquet")
+    corpus = load_corpus(data, 256)
+    read = np.concatenate([b["tokens"] for b in batches(data, 100)[0]])
+    assert np.mean(read == ord("a")) == pytest.approx(0.75, abs=0.01)
+    assert unigram_entropy(corpus.train.sample) == pytest.approx(0.5623, abs=0.02)  # of 3/4 and 1/4
+    assert corpus.train.size == 10 and "0.75" in corpus.train.origin
+    assert corpus.val is not None
+
+
+@pytest.mark.parametrize("kind", ["hf streaming", "parquet", "arrayrecord"])
+def test_validation_reads_each_document_once_and_fills_up(kind):
+    data = config_of(kind, pack=True)
+    data = replace(data, val_path=data.path)
+    corpus = load_corpus(data, 256)
+    read = list(val_batches(corpus.val, data, 4, range(4), 256))
+    total = sum(len(text.encode()) for text in DOCUMENTS)
+    rows = -(-total // 25)
+    assert len(read) == -(-rows // 4)
+    segments = np.concatenate([batch["segments"] for batch in read])
+    assert (segments > 0).sum() in (total - rows, total - rows + 1)  # a row leaves its last token to the label
+    assert not any((batch["labels"][batch["segments"] == 0] != -1).any() for batch in read)
+    assert_same(list(val_batches(corpus.val, data, 4, range(4), 256, 2)), read[:2])
+    assert_same(list(val_batches(corpus.val, data, 4, [2], 256)), [{k: v[[2]] for k, v in b.items()} for b in read])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": "hf", "path": "jsonl", "column": "body"}, r"jsonl has no column 'body', .*it has id, text"),
+        ({"source": "parquet", "path": "parquet", "column": "body"}, "has no column 'body'.*it has id, text"),
+        ({"source": "parquet", "path": "parquet", "column": "id"}, "column 'id' has a value that is no text"),
+        ({"source": "parquet", "path": "parquet/3.parquet"}, r"3\.parquet is empty"),
+        ({"source": "parquet", "path": "jsonl"}, r"no \.parquet file at jsonl"),
+        ({"source": "parquet", "path": "jsonl/0.jsonl"}, "cannot read jsonl/0.jsonl as data.source=parquet"),
+        ({"source": "arrayrecord", "path": "records/*.rec"}, r"no \.array_record file at records/\*\.rec"),
+        ({"source": "hf", "path": "nobody/no_such_set"}, "cannot read nobody/no_such_set as data.source=hf: .*reach"),
+        ({"source": "hf", "path": "jsonl:test"}, "cannot read jsonl:test as data.source=hf: .*test"),
+        ({"source": "hf", "path": ""}, "data.source=hf needs data.path"),
+        ({"source": "hf", "path": "jsonl", "tokenizer": "chars"}, "data.tokenizer=chars reads all of a text"),
+        ({"source": "parquet", "path": "parquet/2.parquet", "seq_len": 99999}, "training tokens, one window takes"),
+        ({"source": "text", "mixture": ("texts/0.txt",)}, "takes a path and a weight above 0"),
+        ({"source": "text", "mixture": ("texts/0.txt -1",)}, "takes a path and a weight above 0"),
+        ({"source": "text", "mixture": ("texts/9.txt 1",)}, "no file or folder texts/9.txt"),
+    ],
+)
+def test_bad_input_is_one_clear_line(changes, message, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=message) as refused:
+        load_corpus(DataConfig(**changes), 256)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_that_does_not_fit_the_vocabulary_is_refused(kind):
+    with pytest.raises(UserError, match=r"has 256 tokens, model\.vocab_size=255"):
+        load_corpus(config_of(kind), 255)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'jaxpar\[data\]'"):
+        load_corpus(config_of("hf"), 256)
