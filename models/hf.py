@@ -128,7 +128,17 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
             read = partial(_fill, reads[name], len(leaf.shape) - len(letters[name]), leaf.dtype)
             return _place(leaf.shape, sharding, read)
 
-        return jax.tree_util.tree_map_with_path(load, shapes, shardings)
+        loaded = jax.tree_util.tree_map_with_path(load, shapes, shardings)
+    return _shift_norms(loaded, HF_FAMILIES[model_type(model.config)].norm_offset)
+
+
+def _shift_norms(params: Params, by: float) -> Params:
+    """Add to the scales of norms what a checkpoint leaves out."""
+
+    def shift(path, leaf):
+        return leaf + by if path_name(path).endswith("norm.scale") else leaf
+
+    return jax.tree_util.tree_map_with_path(shift, params) if by else params
 
 
 def _open(path: Path, files: ExitStack) -> dict[str, _Source]:
@@ -299,6 +309,7 @@ def export_hf(
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise UserError(f"{folder} is there already and not an empty folder: export into a new one")
     config = hf_config(model.config) | {"dtype": dtype}
+    params = _shift_norms(params, -HF_FAMILIES[model_type(model.config)].norm_offset)
     arrays = hf_tensors(params, model, dtype)
     if jax.process_index() == 0:
         unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.partial")

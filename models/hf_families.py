@@ -7,15 +7,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.toml import from_dict
+from jaxpar.models.masks import has_window, parse
 
 REQUIRED = object()
 Json = dict[str, Any]  # a config.json: another program wrote it, so its values may be anything
+
+
+class Local(NamedTuple):
+    """How a config.json says which layers have a sliding window of `sliding_window` tokens.
+
+    Attributes:
+      absent: what an absent `sliding_window` means; null is no window.
+      where: `(config.json, layer) -> ` whether the layer has it, where there are no `layer_types`; None = all have it.
+      extra: what is written besides `sliding_window` and `layer_types`, for a model with windows and for one without.
+    """
+
+    absent: int | None
+    where: Callable[[Json, int], bool] | None = None
+    extra: tuple[Json, Json] = ({}, {})
 
 
 class HfFamily(NamedTuple):
@@ -24,12 +41,17 @@ class HfFamily(NamedTuple):
     Attributes:
       family: our name of it.
       architecture: the transformers class that runs it.
-      sizes: our field -> its key in config.json, and the value that an absent or null key stands for.
+      sizes: our field -> its key in config.json, the value that an absent key stands for, and that of a null, if it is
+        another.
       fixed: keys for which our model has no field -> the values that it computes; the first is written, and is what an
         absent key means.
       rope_theta: the value that an absent key means; None for a family without RoPE.
       prefix: what some checkpoints put before every name but the head's, and others leave out.
       ignored: endings of names that are not parameters (constants that old releases saved).
+      local: how windows are said; None = there are none.
+      local_theta: what an absent base of RoPE in layers with a window means; None = they have no base of their own.
+      query_scalar: the absent value of the number whose inverse root is the query's scale; 0 = there is none.
+      norm_offset: what is added to the scale of a norm of the file.
       tensors: name -> (dims, parameters). The dims are a parameter's, as the file orders and merges them: "Hh D" is a
         [heads * head_dim, embed] matrix. Several parameters lie side by side along the last dim. A tensor whose name
         has {layer} or {expert} holds one layer or expert of a stacked parameter.
@@ -37,12 +59,16 @@ class HfFamily(NamedTuple):
 
     family: str
     architecture: str
-    sizes: dict[str, tuple[str, object]]
+    sizes: dict[str, tuple[object, ...]]
     fixed: dict[str, tuple[object, ...]]
     rope_theta: float | None
     prefix: str
     ignored: tuple[str, ...]
     tensors: dict[str, tuple[str, ...]]
+    local: Local | None = None
+    local_theta: float | None = None
+    query_scalar: int = 0
+    norm_offset: float = 0.0
 
 
 _GPT2 = HfFamily(  # its matrices are [in, out]
@@ -123,6 +149,14 @@ _LLAMA = HfFamily(  # its matrices are [out, in]
     },
 )
 
+_SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
+_MISTRAL = _LLAMA._replace(
+    architecture="MistralForCausalLM",
+    sizes=_LLAMA.sizes | {"kv_heads": ("num_key_value_heads", 8)},
+    fixed=_SILU,
+    local=Local(absent=4096),
+)
+
 _EXPERT = "model.layers.{layer}.block_sparse_moe.experts.{expert}."
 _MIXTRAL = _LLAMA._replace(
     architecture="MixtralForCausalLM",
@@ -133,8 +167,9 @@ _MIXTRAL = _LLAMA._replace(
         "experts": ("num_local_experts", 8),
         "experts_per_token": ("num_experts_per_tok", 2),
     },
-    fixed={"hidden_act": ("silu", "swish"), "sliding_window": (None,), "router_jitter_noise": (0.0,)},
+    fixed=_SILU | {"router_jitter_noise": (0.0,)},
     rope_theta=1e6,
+    local=Local(absent=None),
     tensors={name: row for name, row in _LLAMA.tensors.items() if ".mlp." not in name}
     | {
         "model.layers.{layer}.block_sparse_moe.gate.weight": ("E D", "blocks.router"),
@@ -144,7 +179,76 @@ _MIXTRAL = _LLAMA._replace(
     },
 )
 
-HF_FAMILIES = {"gpt2": _GPT2, "llama": _LLAMA, "mixtral": _MIXTRAL}
+_ATTENTION = "model.layers.{layer}.self_attn."
+_QWEN2 = _LLAMA._replace(
+    family="qwen2",
+    architecture="Qwen2ForCausalLM",
+    sizes=_LLAMA.sizes | {"kv_heads": ("num_key_value_heads", 32)},
+    fixed=_SILU,
+    local=Local(
+        absent=4096,
+        where=lambda hf, layer: bool(hf.get("use_sliding_window")) and layer >= hf.get("max_window_layers", 28),
+        extra=({"use_sliding_window": True, "max_window_layers": 0}, {"use_sliding_window": False}),
+    ),
+    tensors=_LLAMA.tensors
+    | {
+        _ATTENTION + "q_proj.bias": ("Hh", "blocks.q_bias"),
+        _ATTENTION + "k_proj.bias": ("Kh", "blocks.k_bias"),
+        _ATTENTION + "v_proj.bias": ("Kh", "blocks.v_bias"),
+    },
+)
+_QK_NORMS: dict[str, tuple[str, ...]] = {
+    _ATTENTION + "q_norm.weight": ("h", "blocks.q_norm.scale"),
+    _ATTENTION + "k_norm.weight": ("h", "blocks.k_norm.scale"),
+}
+_QWEN3 = _QWEN2._replace(
+    family="qwen3",
+    architecture="Qwen3ForCausalLM",
+    sizes=_QWEN2.sizes | {"head_dim": ("head_dim", 128)},
+    fixed=_SILU | {"attention_bias": (False,)},
+    tensors=_LLAMA.tensors | _QK_NORMS,
+)
+
+_GEMMA2 = _LLAMA._replace(
+    family="gemma2",
+    architecture="Gemma2ForCausalLM",
+    sizes=_LLAMA.sizes
+    | {
+        "kv_heads": ("num_key_value_heads", 4),
+        "head_dim": ("head_dim", 256),
+        "tied_head": ("tie_word_embeddings", True),
+        "attention_softcap": ("attn_logit_softcapping", 50.0, 0.0),
+        "logit_softcap": ("final_logit_softcapping", 30.0, 0.0),
+    },
+    fixed={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_bias": (False,),
+        "use_bidirectional_attention": (None, False),
+    },
+    local=Local(absent=4096, where=lambda hf, layer: layer % 2 == 0),
+    query_scalar=256,
+    norm_offset=1.0,
+    tensors=_LLAMA.tensors
+    | {
+        "model.layers.{layer}.post_attention_layernorm.weight": ("D", "blocks.attention_post_norm.scale"),
+        "model.layers.{layer}.pre_feedforward_layernorm.weight": ("D", "blocks.mlp_norm.scale"),
+        "model.layers.{layer}.post_feedforward_layernorm.weight": ("D", "blocks.mlp_post_norm.scale"),
+    },
+)
+_GEMMA3 = _GEMMA2._replace(
+    family="gemma3",
+    architecture="Gemma3ForCausalLM",
+    sizes={key: row for key, row in _GEMMA2.sizes.items() if key != "attention_softcap"}
+    | {"logit_softcap": ("final_logit_softcapping", 0.0, 0.0)},
+    fixed=_GEMMA2.fixed | {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
+    rope_theta=1e6,
+    local=Local(absent=4096, where=lambda hf, layer: (layer + 1) % hf.get("sliding_window_pattern", 6) > 0),
+    local_theta=1e4,
+    tensors=_GEMMA2.tensors | _QK_NORMS,
+)
+
+HF_FAMILIES = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _MISTRAL, "mixtral": _MIXTRAL, "qwen2": _QWEN2,
+               "qwen3": _QWEN3, "gemma2": _GEMMA2, "gemma3_text": _GEMMA3}  # fmt: skip
 
 # Our fields -> the keys of the llama3 context extension.
 _ROPE = {
@@ -156,8 +260,13 @@ _ROPE = {
 
 
 def model_type(config: ModelConfig) -> str:
-    """Return Hugging Face's name for such a model: a LLaMA with experts is a Mixtral."""
-    return "mixtral" if config.experts else config.family
+    """Return Hugging Face's name for such a model: a LLaMA with windows is a Mistral, with experts a Mixtral."""
+    names = [
+        name
+        for name, table in HF_FAMILIES.items()
+        if table.family == config.family and ("experts" in table.sizes) == bool(config.experts)
+    ]
+    return (names or [config.family])[0 if set(config.masks) == {"causal"} else -1]
 
 
 def hf_family(name: str, origin: str) -> HfFamily:
@@ -165,6 +274,11 @@ def hf_family(name: str, origin: str) -> HfFamily:
     if name in HF_FAMILIES:
         return HF_FAMILIES[name]
     known = ", ".join(HF_FAMILIES)
+    if f"{name}_text" in HF_FAMILIES:
+        raise UserError(
+            f"{origin}: a {name} reads images too, and only its text is a model here: save that part alone, with "
+            "transformers' AutoModelForImageTextToText.from_pretrained(...).model.language_model.save_pretrained(...)"
+        )
     raise UserError(f"{origin}: model_type {name!r} is not supported{suggest(name, HF_FAMILIES)}: only {known}")
 
 
@@ -192,15 +306,20 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
         raise UserError(f"{file} is not valid JSON ({error}): download it again") from error
     if not isinstance(hf, dict):
         raise UserError(f"{file} is not a JSON object: download it again")
-    name = str(_value(hf, "model_type", REQUIRED, file))
+    name = str(_value(hf, "model_type", REQUIRED, file=file))
     family = hf_family(name, str(file))
-    values = {field: _value(hf, key, absent, file) for field, (key, absent) in family.sizes.items()}
+    values = {field: _value(hf, *row, file=file) for field, row in family.sizes.items()}
     for key, accepted in family.fixed.items():
         if hf.get(key, accepted[0]) not in accepted:
             raise UserError(f"{file}: {key}={hf[key]!r} is not supported: only {' or '.join(map(repr, accepted))}")
     if family.rope_theta:
-        values |= _rope_fields(hf, family.rope_theta, file)
+        values |= _rope_fields(hf, family, file)
+    if family.local:
+        values["masks"] = _masks(hf, family.local, values["layers"], file)
     config = from_dict(ModelConfig, {"family": family.family, **values}, str(file))
+    if family.query_scalar:
+        scalar = float(_value(hf, "query_pre_attn_scalar", family.query_scalar, file=file))
+        config = dataclasses.replace(config, query_scale=0.0 if scalar == config.head_size else scalar**-0.5)
     return dataclasses.replace(
         config,
         mlp=config.mlp or 4 * config.embed,
@@ -226,40 +345,95 @@ def hf_config(config: ModelConfig) -> Json:
             f"a {config.family} checkpoint cannot say model.head_dim={head_dim}: with model.heads={config.heads} "
             f"and model.embed={config.embed} it must be {config.embed // config.heads}"
         )
-    for field in ("masks", "logit_softcap", "attention_softcap", "query_scale", "rope_local_theta", "rope_scaling"):
-        if getattr(config, field) != getattr(ModelConfig(), field):
-            raise UserError(
-                f"a {config.family} checkpoint cannot say model.{field}={getattr(config, field)}: it would be read as "
-                f"that of a model without"
-            )
+    windows = {word for word in config.masks if word != "causal"}
+    windows, turns = {word for word in config.masks if word != "causal"}, len(set(config.masks)) > 1
+    sayable = family.local and len(windows) <= 1 and all(map(has_window, windows)) and (family.local.where or not turns)
+    scalar = round(config.query_scale**-2) if config.query_scale else head_dim
+    unsaid = {
+        "masks": windows and not sayable,
+        "query_scale": config.query_scale
+        and not (family.query_scalar and math.isclose(config.query_scale, scalar**-0.5, rel_tol=1e-6)),
+        "rope_local_theta": config.rope_local_theta and not family.local_theta,
+        "logit_softcap": config.logit_softcap and "logit_softcap" not in family.sizes,
+        "attention_softcap": config.attention_softcap and "attention_softcap" not in family.sizes,
+    }
+    for field in (field for field, wrong in unsaid.items() if wrong):
+        raise UserError(
+            f"a {name} checkpoint cannot say model.{field}={getattr(config, field)}: it would be read as that of a "
+            f"model without"
+        )
     values = dataclasses.asdict(config) | {"kv_heads": config.kv_head_count, "head_dim": head_dim}
     hf: Json = {"architectures": [family.architecture], "model_type": name}
-    hf |= {key: values[field] for field, (key, _) in family.sizes.items()}
+    for field, (key, _, *null) in family.sizes.items():
+        hf[str(key)] = None if null and values[field] == null[0] else values[field]
     hf |= {key: accepted[0] for key, accepted in family.fixed.items()}
     hf |= {"bos_token_id": None, "eos_token_id": None}
     if family.rope_theta:
-        scaling = {"rope_type": "llama3"} | {key: values[field] for field, key in _ROPE.items()}
+        fields = _ROPE if config.rope_scaling == "llama3" else {"rope_factor": "factor"}
+        scaling = {"rope_type": config.rope_scaling} | {key: values[field] for field, key in fields.items()}
         hf |= {"rope_theta": config.rope_theta, "rope_scaling": scaling if config.rope_factor != 1 else None}
+    if family.local_theta:
+        hf["rope_local_base_freq"] = config.rope_local_theta or config.rope_theta
+    if family.query_scalar:
+        hf["query_pre_attn_scalar"] = scalar
+    if family.local:
+        hf["sliding_window"] = parse(windows.pop())[1]["tokens"] if windows else None
+        hf |= family.local.extra[hf["sliding_window"] is None]
+        if family.local.where:
+            words = [config.masks[i % config.kinds] for i in range(config.layers)]
+            hf["layer_types"] = [_TYPES["causal" if word == "causal" else "window"] for word in words]
     return hf
 
 
-def _value(table: Json, key: str, absent: object, file: Path) -> Any:
+_TYPES = {"causal": "full_attention", "window": "sliding_attention"}
+
+
+def _masks(hf: Json, local: Local, layers: int, file: Path) -> list[str]:
+    """Return the words of the layers, of one period."""
+    window = hf.get("sliding_window", local.absent)
+    types = hf.get("layer_types") if local.where else None
+    if types is None:
+        types = [_TYPES["window" if local.where is None or local.where(hf, i) else "causal"] for i in range(layers)]
+    if len(types) != layers or not set(types) <= set(_TYPES.values()):
+        raise UserError(
+            f"{file}: layer_types has {len(types)} entries, {', '.join(sorted(set(map(str, types))))}: only "
+            f"{' and '.join(_TYPES.values())} are supported, one for each of {layers} layers"
+        )
+    words = ["causal" if window is None or kind == _TYPES["causal"] else f"window({window})" for kind in types]
+    period = next(p for p in range(1, layers + 1) if all(word == words[i % p] for i, word in enumerate(words)))
+    return words[:period]
+
+
+def _value(table: Json, key: str, absent: object, null: object = None, *, file: Path) -> Any:
     value = table.get(key)
     if value is None and absent is REQUIRED:
         raise UserError(f"{file} has no {key}: add it, or download the file again")
-    return absent if value is None else value
+    if value is None:
+        return null if key in table and null is not None else absent
+    return value
 
 
-def _rope_fields(hf: Json, theta: float, file: Path) -> Json:
-    """Return our rope fields; transformers 5 writes all in `rope_parameters`, 4 the extension in `rope_scaling`."""
+def _rope_fields(hf: Json, family: HfFamily, file: Path) -> Json:
+    """Return our rope fields.
+
+    transformers 5 writes all in `rope_parameters`, where layers with a window may have a table of their own; 4 writes
+    the extension in `rope_scaling`, and the base of those layers in `rope_local_base_freq`.
+    """
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    local = rope.get(_TYPES["window"]) or {}
+    rope = (rope.get(_TYPES["causal"]) or {}) if _TYPES["causal"] in rope else rope
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UserError(f"{file}: rope_type {kind!r} is not supported: only default and llama3")
+    if kind not in ("default", "llama3", "linear") or local.get("rope_type", "default") != "default":
+        kind = kind if kind not in ("default", "llama3", "linear") else local["rope_type"]
+        raise UserError(f"{file}: rope_type {kind!r} is not supported: only default, llama3 and linear")
     rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1))
     if rotated != 1:
         raise UserError(f"{file}: partial_rotary_factor={rotated!r} is not supported: only 1, the whole head rotates")
-    fields = {"rope_theta": rope.get("rope_theta", hf.get("rope_theta", theta))}
-    if kind == "llama3":
-        fields |= {field: _value(rope, key, REQUIRED, file) for field, key in _ROPE.items()}
+    fields = {"rope_theta": rope.get("rope_theta", hf.get("rope_theta", family.rope_theta))}
+    if family.local_theta:
+        fields["rope_local_theta"] = local.get("rope_theta", hf.get("rope_local_base_freq", family.local_theta))
+    if kind != "default":
+        keys = _ROPE if kind == "llama3" else {"rope_factor": "factor"}
+        fields |= {field: _value(rope, key, REQUIRED, file=file) for field, key in keys.items()}
+        fields["rope_scaling"] = kind
     return fields

@@ -17,13 +17,32 @@ LLAMA = dataclasses.replace(GPT2, family="llama", kv_heads=2, head_dim=6, tied_h
 UNTIED = dataclasses.replace(GPT2, tied_head=False)
 MIXTRAL = dataclasses.replace(LLAMA, experts=4, experts_per_token=3, rope_theta=1e6)
 LONG = dataclasses.replace(LLAMA, rope_theta=500000.0, rope_factor=8.0, rope_original_seq_len=32, norm_eps=1e-6)
-
-
-@pytest.mark.parametrize(
-    "config", [GPT2, UNTIED, LLAMA, LONG, MIXTRAL], ids=["gpt2", "untied", "llama", "llama3", "mixtral"]
+LINEAR = dataclasses.replace(LLAMA, rope_factor=8.0, rope_scaling="linear")
+MISTRAL = dataclasses.replace(LLAMA, masks=("window(9)",))
+QWEN2 = dataclasses.replace(LLAMA, family="qwen2")
+QWEN3 = dataclasses.replace(LLAMA, family="qwen3", masks=("causal", "window(9)", "window(9)"))
+GEMMA2 = dataclasses.replace(
+    LLAMA, family="gemma2", masks=("window(9)", "causal"), attention_softcap=50.0, query_scale=144**-0.5
 )
-def test_config_round_trip(config, tmp_path):
+GEMMA3 = dataclasses.replace(
+    LINEAR, family="gemma3", masks=("window(9)", "causal"), rope_theta=1e6, rope_local_theta=1e4, tied_head=True
+)
+CONFIGS = {
+    "gpt2": (GPT2, UNTIED),
+    "llama": (LLAMA, LONG, LINEAR),
+    "mistral": (MISTRAL,),
+    "mixtral": (MIXTRAL, dataclasses.replace(MIXTRAL, masks=("window(9)",))),
+    "qwen2": (QWEN2, dataclasses.replace(QWEN2, masks=("window(9)",))),
+    "qwen3": (QWEN3,),
+    "gemma2": (GEMMA2, dataclasses.replace(GEMMA2, logit_softcap=30.0, attention_softcap=0.0)),
+    "gemma3_text": (GEMMA3,),
+}
+
+
+@pytest.mark.parametrize(("name", "config"), [(name, config) for name, found in CONFIGS.items() for config in found])
+def test_config_round_trip(name, config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config(config)))
+    assert hf_config(config)["model_type"] == name
     assert model_config_from_hf(tmp_path) == config
 
 
@@ -65,9 +84,17 @@ def test_absent_keys_mean_what_transformers_means(tmp_path):
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu' or 'swish'"),
         (GPT2, {"activation_function": "relu"}, "activation_function='relu' is not supported: only 'gelu_new'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2}}, "'linear' is not supported: only default"),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "yarn", "factor": 2}},
+            "'yarn' is not supported: only default, llama3 and",
+        ),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "has no low_freq_factor"),
-        (MIXTRAL, {"sliding_window": 4096}, "sliding_window=4096 is not supported: only None"),
+        (LLAMA, {"model_type": "gemma3"}, r"only its text is a model here: save .*\.language_model\.save_pretrained"),
+        (GEMMA2, {"layer_types": ["sliding_attention"]}, "layer_types has 1 entries, sliding_attention: only full_att"),
+        (GEMMA2, {"layer_types": ["linear_attention"] * 3}, "has 3 entries, linear_attention: only full_attention and"),
+        (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        (GEMMA3, {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}}, "'yarn' is"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1"),
     ],
 )
@@ -85,9 +112,51 @@ def test_unreadable_config(tmp_path):
             model_config_from_hf(tmp_path)
 
 
+def test_forms_of_windows(tmp_path):
+    absent = {"layer_types": ..., "sliding_window": 9}
+    for pattern, masks in (
+        (2, ("window(9)", "causal")),
+        (6, ("window(9)",)),
+        (3, (*["window(9)"] * 2, "causal")),
+    ):
+        older = changed(GEMMA3, tmp_path, **absent, sliding_window_pattern=pattern)
+        assert older == dataclasses.replace(GEMMA3, masks=masks)
+    assert changed(GEMMA2, tmp_path, **absent) == GEMMA2
+    assert changed(MISTRAL, tmp_path, sliding_window=...).masks == ("window(4096)",)
+    assert changed(MISTRAL, tmp_path, sliding_window=None) == LLAMA
+    assert changed(MIXTRAL, tmp_path, sliding_window=...) == MIXTRAL
+    older = changed(QWEN3, tmp_path, **absent, use_sliding_window=True, max_window_layers=1)
+    assert older == QWEN3
+    off = changed(QWEN3, tmp_path, **absent, use_sliding_window=False)
+    assert off == dataclasses.replace(QWEN3, masks=("causal",))
+
+
+def test_forms_of_local_rope_and_soft_caps(tmp_path):
+    whole, local = (
+        {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        {"rope_type": "default", "rope_theta": 10.0},
+    )
+    flat = {"rope_scaling": ..., "rope_theta": ..., "rope_local_base_freq": ...}
+    five = {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
+    assert changed(GEMMA3, tmp_path, **flat, **five) == dataclasses.replace(GEMMA3, rope_local_theta=10.0)
+    bare = changed(GEMMA3, tmp_path, **flat)
+    assert (bare.rope_theta, bare.rope_local_theta, bare.rope_factor) == (1e6, 1e4, 1.0)
+    absent = changed(
+        GEMMA2, tmp_path, attn_logit_softcapping=..., final_logit_softcapping=..., query_pre_attn_scalar=...
+    )
+    assert (absent.attention_softcap, absent.logit_softcap, absent.query_scale) == (50.0, 30.0, 1 / 16)
+    assert changed(GEMMA2, tmp_path, attn_logit_softcapping=None).attention_softcap == 0
+
+
 def test_gpt2_has_no_free_head_dim():
-    for field, value in (("masks", ("window(8)",)), ("logit_softcap", 8)):
+    sizes = {"logit_softcap": 8.0, "attention_softcap": 8.0, "query_scale": 0.8, "rope_local_theta": 8.0}
+    for field, value in sizes.items():
         with pytest.raises(UserError, match=rf"a llama checkpoint cannot say model.{field}=.*8.*without"):
             hf_config(ModelConfig(family="llama", **{field: value}))
+    for masks in (("bigbird",), ("window(8)", "causal"), ("window(8)", "window(9)")):
+        with pytest.raises(UserError, match=r"a mistral checkpoint cannot say model.masks=.*without"):
+            hf_config(ModelConfig(family="llama", masks=masks))
+    with pytest.raises(UserError, match=r"a gemma2 checkpoint cannot say model.query_scale=0.8"):
+        hf_config(dataclasses.replace(GEMMA2, query_scale=0.8))
     with pytest.raises(UserError, match=r"a gpt2 checkpoint cannot say model.head_dim=8.*it must be 4"):
         hf_config(dataclasses.replace(GPT2, head_dim=8))
