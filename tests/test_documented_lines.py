@@ -133,6 +133,7 @@ def folder(tmp_path: Path) -> Path:
     for i in range(3):
         lines = [json.dumps({"text": f"{i} the quick brown fox\n" * 99}) + "\n" for _ in range(9)]
         (tmp_path / "my_documents" / f"{i}.jsonl").write_text("".join(lines))
+    (tmp_path / "held_out.jsonl").write_text("".join(lines))
     talk = json.dumps({"prompt": "Which animal jumps? ", "completion": "The quick brown fox."})
     (tmp_path / "talks.jsonl").write_text(f"{talk}\n" * 20)
     (tmp_path / "docs").symlink_to(ROOT / "docs")

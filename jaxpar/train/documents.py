@@ -123,7 +123,7 @@ def _open_hf(name: str, data: DataConfig) -> tuple[Source, int | None]:
             found = found[split] if isinstance(found, datasets.DatasetDict) else found
             found = found.to_iterable_dataset() if data.streaming else found
         else:
-            where, files = (str(place.parent), place.name) if place.is_file() else (path, None)
+            where, files = (str(place.absolute().parent), place.name) if place.is_file() else (path, None)
             found = load(where, *config, data_files=files, split=split, streaming=data.streaming)
         return found.select_columns(data.column) if data.column in (found.column_names or ()) else found
 

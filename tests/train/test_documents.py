@@ -1,14 +1,19 @@
 """Documents of every source: the rows, the position that a resume finds again, mixtures, and what is refused."""
 
 import argparse
+import hashlib
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jaxpar.base.config import DataConfig
+from jaxpar.base.config import Config, DataConfig, override
 from jaxpar.base.errors import UserError
+from jaxpar.base.toml import to_toml
 from jaxpar.train.data import load_corpus, train_batches, unigram_entropy, val_batches
 from jaxpar.train.tokens import Tokens, read_windows
 
@@ -121,6 +126,14 @@ def test_random_access_reads_every_document_once_an_epoch_in_a_new_order():
     assert sum(word in texts for word in words) > 0.9 * len(words)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_may_be_one_file(folder, monkeypatch, streaming):
+    monkeypatch.chdir(folder / "jsonl")
+    corpus = load_corpus(DataConfig(source="hf", path="0.jsonl", streaming=streaming), 256)
+    assert corpus.train.size == (None if streaming else len(np.array_split(DOCUMENTS, 3)[0]))
+    assert corpus.val is None
+
+
 def test_a_mixture_has_the_shares_it_asks_for(tmp_path):
     for name in "ab":
         parquet.write_table(arrow.table({"text": [name * 7] * 5}), tmp_path / f"{name}.parquet")
@@ -187,3 +200,51 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(UserError, match=r"pip install 'jaxpar\[data\]'"):
         load_corpus(config_of("hf"), 256)
+
+
+WATCHED = """
+import hashlib, os, signal, sys
+import jaxpar.train.loop as loop
+from jaxpar.cli.main import main
+put, (record, last), folder = loop.put_batch, sys.argv[1:3], sys.argv[3]
+def watched(rows, plan):
+    ids = b"".join(rows[name].tobytes() for name in ("tokens", "labels", "segments"))
+    with open(record, "a") as file:
+        file.write(hashlib.sha256(ids).hexdigest() + "\\n")
+    if os.path.isdir(f"{folder}/checkpoints/{last}") and last != "none":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return put(rows, plan)
+loop.put_batch = watched
+sys.exit(main(sys.argv[4:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hf streaming, shuffled", "parquet", "arrayrecord", "parquet mixed"])
+def test_a_killed_run_goes_on_with_the_same_ids(kind, folder, tmp_path):
+    """SIGKILL in the middle of real training, some steps after a checkpoint; the ids are hashed, batch by batch."""
+    data, run, steps = config_of(kind, pack=True), tmp_path / "run", 30
+    expected = [
+        hashlib.sha256(b"".join(batch[name].tobytes() for name in ("tokens", "labels", "segments"))).hexdigest()
+        for batch in batches(data, steps)[0]
+    ]
+    config = {"data." + key: value for key, value in vars(data).items()}
+    config |= {"train.steps": steps, "train.batch": 4, "train.warmup_steps": 1, "checkpoint.every": 5}
+    config |= {"model.layers": 1, "model.embed": 32, "model.heads": 2, "model.mlp": 32, "mesh.platform": "cpu"}
+    (tmp_path / "config.toml").write_text(to_toml(override(Config(), config)))
+
+    def train(record, last):
+        words = [str(tmp_path / record), last, str(run), "train", str(tmp_path / "config.toml"), "--run", str(run)]
+        done = subprocess.run(
+            [sys.executable, "-c", WATCHED, *words], cwd=folder, capture_output=True, text=True, check=False
+        )
+        return done, (tmp_path / record).read_text().split()
+
+    killed, before = train("before", "15")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed, after = train("after", "none")
+    assert resumed.returncode == 0, resumed.stderr
+    assert before == expected[: len(before)] and 15 < len(before) < steps
+    assert len(after) in (15, 10), "resumed at the newest checkpoint"
+    assert after == expected[-len(after) :]
+    print(f"{kind}: killed at batch {len(before)}, resumed at {steps - len(after) + 1}, sha256 {after[-1][:16]}")
