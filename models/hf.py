@@ -11,23 +11,25 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import groupby, islice, product
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from safetensors import SafetensorError, safe_open
 
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import LogicalAxis, path_name
+from jaxpar.base.plan import Plan, param_dtype
+from jaxpar.base.sharding import Axes, KeyPath, LogicalAxis, path_name
 from jaxpar.models.hf_families import HF_FAMILIES, Json, hf_config, model_config_from_hf, model_type
+from jaxpar.models.layers import lora_scale
+from jaxpar.models.lora import base_config
 from jaxpar.models.model import Model, Params
 
 __all__ = ["export_hf", "hf_config", "hf_tensors", "import_hf", "model_config_from_hf"]
@@ -40,35 +42,45 @@ _READABLE = ("F32", "BF16", "F16")
 _WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 _FIT = "build the model from model_config_from_hf of the same checkpoint"
 _LETTERS: dict[LogicalAxis | None, str] = {
-    "vocab": "V", "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "h", "mlp": "F"
+    "vocab": "V", "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "h", "mlp": "F",
+    "rank": "r",
 }  # fmt: skip
 _NEVER_SPLIT = {"embed.positions": "P", "blocks.router": "E"}  # the dim of a parameter that has no logical axis
 
 
-class _Source(Protocol):
-    """A tensor of a safetensors file, which is read by indexing."""
+class Source(NamedTuple):
+    """A tensor of a safetensors file, not read yet."""
 
-    def get_shape(self) -> list[int]: ...
-    def get_dtype(self) -> str: ...
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> np.ndarray: ...
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, index: slice | tuple[slice, ...]) -> np.ndarray:
+        """Read a part. The file is opened for it alone: what was read of a mapped file counts as this process's memory
+        until it is closed."""
+        with safe_open(self.file, framework="numpy") as handle:
+            return handle.get_slice(self.name)[index]
 
 
-class _Tensor(NamedTuple):
-    """A tensor of a checkpoint: `params` along its last dim; of stacked ones the slice at `index`: layer, expert."""
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint, which holds one or several parameters; of stacked ones the slice at `index`: layer,
+    expert. They lie side by side `along` a dim; None = all are this one tensor."""
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     params: tuple[str, ...]
     index: tuple[int, ...]
+    along: int | None = -1
 
     def bytes(self, dtype: Dtype) -> int:
         return math.prod(self.shape) * jnp.dtype(dtype).itemsize
 
 
-def _layout(model: Model) -> list[_Tensor]:
+def _layout(model: Model) -> list[Tensor]:
     """List the tensors of a model's checkpoint in the file's order, with those of a block together."""
-    sizes, present = _sizes(model), _letters(model)
+    sizes, present = dim_sizes(model), dim_letters(model)
     rows = [row for row in HF_FAMILIES[model_type(model.config)].tensors.items() if row[1][1] in present]
     tensors = []
     for stacked, group in groupby(rows, key=lambda row: "{layer}" in row[0]):
@@ -80,19 +92,19 @@ def _layout(model: Model) -> list[_Tensor]:
                 for expert in range(model.config.experts) if "{expert}" in name else (None,):
                     index = tuple(number for number in (layer, expert) if number is not None)
                     full = name.format(layer=layer, expert=expert)
-                    tensors.append(_Tensor(full, shape, tuple(dims.split()), tuple(params), index))
+                    tensors.append(Tensor(full, shape, tuple(dims.split()), tuple(params), index))
     return tensors
 
 
-def _sizes(model: Model) -> dict[str, int]:
+def dim_sizes(model: Model) -> dict[str, int]:
     """Give the size of each dim in a checkpoint by its letter; V is the vocabulary without our padding."""
     config = model.config
     head_dim, kv_heads = config.head_size, config.kv_head_count
     return {"V": config.vocab_size, "P": config.max_seq_len, "D": config.embed, "H": config.heads, "K": kv_heads,
-            "h": head_dim, "F": config.mlp, "E": config.experts}  # fmt: skip
+            "h": head_dim, "F": config.mlp, "E": config.experts, "r": config.lora.rank}  # fmt: skip
 
 
-def _letters(model: Model) -> dict[str, str]:
+def dim_letters(model: Model) -> dict[str, str]:
     """Every parameter's dims as letters, in our order, without those it is stacked over: `{"blocks.q": "DHh"}`."""
     leaves = jax.tree_util.tree_leaves_with_path(model.axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     named = {path_name(path): [axis for axis in axes if axis not in ("layers", "experts")] for path, axes in leaves}
@@ -100,11 +112,11 @@ def _letters(model: Model) -> dict[str, str]:
 
 
 def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
-    """Read float32 parameters from a Hugging Face checkpoint, each straight into its sharding.
+    """Read parameters from a Hugging Face checkpoint, each straight into its sharding and the dtype it is stored in.
 
     All names, shapes and dtypes are checked before any data is read. Each process reads only what its devices hold, and
-    its memory holds one device's shard of one parameter at a time, and one layer of that. The vocabulary's padding is
-    zeros.
+    its memory holds one device's part of one tensor at a time, as it is read and as it is stored. The vocabulary's
+    padding is zeros. LoRA's matrices are not among the parameters.
 
     Args:
       path: a folder with model.safetensors or model.safetensors.index.json, or one of these files; its tensors are
@@ -115,21 +127,9 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
     Raises:
       UserError: the checkpoint cannot be read or does not fit the model, or the plan does not fit the model.
     """
-    shapes, letters, sizes = model.shapes(), _letters(model), _sizes(model)
-    shardings = plan.sharding(model.axes, shapes)
-    with ExitStack() as files:
-        reads: dict[str, dict[tuple[int, ...], Read]] = {name: {} for name in letters}
-        for tensor, source in _match(_open(Path(path), files), model, str(path)):
-            for part, name in enumerate(tensor.params):
-                reads[name][tensor.index] = partial(_read, source, tensor.dims, part, letters[name], sizes)
-
-        def load(tree_path, leaf, sharding):
-            name = path_name(tree_path)
-            read = partial(_fill, reads[name], len(leaf.shape) - len(letters[name]), leaf.dtype)
-            return _place(leaf.shape, sharding, read)
-
-        loaded = jax.tree_util.tree_map_with_path(load, shapes, shardings)
-    return _shift_norms(loaded, HF_FAMILIES[model_type(model.config)].norm_offset)
+    model = Model(base_config(model.config))
+    read = read_params(_match(find_tensors(Path(path)), model, str(path)), model, plan, model.shapes())
+    return _shift_norms(read, HF_FAMILIES[model_type(model.config)].norm_offset)
 
 
 def _shift_norms(params: Params, by: float) -> Params:
@@ -141,18 +141,37 @@ def _shift_norms(params: Params, by: float) -> Params:
     return jax.tree_util.tree_map_with_path(shift, params) if by else params
 
 
-def _open(path: Path, files: ExitStack) -> dict[str, _Source]:
-    """Open every tensor of a checkpoint, by name, as an unread safetensors slice; `files` closes them."""
-    sources: dict[str, _Source] = {}
+def read_params(pairs: Sequence[tuple[Tensor, Source]], model: Model, plan: Plan, shapes: Params) -> Params:
+    """Read the parameters of `shapes`, all or some of the model's, from the tensors that hold them."""
+    letters, sizes = dim_letters(model), dim_sizes(model)
+    reads: dict[str, dict[tuple[int, ...], Read]] = {name: {} for name in letters}
+    for tensor, source in pairs:
+        for part, name in enumerate(tensor.params):
+            reads[name][tensor.index] = partial(_read, source, tensor, part, letters[name], sizes)
+
+    def load(tree_path: KeyPath, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.Array:
+        name = path_name(tree_path)
+        stacked, sharding = len(leaf.shape) - len(letters[name]), plan.sharding(axes, leaf.shape, name)
+        return _place(leaf.shape, sharding, param_dtype(axes, plan), reads[name], stacked)
+
+    plan.sharding(model.axes, model.shapes())  # refused before anything is read
+    axes = {name: {key: model.axes[name][key] for key in part} for name, part in shapes.items()}
+    return jax.tree_util.tree_map_with_path(load, shapes, axes)
+
+
+def find_tensors(path: Path) -> dict[str, Source]:
+    """Find every tensor of a checkpoint, by name."""
+    sources: dict[str, Source] = {}
     for file in _files(path):
         try:
-            handle = files.enter_context(safe_open(file, framework="numpy"))
+            with safe_open(file, framework="numpy") as handle:
+                for name in handle.keys():  # noqa: SIM118 (it is no dict)
+                    if name in sources:
+                        raise UserError(f"{path} holds {name} in two files: download it again into an empty folder")
+                    tensor = handle.get_slice(name)
+                    sources[name] = Source(file, name, tuple(tensor.get_shape()), tensor.get_dtype())
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} is truncated or not a safetensors file ({error}): download it again") from error
-        for name in handle.keys():  # noqa: SIM118 (it is no dict)
-            if name in sources:
-                raise UserError(f"{path} holds {name} in two files: download it again into an empty folder")
-            sources[name] = handle.get_slice(name)
     return sources
 
 
@@ -191,11 +210,11 @@ def _index_files(index: Path) -> list[Path]:
     return files
 
 
-def _match(sources: dict[str, _Source], model: Model, origin: str) -> list[tuple[_Tensor, _Source]]:
+def _match(sources: dict[str, Source], model: Model, origin: str) -> list[tuple[Tensor, Source]]:
     """Pair each tensor that the model needs with its source, after checking that names, shapes and dtypes all agree."""
     family = HF_FAMILIES[model_type(model.config)]
     wanted = {tensor.name.removeprefix(family.prefix): tensor for tensor in _layout(model)}
-    found: dict[str, _Source] = {}
+    found: dict[str, Source] = {}
     for name, source in sources.items():
         if name.endswith(family.ignored):
             continue
@@ -203,20 +222,26 @@ def _match(sources: dict[str, _Source], model: Model, origin: str) -> list[tuple
             raise UserError(f"{origin} holds {bare} twice, with and without {family.prefix!r} before it: remove one")
         found[bare] = source
     tied_head = found.pop("lm_head.weight", None) if model.config.tied_head else None
+    pairs = pair_up(wanted, found, origin)
+    if tied_head is not None:
+        embedding = next(name for name, tensor in wanted.items() if "embed.tokens" in tensor.params)
+        _check_tied(tied_head, found[embedding], origin)
+    return pairs
+
+
+def pair_up(wanted: dict[str, Tensor], found: dict[str, Source], origin: str) -> list[tuple[Tensor, Source]]:
+    """Pair tensors with their sources of the same names, after checking that names, shapes and dtypes all agree."""
     missing, extra = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
     problems = [f"it lacks {_first(missing)}"] if missing else []
     problems += [f"the model has no place for its {_first(extra)}"] if extra else []
     if problems:
         raise UserError(f"{origin} does not fit the model: {', and '.join(problems)}: {_FIT}")
     for name, tensor in wanted.items():
-        shape, dtype = tuple(found[name].get_shape()), found[name].get_dtype()
+        shape, dtype = found[name].shape, found[name].dtype
         if shape != tensor.shape:
             raise UserError(f"{origin}: {name} has shape {shape}, the model wants {tensor.shape}: {_FIT}")
         if dtype not in _READABLE:
             raise UserError(f"{origin}: {name} is {dtype}, not one of {', '.join(_READABLE)}: convert it to BF16 first")
-    if tied_head is not None:
-        embedding = next(name for name, tensor in wanted.items() if "embed.tokens" in tensor.params)
-        _check_tied(tied_head, found[embedding], origin)
     return [(tensor, found[name]) for name, tensor in wanted.items()]
 
 
@@ -224,20 +249,18 @@ def _first(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
-def _check_tied(head: _Source, table: _Source, origin: str) -> None:
+def _check_tied(head: Source, table: Source, origin: str) -> None:
     """Check the head of a tied model: a checkpoint may hold its vocabulary table twice, but not two different ones."""
-    rows, step = table.get_shape()[0], 1024  # compared in pieces, because either table may have gigabytes
+    rows, step = table.shape[0], 1024  # compared in pieces, because either table may have gigabytes
     pieces = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    same = head.get_shape() == table.get_shape() and all(np.array_equal(head[cut], table[cut]) for cut in pieces)
+    same = head.shape == table.shape and all(np.array_equal(head.read(cut), table.read(cut)) for cut in pieces)
     if not same:
         raise UserError(
             f"{origin}: lm_head.weight is not the embedding, but the model ties them: set model.tied_head = false"
         )
 
 
-def _read(
-    source: _Source, dims: Sequence[str], part: int, letters: str, sizes: dict[str, int], bounds: Bounds
-) -> np.ndarray:
+def _read(source: Source, tensor: Tensor, part: int, letters: str, sizes: dict[str, int], bounds: Bounds) -> np.ndarray:
     """Read a block of parameter number `part` of a tensor; it is smaller than `bounds` where they pass the vocabulary.
 
     Each of the tensor's dims may merge several letters; `bounds` and the result have the order of `letters`.
@@ -247,31 +270,63 @@ def _read(
         return np.empty([stop - start for start, stop in block.values()])
     # A merged dim is read from the first to the last index of its outermost letter; the inner ones are cut in memory.
     reads, shape, cuts = [], [], []
-    for outer, *inner in dims:
+    for outer, *inner in tensor.dims:
         (start, stop), stride = block[outer], math.prod(sizes[c] for c in inner)
         reads.append(slice(start * stride, stop * stride))
         shape += [stop - start, *(sizes[c] for c in inner)]
         cuts += [slice(None), *(slice(*block[c]) for c in inner)]
-    offset = part * math.prod(sizes[c] for c in dims[-1])
-    reads[-1] = slice(reads[-1].start + offset, reads[-1].stop + offset)
-    order = "".join(dims)
-    return source[tuple(reads)].reshape(shape)[tuple(cuts)].transpose([order.index(c) for c in letters])
+    if (dim := tensor.along) is not None:
+        offset = part * math.prod(sizes[c] for c in tensor.dims[dim])
+        reads[dim] = slice(reads[dim].start + offset, reads[dim].stop + offset)
+    order = "".join(tensor.dims)
+    return source.read(tuple(reads)).reshape(shape)[tuple(cuts)].transpose([order.index(c) for c in letters])
 
 
-def _fill(reads: dict[tuple[int, ...], Read], stacked: int, dtype: np.dtype, bounds: Bounds) -> np.ndarray:
-    """Read a block of a parameter that is stacked over its first dims, layer by layer and expert by expert.
+def _place(
+    shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype, reads: dict[tuple[int, ...], Read], stacked: int
+) -> jax.Array:
+    """Make a parameter that is stacked over its first dims, layer by layer and expert by expert."""
 
-    Entries past the vocabulary are zeros.
-    """
-    out = np.zeros([stop - start for start, stop in bounds], dtype)
-    for index in product(*(range(*cut) for cut in bounds[:stacked])):
-        block = reads[index](bounds[stacked:])
-        place = [number - start for number, (start, _) in zip(index, bounds, strict=False)]
-        out[(*place, *map(slice, block.shape))] = block
-    return out
+    def block(read: Read, bounds: Bounds) -> np.ndarray:
+        """Read a block in this dtype; entries past the vocabulary are zeros."""
+        out = np.zeros([stop - start for start, stop in bounds], dtype)
+        found = read(bounds)
+        out[tuple(map(slice, found.shape))] = found
+        return out
+
+    if not stacked:
+        return _shards(shape, sharding, partial(block, reads[()]))
+    local = sharding.shard_shape(shape)[:stacked]
+    pieces = tuple(size // here for size, here in zip(shape, local, strict=False))
+    whole = _empty(shape, dtype, sharding)
+    for place in product(*map(range, local)):
+
+        def read(bounds: Bounds, place: tuple[int, ...] = place) -> np.ndarray:
+            index = (start * here + at for (start, _), here, at in zip(bounds, local, place, strict=False))
+            return block(reads[tuple(index)], bounds[stacked:])[(None,) * stacked]
+
+        slices = _shards((*pieces, *shape[stacked:]), sharding, read)  # each device's slice at this place
+        whole = jax.block_until_ready(_write_slices(whole, slices, np.asarray(place), sharding))
+    return whole
 
 
-def _place(shape: tuple[int, ...], sharding: NamedSharding, read: Read) -> jax.Array:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+
+@partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _write_slices(whole: jax.Array, slices: jax.Array, place: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def local(whole: jax.Array, slices: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(whole, slices, (*place, *[0] * (whole.ndim - len(place))))
+
+    spec = sharding.spec
+    return jax.shard_map(local, mesh=sharding.mesh, in_specs=(spec, spec, P()), out_specs=spec, check_vma=False)(
+        whole, slices, place
+    )
+
+
+def _shards(shape: tuple[int, ...], sharding: NamedSharding, read: Read) -> jax.Array:
     """Make an array from one block at a time: `jax.make_array_from_callback` holds all blocks, and replicas too."""
     holders: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -291,8 +346,9 @@ def export_hf(
 ) -> None:
     """Write a folder that `transformers` loads: config.json and safetensors, in one file or in several with an index.
 
-    One tensor at a time passes through host memory. Every process must call this, because parameters split over hosts
-    are gathered, tensor by tensor; process 0 writes. The folder appears whole, by a rename, or not at all.
+    LoRA's matrices are merged into those that they are beside: W + (alpha / rank) A B, computed in float32. One tensor
+    at a time passes through host memory. Every process must call this, because parameters split over hosts are
+    gathered, tensor by tensor; process 0 writes. The folder appears whole, by a rename, or not at all.
 
     Args:
       params: parameters in any sharding.
@@ -303,20 +359,28 @@ def export_hf(
       UserError: the folder has files in it, the dtype is unknown, the sizes have no Hugging Face form, or a write
         failed.
     """
-    folder = Path(folder)
     if dtype not in _WRITTEN:
         raise UserError(f"cannot export dtype {dtype!r}{suggest(dtype, _WRITTEN)}: it is one of {', '.join(_WRITTEN)}")
-    if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
-        raise UserError(f"{folder} is there already and not an empty folder: export into a new one")
-    config = hf_config(model.config) | {"dtype": dtype}
+    config = hf_config(base_config(model.config)) | {"dtype": dtype}
     params = _shift_norms(params, -HF_FAMILIES[model_type(model.config)].norm_offset)
     arrays = hf_tensors(params, model, dtype)
+
+    def write(unfinished: Path) -> None:
+        write_json(unfinished / "config.json", config)
+        _write_files(unfinished, _split(_layout(model), dtype, max_shard_bytes), arrays, dtype)
+
+    write_folder(Path(folder), write, arrays)
+
+
+def write_folder(folder: Path, write: Callable[[Path], None], arrays: Iterator[object]) -> None:
+    """Let process 0 `write` a new folder, which appears whole or not at all, from `arrays` that all processes make."""
+    if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
+        raise UserError(f"{folder} is there already and not an empty folder: export into a new one")
     if jax.process_index() == 0:
         unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
         try:
             unfinished.mkdir(parents=True)
-            _write_json(unfinished / "config.json", config)
-            _write_files(unfinished, _split(_layout(model), dtype, max_shard_bytes), arrays, dtype)
+            write(unfinished)
             unfinished.rename(folder)
         except OSError as error:
             raise UserError(f"cannot write {folder}: {error.strerror}: free some space, or export elsewhere") from error
@@ -328,25 +392,29 @@ def export_hf(
     multihost_utils.sync_global_devices("export_hf")
 
 
-def hf_tensors(params: Params, model: Model, dtype: Dtype = "float32") -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and value of every tensor of a model's checkpoint, in the file's order; each is fetched on demand.
+def hf_tensors(
+    params: Params, model: Model, dtype: Dtype = "float32", layout: Sequence[Tensor] | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name and value of every tensor of a model's checkpoint (or of another layout), in the file's order;
+    each is fetched on demand.
 
     `params` need not be parameters: anything of the same form will do, such as gradients.
     """
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    letters, sizes = _letters(model), _sizes(model)
-    for tensor in _layout(model):
+    letters, sizes, scale = dim_letters(model), dim_sizes(model), lora_scale(model.config)
+    for tensor in _layout(model) if layout is None else layout:
         parts = []
         for name in tensor.params:
-            host = _fetch(leaves[name], tensor.index, dtype)
+            pair = [leaves[f"{name}_lora_{x}"] for x in "ab" if f"{name}_lora_{x}" in leaves]
+            what = leaves[name], *pair, tensor.index, dtype
+            host = _fetch(_merged_piece(*what, scale) if pair else _piece(*what))
             host = host[tuple(slice(sizes[c]) for c in letters[name])]  # without the vocabulary's padding
             host = host.transpose([letters[name].index(c) for c in "".join(tensor.dims)])
             parts.append(host.reshape([math.prod(sizes[c] for c in merged) for merged in tensor.dims]))
         yield tensor.name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
-def _fetch(leaf: jax.Array, index: tuple[int, ...], dtype: Dtype) -> np.ndarray:
-    piece = _piece(leaf, index, dtype)
+def _fetch(piece: jax.Array) -> np.ndarray:
     return np.asarray(piece if piece.is_fully_addressable else multihost_utils.process_allgather(piece, tiled=True))
 
 
@@ -362,7 +430,16 @@ def _piece(leaf: jax.Array, index: tuple[int, ...], dtype: Dtype) -> jax.Array:
     return leaf.astype(dtype)
 
 
-def _split(tensors: list[_Tensor], dtype: Dtype, max_bytes: int) -> list[list[_Tensor]]:
+@partial(jax.jit, static_argnames=("dtype", "scale"))
+def _merged_piece(
+    leaf: jax.Array, a: jax.Array, b: jax.Array, index: tuple[int, ...], dtype: Dtype, scale: float
+) -> jax.Array:
+    """Take the same slice of a parameter and of the LoRA pair beside it, and merge them."""
+    leaf, a, b = (_piece(x, index, "float32") for x in (leaf, a, b))
+    return (leaf + scale * jnp.tensordot(a, b, 1, precision="highest")).astype(dtype)
+
+
+def _split(tensors: list[Tensor], dtype: Dtype, max_bytes: int) -> list[list[Tensor]]:
     """Choose the tensors of each file, in order."""
     files, room = [], 0
     for tensor in tensors:
@@ -376,21 +453,21 @@ def _split(tensors: list[_Tensor], dtype: Dtype, max_bytes: int) -> list[list[_T
 
 
 def _write_files(
-    folder: Path, files: list[list[_Tensor]], arrays: Iterator[tuple[str, np.ndarray]], dtype: Dtype
+    folder: Path, files: list[list[Tensor]], arrays: Iterator[tuple[str, np.ndarray]], dtype: Dtype
 ) -> None:
     """Write the safetensors files, and their index when there are several."""
     if len(files) == 1:
-        return _write(folder / "model.safetensors", files[0], arrays, dtype)
+        return write_tensors(folder / "model.safetensors", files[0], arrays, dtype)
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        _write(folder / name, tensors, islice(arrays, len(tensors)), dtype)
+        write_tensors(folder / name, tensors, islice(arrays, len(tensors)), dtype)
         weight_map |= {tensor.name: name for tensor in tensors}
     total = sum(tensor.bytes(dtype) for tensors in files for tensor in tensors)
-    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write(file: Path, tensors: list[_Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype) -> None:
+def write_tensors(file: Path, tensors: list[Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype) -> None:
     """Write one file: header length, JSON header, data. The `save_file` of safetensors needs all tensors at once."""
     header: Json = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -405,5 +482,5 @@ def _write(file: Path, tensors: list[_Tensor], arrays: Iterable[tuple[str, np.nd
             out.write(np.ascontiguousarray(array).view(np.uint8).data)
 
 
-def _write_json(file: Path, value: Json) -> None:
+def write_json(file: Path, value: Json) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

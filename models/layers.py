@@ -26,7 +26,7 @@ def uniform(bound: float) -> Initializer:
 
 def lora_scale(config: ModelConfig) -> float:
     """The weight of a LoRA product (arXiv:2106.09685, section 4.1)."""
-    return config.lora.alpha / config.lora.rank
+    return config.lora.alpha / max(config.lora.rank, 1)
 
 
 def param(rngs: nnx.Rngs, init: Initializer, **dims: int) -> nnx.Param:

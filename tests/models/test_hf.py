@@ -181,7 +181,7 @@ def test_tables_cover_every_parameter_once(family):
             for param in params
         ]
         assert len(named) == len(set(named))
-        assert set(hf._letters(model)) == set(named) - ({"head.table"} if tied else set())
+        assert set(hf.dim_letters(model)) == set(named) - ({"head.table"} if tied else set())
 
 
 def test_imported_parameters_can_be_donated(tmp_path):
@@ -260,14 +260,14 @@ LARGE = dataclasses.replace(LLAMA, layers=16, embed=128, mlp=1024, head_dim=32, 
 LAYER = 128 * 1024 * 4
 
 
-def test_import_holds_one_shard_at_a_time(tmp_path, monkeypatch):
-    """One device's shard of one parameter, and a layer of that: not the parameter, not all shards of this host."""
+def test_import_holds_a_part_of_a_tensor_at_a_time(tmp_path, monkeypatch):
+    """One device's part of one tensor, as it is read and as it is stored: not the parameter, not all its layers."""
     # A CPU device may keep a block as its own memory: stand-ins, so that only what waits for a device is measured.
     monkeypatch.setattr(hf, "_put", lambda block, devices: [jnp.zeros(block.shape, device=one) for one in devices])
     model, source = Model(LARGE), write(tmp_path / "source", LARGE)
     import_hf(source, model, CUBE)  # what jax allocates once, at first, is not ours
     _, _, peak = traced(lambda: import_hf(source, model, CUBE))
-    assert 4 * LAYER < peak < 5 * LAYER
+    assert LAYER / 4 < peak < 1.5 * LAYER  # of the embedding, which has 1.07 layers, two devices have a half each
 
 
 def test_export_holds_one_tensor_at_a_time(tmp_path):
@@ -394,7 +394,7 @@ def test_export_refusals_leave_nothing_behind(tmp_path, monkeypatch):
     def disk_full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf, "_write", disk_full)
+    monkeypatch.setattr(hf, "write_tensors", disk_full)
     with pytest.raises(UserError, match=r"cannot write .*exported: No space left on device"):
         export_hf(params, model, tmp_path / "exported")
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
