@@ -53,6 +53,8 @@ class ConvertArgs:
     """Of an export."""
     step: int = 0
     """Checkpoint to export; 0 = the best one, or the newest when none was evaluated."""
+    adapter: bool = False
+    """Export LoRA alone, in the form of PEFT; otherwise it is merged into the weights."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def rehearse_command(words: list[str]) -> int:
 
 
 def convert_command(words: list[str]) -> int:
-    """jaxpar convert HF_FOLDER RUN_FOLDER [--section.key value ...], or RUN_FOLDER HF_FOLDER [--dtype D]"""
+    """jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT [--dtype D] [--adapter]"""
     from jaxpar.train import convert
 
     source, target = map(Path, positional(convert_command.__doc__, ConvertArgs(Config()), words, 2))
@@ -142,11 +144,15 @@ def convert_command(words: list[str]) -> int:
     base = _run_config(words[0]) if exporting else convert.config_of(source, target)
     args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
     if exporting:
-        step = convert.export_run(args.config, source, target, args.step, args.dtype)
-        console().print(f"exported step {step} of {source} to {target} ({args.dtype} safetensors)")
+        if args.adapter and args.dtype != ConvertArgs.dtype:
+            raise UserError("--dtype has no effect: an adapter is float32, as it was trained")
+        step = convert.export_run(args.config, source, target, args.step, args.dtype, args.adapter)
+        what = "the adapter, float32" if args.adapter else args.dtype
+        console().print(f"exported step {step} of {source} to {target} ({what} safetensors)")
     else:
-        if args.dtype != ConvertArgs.dtype or args.step:
-            raise UserError(f"--dtype and --step have no effect: {source} is no run folder, so this is an import")
+        if args.dtype != ConvertArgs.dtype or args.step or args.adapter:
+            why = f"{source} is no run folder, so this is an import"
+            raise UserError(f"--dtype, --step and --adapter have no effect: {why}")
         convert.import_run(args.config, source, target)
         console().print(
             f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on"

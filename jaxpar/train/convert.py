@@ -1,7 +1,8 @@
-"""Converts a Hugging Face checkpoint to a run folder and back."""
+"""Converts a Hugging Face checkpoint, or an adapter of PEFT, to a run folder and back."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,19 +12,19 @@ from jaxpar.base.config import Config, DataConfig, check
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.runtime import start
-from jaxpar.models import Model
-from jaxpar.models.hf import export_hf, import_hf, model_config_from_hf
+from jaxpar.models import Model, peft
+from jaxpar.models.hf import export_hf
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.plans import make_plan
-from jaxpar.train.restore import beside_state, drop_stages, load_run, require_model
+from jaxpar.train.restore import beside_state, drop_stages, fingerprint, load_params, load_run, model_of, saved_part
 from jaxpar.train.run_folder import TOKENIZER, carry_tokenizer, open_run
 from jaxpar.train.state import init_state
 
 
 def config_of(source: Path, target: Path) -> Config:
-    """Return a config with the model of a Hugging Face folder, and with its tokenizer as it will lie in the run folder
-    `target`. The rest is default and can be overridden. It has no data, which training asks for."""
-    model = model_config_from_hf(source)
+    """Return a config with the model of a Hugging Face folder or a PEFT adapter, and with its tokenizer as it will lie
+    in the run folder `target`. The rest is default and can be overridden. It has no data, which training asks for."""
+    model = model_of(source)
     seq_len = min(DataConfig.seq_len, model.max_seq_len)
     data = DataConfig(source="text", tokenizer=str(target / TOKENIZER), seq_len=seq_len)
     return Config(model=model, mesh=MeshSpec(data=-1), data=data)
@@ -32,27 +33,44 @@ def config_of(source: Path, target: Path) -> Config:
 def import_run(config: Config, source: Path, target: Path) -> None:
     """Make a run folder whose checkpoint at step 0 holds the weights of a Hugging Face folder.
 
+    With LoRA, of a PEFT adapter or of the config, it holds LoRA's matrices alone, and `train.init` names the folder of
+    the model.
+
     Raises:
       UserError: the config has another model, the target holds another run or has already trained, or the checkpoint
         is bad (see `import_hf`).
     """
-    require_model(model_config_from_hf(source), config.model, source)
+    if config.model.lora.rank:
+        base = peft.base_folder(source) if peft.is_adapter(source) else source.absolute()
+        config = replace(config, train=replace(config.train, init=str(base)))
     plan, model = make_plan(check(config), start(config.mesh, config.compile.cache)), Model(config.model)
-    params = import_hf(source, model, drop_stages(plan))
+    state = init_state(model, config, plan, load_params(source, config, plan))
     open_run(target, config)
     checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
     if checkpoints.latest() is not None:
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
-    carry_tokenizer(source, target)
-    checkpoints.save(0, init_state(model, config, plan, params), beside_state(plan, config, None, None), None)
+    for folder in (*([peft.base_folder(source)] if peft.is_adapter(source) else []), source):
+        carry_tokenizer(folder, target)
+    beside = beside_state(plan, config, None, None, fingerprint(model, state.params))
+    checkpoints.save(0, saved_part(state, model), beside, None)
     checkpoints.close()
 
 
-def export_run(config: Config, source: Path, target: Path, step: int, dtype: Literal["float32", "bfloat16"]) -> int:
-    """Write a run's checkpoint and its tokenizer as a Hugging Face folder; return the step that was exported."""
+def export_run(
+    config: Config, source: Path, target: Path, step: int, dtype: Literal["float32", "bfloat16"], adapter: bool = False
+) -> int:
+    """Write a run's checkpoint and its tokenizer as a Hugging Face folder; return the step that was exported.
+
+    LoRA's matrices are merged into the others, or as an `adapter` they are all that is written, in PEFT's form.
+    """
+    if adapter and not config.model.lora.rank:
+        raise UserError(f"--adapter: {source} was trained without LoRA, so it has none: leave it out")
     plan, model = drop_stages(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
     step, state = load_run(source, step, config, plan)
-    export_hf(state.params, model, target, dtype=dtype)
+    if adapter:
+        peft.export_adapter(state.params, model, target, str(Path(config.train.init).absolute()))
+    else:
+        export_hf(state.params, model, target, dtype=dtype)
     if jax.process_index() == 0:
         carry_tokenizer(source, target)
     return step

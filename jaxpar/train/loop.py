@@ -30,7 +30,7 @@ from jaxpar.train.evaluate import evaluate
 from jaxpar.train.metrics import Meter, MetricsLog
 from jaxpar.train.optimizer import schedule_note
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
-from jaxpar.train.restore import beside_state, initial_params, restore_state
+from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
 from jaxpar.train.run_folder import TOKENIZER, carry_tokenizer, open_run
 from jaxpar.train.state import TrainState, init_state
 from jaxpar.train.state_bytes import local_bytes
@@ -78,6 +78,8 @@ def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch
       UserError: the user can mend it: config, devices or data are bad, the folder has another config, or it diverged.
     """
     require_settled(check(config))
+    if config.model.lora.rank and not config.train.init:
+        raise UserError("model.lora trains beside frozen weights, and there are none: name their folder in train.init")
     devices = start(config.mesh, config.compile.cache)
     say = console().print if jax.process_index() == 0 else lambda line: None
     plan = make_plan(config, devices)
@@ -163,7 +165,7 @@ class _Run:
         rows = batch_rows(config.train.batch, plan)
         data = train_batches(text, config.data, config.train.batch, rows, config.model.vocab_size)
         if self.checkpoints.latest() is None:
-            params = initial_params(config, plan) if config.train.init else None
+            params = load_params(Path(config.train.init), config, plan) if config.train.init else None
             state = init_state(model, config, plan, params)
         else:
             state, beside = restore_state(self.checkpoints, self.first, config, plan)
@@ -175,7 +177,7 @@ class _Run:
                 )
             if beside["iterator"] is not None:
                 data.set_state(beside["iterator"])
-        val = self.corpus.val
+        self.frozen, val = fingerprint(model, state.params), self.corpus.val
         held_out = val.amount if val else "nothing, as there is no data.val_path,"
         facts = {
             "model": f"{config.model.family}, {count_text(model.parameter_count())} parameters, "
@@ -244,8 +246,9 @@ class _Run:
                 if evaluating:
                     self.val_loss = self._evaluate(step, state, train.eval_batches)
                 if saving:
-                    beside = beside_state(self.plan, config, data.get_state(), text.size)
-                    self.checkpoints.save(step, state, beside, self.val_loss if evaluating else None)
+                    beside = beside_state(self.plan, config, data.get_state(), text.size, self.frozen)
+                    saved, loss = saved_part(state, self.model), self.val_loss if evaluating else None
+                    self.checkpoints.save(step, saved, beside, loss)
             if stop:
                 break
         final = train.final_eval_batches

@@ -8,21 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxpar.base.config import Config, ModelConfig
+from jaxpar.base.config import Config, Lora, ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.toml import flatten
-from jaxpar.models import Model, Params
+from jaxpar.models import Model, Params, peft
 from jaxpar.models.hf import import_hf, model_config_from_hf
+from jaxpar.models.lora import base_config, merge_lora
+from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.run_folder import read_run_config
-from jaxpar.train.state import TrainState, reorder_state, state_shapes, state_shardings
+from jaxpar.train.state import TrainState, init_state, reorder_state, state_shapes, state_shardings
 
-ORDER = "layer_order"
+ORDER, FROZEN = "layer_order", "frozen"
 # What a config may set freely although its weights come from another: how the model runs, not what its weights mean.
-_FREE = ("vocab_multiple", "dropout", "init_std", "scan_layers", "max_seq_len")
+_FREE = (
+    "vocab_multiple",
+    "dropout",
+    "init_std",
+    "scan_layers",
+    "max_seq_len",
+    *(f"lora.{key}" for key in vars(Lora())),
+)
 
 
 def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, TrainState[jax.Array]]:
@@ -47,46 +57,112 @@ def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, 
 def restore_state(
     checkpoints: Checkpoints, step: int, config: Config, plan: Plan
 ) -> tuple[TrainState[jax.Array], dict[str, Any]]:
-    """Restore the training state of a checkpoint on this plan's mesh (any mesh), and what was saved beside it."""
-    model, layers, data = Model(config.model), config.model.layers, checkpoints.data(step)
+    """Restore the training state of a checkpoint on this plan's mesh (any mesh), and what was saved beside it.
+
+    Parameters that are frozen are loaded from `train.init`.
+
+    Raises:
+      UserError: the checkpoint cannot be read, or `train.init` cannot, or its weights are no longer those of the run.
+    """
+    model, data = Model(config.model), checkpoints.data(step)
+    trained = _restore_trained(model, checkpoints, step, config, plan, data)
+    if not config.model.lora.rank:
+        return trained, data
+    source = Path(config.train.init)
+    frozen = init_state(model, config, plan, load_params(source, config, plan)).params
+    if fingerprint(model, frozen) != data[FROZEN]:
+        raise UserError(f"{source} has other weights now than those that this run trains LoRA beside: bring them back")
+    return trained._replace(params=model.merge(frozen, trained.params)), data
+
+
+def _restore_trained(
+    model: Model, checkpoints: Checkpoints, step: int, config: Config, plan: Plan, data: dict[str, Any]
+) -> TrainState[jax.Array]:
+    layers = config.model.layers
     wanted, saved = stored_order(plan, layers), data.get(ORDER)
     if saved == (None if wanted is None else list(wanted)):
-        return checkpoints.restore(step, state_shapes(model, config, plan)), data
+        return checkpoints.restore(step, saved_part(state_shapes(model, config, plan), model))
     # Layers are read in their saved order, over the stages if possible, and then each stage is sent its own.
     there = tuple(saved or range(layers))
     rules = plan.rules if len(there) % plan.size("layers") == 0 else replace(plan.rules, layers=(), stage=())
-    found = checkpoints.restore(step, state_shapes(model, config, replace(plan, rules=rules), there))
+    shapes = state_shapes(model, config, replace(plan, rules=rules), there)
+    found = checkpoints.restore(step, saved_part(shapes, model))
     move = partial(reorder_state, before=there, after=wanted, config=config)
-    return jax.jit(move, out_shardings=state_shardings(model, config, plan))(found), data
+    return jax.jit(move, out_shardings=saved_part(state_shardings(model, config, plan), model))(found)
 
 
-def beside_state(plan: Plan, config: Config, iterator: Any, tokens: int | None) -> dict[str, Any]:
-    """Return what is saved beside a state: the data iterator's state, its number of tokens, and the layers' order."""
-    return {"iterator": iterator, "training_tokens": tokens, ORDER: stored_order(plan, config.model.layers)}
+def saved_part(state: TrainState, model: Model) -> TrainState:
+    """Return what a checkpoint has of a state: all but the parameters that are frozen."""
+    return state._replace(params=model.trained(state.params))
 
 
-def initial_params(config: Config, plan: Plan) -> Params:
-    """Load the parameters that `train.init` names: those of a run folder's best checkpoint (the newest if none was
-    evaluated) or of a Hugging Face folder. They are on this plan's mesh, with the model's order of layers, as
-    `init_state` takes them.
+def fingerprint(model: Model, params: Params) -> int | None:
+    """Add up the bits of the frozen parameters, in any layout; None where none is frozen."""
+    if not model.config.lora.rank:
+        return None
+    trained = model.trained(params)["blocks"]
+    frozen = params | {"blocks": {name: leaf for name, leaf in params["blocks"].items() if name not in trained}}
+    return sum(int(_sum_of_bits(leaf)) for leaf in jax.tree.leaves(frozen)) % 2**32
+
+
+@jax.jit
+def _sum_of_bits(x: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(on_device(x), f"uint{8 * x.dtype.itemsize}")
+    return jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)
+
+
+def beside_state(plan: Plan, config: Config, iterator: Any, tokens: int | None, frozen: int | None) -> dict[str, Any]:
+    """Return what is saved beside a state: the data iterator's state, its number of tokens, the layers' order and the
+    `fingerprint` of the frozen parameters."""
+    order = stored_order(plan, config.model.layers)
+    return {"iterator": iterator, "training_tokens": tokens, ORDER: order, FROZEN: frozen}
+
+
+def model_of(source: Path) -> ModelConfig:
+    """Return the model of a run folder, of a Hugging Face folder, or of the folder of a PEFT adapter.
 
     Raises:
-      UserError: there is no such folder, it is of another model, or the checkpoint cannot be read.
+      UserError: it is none of these, or the model is one that is not computed here.
     """
-    return load_params(Path(config.train.init), config, plan)
+    if (source / "config.toml").exists():
+        return read_run_config(source).model
+    if not peft.is_adapter(source):
+        return model_config_from_hf(source)
+    base = base_config(model_of(peft.base_folder(source)))
+    return replace(base, lora=peft.lora_of(source, base))
 
 
 def load_params(source: Path, config: Config, plan: Plan, step: int = 0) -> Params:
-    """Load the parameters of a run folder's checkpoint (see `load_run`), or of a Hugging Face folder."""
-    model, plan = Model(config.model), drop_stages(plan)
-    if not (source / "config.toml").exists():
-        require_model(model_config_from_hf(source), config.model, source)
-        return import_hf(source, model, plan)
-    theirs = read_run_config(source)
-    require_model(theirs.model, config.model, source)
-    kinds = theirs.precision  # the optimizer's state is read too, and dropped, so its dtypes must be those saved
-    plan = replace(plan, params=kinds.params, gradients=kinds.gradients, moments=kinds.moments)
-    return load_run(source, step, config, plan)[1].params
+    """Load the parameters of a config's model from a run folder (see `load_run`), a Hugging Face folder, or the folder
+    of a PEFT adapter. They are on this plan's mesh, with the model's order of layers, as `init_state` takes them.
+
+    An adapter of the config's own rank, alpha and targets stays beside its matrices; another is merged into them. LoRA
+    that the source does not have begins as PEFT begins it, from `train.seed`.
+
+    Raises:
+      UserError: there is no such folder, it is of another model, or its weights cannot be read.
+    """
+    theirs, plan = model_of(source), drop_stages(plan)
+    require_model(theirs, config.model, source)
+    lora, there = config.model.lora, replace(config, model=replace(config.model, lora=theirs.lora))
+    if (source / "config.toml").exists():
+        run = read_run_config(source)  # the optimizer's state is read too, and dropped, so it must be as it was saved
+        kinds = {name: getattr(run.precision, name) for name in ("params", "gradients", "moments")}
+        there = replace(there, train=run.train)
+        params = load_run(source, step, there, replace(plan, **kinds))[1].params
+    elif peft.is_adapter(source):
+        base = load_params(peft.base_folder(source), replace(there, model=base_config(there.model)), plan)
+        params = Model.merge(base, peft.import_adapter(source, Model(there.model), plan))
+    else:
+        params = import_hf(source, Model(there.model), plan)
+    if theirs.lora == lora:
+        return params
+    params, model = merge_lora(params, there.model), Model(config.model)
+    if not lora.rank:
+        return params
+    shardings = model.trained(plan.sharding(model.axes, model.shapes()))
+    key = jax.random.key(config.train.seed)
+    return Model.merge(params, jax.jit(lambda: model.trained(model.init(key)), out_shardings=shardings)())
 
 
 def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:

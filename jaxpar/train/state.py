@@ -120,10 +120,11 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
             reorder = partial(reorder_layers, before=None, after=order, layers=config.model.layers)
             return _as_stored(params | {"blocks": jax.tree.map(reorder, params["blocks"])}, model, plan)
 
-        # With stages or another dtype, no given array is as large as the one made here, so none can be reused.
-        same = {leaf.dtype.name for leaf in jax.tree.leaves(params)} | {plan.params} == {"float32"}
-        reused = (0,) if same and plan.size("stage") == 1 else ()
-        made = jax.jit(start, out_shardings=shardings, donate_argnums=reused)(params)
+        dtypes = jax.tree.map(lambda leaf, made: leaf.dtype == made.dtype, params, shapes.params)
+        if order is None and all(jax.tree.leaves(dtypes)):
+            made = jax.device_put(params, shardings)
+        else:  # no given array is as large as the one made here, so none can be reused
+            made = jax.jit(start, out_shardings=shardings)(params)
     step, opt_state = jax.tree.map(_zeros, (shapes.step, shapes.opt_state))
     return TrainState(step, made, opt_state)
 
@@ -148,5 +149,6 @@ def reorder_state(
     def reorder(x: jax.Array, axes: Axes) -> jax.Array:
         return reorder_layers(x, before, after, config.model.layers) if axes[:1] == ("layers",) else x
 
-    params = jax.tree.map(reorder, state.params, model.axes)
-    return TrainState(state.step, params, map_moments(reorder, state.opt_state, model.trained(model.axes)))
+    axes = model.trained(model.axes)  # only what is trained is saved
+    params = jax.tree.map(reorder, state.params, axes)
+    return TrainState(state.step, params, map_moments(reorder, state.opt_state, axes))

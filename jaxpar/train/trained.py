@@ -12,7 +12,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
-from jaxpar.models import Model, Params
+from jaxpar.models import Model, Params, peft
 from jaxpar.train.convert import config_of
 from jaxpar.train.generation import decode_plan
 from jaxpar.train.restore import load_params
@@ -78,7 +78,8 @@ def read_config(folder: Path) -> Config:
     """
     if is_run(folder):
         return read_run_config(folder)
-    if folder.is_dir() and not (folder / "config.json").exists():
+    names = ("config.json", peft.CONFIG)
+    if folder.is_dir() and not any((folder / name).exists() for name in names):
         raise UserError(f"{folder} has neither config.toml, as a run folder, nor config.json, as one of Hugging Face")
     return config_of(folder, folder)
 

@@ -1,0 +1,126 @@
+"""LoRA runs: what their checkpoints hold, how they go on, what is exported of them, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxpar.base.config import Config, ModelConfig, override
+from jaxpar.base.errors import UserError
+from jaxpar.cli.main import main
+from jaxpar.cli.train import train_config as train
+from jaxpar.models import Model, peft
+from jaxpar.models.hf import export_hf, import_hf
+from jaxpar.models.lora import base_config
+from jaxpar.train.convert import config_of, export_run, import_run
+from jaxpar.train.plans import make_plan
+from jaxpar.train.restore import drop_stages, load_params, load_run
+from jaxpar.train.run_folder import read_run_config
+
+MODEL = ModelConfig(family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32)
+STAGES = {"mesh.data": -1, "mesh.fsdp": 2, "mesh.stage": 2, "mesh.tensor": 1}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    model = Model(MODEL)
+    export_hf(jax.jit(model.init)(jax.random.key(7)), model, tmp_path / "base")
+    return tmp_path / "base"
+
+
+def config_for(source: Path, **changes: object) -> Config:
+    fixed = {"mesh.platform": "cpu", "mesh.fsdp": 2, "mesh.tensor": 2, "data.seq_len": 16, "data.max_bytes": 50_000,
+             "data.source": "stdlib", "data.tokenizer": "bytes", "train.steps": 4, "train.batch": 4,
+             "train.warmup_steps": 0, "train.eval_batches": 1, "train.final_eval_batches": 1, "checkpoint.every": 2,
+             "train.learning_rate": 0.05, "model.lora.targets": ["q", "v", "down"]}  # fmt: skip
+    return override(config_of(source, source), fixed | changes)
+
+
+def logits(config: Config, params: object) -> np.ndarray:
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 16))
+    plan = drop_stages(make_plan(config))
+    return np.asarray(Model(config.model).logits(params, {"tokens": jnp.asarray(tokens)}, plan))  # pyright: ignore[reportArgumentType]
+
+
+def size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_path: Path) -> None:
+    config = config_for(base, **{"train.init": str(base), "model.lora.rank": 2})
+    whole = train(config, tmp_path / "whole")
+    part = override(config, {"train.stop_at": 2})
+    train(part, tmp_path / "part")
+    found = train(config, tmp_path / "part")
+    assert (found.step, found.loss) == (4, whole.loss)
+    assert size(tmp_path / "part" / "checkpoints" / "4" / "state") < size(base) / 2
+    step, state = load_run(tmp_path / "part", 4, config, make_plan(config))
+    assert step == 4
+    # Merged into its base and exported, it is a plain model with the same answers; both are float32.
+    export_run(config, tmp_path / "part", tmp_path / "merged", 4, "float32")
+    plain = config_for(tmp_path / "merged")
+    merged = import_hf(tmp_path / "merged", Model(plain.model), make_plan(plain))
+    np.testing.assert_allclose(logits(plain, merged), logits(config, state.params), rtol=0, atol=2e-5)
+    untouched, old = load_file(tmp_path / "merged" / "model.safetensors"), load_file(base / "model.safetensors")
+    changed = {name for name, array in old.items() if not np.array_equal(array, untouched[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "down_proj"} and len(changed) == 6
+    # Its adapter, read again, is the same run's.
+    export_run(config, tmp_path / "part", tmp_path / "adapter", 4, "float32", adapter=True)
+    again = config_for(tmp_path / "adapter", **STAGES)
+    import_run(again, tmp_path / "adapter", tmp_path / "imported")
+    assert read_run_config(tmp_path / "imported").train.init == str(base)
+    imported = read_run_config(tmp_path / "imported")
+    staged = load_run(tmp_path / "imported", 0, imported, drop_stages(make_plan(again)))[1]
+    np.testing.assert_allclose(logits(again, staged.params), logits(config, state.params), rtol=0, atol=2e-5)
+    # A full run may start from the run: its adapter is merged.
+    full = config_for(base)
+    started = load_params(tmp_path / "part", full, make_plan(full), step=4)
+    np.testing.assert_allclose(logits(full, started), logits(config, state.params), rtol=0, atol=2e-5)
+
+
+def test_a_base_that_is_gone_or_has_changed_is_said(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = config_for(base, **{"train.init": str(base), "model.lora.rank": 2, "train.stop_at": 2})
+    train(config, tmp_path / "run")
+    longer = override(config, {"train.stop_at": 0})
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1
+    shutil.copytree(base, tmp_path / "kept")
+    save_file(tensors, base / "model.safetensors")
+    with pytest.raises(UserError, match="base has other weights now than those that this run trains LoRA beside"):
+        train(longer, tmp_path / "run")
+    shutil.rmtree(base)
+    with pytest.raises(UserError, match=r"there is no .*base"):
+        train(longer, tmp_path / "run")
+    shutil.move(tmp_path / "kept", base)
+    assert train(longer, tmp_path / "run").step == 4
+    export_run(config, tmp_path / "run", tmp_path / "adapter", 4, "float32", adapter=True)
+    shutil.rmtree(base)
+    assert main(["convert", str(tmp_path / "adapter"), str(tmp_path / "imported")]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "base_model_name_or_path" in said and "is no folder here" in said and "\n" not in said
+
+
+def test_refusals(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there are none: name their folder in train\.init"):
+        train(config_for(base, **{"model.lora.rank": 2}), tmp_path / "run")
+    config = config_for(base)
+    import_run(config, base, tmp_path / "plain")
+    with pytest.raises(UserError, match=r"--adapter: .*plain was trained without LoRA"):
+        export_run(config, tmp_path / "plain", tmp_path / "out", 0, "float32", adapter=True)
+    model = Model(base_config(config.model))
+    (tmp_path / "a").mkdir()
+    for text, said in (
+        ('{"r": 2, "lora_alpha": 4, "use_dora": true}', "use_dora=True is not supported: only False"),
+        ('{"r": 0, "lora_alpha": 4}', "no usable r and lora_alpha: found 0 and 4"),
+        ('{"r": 2, "lora_alpha": 4}', "has no adapter_model.safetensors"),
+        ("[", "cannot read .*adapter_config.json"),
+    ):
+        (tmp_path / "a" / peft.CONFIG).write_text(text)
+        with pytest.raises(UserError, match=said):
+            peft.lora_of(tmp_path / "a", model.config)
