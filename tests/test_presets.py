@@ -22,6 +22,11 @@ PUBLISHED = {
     "llama3_70b": 70_553_706_496,
     "llama32_1b": 1_235_814_400,
     "mixtral_8x7b": 46_702_792_704,
+    "mistral_7b": 7_241_732_096,
+    "qwen25_7b": 7_615_616_512,
+    "qwen3_8b": 8_190_735_360,
+    "gemma2_9b": 9_241_705_984,
+    "gemma3_1b": 999_885_952,
 }
 
 every_config = pytest.mark.parametrize("name", CONFIGS)
@@ -38,8 +43,10 @@ def parameters(model: ModelConfig) -> int:
         block = matrices + 2 * D * F + biases + 4 * D  # two LayerNorms, scale and bias
         outside = model.max_seq_len * D + 2 * D
     else:
-        E = model.experts
-        block = matrices + 3 * D * F * max(E, 1) + D * E + 2 * D  # the router is [D, E]; two RMSNorms, scale only
+        E, family = model.experts, model.family
+        norms = (4 if "gemma" in family else 2) * D + (2 * h if family in ("qwen3", "gemma3") else 0)  # scale only
+        biases = (H + 2 * K) * h if family == "qwen2" else 0
+        block = matrices + 3 * D * F * max(E, 1) + D * E + norms + biases  # the router is [D, E]
         outside = D
     return V * D * (1 if model.tied_head else 2) + L * block + outside
 
