@@ -1,13 +1,14 @@
-"""The training step of a `transformers` model, in a process of its own to which `jaxpar.bench.step` talks.
+"""A `transformers` model that trains or generates, in a process of its own to which `jaxpar.bench.step` talks.
 
-It imports nothing of jax, which uses other CUDA libraries. The command line says as JSON what to train. Each line of
-input is then a number of steps, answered when they are done by a line of JSON, which may say what is `missing`.
+It imports nothing of jax, which uses other CUDA libraries. The command line says as JSON what to do. Each line of input
+is then a number of steps, answered when they are done by a line of JSON, which may say what is `missing`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,15 +27,39 @@ def main() -> None:
         cuda = asked["platform"] == "gpu"
         if cuda and not torch.cuda.is_available():
             return print(json.dumps({"missing": f"torch {torch.__version__} sees no GPU"}))
-        run = run or training(torch, transformers, asked, "cuda" if cuda else "cpu")
-        loss, peak = run(int(line)), torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-        by = f"transformers, torch {torch.__version__}, " + ("compiled" if cuda else "eager")
-        print(json.dumps({"by": by, "loss": loss, "peak, GiB": peak}), flush=True)
+        work, device = generating if "prompt" in asked else training, "cuda" if cuda else "cpu"
+        run = run or work(torch, transformers, asked, device)
+        said, peak = run(int(line)), torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+        by = f"transformers, torch {torch.__version__}, " + ("compiled" if cuda and work is training else "eager")
+        print(json.dumps({"by": by, "peak, GiB": peak, **said}), flush=True)
     return None
 
 
-def training(torch: Any, transformers: Any, asked: dict[str, Any], device: str) -> Callable[[int], float]:
-    """`run(n)` takes n steps on the same random tokens and returns the last loss, which it waits for.
+def generating(torch: Any, transformers: Any, asked: dict[str, Any], device: str) -> Callable[[int], dict[str, float]]:
+    """`run(n)` continues the same random prompts greedily by n tokens, and returns the seconds of both parts."""
+    shape = asked["model"]
+    config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(device, getattr(torch, asked["compute"])).eval()
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, asked["vocab_size"], asked["prompt"])).to(device)
+
+    def timed(new: int) -> float:
+        began = time.perf_counter()
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, min_new_tokens=new,
+            pad_token_id=0,
+        )  # fmt: skip
+        out[0, -1].item()  # waits for a GPU
+        return time.perf_counter() - began
+
+    def run(n: int) -> dict[str, float]:
+        prefill = timed(1)
+        return {"prefill": prefill, "decode": timed(n) - prefill}
+
+    return run
+
+
+def training(torch: Any, transformers: Any, asked: dict[str, Any], device: str) -> Callable[[int], dict[str, float]]:
+    """`run(n)` takes n steps on the same random tokens and returns the last `loss`, which it waits for.
 
     On a GPU it uses torch.compile, PyTorch's own attention and fused AdamW. Autocast gives the config's precision.
     """
@@ -55,7 +80,7 @@ def training(torch: Any, transformers: Any, asked: dict[str, Any], device: str) 
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, asked["vocab_size"], size, np.int32)).long().to(device)
     half = asked["compute"] == "bfloat16"
 
-    def run(n: int) -> float:
+    def run(n: int) -> dict[str, float]:
         for _ in range(n):
             with torch.autocast(device, torch.bfloat16, enabled=half):
                 scores = forward(ids[:, :-1]).logits
@@ -64,7 +89,7 @@ def training(torch: Any, transformers: Any, asked: dict[str, Any], device: str) 
             torch.nn.utils.clip_grad_norm_(model.parameters(), train["clip_norm"] or float("inf"))
             adamw.step()
             adamw.zero_grad(set_to_none=True)
-        return loss.item()
+        return {"loss": loss.item()}
 
     return run
 

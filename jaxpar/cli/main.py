@@ -29,6 +29,7 @@ COMMANDS = {
 }
 BENCHES = {
     "step": "the training step against PyTorch, in turns",
+    "generate": "prefill and decoding against transformers, in turns",
 }
 _HELP = ("-h", "--help", "help")
 

@@ -33,7 +33,7 @@ from jaxpar.parallel.cache import EMPTY, Cache, DecodeOps, PrefillOps, cache_axe
 from jaxpar.parallel.ops import Ops
 from jaxpar.train.restore import drop_stages
 
-Prompts = Sequence[Sequence[int]] | Sequence[np.ndarray]
+Prompts = Sequence[Sequence[int] | np.ndarray]
 
 
 @dataclass(frozen=True)

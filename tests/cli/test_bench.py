@@ -15,9 +15,10 @@ from jaxpar.train.plans import make_plan
 
 pytestmark = pytest.mark.quick
 
-CONFIG = ["step"]  # those that take one
+CONFIG = ["step", "generate"]  # those that take one
 FLAGS = {
     "step": {"--rounds", "--calls"},
+    "generate": {"--batch", "--prompt-tokens", "--new-tokens", "--rounds"},
 }  # fmt: skip
 
 
