@@ -1,39 +1,48 @@
 """Attention with a cache of keys and values: the ops with which a model reads a prompt, and those of each next token.
 
-A layer's cache is a pair of arrays [B, K, T, h] of slots. The prompts lie in the first slots, filled up on the right,
-and each new token takes the next slot of every row at once, so that one slice is written in place. The slots of a row
-whose prompt is shorter than others stay unused in between; `places_BT` says which token of its row a slot holds.
+A layer's cache is a pair of arrays [N, T, h]: T slots for each kv head of each row. The prompts lie in the first slots,
+filled up on the right, and each new token takes the next slot of every row at once, so that one slice is written in
+place. The slots of a row whose prompt is shorter than others stay unused in between; `places_BT` says which token of
+its row a slot holds. Each device has a block of N for its own rows and kv heads. They are one dim because XLA:CPU
+copies a cache five times a token where a matmul has to reshape it (with one row, say).
 
-Shapes: B batch, S sequence, T slots, H heads, K kv heads, G query heads per kv head, h head_dim.
+Shapes: B batch, S sequence, T slots, H heads, K kv heads, N rows x kv heads, G query heads per kv head, h head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.base.heads import output_axis
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes
 from jaxpar.kernels.attention.call import MASKED, cap_scores
 from jaxpar.kernels.masks import Mask
-from jaxpar.parallel.collectives import manual
 from jaxpar.parallel.ops import Ops
 
 Cache = tuple[Array, Array]
-"""The keys and the values of a layer [B, K, T, h]."""
+"""The keys and the values of a layer [N, T, h]."""
 EMPTY = 2**30
 """The place of a slot that holds nothing."""
 
 
-def cache_axes(plan: Plan) -> Axes:
-    """Return the logical axes of a cache; kv heads that are copied (`kv_copy_axes`) lie as heads do."""
-    return ("batch", output_axis("kv_heads", plan), None, "head_dim")
+def cache_spec(plan: Plan) -> P:
+    """Return the PartitionSpec of a cache; kv heads that are copied (`kv_copy_axes`) lie as heads do."""
+    return P((*plan.mesh_axes("batch"), *plan.mesh_axes(output_axis("kv_heads", plan))))
+
+
+def _local(function: Callable[..., Any], plan: Plan, ins: Any, outs: Any) -> Callable[..., Any]:
+    """Run a function on each device's own part, as `manual` does, but by PartitionSpecs: a cache merges two dims."""
+    if plan.mesh.size == 1:
+        return function
+    return jax.shard_map(function, mesh=plan.mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
 
 @dataclass(frozen=True)
@@ -44,11 +53,13 @@ class PrefillOps(Ops):
     caches: list[Cache] = field(default_factory=list)
 
     def attention(self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, *args, **kwargs) -> Array:
-        room = ((0, 0), (0, 0), (0, self.slots - k_BSKh.shape[1]), (0, 0))
-        k_BKTh, v_BKTh = (
-            self.plan.constrain(jnp.pad(x.swapaxes(1, 2), room), cache_axes(self.plan)) for x in (k_BSKh, v_BSKh)
-        )
-        self.caches.append((k_BKTh, v_BKTh))
+        def store(x_BSKh: Array) -> Array:
+            B, S, K, h = x_BSKh.shape
+            return jnp.pad(x_BSKh.swapaxes(1, 2).reshape(B * K, S, h), ((0, 0), (0, self.slots - S), (0, 0)))
+
+        kv = self.plan.spec(("batch", None, output_axis("kv_heads", self.plan)))
+        run = _local(store, self.plan, kv, cache_spec(self.plan))
+        self.caches.append((run(k_BSKh), run(v_BSKh)))
         return super().attention(q_BSHh, k_BSKh, v_BSKh, *args, **kwargs)
 
 
@@ -77,19 +88,15 @@ class DecodeOps(Ops):
         """Attention of one token a row. There are no documents and no dropout."""
         assert segments_BS is None and key is None, "generation has neither documents nor dropout"
         assert self.place_B is not None and self.places_BT is not None
-        place_B1 = self.place_B[:, None]
+        place_B1, plan = self.place_B[:, None], self.plan
         # A mask may show later places, which are not written yet.
         seen_BT = mask.visible(place_B1, self.places_BT) & (self.places_BT <= place_B1)
-        heads, slots = ("batch", None, "heads", "head_dim"), cache_axes(self.plan)
-        kv = ("batch", None, slots[1], "head_dim")
-        run = manual(
-            partial(attend, softcap=softcap),
-            self.plan,
-            (heads, kv, kv, (slots, slots), (), ("batch", None)),
-            (heads, (slots, slots)),
-        )
-        out_BSHh, cache = run(q_BSHh, k_BSKh, v_BSKh, self.before[len(self.caches)], jnp.int32(self.slot), seen_BT)
-        self.caches.append(cache)
+        heads, kv = (plan.spec(("batch", None, axis)) for axis in ("heads", output_axis("kv_heads", plan)))
+        cache = (cache_spec(plan), cache_spec(plan))
+        one = partial(attend, softcap=softcap)
+        run = _local(one, plan, (heads, kv, kv, cache, P(), plan.spec(("batch",))), (heads, cache))
+        out_BSHh, after = run(q_BSHh, k_BSKh, v_BSKh, self.before[len(self.caches)], jnp.int32(self.slot), seen_BT)
+        self.caches.append(after)
         return out_BSHh
 
 
@@ -98,14 +105,15 @@ def attend(
     slot: Int[Array, ""], seen_BT: Bool[Array, "B T"], softcap: float = 0.0,
 ) -> tuple[Float[Array, "B 1 H h"], Cache]:  # fmt: skip
     """Write the new tokens' keys and values into a slot, and attend with one query a row; softmax is float32."""
-    k_BKTh, v_BKTh = (
-        jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), slot, axis=2)
+    (B, _, H, h), K = q_BSHh.shape, k_BSKh.shape[2]
+    k_NTh, v_NTh = (
+        jax.lax.dynamic_update_slice_in_dim(old, new.reshape(B * K, 1, h), slot, axis=1)
         for old, new in zip(cache, (k_BSKh, v_BSKh), strict=True)
     )
-    (B, _, H, h), K = q_BSHh.shape, k_BSKh.shape[2]
-    q_BKGh = q_BSHh.reshape(B, K, H // K, h)
-    scores_BKGT = jnp.einsum("BKGh,BKTh->BKGT", q_BKGh, k_BKTh, preferred_element_type=jnp.float32)
-    scores_BKGT = cap_scores(scores_BKGT / h**0.5, softcap)
-    weights_BKGT = jax.nn.softmax(jnp.where(seen_BT[:, None, None], scores_BKGT, MASKED), axis=-1)
-    out_BKGh = jnp.einsum("BKGT,BKTh->BKGh", weights_BKGT.astype(v_BKTh.dtype), v_BKTh)
-    return out_BKGh.reshape(q_BSHh.shape), (k_BKTh, v_BKTh)
+    q_NGh = q_BSHh.reshape(B * K, H // K, h)
+    scores_NGT = jnp.einsum("NGh,NTh->NGT", q_NGh, k_NTh, preferred_element_type=jnp.float32)
+    scores_NGT = cap_scores(scores_NGT / h**0.5, softcap)
+    seen_N1T = jnp.repeat(seen_BT, K, axis=0)[:, None]
+    weights_NGT = jax.nn.softmax(jnp.where(seen_N1T, scores_NGT, MASKED), axis=-1)
+    out_NGh = jnp.einsum("NGT,NTh->NGh", weights_NGT.astype(v_NTh.dtype), v_NTh)
+    return out_NGh.reshape(q_BSHh.shape), (k_NTh, v_NTh)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.stages import Compiled
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -29,7 +30,7 @@ from jaxpar.base.plan import Overlap, Plan, is_matrix
 from jaxpar.base.sharding import Axes, is_axes, replicated_sharding
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model, Params
-from jaxpar.parallel.cache import EMPTY, Cache, DecodeOps, PrefillOps, cache_axes
+from jaxpar.parallel.cache import EMPTY, Cache, DecodeOps, PrefillOps, cache_spec
 from jaxpar.parallel.ops import Ops
 from jaxpar.train.restore import drop_stages
 
@@ -227,7 +228,9 @@ class Generator:
         key = (function, shape)
         if key not in self._programs:
             whole, known = replicated_sharding(self.plan), shape[1:4]
-            places: Any = dict.fromkeys(State._fields, whole) | {"caches": self.plan.sharding(cache_axes(self.plan))}
+            places: Any = dict.fromkeys(State._fields, whole) | {
+                "caches": NamedSharding(self.plan.mesh, cache_spec(self.plan))
+            }
             places = (whole, whole) if function is _score else State(**places)
             program = jax.jit(
                 partial(function, self.config, self.plan, *known), out_shardings=places,
