@@ -26,10 +26,17 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
           "original_max_position_embeddings": 32}  # fmt: skip
 LLAMA = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+WINDOW = {"sliding_window": 8}  # much smaller than the texts
+GEMMA = LLAMA | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 24, "num_hidden_layers": 4}
 CASES = {
     "gpt2": {"vocab_size": 101, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "llama": LLAMA | {"rope_parameters": LLAMA3},
     "mixtral": LLAMA | {"num_local_experts": 4},
+    "mistral": LLAMA | WINDOW | {"head_dim": 8},
+    "qwen2": LLAMA,
+    "qwen3": LLAMA | {"head_dim": 16},
+    "gemma2": GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 4.0},
+    "gemma3_text": GEMMA | {"sliding_window_pattern": 3},
 }
 
 
@@ -40,7 +47,8 @@ def test_tokens_equal(family: str, tmp_path: Path, plan_of: Callable[..., Plan])
     module = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, weight in module.named_parameters():  # large, so that the scores lie well apart
-            torch.nn.init.normal_(weight, mean=float(weight.ndim == 1 and name.endswith("weight")), std=0.3)
+            mean, std = float(weight.ndim == 1 and name.endswith("weight")), 0.1 if "embed_tokens" in name else 0.3
+            torch.nn.init.normal_(weight, mean=mean, std=std)
     module.save_pretrained(tmp_path)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in PROMPTS]
