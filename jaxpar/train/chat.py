@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
@@ -187,8 +187,48 @@ class Examples:
 
     @property
     def amount(self) -> str:
-        counted = f"{len(self.sample):,} of which count"
-        return f"{self.size:,} examples of {len(self.ids):,} tokens, {counted}{self.note}"
+        counted = np.count_nonzero(self.labels != -1)
+        return f"{self.size:,} examples of {len(self.ids):,} tokens, {counted:,} of which count{self.note}"
+
+    def split(self, val_fraction: float) -> tuple[Examples, Examples]:
+        """Split off the last `val_fraction` of the examples, at least one.
+
+        Raises:
+          UserError: there is a single one.
+        """
+        cut = min(int(self.size * (1 - val_fraction)), self.size - 1)
+        if cut < 1:
+            raise UserError(f"{self.origin} has a single example, which cannot be held out: set data.val_fraction=0")
+        place = self.starts[cut]
+        train = Examples(self.ids[:place], self.labels[:place], self.starts[: cut + 1], self.origin, self.note)
+        return train, Examples(self.ids[place:], self.labels[place:], self.starts[cut:] - place, self.origin)
+
+    def rows(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
+        """Return rows [S] with whole examples, one in each or (`data.pack`) as many as fit, filled up with label -1.
+
+        They are shuffled anew in each epoch if `endless`, and otherwise read once and in order.
+        """
+
+        def fetch(i: int) -> dict[str, np.ndarray]:
+            place = slice(self.starts[i], self.starts[i + 1])
+            return {"tokens": self.ids[place], "labels": self.labels[place]}
+
+        def row(packed: dict[str, np.ndarray]) -> HostBatch:
+            batch = {"tokens": packed["tokens"], "labels": packed["labels"]}
+            apart = {"segments": packed["tokens_segment_ids"], "positions": packed["tokens_positions"]}
+            return batch | apart if data.pack else batch
+
+        order = grain.MapDataset.range(self.size)
+        order = order.seed(seed).shuffle().repeat() if endless else order
+        packed = grain.experimental.FirstFitPackIterDataset(
+            order.map(fetch).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+            length_struct={"tokens": data.seq_len, "labels": data.seq_len},
+            padding_struct={"tokens": 0, "labels": -1},
+            num_packing_bins=_BINS if data.pack else 1,
+            max_sequences_per_bin=None if data.pack else 1,
+            shuffle_bins=False,
+        )
+        return packed.map(row)
 
 
 def load_examples(paths: Sequence[str], data: DataConfig) -> tuple[list[Examples], Tokenizer]:
@@ -211,34 +251,27 @@ def load_examples(paths: Sequence[str], data: DataConfig) -> tuple[list[Examples
 
 def _load(path: str, data: DataConfig, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]) -> Examples:
     rows, cut, dropped = [], 0, 0
-    for where, line in _lines(path):
-        try:
-            ids, counted = _encode(json.loads(line), data, tokenizer, template)
-        except ValueError as error:
-            raise UserError(f"{where} is not JSON: {error}") from error
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
-        cut += len(ids) > data.seq_len + 1
-        tokens, labels = ids[:-1][: data.seq_len], np.where(counted, ids, -1).astype(np.int32)[1:][: data.seq_len]
-        if (labels != -1).any():
-            rows.append((tokens, labels))
-        else:
-            dropped += 1
-    if not rows:
-        raise UserError(f"{path} has no example whose completion begins within data.seq_len={data.seq_len} tokens")
-    note = (
-        f" ({cut} longer than data.seq_len were cut, and {dropped} of them left out, as nothing that counts was left)"
-    )
-    starts = np.cumsum([0, *(len(tokens) for tokens, _ in rows)])
-    tokens, labels = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
-    return Examples(tokens, labels, starts, path, note if cut else "")
-
-
-def _lines(path: str) -> Iterator[tuple[str, str]]:
     for file in text_files(path):
         for number, line in enumerate(read_text(file).split("\n"), 1):
-            if line.strip():
-                yield f"{file}, line {number}", line
+            if not line.strip():
+                continue
+            try:
+                ids, counted = _encode(json.loads(line), data, tokenizer, template)
+            except ValueError as error:
+                raise UserError(f"{file}, line {number} is not JSON: {error}") from error
+            except UserError as error:
+                raise UserError(f"{file}, line {number}: {error}") from error
+            cut += len(ids) > data.seq_len + 1
+            labels = np.where(counted, ids, -1).astype(np.int32)[1:][: data.seq_len]
+            if (labels != -1).any():
+                rows.append((ids[:-1][: data.seq_len], labels))
+            else:
+                dropped += 1
+    if not rows:
+        raise UserError(f"{path} has no example whose completion begins within data.seq_len={data.seq_len} tokens")
+    ids, labels = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
+    note = f" ({cut} were longer than data.seq_len and cut, {dropped} of them left out as nothing that counts was left)"
+    return Examples(ids, labels, np.cumsum([0, *(len(row) for row, _ in rows)]), path, note if cut else "")
 
 
 def _encode(
@@ -282,47 +315,3 @@ def _with_places(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarra
         return np.array(found.ids, np.int32), np.minimum(begins, np.append(0, ends[:-1])), ends
     begins = np.repeat(np.arange(len(text)), [len(tokenizer.encode(char)) for char in text])
     return tokenizer.encode(text), begins, begins + 1
-
-
-def split_examples(examples: Examples, val_fraction: float) -> tuple[Examples, Examples]:
-    """Split off the last `val_fraction` of the examples, at least one."""
-    cut = min(int(examples.size * (1 - val_fraction)), examples.size - 1)
-    if cut < 1:
-        raise UserError(
-            f"{examples.origin} has a single example, of which nothing can be held out: set data.val_fraction=0"
-        )
-    starts, place = examples.starts, examples.starts[cut]
-    train = replace(examples, ids=examples.ids[:place], labels=examples.labels[:place], starts=starts[: cut + 1])
-    val = replace(
-        examples, ids=examples.ids[place:], labels=examples.labels[place:], starts=starts[cut:] - place, note=""
-    )
-    return train, val
-
-
-def example_rows(examples: Examples, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
-    """Return rows [S] with whole examples, one in each or (`data.pack`) as many as fit, filled up with label -1.
-
-    They are shuffled anew in each epoch if `endless`, and otherwise read once and in order.
-    """
-
-    def fetch(i: int) -> dict[str, np.ndarray]:
-        place = slice(examples.starts[i], examples.starts[i + 1])
-        return {"tokens": examples.ids[place], "labels": examples.labels[place]}
-
-    def row(packed: dict[str, np.ndarray]) -> HostBatch:
-        batch = {name: packed[name] for name in ("tokens", "labels")}
-        if data.pack:
-            batch |= {"segments": packed["tokens_segment_ids"], "positions": packed["tokens_positions"]}
-        return batch
-
-    order = grain.MapDataset.range(examples.size)
-    order = order.seed(seed).shuffle().repeat() if endless else order
-    packed = grain.experimental.FirstFitPackIterDataset(
-        order.map(fetch).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-        length_struct={"tokens": data.seq_len, "labels": data.seq_len},
-        padding_struct={"tokens": 0, "labels": -1},
-        num_packing_bins=_BINS if data.pack else 1,
-        max_sequences_per_bin=None if data.pack else 1,
-        shuffle_bins=False,
-    )
-    return packed.map(row)

@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.train.chat import Examples, example_rows, load_examples, split_examples
-from jaxpar.train.documents import Documents, document_rows, load_documents
+from jaxpar.train.chat import Examples, load_examples
+from jaxpar.train.documents import Documents, load_documents
 from jaxpar.train.tokenizer import Tokenizer
-from jaxpar.train.tokens import HostBatch, Tokens, load_texts, load_token_files, read_windows, split, window_count
+from jaxpar.train.tokens import HostBatch, Tokens, load_texts, load_token_files, read_windows, window_count
 
 Part = Tokens | Documents | Examples
 
@@ -83,25 +83,21 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
     load = {"stdlib": load_texts, "text": load_texts, "tokens": load_token_files, "chat": load_examples}
     parts, tokenizer = load.get(data.source, load_documents)(paths, data)
     val = parts.pop() if data.val_path else None
-    train = parts[0]
-    if len(parts) == 1 and val is None and data.val_fraction > 0:
-        if isinstance(train, Examples):
-            train, val = split_examples(train, data.val_fraction)
-        elif isinstance(train, Tokens):
-            train, val = split(train, data.val_fraction)
+    if not (data.val_path or data.mixture or isinstance(parts[0], Documents)) and data.val_fraction > 0:
+        parts[0], val = parts[0].split(data.val_fraction)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         raise UserError(
-            f"the tokenizer of {train.origin} has {tokenizer.vocab_size} tokens, model.vocab_size={vocab_size}: "
+            f"the tokenizer of {parts[0].origin} has {tokenizer.vocab_size} tokens, model.vocab_size={vocab_size}: "
             f"try model.vocab_size={tokenizer.vocab_size}, or another tokenizer"
         )
-    for part in parts if len(parts) > 1 else [train]:
+    for part in parts:
         _require_enough(part, data, "training", "add text")
     if val is not None:
         _require_enough(val, data, "validation", "raise data.val_fraction, or give data.val_path")
-    if data.mixture:
-        total = sum(weight for _, weight in shares)
-        return Corpus(Mixture(tuple(parts), tuple(weight / total for _, weight in shares)), val, tokenizer)
-    return Corpus(train, val, tokenizer)
+    if not data.mixture:
+        return Corpus(parts[0], val, tokenizer)
+    total = sum(weight for _, weight in shares)
+    return Corpus(Mixture(tuple(parts), tuple(weight / total for _, weight in shares)), val, tokenizer)
 
 
 def _share(entry: str) -> tuple[str, float]:
@@ -152,7 +148,7 @@ def train_batches(
     local, threads = np.asarray(rows), min(data.prefetch, 4)
     windowed = [part for part in parts if isinstance(part, Tokens)]
     if others := [part for part in parts if not isinstance(part, Tokens)]:
-        made = [_rows(part, data, data.seed + i, endless=True) for i, part in enumerate(others)]
+        made = [part.rows(data, data.seed + i, endless=True) for i, part in enumerate(others)]
         mixed = grain.IterDataset.mix(made, weights) if len(made) > 1 else made[0]
         batches = mixed.batch(batch, drop_remainder=True).map(lambda found: {k: v[local] for k, v in found.items()})
         ahead = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=data.prefetch)
@@ -180,12 +176,6 @@ def train_batches(
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=data.prefetch)))
 
 
-def _rows(part: Documents | Examples, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
-    if isinstance(part, Examples):
-        return example_rows(part, data, seed, endless)
-    return document_rows(part, data, seed, endless)
-
-
 def val_batches(
     stream: Part, data: DataConfig, batch: int, rows: Sequence[int], vocab_size: int, limit: int = 0
 ) -> Iterator[HostBatch]:
@@ -198,7 +188,7 @@ def val_batches(
     after the last whole window are not used. For the other arguments see `train_batches`.
     """
     if not isinstance(stream, Tokens):
-        found = islice(_rows(stream, replace(data, prefetch=0), data.seed, endless=False), limit * batch or None)
+        found = islice(stream.rows(replace(data, prefetch=0), data.seed, endless=False), limit * batch or None)
         while group := list(islice(found, batch)):
             nothing = {name: np.full_like(array, -1 if name == "labels" else 0) for name, array in group[0].items()}
             group += [nothing] * (batch - len(group))

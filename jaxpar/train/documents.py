@@ -50,6 +50,42 @@ class Documents:
     def amount(self) -> str:
         return "a stream of documents" if self.size is None else f"{self.size:,} documents"
 
+    def encoded(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset:
+        """Return the documents as ids; see `rows`. Those without any are left out."""
+        source = self.source
+        if isinstance(source, grain.MapDataset):
+            ordered = source.seed(seed).shuffle().repeat() if endless else source
+            ahead = grain.ReadOptions(num_threads=min(data.prefetch, 4), prefetch_buffer_size=16 * data.prefetch)
+            encoded = ordered.map(self.encode).to_iter_dataset(ahead)
+        else:
+            stream = _InTurn(source, self.origin, data.source, endless)
+            if endless and data.shuffle_window:
+                window = {"window_size": data.shuffle_window, "seed": seed}
+                stream = grain.experimental.WindowShuffleIterDataset(stream, **window)
+            encoded = stream.map(self.encode)
+        return encoded.filter(lambda document: len(document["tokens"]) > 0)
+
+    def rows(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
+        """Return the rows [S] of documents that lie end to end; the label of a row's last token is the T-th it took.
+
+        Args:
+          data: `seq_len`, `pack`, `shuffle_window` and `prefetch`.
+          seed: for the order of documents, which is new in each epoch in random access, and the same in a stream.
+          endless: read them shuffled, again and again; else once and in order, with the last row filled up.
+        """
+
+        def row(packed: dict[str, np.ndarray]) -> HostBatch:
+            ids_T, segments_T = packed["tokens"], packed["tokens_segment_ids"]
+            ends_S = segments_T[1:] == 0
+            if data.pack:
+                ends_S = ends_S | (segments_T[1:] != segments_T[:-1])
+            batch = {"tokens": ids_T[:-1], "labels": np.where(ends_S, -1, ids_T[1:]).astype(np.int32)}
+            if data.pack:
+                batch |= {"segments": segments_T[:-1], "positions": packed["tokens_positions"][:-1]}
+            return batch
+
+        return _Packed(self.encoded(data, seed, endless), length_struct={"tokens": data.seq_len + 1}).map(row)
+
 
 def load_documents(paths: Sequence[str], data: DataConfig) -> tuple[list[Documents], Tokenizer]:
     """Open the sources of documents at `paths`, and read the beginning of each.
@@ -80,11 +116,11 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
             raise UserError(f"{path}: column {data.column!r} has a value that is no text: {str(text)[:40]!r}")
         return {"tokens": encode_document(text, tokenizer)}
 
-    with _opening(path, data):
+    with _reading(path, data.source):
         source, size = _OPEN[data.source](path, data)
         documents = Documents(source, encode, path, size, np.zeros(0, np.int32))
         first, count = [], 0
-        for document in _encoded(documents, replace(data, prefetch=0), 0, endless=False):
+        for document in documents.encoded(replace(data, prefetch=0), 0, endless=False):
             first.append(document["tokens"])
             count += len(first[-1])
             if count > max(SAMPLE, data.seq_len):
@@ -95,18 +131,18 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
 
 
 @contextmanager
-def _opening(path: str, data: DataConfig) -> Iterator[None]:
-    """Say in one line what kept a source from being opened; each library raises exceptions of its own."""
+def _reading(path: str, source: str) -> Iterator[None]:
+    """Say in one line what kept documents from being read; each library raises exceptions of its own."""
     try:
         yield
     except ImportError as error:
         package = f"the {error.name} package: pip install 'jaxpar[data]'"
-        raise UserError(f"data.source={data.source} needs {package}") from error
-    except UserError:
+        raise UserError(f"data.source={source} needs {package}") from error
+    except (UserError, StopIteration):
         raise
     except Exception as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot read {path} as data.source={data.source}: {said}") from error
+        raise UserError(f"cannot read {path} as data.source={source}: {said}") from error
 
 
 def _open_hf(name: str, data: DataConfig) -> tuple[Source, int | None]:
@@ -192,9 +228,9 @@ class _InTurn(grain.IterDataset):
     Grain's own interleaving of files, repeated, takes files as read to the end after a resume (seen in 0.2.18).
     """
 
-    def __init__(self, parts: Sequence[Callable[[], grain.DatasetIterator]], origin: str, endless: bool):
+    def __init__(self, parts: Sequence[Callable[[], grain.DatasetIterator]], origin: str, kind: str, endless: bool):
         super().__init__()
-        self.parts, self.origin, self.endless = parts, origin, endless
+        self.parts, self.origin, self.kind, self.endless = parts, origin, kind, endless
 
     def __iter__(self) -> grain.DatasetIterator:
         return _InTurnIterator(self)
@@ -211,17 +247,18 @@ class _InTurnIterator(grain.DatasetIterator):
         self._part = parts[turn % len(parts)]()
 
     def __next__(self) -> Any:
-        while True:
-            try:
-                return next(self._part)
-            except StopIteration:
-                epoch, part = divmod(self._turn + 1, len(self._streams.parts))
-                if part == 0:
-                    if not self._streams.endless:
+        streams = self._streams
+        with _reading(streams.origin, streams.kind):
+            while True:
+                try:
+                    return next(self._part)
+                except StopIteration:
+                    epoch, part = divmod(self._turn + 1, len(streams.parts))
+                    if part == 0 and not streams.endless:
                         raise
-                    if jax.process_index() == 0:
-                        console().print(f"{self._streams.origin} is read to its end: epoch {epoch + 1} begins")
-                self._enter(self._turn + 1)
+                    if part == 0 and jax.process_index() == 0:
+                        console().print(f"{streams.origin} is read to its end: epoch {epoch + 1} begins")
+                    self._enter(self._turn + 1)
 
     def get_state(self) -> dict[str, Any]:
         return {"turn": self._turn, "part": self._part.get_state()}
@@ -244,42 +281,3 @@ class _Packed(grain.experimental.ConcatThenSplitIterDataset):
 
         made.set_state = set_state
         return made
-
-
-def _encoded(documents: Documents, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset:
-    """The documents as ids, without those that have none."""
-    source = documents.source
-    if isinstance(source, grain.MapDataset):
-        ordered = source.seed(seed).shuffle().repeat() if endless else source
-        ahead = grain.ReadOptions(num_threads=min(data.prefetch, 4), prefetch_buffer_size=16 * data.prefetch)
-        encoded = ordered.map(documents.encode).to_iter_dataset(ahead)
-    else:
-        stream = _InTurn(source, documents.origin, endless)
-        if endless and data.shuffle_window:
-            window = {"window_size": data.shuffle_window, "seed": seed}
-            stream = grain.experimental.WindowShuffleIterDataset(stream, **window)
-        encoded = stream.map(documents.encode)
-    return encoded.filter(lambda document: len(document["tokens"]) > 0)
-
-
-def document_rows(documents: Documents, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
-    """Return the rows [S] of documents that lie end to end; the label of a row's last token is the T-th it took.
-
-    Args:
-      documents: what to read.
-      data: `seq_len`, `pack`, `shuffle_window` and `prefetch`.
-      seed: for the order of documents, which is new in each epoch in random access, and the same in a stream.
-      endless: read them shuffled, again and again; else once and in order, with the last row filled up.
-    """
-
-    def row(packed: dict[str, np.ndarray]) -> HostBatch:
-        ids_T, segments_T = packed["tokens"], packed["tokens_segment_ids"]
-        ends_S = segments_T[1:] == 0
-        if data.pack:
-            ends_S = ends_S | (segments_T[1:] != segments_T[:-1])
-        batch = {"tokens": ids_T[:-1], "labels": np.where(ends_S, -1, ids_T[1:]).astype(np.int32)}
-        if data.pack:
-            batch |= {"segments": segments_T[:-1], "positions": packed["tokens_positions"][:-1]}
-        return batch
-
-    return _Packed(_encoded(documents, data, seed, endless), length_struct={"tokens": data.seq_len + 1}).map(row)

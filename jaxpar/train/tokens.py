@@ -67,19 +67,18 @@ class Tokens:
     def amount(self) -> str:
         return f"{self.size:,} tokens"
 
-
-def split(stream: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
-    """Split off the last `val_fraction` of a stream; a document may be cut in two, as in nanoGPT's split."""
-    cut = int(len(stream.tokens) * (1 - val_fraction))
-    train_starts = val_starts = stream.document_starts
-    if train_starts is not None and val_starts is not None:
-        running = np.searchsorted(train_starts, cut, side="right") - 1
-        train_starts = train_starts[: np.searchsorted(train_starts, cut)]
-        val_starts = np.maximum(val_starts[running:] - cut, 0)
-    return (
-        replace(stream, tokens=stream.tokens[:cut], document_starts=train_starts),
-        replace(stream, tokens=stream.tokens[cut:], document_starts=val_starts, offset=cut),
-    )
+    def split(self, val_fraction: float) -> tuple[Tokens, Tokens]:
+        """Split off the last `val_fraction`; a document may be cut in two, as in nanoGPT's split."""
+        cut = int(self.size * (1 - val_fraction))
+        train_starts = val_starts = self.document_starts
+        if train_starts is not None and val_starts is not None:
+            running = np.searchsorted(train_starts, cut, side="right") - 1
+            train_starts = train_starts[: np.searchsorted(train_starts, cut)]
+            val_starts = np.maximum(val_starts[running:] - cut, 0)
+        return (
+            replace(self, tokens=self.tokens[:cut], document_starts=train_starts),
+            replace(self, tokens=self.tokens[cut:], document_starts=val_starts, offset=cut),
+        )
 
 
 # Text, where each file is a document.

@@ -226,14 +226,14 @@ def test_the_last_examples_are_held_out_and_each_is_read_once(chat):
     read = list(val_batches(corpus.val, data, 4, range(4), 256))
     assert [int((batch["labels"] != -1).any(axis=1).sum()) for batch in read] == [4, 3]
     assert bytes(read[0]["tokens"][0][:4].astype(np.uint8)) == b"114?"
-    with pytest.raises(UserError, match="single example, of which nothing can be held out"):
+    with pytest.raises(UserError, match="single example, which cannot be held out"):
         load_corpus(replace(chat(talks(1)), val_fraction=0.1), 400)
 
 
 def test_too_long_examples_are_cut_and_counted(chat):
     rows = [{"prompt": "p" * 30, "completion": "c"}, {"prompt": "p", "completion": "c" * 30}, *talks(2)]
     train = load_corpus(replace(chat(rows), tokenizer="bytes", seq_len=16), 256).train
-    assert train.size == 3 and "(2 longer than data.seq_len were cut, and 1 of them left out" in train.amount
+    assert train.size == 3 and "(2 were longer than data.seq_len and cut, 1 of them left out" in train.amount
     with pytest.raises(UserError, match=r"has no example whose completion begins within data\.seq_len=16"):
         load_corpus(replace(chat(rows[:1]), tokenizer="bytes", seq_len=16), 256)
 

@@ -15,7 +15,6 @@ from jaxpar.train.tokens import (
     Tokens,
     open_tokens,
     read_windows,
-    split,
     stdlib_files,
     stored_tokenizer,
     text_files,
@@ -191,7 +190,7 @@ def test_validation_rows_and_limit():
 @given(packed_case(), st.integers(1, 9))
 def test_split_keeps_every_token_and_document(case, tenths):
     stream, _, _ = case
-    train, val = split(stream, tenths / 10)
+    train, val = stream.split(tenths / 10)
     np.testing.assert_array_equal(np.concatenate([train.tokens, val.tokens]), stream.tokens)
     assert len(train.tokens) == int(len(stream.tokens) * (1 - tenths / 10))
     assert val.offset == len(train.tokens)

@@ -190,6 +190,28 @@ def test_bad_input_is_one_clear_line(changes, message, monkeypatch):
     assert "\n" not in str(refused.value)
 
 
+def test_a_stream_that_breaks_off_later_is_one_clear_line(tmp_path):
+    for i in range(2):
+        parquet.write_table(arrow.table({"text": ["abc"] * 20}), tmp_path / f"{i}.parquet")
+    data = DataConfig(source="parquet", path=str(tmp_path), seq_len=8, prefetch=0)
+    iterator = train_batches(load_corpus(data, 256).train, data, 2, range(2), 256)
+    (tmp_path / "1.parquet").unlink()
+    with pytest.raises(UserError, match=r"cannot read .* as data\.source=parquet: .*1\.parquet"):
+        list(iterator)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "text mixed"])
+def test_a_mixture_keeps_all_of_its_parts(kind):
+    data = replace(config_of(kind), val_fraction=0.5, pack=False)
+    assert load_corpus(data, 256).val is None
+    one = replace(data, path="", mixture=("texts/0.txt 1",) if kind == "text mixed" else ("parquet 1",))
+    whole = load_corpus(one, 256)
+    assert (
+        whole.val is None
+        and whole.train.size == load_corpus(replace(one, val_path=one.mixture[0][:-2]), 256).train.size
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokenizer_that_does_not_fit_the_vocabulary_is_refused(kind):
     with pytest.raises(UserError, match=r"has 256 tokens, model\.vocab_size=255"):
