@@ -23,7 +23,7 @@ Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 
 @dataclass(frozen=True)
 class GenerateArgs:
-    """Continue prompts with the model of a run folder or of a Hugging Face folder."""
+    """Continue prompts with the model of a run folder, of a Hugging Face folder or of a PEFT adapter."""
 
     prompt: Repeated = ()
     """A prompt; may be given several times."""

@@ -16,7 +16,7 @@ from jaxpar.base.errors import UserError, suggest
 COMMANDS = {
     "train": "train a config; the same command resumes",
     "verify": "compare a plan's loss and gradients with one device",
-    "generate": "continue prompts with the model of a run or of a Hugging Face folder",
+    "generate": "continue prompts with a run, a Hugging Face folder or a PEFT adapter",
     "eval": "validation loss of a run or a Hugging Face folder, or tasks of lm-eval",
     "convert": "to and from Hugging Face safetensors",
     "tokenize": "text to a .bin file of token ids",

@@ -13,6 +13,7 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
 from jaxpar.models import Model, Params, peft
+from jaxpar.models.lora import base_config
 from jaxpar.train.convert import config_of
 from jaxpar.train.generation import decode_plan
 from jaxpar.train.restore import load_params
@@ -23,7 +24,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 class Trained(NamedTuple):
-    """A model with its parameters, and what its folder says of them; `tokenizer` is None where there is none."""
+    """A model with its parameters; `folder` has what says how its tokens are read, and `tokenizer` may be None."""
 
     folder: Path
     config: Config
@@ -37,7 +38,7 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
     """Load the parameters of a folder on the plan for generating.
 
     Args:
-      folder: a run folder, or a folder with a Hugging Face checkpoint.
+      folder: a run folder, a folder with a Hugging Face checkpoint, or one with an adapter of PEFT. LoRA is merged.
       mesh: the mesh, or only its platform; see `decode_mesh` for the axes where none is given.
       dtype: the compute dtype. `auto` is a run's own; for Hugging Face float32 on CPUs and bfloat16 elsewhere.
       step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
@@ -49,7 +50,10 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
     config = read_config(folder)
     if step and not is_run(folder):
         raise UserError(f"--step has no effect: {folder} is no run folder, so it has one checkpoint")
-    tokenizer, model = folder_tokenizer(folder, config), Model(config.model)
+    config, words = replace(config, model=base_config(config.model)), folder
+    if peft.is_adapter(folder) and not (folder / TOKENIZER).exists():
+        words = peft.base_folder(folder)
+    tokenizer, model = folder_tokenizer(words, config), Model(config.model)
     mesh = mesh or MeshSpec()
     devices = start(mesh, config.compile.cache)
     if replace(mesh, platform="auto", distributed=False) == MeshSpec():
@@ -60,9 +64,9 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
     if dtype == "auto":
         half = not is_run(folder) and devices[0].platform != "cpu"
         dtype = "bfloat16" if half else config.precision.compute
-    plan = decode_plan(Plan(make_mesh(mesh, devices), config.rules, compute=dtype), config.model)
+    plan = decode_plan(Plan(make_mesh(mesh, devices), config.rules, compute=dtype, params=dtype), config.model)
     params = load_params(folder, replace(config, mesh=mesh), plan, step)
-    return Trained(folder, config, model, params, plan, tokenizer)
+    return Trained(words, config, model, params, plan, tokenizer)
 
 
 def is_run(folder: Path) -> bool:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import pytest
 
-from jaxpar.base.config import Config, ModelConfig
+from jaxpar.base.config import Config, Lora, ModelConfig
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.cli.main import main
-from jaxpar.models import Model
+from jaxpar.models import Model, Params, peft
 from jaxpar.models.hf import export_hf
+from jaxpar.train.generation import Generator
 from jaxpar.train.prompts import continuation
 from jaxpar.train.tokenizer import BytesTokenizer
 from jaxpar.train.trained import decode_mesh
@@ -97,6 +99,24 @@ def test_a_hugging_face_folder_is_evaluated(folder, tmp_path, capsys) -> None:
                        (["--tasks", "a", "--train.seed", "3"], "has no effect beside --tasks")):  # fmt: skip
         assert main([*words, *more]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_an_adapter_is_merged_and_read_with_the_words_of_its_model(generate, folder, tmp_path, plan_of) -> None:
+    lora = Model(replace(MODEL, lora=Lora(rank=2, alpha=8.0, targets=("q", "down"))))
+    plan = plan_of()
+
+    def init(key: jax.Array) -> Params:
+        random = lora.trained(lora.init(key))  # B is zeros
+        random = jax.tree.map(lambda x: jax.random.normal(key, x.shape) / 2, random)
+        return Model.merge(lora.init(jax.random.key(0)), random)
+
+    params = jax.jit(init, out_shardings=plan.sharding(()))(jax.random.key(1))
+    peft.export_adapter(params, lora, tmp_path / "adapter", str(folder))
+    expected = Generator(lora, params, plan).generate([list(b"ab")], 9)
+    for where in ({}, {"data": 2, "tensor": 2}):
+        flags = [f"mesh.{axis}={size}" for axis, size in where.items()] + ["mesh.platform=cpu"]
+        found = generate(tmp_path / "adapter", "--prompt", "ab", "--max-tokens", 9, "--json", *flags)
+        assert json.loads(found)["tokens"] == expected[0]
 
 
 def test_half_a_character_waits_for_its_other_half() -> None:
