@@ -20,7 +20,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 def console() -> Console:
     """A rich console on standard output. In a pipe nothing is wrapped or coloured."""
-    out = Console(soft_wrap=True, highlight=False, markup=False)
+    out = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)  # a path may be `data:train:test`
     if not out.is_terminal:
         out.width = 1000  # rich takes 80 where it cannot ask, and would cut the columns of a table
     return out

@@ -97,3 +97,9 @@ def test_an_error_is_one_line_and_exit_code_2(capsys):
     assert fail("no such thing:\n  a cause\n  of several lines") == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", "jaxpar: error: no such thing: a cause of several lines\n")
+
+
+def test_a_name_is_printed_as_it_is(capsys) -> None:
+    """`:train:` is no picture of a train, and `[12]` no style."""
+    console().print("texts:train: 3 documents of [12]")
+    assert capsys.readouterr().out == "texts:train: 3 documents of [12]\n"

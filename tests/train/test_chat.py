@@ -46,8 +46,9 @@ GEMMA = """{{ bos_token }}
 {% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {% for message in messages %}
 {% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
-{% if message.role == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message.role %}{% endif %}
-{{ '<start_of_turn>' + role + '\\n' + message.content | trim + '<end_of_turn>\\n' }}{% endfor %}
+{% if message.role == 'assistant' %}{{ '<start_of_turn>model\\n' }}
+{%- generation %}{{ message.content | trim + '<end_of_turn>\\n' }}{% endgeneration %}
+{% else %}{{ '<start_of_turn>user\\n' + message.content | trim + '<end_of_turn>\\n' }}{% endif %}{% endfor %}
 {% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 MISTRAL = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}
 {{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}
@@ -153,7 +154,7 @@ def chat(bpe, tmp_path):
     return write
 
 
-@pytest.mark.parametrize("name", ["llama3", "chatml", "mistral"])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_and_mask_equal_transformers(name, chat):
     """transformers marks the answers by the template's own tags; ours are what the assistant's turns add."""
     transformers = pytest.importorskip("transformers")

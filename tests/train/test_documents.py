@@ -114,7 +114,7 @@ def test_rows_of_a_stream_equal_windows_of_its_text(kind, pack, capsys):
     whole, _ = batches(config_of(kind, pack=pack), 20)
     expected = [read_windows(text, np.arange(i, i + 4) * 25, 24, pack, 256) for i in range(0, 80, 4)]
     assert_same(whole, expected)
-    assert "is read to its end: epoch 2 begins" in capsys.readouterr().out
+    assert f"{KINDS[kind]['path']} is read to its end: epoch 2 begins" in capsys.readouterr().out
 
 
 def test_random_access_reads_every_document_once_an_epoch_in_a_new_order():
