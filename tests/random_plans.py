@@ -50,7 +50,7 @@ def draw(random: random.Random) -> list[str]:
     plan["train.accumulation"] = random.choice((1, 2, 4))
     plan["memory.policy"] = random.choice(POLICIES)
     if mesh["stage"] > 1:
-        schedule = random.choice(("gpipe", "1f1b", "interleaved", "looped", "zb_h1"))
+        schedule = random.choice(("gpipe", "1f1b", "interleaved", "looped"))
         plan |= {"pipeline.schedule": schedule, "pipeline.stash": random.choice(("blocks", "stage"))}
         plan["pipeline.microbatches"] = mesh["stage"] * random.choice((1, 2))
         if schedule in ("interleaved", "looped"):

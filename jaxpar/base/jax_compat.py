@@ -38,8 +38,6 @@ COLLECTIVES: dict[str, Literal["all-gather", "reduce-scatter", "all-reduce", "al
 STILL = ("axis_index", "pvary", "pcast", "preduced", "vary_unreduced_cast")
 """The beginnings of the names of primitives that name mesh axes and send nothing."""
 SCAN, WHILE, COND, SHARD_MAP = "scan", "while", "cond", "shard_map"
-CHECKPOINT = ("checkpoint", "remat", "remat2")
-"""The primitive of `jax.checkpoint`, by version."""
 NAME = "name"
 """The primitive of `checkpoint_name`."""
 CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"

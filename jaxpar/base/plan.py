@@ -82,7 +82,7 @@ class Context:
     strategy: Strategy = "ring"
 
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zb_h1"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Pipeline:
     """How microbatches go through the stages of a mesh with `stage` above 1: see `jaxpar.parallel.pipeline`."""
 
     schedule: Schedule = "1f1b"
-    """One of gpipe, 1f1b, interleaved, looped and zb_h1; interleaved and looped take `virtual`. See
+    """One of gpipe, 1f1b, interleaved and looped; the last two take `virtual`. See
     `parallel.pipeline.schedules`."""
     microbatches: int = 0
     """How many microbatches are in the pipeline together, in each of the `train.accumulation` parts of the batch; 0 =

@@ -37,7 +37,7 @@ _SCOPE = re.compile(r"[A-Za-z_][\w\-. ]*$")
 _BRANCH = re.compile(r"branch_\d+_fun$")
 UPDATE = "update"
 """The scope of the optimizer's part of a step."""
-_TICKS = words("forward backward input weight")  # the scopes of a pipeline's ticks, which enclose those of the model
+_TICKS = words("forward backward")  # the scopes of a pipeline's ticks, which enclose those of the model
 
 
 def default_dirs() -> PackageDirs:

@@ -17,14 +17,8 @@ from rich.text import Text
 from jaxpar.parallel.pipeline.schedules import Action, Kind, Table
 from jaxpar.parallel.pipeline.simulator import UNIT, Compared, Simulation, Times, simulate_schedule
 
-# These are blue, orange and green of Okabe and Ito's palette, which all kinds of colour vision tell apart.
-_COLORS: dict[Kind, str] = {"forward": "#0072b2", "backward": "#e69f00", "input": "#e69f00", "weight": "#009e73"}
-_LABELS: dict[Kind, str] = {
-    "forward": "forward",
-    "backward": "backward",
-    "input": "backward: gradient of the input",
-    "weight": "backward: gradients of the weights",
-}
+# These are blue and orange of Okabe and Ito's palette, which all kinds of colour vision tell apart.
+_COLORS: dict[Kind, str] = {"forward": "#0072b2", "backward": "#e69f00"}
 _HEIGHT = 0.86  # the height of a bar as a share of its row
 
 
@@ -110,7 +104,7 @@ def _draw_stash(axes: Axes, table: Table, times: Times, found: Simulation) -> No
             action, start = tick[s], found.starts[t]
             if action and action.kind == "forward":
                 steps[start] = steps.get(start, 0) + 1
-            elif action and action.kind in ("backward", "weight"):
+            elif action:
                 end = start + times.of(action.kind)
                 steps[end] = steps.get(end, 0) - 1
         when = sorted(steps)
@@ -136,11 +130,9 @@ def _legend(figure: Figure, tables: Sequence[Table]) -> None:
     """Add a legend below with the colours of these tables' actions and the shades of their chunks."""
     virtual = max(table.virtual for table in tables)
     kinds = {action.kind for table in tables for tick in table.ticks for action in tick if action}
-    labels = _LABELS | ({"backward": "backward, or only the gradient of its input"} if "input" in kinds else {})
-    shown: list[Kind] = [kind for kind in _COLORS if kind in kinds and not (kind == "input" and "backward" in kinds)]
     chunks = {*_even_steps(virtual, 4), virtual - 1} if virtual > 1 else set()
     keys = [
-        *(Patch(color=_COLORS[kind], label=labels[kind]) for kind in shown),
+        *(Patch(color=color, label=kind) for kind, color in _COLORS.items() if kind in kinds),
         *(Patch(color=_lighten("#666666", c, virtual), label=f"chunk {c}") for c in sorted(chunks)),
     ]
     figure.legend(handles=keys, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
@@ -168,8 +160,8 @@ def _is_dark(color: str) -> bool:
 
 def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
     """Write a schedule for a terminal with a row for each stage and a cell for each tick: of microbatch 3, `F3` is the
-    forward, `B3` the backward, `I3` and `W3` are its halves, and `F3b` is the forward with the second chunk. The most
-    inputs that each stage keeps and the bubble follow.
+    forward, `B3` the backward, and `F3b` the forward with the second chunk. The most inputs that each stage keeps and
+    the bubble follow.
 
     Args:
       table: the schedule to write.
@@ -202,9 +194,7 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
                 text.append(" ")
         text.append(f"keeps {found.stash[s]}\n")
     cut = f" ({len(shown)} shown)" if len(shown) < len(ticks) else ""
-    halves = any(action and action.kind == "input" for tick in ticks for action in tick)
-    back = "I and W backward, of the input and of the weights" if halves else "B backward"
-    text.append(f"{len(ticks)} ticks{cut}, bubble {100 * found.bubble:.1f} %; F forward, {back}")
+    text.append(f"{len(ticks)} ticks{cut}, bubble {100 * found.bubble:.1f} %; F forward, B backward")
     text.append(", then the microbatch" + (" and the chunk" if lettered else ""))
     return text
 

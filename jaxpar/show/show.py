@@ -88,8 +88,8 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     """Print which microbatch each stage of a config's pipeline works on in each tick, and what other schedules would
     cost. Draw the schedule beside the picture of the mesh (`tiny_schedule.png` for `tiny.png`).
 
-    It needs no devices, not even simulated ones. A stage's forward takes a time of 1, and its backward 2, half of it
-    for the weights' gradients; a transfer takes no time.
+    It needs no devices, not even simulated ones. A stage's forward takes a time of 1, and its backward 2; a transfer
+    takes no time.
 
     Args:
       config: the experiment to show.
@@ -122,7 +122,7 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
         if few := _few_note(config, stages, table.microbatches):
             out.print(few + "\n")
         out.print(schedule_text(table, out.width if out.is_terminal else 160, UNIT.chunk(v)))
-        out.print("\nforward 1, backward 2 (of which the weights' gradients 1), transfers 0:")
+        out.print("\nforward 1, backward 2, transfers 0:")
         out.print(comparison_table(compared))
     path = picture.with_name(f"{picture.stem}_schedule.png")
     save_figure(schedule_figure(table, UNIT.chunk(v), title), path)

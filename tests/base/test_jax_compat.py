@@ -95,7 +95,6 @@ PLAIN: dict[str, Callable[[jax.Array], Any]] = {
     "SCAN": lambda x: jax.lax.scan(lambda total, row: (total + row, None), x[0], x)[0],
     "WHILE": lambda x: jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: x + 1, x),
     "COND": lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
-    "CHECKPOINT": jax.checkpoint(jnp.sin),
     "NAME": lambda x: checkpoint_name(x, "a name"),
 }
 

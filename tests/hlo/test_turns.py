@@ -17,7 +17,7 @@ from jaxpar.hlo.turns import find_unordered, require_order
 from jaxpar.models import Model
 from jaxpar.parallel.collectives import turn_after, waits
 from jaxpar.parallel.pipeline import executor
-from jaxpar.train import step, update
+from jaxpar.train import step
 from jaxpar.train.plans import make_plan
 
 
@@ -58,8 +58,7 @@ PLAN = {"model.family": "llama", "model.heads": 4, "model.layers": 4, "model.emb
 RINGS = {"overlap.gather": "ring", "overlap.scatter": "ring"}
 CASES = [
     {"pipeline.schedule": "1f1b", "pipeline.stash": "stage", "memory.policy": "dots", **RINGS},
-    {"pipeline.schedule": "zb_h1", "pipeline.stash": "stage", "memory.policy": "dots", **RINGS},
-    {"pipeline.schedule": "zb_h1", "pipeline.stash": "blocks", "memory.policy": "none", "overlap.domino": "on",
+    {"pipeline.schedule": "1f1b", "pipeline.stash": "blocks", "memory.policy": "none", "overlap.domino": "on",
      "mesh.fsdp": 2, "mesh.tensor": 1, "train.accumulation": 2},
     {"pipeline.schedule": "looped", "pipeline.virtual": 2, "mesh.tensor": 1, "mesh.context": 2},
     {"pipeline.schedule": "gpipe", "memory.policy": "full", "model.experts": 2, "mesh.tensor": 1, "mesh.expert": 2},
@@ -69,7 +68,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_pipelines_collectives_have_one_order(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without turns the first two died or gave a wrong loss, and XLA gave no other sign."""
+    """Without turns the first died or gave a wrong loss, and XLA gave no other sign."""
     config = override(Config(), PLAN | CASES[case])
     model, plan = Model(config.model), make_plan(config, jax.devices()[:4])
 
@@ -78,25 +77,19 @@ def test_a_pipelines_collectives_have_one_order(case: int, monkeypatch: pytest.M
         return find_unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text())
 
     assert found() == []
-    if case < 2:
+    if case < 1:
         monkeypatch.setattr(executor, "first_turn", lambda plan: None)
         assert found() != []
 
 
 @pytest.mark.slow
-def test_an_update_a_layer_at_a_time_has_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop over layers ran beside the reduce-scatter of the embedding's gradient."""
-    changes = {"mesh.stage": 1, "mesh.fsdp": 2, "memory.parameters": "offload", "precision.moments": "int8"}
+def test_an_update_a_layer_at_a_time_has_one_order() -> None:
+    """The loop over layers could run beside the reduce-scatter of the embedding's gradient."""
+    changes = {"mesh.stage": 1, "mesh.fsdp": 2, "memory.parameters": "offload", "memory.optimizer": "offload"}
     config = override(Config(), PLAN | changes | {"pipeline.microbatches": 0})
     model, plan = Model(config.model), make_plan(config, jax.devices()[:4])
-
-    def found() -> list[Any]:
-        program = step.make_train_step(model, config, plan)
-        return find_unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text())
-
-    assert found() == []
-    monkeypatch.setattr(update, "first_turn", lambda plan: None)
-    assert found() != []
+    program = step.make_train_step(model, config, plan)
+    assert find_unordered(program.lower(*step.step_shapes(model, config, plan)).compile().as_text()) == []
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from jaxpar.hlo.tasks import Loop
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline import layers_of, microbatches, reorder_layers, schedule, stored_order
 from jaxpar.parallel.pipeline.program import program
-from jaxpar.parallel.pipeline.split_backward import choose_residuals, split
+from jaxpar.parallel.pipeline.residuals import choose_residuals
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
 from jaxpar.train.plans import make_plan, plan_notes
@@ -148,14 +147,14 @@ def test_bad_input_is_refused_with_what_to_change(changes: dict[str, Any], said:
 
 
 @pytest.mark.parametrize(
-    ("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("looped", 3), ("zb_h1", 1)]
+    ("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("looped", 3)]
 )
 @pytest.mark.parametrize(("P", "M"), [(2, 2), (2, 7), (3, 2), (4, 8), (4, 13), (8, 3)])
 def test_slots_hold_what_is_read_from_them(name: Any, v: int, P: int, M: int) -> None:
     """The buffers run as the executor runs them, with names in place of arrays."""
     steps = program(schedule(name, P, M, v))
     empty: dict[str, list[Any]] = {"stash": [None] * steps.stash, "inbox": [None] * steps.inbox}
-    empty |= {"cotangents": [None] * steps.cotangents, "waiting": [None] * steps.waiting}
+    empty |= {"cotangents": [None] * steps.cotangents}
     buffers = [{name: list(slots) for name, slots in empty.items()} for _ in range(P)]
     leaving: list[Any] = [None] * P
     done: set[Any] = set()
@@ -164,7 +163,7 @@ def test_slots_hold_what_is_read_from_them(name: Any, v: int, P: int, M: int) ->
             before, entering = list(leaving), []
             for kind, rows in segment.ticks.items():
                 sent = [None] * P
-                for s in range(P if kind in ("backward", "input") else 0):
+                for s in range(P if kind == "backward" else 0):
                     buffers[s]["cotangents"][rows.arrives[r, s]] = before[(s + 1) % P]
                 for s in range(P):
                     row = {field: getattr(rows, field)[r, s] for field in rows._fields[:-3]}
@@ -180,29 +179,21 @@ def test_slots_hold_what_is_read_from_them(name: Any, v: int, P: int, M: int) ->
                         mine["cotangents"][row["cotangent"]] = ("cotangent", unit) if last else None
                         sent[s] = ("activation", (unit[0], unit[1] + 1)) if unit else None
                     elif unit is None:
-                        if kind == "input":
-                            mine["waiting"][row["waits"]] = None
-                        leaving[s] = None if kind != "weight" else leaving[s]
-                    elif kind == "weight":
-                        assert mine["waiting"][row["waits"]] == mine["stash"][row["kept"]] == unit
-                        done.add((kind, unit))
+                        leaving[s] = None
                     else:
                         assert mine["stash"][row["kept"]] == unit
                         assert mine["cotangents"][row["taken"]] == ("cotangent", unit)
                         assert bool(row["ends"]) == (unit[1] == 0)
                         leaving[s] = ("cotangent", (unit[0], unit[1] - 1))
-                        if kind == "input":
-                            mine["waiting"][row["waits"]] = unit
                         done.add((kind, unit))
                 entering = sent if kind == "forward" else entering
             for s in range(P if "forward" in segment.ticks else 0):
                 buffers[s]["inbox"][segment.ticks["forward"].arrives[r, s]] = entering[s - 1]
-    kinds = ("input", "weight") if name == "zb_h1" else ("backward",)
-    assert done == {(kind, (i, k)) for kind in kinds for i in range(M) for k in range(P * v)}
+    assert done == {("backward", (i, k)) for i in range(M) for k in range(P * v)}
 
 
 def test_buffers_do_not_grow_with_microbatches() -> None:
-    for name, v in (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)):
+    for name, v in (("1f1b", 1), ("interleaved", 2)):
         few, many = (program(schedule(name, 4, M, v))[1:] for M in (8, 64))
         assert few == many
     assert program(schedule("1f1b", 4, 64)).stash == 7
@@ -223,35 +214,6 @@ def test_what_depends_on_the_last_argument_is_kept_and_the_rest_computed_again()
     arrays = [function(w, x)[at] for at in found.places]
     for got, want in zip(found.restore(arrays, w), function(w, x), strict=True):
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_gradients_of_weights_wait_with_nothing_but_their_matmul_left(policy: str) -> None:
-    def layer(w: dict[str, Any], x: Any) -> Any:
-        return x + jnp.tanh((w["scale"] * x) @ w["up"]) @ w["down"]
-
-    layer = jax.checkpoint(layer) if policy == "full" else layer
-    rng = np.random.default_rng(0)
-    w = {"up": rng.normal(size=(4, 6)), "down": rng.normal(size=(6, 4)), "scale": rng.normal(size=4)}
-    x, dy = rng.normal(size=(5, 4)), rng.normal(size=(5, 4))
-
-    def backward(x: Any, w: Any, dy: Any) -> Any:
-        return jax.vjp(layer, w, x)[1](dy)
-
-    now = {"up": False, "down": False, "scale": True}, True
-    parts = split(backward, (x, w, dy), now, again=(1,))
-    (dw, dx), needed = parts.first(x, w, dy)
-    later, _ = parts.second(needed, w)
-    want_dw, want_dx = backward(x, w, dy)
-    close = partial(np.testing.assert_allclose, rtol=3e-6)  # compiled one operation at a time
-    close(dx, want_dx)
-    close(dw["scale"], want_dw["scale"])
-    assert dw["up"] is None
-    for name in ("up", "down"):
-        close(later[name], want_dw[name])
-    text = str(jax.make_jaxpr(parts.second)(needed, w))
-    assert text.count("dot_general") == 2
-    assert "tanh" not in text
 
 
 # The compiled step.
@@ -284,7 +246,7 @@ def mostly_slow(*cases: Any) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "policy"),
-    [(name, policy) for name in ("interleaved", "1f1b", "zb_h1") for policy in ("full", "none")],
+    [(name, policy) for name in ("interleaved", "1f1b") for policy in ("full", "none")],
 )
 def test_dropout_is_that_of_accumulated_microbatches(schedule: str, policy: str) -> None:
     """The same keys, so the same bits: whatever the schedule, a pipeline drops what accumulation drops."""
@@ -318,9 +280,7 @@ def loops(nodes: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "v"), mostly_slow(("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("looped", 2), ("zb_h1", 1))
-)
+@pytest.mark.parametrize(("name", "v"), mostly_slow(("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("looped", 2)))
 def test_the_compiled_program_runs_the_ticks_of_the_schedule(name: Any, v: int) -> None:
     config = config_of(
         mesh__stage=4, pipeline__microbatches=16, pipeline__schedule=name, pipeline__virtual=v, model__layers=16
@@ -334,7 +294,7 @@ def test_the_compiled_program_runs_the_ticks_of_the_schedule(name: Any, v: int) 
 
 @pytest.mark.parametrize(
     ("name", "v", "policy"),
-    [(*form, policy) for form in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb_h1", 1))
+    [(*form, policy) for form in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2))
      for policy in ("none", "full")],
 )  # fmt: skip
 @pytest.mark.slow

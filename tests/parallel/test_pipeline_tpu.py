@@ -69,7 +69,7 @@ def test_stages_on_four_slices_send_beside_their_compute() -> None:
 
 def test_layers_one_after_another_compile() -> None:
     """Layers that are not scanned, unlike `SMALL`'s: a loop that XLA unrolls by itself ended this compiler."""
-    small = {"mesh.platform": "auto", "mesh.data": 1, "mesh.stage": 2, "pipeline.schedule": "zb_h1"}
+    small = {"mesh.platform": "auto", "mesh.data": 1, "mesh.stage": 2, "pipeline.schedule": "1f1b"}
     config = override(load_config("tiny"), small | {"model.layers": 4})
     assert not config.model.scan_layers
     assert "collective-permute" in compile_step(config, load_target("v5e-8")).compiled.text

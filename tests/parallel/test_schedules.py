@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -40,12 +39,7 @@ def some_times(*seed: Any, count: int = 3) -> list[Times]:
     """Unit times, and some at random, in whole numbers so that sums are exact."""
     draw = random.Random(str(seed))
     weights = [draw.randint(1, 8) for _ in range(count)]
-    return [Times(), *(Times(draw.randint(1, 9), draw.randint(1, 5) + W, W) for W in weights)]
-
-
-def split(times: Times) -> tuple[float, float, float]:
-    """F, I and W."""
-    return times.forward, times.backward - times.weight, times.weight
+    return [Times(), *(Times(draw.randint(1, 9), draw.randint(1, 5) + W) for W in weights)]
 
 
 def group(P: int, M: int) -> int:
@@ -66,17 +60,15 @@ def test_every_table_is_valid_in_ticks_of_one_kind(name, P):
         kinds = [{action.kind for action in tick if action} for tick in table.ticks]
         assert {len(kind) for kind in kinds} == {1}
         ticks = M * v + P - 1 if M >= P else v * P + M - 1
-        halves = {"input": ticks, "weight": M} if name == "zb_h1" else {"backward": ticks}
-        assert {kind: kinds.count({kind}) for kind in ("forward", *halves)} == {"forward": ticks, **halves}
-        assert len(kinds) == ticks + sum(halves.values())
+        assert kinds.count({"forward"}) == kinds.count({"backward"}) == ticks == len(kinds) / 2
 
 
 # Time. In one program, where a transfer takes none.
 
 
 @every_stages
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "zb_h1"])
-def test_time_of_whole_backwards(name, P):
+@every_schedule
+def test_time(name, P):
     """(M v + P - 1)(f + b): GPipe (Huang et al. 2018, arXiv:1811.06965), 1F1B (Narayanan et al. 2021, arXiv:2104.04473,
     section 2.2), and with chunks f = F/v, an idle time of (P - 1)(F + B)/v: interleaved (ibid.), looped (Lamy-Poirier
     2022, arXiv:2211.05953). Interleaved is given for M a multiple of P; these tables need M >= P only. With less, a
@@ -91,69 +83,6 @@ def test_time_of_whole_backwards(name, P):
             assert found.bubble == pytest.approx((P - 1) / (M * v + P - 1))
 
 
-@every_stages
-def test_time_of_zb_h1(P):
-    """(M + P - 1)(F + I) + M W in ticks of one kind; each stage computes M (F + I + W) of it."""
-    for M, times in itertools.product(batches(P), some_times(P)):
-        found, (F, I, W) = simulate_schedule(schedule("zb_h1", P, M), times), split(times)
-        assert found.makespan == (M + P - 1) * (F + I) + M * W
-        assert found.bubble == pytest.approx(1 - M * (F + I + W) / found.makespan)
-        assert found.makespan <= simulate_schedule(schedule("1f1b", P, M), times).makespan
-
-
-def shortest(P: int, M: int, F: int, I: int, W: int) -> int:
-    """The least time of M microbatches through P stages in ticks of one kind, of all ways to fill every tick.
-
-    A tick is of forwards, of input gradients, of weights' gradients, or of both of these; in it each stage does any of
-    what it could, or nothing. Dijkstra's search over what is done.
-    """
-    bit = {place: 1 << n for n, place in enumerate(itertools.product("FIW", range(M), range(P)))}
-
-    def ready(kind: str, i: int, s: int, done: int) -> bool:
-        if kind == "F":
-            return s == 0 or bool(done & bit["F", i, s - 1])
-        if kind == "I":
-            return bool(done & bit["F", i, s]) and (s == P - 1 or bool(done & bit["I", i, s + 1]))
-        return bool(done & bit["I", i, s])
-
-    def after(done: int, kind: str) -> Iterator[int]:
-        """What can be done at the end of a tick."""
-        choices: list[list[int]] = []
-        for s in range(P):
-            free = [i for i in range(M) if not done & bit[kind[0], i, s] and ready(kind[0], i, s, done)]
-            choices.append([0, *(sum(bit[k, i, s] for k in kind) for i in free)])
-        return (done | sum(picked) for picked in itertools.product(*choices))
-
-    costs, all_done = {"F": F, "I": I, "W": W, "IW": I + W}, sum(bit.values())
-    best, queue = {0: 0}, [(0, 0)]
-    while queue:
-        time, done = heapq.heappop(queue)
-        if done == all_done:
-            return time
-        if time > best[done]:
-            continue
-        for kind, cost in costs.items():
-            for state in after(done, kind):
-                if state != done and time + cost < best.get(state, 1 << 30):
-                    best[state] = time + cost
-                    heapq.heappush(queue, (time + cost, state))
-    raise AssertionError("a pipeline always ends")
-
-
-@pytest.mark.parametrize(("P", "M"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2)])
-@pytest.mark.parametrize("times", [(1, 1, 1), (3, 4, 2), (1, 2, 5)])
-def test_no_ticks_of_one_kind_are_shorter_than_those_of_zb_h1(P, M, times):
-    """The last stage needs M forward ticks after the P - 1 that bring the first microbatch to it; the first stage M
-    ticks of input gradients, alone or with weights' ones, after P - 1; and any stage M of weights' gradients. No tick
-    serves two of these, but a whole backward, which costs both. So (M + P - 1)(F + I) + M W is the least, and here the
-    search finds no less.
-    """
-    F, I, W = times
-    least = shortest(P, M, F, I, W)
-    assert least == (M + P - 1) * (F + I) + M * W
-    assert simulate_schedule(schedule("zb_h1", P, M), Times(F, I + W, W)).makespan == least
-
-
 # Memory.
 
 
@@ -162,8 +91,7 @@ def test_no_ticks_of_one_kind_are_shorter_than_those_of_zb_h1(P, M, times):
 def test_stash(name, P):
     """GPipe keeps all M inputs, looped all M v. 1F1B in one program keeps 2(P - s) - 1 at most, the warm-up of "eager"
     1F1B (Zhuang et al. 2022, arXiv:2211.05322); interleaved (v - 1) G + 2(P - 1 - s) + 1, for G = P the warm-up of
-    Megatron-LM (`num_warmup_microbatches`) and one. ZB-H1 keeps each until the first stage has its input gradient:
-    2P - 1 - s inputs, and s + 1 cotangents. So at most 2P - 1 without chunks.
+    Megatron-LM (`num_warmup_microbatches`) and one. So at most 2P - 1 without chunks.
     """
     for M, v in sizes(name, P):
         found, G = simulate_schedule(schedule(name, P, M, v)), group(P, M)
@@ -173,13 +101,10 @@ def test_stash(name, P):
             "interleaved": lambda s, M=M, v=v, G=G: min(M * v, (v - 1) * G + 2 * (P - 1 - s) + 1) if M >= P else
                            (v - 1) * M + min(M, 2 * (P - 1 - s) + 1),
             "looped": lambda s, M=M, v=v: M * v,
-            "zb_h1": lambda s, M=M: min(M, 2 * P - 1 - s),
         }  # fmt: skip
         assert list(found.stash) == [formulas[name](s) for s in range(P)]
         steps = program(schedule(name, P, M, v))
-        waiting = min(M, P) if name == "zb_h1" else 0
         assert 0 <= steps.stash - max(found.stash) <= 1  # one more for what a stage writes while it is idle
-        assert 0 <= steps.waiting - waiting <= min(waiting, 1)
 
 
 # Transfers.
@@ -189,16 +114,15 @@ def test_stash(name, P):
 @every_schedule
 def test_what_transfers_cost(name, P):
     """What no other tick of their round hides, though it would have the time: in 1F1B the warm-up's P - 1 and as many
-    at the end, in ZB-H1 (M >= P) the first of these, with chunks P v - 1 of each; without other ticks every one.
+    at the end, with chunks P v - 1 of each; without other ticks every one.
     """
-    times = Times(5, 12, 5, transfer=2)
+    times = Times(5, 12, transfer=2)
     for M, v in sizes(name, P):
         late = {
             "gpipe": 2 * (M + P - 2),
             "1f1b": 2 * (P - 1),
             "interleaved": 2 * (P * v - 1),
             "looped": 2 * (M * v + P - 2),
-            "zb_h1": P - 1 + max(P - M, 0),
         }
         if M % P == 0 or (name not in CHUNKED) or (name == "looped" and M > P):
             table = schedule(name, P, M, v)
@@ -210,7 +134,7 @@ def test_what_transfers_cost(name, P):
 
 def test_a_transfer_by_hand():
     """Two stages, one microbatch: forward 0-3, sent until 5, forward 5-8, backward 8-12, sent until 14, backward."""
-    times = Times(3, 4, 1, transfer=2)
+    times = Times(3, 4, transfer=2)
     found = simulate_schedule(schedule("gpipe", 2, 1), times)
     assert (found.makespan, found.starts, found.bubble) == (18, (0, 5, 8, 14), pytest.approx(1 - 14 / 36))
     assert simulate_schedule(schedule("gpipe", 1, 4), times).makespan == 28  # a stage sends nothing to itself
@@ -219,7 +143,7 @@ def test_a_transfer_by_hand():
 @every_schedule
 def test_no_stage_does_two_things_and_nothing_comes_early(name):
     P, M, v = 4, 9, 2 if name in CHUNKED else 1
-    table, times = schedule(name, P, M, v), Times(2, 7, 3, transfer=4)
+    table, times = schedule(name, P, M, v), Times(2, 7, transfer=4)
     starts = simulate_schedule(table, times).starts
     begin = {(a, s): starts[t] for t, tick in enumerate(table.ticks) for s, a in enumerate(tick) if a}
     by_stage = [sorted((time, a) for (a, stage), time in begin.items() if stage == s) for s in range(P)]
@@ -228,7 +152,7 @@ def test_no_stage_does_two_things_and_nothing_comes_early(name):
     for (action, s), time in begin.items():
         place = action.chunk * P + s
         before = place - 1 if action.kind == "forward" else place + 1
-        if action.kind != "weight" and 0 <= before < P * v:
+        if 0 <= before < P * v:
             sender = action._replace(chunk=before // P)
             assert time >= begin[sender, before % P] + times.of(action.kind) + times.transfer
 
@@ -252,9 +176,8 @@ def last_microbatch_dropped(rows: list[list[Action | None]]) -> None:
         row[:] = [None if action and action.microbatch == last else action for action in row]
 
 
-def weights_of_one_forgotten(rows: list[list[Action | None]]) -> None:
-    kinds = "weight", "backward"
-    t, s = next((t, s) for t, row in enumerate(rows) for s, a in enumerate(row) if a and a.kind in kinds)
+def one_backward_forgotten(rows: list[list[Action | None]]) -> None:
+    t, s = next((t, s) for t, row in enumerate(rows) for s, a in enumerate(row) if a and a.kind == "backward")
     rows[t][s] = None
 
 
@@ -288,12 +211,10 @@ FAULTS = [
      "is done in tick 0"),
     (last_stage_a_tick_early, "1f1b", 1, "tick 2, stage 3: forward of microbatch 0"),
     (last_microbatch_dropped, "gpipe", 1, "stage 0: the end, and forward of microbatch 4, chunk 0 is never done"),
-    (last_microbatch_dropped, "zb_h1", 1, "stage 0: the end, and forward of microbatch 4, chunk 0 is never done"),
     (one_microbatch_twice, "looped", 2, "stage 0: forward of microbatch 0, chunk 0: done before, in tick 0"),
     (two_ticks_swapped, "gpipe", 1, "tick 1, stage 1: forward of microbatch 1, chunk 0 needs .* is done in tick 2"),
     (last_tick_first, "gpipe", 1, "tick 0, stage 0: backward of microbatch 4, chunk 0 needs .* is done in tick"),
-    (weights_of_one_forgotten, "zb_h1", 1, "the end, and weight of microbatch 0, chunk 0 is never done"),
-    (weights_of_one_forgotten, "interleaved", 2, "needs backward of microbatch 0, chunk 1 of stage 3: is never done"),
+    (one_backward_forgotten, "interleaved", 2, "needs backward of microbatch 0, chunk 1 of stage 3: is never done"),
     (chunks_taken_for_each_other, "interleaved", 2,
      "tick 0, stage 0: forward of microbatch 0, chunk 1 needs forward of microbatch 0, chunk 0 of stage 3"),
     (chunks_taken_for_each_other, "1f1b", 1,
@@ -317,7 +238,7 @@ def test_cells_that_no_table_has():
         (((one[0],), (None, one[1])), "tick 1 has 2 stages, not 1"),
         (((one[0],), (Action("backward", 1),)), "tick 1, stage 0: backward .*: this table has .* microbatches 0 to 0"),
         (((Action("rest", 0),),), "tick 0, stage 0: rest .*: this table has forward, backward of"),  # type: ignore
-        (((one[0],), (one[1],), (Action("input", 0),), (Action("weight", 0),)), "table has forward, input, weight"),
+        (((one[0],), (Action("weight", 0),)), "weight .*: this table has forward, backward of"),  # type: ignore
         (((one[0],), (None,), (one[1],)), "round 1 has ticks of nothing: each is of one kind on all stages"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -345,14 +266,12 @@ def is_valid(table: Table) -> bool:
         for s, a in enumerate(tick):
             if a:
                 when.setdefault((a.kind, a.microbatch, a.chunk * P + s), []).append(t)
-    back = "input" if any(kind == "input" for kind, *_ in when) else "backward"
     chain = [[(kind, i, p) for p in places] for i in range(M) for kind, places in
-             (("forward", range(P * v)), (back, range(P * v - 1, -1, -1)))]  # fmt: skip
+             (("forward", range(P * v)), ("backward", range(P * v - 1, -1, -1)))]  # fmt: skip
     paths = [chain[2 * i] + chain[2 * i + 1] for i in range(M)]
-    late = [[(back, i, p), ("weight", i, p)] for i in range(M) for p in range(P * v)] if back == "input" else []
-    if any(len(when.get(place, [])) != 1 for path in paths + late for place in path):
+    if any(len(when.get(place, [])) != 1 for path in paths for place in path):
         return False
-    return all(when[a][0] < when[b][0] for path in paths + late for a, b in itertools.pairwise(path))
+    return all(when[a][0] < when[b][0] for path in paths for a, b in itertools.pairwise(path))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -382,12 +301,11 @@ def test_the_checker_finds_what_the_definition_does(name):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("1f1", 4, 8, 1), r"no schedule '1f1' \(did you mean '1f1b'\?\): gpipe, 1f1b, interleaved, looped, zb_h1"),
+        (("1f1", 4, 8, 1), r"no schedule '1f1' \(did you mean '1f1b'\?\): gpipe, 1f1b, interleaved, looped"),
         (("1f1b", 0, 8, 1), "at least one stage, microbatch and virtual stage, found 0, 8, 1"),
         (("1f1b", 4, 0, 1), "found 4, 0, 1"),
         (("looped", 4, 8, 0), "found 4, 8, 0"),
         (("1f1b", 4, 8, 2), "1f1b has one virtual stage a stage, found pipeline.virtual=2: try pipeline.schedule"),
-        (("zb_h1", 4, 8, 2), "or pipeline.virtual=1"),
         (("gpipe", 4, 8, 3), "found pipeline.virtual=3"),
     ],
 )
@@ -398,12 +316,12 @@ def test_schedules_that_there_are_not(words, message):
 
 def test_the_comparison():
     rows = {row.schedule: row for row in rank_schedules(4, 8, 2)}
-    assert list(rows) == ["gpipe", "1f1b", "interleaved", "looped", "zb_h1"]
-    assert [row.makespan for row in rows.values()] == [11 * 3, 11 * 3, 19 * 1.5, 19 * 1.5, 11 * 2 + 8]
-    assert [row.stash for row in rows.values()] == [8, 7, 11, 16, 7]
-    assert [row.sent for row in rows.values()] == [48, 48, 112, 112, 48]
-    assert [row.ticks for row in rows.values()] == [22, 22, 38, 38, 30]
-    assert {row.schedule for row in rank_schedules(4, 8)} == {"gpipe", "1f1b", "zb_h1"}
+    assert list(rows) == ["gpipe", "1f1b", "interleaved", "looped"]
+    assert [row.makespan for row in rows.values()] == [11 * 3, 11 * 3, 19 * 1.5, 19 * 1.5]
+    assert [row.stash for row in rows.values()] == [8, 7, 11, 16]
+    assert [row.sent for row in rows.values()] == [48, 48, 112, 112]
+    assert [row.ticks for row in rows.values()] == [22, 22, 38, 38]
+    assert {row.schedule for row in rank_schedules(4, 8)} == {"gpipe", "1f1b"}
 
 
 def test_the_bubble_of_as_many_microbatches_as_stages():

@@ -73,6 +73,6 @@ def verdict_of(schedule="1f1b", microbatches=8, virtual=1, **mesh):
 
 
 if __name__ == "__main__":
-    for name, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped", 2), ("zb_h1", 1)):
+    for name, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped", 2)):
         print(name, verdict_of(name, virtual=virtual, stage=4, data=2))
     print("a table", verdict_of(pipeline.schedule("1f1b", 2, 4), stage=2, fsdp=2, tensor=2))

@@ -82,7 +82,7 @@ def test_attention_on_one_device_asks_for_no_layout() -> None:
         ("looped", 2, {"stage": 2, "tensor": 4}),
         pytest.param("interleaved", 2, {"stage": 4, "fsdp": 2}, marks=pytest.mark.slow),
         pytest.param("gpipe", 1, {"stage": 8}, marks=pytest.mark.slow),
-        ("zb_h1", 1, {"stage": 2, "fsdp": 2, "tensor": 2}),
+        ("1f1b", 1, {"stage": 2, "fsdp": 2, "tensor": 2}),
         pytest.param(pipeline.schedule("1f1b", 2, 4), 1, {"stage": 2, "data": 4}, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "a table" if hasattr(value, "rounds") else None,

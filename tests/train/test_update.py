@@ -49,7 +49,7 @@ PLANS: dict[str, tuple[Config, dict[str, Any]]] = {
     ),
     "parameters and optimizer, fsdp x tensor": (config_of("llama", "dots", fsdp=2, tensor=2), STATE | BLOCK_INPUT),
     "parameters and optimizer, context": (config_of("gpt2", context=2, data=2), STATE | {"memory.policy": "dots"}),
-    "parameters and optimizer, stages": (staged(config_of("gpt2", stage=2, tensor=2), "zb_h1", 4), STATE),
+    "parameters and optimizer, stages": (staged(config_of("gpt2", stage=2, tensor=2), "gpipe", 4), STATE),
     "parameters and optimizer, stages, blocks": (
         staged(config_of("llama", stage=2), "1f1b", 4, pipeline_stash="blocks"), STATE | BLOCK_INPUT,
     ),

@@ -55,7 +55,7 @@ PLANS: list[Plan] = [
     *((model, {"stage": 2, "fsdp": 2}, piped("1f1b", 5) | PIPED.get(model, {})) for model in MODELS),
     *((model, {"stage": 2, "context": 2}, piped("interleaved", 4, 2) | BLOCKS | VIRTUAL.get(model, {}))
       for model in MODELS),
-    *((model, {"stage": 2, "tensor": 2}, piped("zb_h1", 4) | PIPED.get(model, {}) | RING) for model in MODELS),
+    *((model, {"stage": 2, "tensor": 2}, piped("1f1b", 4) | PIPED.get(model, {}) | RING) for model in MODELS),
     ("gemma3", {"stage": 2, "data": 2}, piped("1f1b", 4) | FULL | PIPED["gemma3"]),
     *((model, {"fsdp": 2, "tensor": 2}, RING | {"overlap.domino": "on"}) for model in MODELS),
     *((model, {"data": 4, "tensor": 2}, {"overlap.domino": "on", "memory.policy": policy})

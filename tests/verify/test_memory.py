@@ -79,10 +79,6 @@ TABLES: dict[str, tuple[Changes, dict[str, int], list[Changes]]] = {
         LLAMA | piped("1f1b", 4), {"stage": 2, "fsdp": 2, "tensor": 2},
         [*PRESETS, policy("attention_out") | {"pipeline.stash": "stage"}, OFFLOAD_INPUT, OFFLOAD_DOTS, PARAMETERS],
     ),
-    "gpt2, ZB-H1 x data": (
-        GPT2 | piped("zb_h1", 8) | {"model.layers": 8}, {"stage": 4, "data": 2},
-        [policy("full"), policy("attention_out"), policy("dots"), OFFLOAD_INPUT, OFFLOAD_UP],
-    ),
     "llama, interleaved x context": (
         LLAMA | piped("interleaved", 4, 2) | {"model.layers": 4}, {"stage": 2, "context": 2},
         [policy("block_inputs"), policy("attention_out"), OFFLOAD_ATTENTION],

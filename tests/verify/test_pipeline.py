@@ -63,7 +63,7 @@ def uneven(stages: int, virtual: int = 1) -> dict[str, Any]:
 
 def listed() -> list[Plan]:
     plans: list[Plan] = []
-    forms = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped", 2), ("zb_h1", 1)]
+    forms = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped", 2)]
     others = [FULL, {}, BLOCKS, PACKED]
     for P in (2, 4, 8):
         for at, M in enumerate((P, 2 * P, 3 * P + 1)):
@@ -89,14 +89,14 @@ def listed() -> list[Plan]:
         ]
     plans += [
         ("moe", {"stage": 2, "expert": 4}, piped("1f1b", 5) | uneven(2)),
-        ("moe", {"stage": 2, "expert": 2, "tensor": 2}, piped("zb_h1", 4) | RING),
+        ("moe", {"stage": 2, "expert": 2, "tensor": 2}, piped("gpipe", 4) | RING),
         ("moe", {"stage": 2, "expert": 2, "fsdp": 2}, piped("interleaved", 4, 2) | FULL | PACKED),
         ("llama", {"stage": 2, "data": 2, "tensor": 2}, piped("1f1b", 4) | {"overlap.domino": "on"} | FULL),
         ("llama", {"stage": 2, "data": 4}, piped("1f1b", 4) | {"rules.state_embed": ("data",), "rules.embed": ()}),
         (
             "llama",
             {"stage": 2, "tensor": 4},
-            piped("zb_h1", 4) | {"model.heads": 6, "model.kv_heads": 2, "model.embed": 96},
+            piped("gpipe", 4) | {"model.heads": 6, "model.kv_heads": 2, "model.embed": 96},
         ),
         ("gpt2", {"stage": 4, "data": 2}, piped("1f1b", 6) | {"model.scan_layers": False} | FULL),
     ]
@@ -125,7 +125,7 @@ def test_the_table_of_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_there_are_many_plans_and_no_two_alike() -> None:
-    assert len({repr(plan) for plan in PLANS}) == len(PLANS) >= 60
+    assert len({repr(plan) for plan in PLANS}) == len(PLANS) >= 55
 
 
 def verified(plan: Plan) -> verify.Verification:
@@ -133,7 +133,7 @@ def verified(plan: Plan) -> verify.Verification:
 
 
 FAST = [
-    ("llama", {"stage": 2, "tensor": 2, "fsdp": 2}, piped("zb_h1", 5) | RING | uneven(2)),
+    ("llama", {"stage": 2, "tensor": 2, "fsdp": 2}, piped("1f1b", 5) | RING | uneven(2)),
     ("llama tied", {"stage": 2, "context": 2}, piped("interleaved", 5, 2) | BLOCKS | PACKED),
     ("moe", {"stage": 2, "expert": 2}, piped("looped", 4, 2)),
 ]
@@ -154,7 +154,7 @@ def plans(draw: st.DrawFn) -> Plan:
     """A model, stages and one more axis, a schedule, and what may be chosen beside."""
     P = draw(st.sampled_from((2, 4)))
     axis = draw(st.sampled_from(("data", "fsdp", "tensor", "context")))
-    schedule = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "looped", "zb_h1")))
+    schedule = draw(st.sampled_from(("gpipe", "1f1b", "interleaved", "looped")))
     v = draw(st.sampled_from((1, 2, 3))) if schedule in ("interleaved", "looped") else 1
     changes = piped(schedule, draw(st.integers(1, 3 * P + 1)), v)
     changes |= draw(st.sampled_from((FULL, BLOCKS, {})))

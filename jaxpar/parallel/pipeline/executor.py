@@ -165,7 +165,6 @@ class _Carry(NamedTuple):
       cotangents: cotangents that have arrived [slots, B, S, D].
       leaving: the cotangent that is sent next [B, S, D].
       entering: the activation that is on its way to the inbox inside a round [B, S, D].
-      waiting: what postponed gradients of weights are made from, a stack's buffers.
       blocks: gradients of this stage's layers [virtual x places, ...], in the plan's dtype for such sums.
       ends: gradients of embedding and head, for this stage's part, if these are trained.
     """
@@ -177,7 +176,6 @@ class _Carry(NamedTuple):
     cotangents: Any = None
     leaving: Any = None
     entering: Any = None
-    waiting: Any = None
     blocks: Any = None
     ends: Any = None
 
@@ -241,7 +239,7 @@ class _Stage:
         carry = _Carry(messages(steps.inbox), LossSums(*jnp.zeros(3), routed=routed), first_turn(plan))
         if not self.backward:
             return carry
-        self.layers.prepare(x, steps.waiting > 0, not self.by_stage)
+        self.layers.prepare(x)
         axes = self.model.trained(self.model.axes)
         trained = self.model.trained({"blocks": self.arrays.blocks})["blocks"]
         of_blocks = jax.tree.map(lambda x, axes: self._zeros(x, (None, *axes[1:])), trained, axes["blocks"])
@@ -249,7 +247,6 @@ class _Stage:
             stash=messages(steps.stash) if self.by_stage else self.layers.empty_stash(steps.stash),
             cotangents=messages(steps.cotangents),
             leaving=messages(1)[0],
-            waiting=self.layers.empty_waiting(steps.waiting),
             blocks=of_blocks,
             ends={name: jax.tree.map(self._zeros, end, axes[name]) for name, end in self.trained_ends.items()},
         )
@@ -277,15 +274,13 @@ class _Stage:
     def round(self, carry: _Carry, ticks: dict[Kind, Rows], shares: dict[Kind, _Shares]) -> _Carry:
         """Run the ticks of a round, one after another."""
         ticks = {kind: jax.tree.map(lambda x: x[0] if x.ndim else x, row) for kind, row in ticks.items()}
-        run = {"forward": self._forward, "backward": self._backward, "input": self._backward, "weight": self._weight}
-        back = {"backward", "input"}.intersection(shares)
-        arriving = None
-        if back:
+        run, arriving = {"forward": self._forward, "backward": self._backward}, None
+        if "backward" in shares:
             with jax.named_scope("backward"):  # sent before the forward tick, taken after it: it travels meanwhile
                 arriving = self._send(waits(carry.leaving, carry.turn), -1)
                 carry = carry._replace(turn=turn_after(carry.turn, arriving, STORED, self.plan))
         for kind in shares:  # in the round's order, which a pytree does not keep
-            if kind in back:
+            if kind == "backward":
                 arrived, cotangents = jax.lax.optimization_barrier((arriving, carry.cotangents))
                 carry = carry._replace(cotangents=write(cotangents, arrived, ticks[kind].arrives))
             with jax.named_scope(kind):
@@ -359,19 +354,15 @@ class _Stage:
         if self.by_stage:  # only the stage's input is kept, and its layers are run again
             x_BSD, row = read(stash, row.kept), row._replace(kept=0)
             stash = self.layers.forward(x_BSD, row, self.layers.empty_stash(1))[1]
-        dx_BSD, blocks, waiting = self.layers.backward(dy_BSD, row, stash, carry.blocks, carry.waiting)
+        dx_BSD, blocks = self.layers.backward(dy_BSD, row, stash, carry.blocks)
 
         def embedded(ends: Params) -> Params:
             _, pull = jax.vjp(lambda trained: self._embed(self.ends | trained, i), self.trained_ends)
             return _add_gradients(ends, *pull(jnp.where(on_first, dx_BSD, 0)))
 
         ends = _if_some(shares.first, row.some_end, embedded, carry.ends)
-        carry = carry._replace(blocks=blocks, waiting=waiting, leaving=dx_BSD, ends=ends)
+        carry = carry._replace(blocks=blocks, leaving=dx_BSD, ends=ends)
         return self._set_turn(carry, "leaving", "ends")
-
-    def _weight(self, carry: _Carry, row: Rows, shares: _Shares) -> _Carry:
-        blocks = self.layers.weight_gradient(row, carry.stash, carry.waiting, carry.blocks)
-        return self._set_turn(carry._replace(blocks=blocks), "blocks")
 
 
 def _if_some(share: float, some: Array, do: Callable[[_X], _X], x: _X) -> _X:

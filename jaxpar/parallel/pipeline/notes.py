@@ -23,7 +23,7 @@ def pipeline_notes(config: Config, plan: Plan) -> list[str]:
     M, v = pipeline.microbatches, pipeline.virtual
     table = schedule(pipeline.schedule, P, M, v)
     again = (1 + (pipeline.stash == "stage")) * plan.recomputes
-    times = Times(1.0, 2.0 + again, 1.0)
+    times = Times(1.0, 2.0 + again)
     found = simulate_schedule(table, times)
     kept = f"keeps {max(found.stash)} input{'s' if max(found.stash) > 1 else ''} at most"
     sizes = f"{pipeline.schedule}, {P} stages, {M} microbatches"

@@ -83,8 +83,8 @@ def value_and_grad(
       axes: logical axes of each parameter, in a tree of the parameters' form; those of `blocks` begin with "layers".
       layout: a layout with more than one device along `stage`.
       microbatches: how many microbatches the batch's rows are cut into.
-      schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, `zb_h1`, or a table of one's own, which also sets microbatches
-        and virtual stages (`jaxpar.parallel.pipeline.simulator.check` says which tables are valid).
+      schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, or a table of one's own, which also sets microbatches and
+        virtual stages (`jaxpar.parallel.pipeline.simulator.check` says which tables are valid).
       virtual: how many chunks of layers a stage has.
 
     Returns:

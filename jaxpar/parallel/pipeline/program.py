@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     Attributes:
       on: whether the stage does anything.
       microbatch, chunk: those of the action; 0 where there is none.
-      kept: the slot of the stash, which a forward writes and the others read.
+      kept: the slot of the stash, which a forward writes and a backward reads.
       taken: the slot of what has arrived: the activation for a forward, the cotangent for a backward.
       arrives: the slot that a neighbour's message goes to: the activation after the round of a forward, or before a
         backward the cotangent of the round before.
@@ -31,7 +31,6 @@ class Rows(NamedTuple):
         ends with it.
       scores: whether the action is the last virtual stage's forward, which the loss follows.
       cotangent: the slot for the cotangent that the loss gives back.
-      waits: the slot of what a weight's gradient is made from, which `input` writes and `weight` reads.
       some_end, some_score: [rounds], whether there is any such stage.
       scored: [rounds], the microbatch that is scored.
     """
@@ -45,7 +44,6 @@ class Rows(NamedTuple):
     ends: _Array
     scores: _Array
     cotangent: _Array
-    waits: _Array
     some_end: _Array
     some_score: _Array
     scored: _Array
@@ -63,15 +61,14 @@ class TickProgram(NamedTuple):
 
     Attributes:
       segments: the scans, one after another.
-      stash, inbox, cotangents, waiting: depths of the buffers, which hold inputs kept for a backward, activations that
-        have arrived, cotangents that have arrived, and what weights' gradients wait for.
+      stash, inbox, cotangents: depths of the buffers, which hold inputs kept for a backward, activations that have
+        arrived, and cotangents that have arrived.
     """
 
     segments: tuple[Segment, ...]
     stash: int
     inbox: int
     cotangents: int
-    waiting: int
 
 
 def program(table: Table, backward: bool = True) -> TickProgram:
@@ -79,7 +76,7 @@ def program(table: Table, backward: bool = True) -> TickProgram:
     kept = ([tick for tick in part if backward or _kind(tick) == "forward"] for part in table.rounds)
     rounds = [part for part in kept if part]
     fields = _actions(table, [tick for part in rounds for tick in part])
-    depths = {"stash": 0, "inbox": 0, "cotangents": 0, "waiting": 0}
+    depths = {"stash": 0, "inbox": 0, "cotangents": 0}
     for s in range(table.stages):
         for buffer, uses in _uses(table, rounds, s).items():
             depths[buffer] = max(depths[buffer], _assign_slots(uses, s, fields))
@@ -144,14 +141,14 @@ def _uses(table: Table, rounds: list[list[Tick]], s: int) -> dict[str, list[_Use
     what nobody waits for, is gone at once."""
     P, v = table.stages, table.virtual
     at = {action: t for t, tick in enumerate(tick for part in rounds for tick in part) if (action := tick[s])}
-    found: dict[str, list[_Use]] = {"stash": [], "inbox": [], "cotangents": [], "waiting": []}
+    found: dict[str, list[_Use]] = {"stash": [], "inbox": [], "cotangents": []}
 
     def use(buffer: str, born: int, written: tuple[str, int], field: str, readers: Iterable[Action]) -> None:
         read = [(field, at[action]) for action in readers if action in at]
         found[buffer].append(_Use(born, max([born, *(4 * t + _READ for _, t in read)]), [written, *read]))
 
-    def of_unit(action: Action | None, *kinds: Kind) -> list[Action]:
-        return [] if action is None else [action._replace(kind=kind) for kind in kinds]
+    def of_unit(action: Action | None) -> list[Action]:
+        return [] if action is None else [action._replace(kind="backward")]
 
     def after(action: Action | None, stage: int, by: int) -> list[Action]:
         """Return the actions one virtual stage further on or back that use what another stage's action sends here."""
@@ -164,16 +161,14 @@ def _uses(table: Table, rounds: list[list[Tick]], s: int) -> dict[str, list[_Use
         for t, tick in enumerate(part, first):
             kind, action = _kind(tick), tick[s]
             if kind == "forward":
-                use("stash", 4 * t + _READ, ("kept", t), "kept", of_unit(action, "backward", "input", "weight"))
+                use("stash", 4 * t + _READ, ("kept", t), "kept", of_unit(action))
                 arrival = 4 * (first + len(part) - 1) + _ENDED
                 use("inbox", arrival, ("arrives", t), "taken", after(tick[s - 1], (s - 1) % P, 1))
                 scored = action if action is not None and action.chunk * P + s == P * v - 1 else None
-                use("cotangents", 4 * t + _MADE, ("cotangent", t), "taken", of_unit(scored, "backward", "input"))
-            if kind in ("backward", "input"):
+                use("cotangents", 4 * t + _MADE, ("cotangent", t), "taken", of_unit(scored))
+            else:
                 use("cotangents", 4 * t, ("arrives", t), "taken", after(before[(s + 1) % P], (s + 1) % P, -1))
                 before = tick
-            if kind == "input":
-                use("waiting", 4 * t + _MADE, ("waits", t), "waits", of_unit(action, "weight"))
         first += len(part)
     return found
 

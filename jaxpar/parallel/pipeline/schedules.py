@@ -3,8 +3,7 @@
 One jitted program is the same on all stages, and no collective may stand in a branch that only some of them take. So
 each tick is of one kind: in it all stages that are not idle run a forward, or all of them run a backward. GPipe, 1F1B,
 interleaved and looped take as long as in the literature, where every stage runs its own program. 1F1B keeps up to 2P-1
-inputs instead of P (as in "eager" 1F1B, Zhuang et al. 2022, arXiv:2211.05322), and half of ZB-H1's saving, 2(P-1)W, is
-left.
+inputs instead of P (as in "eager" 1F1B, Zhuang et al. 2022, arXiv:2211.05322).
 
 There are P stages, M microbatches and v virtual stages per stage; virtual stage c P + s is chunk c of stage s.
 """
@@ -17,8 +16,8 @@ from typing import Literal, NamedTuple, get_args
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.plan import Schedule
 
-Kind = Literal["forward", "backward", "input", "weight"]
-"""`backward` = gradients of a virtual stage's input and of its weights; `input` and `weight` = one of the two."""
+Kind = Literal["forward", "backward"]
+"""`backward` = gradients of a virtual stage's input and of its weights."""
 
 
 class Action(NamedTuple):
@@ -59,8 +58,7 @@ def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -
     `gpipe` (Huang et al. 2018, arXiv:1811.06965) runs all forwards, then all backwards. `1f1b` (PipeDream-Flush,
     Narayanan et al. 2020, arXiv:2006.09503) runs a backward as soon as there is one. `interleaved` (Narayanan et al.
     2021, arXiv:2104.04473, section 2.2) is 1F1B through v chunks per stage, about P microbatches at a time. `looped`
-    (breadth-first, Lamy-Poirier 2022, arXiv:2211.05953) is GPipe through v chunks per stage. `zb_h1` (Qi et al. 2023,
-    arXiv:2401.10241) is 1F1B whose weight gradients wait, so that input gradients are passed on earlier.
+    (breadth-first, Lamy-Poirier 2022, arXiv:2211.05953) is GPipe through v chunks per stage.
 
     Raises:
       UserError: there is no such schedule, a size is below 1, or the schedule cannot have so many virtual stages.
@@ -71,7 +69,6 @@ def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -
     at = _positions(P, groups, v)
     last = max(at.values())
     first_back = last + P if all_forwards_first else (v - 1) * max(P, *groups) + P - 1
-    whole: Kind = "input" if name == "zb_h1" else "backward"
     rounds: list[dict[Kind, list[Action | None]]] = [{} for _ in range(last + first_back + 2 * P)]
 
     def put(r: int, stage: int, action: Action) -> None:
@@ -81,9 +78,7 @@ def schedule(name: Schedule, stages: int, microbatches: int, virtual: int = 1) -
         back = first_back + at[i, v - 1 - c] + P - 1
         for s in range(P):
             put(n + s, s, Action("forward", i, c))
-            put(back - s, s, Action(whole, i, c))
-            if name == "zb_h1":
-                put(back, s, Action("weight", i, c))  # when the first stage is done, in one round for all stages
+            put(back - s, s, Action("backward", i, c))
     ordered = (tuple(tuple(ticks[kind]) for kind in get_args(Kind) if kind in ticks) for ticks in rounds)
     return Table(P, microbatches, v, tuple(filter(None, ordered)))
 
@@ -137,6 +132,4 @@ def needs(action: Action, stage: int, stages: int, virtual: int) -> set[tuple[in
 
     if kind == "forward":
         return {at(place - 1, kind)} if place else set()
-    if kind == "weight":
-        return {at(place, "input")}
     return {at(place, "forward")} | ({at(place + 1, kind)} if place < last else set())

@@ -23,23 +23,21 @@ class Times(NamedTuple):
 
     Attributes:
       forward: a forward.
-      backward: a whole backward; of its two halves, `input` takes this time less `weight`.
-      weight: the part of the backward that makes the weights' gradients.
+      backward: a backward.
       transfer: sending an activation or a cotangent to a neighbour.
     """
 
     forward: float = 1.0
     backward: float = 2.0
-    weight: float = 1.0
     transfer: float = 0.0
 
     def of(self, kind: Kind) -> float:
         """Return the time of an action of this kind."""
-        return self.backward - self.weight if kind == "input" else getattr(self, kind)
+        return getattr(self, kind)
 
     def chunk(self, virtual: int) -> Times:
         """Turn a whole stage's times into those of one of its `virtual` chunks, which sends as much."""
-        return Times(self.forward / virtual, self.backward / virtual, self.weight / virtual, self.transfer)
+        return Times(self.forward / virtual, self.backward / virtual, self.transfer)
 
 
 UNIT = Times()
@@ -53,7 +51,7 @@ class Simulation(NamedTuple):
       bubble: the idle share of all stages' time.
       starts: when each tick starts.
       stash: the most inputs that each stage keeps at a time. It keeps an input from the start of its forward to the end
-        of its backward, or to the end of its weights' gradient where that comes later.
+        of its backward.
     """
 
     makespan: float
@@ -65,17 +63,15 @@ class Simulation(NamedTuple):
 def check(table: Table) -> None:
     """Check that a table is valid.
 
-    Every microbatch must go through every virtual stage once, forward and backward (or, in the whole table, input and
-    weight), and everything an action needs (`schedules.needs`) must be done in an earlier tick. Every tick must be of
-    one kind, and a round may have only one tick of a kind. The form of a tick ensures that a stage does one thing per
-    tick.
+    Every microbatch must go through every virtual stage once, forward and backward, and everything an action needs
+    (`schedules.needs`) must be done in an earlier tick. Every tick must be of one kind, and a round may have only one
+    tick of a kind. The form of a tick ensures that a stage does one thing per tick.
 
     Raises:
       UserError: the table is not valid; the message names the tick, the stage and the action.
     """
     P, M, v = table.stages, table.microbatches, table.virtual
-    halves = any(action.kind in ("input", "weight") for tick in table.ticks for _, action in _busy(tick))
-    kinds: tuple[Kind, ...] = ("forward", "input", "weight") if halves else ("forward", "backward")
+    kinds: tuple[Kind, ...] = get_args(Kind)
     units = [(s, Action(kind, i, c)) for s, i, c in np.ndindex(P, M, v) for kind in kinds]
     known, when = set(units), dict[Place, int]()
     for t, tick in enumerate(table.ticks):
@@ -136,11 +132,10 @@ def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
 
 def _stash(table: Table) -> tuple[int, ...]:
     """Return the most inputs that each stage keeps at a time."""
-    change = {"forward": 1, "backward": -1, "input": 0, "weight": -1}
     kept, most = [0] * table.stages, [0] * table.stages
     for tick in table.ticks:
         for s, action in _busy(tick):
-            kept[s] += change[action.kind]
+            kept[s] += 1 if action.kind == "forward" else -1
             most[s] = max(most[s], kept[s])
     return tuple(most)
 

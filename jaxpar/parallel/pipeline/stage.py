@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -27,7 +26,7 @@ from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.program import Rows
-from jaxpar.parallel.pipeline.split_backward import Kept, Parts, Shape, choose_residuals, split
+from jaxpar.parallel.pipeline.residuals import Kept, Shape, choose_residuals
 from jaxpar.parallel.remat import remat
 from jaxpar.parallel.token_order import halves, whole_batch
 
@@ -87,14 +86,10 @@ class Recipe(NamedTuple):
     Attributes:
       tree: the tree of `jax.vjp`'s function.
       kept: which of that function's arrays are kept, and how to get the others again.
-      parts: the two parts of the backward, where weights' gradients wait.
-      stashed: whether what is kept is still there when the postponed gradients of weights are made.
     """
 
     tree: jax.tree_util.PyTreeDef
     kept: Kept
-    parts: Parts | None
-    stashed: bool
 
 
 @dataclass
@@ -145,51 +140,21 @@ class Stack:
         xs, stash, routed = self._scan(body, (halves(x_BSD, STORED, self.plan), stash, zeros))
         return whole_batch(xs, STORED, self.plan), stash, routed
 
-    def backward(
-        self, dy_BSD: Array, row: Rows, stash: Buffers, grads: PyTree, waiting: Buffers | None
-    ) -> tuple[Array, PyTree, Buffers | None]:
-        """Return the gradient of a tick's input, and `grads` plus those of its weights where the stage is on.
-
-        Where weights' gradients wait, only those of vectors are added. What those of matrices are made from goes into
-        the slot `row.waits` of `waiting`.
-        """
+    def backward(self, dy_BSD: Array, row: Rows, stash: Buffers, grads: PyTree) -> tuple[Array, PyTree]:
+        """Return the gradient of a tick's input, and `grads` plus those of its weights where the stage is on."""
 
         def body(carry: Any, j: ArrayLike, kind: int) -> Any:
-            dxs, grads, waiting = carry
+            dxs, grads = carry
             kept, weights = self._read(stash, row.kept, j, kind), self._weights(row.chunk, j)
-            given = kept, weights, self.context(row.microbatch, row.chunk, j), (dxs, self.added)
-            if (parts := self.recipes[kind].parts) is None:
-                dweights, dxs = self._pull(kind, *given)
-            else:
-                (dweights, dxs), needed = parts.first(*given)
-                waiting = self._write(waiting, needed, row.waits, j, kind)
-            return dxs, self._add(grads, dweights, row, j), waiting
+            leaves = self.recipes[kind].kept.restore(kept, weights, self.context(row.microbatch, row.chunk, j))
+            dweights, dxs = jax.tree.unflatten(self.recipes[kind].tree, leaves)((dxs, self.added))
+            return dxs, self._add(grads, dweights, row, j)
 
-        carry = halves(dy_BSD, STORED, self.plan), grads, waiting
-        dxs, grads, waiting = self._scan(body, carry, reverse=True)
-        return whole_batch(dxs, STORED, self.plan), grads, waiting
+        dxs, grads = self._scan(body, (halves(dy_BSD, STORED, self.plan), grads), reverse=True)
+        return whole_batch(dxs, STORED, self.plan), grads
 
-    def weight_gradient(self, row: Rows, stash: Buffers, waiting: Buffers, grads: PyTree) -> PyTree:
-        """Return `grads` with the postponed gradients of a chunk's matrices added."""
-
-        def body(grads: PyTree, j: ArrayLike, kind: int) -> PyTree:
-            recipe = self.recipes[kind]
-            assert recipe.parts is not None
-            kept = (self._read(stash, row.kept, j, kind),) if recipe.stashed else ()
-            given = *kept, self._weights(row.chunk, j), self.context(row.microbatch, row.chunk, j)
-            dweights, _ = recipe.parts.second(self._read(waiting, row.waits, j, kind), *given)
-            return self._add(grads, dweights, row, j)
-
-        return self._scan(body, grads)
-
-    def prepare(self, x: jax.ShapeDtypeStruct, wait: bool, stashed: bool) -> None:
-        """Find out what a layer of each kind keeps and how its backward is made from that, for `recipes`.
-
-        Args:
-          x: the shape [B, S, D] of its input.
-          wait: whether weights' gradients wait.
-          stashed: see `Recipe`.
-        """
+    def prepare(self, x: jax.ShapeDtypeStruct) -> None:
+        """Find out what a layer of each kind keeps of an input of this shape [B, S, D], for `recipes`."""
         weights, context = jax.eval_shape(lambda: (self._weights(0, 0), self.context(0, 0, 0)))
         xs = jax.eval_shape(lambda x: halves(x, STORED, self.plan), x)
         self._recipes = []
@@ -197,30 +162,16 @@ class Stack:
             found: dict[str, Any] = {}
 
             def leaves(weights: PyTree, context: LayerContext, xs: tuple[Array, ...], kind=kind, found=found) -> Any:
-                out, arrays, found["tree"] = self._vjp(weights, context, xs, kind)
-                found["out"] = jax.eval_shape(lambda: out)
+                _, arrays, found["tree"] = self._vjp(weights, context, xs, kind)
                 return arrays
 
-            given = choose_residuals(leaves, weights, context, xs)
-            self._recipes.append(Recipe(found["tree"], given, None, stashed))
-            if wait:
-                # The gradients of vectors belong to the input's part too, since they are hardly any work.
-                now = jax.tree.map(lambda x: x.ndim < 2, self._trained(weights)), (True,) * self.plan.overlap.parts
-                shapes = list(given.shapes), weights, context, found["out"]
-                parts = split(partial(self._pull, kind), shapes, now, again=(0, 1, 2) if stashed else (1, 2))
-                self._recipes[kind] = self._recipes[kind]._replace(parts=parts)
+            kept = choose_residuals(leaves, weights, context, xs)
+            self._recipes.append(Recipe(found["tree"], kept))
 
     def empty_stash(self, slots: int) -> Buffers:
         """Return empty slots for what layers keep."""
-        return [self._empty(recipe.kept.shapes, slots, kind) for kind, recipe in enumerate(self.recipes)]
-
-    def empty_waiting(self, slots: int) -> Buffers | None:
-        """Return empty slots for what postponed gradients of weights are made from; None if none wait."""
-        parts = [recipe.parts for recipe in self.recipes]
-        return [self._empty(part.needed, slots, kind) for kind, part in enumerate(parts) if part] or None
-
-    def _empty(self, shapes: Sequence[Shape], slots: int, kind: int) -> list[Array]:
-        return empty_buffers(shapes, slots * self._places_of(kind))
+        shapes = [recipe.kept.shapes for recipe in self.recipes]
+        return [_empty_buffers(of_kind, slots * self._places_of(kind)) for kind, of_kind in enumerate(shapes)]
 
     # One layer.
 
@@ -250,18 +201,8 @@ class Stack:
         def apply(trained: PyTree, xs: tuple[Array, ...]) -> Any:
             return self._apply(weights | trained if isinstance(weights, dict) else trained, context, xs, kind)
 
-        out, pull = jax.vjp(apply, self._trained(weights), xs)
+        out, pull = jax.vjp(apply, self.model.trained({"blocks": weights})["blocks"], xs)
         return out, *jax.tree.flatten(pull)
-
-    def _pull(
-        self, kind: int, kept: Sequence[Array], weights: PyTree, context: LayerContext, dout: PyTree
-    ) -> tuple[PyTree, Any]:
-        """Return the gradients of a layer's weights, those that are trained, and of its inputs."""
-        leaves = self.recipes[kind].kept.restore(kept, weights, context)
-        return jax.tree.unflatten(self.recipes[kind].tree, leaves)(dout)
-
-    def _trained(self, weights: PyTree) -> PyTree:
-        return self.model.trained({"blocks": weights})["blocks"]
 
     # Places of a chunk.
 
@@ -297,12 +238,10 @@ class Stack:
         return [*buffers[:kind], written, *buffers[kind + 1 :]]
 
     def _add(self, grads: PyTree, dweights: PyTree, row: Rows, j: ArrayLike) -> PyTree:
-        """Add the gradients of a place's weights to `grads`; None = a gradient that is still to be made."""
+        """Add the gradients of a place's weights to `grads`."""
         at = row.chunk * self.places + j
 
-        def add(total: Array, x: Array | None) -> Array:
-            if x is None:
-                return total
+        def add(total: Array, x: Array) -> Array:
             more = jnp.where(row.on > 0, x.astype(total.dtype), 0)
             return jax.lax.dynamic_update_index_in_dim(total, read(total, at) + more, at, 0)
 
@@ -319,7 +258,7 @@ def write(buffer: Array, x: Array, at: ArrayLike) -> Array:
     return jax.lax.dynamic_update_index_in_dim(buffer, x, at, 0)
 
 
-def empty_buffers(shapes: Sequence[Shape], slots: int) -> list[Array]:
+def _empty_buffers(shapes: Sequence[Shape], slots: int) -> list[Array]:
     """Make buffers [slots, ...] for arrays of these shapes, in the same memory: the device's or the host's."""
     zeros = [jnp.zeros((slots, *shape.shape), shape.dtype) for shape in shapes]
     on = [getattr(shape, "memory_space", None) == jax.memory.Space.Host for shape in shapes]
