@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,11 +9,10 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from jaxpar.parallel.pipeline.schedules import Action, Kind, Table
-from jaxpar.parallel.pipeline.simulator import UNIT, Compared, Simulation, Times, simulate_schedule
+from jaxpar.parallel.pipeline.simulator import UNIT, Simulation, Times, simulate_schedule
 
 # These are blue and orange of Okabe and Ito's palette, which all kinds of colour vision tell apart.
 _COLORS: dict[Kind, str] = {"forward": "#0072b2", "backward": "#e69f00"}
@@ -44,30 +41,7 @@ def schedule_figure(table: Table, times: Times, title: str) -> Figure:
     gantt.set_title(f"{title}: {_facts(found)}", fontsize=11)
     _draw_stash(curve, table, times, found)
     curve.set_xlabel("time" if times == UNIT else f"time (forward {times.forward:.3g}, backward {times.backward:.3g})")
-    _legend(figure, [table])
-    return figure
-
-
-def schedules_figure(panels: Mapping[str, tuple[Table, Times]], title: str) -> Figure:
-    """Draw several schedules, one below the other on the same axis of time.
-
-    Args:
-      panels: the table and times of each schedule by name.
-      title: the title of the figure.
-    """
-    found = [simulate_schedule(*panel) for panel in panels.values()]
-    longest, stages = max(f.makespan for f in found), max(table.stages for table, _ in panels.values())
-    width = 14.0
-    size = width, (0.2 * stages + 0.5) * len(panels) + 1.1
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
-    figure.suptitle(title, fontsize=12)
-    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, name, (table, times), one in zip(grid, panels, panels.values(), found, strict=True):
-        _draw(axes, table, times, one, 72 * (width - 1.6) * one.makespan / longest)
-        axes.set_title(f"{name}: {_facts(one)}", fontsize=9, loc="left")
-        axes.set_xlim(0, longest)
-    grid[-1].set_xlabel("time")
-    _legend(figure, [table for table, _ in panels.values()])
+    _legend(figure, table)
     return figure
 
 
@@ -126,13 +100,12 @@ def _facts(found: Simulation) -> str:
     return f"bubble {100 * found.bubble:.1f} %, at most {most} input{'s' if most > 1 else ''} kept"
 
 
-def _legend(figure: Figure, tables: Sequence[Table]) -> None:
-    """Add a legend below with the colours of these tables' actions and the shades of their chunks."""
-    virtual = max(table.virtual for table in tables)
-    kinds = {action.kind for table in tables for tick in table.ticks for action in tick if action}
+def _legend(figure: Figure, table: Table) -> None:
+    """Add a legend below with the colours of a table's actions and the shades of its chunks."""
+    virtual = table.virtual
     chunks = {*_even_steps(virtual, 4), virtual - 1} if virtual > 1 else set()
     keys = [
-        *(Patch(color=color, label=kind) for kind, color in _COLORS.items() if kind in kinds),
+        *(Patch(color=color, label=kind) for kind, color in _COLORS.items()),
         *(Patch(color=_lighten("#666666", c, virtual), label=f"chunk {c}") for c in sorted(chunks)),
     ]
     figure.legend(handles=keys, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
@@ -197,16 +170,3 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
     text.append(f"{len(ticks)} ticks{cut}, bubble {100 * found.bubble:.1f} %; F forward, B backward")
     text.append(", then the microbatch" + (" and the chunk" if lettered else ""))
     return text
-
-
-def comparison_table(rows: Sequence[Compared]) -> RichTable:
-    """Compare schedules for the same stages and microbatches, with one on each line."""
-    titles = "schedule", "ticks", "time", "bubble", "inputs kept", "sent"
-    table = RichTable(*titles, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        name = row.schedule + (f", {row.virtual} chunks" if row.virtual > 1 else "")
-        bubble = f"{100 * row.bubble:.1f} %"
-        table.add_row(name, str(row.ticks), f"{row.makespan:g}", bubble, str(row.stash), str(row.sent))
-    return table

@@ -17,13 +17,13 @@ from jaxpar.base.sharding import placements
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.layers import layers_of, microbatches
 from jaxpar.parallel.pipeline.schedules import Table, schedule
-from jaxpar.parallel.pipeline.simulator import UNIT, Compared, rank_schedules, simulate_schedule
+from jaxpar.parallel.pipeline.simulator import UNIT, simulate_schedule
 from jaxpar.plan.choose_overlap import is_open, without_auto
 from jaxpar.plan.communication import step_collectives
 from jaxpar.plan.memory_account import memory_account
 from jaxpar.show.figures import mesh_figure, save_figure
 from jaxpar.show.memory import memory_figure, memory_table
-from jaxpar.show.schedule import comparison_table, schedule_figure, schedule_text
+from jaxpar.show.schedule import schedule_figure, schedule_text
 from jaxpar.show.tables import activation_table, communication_table, sharding_table
 from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.saved_activations import activations
@@ -85,8 +85,8 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
 
 
 def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
-    """Print which microbatch each stage of a config's pipeline works on in each tick, and what other schedules would
-    cost. Draw the schedule beside the picture of the mesh (`tiny_schedule.png` for `tiny.png`).
+    """Print which microbatch each stage of a config's pipeline works on in each tick. Draw the schedule beside the
+    picture of the mesh (`tiny_schedule.png` for `tiny.png`).
 
     It needs no devices, not even simulated ones. A stage's forward takes a time of 1, and its backward 2; a transfer
     takes no time.
@@ -106,8 +106,6 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
         raise UserError(f"mesh.stage={mesh.stage}: a pipeline has two stages or more to schedule, try mesh.stage=4")
     table = schedule(name, stages, microbatches(config, total_sizes(mesh)), v)
     layers = layers_of(config.model.layers, stages, config.pipeline)
-    chunks = v if v > 1 else 2 if config.model.layers % (2 * stages) == 0 else 1
-    compared = rank_schedules(stages, table.microbatches, chunks)
     title = (
         f"{name}, {stages} stages"
         + (f" x {v} chunks" if v > 1 else "")
@@ -115,15 +113,13 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     )
     out = console()
     if as_json:
-        out.print(json.dumps(_schedule_json(name, table, compared)))
+        out.print(json.dumps(_schedule_json(name, table)))
     else:
         counts = " or ".join(map(str, sorted(set(layers.counts))))
         out.print(f"{title}, {counts} layer{'' if counts == '1' else 's'} in each {'chunk' if v > 1 else 'stage'}\n")
         if few := _few_note(config, stages, table.microbatches):
             out.print(few + "\n")
         out.print(schedule_text(table, out.width if out.is_terminal else 160, UNIT.chunk(v)))
-        out.print("\nforward 1, backward 2, transfers 0:")
-        out.print(comparison_table(compared))
     path = picture.with_name(f"{picture.stem}_schedule.png")
     save_figure(schedule_figure(table, UNIT.chunk(v), title), path)
     if not as_json:
@@ -141,11 +137,10 @@ def _few_note(config: Config, stages: int, count: int) -> str:
     )
 
 
-def _schedule_json(name: str, table: Table, compared: list[Compared]) -> dict[str, object]:
+def _schedule_json(name: str, table: Table) -> dict[str, object]:
     """A table with its figures as JSON; a cell is null or `[kind, microbatch, chunk]`."""
     found = simulate_schedule(table, UNIT.chunk(table.virtual))
     return {
         "schedule": name, "stages": table.stages, "microbatches": table.microbatches, "virtual": table.virtual,
         "bubble": found.bubble, "stash": found.stash, "ticks": table.ticks,
-        "compared": [row._asdict() for row in compared],
     }  # fmt: skip

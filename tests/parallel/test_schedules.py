@@ -13,7 +13,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Schedule
 from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.schedules import Action, Table, schedule
-from jaxpar.parallel.pipeline.simulator import Times, check, rank_schedules, simulate_schedule
+from jaxpar.parallel.pipeline.simulator import Times, check, simulate_schedule
 
 pytestmark = pytest.mark.quick
 
@@ -295,7 +295,7 @@ def test_the_checker_finds_what_the_definition_does(name):
     assert {True, False} == set(found)
 
 
-# What is refused, and the comparison.
+# What is refused.
 
 
 @pytest.mark.parametrize(
@@ -312,16 +312,6 @@ def test_the_checker_finds_what_the_definition_does(name):
 def test_schedules_that_there_are_not(words, message):
     with pytest.raises(UserError, match=message):
         schedule(*words)
-
-
-def test_the_comparison():
-    rows = {row.schedule: row for row in rank_schedules(4, 8, 2)}
-    assert list(rows) == ["gpipe", "1f1b", "interleaved", "looped"]
-    assert [row.makespan for row in rows.values()] == [11 * 3, 11 * 3, 19 * 1.5, 19 * 1.5]
-    assert [row.stash for row in rows.values()] == [8, 7, 11, 16]
-    assert [row.sent for row in rows.values()] == [48, 48, 112, 112]
-    assert [row.ticks for row in rows.values()] == [22, 22, 38, 38]
-    assert {row.schedule for row in rank_schedules(4, 8)} == {"gpipe", "1f1b"}
 
 
 def test_the_bubble_of_as_many_microbatches_as_stages():

@@ -12,9 +12,9 @@ from matplotlib.colors import to_hex
 from rich.console import Console
 
 from jaxpar.parallel.pipeline.schedules import Table, schedule
-from jaxpar.parallel.pipeline.simulator import Times, rank_schedules, simulate_schedule
+from jaxpar.parallel.pipeline.simulator import Times, simulate_schedule
 from jaxpar.show.figures import save_figure
-from jaxpar.show.schedule import comparison_table, schedule_figure, schedule_text, schedules_figure
+from jaxpar.show.schedule import schedule_figure, schedule_text
 
 pytestmark = pytest.mark.quick
 
@@ -112,19 +112,6 @@ def test_nothing_written_lies_on_anything_else(tmp_path):
     assert (tmp_path / "schedule.png").stat().st_size > 10_000
 
 
-def test_schedules_on_one_axis_of_time():
-    panels = {
-        "1F1B": (schedule("1f1b", 4, 8), Times()),
-        "interleaved": (schedule("interleaved", 4, 8, 2), Times().chunk(2)),
-    }
-    figure = schedules_figure(panels, "4 stages, 8 microbatches")
-    assert [axes.get_xlim() for axes in figure.axes] == [(0, 33)] * 2
-    ends = [max(x + width for row in bars(axes) for x, width, _ in row) for axes in figure.axes]
-    assert ends == [33, 28.5]
-    assert figure.axes[1].get_title(loc="left") == "interleaved: bubble 15.8 %, at most 11 inputs kept"
-    assert [len(axes.texts) for axes in figure.axes] == [64, 128]
-
-
 # In a terminal.
 
 
@@ -175,13 +162,3 @@ def test_a_terminal_gets_colours_and_a_pipe_does_not():
     shown, plain = (out.file.getvalue() for out in (on, off))  # type: ignore[attr-defined]
     assert set(re.findall(r"48;2;(\d+;\d+;\d+)m", shown)) == {"0;114;178", "230;159;0"}
     assert "\x1b" not in plain
-
-
-def test_the_comparison_as_a_table():
-    out = Console(file=StringIO(), width=120)
-    out.print(comparison_table(rank_schedules(4, 8, 2)))
-    lines = [re.split(r"\s{2,}", line.strip()) for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    assert lines[0] == ["schedule", "ticks", "time", "bubble", "inputs kept", "sent"]
-    assert lines[2] == ["1f1b", "22", "33", "27.3 %", "7", "48"]
-    assert lines[3] == ["interleaved, 2 chunks", "38", "28.5", "15.8 %", "11", "112"]
-    assert len(lines) == 5

@@ -129,17 +129,13 @@ def no_devices(monkeypatch):
 def test_the_schedule_and_its_picture(picture, capsys, no_devices):
     show_schedule(staged(MeshSpec(stage=4), microbatches=8), picture)
     title, _, *rest = capsys.readouterr().out.splitlines()
-    rows, (said, _, times, _, gpipe, one, interleaved, *_, last) = rest[:4], rest[4:]
+    rows, (said, last) = rest[:4], rest[4:]
     assert title == "1f1b, 4 stages, 8 microbatches, 2 layers in each stage"
     assert rows[3].split() == [
         "stage", "3", *[".", ".", ".", "F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"],
         *["F4", "B4", "F5", "B5", "F6", "B6", "F7", "B7", ".", ".", "."], "keeps", "1",
     ]  # fmt: skip
     assert said.startswith("22 ticks, bubble 27.3 %; ")
-    assert times == "forward 1, backward 2, transfers 0:"
-    assert gpipe.split() == ["gpipe", "22", "33", "27.3", "%", "8", "48"]
-    assert one.split()[-2] == "7"
-    assert interleaved.startswith("interleaved, 2 chunks ")
     drawn = picture.with_name("tiny_schedule.png")
     assert last == f"picture: {drawn}"
     assert drawn.read_bytes().startswith(b"\x89PNG")
@@ -156,9 +152,7 @@ def test_the_schedule_as_json(name, virtual, picture, capsys, no_devices):
     cells = [tuple(cell and Action(*cell) for cell in tick) for tick in found["ticks"]]
     assert tuple(cells) == table.ticks
     assert (found["schedule"], found["stages"], found["microbatches"], found["virtual"]) == (name, 4, 4, virtual)
-    assert {row["sent"] for row in found["compared"] if row["virtual"] == virtual} == {2 * 4 * (4 * virtual - 1)}
     assert found["bubble"] == pytest.approx(3 / (4 * virtual + 3), abs=1e-4)
-    assert {row["schedule"] for row in found["compared"]} == {"gpipe", "1f1b", "interleaved", "looped"}
 
 
 def test_microbatches_are_as_many_as_the_batch_allows(picture, capsys, no_devices):

@@ -11,8 +11,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Schedule
-from jaxpar.parallel.pipeline.schedules import Action, Kind, Table, Tick, needs, schedule
+from jaxpar.parallel.pipeline.schedules import Action, Kind, Table, Tick, needs
 
 Place = tuple[int, Action]
 """A stage and its action."""
@@ -146,47 +145,3 @@ def _busy(tick: Tick) -> Iterator[Place]:
 
 def _text(action: Action) -> str:
     return f"{action.kind} of microbatch {action.microbatch}, chunk {action.chunk}"
-
-
-class Compared(NamedTuple):
-    """A row of `rank_schedules`.
-
-    Attributes:
-      schedule, virtual: the schedule, and its chunks per stage.
-      ticks: the number of ticks in its table.
-      makespan, bubble: as in `Simulation`.
-      stash: the most inputs that any stage keeps.
-      sent: how many activations and cotangents go from one stage to another.
-    """
-
-    schedule: Schedule
-    virtual: int
-    ticks: int
-    makespan: float
-    bubble: float
-    stash: int
-    sent: int
-
-
-def rank_schedules(stages: int, microbatches: int, virtual: int = 1, times: Times = UNIT) -> list[Compared]:
-    """Simulate every schedule for the same stages and microbatches.
-
-    Args:
-      virtual: chunks of a stage, where a schedule takes them; with 1 such schedules are the same as others, and left
-        out.
-      times: the times of a whole stage, however many chunks it has.
-
-    Raises:
-      UserError: a size is below 1.
-    """
-    rows = []
-    for name in get_args(Schedule):
-        takes_chunks = name in ("interleaved", "looped")
-        if takes_chunks and virtual == 1:
-            continue
-        v = virtual if takes_chunks else 1
-        table = schedule(name, stages, microbatches, v)
-        found = simulate_schedule(table, times.chunk(v))
-        sent = 2 * microbatches * (stages * v - 1) if stages > 1 else 0
-        rows.append(Compared(name, v, len(table.ticks), found.makespan, found.bubble, max(found.stash), sent))
-    return rows
