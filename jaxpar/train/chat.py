@@ -240,11 +240,7 @@ def load_examples(paths: Sequence[str], data: DataConfig) -> tuple[list[Examples
     Raises:
       UserError: a file is missing, or a line is broken; the message has its file and number.
     """
-    if data.tokenizer == "chars":
-        raise UserError("data.tokenizer=chars is for plain text: for data.source=chat take bytes, or a tokenizer.json")
     tokenizer = make_tokenizer(data.tokenizer)
-    if not all(paths):
-        raise UserError("data.source=chat needs data.path: a JSONL file, or a folder of them")
     template = cache(lambda: load_template(data.tokenizer))  # prompts and completions need none
     return [_load(path, data, tokenizer, template) for path in paths], tokenizer
 

@@ -80,6 +80,13 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
     paths = [path for path, _ in shares] + [data.val_path] * bool(data.val_path)
     if data.source == "stdlib":
         paths[0] = ""
+    elif not all(paths):
+        raise UserError(f"data.source={data.source} needs data.path: the file or folder to read")
+    if data.tokenizer == "chars" and data.source not in ("stdlib", "text", "tokens"):
+        raise UserError(
+            f"data.tokenizer=chars knows the characters of a whole text, which data.source={data.source} does not read "
+            "before it starts: take bytes, or a tokenizer.json"
+        )
     load = {"stdlib": load_texts, "text": load_texts, "tokens": load_token_files, "chat": load_examples}
     parts, tokenizer = load.get(data.source, load_documents)(paths, data)
     val = parts.pop() if data.val_path else None

@@ -93,19 +93,11 @@ def load_documents(paths: Sequence[str], data: DataConfig) -> tuple[list[Documen
     Raises:
       UserError: a path is missing or of another kind, has no documents or not the column, or a package is missing.
     """
-    if data.tokenizer == "chars":
-        raise UserError(
-            f"data.tokenizer=chars reads all of a text before it starts, which data.source={data.source} does not: "
-            "take bytes, or a tokenizer.json"
-        )
     tokenizer = make_tokenizer(data.tokenizer)
     return [_load(path, data, tokenizer) for path in paths], tokenizer
 
 
 def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
-    if not path:
-        raise UserError(f"data.source={data.source} needs data.path")
-
     def encode(element: Any) -> dict[str, np.ndarray]:
         if isinstance(element, bytes):  # a record
             element = {data.column: element.decode("utf-8", "replace")}
@@ -149,7 +141,7 @@ def _open_hf(name: str, data: DataConfig) -> tuple[Source, int | None]:
     """Open `path`, `path:split` or `path:config:split`: a data set of the hub, a folder or a file."""
     import datasets
 
-    path, *config, split = name.split(":") if ":" in name else (name, "train")
+    path, *config, split = name.split(":") if ":" in name and not Path(name).exists() else (name, "train")
     place = Path(path)
 
     def opened() -> Any:

@@ -95,8 +95,6 @@ def _source_files(path: str, data: DataConfig) -> tuple[list[Path], str]:
     """Return the documents of a text source, and a name for it."""
     if path:
         return text_files(path), path
-    if data.source != "stdlib":
-        raise UserError(f"data.source={data.source} needs data.path: the file or folder to read")
     return stdlib_files(data.max_bytes), f"the standard library of Python {platform.python_version()}"
 
 
@@ -189,8 +187,6 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
 def load_token_files(paths: Sequence[str], data: DataConfig) -> tuple[list[Tokens], Tokenizer | None]:
     """Open token files, which must all have been written with one tokenizer, as far as they say."""
     first = paths[0]
-    if not first:
-        raise UserError("data.source=tokens needs data.path: a .bin file, such as `jaxpar tokenize` writes")
     streams, tokenizer = [open_tokens(path) for path in paths], stored_tokenizer(first)
     # Presets name a tokenizer file that need not exist, because a .bin brings its own.
     if data.tokenizer.endswith(".json") and (tokenizer is None or Path(data.tokenizer).exists()):

@@ -34,6 +34,7 @@ KINDS = {
     "parquet mixed": {"source": "parquet", "mixture": ("parquet/0.parquet 0.7", "parquet/[12].parquet 0.3")},
     "arrayrecord mixed": {"source": "arrayrecord", "mixture": ("records/0.array_record 3", "records/ 1")},
     "text mixed": {"source": "text", "mixture": ("texts/0.txt 3", "texts/1.txt 2"), "val_fraction": 0.0},
+    "chat mixed": {"source": "chat", "mixture": ("talks/0.jsonl 2", "talks/1.jsonl 1")},
 }
 STREAMS = [kind for kind in KINDS if "streaming" in kind or "parquet" in kind]
 
@@ -42,7 +43,7 @@ STREAMS = [kind for kind in KINDS if "streaming" in kind or "parquet" in kind]
 def folder(tmp_path_factory):
     """The same documents, in three files of each kind."""
     root = tmp_path_factory.mktemp("documents")
-    for name in ("jsonl", "parquet", "records", "texts"):
+    for name in ("jsonl", "parquet", "records", "texts", "talks"):
         (root / name).mkdir()
     for i, part in enumerate(np.array_split(np.arange(len(DOCUMENTS)), 3)):
         texts = [DOCUMENTS[j] for j in part]
@@ -50,6 +51,8 @@ def folder(tmp_path_factory):
         parquet.write_table(table, root / "parquet" / f"{i}.parquet", row_group_size=4)
         (root / "jsonl" / f"{i}.jsonl").write_text("".join(json.dumps({"id": 1, "text": t}) + "\n" for t in texts))
         (root / "texts" / f"{i}.txt").write_text("".join(texts))
+        talks = [json.dumps({"prompt": "p", "completion": text[:20]}) for text in texts if text]
+        (root / "talks" / f"{i}.jsonl").write_text("\n".join(talks))
         writer = record.ArrayRecordWriter(str(root / "records" / f"{i}.array_record"), "group_size:1")
         for text in texts:
             writer.write(text.encode())
@@ -176,7 +179,10 @@ def test_validation_reads_each_document_once_and_fills_up(kind):
         ({"source": "hf", "path": "nobody/no_such_set"}, "cannot read nobody/no_such_set as data.source=hf: .*reach"),
         ({"source": "hf", "path": "jsonl:test"}, "cannot read jsonl:test as data.source=hf: .*test"),
         ({"source": "hf", "path": ""}, "data.source=hf needs data.path"),
-        ({"source": "hf", "path": "jsonl", "tokenizer": "chars"}, "data.tokenizer=chars reads all of a text"),
+        (
+            {"source": "hf", "path": "jsonl", "tokenizer": "chars"},
+            "data.tokenizer=chars knows the characters of a whole text, which data.source=hf",
+        ),
         ({"source": "parquet", "path": "parquet/2.parquet", "seq_len": 99999}, "training tokens, one window takes"),
         ({"source": "text", "mixture": ("texts/0.txt",)}, "takes a path and a weight above 0"),
         ({"source": "text", "mixture": ("texts/0.txt -1",)}, "takes a path and a weight above 0"),
