@@ -12,7 +12,6 @@ from jaxpar.base.config import Config, check
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, hardware_of
-from jaxpar.base.mesh import describe
 from jaxpar.base.plan import Plan
 from jaxpar.base.processes import run_together
 from jaxpar.base.runtime import memory_of, start
@@ -52,9 +51,8 @@ def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
     def report_memory(config: Config, plan: Plan, compiled: Compiled) -> None:
         if memory := compiled.memory_analysis():
             device = plan.mesh.devices.flat[0]
-            title = f"{folder.name}: memory of a device on {describe(dict(plan.mesh.shape))}"
             parts = memory_account(config, plan, platform_of(device))
-            write_memory_account(folder, parts, title, CompiledBytes.of(memory), memory_of(device))
+            write_memory_account(folder, parts, CompiledBytes.of(memory), memory_of(device))
 
     try:
         result = run(settled, folder, corpus, report_memory)

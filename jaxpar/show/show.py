@@ -22,7 +22,7 @@ from jaxpar.plan.choose_overlap import is_open, without_auto
 from jaxpar.plan.communication import step_collectives
 from jaxpar.plan.memory_account import memory_account
 from jaxpar.show.figures import mesh_figure, save_figure
-from jaxpar.show.memory import memory_figure, memory_table
+from jaxpar.show.memory import memory_table
 from jaxpar.show.schedule import schedule_figure, schedule_text
 from jaxpar.show.tables import activation_table, communication_table, sharding_table
 from jaxpar.train.plans import make_plan, plan_notes
@@ -39,7 +39,7 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
       config: the experiment to show.
       picture: the PNG to write.
       as_json: whether to print a JSON list of rows in place of the table.
-      has: the bytes of a device's memory, which its picture shows as a line; 0 = not known.
+      has: the bytes of a device's memory; 0 = not known.
 
     Raises:
       UserError: the model does not fit the mesh, or a picture cannot be written.
@@ -69,7 +69,7 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
         out.print(activation_table(named))
         out.print("")
         parts = memory_account(config, plan, "tpu")  # a device whose host memory is not its own
-        out.print(memory_table(parts))
+        out.print(memory_table(parts, has=has))
         if config.memory.budget:
             out.print(
                 f"memory.budget {config.memory.budget}: shown as policy and keep say; train and rehearse solve it"
@@ -78,9 +78,6 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
         out.print(communication_table(collectives) if collectives else "no collectives: one device")
     save_figure(mesh_figure(rows, plan, title), picture)
     if not as_json:
-        memory = picture.with_name(f"{picture.stem}_memory.png")
-        save_figure(memory_figure(parts, title, has=has), memory)
-        out.print(f"memory: {memory}")
         out.print(f"picture: {picture}")
 
 

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 from rich.console import Console
 from traced_steps import config_of
 
-from jaxpar.base.activation_names import NAMES
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.cli.train import train_config as train
@@ -24,7 +21,7 @@ from jaxpar.plan.memory_account import MemoryPart, memory_account
 from jaxpar.plan.out_of_memory import out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import load_target
-from jaxpar.show.memory import memory_figure, memory_table
+from jaxpar.show.memory import memory_table
 from jaxpar.train import loop as train_module
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
@@ -65,36 +62,20 @@ def test_accumulated_gradients_are_there_twice():
     assert parts["gradients"] == pytest.approx(2 * parts["parameters"], rel=0.05)  # but for vectors
 
 
-def test_the_table_and_the_picture_say_the_same():
+def test_the_table():
     parts = [MemoryPart("parameters", "float32", 3 * 2**30), MemoryPart("gate", "gate of the MLP", 2**30, 2**29)]
     compiled = CompiledBytes(3 * 2**30, 2 * 2**30, 0, 2**29)
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(memory_table(parts, compiled))
+    console.print(memory_table(parts, compiled, 6 * 2**30))
     text = console.export_text()
-    assert "4.00 GiB" in text and "5.00 GiB" in text and "-20 %" in text and "512.00 MiB" in text
-    (axes,) = memory_figure(parts, "a title", compiled, 6 * 2**30).axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "device, predicted", "device, compiled", "host, predicted",
-    ]  # fmt: skip
-    assert sorted(patch.get_width() for patch in axes.patches) == [0.5, 1, 2, 3, 3]
-    (capacity,) = axes.lines
-    assert list(capacity.get_xdata()) == [6, 6]
-    (axes,) = memory_figure(parts, "a title", compiled, 95 * 2**30).axes
-    assert not axes.lines and axes.get_xlim()[1] < 10
-    assert "a device has 95 GiB: far to the right" in [text.get_text() for text in axes.texts]
-
-
-def test_names_can_be_read_on_every_color():
-    """Contrast of WCAG, at least that of large text."""
-
-    def light(color: Any) -> float:
-        rgb = np.array(to_rgb(color))
-        return float(np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722))
-
-    for name in (*NAMES, "parameters", "work", "no name", "gradients", "temporaries", "optimizer"):
-        (axes,) = memory_figure([MemoryPart(name, "", 2**30)], "a title").axes
-        ink, paper = sorted((light(axes.texts[0].get_color()), light(axes.patches[0].get_facecolor()[:3])))
-        assert (paper + 0.05) / (ink + 0.05) > 3, name
+    assert (
+        "a device has" in text
+        and "6.00 GiB" in text
+        and "4.00 GiB" in text
+        and "5.00 GiB" in text
+        and "-20 %" in text
+        and "512.00 MiB" in text
+    )
 
 
 def test_a_run_writes_its_report(tmp_path: Path):
@@ -103,7 +84,6 @@ def test_a_run_writes_its_report(tmp_path: Path):
     found = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert {part["name"] for part in found["predicted"]} >= {"parameters", "optimizer", "gradients", "work"}
     assert found["compiled"]["arguments"] > 0
-    assert (tmp_path / "run" / "memory.png").stat().st_size > 5000
 
 
 def test_out_of_memory_ends_with_what_would_fit():
