@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.hf import import_hf, model_config_from_hf
-from jaxpar.train.generation import Generator, decode_plan
+from jaxpar.train.generation import Generator, Sampling, decode_plan, filter_scores
 
 pytestmark = pytest.mark.slow
 
@@ -68,3 +69,17 @@ def test_tokens_equal(family: str, tmp_path: Path, plan_of: Callable[..., Plan])
     for sizes in ({}, {"data": 2, "tensor": 4}):
         plan = decode_plan(plan_of(**sizes), model.config)  # on eight, more devices along tensor than kv heads
         assert Generator(model, import_hf(tmp_path, model, plan), plan).generate(prompts, NEW) == expected
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, 5, 0.8), (1.5, 0, 0.9), (1.0, 40, 1.0), (0.9, 1, 0.3)]
+)
+def test_the_same_tokens_may_be_drawn(temperature: float, top_k: int, top_p: float) -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    scores = np.random.default_rng(1).normal(size=(4, 60)).astype(np.float32) * 2
+    expected = TemperatureLogitsWarper(temperature)(None, torch.tensor(scores))
+    expected = TopKLogitsWarper(top_k)(None, expected) if top_k else expected
+    expected = TopPLogitsWarper(top_p)(None, expected).numpy()
+    found = filter_scores(jax.numpy.asarray(scores), Sampling(temperature, top_k, top_p))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)  # one float32 division
