@@ -101,7 +101,7 @@ def render(
         return _compile(template.text).render(
             messages=turns, add_generation_prompt=add_generation_prompt, **template.special_tokens, **more
         )
-    except (jinja2.TemplateError, TypeError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise UserError(f"the chat template {template.origin} refuses this conversation: {error}") from error
 
 
@@ -253,9 +253,9 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer, template: Callable[
                 continue
             try:
                 ids, counted = _encode(json.loads(line), data, tokenizer, template)
-            except ValueError as error:
+            except json.JSONDecodeError as error:
                 raise UserError(f"{file}, line {number} is not JSON: {error}") from error
-            except UserError as error:
+            except (UserError, UnicodeError) as error:
                 raise UserError(f"{file}, line {number}: {error}") from error
             cut += len(ids) > data.seq_len + 1
             labels = np.where(counted, ids, -1).astype(np.int32)[1:][: data.seq_len]
@@ -290,6 +290,7 @@ def _encode(
         case _:
             found = f"the keys {', '.join(row)}" if isinstance(row, dict) else f"{str(row)[:40]}"
             raise UserError(f"found {found}, not messages, or prompt and completion as text")
+    text.encode()  # half of a surrogate pair is no text
     ids, begins, ends = _with_places(text, tokenizer)
     counted = np.zeros(len(ids), bool)
     for begin, end in spans:

@@ -248,6 +248,7 @@ def test_too_long_examples_are_cut_and_counted(chat):
         ({"messages": []}, "messages is no list with a message in it"),
         ({"messages": [{"role": "user"}]}, "message 1 is no object with a role and a content that is text"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "message 1 has the role 'bot', not one of system, "),
+        ('{"prompt": "a", "completion": "\\ud800"}', "surrogates"),
         ({"messages": TALK[:1]}, "nothing to learn: no assistant message"),
         ({"prompt": "a", "completion": ""}, "nothing to learn: "),
         ({"messages": [{"role": "system", "content": "x"}, *TALK]}, "System role not supported"),
