@@ -371,7 +371,6 @@ def test_the_log_has_the_schedule_in_figures() -> None:
     (line,) = notes_of(config_of(mesh__stage=4, pipeline__microbatches=16))
     assert line == "pipeline: 1f1b, 4 stages, 16 microbatches: 38 ticks, idle 16 %, a stage keeps 7 inputs at most"
     assert notes_of(config_of()) == []
-    assert notes_of(config_of(pipeline__microbatches=4)) == ["pipeline.microbatches does nothing: mesh.stage is 1"]
 
 
 def test_a_long_bubble_is_explained() -> None:

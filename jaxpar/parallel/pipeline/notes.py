@@ -19,7 +19,7 @@ def pipeline_notes(config: Config, plan: Plan) -> list[str]:
     pipeline, P = plan.pipeline, plan.size("stage")
     layers = layers_in(plan, config.model.layers)
     if layers is None:
-        return _without_stages(config)
+        return []
     M, v = pipeline.microbatches, pipeline.virtual
     table = schedule(pipeline.schedule, P, M, v)
     again = (1 + (pipeline.stash == "stage")) * plan.recomputes
@@ -48,11 +48,3 @@ def pipeline_notes(config: Config, plan: Plan) -> list[str]:
             "mesh.stage if the model fits so"
         )
     return notes
-
-
-def _without_stages(config: Config) -> list[str]:
-    """List the settings of a pipeline in a plan that has no stages."""
-    asked = [name for name in ("microbatches", "layers") if getattr(config.pipeline, name)]
-    asked += ["virtual"] if config.pipeline.virtual > 1 else []
-    words = " and ".join(f"pipeline.{name}" for name in asked)
-    return [f"{words} {'do' if len(asked) > 1 else 'does'} nothing: mesh.stage is 1"] if asked else []
