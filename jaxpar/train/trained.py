@@ -50,9 +50,7 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
     config = read_config(folder)
     if step and not is_run(folder):
         raise UserError(f"--step has no effect: {folder} is no run folder, so it has one checkpoint")
-    config, words = replace(config, model=base_config(config.model)), folder
-    if peft.is_adapter(folder) and not (folder / TOKENIZER).exists():
-        words = peft.base_folder(folder)
+    config, words = replace(config, model=base_config(config.model)), _words_folder(folder)
     tokenizer, model = folder_tokenizer(words, config), Model(config.model)
     mesh = mesh or MeshSpec()
     devices = start(mesh, config.compile.cache)
@@ -85,7 +83,13 @@ def read_config(folder: Path) -> Config:
     names = ("config.json", peft.CONFIG)
     if folder.is_dir() and not any((folder / name).exists() for name in names):
         raise UserError(f"{folder} has neither config.toml, as a run folder, nor config.json, as one of Hugging Face")
-    return config_of(folder, folder)
+    return config_of(folder, _words_folder(folder))
+
+
+def _words_folder(folder: Path) -> Path:
+    """Return the folder that has the tokenizer: of an adapter without one, that of its model."""
+    alone = peft.is_adapter(folder) and not (folder / TOKENIZER).exists()
+    return peft.base_folder(folder) if alone else folder
 
 
 def decode_mesh(model: ModelConfig, devices: int) -> MeshSpec:

@@ -101,7 +101,7 @@ def test_a_hugging_face_folder_is_evaluated(folder, tmp_path, capsys) -> None:
         assert said in capsys.readouterr().err
 
 
-def test_an_adapter_is_merged_and_read_with_the_words_of_its_model(generate, folder, tmp_path, plan_of) -> None:
+def test_an_adapter_is_merged_and_read_with_the_words_of_its_model(generate, folder, tmp_path, plan_of, capsys) -> None:
     lora = Model(replace(MODEL, lora=Lora(rank=2, alpha=8.0, targets=("q", "down"))))
     plan = plan_of()
 
@@ -117,6 +117,11 @@ def test_an_adapter_is_merged_and_read_with_the_words_of_its_model(generate, fol
         flags = [f"mesh.{axis}={size}" for axis, size in where.items()] + ["mesh.platform=cpu"]
         found = generate(tmp_path / "adapter", "--prompt", "ab", "--max-tokens", 9, "--json", *flags)
         assert json.loads(found)["tokens"] == expected[0]
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    words = ["--data.val-path", str(text), "--data.seq-len", "16", "--train.batch", "8", "--json"]
+    assert main(["eval", str(tmp_path / "adapter"), *words]) == 0
+    assert json.loads(capsys.readouterr().out)["bits_per_byte"] > 0
 
 
 def test_half_a_character_waits_for_its_other_half() -> None:
