@@ -14,7 +14,7 @@ import tyro
 from jaxpar.base.console import check_folders, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, describe
-from jaxpar.train.generation import Generator, Sampling, Spent
+from jaxpar.train.generation import Sampling
 from jaxpar.train.prompts import Prompt, continuation, encode_prompts, read_prompts, stop_ids
 from jaxpar.train.trained import Dtype, Trained, open_trained, require_tokenizer
 
@@ -73,28 +73,25 @@ def generate_words(folder: Path, args: GenerateArgs) -> None:
     prompts, stop = encode_prompts(trained, given, args.chat), stop_ids(trained, args.chat, args.stop)
     longest = max(len(prompt.ids) for prompt in prompts)
     max_tokens = args.max_tokens or max(min(128, trained.config.model.max_seq_len - longest), 1)
-    generator = Generator(trained.model, trained.params, trained.plan)
-    trained = trained._replace(params={})  # the generator has its own
     live = len(prompts) == 1 and not args.json and not args.out
     ids = [prompt.ids for prompt in prompts]
     if live:
-        new = _stream(trained, generator, prompts[0], max_tokens, sampling, stop, args.chat)
+        new = _stream(trained, prompts[0], max_tokens, sampling, stop, args.chat)
     else:
-        new = generator.generate(ids, max_tokens, sampling, stop, args.batch)
+        new = trained.generator.generate(ids, max_tokens, sampling, stop, args.batch)
     if jax.process_index() == 0:
         if not live:
             _write(_rows(trained, prompts, new, max_tokens), args)
-        print(_summary(generator.spent, trained), file=sys.stderr)
+        print(_summary(trained), file=sys.stderr)
 
 
 def _stream(
-    trained: Trained, generator: Generator, prompt: Prompt, max_tokens: int, sampling: Sampling, stop: list[int],
-    chat: bool,
-) -> list[list[int]]:  # fmt: skip
+    trained: Trained, prompt: Prompt, max_tokens: int, sampling: Sampling, stop: list[int], chat: bool
+) -> list[list[int]]:
     """Print a prompt and what follows as it is made; return the new tokens."""
     tokenizer, printed, new = require_tokenizer(trained), "", []
     _say("" if chat else prompt.text)
-    for (new,) in generator.stream([prompt.ids], max_tokens, sampling, stop, chunk=4):
+    for (new,) in trained.generator.stream([prompt.ids], max_tokens, sampling, stop, chunk=4):
         text = continuation(tokenizer, prompt.ids, new, ended=False)
         _say(text[len(printed) :])
         printed = text
@@ -129,13 +126,14 @@ def _write(rows: list[dict[str, Any]], args: GenerateArgs) -> None:
             print(f"--- {number} ---\n{'' if args.chat else row['prompt']}{row['text']}")
 
 
-def _summary(spent: Spent, trained: Trained) -> str:
+def _summary(trained: Trained) -> str:
     """One line with the tokens per second, and the devices."""
-    devices = list(trained.plan.mesh.devices.flat)
+    plan, spent = trained.generator.plan, trained.generator.spent
+    devices = list(plan.mesh.devices.flat)
     prefill = spent.prefill_tokens / max(spent.prefill_seconds, 1e-9)
     decode = spent.decode_tokens / max(spent.decode_seconds, 1e-9)
     return (
         f"prefill {count_text(prefill)} tokens/s ({spent.prefill_tokens}), decode {count_text(decode)} tokens/s "
-        f"({spent.decode_tokens}), {trained.plan.compute}, on {len(devices)} x {devices[0].device_kind} "
-        f"({describe(dict(trained.plan.mesh.shape))})"
+        f"({spent.decode_tokens}), {plan.compute}, on {len(devices)} x {devices[0].device_kind} "
+        f"({describe(dict(plan.mesh.shape))})"
     )

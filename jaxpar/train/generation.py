@@ -103,21 +103,22 @@ def generate(
 class Generator:
     """Continues prompts of different lengths in one batch, on any mesh without stages.
 
-    It holds the parameters a second time, layer by layer: matrices in the plan's compute dtype. Rows are split over the
-    data-parallel axes and heads over tensor; no sequence is split. Experts drop no token.
+    Rows are split over the data-parallel axes and heads over tensor; no sequence is split. Experts drop no token. The
+    parameters are held a second time, layer by layer (matrices in the plan's compute dtype), unless it may `consume` the
+    given ones, which it then deletes one by one.
 
     Attributes:
       plan: the plan as it is used.
       spent: tokens and seconds of all calls.
     """
 
-    def __init__(self, model: Model, params: Params, plan: Plan):
+    def __init__(self, model: Model, params: Params, plan: Plan, consume: bool = False):
         """Raises:
         UserError: the plan has stages.
         """
         self.plan, self.spent = decode_plan(plan, model.config), Spent()
         self.config = replace(model.config, capacity_factor=0.0, dropout=0.0)
-        self.params = layer_by_layer(model, params, self.plan)
+        self.params = layer_by_layer(model, params, self.plan, consume)
         self._programs: dict[tuple[Any, ...], Compiled] = {}
 
     def generate(
@@ -261,32 +262,30 @@ def decode_plan(plan: Plan, model: ModelConfig) -> Plan:
     return drop_stages(replace(plan, rules=rules, remat="none", overlap=Overlap()))
 
 
-def layer_by_layer(model: Model, params: Params, plan: Plan) -> Params:
+def layer_by_layer(model: Model, params: Params, plan: Plan, consume: bool = False) -> Params:
     """Return the parameters with `blocks` as a list of layers, on the plan's mesh, matrices in its compute dtype.
 
-    On CPUs the head's matrix is there a second time, as `head_DV`.
+    On CPUs the head's matrix is there a second time, as `head_DV`: with several rows XLA:CPU takes 2.5 times as long to
+    multiply by a transpose. `consume` deletes each of the given arrays once it is no longer needed.
     """
 
-    def cast(x: Array, axes: Axes) -> Array:
+    def place(axes: Axes, x: Array) -> Array | list[Array]:
+        stacked = axes[:1] == ("layers",)
         # The router and learned positions are read in float32.
-        return x.astype(plan.dtype) if is_matrix(axes) and None not in axes else x
-
-    def place(axes: Axes, x: Array) -> Array:
-        return jax.jit(cast, static_argnums=1, out_shardings=plan.sharding(axes))(x, axes)
-
-    def slices(axes: Axes, x: Array) -> list[Array]:
-        split = jax.jit(
-            lambda x: [cast(x[layer], axes) for layer in range(len(x))], out_shardings=plan.sharding(axes[1:])
+        dtype = plan.dtype if is_matrix(axes) and None not in axes else x.dtype
+        cut = jax.jit(
+            lambda x: [layer.astype(dtype) for layer in x] if stacked else x.astype(dtype),
+            out_shardings=plan.sharding(axes[stacked:]),
         )
-        return split(x)
+        found = cut(x)
+        if consume:
+            x.delete()
+        return found
 
-    axes, blocks = model.axes, params["blocks"]
-    found = {name: jax.tree.map(place, axes[name], params[name], is_leaf=is_axes) for name in ("embed", "head")}
-    stacked, form = jax.tree.flatten(jax.tree.map(slices, axes["blocks"], blocks, is_leaf=is_axes), _is_list)
-    found |= {"blocks": [form.unflatten(layer) for layer in zip(*stacked, strict=True)]}
-    if (
-        platform_of(plan) == "cpu"
-    ):  # for several rows XLA:CPU takes 2.5 times as long to multiply by a transposed matrix
+    found = jax.tree.map(place, model.axes, params, is_leaf=is_axes)
+    layers, form = jax.tree.flatten(found["blocks"], _is_list)
+    found["blocks"] = [form.unflatten(layer) for layer in zip(*layers, strict=True)]
+    if platform_of(plan) == "cpu":
         table_VD = found["head"].get("table", found["embed"]["tokens"])
         found["head_DV"] = jax.jit(jnp.transpose, out_shardings=plan.sharding(("embed", "vocab")))(table_VD)
     return found

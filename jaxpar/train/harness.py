@@ -14,7 +14,7 @@ from typing import Any
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.train.chat import load_template, render, special_tokens
 from jaxpar.train.convert import TOKENIZER
-from jaxpar.train.generation import Generator, Sampling
+from jaxpar.train.generation import Sampling
 from jaxpar.train.prompts import encode_text
 from jaxpar.train.trained import Trained, require_tokenizer, stop_tokens
 
@@ -70,7 +70,7 @@ class HarnessModel(TemplateLM):
         self.max_length, self.stop = trained.config.model.max_seq_len, stop_tokens(trained)
         self.encode = lambda text, special: encode_text(trained, text, special)
         self.special = special_tokens(self.folder / TOKENIZER)
-        self.generator = Generator(trained.model, trained.params, trained.plan)
+        self.generator = trained.generator
 
     @property
     def eot_token_id(self) -> int:

@@ -12,10 +12,10 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
-from jaxpar.models import Model, Params, peft
+from jaxpar.models import Model, peft
 from jaxpar.models.lora import base_config
 from jaxpar.train.convert import config_of
-from jaxpar.train.generation import decode_plan
+from jaxpar.train.generation import Generator, decode_plan
 from jaxpar.train.restore import load_params
 from jaxpar.train.run_folder import GENERATION, TOKENIZER, read_run_config
 from jaxpar.train.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
@@ -24,13 +24,11 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 class Trained(NamedTuple):
-    """A model with its parameters; `folder` has what says how its tokens are read, and `tokenizer` may be None."""
+    """A model that is ready to generate; `folder` has what says how its tokens are read; `tokenizer` may be None."""
 
     folder: Path
     config: Config
-    model: Model
-    params: Params
-    plan: Plan
+    generator: Generator
     tokenizer: Tokenizer | None
 
 
@@ -64,7 +62,7 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
         dtype = "bfloat16" if half else config.precision.compute
     plan = decode_plan(Plan(make_mesh(mesh, devices), config.rules, compute=dtype, params=dtype), config.model)
     params = load_params(folder, replace(config, mesh=mesh), plan, step)
-    return Trained(words, config, model, params, plan, tokenizer)
+    return Trained(words, config, Generator(model, params, plan, consume=True), tokenizer)
 
 
 def is_run(folder: Path) -> bool:
