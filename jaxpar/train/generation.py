@@ -104,8 +104,8 @@ class Generator:
     """Continues prompts of different lengths in one batch, on any mesh without stages.
 
     Rows are split over the data-parallel axes and heads over tensor; no sequence is split. Experts drop no token. The
-    parameters are held a second time, layer by layer (matrices in the plan's compute dtype), unless it may `consume` the
-    given ones, which it then deletes one by one.
+    parameters are held a second time, layer by layer (matrices in the plan's compute dtype), unless it may `consume`
+    the given ones, which it then deletes one by one.
 
     Attributes:
       plan: the plan as it is used.
