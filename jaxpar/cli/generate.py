@@ -14,8 +14,8 @@ import tyro
 from jaxpar.base.console import check_folders, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, describe
-from jaxpar.train.generation import Sampling
 from jaxpar.train.prompts import Prompt, continuation, encode_prompts, read_prompts, stop_ids
+from jaxpar.train.sampling import Sampling
 from jaxpar.train.trained import Dtype, Trained, open_trained, require_tokenizer
 
 Repeated = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]

@@ -34,40 +34,9 @@ from jaxpar.parallel.cache import EMPTY, Cache, DecodeOps, PrefillOps, cache_spe
 from jaxpar.parallel.collectives import platform_of
 from jaxpar.parallel.ops import Ops
 from jaxpar.train.restore import drop_stages
+from jaxpar.train.sampling import GREEDY, Sampling, draw
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn; the filters are applied in this order, as in Hugging Face's `generate`.
-
-    Attributes:
-      temperature: the scores are divided by it; 0 = greedy, the most likely token.
-      top_k: only this many of the most likely tokens may be drawn; 0 = all.
-      top_p: only the most likely tokens that together have this probability may be drawn (arXiv:1904.09751).
-      seed: the seed. A draw depends on it, on the number of the prompt and on the token's place, and on nothing else.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises:
-        UserError: a value is out of range, or has no effect.
-        """
-        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(
-                "sampling takes temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found "
-                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}"
-            )
-        if self.temperature == 0 and (self.top_k or self.top_p < 1 or self.seed):
-            raise UserError("top_k, top_p and seed have no effect at temperature 0, which is greedy: set a temperature")
-
-
-GREEDY = Sampling()
 
 
 class State(NamedTuple):
@@ -390,26 +359,3 @@ def _add(state: State, scores_BV: Array, sampling: Sampling) -> State:
     tokens_BN = jax.lax.dynamic_update_slice_in_dim(state.tokens_BN, token_B[:, None], state.count, axis=1)
     done_B = state.done_B | jnp.isin(token_B, state.stop)
     return state._replace(tokens_BN=tokens_BN, done_B=done_B, count=state.count + 1)
-
-
-def draw(scores_BV: Float[Array, "B V"], sampling: Sampling, keys_B: Array, place_B: Array) -> Int[Array, " B"]:
-    """Draw a token of each row, by the row's key and the place of the token."""
-    if sampling.temperature == 0:
-        return jnp.argmax(scores_BV, axis=-1).astype(jnp.int32)
-    keys_B = jax.vmap(jax.random.fold_in)(keys_B, place_B)
-    return jax.vmap(jax.random.categorical)(keys_B, filter_scores(scores_BV, sampling)).astype(jnp.int32)
-
-
-def filter_scores(scores_BV: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Divide the scores by the temperature, and set those of tokens that may not be drawn to minus infinity."""
-    scores_BV = scores_BV / sampling.temperature
-    if 0 < sampling.top_k < scores_BV.shape[1]:
-        least_B1 = jax.lax.top_k(scores_BV, sampling.top_k)[0][:, -1:]
-        scores_BV = jnp.where(scores_BV < least_B1, -jnp.inf, scores_BV)
-    if sampling.top_p < 1:
-        sorted_BV = jnp.sort(scores_BV, axis=-1, descending=True)
-        share_BV = jax.nn.softmax(sorted_BV, axis=-1)
-        kept_BV = jnp.cumsum(share_BV, axis=-1) - share_BV < sampling.top_p  # what is more likely has less than this
-        least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
-        scores_BV = jnp.where(scores_BV < least_B1, -jnp.inf, scores_BV)
-    return scores_BV
