@@ -4,14 +4,14 @@
     layout = jaxpar.Layout(mesh, jaxpar.ShardingRules(), compute="bfloat16")
 
 The wings: `parallel` (ops, and what they are made of), `kernels`, `verify` (is it the same answer?), `rehearse` (what
-will it cost?), `plan`, `train`, `models`, `show`. Each is loaded when it is first asked for.
+will it cost?), `plan`, `train`, `data`, `models`, `show`. Each is loaded when it is first asked for.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpar import kernels, models, parallel, plan, rehearse, show, train, verify
+    from jaxpar import data, kernels, models, parallel, plan, rehearse, show, train, verify
     from jaxpar.base.config import Config, check, load_config, override
     from jaxpar.base.errors import UserError
     from jaxpar.base.mesh import DcnSpec, MeshSpec, make_mesh
@@ -29,11 +29,11 @@ _NAMES = {
     "base.sharding": ("Layout", "ShardingRules", "placements", "spec_for"),
     "rehearse.targets": ("load_target",),
 }
-_WINGS = ("kernels", "models", "parallel", "plan", "rehearse", "show", "train", "verify")
+_WINGS = ("data", "kernels", "models", "parallel", "plan", "rehearse", "show", "train", "verify")
 __all__ = [
-    "Config", "DcnSpec", "Layout", "MeshSpec", "Plan", "ShardingRules", "UserError", "check", "kernels", "load_config",
-    "load_target", "make_mesh", "models", "override", "parallel", "placements", "plan", "rehearse", "show", "spec_for",
-    "start", "train", "verify",
+    "Config", "DcnSpec", "Layout", "MeshSpec", "Plan", "ShardingRules", "UserError", "check", "data", "kernels",
+    "load_config", "load_target", "make_mesh", "models", "override", "parallel", "placements", "plan", "rehearse",
+    "show", "spec_for", "start", "train", "verify",
 ]  # fmt: skip
 
 

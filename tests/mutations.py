@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation("norms_decay", "scales of stacked norms decay as matrices do", "jaxpar/base/plan.py",
              'len([axis for axis in axes if axis != "layers"]) > 1', "len(axes) > 1", "tests/train/test_optimizer.py"),
     # Data, checkpoints, configs.
-    Mutation("val_fill", "off by one: a row that fills the last batch is counted", "jaxpar/train/data.py",
-             "place_B >= count", "place_B > count", "tests/train/test_data.py -k validation"),
+    Mutation("val_fill", "off by one: a row that fills the last batch is counted", "jaxpar/data/corpus.py",
+             "place_B >= count", "place_B > count", "tests/data/test_corpus.py -k validation"),
     Mutation("keep_best", "a wrong sign: the worst checkpoint is kept", "jaxpar/train/checkpoint.py",
              "return -metrics[METRIC]", "return metrics[METRIC]", "tests/train/test_checkpoint.py"),
     Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/base/config.py",

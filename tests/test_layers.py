@@ -23,7 +23,7 @@ verify rehearse
 train
 models
 parallel
-kernels hlo
+data kernels hlo
 base meshes configs
 """
 """From the top down: a wing imports from lines below its own only, and those of one line do not know each other."""

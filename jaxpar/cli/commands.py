@@ -165,8 +165,8 @@ def convert_command(words: list[str]) -> int:
 def tokenize_command(words: list[str]) -> int:
     """jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"""
     from jaxpar.base.config import DataConfig
-    from jaxpar.train.data import unigram_entropy
-    from jaxpar.train.tokens import tokenize
+    from jaxpar.data.corpus import unigram_entropy
+    from jaxpar.data.tokens import tokenize
 
     path, out = positional(tokenize_command.__doc__, TokenizeArgs(), words, 2)
     args = parse(tokenize_command.__doc__, TokenizeArgs(), words[2:])

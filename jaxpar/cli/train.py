@@ -15,6 +15,7 @@ from jaxpar.base.hardware import Hardware, hardware_of
 from jaxpar.base.plan import Plan
 from jaxpar.base.processes import run_together
 from jaxpar.base.runtime import memory_of, start
+from jaxpar.data.corpus import load_corpus
 from jaxpar.models import Model
 from jaxpar.plan import resolve
 from jaxpar.plan.budget import platform_of
@@ -22,7 +23,6 @@ from jaxpar.plan.memory_account import memory_account
 from jaxpar.plan.out_of_memory import out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.memory import memory_table, write_memory_account
-from jaxpar.train.data import load_corpus
 from jaxpar.train.loop import OutOfMemory, Result, run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_plan

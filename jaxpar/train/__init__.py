@@ -1,9 +1,9 @@
-"""Training: the state and the step, data, checkpoints and the loop; also evaluation, text generation and conversion.
+"""Training: the state and the step, checkpoints and the loop; also evaluation, text generation and conversion.
 
     train.run(plan.resolve(config), folder)
 
 `run` trains a config in a run folder. The other names serve a loop of your own: they make a plan from a config, its
-state, the jitted step, batches of a text, and what the model makes of a prompt.
+state, the jitted step, and what the model makes of a prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpar.train.data import load_corpus, train_batches
     from jaxpar.train.generation import generate
     from jaxpar.train.loop import run
     from jaxpar.train.plans import make_plan
@@ -20,14 +19,13 @@ if TYPE_CHECKING:
     from jaxpar.train.step import batch_rows, make_eval_step, make_train_step, put_batch
 
 __all__ = [
-    "batch_rows", "generate", "init_state", "load_corpus", "make_eval_step", "make_plan", "make_train_step",
-    "put_batch", "run", "train_batches",
+    "batch_rows", "generate", "init_state", "make_eval_step", "make_plan", "make_train_step", "put_batch", "run",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first asked for, because `run` imports data and checkpoints."""
-    for module in ("plans", "state", "step", "data", "generation", "loop"):
+    for module in ("plans", "state", "step", "generation", "loop"):
         if name in __all__ and hasattr(found := import_module(f"jaxpar.train.{module}"), name):
             return getattr(found, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,12 +17,12 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.processes import Batches, run_together
 from jaxpar.base.runtime import start
+from jaxpar.data.corpus import Part, load_corpus, val_batches
+from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import Model, Params
-from jaxpar.train.data import Part, load_corpus, val_batches
 from jaxpar.train.plans import kernel_notes, make_plan
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_batch
-from jaxpar.train.tokenizer import Tokenizer
 from jaxpar.train.trained import is_run
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.train.chat import load_template, render, special_tokens
+from jaxpar.data.chat import load_template, render, special_tokens
 from jaxpar.train.convert import TOKENIZER
 from jaxpar.train.prompts import encode_text
 from jaxpar.train.sampling import Sampling

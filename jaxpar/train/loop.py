@@ -21,11 +21,12 @@ from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
 from jaxpar.base.plan import Plan
 from jaxpar.base.processes import Batches, ask_to_stop, run_together, stop_signals
 from jaxpar.base.runtime import start
+from jaxpar.data.corpus import Corpus, HostBatch, load_corpus, train_batches, unigram_entropy
+from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.checkpoint import METRIC, Checkpoints
-from jaxpar.train.data import Corpus, HostBatch, load_corpus, train_batches, unigram_entropy
 from jaxpar.train.evaluate import evaluate
 from jaxpar.train.metrics import Meter, MetricsLog
 from jaxpar.train.optimizer import schedule_note
@@ -35,7 +36,6 @@ from jaxpar.train.run_folder import TOKENIZER, carry_tokenizer, open_run
 from jaxpar.train.state import TrainState, init_state
 from jaxpar.train.state_bytes import local_bytes
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, make_train_step, put_batch, step_shapes
-from jaxpar.train.tokenizer import Tokenizer
 
 
 class Result(NamedTuple):

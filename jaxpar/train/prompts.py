@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxpar.base.errors import UserError
-from jaxpar.train.chat import Message, load_template, render, special_tokens
+from jaxpar.data.chat import Message, load_template, render, special_tokens
+from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, read_text
 from jaxpar.train.run_folder import TOKENIZER
-from jaxpar.train.tokenizer import HFTokenizer, Tokenizer, read_text
 from jaxpar.train.trained import Trained, is_run, require_tokenizer, stop_tokens
 
 Given = str | list[Message]

@@ -12,13 +12,13 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
+from jaxpar.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from jaxpar.models import Model, peft
 from jaxpar.models.lora import base_config
 from jaxpar.train.convert import config_of
 from jaxpar.train.generation import Generator, decode_plan
 from jaxpar.train.restore import load_params
 from jaxpar.train.run_folder import GENERATION, TOKENIZER, read_run_config
-from jaxpar.train.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 

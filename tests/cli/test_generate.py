@@ -14,11 +14,11 @@ import pytest
 from jaxpar.base.config import Config, Lora, ModelConfig
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.cli.main import main
+from jaxpar.data.tokenizer import BytesTokenizer
 from jaxpar.models import Model, Params, peft
 from jaxpar.models.hf import export_hf
 from jaxpar.train.generation import Generator
 from jaxpar.train.prompts import continuation
-from jaxpar.train.tokenizer import BytesTokenizer
 from jaxpar.train.trained import decode_mesh
 
 MODEL = ModelConfig("llama", vocab_size=256, layers=1, embed=16, heads=2, mlp=32, max_seq_len=32, init_std=0.5)

@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.train.tokenizer import HFTokenizer, Tokenizer, make_tokenizer, read_text
-from jaxpar.train.tokens import HostBatch, text_files
+from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, make_tokenizer, read_text
+from jaxpar.data.tokens import HostBatch, text_files
 
 TEMPLATE, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json"
 Message = Mapping[str, Any]

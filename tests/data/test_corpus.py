@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.train.data import load_corpus, train_batches, unigram_entropy, val_batches
-from jaxpar.train.tokenizer import BytesTokenizer, CharsTokenizer
-from jaxpar.train.tokens import (
+from jaxpar.data.corpus import load_corpus, train_batches, unigram_entropy, val_batches
+from jaxpar.data.tokenizer import BytesTokenizer, CharsTokenizer
+from jaxpar.data.tokens import (
     Tokens,
     open_tokens,
     read_windows,

@@ -21,7 +21,7 @@ from rich.progress import track
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import replacing, write_whole
-from jaxpar.train.tokenizer import (
+from jaxpar.data.tokenizer import (
     Tokenizer,
     encode_files,
     load_tokenizer,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.base.errors import UserError
-from jaxpar.train.tokenizer import (
+from jaxpar.data.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
     encode_files,

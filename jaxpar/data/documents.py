@@ -20,8 +20,8 @@ import numpy as np
 from jaxpar.base.config import DataConfig
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
-from jaxpar.train.tokenizer import Tokenizer, encode_document, make_tokenizer
-from jaxpar.train.tokens import HostBatch, files_below
+from jaxpar.data.tokenizer import Tokenizer, encode_document, make_tokenizer
+from jaxpar.data.tokens import HostBatch, files_below
 
 SAMPLE = 2**20
 Source = grain.MapDataset | tuple[Callable[[], grain.DatasetIterator], ...]

@@ -14,8 +14,8 @@ import pytest
 from jaxpar.base.config import Config, DataConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
-from jaxpar.train.data import load_corpus, train_batches, unigram_entropy, val_batches
-from jaxpar.train.tokens import Tokens, read_windows
+from jaxpar.data.corpus import load_corpus, train_batches, unigram_entropy, val_batches
+from jaxpar.data.tokens import Tokens, read_windows
 
 datasets = pytest.importorskip("datasets")
 parquet = pytest.importorskip("pyarrow.parquet")

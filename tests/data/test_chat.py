@@ -6,8 +6,8 @@ import pytest
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.train.chat import ChatTemplate, completion_spans, load_template, render
-from jaxpar.train.data import load_corpus, train_batches, val_batches
+from jaxpar.data.chat import ChatTemplate, completion_spans, load_template, render
+from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 
 pytest.importorskip("jinja2")
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.train.chat import Examples, load_examples
-from jaxpar.train.documents import Documents, load_documents
-from jaxpar.train.tokenizer import Tokenizer
-from jaxpar.train.tokens import HostBatch, Tokens, load_texts, load_token_files, read_windows, window_count
+from jaxpar.data.chat import Examples, load_examples
+from jaxpar.data.documents import Documents, load_documents
+from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.data.tokens import HostBatch, Tokens, load_texts, load_token_files, read_windows, window_count
 
 Part = Tokens | Documents | Examples
 
