@@ -59,7 +59,7 @@ class HfFamily(NamedTuple):
 
     family: str
     architecture: str
-    sizes: dict[str, tuple[object, ...]]
+    sizes: dict[str, tuple[Any, ...]]
     fixed: dict[str, tuple[object, ...]]
     rope_theta: float | None
     prefix: str
@@ -365,7 +365,7 @@ def hf_config(config: ModelConfig) -> Json:
     values = dataclasses.asdict(config) | {"kv_heads": config.kv_head_count, "head_dim": head_dim}
     hf: Json = {"architectures": [family.architecture], "model_type": name}
     for field, (key, _, *null) in family.sizes.items():
-        hf[str(key)] = None if null and values[field] == null[0] else values[field]
+        hf[key] = None if null and values[field] == null[0] else values[field]
     hf |= {key: accepted[0] for key, accepted in family.fixed.items()}
     hf |= {"bos_token_id": None, "eos_token_id": None}
     if family.rope_theta:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -97,7 +98,8 @@ def _flag_words(word: str) -> list[str]:
     if not (equals and dot and section in {field.name for field in dataclasses.fields(Config)}):
         return [word]
     if value.startswith("[") and value.endswith("]"):
-        return [f"--{key}", *filter(None, map(str.strip, value[1:-1].split(",")))]
+        values = re.split(r",(?![^(]*\))", value[1:-1])  # not at the commas of `bigbird(3, 1)`
+        return [f"--{key}", *filter(None, (one.strip(" '\"") for one in values))]
     return [f"--{key}", value]
 
 

@@ -234,7 +234,7 @@ def test_flags_change_the_config(run, tmp_path):
 
 def test_a_setting_may_be_written_as_messages_write_it(run, refused, tmp_path):
     words = ["mesh.tensor=1", "mesh.data=-1", "mesh.fsdp=1", "rules.residual_seq=[context, tensor]", "rules.mlp=[]"]
-    words += ["--out", tmp_path / "a.svg"]
+    words += ["--out", tmp_path / "a.svg", "model.family=llama", 'model.masks=["longformer(8, 2)", causal]']
     rows = json.loads(run("show", "tiny", *words, "--json"))
     assert all(row["spec"] == [] for row in rows)
     assert "takes no --mesh.tensr (did you mean '--mesh.tensor'?)" in refused("show", "tiny", "mesh.tensr=1")

@@ -46,20 +46,19 @@ FAST: list[Plan] = [
     ("gemma3", {"context": 2, "fsdp": 2}, {"memory.policy": "dots"}),
     ("gemma2", {"stage": 2, "tensor": 2}, piped("1f1b", 4)),
 ]
+STRATEGIES = ("ring", "all_gather", "ulysses") * 2
+POLICIES = ("full", "block_inputs", "attention_out", "selective", "dots", "none")
 PLANS: list[Plan] = [
     *FAST,
-    *((model, {"data": 2, "fsdp": 4}, {"model.layers": 5, "data.pack": True}) for model in MODELS),
     *((model, {"fsdp": 2, "tensor": 4}, BFLOAT16 | {"train.accumulation": 3}) for model in MODELS),
-    *((model, {"context": 4, "tensor": 2}, {"context.strategy": name, "data.pack": True})
-      for model in MODELS for name in ("ring", "all_gather", "ulysses")),
-    *((model, {"stage": 2, "fsdp": 2}, piped("1f1b", 5) | PIPED.get(model, {})) for model in MODELS),
+    *((model, {"data": 2, "context": 4}, {"context.strategy": name, "data.pack": True, "model.layers": 5})
+      for model, name in zip(MODELS, STRATEGIES, strict=True)),
+    *((model, {"fsdp": 2, "tensor": 2}, RING | {"overlap.domino": "on", "memory.policy": policy})
+      for model, policy in zip(MODELS, POLICIES, strict=True)),
+    *((model, {"stage": 2, "fsdp": 2}, piped("1f1b", 4) | PIPED.get(model, {})) for model in [*MODELS][::2]),
     *((model, {"stage": 2, "context": 2}, piped("interleaved", 4, 2) | BLOCKS | VIRTUAL.get(model, {}))
-      for model in MODELS),
-    *((model, {"stage": 2, "tensor": 2}, piped("1f1b", 4) | PIPED.get(model, {}) | RING) for model in MODELS),
-    ("gemma3", {"stage": 2, "data": 2}, piped("1f1b", 4) | FULL | PIPED["gemma3"]),
-    *((model, {"fsdp": 2, "tensor": 2}, RING | {"overlap.domino": "on"}) for model in MODELS),
-    *((model, {"data": 4, "tensor": 2}, {"overlap.domino": "on", "memory.policy": policy})
-      for model, policy in zip(MODELS, ("full", "block_inputs", "attention_out", "selective", "dots"), strict=False)),
+      for model in [*MODELS][1::2]),
+    ("gemma3", {"stage": 2, "tensor": 2}, piped("1f1b", 4) | FULL | PIPED["gemma3"]),
     ("gemma3", {"fsdp": 8}, {"memory.parameters": "offload", "memory.optimizer": "offload", "memory.policy": "full"}),
     ("gemma3", {"tensor": 8}, {"model.heads": 4, "model.kv_heads": 2}),
 ]  # fmt: skip
