@@ -18,8 +18,9 @@ from jaxpar.train.generation import Generator, bucket
 from jaxpar.train.sampling import Sampling, draw
 
 CONFIG = ModelConfig(
-    "llama", vocab_size=31, vocab_multiple=8, layers=2, embed=16, heads=4, kv_heads=2, mlp=32, max_seq_len=64,
-    init_std=0.5, masks=("window(5)", "causal"),
+    "llama", vocab_size=31, vocab_multiple=8, layers=4, embed=16, heads=4, kv_heads=2, mlp=32, max_seq_len=64,
+    init_std=0.5,
+    masks=("window(5)", "causal", "longformer(window=4, stride=2)", "bigbird(window=1, globals=1, block=4)"),
 )  # fmt: skip
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
 
