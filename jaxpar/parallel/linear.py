@@ -153,7 +153,7 @@ def rank_linear(
       An array [B, S, *out] in the compute dtype, laid out like the output of the linear that it is added to.
     """
     used: Axes = ("batch", seq, None)
-    outs: Axes = (*used[:2], *used_axes([output_axis(axis, layout) for axis in axes]))
+    outs: Axes = ("batch", seq, *used_axes([output_axis(axis, layout) for axis in axes]))
     stored: Axes = ("rank", *axes)
     layout.sharding(stored, weight.shape, "weight")
     (y,) = _columns(

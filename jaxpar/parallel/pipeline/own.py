@@ -38,7 +38,7 @@ class _Functions:
         (self._embed, self._block, self._score), self.axes = functions, axes
         self.config = _Sizes(layers)
 
-    def trained(self, tree: Params) -> Params:
+    def trained(self, tree: PyTree) -> PyTree:
         return tree
 
     def embed(self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None) -> Array:
