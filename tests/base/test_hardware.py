@@ -24,7 +24,7 @@ every_chip = pytest.mark.parametrize("name", ALL_CHIPS)
 
 def test_the_presets():
     assert set(MESHES) == {"cpu_8", "v5e_8", "v5p_64", "v6e_256", "h100_8", "h100_64"}
-    assert set(ALL_CHIPS) == {"v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200"}
+    assert set(ALL_CHIPS) == {"v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200", "l4"}
 
 
 @every_mesh
