@@ -159,7 +159,8 @@ class Block(nnx.Module):
         """Multiply x by several matrices, given with the axes of their outputs; the A's of LoRA share its gather."""
         adapted = [name for name in names if hasattr(self, f"{name}_lora_a")]
         weights = [*names, *(f"{name}_lora_a" for name in adapted)]
-        axes: list[Axes] = [*names.values(), *[("rank",)] * len(adapted)]
+        low: Axes = ("rank",)
+        axes = [*names.values(), *[low] * len(adapted)]
         biases = [self._bias(name) for name in weights]
         found = ops.column_linear(x_BSD, [getattr(self, name)[...] for name in weights], axes, biases, seq)
         ys = dict(zip(weights, found, strict=True))
