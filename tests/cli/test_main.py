@@ -197,7 +197,7 @@ def test_help_shows_the_values_of_the_config_that_is_named(capsys):
         ("trian tiny", "no command 'trian' (did you mean 'train'?): jaxpar --help lists them"),
         ("train", "usage: jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"),
         ("tokenize stdlib", "usage: jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"),
-        ("convert here", "usage: jaxpar convert HF_FOLDER RUN_FOLDER"),
+        ("convert here", "usage: jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT"),
         ("convert nowhere run", "there is no nowhere: give a run folder, or a folder with a Hugging Face checkpoint"),
         ("configs tiny", "jaxpar configs takes no arguments, found tiny"),
         ("doctor --now", "jaxpar doctor takes no arguments, found --now"),
@@ -559,4 +559,4 @@ def test_a_flag_that_can_have_no_effect(words, message, refused):
 
 def test_an_export_s_flags_on_an_import(refused, checkpoint, tmp_path):
     line = refused("convert", checkpoint, tmp_path / "run", *ONE_DEVICE, "--dtype", "bfloat16")
-    assert "--dtype and --step have no effect" in line and not (tmp_path / "run").exists()
+    assert "--dtype, --step and --adapter have no effect" in line and not (tmp_path / "run").exists()
