@@ -54,6 +54,8 @@ class RehearseArgs(ConfigArgs):
     """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ...: docs/targets.md lists them."""
     trace: str = ""
     """Write the timeline as a Chrome trace, which ui.perfetto.dev and TensorBoard open; NAME.json.gz compresses it."""
+    picture: str = ""
+    """Draw the timeline, a row for each lane of a device: FILE.png or FILE.svg."""
     json: str = ""
     """Write the report as JSON; - = print it, and nothing else."""
     fail_on: str = ""

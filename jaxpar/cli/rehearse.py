@@ -40,7 +40,7 @@ def rehearse_words(name: str, args: RehearseArgs, command: str) -> int:
     target = load_target(args.target)
     conditions = parse_conditions(args.fail_on)
     quiet = args.json == "-"
-    check_folders(args.trace, "" if quiet else args.json)
+    check_folders(args.trace, args.picture, "" if quiet else args.json)
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     config, program = resolve_and_compile(on_target(args.config, target)[0], target, say)
     report = rehearse(config, target, Path(name).stem, command, say, program)
@@ -64,6 +64,7 @@ def _write(report: Rehearsal, args: RehearseArgs) -> list[str]:
         print(text)
     writers: list[tuple[str, Callable[[Path], None]]] = [
         (args.trace, lambda file: write_trace(report, file)),
+        (args.picture, lambda file: _draw(report, file)),
         ("" if args.json == "-" else args.json, lambda file: write_whole(file, text + "\n")),
     ]
     asked = [(file, write) for file, write in writers if file]
@@ -73,3 +74,10 @@ def _write(report: Rehearsal, args: RehearseArgs) -> list[str]:
         except OSError as error:
             raise UserError(f"cannot write {file}: {error.strerror}") from error
     return [file for file, _ in asked]
+
+
+def _draw(report: Rehearsal, file: Path) -> None:
+    from jaxpar.show.figures import save_figure  # matplotlib, for a picture alone
+    from jaxpar.show.timeline import timeline_figure
+
+    save_figure(timeline_figure(report), file)

@@ -1,1 +1,1 @@
-"""Tables and pictures of a plan show its parameters, a layer, the pipeline's schedule, masks and memory."""
+"""Tables and pictures: a plan's parameters, its pipeline's schedule, what is kept; the timeline of a rehearsal."""
