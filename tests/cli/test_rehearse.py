@@ -107,8 +107,11 @@ def test_json_alone_on_the_terminal(asked, capsys):
 
 
 def test_files(asked, tmp_path, capsys):
-    kept, short, trace = (tmp_path / name for name in ("report.json", "short.json", "trace.json.gz"))
-    assert run("--json", str(kept), "--trace", str(trace)) == 0
+    kept, short, trace, picture = (
+        tmp_path / name for name in ("report.json", "short.json", "trace.json.gz", "step.png")
+    )
+    assert run("--json", str(kept), "--trace", str(trace), "--picture", str(picture)) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     out = on_one_line(capsys.readouterr().out)
     assert f"wrote {kept}" in out
     assert f"wrote {trace}" in out and json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
@@ -145,6 +148,6 @@ def test_help_names_every_switch(capsys):
     text = capsys.readouterr().out
     assert text.startswith("usage: jaxpar rehearse CONFIG --target T")
     own = text.partition("model options")[0]
-    for flag in "target", "on", "trace", "json", "fail-on", "no-timeline":
+    for flag in "target", "on", "trace", "picture", "json", "fail-on", "no-timeline":
         assert f"--{flag}" in own
     assert "v5p-128x4 (four slices)" in own and "--mesh.fsdp" in text
