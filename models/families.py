@@ -79,4 +79,6 @@ def family_of(config: ModelConfig) -> Family:
     rope = [field for field in rotary if getattr(config, field) != getattr(standard, field)]
     if family.positions != "rotary" and rope:
         raise UserError(f"{name} has no RoPE: leave {' and '.join(f'model.{field}' for field in rope)} alone")
+    if family.positions == "rotary" and config.head_size % 2:
+        raise UserError(f"RoPE turns pairs of features, found heads of size {config.head_size}: set model.head_dim")
     return family

@@ -152,7 +152,7 @@ _LLAMA = HfFamily(  # its matrices are [out, in]
 _SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
 _MISTRAL = _LLAMA._replace(
     architecture="MistralForCausalLM",
-    sizes=_LLAMA.sizes | {"kv_heads": ("num_key_value_heads", 8)},
+    sizes=_LLAMA.sizes | {"kv_heads": ("num_key_value_heads", 8, 0)},
     fixed=_SILU,
     local=Local(absent=4096),
 )
@@ -162,7 +162,7 @@ _MIXTRAL = _LLAMA._replace(
     architecture="MixtralForCausalLM",
     sizes=_LLAMA.sizes
     | {
-        "kv_heads": ("num_key_value_heads", 8),
+        "kv_heads": ("num_key_value_heads", 8, 0),
         "norm_eps": ("rms_norm_eps", 1e-5),
         "experts": ("num_local_experts", 8),
         "experts_per_token": ("num_experts_per_tok", 2),
@@ -183,7 +183,7 @@ _ATTENTION = "model.layers.{layer}.self_attn."
 _QWEN2 = _LLAMA._replace(
     family="qwen2",
     architecture="Qwen2ForCausalLM",
-    sizes=_LLAMA.sizes | {"kv_heads": ("num_key_value_heads", 32)},
+    sizes=_LLAMA.sizes | {"kv_heads": ("num_key_value_heads", 32, 0)},
     fixed=_SILU,
     local=Local(
         absent=4096,
@@ -214,7 +214,7 @@ _GEMMA2 = _LLAMA._replace(
     architecture="Gemma2ForCausalLM",
     sizes=_LLAMA.sizes
     | {
-        "kv_heads": ("num_key_value_heads", 4),
+        "kv_heads": ("num_key_value_heads", 4, 0),
         "head_dim": ("head_dim", 256),
         "tied_head": ("tie_word_embeddings", True),
         "attention_softcap": ("attn_logit_softcapping", 50.0, 0.0),
@@ -308,6 +308,13 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
         raise UserError(f"{file} is not a JSON object: download it again")
     name = str(_value(hf, "model_type", REQUIRED, file=file))
     family = hf_family(name, str(file))
+    try:
+        return _model_config(hf, family, file)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"{file} has a value that no such model has ({error}): download it again") from error
+
+
+def _model_config(hf: Json, family: HfFamily, file: Path) -> ModelConfig:
     values = {field: _value(hf, *row, file=file) for field, row in family.sizes.items()}
     for key, accepted in family.fixed.items():
         if hf.get(key, accepted[0]) not in accepted:
@@ -319,7 +326,8 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     config = from_dict(ModelConfig, {"family": family.family, **values}, str(file))
     if family.query_scalar:
         scalar = float(_value(hf, "query_pre_attn_scalar", family.query_scalar, file=file))
-        config = dataclasses.replace(config, query_scale=0.0 if scalar == config.head_size else scalar**-0.5)
+        scale = 0.0 if scalar == config.head_size else 1 / math.sqrt(scalar)
+        config = dataclasses.replace(config, query_scale=scale)
     return dataclasses.replace(
         config,
         mlp=config.mlp or 4 * config.embed,
@@ -345,7 +353,6 @@ def hf_config(config: ModelConfig) -> Json:
             f"a {config.family} checkpoint cannot say model.head_dim={head_dim}: with model.heads={config.heads} "
             f"and model.embed={config.embed} it must be {config.embed // config.heads}"
         )
-    windows = {word for word in config.masks if word != "causal"}
     windows, turns = {word for word in config.masks if word != "causal"}, len(set(config.masks)) > 1
     sayable = family.local and len(windows) <= 1 and all(map(has_window, windows)) and (family.local.where or not turns)
     scalar = round(config.query_scale**-2) if config.query_scale else head_dim
@@ -354,6 +361,8 @@ def hf_config(config: ModelConfig) -> Json:
         "query_scale": config.query_scale
         and not (family.query_scalar and math.isclose(config.query_scale, scalar**-0.5, rel_tol=1e-6)),
         "rope_local_theta": config.rope_local_theta and not family.local_theta,
+        # 0 is RoPE as in other layers, scaled as they are; the file has a base of its own there, which is not scaled.
+        "rope_factor": family.local_theta and windows and not config.rope_local_theta and config.rope_factor != 1,
         "logit_softcap": config.logit_softcap and "logit_softcap" not in family.sizes,
         "attention_softcap": config.attention_softcap and "attention_softcap" not in family.sizes,
     }
@@ -400,7 +409,7 @@ def _masks(hf: Json, local: Local, layers: int, file: Path) -> list[str]:
             f"{' and '.join(_TYPES.values())} are supported, one for each of {layers} layers"
         )
     words = ["causal" if window is None or kind == _TYPES["causal"] else f"window({window})" for kind in types]
-    period = next(p for p in range(1, layers + 1) if all(word == words[i % p] for i, word in enumerate(words)))
+    period = next(p for p in range(1, max(layers, 1) + 1) if all(word == words[i % p] for i, word in enumerate(words)))
     return words[:period]
 
 

@@ -37,7 +37,9 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",), "use_rslora": (False, None), "use_dora": (False, None), "bias": ("none", None),
     "modules_to_save": (None, []), "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "lora_bias": (False, None),
     "trainable_token_indices": (None,), "target_parameters": (None, []), "layer_replication": (None,),
-    "alora_invocation_tokens": (None,), "use_qalora": (False, None),
+    "alora_invocation_tokens": (None,), "use_qalora": (False, None), "use_bdlora": (None, False),
+    "kasa_config": (None,), "arrow_config": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # the others change the base's weights
 }  # fmt: skip
 
 

@@ -350,6 +350,8 @@ def check(config: Config) -> Config:
     rules: list[tuple[bool, str]] = [
         (min(model.vocab_size, model.vocab_multiple, model.layers, model.embed, model.heads, model.mlp) < 1,
          "model sizes must be at least 1: look at vocab_size, vocab_multiple, layers, embed, heads, mlp"),
+        (min(model.kv_heads, model.head_dim) < 0, "model.kv_heads and head_dim are at least 0, which is as usual"),
+        (min(model.rope_theta, model.rope_factor) <= 0, "model.rope_theta and rope_factor must be above 0"),
         (model.head_dim == 0 and model.embed % max(model.heads, 1) != 0,
          f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: set model.head_dim"),
         (model.kv_heads > 0 and model.heads % model.kv_heads != 0,

@@ -16,7 +16,16 @@ from jaxpar.models import Model, peft
 from jaxpar.models.hf import export_hf
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.plans import make_plan
-from jaxpar.train.restore import beside_state, drop_stages, fingerprint, load_params, load_run, model_of, saved_part
+from jaxpar.train.restore import (
+    beside_state,
+    drop_stages,
+    fingerprint,
+    frozen_folder,
+    load_params,
+    load_run,
+    model_of,
+    saved_part,
+)
 from jaxpar.train.run_folder import TOKENIZER, carry_tokenizer, open_run
 from jaxpar.train.state import init_state
 
@@ -41,7 +50,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
         is bad (see `import_hf`).
     """
     if config.model.lora.rank:
-        base = peft.base_folder(source) if peft.is_adapter(source) else source.absolute()
+        base = frozen_folder(source, config.model.lora)
         config = replace(config, train=replace(config.train, init=str(base)))
     plan, model = make_plan(check(config), start(config.mesh, config.compile.cache)), Model(config.model)
     state = init_state(model, config, plan, load_params(source, config, plan))
@@ -68,7 +77,8 @@ def export_run(
     plan, model = drop_stages(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
     step, state = load_run(source, step, config, plan)
     if adapter:
-        peft.export_adapter(state.params, model, target, str(Path(config.train.init).absolute()))
+        base = frozen_folder(Path(config.train.init), config.model.lora)
+        peft.export_adapter(state.params, model, target, str(base))
     else:
         export_hf(state.params, model, target, dtype=dtype)
     if jax.process_index() == 0:

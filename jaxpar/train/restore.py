@@ -132,6 +132,14 @@ def model_of(source: Path) -> ModelConfig:
     return replace(base, lora=peft.lora_of(source, base))
 
 
+def frozen_folder(source: Path, lora: Lora) -> Path:
+    """Return the folder of the weights that stay frozen when LoRA goes on from `source`: where the source has the same
+    LoRA, those that it is beside."""
+    while lora.rank and model_of(source).lora == lora:
+        source = peft.base_folder(source) if peft.is_adapter(source) else Path(read_run_config(source).train.init)
+    return source.absolute()
+
+
 def load_params(source: Path, config: Config, plan: Plan, step: int = 0) -> Params:
     """Load the parameters of a config's model from a run folder (see `load_run`), a Hugging Face folder, or the folder
     of a PEFT adapter. They are on this plan's mesh, with the model's order of layers, as `init_state` takes them.

@@ -70,6 +70,7 @@ def test_absent_keys_mean_what_transformers_means(tmp_path):
     older = changed(LLAMA, tmp_path, num_key_value_heads=..., head_dim=..., tie_word_embeddings=..., rms_norm_eps=...)
     absent = dict.fromkeys(("num_local_experts", "num_experts_per_tok", "rope_theta", "rope_scaling"), ...)
     assert changed(MIXTRAL, tmp_path, **absent) == dataclasses.replace(MIXTRAL, experts=8, experts_per_token=2)
+    assert changed(MISTRAL, tmp_path, num_key_value_heads=None).kv_heads == 0
     assert older == dataclasses.replace(LLAMA, kv_heads=0, head_dim=0, tied_head=False, norm_eps=1e-6)
 
 
@@ -96,6 +97,10 @@ def test_absent_keys_mean_what_transformers_means(tmp_path):
         (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         (GEMMA3, {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}}, "'yarn' is"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1"),
+        (LLAMA, {"rope_scaling": 8}, "has a value that no such model has .*no attribute 'get'"),
+        (MISTRAL, {"num_hidden_layers": "3"}, "has a value that no such model has"),
+        (GEMMA2, {"query_pre_attn_scalar": -1}, "has a value that no such model has"),
+        (GEMMA3, {"layer_types": ..., "sliding_window_pattern": 0}, "has a value that no such model has"),
     ],
 )
 def test_config_refusals(config, changes, message, tmp_path):
@@ -156,6 +161,8 @@ def test_gpt2_has_no_free_head_dim():
     for masks in (("bigbird",), ("window(8)", "causal"), ("window(8)", "window(9)")):
         with pytest.raises(UserError, match=r"a mistral checkpoint cannot say model.masks=.*without"):
             hf_config(ModelConfig(family="llama", masks=masks))
+    with pytest.raises(UserError, match=r"a gemma3_text checkpoint cannot say model.rope_factor=2.0"):
+        hf_config(dataclasses.replace(GEMMA3, rope_factor=2.0, rope_local_theta=0.0))
     with pytest.raises(UserError, match=r"a gemma2 checkpoint cannot say model.query_scale=0.8"):
         hf_config(dataclasses.replace(GEMMA2, query_scale=0.8))
     with pytest.raises(UserError, match=r"a gpt2 checkpoint cannot say model.head_dim=8.*it must be 4"):

@@ -20,7 +20,7 @@ from jaxpar.models.hf import export_hf, import_hf
 from jaxpar.models.lora import base_config
 from jaxpar.train.convert import config_of, export_run, import_run
 from jaxpar.train.plans import make_plan
-from jaxpar.train.restore import drop_stages, load_params, load_run
+from jaxpar.train.restore import drop_stages, frozen_folder, load_params, load_run
 from jaxpar.train.run_folder import read_run_config
 
 MODEL = ModelConfig(family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32)
@@ -78,6 +78,13 @@ def test_a_run_saves_what_it_trains_and_goes_on_with_its_base(base: Path, tmp_pa
     imported = read_run_config(tmp_path / "imported")
     staged = load_run(tmp_path / "imported", 0, imported, drop_stages(make_plan(again)))[1]
     np.testing.assert_allclose(logits(again, staged.params), logits(config, state.params), rtol=0, atol=2e-5)
+    # LoRA that goes on from an adapter or a run is beside the same base; another LoRA has it merged into its base.
+    for source in ("adapter", "part"):
+        assert frozen_folder(tmp_path / source, config.model.lora) == base
+    wider = override(again, {"model.lora.rank": 3})
+    import_run(wider, tmp_path / "adapter", tmp_path / "wider")
+    assert frozen_folder(tmp_path / "wider", wider.model.lora) == tmp_path / "adapter"
+    load_run(tmp_path / "wider", 0, read_run_config(tmp_path / "wider"), make_plan(wider))
     # A full run may start from the run: its adapter is merged.
     full = config_for(base)
     started = load_params(tmp_path / "part", full, make_plan(full), step=4)
@@ -119,6 +126,7 @@ def test_refusals(base: Path, tmp_path: Path) -> None:
         ('{"r": 2, "lora_alpha": 4, "use_dora": true}', "use_dora=True is not supported: only False"),
         ('{"r": 0, "lora_alpha": 4}', "no usable r and lora_alpha: found 0 and 4"),
         ('{"r": 2, "lora_alpha": 4}', "has no adapter_model.safetensors"),
+        ('{"r": 2, "lora_alpha": 4, "init_lora_weights": "pissa"}', "init_lora_weights='pissa' is not supported"),
         ("[", "cannot read .*adapter_config.json"),
     ):
         (tmp_path / "a" / peft.CONFIG).write_text(text)
