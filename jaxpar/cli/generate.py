@@ -90,6 +90,7 @@ def _stream(
 ) -> list[list[int]]:
     """Print a prompt and what follows as it is made; return the new tokens."""
     tokenizer, printed, new = require_tokenizer(trained), "", []
+    trained.generator.check([prompt.ids], max_tokens)  # nothing is printed of a prompt that is refused
     _say("" if chat else prompt.text)
     for (new,) in trained.generator.stream([prompt.ids], max_tokens, sampling, stop, chunk=4):
         text = continuation(tokenizer, prompt.ids, new, ended=False)

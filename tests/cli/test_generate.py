@@ -48,7 +48,7 @@ def generate(capsys):
         *notes, line = err.splitlines()
         assert all(note.startswith("wrote") for note in notes)
         if code:
-            assert not notes and line.startswith("jaxpar: error: ")
+            assert not out and not notes and line.startswith("jaxpar: error: ")
             return line.removeprefix("jaxpar: error: ")
         assert line.startswith("prefill ") and "decode" in line
         return out
