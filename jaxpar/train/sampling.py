@@ -34,11 +34,8 @@ class Sampling:
         """Raises:
         UserError: a value is out of range, or has no effect.
         """
-        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(
-                "sampling takes temperature >= 0, top_k >= 0 and 0 < top_p <= 1, found "
-                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}"
-            )
+        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.seed < 2**32:
+            raise UserError(f"sampling takes temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= seed < 2**32; got {self}")
         if self.temperature == 0 and (self.top_k or self.top_p < 1 or self.seed):
             raise UserError("top_k, top_p and seed have no effect at temperature 0, which is greedy: set a temperature")
 

@@ -113,6 +113,7 @@ def test_what_cannot_be_continued_is_refused(model, params, plan_of: Callable[..
         one.generate([[1] * 60], 5)
     with pytest.raises(UserError, match="a pipeline of 2 stages trains"):
         Generator(model, params, plan_of(stage=2))
-    for values, message in (({"top_k": 5}, "no effect"), ({"temperature": 1.0, "top_p": 0.0}, "0 < top_p")):
+    for values, message in (({"top_k": 5}, "no effect"), ({"temperature": 1.0, "top_p": 0.0}, "0 < top_p"),
+                            ({"temperature": 1.0, "seed": -1}, "0 <= seed")):  # fmt: skip
         with pytest.raises(UserError, match=message):
             Sampling(**values)
