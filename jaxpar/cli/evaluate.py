@@ -42,10 +42,12 @@ def evaluate_words(folder: Path, args: EvalArgs) -> None:
       UserError: see `evaluate_folder` and `run_tasks`; or a flag has no effect.
     """
     say = (lambda line: None) if args.json else console().print
+    if args.batch < 1 or args.limit < 0:
+        raise UserError(f"--batch is at least 1 and --limit at least 0, found {args.batch} and {args.limit}")
     if args.tasks:
         return _tasks(folder, args)
-    for flag, value in (("limit", args.limit), ("num_fewshot", args.num_fewshot), ("chat", args.chat)):
-        if value != getattr(EvalArgs, flag):
+    for flag in ("limit", "num_fewshot", "chat", "batch"):
+        if getattr(args, flag) != getattr(EvalArgs, flag):
             raise UserError(f"--{flag.replace('_', '-')} has no effect without --tasks")
     found = evaluate_folder(args.config, folder, args.step, say)
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits a byte"

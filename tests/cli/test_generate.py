@@ -96,6 +96,8 @@ def test_a_hugging_face_folder_is_evaluated(folder, tmp_path, capsys) -> None:
     bits = found["val_loss"] / math.log(2) * 45 / 46  # a line has 45 characters, one of two bytes
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-3)  # the last window ends within a line
     for more, said in ((["--limit", "3"], "--limit has no effect without --tasks"),
+                       (["--batch", "3"], "--batch has no effect without --tasks"),
+                       (["--tasks", "a", "--batch", "0"], "--batch is at least 1"),
                        (["--tasks", "a", "--train.seed", "3"], "has no effect beside --tasks")):  # fmt: skip
         assert main([*words, *more]) == 2
         assert said in capsys.readouterr().err
