@@ -27,11 +27,6 @@ def pack_moments(state: optax.OptState, matrices: Params, precision: Precision) 
     return map_moments(pack, state, matrices)
 
 
-def unpack_moments(state: optax.OptState) -> optax.OptState:
-    """Invert `pack_moments`, as far as the bits allow."""
-    return map_moments(lambda x: x.astype(jnp.float32), state)
-
-
 def moments_of(state: optax.OptState) -> tuple[Params, Params]:
     """Return the first and second moments in an optimizer's state, each as a tree like the parameters'."""
     return optax.tree.get(state, "mu"), optax.tree.get(state, "nu")

@@ -24,7 +24,7 @@ from jaxpar.models import Params
 from jaxpar.parallel.collectives import first_turn, gather, manual, turn_after, waits
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
-from jaxpar.train.moments import map_moments, moments_of, pack_moments, unpack_moments, with_moments
+from jaxpar.train.moments import map_moments, moments_of, pack_moments, with_moments
 from jaxpar.train.optimizer import decay_mask, make_optimizer
 
 
@@ -98,7 +98,8 @@ def _update_part(
         stored = jax.tree.map(lambda x, names: plan.constrain(x, state_axes(names)), stored, axes)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
     before = with_moments(opt_state, part.mu, part.nu)
-    updates, state = make_optimizer(train, axes).update(grads, unpack_moments(before), exact)
+    float32 = map_moments(lambda x: x.astype(jnp.float32), before)
+    updates, state = make_optimizer(train, axes).update(grads, float32, exact)
     new = jax.tree.map(lambda x, more, old: (x + more).astype(old.dtype), exact, updates, stored)
     # Moments of finite gradients are finite. A parameter may still overflow, and then it keeps its old value.
     new = jax.tree.map(lambda x, old: jnp.where(scale.finite & jnp.isfinite(x), x, old), new, stored)

@@ -30,18 +30,18 @@ class Kept(NamedTuple):
 
     places: tuple[int, ...]
     shapes: tuple[Shape, ...]
-    restore: Callable[..., list[jax.Array]]
+    restore: Callable[..., PyTree]
 
 
-def choose_residuals(function: Callable[..., list[jax.Array]], *shapes: PyTree) -> Kept:
+def choose_residuals(function: Callable[..., PyTree], *shapes: PyTree) -> Kept:
     """Choose what to keep of a function's results so that they can all be had again without its last argument.
 
     Args:
-      function: a function that returns a list of arrays.
+      function: a function that returns a tree of arrays, which are its results.
       shapes: its arguments, as trees of ShapeDtypeStructs.
     """
-    closed, (*_, last) = jax.make_jaxpr(function)(*shapes), shapes
-    jaxpr, count = closed.jaxpr, len(jax.tree.leaves(last))
+    (closed, out), (*_, last) = jax.make_jaxpr(function, return_shape=True)(*shapes), shapes
+    jaxpr, tree, count = closed.jaxpr, jax.tree.structure(out), len(jax.tree.leaves(last))
     others = jaxpr.invars[: len(jaxpr.invars) - count]
     depending = set(jaxpr.invars[len(others) :])
     for eqn in jaxpr.eqns:
@@ -54,11 +54,11 @@ def choose_residuals(function: Callable[..., list[jax.Array]], *shapes: PyTree) 
     part = jaxpr.replace(invars=list(others), outvars=again, eqns=_reaching(jaxpr.eqns, again))
     compute = core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
 
-    def restore(arrays: Sequence[jax.Array], *given: PyTree) -> list[jax.Array]:
+    def restore(arrays: Sequence[jax.Array], *given: PyTree) -> PyTree:
         stashed = dict(zip(places, arrays, strict=True))
         computed = iter(compute(*jax.tree.leaves(given)))
         outs = zip(jaxpr.outvars, depends, strict=True)
-        return [stashed[first[out]] if flag else next(computed) for out, flag in outs]
+        return jax.tree.unflatten(tree, [stashed[first[out]] if flag else next(computed) for out, flag in outs])
 
     return Kept(places, tuple(_shape(jaxpr.outvars[place]) for place in places), restore)
 

@@ -80,18 +80,6 @@ class LayerContext(NamedTuple):
     there: Array | None
 
 
-class Recipe(NamedTuple):
-    """How a layer's backward is put together.
-
-    Attributes:
-      tree: the tree of `jax.vjp`'s function.
-      kept: which of that function's arrays are kept, and how to get the others again.
-    """
-
-    tree: jax.tree_util.PyTreeDef
-    kept: Kept
-
-
 @dataclass
 class Stack:
     """The layers of one stage, inside the `shard_map` over stages.
@@ -112,7 +100,7 @@ class Stack:
     context: Callable[[ArrayLike, ArrayLike, ArrayLike], LayerContext]
     places: int
     added: RouterSums | None
-    _recipes: list[Recipe] | None = None
+    _kept: list[Kept] | None = None
 
     @property
     def kinds(self) -> int:
@@ -131,8 +119,9 @@ class Stack:
             if stash is None:
                 xs, routed = self._apply(weights, context, xs, kind)
             else:
-                (xs, routed), arrays, _ = self._vjp(weights, context, xs, kind)
-                new = [arrays[at] for at in self.recipes[kind].kept.places]
+                (xs, routed), pull = self._vjp(weights, context, xs, kind)
+                arrays = jax.tree.leaves(pull)
+                new = [arrays[at] for at in self.kept[kind].places]
                 stash = self._write(stash, new, row.kept, j, kind)
             return xs, stash, jax.tree.map(jnp.add, total, routed)
 
@@ -146,40 +135,31 @@ class Stack:
         def body(carry: Any, j: ArrayLike, kind: int) -> Any:
             dxs, grads = carry
             kept, weights = self._read(stash, row.kept, j, kind), self._weights(row.chunk, j)
-            leaves = self.recipes[kind].kept.restore(kept, weights, self.context(row.microbatch, row.chunk, j))
-            dweights, dxs = jax.tree.unflatten(self.recipes[kind].tree, leaves)((dxs, self.added))
+            pull = self.kept[kind].restore(kept, weights, self.context(row.microbatch, row.chunk, j))
+            dweights, dxs = pull((dxs, self.added))
             return dxs, self._add(grads, dweights, row, j)
 
         dxs, grads = self._scan(body, (halves(dy_BSD, STORED, self.plan), grads), reverse=True)
         return whole_batch(dxs, STORED, self.plan), grads
 
     def prepare(self, x: jax.ShapeDtypeStruct) -> None:
-        """Find out what a layer of each kind keeps of an input of this shape [B, S, D], for `recipes`."""
+        """Find out what a layer of each kind keeps of an input of this shape [B, S, D], for `kept`."""
         weights, context = jax.eval_shape(lambda: (self._weights(0, 0), self.context(0, 0, 0)))
         xs = jax.eval_shape(lambda x: halves(x, STORED, self.plan), x)
-        self._recipes = []
-        for kind in range(self.kinds):
-            found: dict[str, Any] = {}
-
-            def leaves(weights: PyTree, context: LayerContext, xs: tuple[Array, ...], kind=kind, found=found) -> Any:
-                _, arrays, found["tree"] = self._vjp(weights, context, xs, kind)
-                return arrays
-
-            kept = choose_residuals(leaves, weights, context, xs)
-            self._recipes.append(Recipe(found["tree"], kept))
+        pulls = [lambda *given, kind=kind: self._vjp(*given, kind)[1] for kind in range(self.kinds)]
+        self._kept = [choose_residuals(pull, weights, context, xs) for pull in pulls]
 
     def empty_stash(self, slots: int) -> Buffers:
         """Return empty slots for what layers keep."""
-        shapes = [recipe.kept.shapes for recipe in self.recipes]
-        return [_empty_buffers(of_kind, slots * self._places_of(kind)) for kind, of_kind in enumerate(shapes)]
+        return [_empty_buffers(kept.shapes, slots * self._places_of(kind)) for kind, kept in enumerate(self.kept)]
 
     # One layer.
 
     @property
-    def recipes(self) -> list[Recipe]:
-        """Return what `prepare` found out about each kind of layer."""
-        assert self._recipes is not None, "prepare() comes first"
-        return self._recipes
+    def kept(self) -> list[Kept]:
+        """Return which arrays of its `jax.vjp` function a layer of each kind keeps, and how to get the function back."""
+        assert self._kept is not None, "prepare() comes first"
+        return self._kept
 
     def _apply(
         self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...], kind: int
@@ -195,14 +175,13 @@ class Stack:
 
     def _vjp(
         self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...], kind: int
-    ) -> tuple[Any, list[Array], Any]:
-        """Return a layer's outputs, and its backward's arrays and the tree they are in."""
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Return a layer's outputs and its backward, a function that is a tree of the arrays it needs."""
 
         def apply(trained: PyTree, xs: tuple[Array, ...]) -> Any:
             return self._apply(weights | trained if isinstance(weights, dict) else trained, context, xs, kind)
 
-        out, pull = jax.vjp(apply, self.model.trained({"blocks": weights})["blocks"], xs)
-        return out, *jax.tree.flatten(pull)
+        return jax.vjp(apply, self.model.trained({"blocks": weights})["blocks"], xs)
 
     # Places of a chunk.
 
