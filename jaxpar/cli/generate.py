@@ -70,7 +70,8 @@ def generate_words(folder: Path, args: GenerateArgs) -> None:
     check_folders(args.out)
     given = list(args.prompt) or read_prompts(Path(args.prompts))
     trained = open_trained(folder, args.mesh, args.dtype, args.step)
-    prompts, stop = encode_prompts(trained, given, args.chat), stop_ids(trained, args.chat, args.stop)
+    prompts = encode_prompts(trained, given, args.chat)
+    stop = stop_ids(trained, args.chat or any(isinstance(one, list) for one in given), args.stop)
     longest = max(len(prompt.ids) for prompt in prompts)
     max_tokens = args.max_tokens or max(min(128, trained.config.model.max_seq_len - longest), 1)
     live = len(prompts) == 1 and not args.json and not args.out

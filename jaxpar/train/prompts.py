@@ -30,11 +30,11 @@ def read_prompts(file: Path) -> list[Given]:
     Raises:
       UserError: the file cannot be read or has no prompt, or a line is not such an object.
     """
-    lines = [(number, line) for number, line in enumerate(read_text(file).splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(read_text(file).split("\n"), 1) if line.strip()]
     if not lines:
         raise UserError(f"{file} has no prompt in it: it has one a line")
     if file.suffix != ".jsonl":
-        return [line for _, line in lines]
+        return [line.removesuffix("\r") for _, line in lines]
     found: list[Given] = []
     for number, line in lines:
         try:
@@ -42,8 +42,9 @@ def read_prompts(file: Path) -> list[Given]:
         except ValueError as error:
             raise UserError(f"{file} line {number} is not JSON: {error}") from error
         given = value.get("prompt", value.get("messages")) if isinstance(value, dict) else None
-        if not isinstance(given, str | list):
-            raise UserError(f'{file} line {number} has neither "prompt", a text, nor "messages", a list')
+        messages = given if isinstance(given, list) else []
+        if not (isinstance(given, str) or messages) or not all(isinstance(turn, dict) for turn in messages):
+            raise UserError(f'{file} line {number} has neither "prompt", a text, nor "messages", a list of objects')
         found.append(given)
     return found
 
@@ -77,9 +78,13 @@ def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
     begin of text. That of a run never does, because the run has been trained without.
 
     Raises:
-      UserError: there is no tokenizer, or it does not know a character.
+      UserError: there is no tokenizer, it does not know a character, or the text is not Unicode.
     """
     tokenizer = require_tokenizer(trained)
+    try:
+        text.encode()
+    except UnicodeError as error:  # half of a surrogate pair, from JSON or from a terminal that is not UTF-8
+        raise UserError(f"a prompt is not Unicode text: {error}") from error
     if special and isinstance(tokenizer, HFTokenizer) and not is_run(trained.folder):
         return tokenizer.inner.encode(text).ids
     return tokenizer.encode(text).tolist()
