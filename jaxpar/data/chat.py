@@ -308,7 +308,9 @@ def _with_places(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarra
     if isinstance(tokenizer, HFTokenizer):
         found = tokenizer.inner.encode(text, add_special_tokens=False)
         begins, ends = np.array(found.offsets, int).reshape(-1, 2).T
-        # Byte-level tokenizers may leave the space before a word out of its place: it begins where the last one ended.
-        return np.array(found.ids, np.int32), np.minimum(begins, np.append(0, ends[:-1])), ends
+        # Byte-level tokenizers may leave spaces out of a token's place, so that one of spaces alone has an empty place:
+        # it begins where the last one ended.
+        begins = np.where(begins == ends, np.minimum(begins, np.append(0, ends[:-1])), begins)
+        return np.array(found.ids, np.int32), begins, ends
     begins = np.repeat(np.arange(len(text)), [len(tokenizer.encode(char)) for char in text])
     return tokenizer.encode(text), begins, begins + 1

@@ -174,6 +174,20 @@ def test_loss_on_all_counts_every_token(chat):
     np.testing.assert_array_equal(train.ids[1:], train.labels[:-1])
 
 
+def test_what_follows_an_answer_does_not_count_where_no_token_has_the_space_between(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"Q": 0, "a": 1, "b": 2}, unk_token="b"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ 'Q ' if m.role == 'user' else '' }}{{ m.content }}\n{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
+    data = DataConfig(source="chat", path=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "tokenizer.json"))
+    assert load_corpus(replace(data, val_fraction=0.0), 3).train.labels.tolist() == [-1, 2, -1, -1, 2]
+
+
 def test_a_prompt_and_its_completion_need_no_template(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "ab\u2028", "completion": "cé"}\n\n', "utf-8")
     data = DataConfig(source="chat", path=str(tmp_path), seq_len=9, val_fraction=0.0)
