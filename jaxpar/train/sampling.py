@@ -35,7 +35,9 @@ class Sampling:
         UserError: a value is out of range, or has no effect.
         """
         if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.seed < 2**32:
-            raise UserError(f"sampling takes temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= seed < 2**32; got {self}")
+            raise UserError(
+                f"sampling takes temperature, top_k >= 0, 0 < top_p <= 1 and 0 <= seed < 2**32, found {self}"
+            )
         if self.temperature == 0 and (self.top_k or self.top_p < 1 or self.seed):
             raise UserError("top_k, top_p and seed have no effect at temperature 0, which is greedy: set a temperature")
 
