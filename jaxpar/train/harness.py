@@ -14,9 +14,9 @@ from typing import Any
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.data.chat import load_template, render, special_tokens
 from jaxpar.train.convert import TOKENIZER
-from jaxpar.train.prompts import encode_text
+from jaxpar.train.prompts import encode_text, stop_ids
 from jaxpar.train.sampling import Sampling
-from jaxpar.train.trained import Trained, require_tokenizer, stop_tokens
+from jaxpar.train.trained import Trained, require_tokenizer
 
 # By name, as the package need not be installed where types are checked.
 lm_eval: Any = import_module("lm_eval")
@@ -27,6 +27,8 @@ utils: Any = import_module("lm_eval.utils")
 
 _CHUNK = 16
 """So many tokens are generated before stop strings are looked for."""
+_OPEN = "THE_ANSWER_GOES_ON "
+"""Marks in a rendered conversation where its last turn breaks off."""
 
 
 def run_tasks(
@@ -67,7 +69,7 @@ class HarnessModel(TemplateLM):
     def __init__(self, trained: Trained, batch: int):
         super().__init__()
         self.folder, self.text, self.batch = trained.folder, require_tokenizer(trained), batch
-        self.max_length, self.stop = trained.config.model.max_seq_len, stop_tokens(trained)
+        self.max_length, self.stop = trained.config.model.max_seq_len, stop_ids(trained, chat=True)
         self.encode = lambda text, special: encode_text(trained, text, special)
         self.special = special_tokens(self.folder / TOKENIZER)
         self.generator = trained.generator
@@ -93,6 +95,9 @@ class HarnessModel(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """Score the continuation of each request: (its texts, the context's ids, the continuation's ids)."""
+        longest = max((len(after) for _, _, after in requests), default=0)
+        if longest > self.max_length:
+            raise UserError(f"a task's answer has {longest} tokens, and the model's context {self.max_length}")
         cut = [((before + after)[-self.max_length - 1 :], len(after)) for _, before, after in requests]
         order = sorted(range(len(cut)), key=lambda i: -len(cut[i][0]))
         found: dict[int, tuple[float, bool]] = {}
@@ -155,7 +160,13 @@ class HarnessModel(TemplateLM):
         return load_template(self.folder / TOKENIZER).text if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return render(chat_history, load_template(self.folder / TOKENIZER), add_generation_prompt)
+        """Write a conversation; without a generation prompt its last turn, the beginning of an answer, stays open."""
+        template = load_template(self.folder / TOKENIZER)
+        if add_generation_prompt:
+            return render(chat_history, template, add_generation_prompt=True)
+        *before, last = chat_history
+        text, _, rest = render([*before, last | {"content": last["content"] + _OPEN}], template).rpartition(_OPEN[:-1])
+        return text if rest.startswith(" ") else text.rstrip()  # a template that strips a turn has stripped the mark
 
 
 def _sampling(asked: dict[str, Any]) -> Sampling:

@@ -6,6 +6,7 @@ Runs where the extras eval and parity are installed.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,29 @@ def test_a_task_gets_the_numbers_of_transformers(mesh: dict[str, int], folder: P
         expected = numbers(simple_evaluate(theirs, tasks=tasks, limit=9, log_samples=False))
         assert found.keys() == expected.keys() and len(found) == 5
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("content", ["m.content", "m.content | trim"])
+def test_chat_prompts_leave_an_answer_open_and_end_at_the_end_of_a_turn(content: str, folder: Path, tmp_path: Path):
+    from jaxpar.train.harness import HarnessModel
+
+    copy = Path(shutil.copytree(folder, tmp_path / "chat"))
+    template = "{% for m in messages %}[{{ m.role }}]{{ " + content + " }}at\n{% endfor %}"
+    (copy / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}[assistant]{% endif %}")
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "at"}))
+    ours = HarnessModel(open_trained(copy, MeshSpec(platform="cpu")), 2)
+    theirs = transformers.AutoTokenizer.from_pretrained(copy)
+    talk = [{"role": "user", "content": "a "}, {"role": "assistant", "content": "It is "}]
+    for opened, some in ((True, talk[:1]), (False, talk)):
+        expected = theirs.apply_chat_template(
+            some, tokenize=False, add_generation_prompt=opened, continue_final_message=not opened
+        )
+        assert ours.apply_chat_template(some, opened) == expected
+    assert ours.eot_token_id in ours.stop
+    with pytest.raises(UserError, match="answer has 70 tokens, and the model's context 64"):
+        ours._loglikelihood_tokens([(None, [1], [2] * 70)])
 
 
 @pytest.mark.filterwarnings("default")
