@@ -231,7 +231,7 @@ class Examples:
         return packed.map(row)
 
 
-def load_examples(paths: Sequence[str], data: DataConfig) -> tuple[list[Examples], Tokenizer]:
+def load_examples(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Examples], Tokenizer]:
     """Load the examples in JSONL files or folders of them, with `data.tokenizer` and the chat template beside it.
 
     A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, with `tools` if the template reads them, or
@@ -240,7 +240,7 @@ def load_examples(paths: Sequence[str], data: DataConfig) -> tuple[list[Examples
     Raises:
       UserError: a file is missing, or a line is broken; the message has its file and number.
     """
-    tokenizer = make_tokenizer(data.tokenizer)
+    tokenizer = make_tokenizer(data.tokenizer, vocab_size=vocab_size)
     template = cache(lambda: load_template(data.tokenizer))  # prompts and completions need none
     return [_load(path, data, tokenizer, template) for path in paths], tokenizer
 
@@ -311,6 +311,6 @@ def _with_places(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarra
         # Byte-level tokenizers may leave spaces out of a token's place, so that one of spaces alone has an empty place:
         # it begins where the last one ended.
         begins = np.where(begins == ends, np.minimum(begins, np.append(0, ends[:-1])), begins)
-        return np.array(found.ids, np.int32), begins, ends
+        return tokenizer.known(found.ids), begins, ends
     begins = np.repeat(np.arange(len(text)), [len(tokenizer.encode(char)) for char in text])
     return tokenizer.encode(text), begins, begins + 1

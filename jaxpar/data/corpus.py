@@ -88,7 +88,7 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
             "before it starts: take bytes, or a tokenizer.json"
         )
     load = {"stdlib": load_texts, "text": load_texts, "tokens": load_token_files, "chat": load_examples}
-    parts, tokenizer = load.get(data.source, load_documents)(paths, data)
+    parts, tokenizer = load.get(data.source, load_documents)(paths, data, vocab_size)
     val = parts.pop() if data.val_path else None
     if not (data.val_path or data.mixture or isinstance(parts[0], Documents)) and data.val_fraction > 0:
         parts[0], val = parts[0].split(data.val_fraction)

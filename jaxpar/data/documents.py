@@ -87,13 +87,13 @@ class Documents:
         return _Packed(self.encoded(data, seed, endless), length_struct={"tokens": data.seq_len + 1}).map(row)
 
 
-def load_documents(paths: Sequence[str], data: DataConfig) -> tuple[list[Documents], Tokenizer]:
+def load_documents(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Documents], Tokenizer]:
     """Open the sources of documents at `paths`, and read the beginning of each.
 
     Raises:
       UserError: a path is missing or of another kind, has no documents or not the column, or a package is missing.
     """
-    tokenizer = make_tokenizer(data.tokenizer)
+    tokenizer = make_tokenizer(data.tokenizer, vocab_size=vocab_size)
     return [_load(path, data, tokenizer) for path in paths], tokenizer
 
 

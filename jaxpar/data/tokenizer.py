@@ -88,7 +88,15 @@ class HFTokenizer:
     end_of_text: int | None
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self.inner.encode(text, add_special_tokens=False).ids, np.int32)
+        return self.known(self.inner.encode(text, add_special_tokens=False).ids)
+
+    def known(self, ids: Sequence[int]) -> np.ndarray:
+        """Return the ids [N], int32, and refuse with a UserError those of special tokens that the model lacks."""
+        found = np.array(ids, np.int32)
+        if found.max(initial=-1) >= self.vocab_size:
+            token = self.inner.id_to_token(int(found.max()))
+            raise UserError(f"the text has {token!r}, id {found.max()}, and the model only {self.vocab_size} tokens")
+        return found
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -100,8 +108,9 @@ class HFTokenizer:
 Tokenizer = BytesTokenizer | CharsTokenizer | HFTokenizer
 
 
-def make_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
-    """Make the tokenizer of `data.tokenizer`: `bytes`, `chars` (the characters of `texts`), or the path of a JSON file.
+def make_tokenizer(name: str, texts: Iterable[str] = (), vocab_size: int = 0) -> Tokenizer:
+    """Make the tokenizer of `data.tokenizer`: `bytes`, `chars` (the characters of `texts`), or the path of a JSON file,
+    for which see `load_tokenizer`.
 
     Raises:
       UserError: there is no such tokenizer, or the file is not one.
@@ -113,11 +122,14 @@ def make_tokenizer(name: str, texts: Iterable[str] = ()) -> Tokenizer:
     if not name.endswith(".json"):
         hint = suggest(name, ("bytes", "chars"))
         raise UserError(f"no tokenizer {name!r}{hint}: bytes, chars, or a path ending in .json")
-    return load_tokenizer(name)
+    return load_tokenizer(name, vocab_size)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, vocab_size: int = 0) -> Tokenizer:
     """Load a tokenizer from a file that holds its `to_json`, or from a Hugging Face tokenizer.json.
+
+    Special tokens beyond a `vocab_size` other than 0 do not count, and a text that has one is refused: Gemma 3 has one
+    for images, for which its models of text alone have no row.
 
     Raises:
       UserError: the file cannot be read or is not a tokenizer, or the `hf` extra is missing.
@@ -134,11 +146,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         case {"tokenizer": "chars", "chars": str(chars)}:
             return CharsTokenizer(chars)
         case {"model": dict()}:
-            return _hf_tokenizer(text, path)
+            return _hf_tokenizer(text, path, vocab_size)
     raise UserError(f"{path} is no tokenizer: expected a tokenizer.json of Hugging Face, or one that jaxpar saved")
 
 
-def _hf_tokenizer(text: str, path: str | Path) -> HFTokenizer:
+def _hf_tokenizer(text: str, path: str | Path, vocab_size: int) -> HFTokenizer:
     try:
         import tokenizers
     except ImportError as error:
@@ -150,7 +162,8 @@ def _hf_tokenizer(text: str, path: str | Path) -> HFTokenizer:
     # Files made for a classifier cut and pad a text to its length, which would lose the rest of a document.
     inner.no_truncation()
     inner.no_padding()
-    vocab = inner.get_vocab()
+    beyond = {id for id, token in inner.get_added_tokens_decoder().items() if token.special and id >= vocab_size > 0}
+    vocab = {token: id for token, id in inner.get_vocab().items() if id not in beyond}
     end_of_text = next((vocab[token] for token in END_OF_TEXT if token in vocab), None)
     return HFTokenizer(inner, max(vocab.values(), default=-1) + 1, end_of_text)
 

@@ -84,10 +84,11 @@ class Tokens:
 # Text, where each file is a document.
 
 
-def load_texts(paths: Sequence[str], data: DataConfig) -> tuple[list[Tokens], Tokenizer]:
+def load_texts(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Tokens], Tokenizer]:
     """Load text sources; an empty path is the standard library's. The tokenizer `chars` knows the characters of all."""
     sources = [_source_files(path, data) for path in paths]
-    tokenizer = make_tokenizer(data.tokenizer, (read_text(file) for files, _ in sources for file in files))
+    texts = (read_text(file) for files, _ in sources for file in files)
+    tokenizer = make_tokenizer(data.tokenizer, texts, vocab_size)
     return [_encode_files(files, tokenizer, origin) for files, origin in sources], tokenizer
 
 
@@ -184,13 +185,13 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
     return open_tokens(out)
 
 
-def load_token_files(paths: Sequence[str], data: DataConfig) -> tuple[list[Tokens], Tokenizer | None]:
+def load_token_files(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Tokens], Tokenizer | None]:
     """Open token files, which must all have been written with one tokenizer, as far as they say."""
     first = paths[0]
-    streams, tokenizer = [open_tokens(path) for path in paths], stored_tokenizer(first)
+    streams, tokenizer = [open_tokens(path) for path in paths], stored_tokenizer(first, vocab_size)
     # Presets name a tokenizer file that need not exist, because a .bin brings its own.
     if data.tokenizer.endswith(".json") and (tokenizer is None or Path(data.tokenizer).exists()):
-        asked = load_tokenizer(data.tokenizer)
+        asked = load_tokenizer(data.tokenizer, vocab_size)
         if tokenizer is not None and tokenizer.to_json() != asked.to_json():
             raise UserError(
                 f"{first} was tokenized otherwise than data.tokenizer={data.tokenizer} says: write it again with "
@@ -198,7 +199,7 @@ def load_token_files(paths: Sequence[str], data: DataConfig) -> tuple[list[Token
             )
         tokenizer = asked
     for path in paths[1:]:
-        other = stored_tokenizer(path)
+        other = stored_tokenizer(path, vocab_size)
         if tokenizer and other and tokenizer.to_json() != other.to_json():
             raise UserError(
                 f"{path} was tokenized otherwise than {first}, so its ids mean something else: "
@@ -229,10 +230,10 @@ def open_tokens(path: str | Path) -> Tokens:
     return Tokens(tokens, starts, str(path))
 
 
-def stored_tokenizer(path: str | Path) -> Tokenizer | None:
+def stored_tokenizer(path: str | Path, vocab_size: int = 0) -> Tokenizer | None:
     """Load the tokenizer that `tokenize` left beside a token file, if there is one."""
     stored = Path(path).with_suffix(".bin.tokenizer.json")
-    return load_tokenizer(stored) if stored.exists() else None
+    return load_tokenizer(stored, vocab_size) if stored.exists() else None
 
 
 def _read_meta(path: Path) -> dict:

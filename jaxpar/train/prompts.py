@@ -86,7 +86,7 @@ def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
     except UnicodeError as error:  # half of a surrogate pair, from JSON or from a terminal that is not UTF-8
         raise UserError(f"a prompt is not Unicode text: {error}") from error
     if special and isinstance(tokenizer, HFTokenizer) and not is_run(trained.folder):
-        return tokenizer.inner.encode(text).ids
+        return tokenizer.known(tokenizer.inner.encode(text).ids).tolist()
     return tokenizer.encode(text).tolist()
 
 

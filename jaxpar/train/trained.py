@@ -105,7 +105,7 @@ def folder_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
     """
     if not (folder / TOKENIZER).exists():
         return BytesTokenizer() if is_run(folder) and config.data.tokenizer == "bytes" else None
-    tokenizer = load_tokenizer(folder / TOKENIZER)
+    tokenizer = load_tokenizer(folder / TOKENIZER, config.model.vocab_size)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"{folder / TOKENIZER} has {tokenizer.vocab_size} tokens, and the model {config.model.vocab_size}: it is "

@@ -99,6 +99,18 @@ def test_saved_tokenizer_loads_equal(tokenizer, tmp_path):
     assert loaded.decode(loaded.encode("a \n")) == "a \n"
 
 
+def test_a_special_token_that_the_model_lacks_is_refused_where_it_occurs(hf_file):
+    inner = load_tokenizer(hf_file).inner
+    inner.add_special_tokens(["<image>"])
+    inner.save(str(hf_file))
+    assert load_tokenizer(hf_file).vocab_size == 5
+    tokenizer = load_tokenizer(hf_file, vocab_size=4)
+    assert tokenizer.vocab_size == 4 and tokenizer.encode("hello").tolist() == [0]
+    with pytest.raises(UserError, match="the text has '<image>', id 4, and the model only 4 tokens"):
+        tokenizer.encode("hello <image>")
+    assert load_tokenizer(hf_file, vocab_size=1).vocab_size == 4  # words count, and so it does not fit
+
+
 def test_saved_hf_tokenizer_is_still_one_of_hugging_face(hf_file, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     (tmp_path / "saved.json").write_text(load_tokenizer(hf_file).to_json(), encoding="utf-8")
