@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 

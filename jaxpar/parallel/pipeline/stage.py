@@ -157,7 +157,7 @@ class Stack:
 
     @property
     def kept(self) -> list[Kept]:
-        """Return which arrays of its `jax.vjp` function a layer of each kind keeps, and how to get the function back."""
+        """Return which arrays of its `jax.vjp` function a layer of each kind keeps, and how to get it back."""
         assert self._kept is not None, "prepare() comes first"
         return self._kept
 
