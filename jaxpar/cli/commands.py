@@ -138,10 +138,11 @@ def rehearse_command(words: list[str]) -> int:
 def convert_command(words: list[str]) -> int:
     """jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT [--dtype D] [--adapter]"""
     from jaxpar.train import convert
+    from jaxpar.train.run_folder import read_run_config
 
     source, target = map(Path, positional(convert_command.__doc__, ConvertArgs(Config()), words, 2))
     exporting = (source / "config.toml").exists()
-    base = _run_config(words[0]) if exporting else convert.config_of(source, target)
+    base = read_run_config(source) if exporting else convert.config_of(source, target)
     args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
     if exporting:
         if args.adapter and args.dtype != ConvertArgs.dtype:
@@ -199,9 +200,3 @@ def run_folder(name: str) -> Path:
     folder = path.parent if path.name == "config.toml" else path
     is_run = (folder / "config.toml").exists() and (path.is_dir() or (folder / "checkpoints").is_dir())
     return folder if is_run and name not in presets("jaxpar.configs") else Path("runs") / path.stem
-
-
-def _run_config(folder: str) -> Config:
-    from jaxpar.train.run_folder import read_run_config
-
-    return read_run_config(Path(folder))

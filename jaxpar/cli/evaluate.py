@@ -56,7 +56,6 @@ def evaluate_words(folder: Path, args: EvalArgs) -> None:
         f"perplexity {found.perplexity:.3f}{bits}"
     )  # fmt: skip
     console().print(text)
-    return None
 
 
 def _tasks(folder: Path, args: EvalArgs) -> None:
@@ -79,4 +78,3 @@ def _tasks(folder: Path, args: EvalArgs) -> None:
         named = {key.removesuffix(",none"): value for key, value in numbers.items() if isinstance(value, float)}
         values = ", ".join(f"{key} {value:.4f}" for key, value in named.items() if "stderr" not in key)
         console().print(f"{task}: {values}")
-    return None

@@ -32,7 +32,6 @@ from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model, Params
 from jaxpar.parallel.cache import EMPTY, Cache, DecodeOps, PrefillOps, cache_spec
 from jaxpar.parallel.collectives import platform_of
-from jaxpar.parallel.ops import Ops
 from jaxpar.train.restore import drop_stages
 from jaxpar.train.sampling import GREEDY, Sampling, draw
 
@@ -138,7 +137,7 @@ class Generator:
             np.array(stop or [-1], np.int32), np.uint32(sampling.seed),
         )  # fmt: skip
         inputs = jax.device_put(inputs, replicated_sharding(self.plan))
-        shape = (B, S, max_tokens, sampling, len(inputs[4]))
+        shape = (B, S, max_tokens, replace(sampling, seed=0), len(inputs[4]))  # the seed is an argument
         prefill = self._compiled(_prefill, shape, self.params, *inputs)
         began = time.perf_counter()
         state = jax.block_until_ready(prefill(self.params, *inputs))
@@ -252,16 +251,12 @@ def layer_by_layer(model: Model, params: Params, plan: Plan, consume: bool = Fal
         return found
 
     found = jax.tree.map(place, model.axes, params, is_leaf=is_axes)
-    layers, form = jax.tree.flatten(found["blocks"], _is_list)
+    layers, form = jax.tree.flatten(found["blocks"], lambda tree: isinstance(tree, list))
     found["blocks"] = [form.unflatten(layer) for layer in zip(*layers, strict=True)]
     if platform_of(plan) == "cpu":
         table_VD = found["head"].get("table", found["embed"]["tokens"])
         found["head_DV"] = jax.jit(jnp.transpose, out_shardings=plan.sharding(("embed", "vocab")))(table_VD)
     return found
-
-
-def _is_list(tree: Any) -> bool:
-    return isinstance(tree, list)
 
 
 def run(model: Model, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan) -> Float[Array, "B S D"]:
@@ -270,10 +265,6 @@ def run(model: Model, params: Params, tokens_BS: Array, positions_BS: Array, pla
     for i, layer in enumerate(params["blocks"]):
         x_BSD, _ = model.block(layer, x_BSD, positions_BS, None, plan, kind=i % model.config.kinds)
     return x_BSD
-
-
-def _with(config: ModelConfig, ops: Ops) -> Model:
-    return Model(config, lambda plan: ops)
 
 
 def _scores(model: Model, params: Params, x_BSD: Array, plan: Plan) -> Float[Array, "B S V"]:
@@ -291,7 +282,7 @@ def _prefill(
 ) -> State:  # fmt: skip
     """Read the prompts, and draw the first new token of each."""
     ops = PrefillOps(plan, slots=S + N)
-    model = _with(config, ops)
+    model = Model(config, lambda plan: ops)
     tokens_BS = plan.constrain(tokens_BS, ("batch", None))
     positions_BS = jnp.broadcast_to(jnp.arange(S), tokens_BS.shape)
     x_BSD = run(model, params, tokens_BS, positions_BS, plan)
@@ -314,8 +305,9 @@ def _decode(
     def step(state: State) -> State:
         place_B = state.lengths_B + state.count - 1  # of the newest token, which has no cache yet
         ops = DecodeOps(plan, state.caches, S + state.count - 1, places_BT, place_B)
-        model = _with(config, ops)
-        tokens_B1 = plan.constrain(_column(state.tokens_BN, state.count - 1), ("batch", None))
+        model = Model(config, lambda plan: ops)
+        tokens_B1 = jax.lax.dynamic_slice_in_dim(state.tokens_BN, state.count - 1, 1, axis=1)
+        tokens_B1 = plan.constrain(tokens_B1, ("batch", None))
         positions_B1 = plan.constrain(place_B[:, None], ("batch", None))
         # A row that has ended has no newest token; what it computes is not used.
         x_B1D = run(model, params, jnp.maximum(tokens_B1, 0), positions_B1, plan)
@@ -346,10 +338,6 @@ def _score(
 
     nothing = jnp.zeros(len(tokens_BS)), jnp.ones(len(tokens_BS), bool)
     return jax.lax.scan(part, nothing, jnp.arange(0, S, width))[0]
-
-
-def _column(x_BN: Array, place: Array) -> Array:
-    return jax.lax.dynamic_slice_in_dim(x_BN, place, 1, axis=1)
 
 
 def _add(state: State, scores_BV: Array, sampling: Sampling) -> State:

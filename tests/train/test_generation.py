@@ -72,7 +72,9 @@ def test_draws_depend_on_nothing_but_the_seed_and_the_place(model, params, plan_
     found = one.generate(PROMPTS, 6, sampling)
     assert one.generate(PROMPTS[:1], 6, sampling) == found[:1]
     assert Generator(model, params, plan_of(data=2, fsdp=2, tensor=2)).generate(PROMPTS, 6, sampling) == found
+    compiled = len(one._programs)
     assert one.generate(PROMPTS, 6, replace(sampling, seed=4)) != found
+    assert len(one._programs) == compiled
 
 
 def test_draws_have_the_frequencies_of_the_filtered_scores() -> None:
