@@ -45,7 +45,7 @@ def read_prompts(file: Path) -> list[Given]:
         messages = given if isinstance(given, list) else []
         if not (isinstance(given, str) or messages) or not all(isinstance(turn, dict) for turn in messages):
             raise UserError(f'{file} line {number} has neither "prompt", a text, nor "messages", a list of objects')
-        found.append(given)
+        found.append(given)  # pyright: ignore[reportArgumentType]
     return found
 
 

@@ -146,7 +146,7 @@ class Stack:
         """Find out what a layer of each kind keeps of an input of this shape [B, S, D], for `kept`."""
         weights, context = jax.eval_shape(lambda: (self._weights(0, 0), self.context(0, 0, 0)))
         xs = jax.eval_shape(lambda x: halves(x, STORED, self.plan), x)
-        pulls = [lambda *given, kind=kind: self._vjp(*given, kind)[1] for kind in range(self.kinds)]
+        pulls = [lambda w, c, x, kind=kind: self._vjp(w, c, x, kind)[1] for kind in range(self.kinds)]
         self._kept = [choose_residuals(pull, weights, context, xs) for pull in pulls]
 
     def empty_stash(self, slots: int) -> Buffers:
