@@ -43,7 +43,7 @@ def read_prompts(file: Path) -> list[Given]:
             raise UserError(f"{file} line {number} is not JSON: {error}") from error
         given = value.get("prompt", value.get("messages")) if isinstance(value, dict) else None
         talk = isinstance(given, list) and bool(given) and all(isinstance(turn, dict) for turn in given)
-        if not isinstance(given, str | list) or isinstance(given, list) and not talk:
+        if not isinstance(given, str | list) or (isinstance(given, list) and not talk):
             raise UserError(f'{file} line {number} has neither "prompt", a text, nor "messages", a list of objects')
         found.append(given)  # pyright: ignore[reportArgumentType]
     return found
