@@ -50,7 +50,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
         )
         self.folder = folder.absolute()
-        handlers: dict[str, Any] = {"state": ocp.StandardCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
+        handlers: dict[str, Any] = {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
@@ -72,25 +72,27 @@ class Checkpoints:
         assert self._writes, "opened for reading"
         if step in self._manager.all_steps():
             return
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data_state))
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state))
         self._manager.save(step, args=items, metrics={METRIC: math.inf if val_loss is None else val_loss})
 
     def data(self, step: int) -> dict[str, Any]:
         """Return what `save` was given beside the state; raise a UserError where it cannot be read."""
         return self._read(step, data=ocp.args.JsonRestore()).data
 
-    def restore(self, step: int, shapes: PyTree) -> PyTree:
+    def restore(self, step: int, shapes: PyTree, part: bool = False) -> PyTree:
         """Return the state of a finished step, with the shardings of `shapes`.
 
-        These are ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved.
+        These are ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved. A `part` is a
+        dictionary of some fields of the state; nothing else is read.
 
         Raises:
           UserError: files are missing or cut short, or the state is of another model or precision.
         """
-        self._check(step, shapes)
-        return self._read(step, state=ocp.args.StandardRestore(shapes)).state
+        self._check(step, shapes, part)
+        arguments = ocp.checkpoint_utils.construct_restore_args(shapes)
+        return self._read(step, state=ocp.args.PyTreeRestore(shapes, arguments, partial_restore=part)).state
 
-    def _check(self, step: int, shapes: PyTree) -> None:
+    def _check(self, step: int, shapes: PyTree, part: bool) -> None:
         """Compare names, shapes and dtypes with what was saved before anything is read: Orbax casts silently."""
         self._manager.wait_until_finished()
         with self._readable(step):
@@ -101,7 +103,7 @@ class Checkpoints:
             )
             if not saved:
                 raise ValueError("it holds no state")
-        for name in [*wanted, *sorted(saved.keys() - wanted.keys())]:
+        for name in [*wanted, *([] if part else sorted(saved.keys() - wanted.keys()))]:
             there, here = saved.get(name, "absent"), wanted.get(name, "absent")
             if there != here:
                 raise UserError(

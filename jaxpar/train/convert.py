@@ -75,12 +75,12 @@ def export_run(
     if adapter and not config.model.lora.rank:
         raise UserError(f"--adapter: {source} was trained without LoRA, so it has none: leave it out")
     plan, model = drop_stages(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
-    step, state = load_run(source, step, config, plan)
+    step, params = load_run(source, step, config, plan)
     if adapter:
         base = frozen_folder(Path(config.train.init), config.model.lora)
-        peft.export_adapter(state.params, model, target, str(base))
+        peft.export_adapter(params, model, target, str(base))
     else:
-        export_hf(state.params, model, target, dtype=dtype)
+        export_hf(params, model, target, dtype=dtype)
     if jax.process_index() == 0:
         carry_tokenizer(source, target)
     return step

@@ -69,8 +69,7 @@ def evaluate_folder(
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_path, or data.val_fraction")
     if is_run(folder):
-        step, state = load_run(folder, step, config, plan)
-        params = state.params
+        step, params = load_run(folder, step, config, plan)
     elif plan.size("stage") > 1:
         raise UserError(f"{folder} is no run, whose layers could lie on stages: use mesh.stage=1")
     else:

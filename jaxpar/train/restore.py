@@ -35,9 +35,9 @@ _FREE = (
 )
 
 
-def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, TrainState[jax.Array]]:
-    """Load a run's checkpoint on this plan's mesh and return its step and state; 0 = the best, or the newest where none
-    was evaluated.
+def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, Params]:
+    """Load the parameters of a run's checkpoint on this plan's mesh and return its step and them; 0 = the best, or the
+    newest where none was evaluated. The optimizer's state is not read.
 
     Raises:
       UserError: there is no such checkpoint, or it cannot be read.
@@ -51,7 +51,7 @@ def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, 
     if not step:
         best = checkpoints.best()
         step = steps[-1] if best is None else best
-    return step, restore_state(checkpoints, step, config, plan)[0]
+    return step, _restore(checkpoints, step, config, plan, whole=False)[0].params
 
 
 def restore_state(
@@ -64,8 +64,14 @@ def restore_state(
     Raises:
       UserError: the checkpoint cannot be read, or `train.init` cannot, or its weights are no longer those of the run.
     """
+    return _restore(checkpoints, step, config, plan, whole=True)
+
+
+def _restore(
+    checkpoints: Checkpoints, step: int, config: Config, plan: Plan, whole: bool
+) -> tuple[TrainState[jax.Array], dict[str, Any]]:
     model, data = Model(config.model), checkpoints.data(step)
-    trained = _restore_trained(model, checkpoints, step, config, plan, data)
+    trained = _restore_trained(model, checkpoints, step, config, plan, data, whole)
     if not config.model.lora.rank:
         return trained, data
     source = Path(config.train.init)
@@ -76,19 +82,26 @@ def restore_state(
 
 
 def _restore_trained(
-    model: Model, checkpoints: Checkpoints, step: int, config: Config, plan: Plan, data: dict[str, Any]
+    model: Model, checkpoints: Checkpoints, step: int, config: Config, plan: Plan, data: dict[str, Any], whole: bool
 ) -> TrainState[jax.Array]:
+    """Restore what a checkpoint has; where not the `whole` of it is asked for, step and optimizer are empty."""
     layers = config.model.layers
+
+    def read(shapes: TrainState[jax.ShapeDtypeStruct]) -> TrainState[jax.Array]:
+        if whole:
+            return checkpoints.restore(step, shapes)
+        return TrainState((), checkpoints.restore(step, {"params": shapes.params}, part=True)["params"], ())
+
     wanted, saved = stored_order(plan, layers), data.get(ORDER)
     if saved == (None if wanted is None else list(wanted)):
-        return checkpoints.restore(step, saved_part(state_shapes(model, config, plan), model))
+        return read(saved_part(state_shapes(model, config, plan), model))
     # Layers are read in their saved order, over the stages if possible, and then each stage is sent its own.
     there = tuple(saved or range(layers))
     rules = plan.rules if len(there) % plan.size("layers") == 0 else replace(plan.rules, layers=(), stage=())
     shapes = state_shapes(model, config, replace(plan, rules=rules), there)
-    found = checkpoints.restore(step, saved_part(shapes, model))
+    found, shardings = read(saved_part(shapes, model)), saved_part(state_shardings(model, config, plan), model)
     move = partial(reorder_state, before=there, after=wanted, config=config)
-    return jax.jit(move, out_shardings=saved_part(state_shardings(model, config, plan), model))(found)
+    return jax.jit(move, out_shardings=shardings if whole else TrainState((), shardings.params, ()))(found)
 
 
 def saved_part(state: TrainState, model: Model) -> TrainState:
@@ -154,10 +167,9 @@ def load_params(source: Path, config: Config, plan: Plan, step: int = 0) -> Para
     require_model(theirs, config.model, source)
     lora, there = config.model.lora, replace(config, model=replace(config.model, lora=theirs.lora))
     if (source / "config.toml").exists():
-        run = read_run_config(source)  # the optimizer's state is read too, and dropped, so it must be as it was saved
-        kinds = {name: getattr(run.precision, name) for name in ("params", "gradients", "moments")}
+        run = read_run_config(source)  # parameters are read in the dtype in which they were saved
         there = replace(there, train=run.train)
-        params = load_run(source, step, there, replace(plan, **kinds))[1].params
+        params = load_run(source, step, there, replace(plan, params=run.precision.params))[1]
     elif peft.is_adapter(source):
         base = load_params(peft.base_folder(source), replace(there, model=base_config(there.model)), plan)
         params = Model.merge(base, peft.import_adapter(source, Model(there.model), plan))

@@ -143,7 +143,8 @@ def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 def reorder_state(
     state: TrainState[jax.Array], before: Sequence[int] | None, after: Sequence[int] | None, config: Config
 ) -> TrainState[jax.Array]:
-    """Put a state's stacked layers in another stored order (see `pipeline.stored_order`); None = the model's."""
+    """Put a state's stacked layers in another stored order (see `pipeline.stored_order`); None = the model's. The
+    optimizer's state may be empty."""
     model = Model(config.model)
 
     def reorder(x: jax.Array, axes: Axes) -> jax.Array:
@@ -151,4 +152,4 @@ def reorder_state(
 
     axes = model.trained(model.axes)  # only what is trained is saved
     params = jax.tree.map(reorder, state.params, axes)
-    return TrainState(state.step, params, map_moments(reorder, state.opt_state, axes))
+    return TrainState(state.step, params, state.opt_state and map_moments(reorder, state.opt_state, axes))
