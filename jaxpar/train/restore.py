@@ -83,11 +83,11 @@ def _restore(
 
 def _restore_trained(
     model: Model, checkpoints: Checkpoints, step: int, config: Config, plan: Plan, data: dict[str, Any], whole: bool
-) -> TrainState[jax.Array]:
+) -> TrainState[Any]:
     """Restore what a checkpoint has; where not the `whole` of it is asked for, step and optimizer are empty."""
     layers = config.model.layers
 
-    def read(shapes: TrainState[jax.ShapeDtypeStruct]) -> TrainState[jax.Array]:
+    def read(shapes: TrainState[jax.ShapeDtypeStruct]) -> TrainState[Any]:
         if whole:
             return checkpoints.restore(step, shapes)
         return TrainState((), checkpoints.restore(step, {"params": shapes.params}, part=True)["params"], ())
