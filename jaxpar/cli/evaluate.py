@@ -59,15 +59,15 @@ def evaluate_words(folder: Path, args: EvalArgs) -> None:
 
 
 def _tasks(folder: Path, args: EvalArgs) -> None:
-    try:
-        from jaxpar.train.harness import run_tasks
-    except ImportError as error:
-        raise UserError(f"--tasks needs the lm-eval package ({error}): pip install 'jaxpar[eval]'") from error
     before, after = flatten(own := read_config(folder)), flatten(args.config)
     changed = {key for key in after if after[key] != before[key]}
     useless = [key for key in changed if not key.startswith("mesh.") and key != "precision.compute"]
     if useless:
         raise UserError(f"--{useless[0]} has no effect beside --tasks, which takes a mesh and precision.compute alone")
+    try:
+        from jaxpar.train.harness import run_tasks
+    except ImportError as error:
+        raise UserError(f"--tasks needs the lm-eval package ({error}): pip install 'jaxpar[eval]'") from error
     mesh = args.config.mesh if args.config.mesh != own.mesh else None
     dtype = args.config.precision.compute if "precision.compute" in changed else "auto"
     trained = open_trained(folder, mesh, dtype, args.step)
