@@ -1,4 +1,4 @@
-"""Read and write Hugging Face safetensors checkpoints tensor by tensor, so that no host ever holds the whole model.
+"""Reads Hugging Face safetensors checkpoints tensor by tensor, so that no host ever holds the whole model.
 
 Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
@@ -7,39 +7,33 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby, islice, product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import SafetensorError, safe_open
 
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan, param_dtype
 from jaxpar.base.sharding import Axes, KeyPath, LogicalAxis, path_name
-from jaxpar.models.hf_families import HF_FAMILIES, Json, hf_config, model_config_from_hf, model_type
-from jaxpar.models.layers import lora_scale
+from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf, model_type
 from jaxpar.models.lora import base_config
 from jaxpar.models.model import Model, Params
 
-__all__ = ["export_hf", "hf_config", "hf_tensors", "import_hf", "model_config_from_hf"]
+__all__ = ["hf_config", "import_hf", "model_config_from_hf"]
 
 Dtype = Literal["float32", "bfloat16"]
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dim
 Read = Callable[[Bounds], np.ndarray]  # reads a block of a parameter, or of one of the arrays stacked in it
 
 _READABLE = ("F32", "BF16", "F16")
-_WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 _FIT = "build the model from model_config_from_hf of the same checkpoint"
 _LETTERS: dict[LogicalAxis | None, str] = {
     "vocab": "V", "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "h", "mlp": "F",
@@ -78,7 +72,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * jnp.dtype(dtype).itemsize
 
 
-def _layout(model: Model) -> list[Tensor]:
+def hf_layout(model: Model) -> list[Tensor]:
     """List the tensors of a model's checkpoint in the file's order, with those of a block together."""
     sizes, present = dim_sizes(model), dim_letters(model)
     rows = [row for row in HF_FAMILIES[model_type(model.config)].tensors.items() if row[1][1] in present]
@@ -129,10 +123,10 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
     """
     model = Model(base_config(model.config))
     read = read_params(_match(find_tensors(Path(path)), model, str(path)), model, plan, model.shapes())
-    return _shift_norms(read, HF_FAMILIES[model_type(model.config)].norm_offset)
+    return shift_norms(read, HF_FAMILIES[model_type(model.config)].norm_offset)
 
 
-def _shift_norms(params: Params, by: float) -> Params:
+def shift_norms(params: Params, by: float) -> Params:
     """Add to the scales of norms what a checkpoint leaves out."""
 
     def shift(path, leaf):
@@ -213,7 +207,7 @@ def _index_files(index: Path) -> list[Path]:
 def _match(sources: dict[str, Source], model: Model, origin: str) -> list[tuple[Tensor, Source]]:
     """Pair each tensor that the model needs with its source, after checking that names, shapes and dtypes all agree."""
     family = HF_FAMILIES[model_type(model.config)]
-    wanted = {tensor.name.removeprefix(family.prefix): tensor for tensor in _layout(model)}
+    wanted = {tensor.name.removeprefix(family.prefix): tensor for tensor in hf_layout(model)}
     found: dict[str, Source] = {}
     for name, source in sources.items():
         if name.endswith(family.ignored):
@@ -339,148 +333,3 @@ def _shards(shape: tuple[int, ...], sharding: NamedSharding, read: Read) -> jax.
 def _put(block: np.ndarray, devices: Sequence[jax.Device]) -> list[jax.Array]:
     """Copy a block to each device and wait for it: unfinished transfers would keep their blocks in host memory."""
     return jax.block_until_ready([jax.device_put(block, device) for device in devices])
-
-
-def export_hf(
-    params: Params, model: Model, folder: str | Path, max_shard_bytes: int = 5 * 10**9, dtype: Dtype = "float32"
-) -> None:
-    """Write a folder that `transformers` loads: config.json and safetensors, in one file or in several with an index.
-
-    LoRA's matrices are merged into those that they are beside: W + (alpha / rank) A B, computed in float32. One tensor
-    at a time passes through host memory. Every process must call this, because parameters split over hosts are
-    gathered, tensor by tensor; process 0 writes. The folder appears whole, by a rename, or not at all.
-
-    Args:
-      params: parameters in any sharding.
-      folder: a folder that does not exist yet or is empty.
-      max_shard_bytes: size of the largest file, in bytes of tensors; a larger tensor gets a file of its own.
-
-    Raises:
-      UserError: the folder has files in it, the dtype is unknown, the sizes have no Hugging Face form, or a write
-        failed.
-    """
-    if dtype not in _WRITTEN:
-        raise UserError(f"cannot export dtype {dtype!r}{suggest(dtype, _WRITTEN)}: it is one of {', '.join(_WRITTEN)}")
-    config = hf_config(base_config(model.config)) | {"dtype": dtype}
-    params = _shift_norms(params, -HF_FAMILIES[model_type(model.config)].norm_offset)
-    arrays = hf_tensors(params, model, dtype)
-
-    def write(unfinished: Path) -> None:
-        write_json(unfinished / "config.json", config)
-        _write_files(unfinished, _split(_layout(model), dtype, max_shard_bytes), arrays, dtype)
-
-    write_folder(Path(folder), write, arrays)
-
-
-def write_folder(folder: Path, write: Callable[[Path], None], arrays: Iterator[object]) -> None:
-    """Let process 0 `write` a new folder, which appears whole or not at all, from `arrays` that all processes make."""
-    if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
-        raise UserError(f"{folder} is there already and not an empty folder: export into a new one")
-    if jax.process_index() == 0:
-        unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-        try:
-            unfinished.mkdir(parents=True)
-            write(unfinished)
-            unfinished.rename(folder)
-        except OSError as error:
-            raise UserError(f"cannot write {folder}: {error.strerror}: free some space, or export elsewhere") from error
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)  # it no longer exists once it was renamed
-    else:
-        for _ in arrays:  # each process takes part in each gather
-            pass
-    multihost_utils.sync_global_devices("export_hf")
-
-
-def hf_tensors(
-    params: Params, model: Model, dtype: Dtype = "float32", layout: Sequence[Tensor] | None = None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and value of every tensor of a model's checkpoint (or of another layout), in the file's order;
-    each is fetched on demand.
-
-    `params` need not be parameters: anything of the same form will do, such as gradients.
-    """
-    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    letters, sizes, scale = dim_letters(model), dim_sizes(model), lora_scale(model.config)
-    for tensor in _layout(model) if layout is None else layout:
-        parts = []
-        for name in tensor.params:
-            pair = [leaves[f"{name}_lora_{x}"] for x in "ab" if f"{name}_lora_{x}" in leaves]
-            what = leaves[name], *pair, tensor.index, dtype
-            host = _fetch(_merged_piece(*what, scale) if pair else _piece(*what))
-            host = host[tuple(slice(sizes[c]) for c in letters[name])]  # without the vocabulary's padding
-            host = host.transpose([letters[name].index(c) for c in "".join(tensor.dims)])
-            parts.append(host.reshape([math.prod(sizes[c] for c in merged) for merged in tensor.dims]))
-        yield tensor.name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-
-
-def _fetch(piece: jax.Array) -> np.ndarray:
-    return np.asarray(piece if piece.is_fully_addressable else multihost_utils.process_allgather(piece, tiled=True))
-
-
-@partial(jax.jit, static_argnames="dtype")
-def _piece(leaf: jax.Array, index: tuple[int, ...], dtype: Dtype) -> jax.Array:
-    """Slice a stacked parameter, or take all of another, as a new array: jax keeps what numpy has seen of an array."""
-    for number in index:
-        # Indexing a dim that is split over devices would gather all slices on each device. A sum moves only one slice,
-        # and a sum of bits leaves it unchanged.
-        here = (jnp.arange(len(leaf)) == number).reshape(-1, *[1] * (leaf.ndim - 1))
-        bits = jnp.dtype(f"int{8 * leaf.dtype.itemsize}")
-        leaf = jnp.sum(leaf.view(bits), axis=0, where=here, dtype=bits).view(leaf.dtype)
-    return leaf.astype(dtype)
-
-
-@partial(jax.jit, static_argnames=("dtype", "scale"))
-def _merged_piece(
-    leaf: jax.Array, a: jax.Array, b: jax.Array, index: tuple[int, ...], dtype: Dtype, scale: float
-) -> jax.Array:
-    """Take the same slice of a parameter and of the LoRA pair beside it, and merge them."""
-    leaf, a, b = (_piece(x, index, "float32") for x in (leaf, a, b))
-    return (leaf + scale * jnp.tensordot(a, b, 1, precision="highest")).astype(dtype)
-
-
-def _split(tensors: list[Tensor], dtype: Dtype, max_bytes: int) -> list[list[Tensor]]:
-    """Choose the tensors of each file, in order."""
-    files, room = [], 0
-    for tensor in tensors:
-        size = tensor.bytes(dtype)
-        if size > room:
-            files.append([])
-            room = max_bytes
-        files[-1].append(tensor)
-        room -= size
-    return files
-
-
-def _write_files(
-    folder: Path, files: list[list[Tensor]], arrays: Iterator[tuple[str, np.ndarray]], dtype: Dtype
-) -> None:
-    """Write the safetensors files, and their index when there are several."""
-    if len(files) == 1:
-        return write_tensors(folder / "model.safetensors", files[0], arrays, dtype)
-    weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(files, 1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        write_tensors(folder / name, tensors, islice(arrays, len(tensors)), dtype)
-        weight_map |= {tensor.name: name for tensor in tensors}
-    total = sum(tensor.bytes(dtype) for tensors in files for tensor in tensors)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def write_tensors(file: Path, tensors: list[Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype) -> None:
-    """Write one file: header length, JSON header, data. The `save_file` of safetensors needs all tensors at once."""
-    header: Json = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.bytes(dtype)
-        header[tensor.name] = {"dtype": _WRITTEN[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
-    with file.open("xb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for _, array in arrays:
-            out.write(np.ascontiguousarray(array).view(np.uint8).data)
-
-
-def write_json(file: Path, value: Json) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -14,19 +14,8 @@ from typing import Any
 from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.models.hf import (
-    Source,
-    Tensor,
-    dim_letters,
-    dim_sizes,
-    find_tensors,
-    hf_tensors,
-    pair_up,
-    read_params,
-    write_folder,
-    write_json,
-    write_tensors,
-)
+from jaxpar.models.hf import Source, Tensor, dim_letters, dim_sizes, find_tensors, pair_up, read_params
+from jaxpar.models.hf_export import hf_tensors, write_folder, write_json, write_tensors
 from jaxpar.models.hf_families import HF_FAMILIES, model_type
 from jaxpar.models.model import Model, Params
 

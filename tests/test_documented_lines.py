@@ -25,7 +25,7 @@ from jaxpar.cli import arguments, commands
 from jaxpar.cli import main as cli
 from jaxpar.cli.arguments import config_args
 from jaxpar.models import Model
-from jaxpar.models.hf import export_hf
+from jaxpar.models.hf_export import export_hf
 from jaxpar.rehearse.targets import compilers
 
 ROOT = Path(__file__).parent.parent

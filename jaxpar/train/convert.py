@@ -13,7 +13,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.runtime import start
 from jaxpar.models import Model, peft
-from jaxpar.models.hf import export_hf
+from jaxpar.models.hf_export import export_hf
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import (

@@ -16,7 +16,7 @@ from jaxpar.base.mesh import MeshSpec
 from jaxpar.cli.main import main
 from jaxpar.data.tokenizer import BytesTokenizer
 from jaxpar.models import Model, Params, peft
-from jaxpar.models.hf import export_hf
+from jaxpar.models.hf_export import export_hf
 from jaxpar.train.generation import Generator
 from jaxpar.train.prompts import continuation
 from jaxpar.train.trained import decode_mesh

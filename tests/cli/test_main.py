@@ -21,7 +21,7 @@ from jaxpar.base.toml import flatten, presets, to_toml
 from jaxpar.cli import commands
 from jaxpar.cli.main import COMMANDS, main
 from jaxpar.models import Model
-from jaxpar.models.hf import export_hf
+from jaxpar.models.hf_export import export_hf
 from jaxpar.train.metrics import read_metrics
 
 pytestmark = pytest.mark.quick

@@ -22,8 +22,9 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules
-from jaxpar.models import Model, hf, hf_families
-from jaxpar.models.hf import export_hf, hf_config, hf_tensors, import_hf, model_config_from_hf
+from jaxpar.models import Model, hf, hf_export, hf_families
+from jaxpar.models.hf import hf_config, import_hf, model_config_from_hf
+from jaxpar.models.hf_export import export_hf, hf_tensors
 
 GPT2 = ModelConfig(family="gpt2", vocab_size=101, layers=3, embed=16, heads=4, mlp=24, max_seq_len=12)
 LLAMA = dataclasses.replace(GPT2, family="llama", kv_heads=2, head_dim=6, tied_head=False)
@@ -162,12 +163,12 @@ def test_layers_experts_and_head_dim_may_be_split_too(tmp_path):
     params = import_hf(write(tmp_path / "source", config), Model(config), plan)
     assert params["blocks"]["q"].addressable_shards[0].data.shape == (2, 16, 2, 3)
     assert_same(dict(hf_tensors(params, Model(config))), tensors_of(config))
-    compiled = hf._piece.lower(params["blocks"]["q"], (1,), "float32").compile()
+    compiled = hf_export._piece.lower(params["blocks"]["q"], (1,), "float32").compile()
     assert "all-gather" not in compiled.as_text()  # of the layers, onto every device
     plan = plan_of(MeshSpec(fsdp=2, expert=4))
     params = import_hf(write(tmp_path / "mixtral", MIXTRAL), Model(MIXTRAL), plan)
     assert params["blocks"]["gate"].addressable_shards[0].data.shape == (2, 1, 8, 24)
-    compiled = hf._piece.lower(params["blocks"]["gate"], (1, 2), "float32").compile()
+    compiled = hf_export._piece.lower(params["blocks"]["gate"], (1, 2), "float32").compile()
     assert "all-gather" not in compiled.as_text()
 
 
@@ -394,7 +395,7 @@ def test_export_refusals_leave_nothing_behind(tmp_path, monkeypatch):
     def disk_full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf, "write_tensors", disk_full)
+    monkeypatch.setattr(hf_export, "write_tensors", disk_full)
     with pytest.raises(UserError, match=r"cannot write .*exported: No space left on device"):
         export_hf(params, model, tmp_path / "exported")
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]

@@ -17,7 +17,8 @@ import pytest
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
-from jaxpar.models.hf import export_hf, hf_tensors, import_hf, model_config_from_hf
+from jaxpar.models.hf import import_hf, model_config_from_hf
+from jaxpar.models.hf_export import export_hf, hf_tensors
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.cli.main import main
 from jaxpar.cli.train import train_config as train
 from jaxpar.models import Model, peft
-from jaxpar.models.hf import export_hf, import_hf
+from jaxpar.models.hf import import_hf
+from jaxpar.models.hf_export import export_hf
 from jaxpar.models.lora import base_config
 from jaxpar.train.convert import config_of, export_run, import_run
 from jaxpar.train.plans import make_plan
