@@ -28,7 +28,7 @@ from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.checkpoint import METRIC, Checkpoints
 from jaxpar.train.evaluate import evaluate
-from jaxpar.train.metrics import Meter, MetricsLog
+from jaxpar.train.metrics import Meter, MetricsLog, Report
 from jaxpar.train.optimizer import schedule_note
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
@@ -63,7 +63,10 @@ Watch = Callable[[Config, Plan, Compiled], None]
 """A function that runs beside the first steps and gets the config, its plan and the compiled step."""
 
 
-def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch = lambda *_: None) -> Result:
+def run(
+    config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch = lambda *_: None,
+    report: Report | None = None,
+) -> Result:  # fmt: skip
     """Train the run in `folder`, or go on with it.
 
     Args:
@@ -72,6 +75,8 @@ def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch
       folder: the run folder, which is made if it is absent.
       corpus: the config's data, if they are already loaded.
       watch: a function that the first process calls in a thread beside the loop.
+      report: a function that every process calls with the step and the numbers of each row of metrics.jsonl. The
+        calls are the same in number and order on all of them; speed and data_wait are those of the process.
 
     Raises:
       OutOfMemory: a device has too little memory for the step.
@@ -97,7 +102,7 @@ def run(config: Config, folder: Path, corpus: Corpus | None = None, watch: Watch
     if before is not None and (note := schedule_note(before.train, config.train, checkpoints.latest() or 0)):
         say(note)
     try:
-        return _Run(config, folder, plan, corpus, checkpoints, watch).go()
+        return _Run(config, folder, plan, corpus, checkpoints, watch, report).go()
     finally:
         checkpoints.close()
 
@@ -112,10 +117,11 @@ class _Run:
     """One call of `run`; it has what the loop needs, and the steps whose numbers have not been read yet."""
 
     def __init__(
-        self, config: Config, folder: Path, plan: Plan, corpus: Corpus, checkpoints: Checkpoints, watch: Watch
-    ):
+        self, config: Config, folder: Path, plan: Plan, corpus: Corpus, checkpoints: Checkpoints, watch: Watch,
+        report: Report | None,
+    ):  # fmt: skip
         self.config, self.folder, self.plan, self.corpus = config, folder, plan, corpus
-        self.checkpoints, self.watch, self.model = checkpoints, watch, Model(config.model)
+        self.checkpoints, self.watch, self.report, self.model = checkpoints, watch, report, Model(config.model)
         self.first = checkpoints.latest() or 0
         self.last = min(config.train.stop_at or config.train.steps, config.train.steps)
         self.entropy = unigram_entropy(corpus.train.sample)
@@ -139,7 +145,7 @@ class _Run:
             state, data = self._start()
             step_fn, said = compiling.result()
             self.show.say(said)
-            metrics = MetricsLog(self.folder, self.first, self.config.metrics.tensorboard, self.main)
+            metrics = MetricsLog(self.folder, self.first, self.config.metrics.tensorboard, self.main, self.report)
             with metrics as self.log, self.show, stop_signals() as stop_after:
                 step = self._loop(step_fn, state, data, stop_after)
             self.watching.result()

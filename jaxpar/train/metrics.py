@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -65,15 +65,22 @@ class Meter:
         }
 
 
+Report = Callable[[int, dict[str, float]], None]
+"""A function that takes each row of metrics.jsonl: the step, and what was measured at it."""
+
+
 class MetricsLog:
     """Writes `metrics.jsonl`, one object a line, flushed at once. On resume it drops the lines of steps to run again.
 
     It is a context manager. The run goes on after `first_step`. `tensorboard` adds event files beside the file.
-    Where it is not `active` (on all processes but the first) it writes nothing.
+    Where it is not `active` (on all processes but the first) it writes nothing. `report` gets each row everywhere.
     """
 
-    def __init__(self, folder: Path, first_step: int = 0, tensorboard: bool = False, active: bool = True):
-        self._file, self._board = None, None
+    def __init__(
+        self, folder: Path, first_step: int = 0, tensorboard: bool = False, active: bool = True,
+        report: Report | None = None,
+    ):  # fmt: skip
+        self._file, self._board, self._report = None, None, report
         if not active:
             return
         path = folder / "metrics.jsonl"
@@ -96,6 +103,8 @@ class MetricsLog:
         if self._board is not None:
             for key, value in known.items():
                 self._board.add_scalar(key, value, step)
+        if self._report is not None:
+            self._report(step, known)
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -73,7 +73,11 @@ def test_stopped_after_seven_steps_and_resumed_equals_the_uninterrupted_run_to_t
     config: Config, whole: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "stopped"
-    stopped = train(override(config, {"train.stop_at": 7}), folder)
+    reported: list[dict[str, float]] = []
+    stopped = train_module.run(
+        override(config, {"train.stop_at": 7}), folder, report=lambda step, row: reported.append({"step": step, **row})
+    )
+    assert reported == read_metrics(folder)
     assert stopped.step == 7
     resumed = train(config, folder)
     assert resumed.step == 20

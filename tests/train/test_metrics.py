@@ -58,8 +58,10 @@ def test_a_line_is_there_as_soon_as_it_is_written_without_what_is_unknown(tmp_pa
 
 
 def test_only_the_first_process_writes(tmp_path):
-    with MetricsLog(tmp_path, active=False) as log:
-        log.write(1, loss=2.5)
+    rows = []
+    with MetricsLog(tmp_path, active=False, report=lambda *row: rows.append(row)) as log:
+        log.write(1, loss=2.5, mfu=None)
+    assert rows == [(1, {"loss": 2.5})], "a report is made on every process"
     assert list(tmp_path.iterdir()) == []
     assert read_metrics(tmp_path) == []
 
