@@ -1,9 +1,10 @@
 # make demo   train a small model on real text, on 8 simulated CPU devices
 # make test   lint, types and tests
+# make docs   the site, in build/site
 # make gpu    where an NVIDIA GPU is at hand: kernels, speeds and predictions, measured (docs/benchmarks.md)
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= dev,hf,data,tensorboard
+EXTRAS ?= dev,docs,hf,data,tensorboard
 RUN ?= runs/tiny
 DEMO_FLAGS ?=
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow test-kernels test-matrix test-quick lint clean
+.PHONY: setup demo test test-slow test-kernels test-matrix test-quick lint docs docs-serve clean
 
 setup:
 	rm -f $(STAMP)
@@ -54,6 +55,13 @@ test-matrix:
 
 test-quick: $(STAMP)
 	$(PYTEST) -m "quick and not slow and not long"
+
+# Every warning of mkdocs is an error; build/site is read without a server too.
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build
+
+docs-serve: $(STAMP)
+	$(BIN)/python -m mkdocs serve
 
 # Half an hour with a GPU: on the jax that is there, with no network and nothing installed, so from a copy laid out as an
 # install would be. PIECES="kernels step" are some of it; SMALL=1 is a tiny form of all of it on the CPU.
