@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow test-kernels test-matrix test-quick lint docs docs-serve clean
+.PHONY: setup demo test test-slow test-kernels test-matrix test-quick docs docs-serve release lint clean
 
 setup:
 	rm -f $(STAMP)
@@ -44,6 +44,10 @@ test-slow: $(STAMP)
 
 test-kernels: $(STAMP)
 	$(PYTEST) -m long
+
+# The sdist, the wheel from it, and the demo from that wheel in an empty environment.
+release: $(STAMP)
+	$(BIN)/python tests/installed.py $(RELEASE_FLAGS)
 
 # Where pyenv manages the interpreters, it is told which one.
 on = PYENV_VERSION=$$(pyenv latest $(1) 2>/dev/null) $(MAKE) VENV=.venv-$(1) PYTHON=python$(1) test-quick

@@ -39,6 +39,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """A wing, or a name of one, when it is first asked for: help and a version have no use for JAX."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("jaxpar")
     if name in _WINGS:
         return import_module(f"jaxpar.{name}")
     for module, names in _NAMES.items():

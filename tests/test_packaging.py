@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxpar
 from jaxpar.base.toml import presets
 
 pytestmark = pytest.mark.quick
@@ -59,6 +60,14 @@ def test_models_cannot_be_imported_a_second_time_from_the_repository(module):
     assert done.stderr.splitlines()[-1] == (
         "ImportError: imported as 'models': that makes a second copy of the models; use `import jaxpar.models`"
     )
+
+
+def test_the_version_is_one():
+    stated = PYPROJECT["project"]["version"]
+    assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == stated
+    (newest, *_) = re.findall(r"^## \[(.+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert stated in newest
+    assert jaxpar.__version__ == stated == metadata("jaxpar")["Version"]
 
 
 def test_jax_is_not_pinned_so_that_a_notebook_keeps_its_own():
