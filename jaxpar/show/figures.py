@@ -16,12 +16,14 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Placement
+from jaxpar.base.sharding import Layout, Placement
 
 _TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
+# Paul Tol's light scheme, which all kinds of colour vision tell apart under black letters.
+_DEVICES = "#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"
 _FEW = 5  # a curve with fewer points than this shows each as a dot
-_ROOM, _LETTER = (185, 235), 4.3  # in points: an array's height and width, and a letter's width
+_ROOM, _LETTER = (185, 235), 0.54  # an array's height and width in points; a letter's width by its size
+_SIZES = 10, 6  # of the letters of a shard that names all its devices, and of one that names the first
 
 
 def loss_figure(
@@ -74,7 +76,7 @@ def save_figure(figure: Figure, path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def mesh_figure(placements: Sequence[Placement], plan: Plan, title: str, most: int = 6) -> Figure:
+def mesh_figure(placements: Sequence[Placement], layout: Layout, title: str, most: int = 6) -> Figure:
     """Draw how the largest arrays lie on the mesh, as rectangles of shards coloured by the devices that hold them.
 
     Dims are flattened to the two that are split (or the last two). If more are split, several share an axis, each
@@ -88,16 +90,16 @@ def mesh_figure(placements: Sequence[Placement], plan: Plan, title: str, most: i
     figure.suptitle(title)
     grid = np.atleast_1d(figure.subplots(lines, columns)).ravel()
     for axes, row in zip(grid, largest, strict=False):
-        _draw_array(axes, row, plan)
+        _draw_array(axes, row, layout)
     for axes in grid[len(largest) :]:
         axes.set_visible(False)
     return figure
 
 
-def _draw_array(axes: Axes, row: Placement, plan: Plan) -> None:
+def _draw_array(axes: Axes, row: Placement, layout: Layout) -> None:
     """Draw one array as a grid of shards."""
-    sharding = NamedSharding(plan.mesh, row.spec)
-    ids = {device: i for i, device in enumerate(plan.mesh.devices.ravel())}
+    sharding = NamedSharding(layout.mesh, row.spec)
+    ids = {device: i for i, device in enumerate(layout.mesh.devices.ravel())}
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, index in sharding.devices_indices_map(row.shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, row.shape, strict=True))
@@ -111,10 +113,10 @@ def _draw_array(axes: Axes, row: Placement, plan: Plan) -> None:
     high, wide = (points / len(set(cuts)) for points, cuts in zip(_ROOM, zip(*spans, strict=True), strict=True))
     texts, size = _labels(list(holders.values()), high, wide)
     edge = min(1, 0.4 * high, 0.4 * wide)
-    colors = matplotlib.colormaps["tab20" if len(ids) <= 20 else "turbo"]
     for devices, ((top, bottom), (left, right)), text in zip(holders.values(), spans, texts, strict=True):
-        tint = colors(devices[0] % 20) if len(ids) <= 20 else colors(devices[0] / len(ids))
-        shard = Rectangle((left, top), right - left, bottom - top, facecolor=tint, edgecolor="white", alpha=0.75)
+        few, place = len(ids) <= len(_DEVICES), devices[0]
+        tint = _DEVICES[place] if few else matplotlib.colormaps["turbo"](place / len(ids), alpha=0.75)
+        shard = Rectangle((left, top), right - left, bottom - top, facecolor=tint, edgecolor="white")
         shard.set_linewidth(edge)
         axes.add_patch(shard)
         if text:
@@ -128,10 +130,10 @@ def _draw_array(axes: Axes, row: Placement, plan: Plan) -> None:
             if depth == 1 and len(starts) <= most:  # the parts of the outermost dim, whose units the axis has
                 ticks |= starts
         axis.set_ticks(sorted(ticks))
-        axis.set_label_text(", then ".join(_dim_label(row, dim) for dim in dims), fontsize=9)
+        axis.set_label_text(", then ".join(_dim_label(row, dim) for dim in dims), fontsize=10)
     rows, cols = (row.shape[dims[0]] if dims else 1 for dims in (down, across))
     axes.set(xlim=(0, cols), ylim=(rows, 0))
-    axes.set_title(f"{row.name}\n{tuple(row.shape)}  {row.spec}", fontsize=9)
+    axes.set_title(f"{row.name}\n{tuple(row.shape)}  {row.spec}", fontsize=10)
 
 
 def _span(bounds: Sequence[tuple[int, int]], shape: Sequence[int], dims: Sequence[int]) -> tuple[float, float]:
@@ -144,13 +146,13 @@ def _span(bounds: Sequence[tuple[int, int]], shape: Sequence[int], dims: Sequenc
 
 def _labels(holders: Sequence[list[int]], high: float, wide: float) -> tuple[list[str], int]:
     """The labels and font size that fit on shards of this size in points: all devices, the first one, or nothing."""
-    width = max(1, int(wide / _LETTER))
+    width = max(1, int(wide / (_LETTER * _SIZES[0])))
     lists = [textwrap.fill(_device_list(devices), width, break_long_words=False) for devices in holders]
     firsts = [f"{min(devices)}{'+' if len(devices) > 1 else ''}" for devices in holders]
-    for texts, size, most in ((lists, 8, 16), (firsts, 6, 256)):
+    for texts, size, most in ((lists, _SIZES[0], 16), (firsts, _SIZES[1], 256)):
         lines = max(text.count("\n") + 1 for text in texts)
         letters = max(len(line) for text in texts for line in text.split("\n"))
-        if len(holders) <= most and (1.2 * lines - 0.3) * size <= high and letters * _LETTER <= wide:
+        if len(holders) <= most and (1.2 * lines - 0.3) * size <= high and letters * _LETTER * size <= wide:
             return texts, size
     return [""] * len(holders), size
 
