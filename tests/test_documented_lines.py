@@ -89,8 +89,8 @@ def shell_lines(page: Path) -> list[list[str]]:
 def test_every_line_parses(page: Path) -> None:
     for program, *words in shell_lines(page):
         if program == "jaxpar":
-            command, *rest = words[1:] if words[0] == "bench" else words
-            assert command in (cli.BENCHES if words[0] == "bench" else cli.COMMANDS), words
+            command, *rest = words
+            assert command in cli.COMMANDS, words
             if command in SCHEMAS:
                 if rest[0] in presets("jaxpar.configs"):
                     check(config_args("jaxpar", SCHEMAS[command], rest)[1].config)

@@ -1,4 +1,4 @@
-"""`jaxpar bench step` times a config's training step, in turns with the same step in PyTorch."""
+"""`jaxpar bench` times a config's training step, in turns with the same step in PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -97,26 +96,19 @@ def random_batch(config: Config, plan: Plan) -> dict[str, jax.Array]:
 
 @contextlib.contextmanager
 def torch_steps(config: Config) -> Iterator[Callable[[int], Row]]:
-    """`run(n)` takes n steps in PyTorch and returns what ran them (`by`), their loss and their memory."""
+    """`run(n)` takes n steps in PyTorch and returns what ran them (`by`), their loss and their memory.
+
+    They have a process of their own, since the CUDA libraries that PyTorch brings are not those of jax.
+
+    Raises:
+      ChildProcessError: from `run`, where torch or transformers is missing or fails.
+    """
     vocab, multiple = config.model.vocab_size, config.model.vocab_multiple
     asked = {
         "model": hf_config(config.model) | {"vocab_size": -(-vocab // multiple) * multiple}, "vocab_size": vocab,
         "dropout": config.model.dropout, "train": vars(config.train), "seq_len": config.data.seq_len,
         "compute": config.precision.compute, "platform": jax.default_backend(),
     }  # fmt: skip
-    with torch_process(asked) as run:
-        yield run
-
-
-@contextlib.contextmanager
-def torch_process(asked: dict[str, Any]) -> Iterator[Callable[[int], Row]]:
-    """`run(n)` does n times what torch_step.py is asked for, and returns what it says.
-
-    It has a process of its own, since the CUDA libraries that PyTorch brings are not those of jax.
-
-    Raises:
-      ChildProcessError: from `run`, where torch or transformers is missing or fails.
-    """
     words = [sys.executable, "-P", str(Path(__file__).with_name("torch_step.py")), json.dumps(asked)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout

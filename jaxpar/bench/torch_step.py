@@ -1,4 +1,4 @@
-"""A `transformers` model that trains or generates, in a process of its own to which `jaxpar.bench.step` talks.
+"""A `transformers` model that trains in PyTorch, in a process of its own to which `jaxpar.bench.step` talks.
 
 It imports nothing of jax, which uses other CUDA libraries. The command line says as JSON what to do. Each line of input
 is then a number of steps, answered when they are done by a line of JSON, which may say what is `missing`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,35 +26,11 @@ def main() -> None:
         cuda = asked["platform"] == "gpu"
         if cuda and not torch.cuda.is_available():
             return print(json.dumps({"missing": f"torch {torch.__version__} sees no GPU"}))
-        work, device = generating if "prompt" in asked else training, "cuda" if cuda else "cpu"
-        run = run or work(torch, transformers, asked, device)
+        run = run or training(torch, transformers, asked, "cuda" if cuda else "cpu")
         said, peak = run(int(line)), torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-        by = f"transformers, torch {torch.__version__}, " + ("compiled" if cuda and work is training else "eager")
+        by = f"transformers, torch {torch.__version__}, " + ("compiled" if cuda else "eager")
         print(json.dumps({"by": by, "peak, GiB": peak, **said}), flush=True)
     return None
-
-
-def generating(torch: Any, transformers: Any, asked: dict[str, Any], device: str) -> Callable[[int], dict[str, float]]:
-    """`run(n)` continues the same random prompts greedily by n tokens, and returns the seconds of both parts."""
-    shape = asked["model"]
-    config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(device, getattr(torch, asked["compute"])).eval()
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, asked["vocab_size"], asked["prompt"])).to(device)
-
-    def timed(new: int) -> float:
-        began = time.perf_counter()
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, min_new_tokens=new,
-            pad_token_id=0,
-        )  # fmt: skip
-        out[0, -1].item()  # waits for a GPU
-        return time.perf_counter() - began
-
-    def run(n: int) -> dict[str, float]:
-        prefill = timed(1)
-        return {"prefill": prefill, "decode": timed(n) - prefill}
-
-    return run
 
 
 def training(torch: Any, transformers: Any, asked: dict[str, Any], device: str) -> Callable[[int], dict[str, float]]:

@@ -45,6 +45,17 @@ class ShowArgs(ConfigArgs):
 
 
 @dataclass(frozen=True)
+class BenchArgs:
+    """The training step against that of `transformers` in PyTorch, in turns."""
+
+    config: Overrides
+    rounds: int = 15
+    """Alternations; the ratio's quartiles are over these."""
+    calls: int = 10
+    """Steps of each in a round."""
+
+
+@dataclass(frozen=True)
 class ConvertArgs:
     """Hugging Face checkpoint to run folder, or run folder to Hugging Face checkpoint."""
 
@@ -180,6 +191,20 @@ def tokenize_command(words: list[str]) -> int:
         f"{out}: {len(tokens.tokens):,} tokens ({tokens.tokens.dtype}), "
         f"unigram entropy {unigram_entropy(tokens.tokens):.3f} nats a token"
     )
+    return 0
+
+
+def bench_command(words: list[str]) -> int:
+    """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
+    from jaxpar.base.runtime import start
+    from jaxpar.bench.alternate import table
+    from jaxpar.bench.step import bench_step
+    from jaxpar.train.plans import make_plan
+
+    _, args = config_args(bench_command.__doc__, BenchArgs, words)
+    config, say = check(args.config), console().print
+    plan = make_plan(config, start(config.mesh, config.compile.cache))
+    say(table(bench_step(config, plan, args.rounds, args.calls, say=say)))
     return 0
 
 

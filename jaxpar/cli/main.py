@@ -1,14 +1,13 @@
 """`jaxpar`: finds the command that the first word names; a mistake of the user is a line and exit 2.
 
 What needs no JAX imports none: help, a version and a mistyped command take a tenth of a second. Each command's function
-is `NAME_command` of `commands`, a comparison's of `bench_commands`.
+is `NAME_command` of `commands`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from typing import NoReturn
 
 from jaxpar.base.errors import UserError, suggest
@@ -24,12 +23,8 @@ COMMANDS = {
     "meshes": "list the mesh presets",
     "show": "parameter table and a picture of the sharding, or of the pipeline's schedule",
     "rehearse": "compile the step for absent hardware: memory, time, exposed communication",
-    "bench": "comparisons in turns: the step",
+    "bench": "the training step beside PyTorch, in turns",
     "doctor": "versions, devices, known-bad combinations",
-}
-BENCHES = {
-    "step": "the training step against PyTorch, in turns",
-    "generate": "prefill and decoding against transformers, in turns",
 }
 _HELP = ("-h", "--help", "help")
 
@@ -68,44 +63,37 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
 
 
 def _command(words: list[str]) -> int:
+    """Run the command that the first word names; list them where none is named."""
     if words[:1] == ["--version"]:
         from importlib.metadata import version
 
         print(f"jaxpar {version('jaxpar')}")
         return 0
-    if words[:1] != ["bench"]:
-        return _run("jaxpar", "command", COMMANDS, words)
-    return _run("jaxpar bench", "bench", BENCHES, words[1:])
+    if not words or words[0] in _HELP:
+        width = max(map(len, COMMANDS))
+        print("usage: jaxpar COMMAND ...   (jaxpar COMMAND --help lists its flags)\n")
+        print("\n".join(f"  {command:<{width}}  {text}" for command, text in COMMANDS.items()))
+        return 0
+    command, *rest = words
+    if command not in COMMANDS:
+        raise UserError(f"no command {command!r}{suggest(command, COMMANDS)}: jaxpar --help lists them")
+    if command in ("configs", "meshes", "doctor"):
+        if rest and rest[0] in _HELP:
+            print(f"usage: jaxpar {command}\n\n{COMMANDS[command]}; takes no flags")
+            return 0
+        if rest:
+            raise UserError(f"jaxpar {command} takes no arguments, found {' '.join(rest)}")
+    if command in ("configs", "meshes"):
+        return _list_presets(command)
+    from jaxpar.cli import commands
+
+    return getattr(commands, f"{command}_command")(rest)
 
 
 def fail(message: str) -> int:
     """Print a user's error on standard error, in one line even where a cause it quotes had several; its exit code."""
     print("jaxpar: error: " + " ".join(message.split()), file=sys.stderr)
     return 2
-
-
-def _run(name: str, kind: str, texts: Mapping[str, str], words: list[str]) -> int:
-    """Run the command, or the bench (`kind`), that the first word after `name` names; list them where none is named."""
-    if not words or words[0] in _HELP:
-        width = max(map(len, texts))
-        print(f"usage: {name} {kind.upper()} ...   ({name} {kind.upper()} --help lists its flags)\n")
-        print("\n".join(f"  {command:<{width}}  {text}" for command, text in texts.items()))
-        return 0
-    command, *rest = words
-    if command not in texts:
-        raise UserError(f"no {kind} {command!r}{suggest(command, texts)}: {name} --help lists them")
-    if command in ("configs", "meshes", "doctor"):
-        if rest and rest[0] in _HELP:
-            print(f"usage: {name} {command}\n\n{texts[command]}; takes no flags")
-            return 0
-        if rest:
-            raise UserError(f"{name} {command} takes no arguments, found {' '.join(rest)}")
-    if command in ("configs", "meshes"):
-        return _list_presets(command)
-    from jaxpar.cli import bench as bench_commands
-    from jaxpar.cli import commands
-
-    return getattr(bench_commands if kind == "bench" else commands, f"{command}_command")(rest)
 
 
 def _list_presets(folder: str) -> int:

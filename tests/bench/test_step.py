@@ -1,4 +1,4 @@
-"""`jaxpar bench step`: both sides really train, on the same batch."""
+"""`jaxpar bench`: both sides really train, on the same batch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.plan import Plan
 from jaxpar.bench import step as bench
 from jaxpar.bench.alternate import Timing
+from jaxpar.cli.main import main
 from jaxpar.train.plans import make_plan
 
 
@@ -56,3 +57,16 @@ def test_without_torch_it_is_said_and_ours_is_measured(monkeypatch: pytest.Monke
     said: list[str] = []
     (row,) = bench.bench_step(config, plan, rounds=1, steps=1, say=said.append)
     assert row["by"] == "jaxpar" and said == ["not beside PyTorch: its process ended"]
+
+
+def test_the_words_reach_the_measuring_and_its_table_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measuring itself takes minutes."""
+    given: list[object] = []
+    monkeypatch.setattr("jaxpar.base.runtime.start", lambda *_: jax.devices())  # which would also turn the cache on
+    monkeypatch.setattr(bench, "bench_step", lambda *values, **more: given.extend(values) or [{"ms": 1.5}])
+    assert main(["bench", "tiny", "--model.mlp", "32", "--rounds", "2"]) == 0
+    config = override(load_config("tiny"), {"model.mlp": 32})
+    assert given == [config, make_plan(config), 2, 10]
+    assert capsys.readouterr().out == "| ms |\n| --- |\n| 1.5 |\n"
