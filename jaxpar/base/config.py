@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.plan import Context, Overlap, Pipeline
 from jaxpar.base.sharding import ShardingRules
-from jaxpar.base.toml import find_toml, flatten, from_dict
+from jaxpar.base.toml import find_toml, flatten, from_dict, from_toml
 
 
 @dataclass(frozen=True)
@@ -287,6 +286,11 @@ RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kerne
              "metrics", "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches",
              "train.final_eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
 
+# Every other number may be 0.
+_AT_LEAST_ONE = ("model.vocab_size", "model.vocab_multiple", "model.layers", "model.embed", "model.heads", "model.mlp",
+                 "data.seq_len", "train.steps", "train.batch", "train.accumulation", "memory.loss_mib",
+                 "checkpoint.keep", "metrics.log_every")  # fmt: skip
+
 
 def load_config(name: str) -> Config:
     """A preset of `jaxpar.configs` by name, a TOML file by path, or the config of a run folder.
@@ -300,11 +304,7 @@ def load_config(name: str) -> Config:
 
 def parse(text: str, origin: str = "config") -> Config:
     """A config from TOML text; `origin` names it in messages."""
-    try:
-        value = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{origin} is not valid TOML: {error}") from error
-    return from_dict(Config, value, origin)
+    return from_toml(Config, text, origin)
 
 
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -347,49 +347,36 @@ def check(config: Config) -> Config:
       UserError: sizes contradict each other; the message names the key to change.
     """
     model, train, data = config.model, config.train, config.data
+    for key, value in flatten(config).items():
+        least = 1 if key in _AT_LEAST_ONE else 0
+        if isinstance(value, int | float) and value < least and not key.startswith("mesh."):  # where -1 has a meaning
+            raise UserError(f"{key}={value} is below {least}, which is the least that it can be")
     rules: list[tuple[bool, str]] = [
-        (min(model.vocab_size, model.vocab_multiple, model.layers, model.embed, model.heads, model.mlp) < 1,
-         "model sizes must be at least 1: look at vocab_size, vocab_multiple, layers, embed, heads, mlp"),
-        (min(model.kv_heads, model.head_dim) < 0, "model.kv_heads and head_dim are at least 0, which is as usual"),
-        (min(model.rope_theta, model.rope_factor) <= 0, "model.rope_theta and rope_factor must be above 0"),
-        (model.head_dim == 0 and model.embed % max(model.heads, 1) != 0,
+        (min(model.rope_theta, model.rope_factor) == 0, "model.rope_theta and rope_factor must be above 0"),
+        (model.head_dim == 0 and model.embed % model.heads != 0,
          f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: set model.head_dim"),
         (model.kv_heads > 0 and model.heads % model.kv_heads != 0,
          f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
         (not model.masks, "model.masks is empty: masks = [\"causal\"] is the usual one"),
-        *((getattr(model, name) < 0, f"model.{name}={getattr(model, name)} is below 0: 0 is {usual}")
-          for name, usual in (("logit_softcap", "no cap"), ("attention_softcap", "no cap"),
-                              ("query_scale", "head_dim ** -0.5"), ("rope_local_theta", "that of all layers"))),
-        (model.lora.rank < 0, f"model.lora.rank={model.lora.rank} is below 0: 0 is no LoRA, 8 is a usual rank"),
-        (model.lora.rank > 0 and (model.lora.alpha <= 0 or not model.lora.targets),
+        (model.lora.rank > 0 and (model.lora.alpha == 0 or not model.lora.targets),
          f"model.lora.alpha={model.lora.alpha:g} and model.lora.targets={list(model.lora.targets)} adapt nothing: "
          "alpha is above 0, and there is a target"),
-        (config.memory.loss_mib < 1, f"memory.loss_mib={config.memory.loss_mib} is below 1: 4096 is the default"),
         (model.experts != 0 and not 1 <= model.experts_per_token <= model.experts,
          f"model.experts_per_token={model.experts_per_token} is not in 1..model.experts={model.experts}"),
-        (model.capacity_factor < 0, f"model.capacity_factor={model.capacity_factor} is below 0 (0 = drop no token)"),
-        (not 0 <= model.dropout < 1, f"model.dropout={model.dropout} is not in [0, 1)"),
+        (model.dropout >= 1, f"model.dropout={model.dropout} is not in [0, 1)"),
         (config.overlap.domino == "on" and model.dropout > 0,
          f"overlap.domino with model.dropout={model.dropout}: halves of a batch would drop other entries than the "
          "whole, leave one of them out"),
-        (data.seq_len < 1 or data.seq_len > model.max_seq_len,
+        (data.seq_len > model.max_seq_len,
          f"data.seq_len={data.seq_len} is not in 1..model.max_seq_len={model.max_seq_len}"),
-        (min(data.seed, data.prefetch, data.stride, data.shuffle_window) < 0,
-         "data.seed, prefetch, stride and shuffle_window are at least 0"),
-        (not 0 <= data.val_fraction < 1, f"data.val_fraction={data.val_fraction} is not in [0, 1)"),
-        (train.steps < 1 or train.batch < 1 or train.accumulation < 1,
-         "train.steps, train.batch and train.accumulation must be at least 1"),
-        (train.batch % max(train.accumulation, 1) != 0,
+        (data.val_fraction >= 1, f"data.val_fraction={data.val_fraction} is not in [0, 1)"),
+        (train.batch % train.accumulation != 0,
          f"train.batch={train.batch} does not split into train.accumulation={train.accumulation} microbatches: "
-         f"try train.batch={-(-train.batch // max(train.accumulation, 1)) * train.accumulation}"),
+         f"try train.batch={-(-train.batch // train.accumulation) * train.accumulation}"),
         (train.warmup_steps >= train.steps and train.warmup_steps > 0,
          f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
          f"try train.warmup_steps={train.steps // 10}"),
-        (not 0 <= train.stop_at <= train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
-        (min(train.eval_every, train.eval_batches, train.final_eval_batches) < 0,
-         "train.eval_every, eval_batches and final_eval_batches are at least 0"),
-        (config.metrics.log_every < 1, "metrics.log_every must be at least 1"),
-        (config.checkpoint.keep < 1, "checkpoint.keep must be at least 1"),
+        (train.stop_at > train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
     ]  # fmt: skip
     for broken, message in rules:
         if broken:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.toml import find_toml, from_dict, presets
+from jaxpar.base.toml import find_toml, from_toml, presets
 
 LANES = 128
 """The number of entries of the last dim that a TPU's registers and tiles hold."""
@@ -150,7 +149,6 @@ class Chip:
 class _MeshPreset:
     chip: str = ""
     mesh: MeshSpec = field(default_factory=MeshSpec)
-    hardware: Hardware = field(default_factory=Hardware)
 
 
 def load_chip(name: str) -> Chip:
@@ -159,44 +157,22 @@ def load_chip(name: str) -> Chip:
     Raises:
       UserError: there is no such chip.
     """
-    return from_dict(Chip, _chip_tables(name), name)
+    known = presets(CHIPS)
+    if name not in known:
+        raise UserError(f"no chip {name!r}{suggest(name, known)}: there are {', '.join(known)}")
+    return from_toml(Chip, known[name].read_text(encoding="utf-8"), name)
 
 
 def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
-    """A mesh and the hardware it was made for: a preset of `jaxpar.meshes` by name, or a TOML file by path.
-
-    `chip = "v5p"` takes the figures of that chip, and the `[hardware]` table changes some of them. A file with neither
-    gives a `Hardware` without figures.
+    """A mesh and the chip it was made for: a preset of `jaxpar.meshes` by name, or a TOML file by path. A file that
+    names no `chip` gives a `Hardware` without figures.
 
     Raises:
       UserError: there is no such preset, chip or file, or the file is malformed.
     """
     text, origin = find_toml(name_or_path, "jaxpar.meshes")
-    try:
-        value = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{origin} is not valid TOML: {error}") from error
-    chip = value.get("chip")
-    if isinstance(chip, str) and chip:
-        value = value | {"hardware": _merge(_chip_tables(chip)["hardware"], value.get("hardware", {}))}
-    preset = from_dict(_MeshPreset, value, origin)
-    return preset.mesh, preset.hardware
-
-
-def _chip_tables(name: str) -> dict[str, Any]:
-    known = presets(CHIPS)
-    if name not in known:
-        raise UserError(f"no chip {name!r}{suggest(name, known)}: there are {', '.join(known)}")
-    return tomllib.loads(known[name].read_text(encoding="utf-8"))
-
-
-def _merge(base: dict[str, Any], changes: Any) -> Any:
-    """`base` with `changes` on top, table by table. A value that is not a table replaces whatever stood there."""
-    if not isinstance(changes, dict):
-        return changes
-    return base | {
-        key: _merge(base[key], value) if isinstance(base.get(key), dict) else value for key, value in changes.items()
-    }
+    preset = from_toml(_MeshPreset, text, origin)
+    return preset.mesh, load_chip(preset.chip).hardware if preset.chip else Hardware()
 
 
 def hardware_of(device_kind: str) -> Hardware | None:

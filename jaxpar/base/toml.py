@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tomllib
 import types
 import typing
 from collections.abc import Mapping
@@ -47,6 +48,15 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
         return path.read_text(encoding="utf-8"), str(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def from_toml(schema: type[T], text: str, origin: str) -> T:
+    """An instance of the dataclass `schema` from TOML text; see `from_dict`."""
+    try:
+        value = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{origin} is not valid TOML: {error}") from error
+    return from_dict(schema, value, origin)
 
 
 def from_dict(schema: type[T], value: Mapping[str, Any], origin: str, prefix: str = "") -> T:

@@ -126,22 +126,22 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model.layers": 0}, "model sizes must be at least 1"),
+        ({"model.layers": 0}, "model.layers=0 is below 1"),
         ({"model.heads": 3}, "model.embed=128 is not a multiple of model.heads=3"),
         ({"model.kv_heads": 3}, "model.heads=4 is not a multiple of model.kv_heads=3"),
         ({"model.experts": 1}, "model.experts_per_token=2 is not in 1..model.experts=1"),
-        ({"model.experts": -1}, "model.experts_per_token=2 is not in 1..model.experts=-1"),
+        ({"model.experts": -1}, "model.experts=-1 is below 0"),
         ({"model.capacity_factor": -1.0}, "model.capacity_factor=-1.0 is below 0"),
         ({"model.dropout": 1.0}, "model.dropout=1.0 is not in"),
         ({"data.seq_len": 2048}, "data.seq_len=2048 is not in 1..model.max_seq_len=1024"),
         ({"data.val_fraction": 1.0}, "data.val_fraction=1.0 is not in"),
-        ({"train.batch": 0}, "must be at least 1"),
-        ({"train.accumulation": 0}, "must be at least 1"),
+        ({"train.batch": 0}, "train.batch=0 is below 1"),
+        ({"train.accumulation": 0}, "train.accumulation=0 is below 1"),
         ({"train.accumulation": 5}, "try train.batch=35"),
         ({"train.steps": 50}, "try train.warmup_steps=5"),
         ({"train.stop_at": 1001}, "train.stop_at=1001 is not in 0..1000"),
-        ({"metrics.log_every": 0}, "metrics.log_every must be at least 1"),
-        ({"checkpoint.keep": 0}, "checkpoint.keep must be at least 1"),
+        ({"metrics.log_every": 0}, "metrics.log_every=0 is below 1"),
+        ({"checkpoint.keep": 0}, "checkpoint.keep=0 is below 1"),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused(changes, message):

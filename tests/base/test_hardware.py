@@ -1,6 +1,5 @@
 """Chips and mesh presets: every figure positive and sourced, meshes that fit their chips, look-ups by device kind."""
 
-import math
 import re
 
 import pytest
@@ -15,7 +14,6 @@ ACCELERATORS = [name for name in MESHES if not name.startswith("cpu")]
 ALL_CHIPS = presets(CHIPS)
 GPUS = [name for name in ALL_CHIPS if not load_chip(name).slices.name]
 # What is said of the system, not of one chip.
-SYSTEM = {"chips", "ici.shape", "ici.wraps"}
 
 every_mesh = pytest.mark.parametrize("name", MESHES)
 every_accelerator = pytest.mark.parametrize("name", ACCELERATORS)
@@ -30,10 +28,11 @@ def test_the_presets():
 @every_mesh
 def test_the_mesh_uses_every_chip(name):
     spec, hardware = load_mesh_preset(name)
-    assert hardware.chips == devices_needed(spec) == int(name.rpartition("_")[2])
-    assert hardware.chips % hardware.chips_per_host == 0
+    chips, a_host = devices_needed(spec), hardware.chips_per_host or 8
+    assert chips == int(name.rpartition("_")[2])
+    assert chips % a_host == 0
     assert spec.platform in ("cpu", "tpu", "gpu")
-    assert spec.distributed == (hardware.chips > hardware.chips_per_host)
+    assert spec.distributed == (chips > a_host)
 
 
 @every_chip
@@ -72,15 +71,6 @@ def test_only_tpus_come_in_slices(name):
     assert bool(slices.shapes) == bool(slices.most_chips) == bool(slices.vendor) == (name not in GPUS)
 
 
-@every_accelerator
-def test_the_interconnect_spans_what_the_mesh_spans(name):
-    spec, hardware = load_mesh_preset(name)
-    ici = hardware.ici
-    assert math.prod(ici.shape) * math.prod(vars(spec.dcn).values()) == hardware.chips
-    assert len(ici.wraps) == len(ici.shape)
-    assert ici.kind == "switch" or ici.links == 2 * len(ici.shape)
-
-
 def test_v5p_sends_180_gb_a_second_along_an_axis():
     assert load_mesh_preset("v5p_64")[1].ici.axis_bandwidth == 180e9
 
@@ -115,10 +105,10 @@ def test_every_figure_names_its_source(name):
 
 
 @every_accelerator
-def test_a_mesh_repeats_no_figure_of_its_chip(name):
+def test_a_mesh_has_the_figures_of_its_chip(name):
     text = MESHES[name].read_text(encoding="utf-8")
     assert re.search(r'^chip = "\w+"$', text, re.MULTILINE)
-    assert not re.search(r"bandwidth|hbm|clock|peak|latency", text)
+    assert load_mesh_preset(name)[1] == load_chip(re.findall(r'chip = "(\w+)"', text)[0]).hardware
 
 
 def test_no_figure_for_simulated_devices():
@@ -153,14 +143,6 @@ def test_unknown_chips_and_dtypes_have_no_figure():
     assert peak_flops("TPU v5", "complex64") is None
 
 
-@every_accelerator
-def test_a_mesh_has_the_figures_of_its_chip(name):
-    hardware = load_mesh_preset(name)[1]
-    (chip,) = [load_chip(other).hardware for other in ALL_CHIPS if load_chip(other).hardware.chip == hardware.chip]
-    ours, its = flatten(hardware), flatten(chip)
-    assert {key for key in ours if ours[key] != its[key]} <= SYSTEM | ({"chips_per_host"} if name == "cpu_8" else set())
-
-
 def test_no_device_kind_belongs_to_two_chips():
     kinds = [kind for name in ALL_CHIPS for kind in load_chip(name).hardware.device_kinds]
     assert len(kinds) == len(set(kinds))
@@ -182,25 +164,12 @@ def test_a_file_may_leave_the_hardware_out(tmp_path):
     assert load_mesh_preset(str(path)) == (MeshSpec(tensor=2), Hardware())
 
 
-def test_a_file_may_change_a_figure_of_a_chip(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text('chip = "v5p"\n[hardware]\nchips = 128\n[hardware.ici]\nlink_bandwidth = 1e9\n')
-    mine, chip = load_mesh_preset(str(path))[1], load_chip("v5p").hardware
-    assert (mine.chips, mine.ici.link_bandwidth, mine.ici.links) == (128, 1e9, chip.ici.links)
-    assert mine.peak_flops == chip.peak_flops
-    assert mine.protocols == chip.protocols
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('chip = "v5pp"\n', "no chip 'v5pp'.*did you mean 'v5p'.*there are a100"),
-        ('chip = "v5p"\n[hardware]\nici = 3\n', "hardware.ici is a table"),
         ("chip = 5\n", "chip is a string"),
-        ('chip = "v5p"\nhardware = 5\n', "hardware is a table"),
-        ("[hardware]\nhbm_byte = 1\n", "did you mean 'hbm_bytes'"),
-        ("[hardware.peak_flops]\nbfloat61 = 1e12\n", "did you mean 'bfloat16'"),
-        ('[hardware]\nhbm_bytes = "80 GB"\n', "hardware.hbm_bytes is a whole number"),
+        ('chip = "v5p"\n[mehs]\ndata = 5\n', "unknown key mehs .*did you mean 'mesh'"),
         ("[mesh\n", "not valid TOML"),
     ],
 )

@@ -249,7 +249,7 @@ def test_a_setting_may_be_written_as_messages_write_it(run, refused, tmp_path):
         ("[train]\nstepz = 3", "unknown key train.stepz (did you mean 'steps'?)"),
         ("[train]\nsteps = '3'", "train.steps is a whole number, found '3'"),
         ("[train\n", "is not valid TOML"),
-        ("[train]\nbatch = 0", "must be at least 1"),
+        ("[train]\nbatch = 0", "train.batch=0 is below 1"),
     ],
 )
 def test_a_mistaken_config_file(content, message, refused, tmp_path):

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxpar.base.hardware import Hardware, PeakFlops, load_mesh_preset
+from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.tasks import Collective, Loop, Program, Task, Wait
 from jaxpar.rehearse.cost.cost import Cost, Costs, price, seconds_by_basis
+from jaxpar.rehearse.targets import load_target
 
 pytestmark = pytest.mark.quick
 
-TPU = load_mesh_preset("v5p_64")[1]
+TPU = load_target("v5p-64").hardware
 GPU = Hardware(
     hbm_bandwidth=2e12, host_link_bandwidth=5e10, host_link_latency=1e-5, launch_overhead=1e-6,
     peak_flops=PeakFlops(float32=4e14, bfloat16=1e15, float8=2e15, int8=2e15),

@@ -14,7 +14,7 @@ from tiers import needs_cuda, needs_libtpu
 from jaxpar.base.config import load_config
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import CHIPS, load_mesh_preset
-from jaxpar.base.mesh import DcnSpec, MeshSpec, make_mesh
+from jaxpar.base.mesh import DcnSpec, MeshSpec, devices_needed, make_mesh
 from jaxpar.base.toml import presets
 from jaxpar.rehearse import targets
 from jaxpar.rehearse.targets import check_mesh, compilers, load_target, places
@@ -74,9 +74,11 @@ def test_only_whole_cubes_and_whole_pods_close_into_rings(name, wraps):
     assert load_target(name).hardware.ici.wraps == wraps
 
 
-def test_a_target_has_the_hardware_of_the_preset_of_its_size():
+def test_a_target_spans_the_mesh_of_the_preset_of_its_size():
     for preset, name in {"v5e_8": "v5e-8", "v5p_64": "v5p-64", "v6e_256": "v6e-256", "h100_64": "h100x64"}.items():
-        assert load_target(name).hardware == load_mesh_preset(preset)[1]
+        target, (spec, chip) = load_target(name), load_mesh_preset(preset)
+        assert target.hardware.chips == devices_needed(spec)
+        assert target.hardware.chip == chip.chip
 
 
 @pytest.mark.parametrize(("name", "cores"), [("v4-64", "v4-128"), ("v5p-64", "v5p-128"), ("tpu7x-64", "tpu7x-128")])

@@ -555,7 +555,7 @@ def test_parameters_and_batches_hide_nothing() -> None:
             "is a microbatch of 24 sequences, which 16 data-parallel shards do not divide",
         ),
         ({"mesh.data": 0}, "mesh.data is 0"),
-        ({"train.batch": 0}, "must be at least 1"),
+        ({"train.batch": 0}, "train.batch=0 is below 1"),
         (dict.fromkeys(("mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor"), 4), "8 devices are here, too few"),
     ],
 )
