@@ -52,6 +52,8 @@ ADDED = {
 }  # fmt: skip
 DEAR = {"bench": "", "rehearse": "rehearse.md", "verify": "verify.md"}
 """What compiles for minutes, whatever is added: it runs on its own page, and elsewhere only parses."""
+SET = re.compile("[A-Z_]+=")
+"""A variable that a line sets for itself; the tests set it for all."""
 PYTHON = {
     "attention.md": "import jax.numpy as jnp\nq = k = v = jnp.ones((1, 128, 2, 16))\n",
     "rehearse.md": "import jaxpar.base.config as c\nreal = c.load_config\n"
@@ -75,9 +77,9 @@ def blocks(page: Path) -> list[Block]:
 
 
 def lines(block: Block) -> list[list[str]]:
-    """The words of each command of a block of shell."""
+    """The words of each command of a block of shell, without variables that are set for it alone."""
     joined = block.text.replace("\\\n", " ").splitlines()
-    return [words for line in joined if (words := shlex.split(line, comments=True))]
+    return [words for line in joined if (words := [w for w in shlex.split(line, comments=True) if not SET.match(w)])]
 
 
 def shell_lines(page: Path) -> list[list[str]]:
@@ -117,7 +119,7 @@ def test_every_table_of_a_config_parses(page: Path) -> None:
 def shell(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """A command as on a user's machine: of this test run's settings only those that make XLA compile fast."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "TPU_"))}
-    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONWARNINGS": "default"}
+    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONWARNINGS": "default", "WANDB_MODE": "offline"}
     return subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment, check=False, capture_output=True, text=True, timeout=900
     )
@@ -160,6 +162,8 @@ def test_every_line_runs(page: Path, folder: Path) -> None:
                 continue
             if words[0] == "rehearse" and "pip" in compilers()["tpu"]:
                 pytest.skip(compilers()["tpu"])
+            for sink in {"wandb", "mlflow"}.intersection(words):
+                pytest.importorskip(sink, reason=f"needs the {sink} extra")
             words = ["llama3_8b" if word == "CONFIG" else word for word in words]
             if " ".join(words).startswith("train llama3_8b"):
                 words[0] = "show"  # the chips that it would train on are not here

@@ -253,8 +253,8 @@ class MetricsConfig:
     """What is logged, and how often."""
 
     log_every: int = 10
-    tensorboard: bool = False
-    """Also write TensorBoard event files into the run folder (needs the tensorboard extra)."""
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Where each row of metrics.jsonl goes besides; each needs the extra of its name. See docs/metrics.md."""
 
 
 @dataclass(frozen=True)
@@ -377,6 +377,7 @@ def check(config: Config) -> Config:
          f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
          f"try train.warmup_steps={train.steps // 10}"),
         (train.stop_at > train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
+        (len({*config.metrics.sinks}) < len(config.metrics.sinks), "metrics.sinks names one of them twice"),
     ]  # fmt: skip
     for broken, message in rules:
         if broken:

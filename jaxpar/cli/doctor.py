@@ -14,7 +14,8 @@ from jaxpar.base.runtime import start
 from jaxpar.parallel.host_memory import known_problem, memory_kinds
 from jaxpar.rehearse.targets import compilers
 
-OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "transformers", "torch")
+OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "wandb", "mlflow-skinny",
+            "transformers", "torch")  # fmt: skip
 
 
 def installed_versions() -> dict[str, str]:

@@ -33,6 +33,7 @@ from jaxpar.train.optimizer import schedule_note
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
 from jaxpar.train.run_folder import TOKENIZER, carry_tokenizer, open_run
+from jaxpar.train.sinks import Sink
 from jaxpar.train.state import TrainState, init_state
 from jaxpar.train.state_bytes import local_bytes
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, make_train_step, put_batch, step_shapes
@@ -140,18 +141,25 @@ class _Run:
             return Result(self.first, None, None, self.entropy, False)
         # One other thread compiles the step while this one makes or reads the state; while the first steps run, it
         # compiles the evaluation and draws the memory.
-        with self._out_of_memory(), _one_thread() as self.beside:
+        with self._metrics() as self.log, self._out_of_memory(), _one_thread() as self.beside:
             compiling = self.beside.submit(self._compile)
             state, data = self._start()
             step_fn, said = compiling.result()
             self.show.say(said)
-            metrics = MetricsLog(self.folder, self.first, self.config.metrics.tensorboard, self.main, self.report)
-            with metrics as self.log, self.show, stop_signals() as stop_after:
+            with self.show, stop_signals() as stop_after:
                 step = self._loop(step_fn, state, data, stop_after)
             self.watching.result()
         if self.main:
             self._say_result(step)
         return Result(step, self.loss, self.val_loss, self.entropy, step < self.last)
+
+    def _metrics(self) -> MetricsLog:
+        """Open the log and the sinks, before anything is compiled: where one is refused, no process waits for it."""
+        names = self.config.metrics.sinks if self.main else ()
+        sinks = run_together(
+            lambda: [Sink(name, self.config, self.folder, self.first, self.show.say) for name in names]
+        )
+        return MetricsLog(self.folder, self.first, self.main, sinks, self.report)
 
     @contextmanager
     def _out_of_memory(self) -> Iterator[None]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import peak_flops
+from jaxpar.train.sinks import Sink
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, devices: list[jax.Device], dtype: str) -> float | None:
@@ -72,27 +72,20 @@ Report = Callable[[int, dict[str, float]], None]
 class MetricsLog:
     """Writes `metrics.jsonl`, one object a line, flushed at once. On resume it drops the lines of steps to run again.
 
-    It is a context manager. The run goes on after `first_step`. `tensorboard` adds event files beside the file.
-    Where it is not `active` (on all processes but the first) it writes nothing. `report` gets each row everywhere.
+    It is a context manager. The run goes on after `first_step`. Where it is not `active` (on all processes but the
+    first) it writes nothing. `sinks` get each row too, and so does `report`, on every process.
     """
 
     def __init__(
-        self, folder: Path, first_step: int = 0, tensorboard: bool = False, active: bool = True,
+        self, folder: Path, first_step: int = 0, active: bool = True, sinks: Sequence[Sink] = (),
         report: Report | None = None,
     ):  # fmt: skip
-        self._file, self._board, self._report = None, None, report
-        if not active:
-            return
-        path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(folder) if row["step"] <= first_step]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
-        if tensorboard:
-            try:
-                from tensorboardX import SummaryWriter
-            except ImportError as error:
-                raise UserError("metrics.tensorboard needs the extra: pip install 'jaxpar[tensorboard]'") from error
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self._file, self._sinks, self._report = None, sinks, report
+        if active:
+            path = folder / "metrics.jsonl"
+            kept = [row for row in read_metrics(folder) if row["step"] <= first_step]
+            path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, **values: float | None) -> None:
         """Write one line with the step and what was measured at it; values that are None are left out."""
@@ -100,19 +93,19 @@ class MetricsLog:
         if self._file is not None:
             self._file.write(json.dumps({"step": step, **known}) + "\n")
             self._file.flush()
-        if self._board is not None:
-            for key, value in known.items():
-                self._board.add_scalar(key, value, step)
+        for sink in self._sinks:
+            sink.write(step, known)
         if self._report is not None:
             self._report(step, known)
 
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for sink in (self._file, self._board):
-            if sink is not None:
-                sink.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+        for sink in self._sinks:
+            sink.close(error is not None)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

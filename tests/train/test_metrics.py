@@ -66,14 +66,6 @@ def test_only_the_first_process_writes(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-def test_event_files_for_tensorboard(tmp_path):
-    pytest.importorskip("tensorboardX", reason="needs the tensorboard extra")
-    with MetricsLog(tmp_path, tensorboard=True) as log:
-        log.write(1, loss=2.5)
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"loss" in events.read_bytes()
-
-
 def test_mfu_is_the_share_of_the_chips_peak():
     chips = [SimpleNamespace(platform="tpu", device_kind="TPU v5p")] * 4
     peak = peak_flops("TPU v5p", "bfloat16")
