@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from jaxpar.data.tokenizer import Tokenizer, encode_document, make_tokenizer
 from jaxpar.data.tokens import HostBatch, files_below
 
 SAMPLE = 2**20
-Source = grain.MapDataset | tuple[Callable[[], grain.DatasetIterator], ...]
-"""Documents in random access, or what opens streams of them, which are read one after another."""
+Source = grain.MapDataset | Callable[[], Any]
+"""Documents in random access, or what opens a stream of them: an `IterableDataset` of Hugging Face."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Documents:
             ahead = grain.ReadOptions(num_threads=min(data.prefetch, 4), prefetch_buffer_size=16 * data.prefetch)
             encoded = ordered.map(self.encode).to_iter_dataset(ahead)
         else:
-            stream = _InTurn(source, self.origin, data.source, endless)
+            stream = _Stream(source, self.origin, data.source, endless)
             if endless and data.shuffle_window:
                 window = {"window_size": data.shuffle_window, "seed": seed}
                 stream = grain.experimental.WindowShuffleIterDataset(stream, **window)
@@ -156,19 +157,22 @@ def _open_hf(name: str, data: DataConfig) -> tuple[Source, int | None]:
         return found.select_columns(data.column) if data.column in (found.column_names or ()) else found
 
     if data.streaming:
-        return (lambda: _Streamed(opened()),), None
+        return opened, None
     found = opened()
     return grain.MapDataset.source(found), len(found)
 
 
 def _open_parquet(path: str, data: DataConfig) -> tuple[Source, int]:
+    import datasets
     import pyarrow.parquet
 
     counts = {str(file): pyarrow.parquet.read_metadata(file).num_rows for file in _files(path, ".parquet")}
-    parts = tuple(grain.experimental.ParquetIterDataset(file).__iter__ for file, rows in counts.items() if rows)
-    if not parts:
+    files = [file for file, rows in counts.items() if rows]
+    if not files:
         raise UserError(f"{path} is empty: its files have no rows")
-    return parts, sum(counts.values())
+    return partial(datasets.load_dataset, "parquet", data_files=files, split="train", streaming=True), sum(
+        counts.values()
+    )
 
 
 def _open_arrayrecord(path: str, data: DataConfig) -> tuple[Source, int]:
@@ -194,70 +198,46 @@ def _files(path: str, *endings: str) -> list[Path]:
     return found
 
 
-class _Streamed(grain.DatasetIterator):
-    """A streaming data set of Hugging Face, which keeps its position itself."""
+class _Stream(grain.IterDataset):
+    """A streaming data set of Hugging Face, once or in endless epochs; it keeps its position itself."""
 
-    def __init__(self, source: Any):
+    def __init__(self, opened: Callable[[], Any], origin: str, kind: str, endless: bool):
         super().__init__()
-        self._source, self._running = source, None
-
-    def __next__(self) -> Any:
-        if self._running is None:
-            self._running = iter(self._source)
-        return next(self._running)
-
-    def get_state(self) -> dict[str, Any]:
-        return self._source.state_dict()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._source.load_state_dict(state)
-        self._running = None
-
-
-class _InTurn(grain.IterDataset):
-    """Streams read one after another, once or in endless epochs.
-
-    Grain's own interleaving of files, repeated, takes files as read to the end after a resume (seen in 0.2.18).
-    """
-
-    def __init__(self, parts: Sequence[Callable[[], grain.DatasetIterator]], origin: str, kind: str, endless: bool):
-        super().__init__()
-        self.parts, self.origin, self.kind, self.endless = parts, origin, kind, endless
+        self.opened, self.origin, self.kind, self.endless = opened, origin, kind, endless
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _InTurnIterator(self)
+        return _StreamIterator(self)
 
 
-class _InTurnIterator(grain.DatasetIterator):
-    def __init__(self, streams: _InTurn):
+class _StreamIterator(grain.DatasetIterator):
+    def __init__(self, stream: _Stream):
         super().__init__()
-        self._streams = streams
-        self._enter(0)
+        self._stream = stream
+        self._begin(0)
 
-    def _enter(self, turn: int) -> None:
-        self._turn, parts = turn, self._streams.parts
-        self._part = parts[turn % len(parts)]()
+    def _begin(self, epoch: int) -> None:
+        self._epoch, self._source, self._running = epoch, self._stream.opened(), None
 
     def __next__(self) -> Any:
-        streams = self._streams
-        with _reading(streams.origin, streams.kind):
+        stream = self._stream
+        with _reading(stream.origin, stream.kind):
             while True:
                 try:
-                    return next(self._part)
+                    self._running = self._running or iter(self._source)
+                    return next(self._running)
                 except StopIteration:
-                    epoch, part = divmod(self._turn + 1, len(streams.parts))
-                    if part == 0 and not streams.endless:
+                    if not stream.endless:
                         raise
-                    if part == 0 and jax.process_index() == 0:
-                        console().print(f"{streams.origin} is read to its end: epoch {epoch + 1} begins")
-                    self._enter(self._turn + 1)
+                    self._begin(self._epoch + 1)
+                    if jax.process_index() == 0:
+                        console().print(f"{stream.origin} is read to its end: epoch {self._epoch + 1} begins")
 
     def get_state(self) -> dict[str, Any]:
-        return {"turn": self._turn, "part": self._part.get_state()}
+        return {"epoch": self._epoch, "source": self._source.state_dict()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._enter(state["turn"])
-        self._part.set_state(state["part"])
+        self._begin(state["epoch"])
+        self._source.load_state_dict(state["source"])
 
 
 class _Packed(grain.experimental.ConcatThenSplitIterDataset):
