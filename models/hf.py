@@ -113,8 +113,8 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
     padding is zeros. LoRA's matrices are not among the parameters.
 
     Args:
-      path: a folder with model.safetensors or model.safetensors.index.json, or one of these files; its tensors are
-        float32, bfloat16 or float16.
+      path: a folder with model.safetensors or model.safetensors.index.json; its tensors are float32, bfloat16 or
+        float16.
       model: the model of the checkpoint, such as `Model(model_config_from_hf(path))`.
       plan: the plan that says where the parameters go.
 
@@ -122,7 +122,7 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
       UserError: the checkpoint cannot be read or does not fit the model, or the plan does not fit the model.
     """
     model = Model(base_config(model.config))
-    read = read_params(_match(find_tensors(Path(path)), model, str(path)), model, plan, model.shapes())
+    read = read_params(_match(find_tensors(_files(Path(path))), model, str(path)), model, plan, model.shapes())
     return shift_norms(read, HF_FAMILIES[model_type(model.config)].norm_offset)
 
 
@@ -153,15 +153,16 @@ def read_params(pairs: Sequence[tuple[Tensor, Source]], model: Model, plan: Plan
     return jax.tree_util.tree_map_with_path(load, shapes, axes)
 
 
-def find_tensors(path: Path) -> dict[str, Source]:
-    """Find every tensor of a checkpoint, by name."""
+def find_tensors(files: Sequence[Path]) -> dict[str, Source]:
+    """Find every tensor of the files of a checkpoint, by name."""
     sources: dict[str, Source] = {}
-    for file in _files(path):
+    for file in files:
         try:
             with safe_open(file, framework="numpy") as handle:
                 for name in handle.keys():  # noqa: SIM118 (it is no dict)
                     if name in sources:
-                        raise UserError(f"{path} holds {name} in two files: download it again into an empty folder")
+                        again = "download it again into an empty folder"
+                        raise UserError(f"{file.parent} holds {name} in two files: {again}")
                     tensor = handle.get_slice(name)
                     sources[name] = Source(file, name, tuple(tensor.get_shape()), tensor.get_dtype())
         except (SafetensorError, OSError) as error:
@@ -169,26 +170,20 @@ def find_tensors(path: Path) -> dict[str, Source]:
     return sources
 
 
-def _files(path: Path) -> list[Path]:
+def _files(folder: Path) -> list[Path]:
     """Find the safetensors files of a checkpoint."""
-    if not path.exists():
-        raise UserError(f"no checkpoint at {path}: pass a folder that holds model.safetensors, or the file")
-    if path.is_dir():
-        for name in ("model.safetensors", "model.safetensors.index.json"):
-            if (path / name).is_file():
-                return _files(path / name)
-        pickled = next((file for ending in ("bin", "pt", "pth") for file in path.glob(f"*.{ending}")), None)
-        if pickled is None:
-            raise UserError(f"{path} holds no model.safetensors and no index of several: is it the right folder?")
-        path = pickled
-    if path.name.endswith(".index.json"):
-        return _index_files(path)
-    if path.suffix != ".safetensors":
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    if (index := folder / "model.safetensors.index.json").is_file():
+        return _index_files(index)
+    if not folder.is_dir():
+        raise UserError(f"no checkpoint at {folder}: pass the folder that holds model.safetensors")
+    if pickled := next((file for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}")), None):
         raise UserError(
-            f"{path} is not safetensors, and a PyTorch pickle is never read because it can run code: convert it "
-            f"with transformers' from_pretrained({str(path.parent)!r}) and save_pretrained"
+            f"{pickled} is not safetensors, and a PyTorch pickle is never read because it can run code: convert it "
+            f"with transformers' from_pretrained({str(folder)!r}) and save_pretrained"
         )
-    return [path]
+    raise UserError(f"{folder} holds no model.safetensors and no index of several: is it the right folder?")
 
 
 def _index_files(index: Path) -> list[Path]:

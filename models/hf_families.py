@@ -289,7 +289,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     Change them with `dataclasses.replace`.
 
     Args:
-      path: the checkpoint's folder, or a file in it.
+      path: the checkpoint's folder.
 
     Raises:
       UserError: config.json cannot be read or lacks a key, or `jaxpar.models` cannot compute the model.
@@ -297,7 +297,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     folder = Path(path)
     if not folder.exists():
         raise UserError(f"there is no {folder}: give a run folder, or a folder with a Hugging Face checkpoint")
-    file = (folder if folder.is_dir() else folder.parent) / "config.json"
+    file = folder / "config.json"
     try:
         hf = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -132,7 +132,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _tensors(folder: Path) -> dict[str, Source]:
     if not (folder / WEIGHTS).exists():
         raise UserError(f"{folder} has no {WEIGHTS}: save the adapter again, with save_pretrained")
-    found = find_tensors(folder / WEIGHTS)
+    found = find_tensors([folder / WEIGHTS])
     return {name.removeprefix(_PREFIX): source for name, source in found.items()}
 
 
