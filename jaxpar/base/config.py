@@ -228,15 +228,6 @@ class KernelsConfig:
 
 
 @dataclass(frozen=True)
-class CompileConfig:
-    """How programs are compiled."""
-
-    cache: str = "auto"
-    """Folder that keeps compiled programs for the next start; auto = `jaxpar/programs` in the user's cache folder,
-    off = none. JAX's own setting (JAX_COMPILATION_CACHE_DIR) comes before it. `rehearse` always compiles."""
-
-
-@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save, and what to keep."""
 
@@ -272,7 +263,6 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
@@ -282,7 +272,7 @@ RESOLVED = "The resolved config of this run."
 
 # A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
 # reported and kept. Any other difference is another experiment.
-RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compile", "checkpoint",
+RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "checkpoint",
              "metrics", "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches",
              "train.final_eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
 

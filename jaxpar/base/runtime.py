@@ -36,20 +36,18 @@ _FIX = {
 }
 
 
-def start(spec: MeshSpec, cache: str = "auto") -> list[jax.Device]:
+def start(spec: MeshSpec) -> list[jax.Device]:
     """Start JAX and return the devices for a mesh: simulated ones on `cpu`, else those that are here.
 
     It may be called again, and after JAX has started, as in a notebook. Then it only checks.
 
-    Args:
-      spec: the mesh.
-      cache: where compiled programs are kept: see `keep_programs`.
+    Compiled programs are kept for the next start: see `keep_programs`.
 
     Raises:
-      UserError: a TPU or GPU is asked for and absent, JAX has already started on another platform or with too few CPU
-        devices, or the cache cannot be made.
+      UserError: a TPU or GPU is asked for and absent, or JAX has already started on another platform or with too few
+        CPU devices.
     """
-    keep_programs(cache)
+    keep_programs()
     if spec.platform != "auto":
         jax.config.update("jax_platforms", _BACKENDS[spec.platform])
     if spec.platform in ("auto", "cpu"):
@@ -173,28 +171,20 @@ def widen_cpu_pool(devices: int) -> None:
         os.environ.setdefault("PJRT_NPROC", str(max(os.cpu_count() or 1, min(4 * devices, devices + 64))))
 
 
-def keep_programs(cache: str) -> None:
-    """Have JAX keep compiled programs in a folder, so that the next process reads them instead of compiling.
+def keep_programs() -> None:
+    """Have JAX keep compiled programs in `programs` of `cache_folder()`, so that the next process reads them.
 
-    JAX's own setting (JAX_COMPILATION_CACHE_DIR) comes first, and so does an earlier call in this process. Once the
-    folder is full, the programs that were used longest ago are removed.
-
-    Args:
-      cache: `auto` is `programs` in `cache_folder()`, `off` is none, and anything else is a folder.
-
-    Raises:
-      UserError: the folder cannot be made. With `auto` the log says so instead.
+    JAX's own settings come first (JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE), and so does an earlier call
+    in this process. Once the folder is full, the programs that were used longest ago are removed.
     """
     values = jax.config.values
-    if cache == "off" or values["jax_compilation_cache_dir"] or not values["jax_enable_compilation_cache"]:
+    if values["jax_compilation_cache_dir"] or not values["jax_enable_compilation_cache"]:
         return
-    folder = (cache_folder() / "programs" if cache == "auto" else Path(cache).absolute()) / _processor()
+    folder = cache_folder() / "programs" / _processor()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = f"compiled programs cannot be kept in {folder} ({error.strerror})"
-        if cache != "auto":
-            raise UserError(f"{reason}: set compile.cache to another folder, or to off") from error
         logging.getLogger(__name__).warning("%s: every start compiles anew", reason)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))

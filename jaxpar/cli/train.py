@@ -39,7 +39,7 @@ def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
     check(config)
     if verify:
         simulate_for(config.mesh)
-    devices = start(config.mesh, config.compile.cache)
+    devices = start(config.mesh)
     main = jax.process_index() == 0
     say = console().print if main else lambda line: None
     make_plan(config, devices)  # what is wrong with the layout or the data is said before a budget is solved

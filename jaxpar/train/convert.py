@@ -52,7 +52,7 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     if config.model.lora.rank:
         base = frozen_folder(source, config.model.lora)
         config = replace(config, train=replace(config.train, init=str(base)))
-    plan, model = make_plan(check(config), start(config.mesh, config.compile.cache)), Model(config.model)
+    plan, model = make_plan(check(config), start(config.mesh)), Model(config.model)
     state = init_state(model, config, plan, load_params(source, config, plan))
     open_run(target, config)
     checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
@@ -74,7 +74,7 @@ def export_run(
     """
     if adapter and not config.model.lora.rank:
         raise UserError(f"--adapter: {source} was trained without LoRA, so it has none: leave it out")
-    plan, model = drop_stages(make_plan(check(config), start(config.mesh, config.compile.cache))), Model(config.model)
+    plan, model = drop_stages(make_plan(check(config), start(config.mesh))), Model(config.model)
     step, params = load_run(source, step, config, plan)
     if adapter:
         base = frozen_folder(Path(config.train.init), config.model.lora)

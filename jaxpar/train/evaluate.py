@@ -61,7 +61,7 @@ def evaluate_folder(
     Raises:
       UserError: there is no checkpoint or no validation data, or the mesh does not fit.
     """
-    plan = make_plan(check(config), start(config.mesh, config.compile.cache))
+    plan = make_plan(check(config), start(config.mesh))
     for note in kernel_notes(config, plan, training=False):
         say(note)
     data = replace(config.data, path=config.data.path or config.data.val_path)

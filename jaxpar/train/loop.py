@@ -86,7 +86,7 @@ def run(
     require_settled(check(config))
     if config.model.lora.rank and not config.train.init:
         raise UserError("model.lora trains beside frozen weights, and there are none: name their folder in train.init")
-    devices = start(config.mesh, config.compile.cache)
+    devices = start(config.mesh)
     say = console().print if jax.process_index() == 0 else lambda line: None
     plan = make_plan(config, devices)
     if corpus is None:

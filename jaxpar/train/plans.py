@@ -10,7 +10,7 @@ from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import make_mesh
-from jaxpar.base.plan import Plan, late_sum_axes
+from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel.collectives import further_split
@@ -109,7 +109,6 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
         *overlap_notes(plan),
         *pipeline_notes(config, plan),
         *([f"{asked}: on CPU host memory is the device's own, nothing is saved by moving it"] if useless else []),
-        *_sum_notes(config, plan),
         *kernel_notes(config, plan),
     ]
 
@@ -122,15 +121,6 @@ def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]
         plan, layer_masks(model), data.seq_len, model.head_size, training and model.dropout > 0,
         model.attention_softcap, data.pack, max(train.batch // parts, 1),
     )  # fmt: skip
-
-
-def _sum_notes(config: Config, plan: Plan) -> list[str]:
-    """Say why gradients that could be summed over devices only once are not."""
-    parts, over = config.train.accumulation, late_sum_axes(plan, config.train.accumulation, whole=False)
-    why = "experts are balanced" if config.model.experts else "dropout is drawn" if config.model.dropout else ""
-    if not over or not why:
-        return []
-    return [f"gradients are summed over {' x '.join(over)} after every microbatch of {parts}: {why} over all of one"]
 
 
 def offload_asked(plan: Plan) -> str:

@@ -51,7 +51,7 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
     config, words = replace(config, model=base_config(config.model)), _words_folder(folder)
     tokenizer, model = folder_tokenizer(words, config), Model(config.model)
     mesh = mesh or MeshSpec()
-    devices = start(mesh, config.compile.cache)
+    devices = start(mesh)
     if replace(mesh, platform="auto", distributed=False) == MeshSpec():
         found = decode_mesh(config.model, len(devices))
         mesh = replace(mesh, data=found.data, tensor=found.tensor)

@@ -70,7 +70,7 @@ def _place_mesh(config: Config, devices: list[jax.Device] | None) -> tuple[MeshS
       UserError: there are too few devices to keep every mesh axis above 1.
     """
     spec = config.mesh
-    found = _devices_here(spec, config.compile.cache) if devices is None else devices
+    found = _devices_here(spec) if devices is None else devices
     mesh, notes = fit_mesh(spec, len(found)), []
     if mesh is None and found[0].platform != "cpu":
         notes.append(f"{len(found)} {found[0].device_kind} cannot keep every mesh axis above 1: CPU devices instead")
@@ -93,7 +93,7 @@ def _place_mesh(config: Config, devices: list[jax.Device] | None) -> tuple[MeshS
     return replace(mesh, platform="auto", distributed=False), used, notes
 
 
-def _devices_here(spec: MeshSpec, cache: str) -> list[jax.Device]:
+def _devices_here(spec: MeshSpec) -> list[jax.Device]:
     """Return this process's devices; if JAX has not started, the CPU simulates enough of them for the mesh."""
     count = simulated_devices(spec)
     try:
@@ -101,7 +101,7 @@ def _devices_here(spec: MeshSpec, cache: str) -> list[jax.Device]:
     except RuntimeError:  # JAX has started
         count = len(jax.devices("cpu")) if spec.platform == "cpu" else 1
     widen_cpu_pool(count)
-    found = start(MeshSpec(data=count, platform="cpu") if spec.platform == "cpu" else MeshSpec(), cache)
+    found = start(MeshSpec(data=count, platform="cpu") if spec.platform == "cpu" else MeshSpec())
     return [device for device in found if device.process_index == jax.process_index()]
 
 
