@@ -60,8 +60,6 @@ class RehearseArgs(ConfigArgs):
     """Write the report as JSON; - = print it, and nothing else."""
     fail_on: str = ""
     """Conditions that exit with 1: unplanned-collective,does-not-fit, or any rule of the linter."""
-    no_timeline: bool = False
-    """Leave the timeline out of the JSON: it is most of the bytes."""
 
 
 def config_args(

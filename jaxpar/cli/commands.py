@@ -40,8 +40,6 @@ class ShowArgs(ConfigArgs):
     """Where the picture of the mesh goes; empty = NAME.png."""
     schedule: bool = False
     """Show how microbatches go through the pipeline's stages instead, and draw that: NAME_schedule.png."""
-    json: bool = False
-    """Print the parameter table, or the schedule, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +128,9 @@ def show_command(words: list[str]) -> int:
     name, args = config_args(show_command.__doc__, ShowArgs, words)
     config, picture = check(args.config), Path(args.out or Path(name).stem + ".png")
     if args.schedule:
-        show_schedule(config, picture, args.json)
+        show_schedule(config, picture)
     else:
-        show(config, picture, args.json, load_mesh_preset(args.on)[1].hbm_bytes if args.on else 0)
+        show(config, picture, load_mesh_preset(args.on)[1].hbm_bytes if args.on else 0)
     return 0
 
 
@@ -141,8 +139,6 @@ def rehearse_command(words: list[str]) -> int:
     from jaxpar.cli.rehearse import rehearse_words
 
     name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
-    if args.no_timeline and not args.json:
-        raise UserError("--no-timeline has no effect: it leaves a part out of the JSON, so add --json FILE")
     return rehearse_words(name, args, "jaxpar rehearse " + " ".join(words))
 
 
@@ -203,7 +199,7 @@ def bench_command(words: list[str]) -> int:
 
     _, args = config_args(bench_command.__doc__, BenchArgs, words)
     config, say = check(args.config), console().print
-    plan = make_plan(config, start(config.mesh, config.compile.cache))
+    plan = make_plan(config, start(config.mesh))
     say(table(bench_step(config, plan, args.rounds, args.calls, say=say)))
     return 0
 

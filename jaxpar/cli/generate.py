@@ -1,4 +1,4 @@
-"""`jaxpar generate`: prompts to a screen as they are continued, or to a file."""
+"""`jaxpar generate`: prompts to a screen as they are continued."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from jaxpar.base.console import check_folders, count_text
+from jaxpar.base.console import count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, describe
 from jaxpar.train.prompts import Prompt, continuation, encode_prompts, read_prompts, stop_ids
@@ -51,8 +51,6 @@ class GenerateArgs:
     """Of matmuls, parameters and cache; auto = a run's own, else float32 on CPU and bfloat16 elsewhere."""
     json: bool = False
     """Print one JSON object a prompt."""
-    out: str = ""
-    """Write one JSON object a prompt into this file (.jsonl)."""
     mesh: MeshSpec = field(default_factory=MeshSpec)
 
 
@@ -67,14 +65,13 @@ def generate_words(folder: Path, args: GenerateArgs) -> None:
     if args.batch < 1 or args.max_tokens < 0:
         raise UserError(f"--batch is at least 1 and --max-tokens at least 0, found {args.batch} and {args.max_tokens}")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    check_folders(args.out)
     given = list(args.prompt) or read_prompts(Path(args.prompts))
     trained = open_trained(folder, args.mesh, args.dtype, args.step)
     prompts = encode_prompts(trained, given, args.chat)
     stop = stop_ids(trained, args.chat or any(isinstance(one, list) for one in given), args.stop)
     longest = max(len(prompt.ids) for prompt in prompts)
     max_tokens = args.max_tokens or max(min(128, trained.config.model.max_seq_len - longest), 1)
-    live = len(prompts) == 1 and not args.json and not args.out
+    live = len(prompts) == 1 and not args.json
     ids = [prompt.ids for prompt in prompts]
     if live:
         new = _stream(trained, prompts[0], max_tokens, sampling, stop, args.chat)
@@ -117,15 +114,9 @@ def _rows(trained: Trained, prompts: list[Prompt], new: list[list[int]], max_tok
 
 
 def _write(rows: list[dict[str, Any]], args: GenerateArgs) -> None:
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    if args.out:
-        Path(args.out).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        print(f"wrote {len(rows)} answers to {args.out}", file=sys.stderr)
-    elif args.json:
-        print("\n".join(lines))
-    else:
-        for number, row in enumerate(rows, 1):
-            print(f"--- {number} ---\n{'' if args.chat else row['prompt']}{row['text']}")
+    for number, row in enumerate(rows, 1):
+        text = f"--- {number} ---\n{'' if args.chat else row['prompt']}{row['text']}"
+        print(json.dumps(row, ensure_ascii=False) if args.json else text)
 
 
 def _summary(trained: Trained) -> str:

@@ -58,8 +58,7 @@ def rehearse_words(name: str, args: RehearseArgs, command: str) -> int:
 
 def _write(report: Rehearsal, args: RehearseArgs) -> list[str]:
     """Write the files that were asked for, print the JSON if that was, and return the names of the files."""
-    kept = {key: value for key, value in report.items() if key != "timeline" or not args.no_timeline}
-    text = json.dumps(kept, indent=1 if args.no_timeline else None, allow_nan=False) if args.json else ""
+    text = json.dumps(report, allow_nan=False) if args.json else ""
     if args.json == "-":
         print(text)
     writers: list[tuple[str, Callable[[Path], None]]] = [

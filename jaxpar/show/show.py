@@ -5,7 +5,6 @@ for any mesh and without hardware.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 from jaxpar.base.config import Config
@@ -16,8 +15,8 @@ from jaxpar.base.runtime import start
 from jaxpar.base.sharding import placements
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.layers import layers_of, microbatches
-from jaxpar.parallel.pipeline.schedules import Table, schedule
-from jaxpar.parallel.pipeline.simulator import UNIT, simulate_schedule
+from jaxpar.parallel.pipeline.schedules import schedule
+from jaxpar.parallel.pipeline.simulator import UNIT
 from jaxpar.plan.choose_overlap import is_open, without_auto
 from jaxpar.plan.communication import step_collectives
 from jaxpar.plan.memory_account import memory_account
@@ -30,7 +29,7 @@ from jaxpar.train.saved_activations import activations
 from jaxpar.train.state import param_shapes
 
 
-def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> None:
+def show(config: Config, picture: Path, has: int = 0) -> None:
     """Print where a config's parameters live and what each device sends in a step. Draw the largest arrays on the mesh.
 
     The devices are simulated on this CPU, however many the mesh needs; an axis of -1 counts as 1.
@@ -38,7 +37,6 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
     Args:
       config: the experiment to show.
       picture: the PNG to write.
-      as_json: whether to print a JSON list of rows in place of the table.
       has: the bytes of a device's memory; 0 = not known.
 
     Raises:
@@ -48,40 +46,33 @@ def show(config: Config, picture: Path, as_json: bool = False, has: int = 0) -> 
     mesh = dataclasses.replace(config.mesh, platform="cpu", distributed=False)
     unchosen = is_open(config.overlap)
     config = dataclasses.replace(config, mesh=mesh, overlap=without_auto(config.overlap))
-    plan, model = make_plan(config, start(mesh, config.compile.cache)), Model(config.model)
+    plan, model = make_plan(config, start(mesh)), Model(config.model)
     rows, named = placements(param_shapes(model, plan), model.axes, plan), activations(config, plan)
     collectives = step_collectives(config, plan)
     title = (
         f"{config.model.family}, {count_text(model.parameter_count())} parameters, on {describe(dict(plan.mesh.shape))}"
     )
     out = console()
-    if as_json:
-        table = [{**row._asdict(), "spec": [list(e) if isinstance(e, tuple) else e for e in row.spec]} for row in rows]
-        out.print(json.dumps(table))
-    else:
-        out.print(title)
-        for note in plan_notes(config, plan):
-            out.print(note)
-        if unchosen:
-            out.print("overlap auto: shown as xla, without Domino; train and rehearse choose")
-        out.print(sharding_table(rows))
-        out.print("")
-        out.print(activation_table(named))
-        out.print("")
-        parts = memory_account(config, plan, "tpu")  # a device whose host memory is not its own
-        out.print(memory_table(parts, has=has))
-        if config.memory.budget:
-            out.print(
-                f"memory.budget {config.memory.budget}: shown as policy and keep say; train and rehearse solve it"
-            )
-        out.print("")
-        out.print(communication_table(collectives) if collectives else "no collectives: one device")
+    out.print(title)
+    for note in plan_notes(config, plan):
+        out.print(note)
+    if unchosen:
+        out.print("overlap auto: shown as xla, without Domino; train and rehearse choose")
+    out.print(sharding_table(rows))
+    out.print("")
+    out.print(activation_table(named))
+    out.print("")
+    parts = memory_account(config, plan, "tpu")  # a device whose host memory is not its own
+    out.print(memory_table(parts, has=has))
+    if config.memory.budget:
+        out.print(f"memory.budget {config.memory.budget}: shown as policy and keep say; train and rehearse solve it")
+    out.print("")
+    out.print(communication_table(collectives) if collectives else "no collectives: one device")
     save_figure(mesh_figure(rows, plan, title), picture)
-    if not as_json:
-        out.print(f"picture: {picture}")
+    out.print(f"picture: {picture}")
 
 
-def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
+def show_schedule(config: Config, picture: Path) -> None:
     """Print which microbatch each stage of a config's pipeline works on in each tick. Draw the schedule beside the
     picture of the mesh (`tiny_schedule.png` for `tiny.png`).
 
@@ -91,7 +82,6 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
     Args:
       config: the experiment to show.
       picture: the path that the picture of the mesh would have.
-      as_json: whether to print one JSON object in place of the text.
 
     Raises:
       UserError: the mesh has one stage, or there can be no such pipeline.
@@ -109,18 +99,14 @@ def show_schedule(config: Config, picture: Path, as_json: bool = False) -> None:
         + f", {table.microbatches} microbatch{'es' if table.microbatches > 1 else ''}"
     )
     out = console()
-    if as_json:
-        out.print(json.dumps(_schedule_json(name, table)))
-    else:
-        counts = " or ".join(map(str, sorted(set(layers.counts))))
-        out.print(f"{title}, {counts} layer{'' if counts == '1' else 's'} in each {'chunk' if v > 1 else 'stage'}\n")
-        if few := _few_note(config, stages, table.microbatches):
-            out.print(few + "\n")
-        out.print(schedule_text(table, out.width if out.is_terminal else 160, UNIT.chunk(v)))
+    counts = " or ".join(map(str, sorted(set(layers.counts))))
+    out.print(f"{title}, {counts} layer{'' if counts == '1' else 's'} in each {'chunk' if v > 1 else 'stage'}\n")
+    if few := _few_note(config, stages, table.microbatches):
+        out.print(few + "\n")
+    out.print(schedule_text(table, out.width if out.is_terminal else 160, UNIT.chunk(v)))
     path = picture.with_name(f"{picture.stem}_schedule.png")
     save_figure(schedule_figure(table, UNIT.chunk(v), title), path)
-    if not as_json:
-        out.print(f"picture: {path}")
+    out.print(f"picture: {path}")
 
 
 def _few_note(config: Config, stages: int, count: int) -> str:
@@ -132,12 +118,3 @@ def _few_note(config: Config, stages: int, count: int) -> str:
         f"most stages are idle, since train.batch={batch} has no more microbatches on this mesh: "
         f"try train.batch={batch // count * 4 * stages}, or fewer devices along data and fsdp"
     )
-
-
-def _schedule_json(name: str, table: Table) -> dict[str, object]:
-    """A table with its figures as JSON; a cell is null or `[kind, microbatch, chunk]`."""
-    found = simulate_schedule(table, UNIT.chunk(table.virtual))
-    return {
-        "schedule": name, "stages": table.stages, "microbatches": table.microbatches, "virtual": table.virtual,
-        "bubble": found.bubble, "stash": found.stash, "ticks": table.ticks,
-    }  # fmt: skip

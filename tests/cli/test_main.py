@@ -227,16 +227,16 @@ def test_a_mistaken_command_line(words, message, refused):
 def test_flags_change_the_config(run, tmp_path):
     picture = tmp_path / "a.png"
     words = ["--mesh.tensor=1", "--mesh.data", "-1", "--rules.embed", "--model.scan_layers", "True", "--out", picture]
-    rows = json.loads(run("show", "tiny", *words, "--json"))
-    assert all(row["spec"] == [] for row in rows)
+    text = run("show", "tiny", *words)
+    assert " P() " in text and "P('" not in text and "P(None" not in text
     assert picture.exists()
 
 
 def test_a_setting_may_be_written_as_messages_write_it(run, refused, tmp_path):
     words = ["mesh.tensor=1", "mesh.data=-1", "mesh.fsdp=1", "rules.residual_seq=[context, tensor]", "rules.mlp=[]"]
     words += ["--out", tmp_path / "a.svg", "model.family=llama", 'model.masks=["longformer(8, 2)", causal]']
-    rows = json.loads(run("show", "tiny", *words, "--json"))
-    assert all(row["spec"] == [] for row in rows)
+    text = run("show", "tiny", *words)
+    assert " P() " in text and "P('" not in text and "P(None" not in text
     assert "takes no --mesh.tensr (did you mean '--mesh.tensor'?)" in refused("show", "tiny", "mesh.tensr=1")
 
 
@@ -336,7 +336,7 @@ def test_a_run_folder_is_taken_wherever_a_config_is(run, refused, text, tmp_path
     assert "--train.stop-at 0 goes on to step 3" in run("train", "mine")
     assert "run          mine, resumed after step 2" in run("train", "mine/config.toml", "--train.stop-at", 0)
     assert "mine, resumed after step 3" in run("train", "mine/", "--train.steps", 4)
-    assert json.loads(run("show", "mine", "--json"))[0]["name"]
+    assert "blocks.up " in run("show", "mine")
     assert "mine.png" in os.listdir() and not Path("runs").exists()
     Path("empty").mkdir()
     assert "a path ends in .toml, or is that of a run folder" in refused("train", "empty")
@@ -375,8 +375,8 @@ def test_doctor(run):
 
 
 def test_show_on_another_mesh(run, tmp_path):
-    rows = json.loads(run("show", "tiny", "--on", "cpu_8", "--out", tmp_path / "a.png", "--json"))
-    assert rows[0].keys() == {"name", "shape", "axes", "spec", "bytes", "bytes_per_device"}
+    out = run("show", "tiny", "--on", "cpu_8", "--out", tmp_path / "a.png")
+    assert "parameters, on data=2 x fsdp=2 x tensor=2" in out
 
 
 def test_show_simulates_64_devices(tmp_path):
@@ -393,7 +393,7 @@ def test_show_a_schedule(run, refused, tmp_path):
     words = "show", "tiny", "--schedule", "--mesh.stage", 2, "--pipeline.microbatches", 4, "--out", tmp_path / "a.png"
     assert run(*words).startswith("1f1b, 2 stages, 4 microbatches, 1 layer in each stage\n")
     assert [path.name for path in tmp_path.iterdir()] == ["a_schedule.png"]
-    assert json.loads(run(*words, "--json", "--pipeline.schedule", "gpipe"))["schedule"] == "gpipe"
+    assert run(*words, "--pipeline.schedule", "gpipe").startswith("gpipe, 2 stages")
     assert "try mesh.stage=4" in refused("show", "tiny", "--schedule")
     assert "invalid choice 'zb_h2'" in refused(*words, "--pipeline.schedule", "zb_h2")
 
@@ -549,7 +549,6 @@ def test_every_flag_of_a_config_is_a_key_of_its_file(capsys):
     ("words", "message"),
     [
         ("train tiny --data.path nowhere.txt", "data.path has no effect: data.source is stdlib"),
-        ("rehearse tiny --target v5e-8 --no-timeline", "--no-timeline has no effect: it leaves a part out of the JSON"),
         ("tokenize here.txt a.bin --max-bytes 5", "--max-bytes has no effect: it caps the stdlib corpus alone"),
     ],
 )
