@@ -113,7 +113,7 @@ def test_every_line_parses(page: Path) -> None:
 def test_every_table_of_a_config_parses(page: Path) -> None:
     for block in blocks(page):
         if block.language == "toml":
-            parse(block.text, f"{page.name}:{block.line}")
+            check(parse(block.text, f"{page.name}:{block.line}"))
 
 
 def shell(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
