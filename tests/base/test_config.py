@@ -106,7 +106,7 @@ def changed(key: str, value: Any) -> Config:
         "precision.moments": "bfloat16", "memory.optimizer": "offload", "memory.parameters": "offload",
         "memory.may": ["optimizer"], "data.loss_on": "all", "overlap.domino": "on", "context.strategy": "ulysses",
         "kernels.attention": "chunked", "pipeline.schedule": "gpipe", "pipeline.stash": "stage",
-        "pipeline.layers": [1, 2], "model.rope_scaling": "linear",
+        "pipeline.layers": [1, 2], "model.rope_scaling": "linear", "metrics.sinks": ["wandb"],
     }  # fmt: skip
     return override(Config(), {key: others.get(key) or kinds.get(type(value), lambda v: v + "x")(value)})
 
