@@ -144,9 +144,8 @@ class Block(nnx.Module):
             (up_BSF,) = self._columns(x_BSD, {"up": ("mlp",)}, ops)
             hidden_BSF = jax.nn.gelu(named(up_BSF, "up"), approximate=True)
         elif self.config.experts:
-            chosen, factor = self.config.experts_per_token, self.config.capacity_factor
             weights = self.router[...], self.gate[...], self.up[...], self.down[...]
-            return ops.expert_mlp(x_BSD, *weights, chosen, factor)
+            return ops.expert_mlp(x_BSD, *weights, self.config.experts_per_token)
         else:
             gate_BSF, up_BSF = self._columns(x_BSD, {"gate": ("mlp",), "up": ("mlp",)}, ops)
             activation = jax.nn.silu if self.family.activation == "silu" else jax.nn.gelu

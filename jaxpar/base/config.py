@@ -50,8 +50,6 @@ class ModelConfig:
     """Experts of a block, each an MLP (LLaMA: Mixtral, arXiv:2401.04088); 0 = one MLP for every token."""
     experts_per_token: int = 2
     """How many experts a token is sent to."""
-    capacity_factor: float = 0.0
-    """Room of an expert, as a multiple of its even share of a device's tokens; 0 = no token is dropped."""
     max_seq_len: int = 1024
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
     masks: tuple[str, ...] = ("causal",)

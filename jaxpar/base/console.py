@@ -96,7 +96,6 @@ def numbers_text(numbers: Mapping[str, float | None]) -> str:
         "grad_norm": lambda x: f"grad {x:.3g}",
         "learning_rate": lambda x: f"lr {x:.2e}",
         "router_balance": lambda x: f"balance {x:.3f}",
-        "dropped": lambda x: f"dropped {100 * x:.1f} %",
         "tokens_per_second": lambda x: f"{count_text(x)} tok/s",
         "tflops_per_device": lambda x: f"{x:.1f} TFLOP/s/device",
         "mfu": lambda x: f"MFU {100 * x:.1f} %",

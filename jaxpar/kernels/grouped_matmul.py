@@ -20,35 +20,25 @@ class Groups(NamedTuple):
     """The rows of a device's experts, in the order of the experts.
 
     Attributes:
-      counts: how many rows each buffer has for each expert, [buffers, E]; None = as many for each expert.
-      experts: how many experts are here.
+      counts: how many rows each buffer has for each expert, [buffers, E].
     """
 
-    counts: Array | None
-    experts: int
+    counts: Array
 
     def product(self, x_RI: Array, weight_EIO: Array) -> Array:
         """Multiply each row by the matrix of its expert."""
-        if self.counts is not None:
-            sizes_E = jnp.sum(self.counts, axis=0)
-            return jax.lax.ragged_dot(x_RI, weight_EIO, sizes_E, preferred_element_type=weight_EIO.dtype)
-        x_ERI = x_RI.reshape(self.experts, -1, x_RI.shape[-1])
-        y_ERO = jnp.einsum("ERI,EIO->ERO", x_ERI, weight_EIO, preferred_element_type=weight_EIO.dtype)
-        return y_ERO.reshape(x_RI.shape[0], -1)
+        sizes_E = jnp.sum(self.counts, axis=0)
+        return jax.lax.ragged_dot(x_RI, weight_EIO, sizes_E, preferred_element_type=weight_EIO.dtype)
 
     def weight_grad(self, x_RI: Array, dy_RO: Array) -> Array:
         """The gradients of the experts' matrices [E, I, O], summed in float32."""
-        float32 = jnp.dtype(jnp.float32)
-        if self.counts is not None:
-            sizes_E = jnp.sum(self.counts, axis=0)
-            return jax.lax.ragged_dot_general(x_RI, dy_RO, sizes_E, _OVER_ROWS, preferred_element_type=float32)
-        x_ERI, dy_ERO = (x.reshape(self.experts, -1, x.shape[-1]) for x in (x_RI, dy_RO))
-        return jnp.einsum("ERI,ERO->EIO", x_ERI, dy_ERO, preferred_element_type=float32)
+        sizes_E, float32 = jnp.sum(self.counts, axis=0), jnp.dtype(jnp.float32)
+        return jax.lax.ragged_dot_general(x_RI, dy_RO, sizes_E, _OVER_ROWS, preferred_element_type=float32)
 
     def order(self, rows: int) -> Array | None:
         """The permutation that takes rows from the order of the buffers to that of the experts, empty rows last;
         None = they are in that order already."""
-        if self.counts is None or len(self.counts) == 1:
+        if len(self.counts) == 1:
             return None
         ends_ME = jnp.cumsum(self.counts, axis=1)
         expert_MR = jnp.sum(jnp.arange(rows // len(self.counts))[:, None] >= ends_ME[:, None], axis=-1)

@@ -7,15 +7,13 @@ the expert, and an all-to-all over the mesh axes of `experts` exchanges the buff
 the axes that split `mlp` and multiplied expert by expert; their sums are scattered, and a second all-to-all brings them
 back.
 
-Shapes are static, so buffers have the size of the worst case. The default is *dropless*: all tokens of a device may
-choose experts of the same device, but each of them at most min(k, experts there), so no buffer overflows. With a
-capacity factor each expert has room for that multiple of its even share of a device's tokens. Later choices, by
-position, are dropped: those tokens go without the expert.
+No token is dropped. Shapes are static, so buffers have the size of the worst case: all tokens of a device may choose
+experts of the same device, but each of them at most min(k, experts there), so no buffer overflows.
 
 Per layer, one device sends the following over X devices along `experts`, with T tokens of dim D on a device and E
-experts: two all-to-alls forward and two backward, each of R D (X - 1) / X numbers in the compute dtype. R is the number
-of rows, X T min(k, E / X), or E C with C = ceil(T k / E factor). A block that is recomputed repeats the two of its
-forward. A dropless layer also exchanges E integers (how many rows are meant for each expert), forward only.
+experts: two all-to-alls forward and two backward, each of R D (X - 1) / X numbers in the compute dtype, with R = X T
+min(k, E / X) rows. A block that is recomputed repeats the two of its forward. A layer also exchanges E integers (how
+many rows are meant for each expert), forward only.
 
 Shapes: B batch, S sequence, D embed, F mlp, E experts, K chosen experts of a token, X devices along `experts`, T tokens
 of a device, N = T K, R rows.
@@ -23,8 +21,7 @@ of a device, N = T K, R rows.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -58,12 +55,10 @@ class RouterSums(NamedTuple):
         and P the expert's mean probability (Switch, arXiv:2101.03961, section 2.2); it is 1 where all are alike. It is
         taken sequence by sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), so that it adds up over any layout.
       z: squared log-normaliser of the router (ST-MoE, arXiv:2202.08906, section 3.3).
-      dropped: how many choices found no room; no gradient flows through it.
     """
 
     balance: Float[Array, ""]
     z: Float[Array, ""]
-    dropped: Float[Array, ""]
 
 
 class _Places(NamedTuple):
@@ -71,16 +66,13 @@ class _Places(NamedTuple):
 
     Attributes:
       sources: [1, 1, R] the token that each row of the sent buffers copies; -1 = the row is empty.
-      slots: [B, S, K] the row in which a token's choice is sent and its answer comes back; -1 = dropped.
-      counts: [1, 1, X, E / X] how many rows come from each device for each expert that is here; None with a capacity,
-        where the rows of an expert stand at fixed places.
-      dropped: how many choices of all devices have no row.
+      slots: [B, S, K] the row in which a token's choice is sent and its answer comes back.
+      counts: [1, 1, X, E / X] how many rows come from each device for each expert that is here.
     """
 
     sources: Array
     slots: Array
-    counts: Array | None
-    dropped: Array
+    counts: Array
 
 
 def expert_mlp(
@@ -92,7 +84,6 @@ def expert_mlp(
     layout: Layout,
     *,
     experts_per_token: int,
-    capacity_factor: float = 0.0,
 ) -> tuple[Float[Array, "B S D"], RouterSums]:
     """Compute the weighted sum of the SwiGLUs of the experts that each token chooses.
 
@@ -101,7 +92,6 @@ def expert_mlp(
       router_DE: logical axes ("embed", None).
       gate_EDF, up_EDF: logical axes ("experts", "embed", "mlp").
       down_EFD: logical axes ("experts", "mlp", "embed").
-      capacity_factor: rows of an expert from a device, as a multiple of the even share; 0 = nothing is dropped.
 
     Returns:
       The output [B, S, D] in the compute dtype and the residual stream's layout, and the router's sums.
@@ -119,7 +109,7 @@ def expert_mlp(
     with jax.named_scope("router"):
         routed = cast(tuple[Array, ...], _route(layout, experts_per_token, x_BSD, router_DE))
         weights_BSK, chosen_BSK, balance, z = routed
-        places = _find_places(chosen_BSK, router_DE.shape[1], capacity_factor, layout)
+        places = _find_places(chosen_BSK, router_DE.shape[1], layout)
     with jax.named_scope("dispatch"):
         rows = _each(_copies, layout, (STORED, _SOURCES), _ROWS)(x_BSD.astype(layout.dtype), places.sources)
         rows = named(_exchange(layout, rows), "expert_input")
@@ -130,7 +120,7 @@ def expert_mlp(
     with jax.named_scope("combine"):
         rows = named(_exchange(layout, rows), "expert_out")
         y_BSD = _each(_combine, layout, ((_ROWS, STORED), STORED), STORED)((rows, weights_BSK), places.slots)
-    return y_BSD, RouterSums(balance, z, places.dropped)
+    return y_BSD, RouterSums(balance, z)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -192,35 +182,23 @@ def _weigh(logits_BSE: Array, chosen_BSK: Array, share_BE: Array) -> tuple[Array
     return weights_BSK, balance, jnp.sum(jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)))
 
 
-def _find_places(chosen_BSK: Array, experts: int, capacity_factor: float, layout: Layout) -> _Places:
+def _find_places(chosen_BSK: Array, experts: int, layout: Layout) -> _Places:
     """Give every choice a row; the rows of a buffer are in the order of its experts, and then of the tokens."""
     X = layout.size("experts")
 
     def local(chosen_BSK: Array) -> _Places:
         T, K = chosen_BSK.shape[0] * chosen_BSK.shape[1], chosen_BSK.shape[2]
         expert_N = chosen_BSK.reshape(-1)
-        # A bucket is a range of rows that fills up by itself: a device's where nothing is dropped, else an expert's.
-        buckets, width = X, T * min(K, experts // X)
-        if capacity_factor:
-            buckets, width = experts, min(T, math.ceil(T * K / experts * capacity_factor))
-        bucket_N = expert_N // (experts // buckets)
-        order_N = jnp.argsort(expert_N, stable=True)
-        rank_N = inverse(order_N)
-        counts_E = jnp.sum(jax.nn.one_hot(expert_N, experts, dtype=jnp.int32), axis=0)
-        filled = jnp.sum(counts_E.reshape(buckets, -1), axis=1)
-        place_N = rank_N - (jnp.cumsum(filled) - filled)[bucket_N]
-        slot_N = jnp.where(place_N < width, bucket_N * width + place_N, -1)
-        fits_N = jnp.where(slot_N >= 0, slot_N, buckets * width)
-        sources_R = jnp.full(buckets * width, -1).at[fits_N].set(jnp.arange(T * K) // K, mode="drop")
-        dropped, tokens = jnp.sum(slot_N < 0).astype(jnp.float32), split_over(STORED[:2], layout)
-        counts = None if capacity_factor else _swap(counts_E.reshape(X, -1), layout)[None, None]
-        if not capacity_factor:
-            dropped = jnp.zeros(())
-        elif tokens:
-            dropped = jax.lax.psum(dropped, tokens)
-        return _Places(sources_R[None, None], slot_N.reshape(chosen_BSK.shape), counts, dropped)
+        rows = T * min(K, experts // X)  # of the buffer for one device
+        device_N = expert_N // (experts // X)
+        rank_N = inverse(jnp.argsort(expert_N, stable=True))
+        counts_XE = jnp.sum(jax.nn.one_hot(expert_N, experts, dtype=jnp.int32), axis=0).reshape(X, -1)
+        filled_X = jnp.sum(counts_XE, axis=1)
+        slot_N = device_N * rows + rank_N - (jnp.cumsum(filled_X) - filled_X)[device_N]
+        sources_R = jnp.full(X * rows, -1).at[slot_N].set(jnp.arange(T * K) // K)
+        return _Places(sources_R[None, None], slot_N.reshape(chosen_BSK.shape), _swap(counts_XE, layout)[None, None])
 
-    outs = _Places(_SOURCES, STORED, None if capacity_factor else _ROWS, _SCALAR)  # pyright: ignore[reportArgumentType]
+    outs = _Places(_SOURCES, STORED, _ROWS)  # pyright: ignore[reportArgumentType]
     return manual(local, layout, (STORED,), outs)(chosen_BSK)
 
 
@@ -256,23 +234,19 @@ def _each(local: Callable[..., Array], layout: Layout, in_axes: PyTree, out_axes
 
 def _copies(x_BSD: Array, sources: Array) -> Array:
     """Return a row for each source, and zeros where the row is empty."""
-    return _take_rows(x_BSD.reshape(-1, x_BSD.shape[-1]), sources)
+    x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+    return jnp.where(sources[..., None] >= 0, x_TD[jnp.maximum(sources, 0)], 0)
 
 
 def _combine(rows_and_weights: tuple[Array, Array], slots_BSK: Array) -> Array:
     """Weigh the answers to each token's choices and sum them, in float32."""
     rows, weights_BSK = rows_and_weights
-    answers_BSKD = _take_rows(rows[0, 0], slots_BSK).astype(jnp.float32)
+    answers_BSKD = rows[0, 0][slots_BSK].astype(jnp.float32)
     return jnp.sum(weights_BSK[..., None] * answers_BSKD, axis=2).astype(rows.dtype)
 
 
-def _take_rows(x: Array, index: Array) -> Array:
-    """Return rows of `x`; where the index is -1 they are zeros and have no gradient."""
-    return jnp.where(index[..., None] >= 0, x[jnp.maximum(index, 0)], 0)
-
-
 def _grouped_product(
-    layout: Layout, x: Array, counts: Array | None, weights: tuple[Array, ...], *, sums: bool
+    layout: Layout, x: Array, counts: Array, weights: tuple[Array, ...], *, sums: bool
 ) -> tuple[Array, ...]:
     """Multiply rows by the weights of their experts, as `jaxpar.parallel.linear` does for the rows of one weight.
 
@@ -282,15 +256,15 @@ def _grouped_product(
     """
     axes, x_axes, y_axes = (_DOWN, _HIDDEN, _ROWS) if sums else (_UP, _ROWS, _HIDDEN)
 
-    def forward(x: Array, counts: Array | None, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-        groups, used = _groups(counts, weights, layout), [use(weight, axes, layout) for weight in weights]
+    def forward(x: Array, counts: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+        groups, used = _groups(counts, layout), [use(weight, axes, layout) for weight in weights]
         if sums:
             return (_rows_from(groups, groups.product(x[0, 0], used[0]), layout),)
         x_RD = _rows_to(groups, x.astype(layout.dtype), layout)
         return tuple(groups.product(x_RD, weight)[None, None] for weight in used)
 
-    def backward(x: Array, counts: Array | None, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> PyTree:
-        groups = _groups(counts, weights, layout)
+    def backward(x: Array, counts: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> PyTree:
+        groups = _groups(counts, layout)
         swapped = [jnp.swapaxes(use(weight, axes, layout), 1, 2) for weight in weights]
         if sums:
             x_RI, dys_RO = x[0, 0], [_rows_to(groups, dys[0], layout)]
@@ -307,40 +281,26 @@ def _grouped_product(
         )
         return dx, None, dweights
 
-    in_axes = (x_axes, None if counts is None else _ROWS, (axes,) * len(weights))
-    return manual_vjp(forward, backward, layout, in_axes, (y_axes,) * len(weights))(x, counts, weights)
+    return manual_vjp(forward, backward, layout, (x_axes, _ROWS, (axes,) * len(weights)), (y_axes,) * len(weights))(
+        x, counts, weights
+    )
 
 
-def _groups(counts: Array | None, weights: Sequence[Array], layout: Layout) -> Groups:
+def _groups(counts: Array, layout: Layout) -> Groups:
     """Inside `manual`: return the groups of the rows as used, gathered over the axes that split the sequence."""
-    experts = weights[0].shape[0]
-    return Groups(None if counts is None else gather(counts, _ROWS, _USED, layout).reshape(-1, experts), experts)
+    return Groups(gather(counts, _ROWS, _USED, layout).reshape(-1, counts.shape[-1]))
 
 
 def _rows_to(groups: Groups, x: Array, layout: Layout) -> Array:
     """Inside `manual`: gather a device's rows [1, 1, R, D] and put them in the order of the experts."""
     x_RD = gather(x, _ROWS, _USED, layout).reshape(-1, x.shape[-1])
-    if groups.counts is None:
-        return _swap_outer(x_RD, _buffers(layout), groups.experts)
     order = groups.order(len(x_RD))
     return x_RD if order is None else x_RD[order]
 
 
 def _rows_from(groups: Groups, y_RD: Array, layout: Layout) -> Array:
     """Inside `manual`: the inverse of `_rows_to` for partial sums over `mlp`, which are summed on the way."""
-    if groups.counts is None:
-        y_RD = _swap_outer(y_RD, groups.experts, _buffers(layout))
-    elif (order := groups.order(len(y_RD))) is not None:
+    if (order := groups.order(len(y_RD))) is not None:
         y_RD = y_RD[inverse(order)]
-    parts = _buffers(layout) // layout.size("experts")
+    parts = layout.size("residual_seq") // layout.size("seq")
     return reduce(y_RD.reshape(1, parts, -1, y_RD.shape[-1]), layout.mesh_axes("mlp"), _USED, _ROWS, layout)
-
-
-def _buffers(layout: Layout) -> int:
-    """How many buffers a device works on: one from each device along `experts`, for each device it gathers from."""
-    return layout.size("experts") * layout.size("residual_seq") // layout.size("seq")
-
-
-def _swap_outer(x_RD: Array, outer: int, inner: int) -> Array:
-    """Put rows of [outer, inner, *] in the order of [inner, outer, *]."""
-    return x_RD.reshape(outer, inner, -1, x_RD.shape[-1]).swapaxes(0, 1).reshape(x_RD.shape)

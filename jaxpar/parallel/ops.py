@@ -68,14 +68,11 @@ class Ops:
         )  # fmt: skip
 
     def expert_mlp(
-        self, x_BSD: Array, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int,
-        capacity_factor: float,
-    ) -> tuple[Array, RouterSums]:  # fmt: skip
+        self, x_BSD: Array, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int
+    ) -> tuple[Array, RouterSums]:
         """See `jaxpar.parallel.expert_mlp`."""
-        return experts.expert_mlp(
-            x_BSD, router_DE, gate_EDF, up_EDF, down_EFD, self.plan, experts_per_token=experts_per_token,
-            capacity_factor=capacity_factor,
-        )  # fmt: skip
+        weights = router_DE, gate_EDF, up_EDF, down_EFD
+        return experts.expert_mlp(x_BSD, *weights, self.plan, experts_per_token=experts_per_token)
 
     def linear_cross_entropy(
         self, x_BSD: Array, head_VD: Array, labels_BS: Array, vocab_size: int, z_loss: float = 0.0, softcap: float = 0.0

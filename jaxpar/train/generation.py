@@ -85,7 +85,7 @@ class Generator:
         UserError: the plan has stages.
         """
         self.plan, self.spent = decode_plan(plan, model.config), Spent()
-        self.config = replace(model.config, capacity_factor=0.0, dropout=0.0)
+        self.config = replace(model.config, dropout=0.0)
         self.params = layer_by_layer(model, params, self.plan, consume)
         self._programs: dict[tuple[Any, ...], Compiled] = {}
 

@@ -69,8 +69,8 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
     """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state.
 
     Metrics are float32 scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping), `learning_rate`
-    and `tokens` (labels that count). With experts there are also `router_balance` (1 = all alike), `router_z` (per
-    token) and `dropped` (the share of choices without room), which are means over the layers.
+    and `tokens` (labels that count). With experts there are also `router_balance` (1 = all alike) and `router_z` (per
+    token), which are means over the layers.
     """
     schedule, train = learning_rate(config.train), config.train
     shardings = state_shardings(model, config, plan)
@@ -89,11 +89,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
         }
         if sums.routed is not None:
             routed = batch["tokens"].size
-            metrics |= {
-                "router_balance": sums.routed.balance / routed,
-                "router_z": sums.routed.z / routed,
-                "dropped": sums.routed.dropped / (routed * model.config.experts_per_token),
-            }
+            metrics |= {"router_balance": sums.routed.balance / routed, "router_z": sums.routed.z / routed}
         return TrainState(state.step + 1, model.merge(state.params, new.params), new.opt_state), metrics
 
     return jax.jit(
@@ -174,7 +170,7 @@ def _accumulate(
     def zeros(param: jax.Array, axes: Axes) -> jax.Array:
         return plan.constrain(jnp.zeros(param.shape, gradient_dtype(axes, plan)), state_axes(axes))
 
-    routed = RouterSums(*jnp.zeros(3)) if model.config.experts else None
+    routed = RouterSums(*jnp.zeros(2)) if model.config.experts else None
     trained = model.trained(params), model.trained(model.axes)
     nothing = LossSums(*jnp.zeros(3), routed=routed), jax.tree.map(zeros, *trained)
     return jax.lax.scan(add, nothing, (jax.tree.map(split, dict(batch)), jnp.arange(accumulation)))[0]

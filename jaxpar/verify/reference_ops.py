@@ -100,9 +100,8 @@ class ReferenceOps:
         up_EDF: Float[Array, "E D F"],
         down_EFD: Float[Array, "E F D"],
         experts_per_token: int,
-        capacity_factor: float,
     ) -> tuple[Float[Array, "B S D"], RouterSums]:
-        """Run every expert on every token, with weight zero where it is not chosen; no token is ever dropped."""
+        """Run every expert on every token, with weight zero where it is not chosen."""
         E = router_DE.shape[1]
         logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
         probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
@@ -117,7 +116,7 @@ class ReferenceOps:
         shares_BE = jnp.mean(choices_BSKE, axis=(1, 2))
         balances_B = E * jnp.sum(shares_BE * jnp.mean(probabilities_BSE, axis=1), axis=-1)
         z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)))
-        return y_BSD, RouterSums(x_BSD.shape[1] * jnp.sum(balances_B), z, jnp.zeros(()))
+        return y_BSD, RouterSums(x_BSD.shape[1] * jnp.sum(balances_B), z)
 
     def linear_cross_entropy(
         self,

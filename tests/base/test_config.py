@@ -131,7 +131,6 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
         ({"model.kv_heads": 3}, "model.heads=4 is not a multiple of model.kv_heads=3"),
         ({"model.experts": 1}, "model.experts_per_token=2 is not in 1..model.experts=1"),
         ({"model.experts": -1}, "model.experts=-1 is below 0"),
-        ({"model.capacity_factor": -1.0}, "model.capacity_factor=-1.0 is below 0"),
         ({"model.dropout": 1.0}, "model.dropout=1.0 is not in"),
         ({"data.seq_len": 2048}, "data.seq_len=2048 is not in 1..model.max_seq_len=1024"),
         ({"data.val_fraction": 1.0}, "data.val_fraction=1.0 is not in"),

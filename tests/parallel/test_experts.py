@@ -21,7 +21,6 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
-from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.verify.reference_ops import ReferenceOps
@@ -44,11 +43,11 @@ def given() -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(a, jnp.float32) for a in (x, *(w / np.sqrt(w.shape[-2]) for w in weights)))
 
 
-def values_and_gradients(ops: Any, plan: Plan, factor: float = 0.0) -> Any:
+def values_and_gradients(ops: Any, plan: Plan) -> Any:
     """The answer, the router's sums, and the gradients of a loss that has all of them."""
 
     def loss(args: Any) -> Any:
-        y, sums = ops(plan).expert_mlp(*args, K, factor)
+        y, sums = ops(plan).expert_mlp(*args, K)
         return jnp.sum(jnp.sin(y.astype(jnp.float32))) + 0.3 * sums.balance + 0.2 * sums.z, (y, sums)
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(given())
@@ -84,19 +83,10 @@ LAYOUTS = {
 }
 
 
-ROOMY = ("one device", "expert x fsdp x tensor", "expert x context", "experts over data x context")
-
-
-@pytest.mark.parametrize(
-    ("layout", "factor"),
-    [(layout, 0.0) for layout in LAYOUTS] + [(layout, E / K) for layout in ROOMY],  # E / K: room for all
-    ids=str,
-)
-def test_every_layout_gives_the_plain_answer(layout, factor):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_plain_answer(layout):
     rules, mesh = LAYOUTS[layout]
-    found = values_and_gradients(Ops, plan_on(rules, **mesh), factor)
-    assert_close(found, expected())
-    assert found[0][1][1].dropped == 0
+    assert_close(values_and_gradients(Ops, plan_on(rules, **mesh)), expected())
 
 
 def test_bfloat16_is_as_far_off_as_in_plain_form():
@@ -108,39 +98,15 @@ def test_bfloat16_is_as_far_off_as_in_plain_form():
     assert_close(y, wanted, 2**-6)
 
 
-# What is dropped.
-
-
-def one_sided(plan: Plan, factor: float) -> tuple[jax.Array, RouterSums]:
-    """Tokens that all choose the first K experts, which lie on one device."""
+def test_no_buffer_overflows_where_all_tokens_choose_one_device():
     x, _, *experts = given()
     x = x.at[..., 0].set(1.0)
-    router = jnp.zeros((D, E)).at[0].set(-jnp.arange(E, dtype=jnp.float32))
-    answer, _ = jax.jit(lambda *args: Ops(plan).expert_mlp(*args, K, factor))(x, router, *experts), None
-    wanted = ReferenceOps(plan_on()).expert_mlp(x, router, *experts, K, 0.0)[0]
-    return answer[0] - wanted, answer[1]
-
-
-def test_no_buffer_overflows_where_all_tokens_choose_one_device():
-    off, sums = one_sided(plan_on(expert=2, tensor=2), 0.0)
-    assert np.max(np.abs(off)) < 1e-5
-    assert sums.dropped == 0
+    router = jnp.zeros((D, E)).at[0].set(-jnp.arange(E, dtype=jnp.float32))  # all choose the first K experts
+    plan = plan_on(expert=2, tensor=2)
+    found, sums = jax.jit(lambda *args: Ops(plan).expert_mlp(*args, K))(x, router, *experts)
+    wanted = ReferenceOps(plan_on()).expert_mlp(x, router, *experts, K)[0]
+    assert np.max(np.abs(found - wanted)) < 1e-5
     assert sums.balance > B * S * 1.5  # of at most E / K
-
-
-@pytest.mark.parametrize("mesh", [{}, {"expert": 4}, {"expert": 2, "tensor": 2}], ids=str)
-def test_what_finds_no_room_is_dropped_by_position(mesh):
-    plan = plan_on(**mesh)
-    off, sums = one_sided(plan, 1.0)
-    tokens = B * S // plan.mesh.size
-    room = -(-tokens * K // E)
-    assert sums.dropped == K * (tokens - room) * plan.mesh.size
-    # All choices of a token have the same place, so it keeps all of its experts or none.
-    kept = np.max(np.abs(off), axis=-1) < 1e-5
-    assert kept.sum() == room * plan.mesh.size
-    for rows in np.split(kept, plan.size("batch")):
-        for piece in np.split(rows, plan.size("residual_seq"), axis=1):
-            assert piece.reshape(-1)[:room].all()
 
 
 def test_rows_without_a_group_change_nothing():
@@ -161,7 +127,7 @@ def test_rows_without_a_group_change_nothing():
 def test_experts_over_an_axis_that_splits_no_tokens_are_refused():
     plan = plan_on(ShardingRules(batch=("data", "fsdp")), expert=2)
     with pytest.raises(UserError, match=r"rules.experts splits .* over expert=2, which splits no tokens.*rules.batch"):
-        Ops(plan).expert_mlp(*given(), K, 0.0)
+        Ops(plan).expert_mlp(*given(), K)
 
 
 def test_experts_that_do_not_divide_are_refused_with_what_does():
@@ -191,25 +157,23 @@ def sent(plan: Plan, function: Any, *args: Any) -> tuple[dict[str, int], dict[st
 
 
 @pytest.mark.parametrize("mesh", [{"expert": 2}, {"expert": 8}, {"expert": 2, "tensor": 4}], ids=str)
-@pytest.mark.parametrize("factor", [0.0, 1.25])
-def test_two_all_to_alls_forward_and_two_backward(mesh, factor):
+def test_two_all_to_alls_forward_and_two_backward(mesh):
     plan = plan_on(**mesh)
     X, T = mesh["expert"], B * S // plan.mesh.size
-    rows = E * -(-int(T * K / E * factor * 1000) // 1000) if factor else X * T * min(K, E // X)
-    counts = {} if factor else {"int32": E * 4}
+    rows = X * T * min(K, E // X)
 
     def forward(*args: Any) -> Any:
-        return Ops(plan).expert_mlp(*args, K, factor)[0]
+        return Ops(plan).expert_mlp(*args, K)[0]
 
     def both(*args: Any) -> Any:
         return jax.grad(lambda args: jnp.sum(jnp.sin(forward(*args))))(args)
 
     for function, moves in ((forward, 2), (both, 4)):
         asked, made = sent(plan, function, *given())
-        assert asked == {"float32": moves * rows * D * 4} | counts
+        assert asked == {"float32": moves * rows * D * 4, "int32": E * 4}
         assert made["all"] == sum(asked.values())
 
 
 def test_one_device_along_expert_sends_no_rows():
     plan = plan_on(fsdp=4, tensor=2)
-    assert sent(plan, lambda *args: Ops(plan).expert_mlp(*args, K, 0.0), *given()) == ({}, {})
+    assert sent(plan, lambda *args: Ops(plan).expert_mlp(*args, K), *given()) == ({}, {})

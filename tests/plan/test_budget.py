@@ -197,7 +197,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"model.family": "gpt2"},
     "llama": {"model.family": "llama", "model.kv_heads": 2, "model.tied_head": False},
     "llama, 16 layers": {"model.family": "llama", "model.kv_heads": 2, "model.layers": 16},
-    "moe": {"model.family": "llama", "model.experts": 4, "model.experts_per_token": 2, "model.capacity_factor": 1.25},
+    "moe": {"model.family": "llama", "model.experts": 4, "model.experts_per_token": 2},
 }
 MESHES: dict[str, dict[str, int]] = {
     "one": {"train.batch": 8},

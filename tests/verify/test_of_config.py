@@ -150,7 +150,7 @@ def with_experts(mesh: dict[str, int], **changes: Any) -> Config:
     [
         pytest.param({"expert": 8}, {"model.scan_layers": False}, marks=pytest.mark.slow),
         ({"expert": 2, "fsdp": 2, "tensor": 2}, {"train.accumulation": 3, "data.pack": True}),
-        ({"expert": 2, "context": 2, "data": 2}, {"model.capacity_factor": 1.25, "rules.state_embed": ("data",)}),
+        ({"expert": 2, "context": 2, "data": 2}, {"rules.state_embed": ("data",)}),
     ],
     ids=str,
 )

@@ -103,11 +103,11 @@ PLANS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     # Experts, with everything else.
     *(("moe", {"expert": size, "fsdp": 8 // size}, PACKED) for size in (2, 4, 8)),
     ("moe", {"expert": 2, "fsdp": 2, "tensor": 2}, overlap("ring") | THRICE),
-    ("moe", {"expert": 4, "tensor": 2}, {"model.capacity_factor": 1.25} | DOMINO),
+    ("moe", {"expert": 4, "tensor": 2}, DOMINO),
     ("moe", {"expert": 2, "context": 2, "data": 2}, ZERO1 | PACKED),
     ("moe", {"expert": 2, "context": 2, "tensor": 2}, strategy("all_gather") | ODD),
     ("moe", {"expert": 2, "context": 4}, strategy("ulysses") | {"model.experts_per_token": 3}),
-    ("moe", {"expert": 2, "data": 4}, {"model.capacity_factor": 2.0, "memory.policy": "full"} | THRICE),
+    ("moe", {"expert": 2, "data": 4}, {"memory.policy": "full"} | THRICE),
 ]  # fmt: skip
 
 

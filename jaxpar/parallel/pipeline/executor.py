@@ -199,7 +199,7 @@ class _Stage:
         }  # fmt: skip
         added, L = None, self.model.config.layers
         if self.model.config.experts:
-            shares = self.weights.balance_loss / L, self.weights.router_z_loss / L, 0.0
+            shares = self.weights.balance_loss / L, self.weights.router_z_loss / L
             added = RouterSums(*(jnp.float32(share) for share in shares))
         self.layers = Stack(self.model, self.plan, arrays.blocks, self._context, self.places, added)
 
@@ -230,7 +230,7 @@ class _Stage:
     def start(self) -> _Carry:
         """Return empty buffers and zero gradients."""
         plan, steps = self.plan, self.steps
-        routed = RouterSums(*jnp.zeros(3)) if self.model.config.experts else None
+        routed = RouterSums(*jnp.zeros(2)) if self.model.config.experts else None
         x = jax.eval_shape(lambda: self._embed(self.ends, 0))
 
         def messages(slots: int) -> Array:

@@ -200,7 +200,6 @@ def _narrow_model(
         head_dim=head_dim,
         mlp=odd_multiple(round(embed * model.mlp / model.embed), multiples["mlp"]),
         experts=experts,
-        capacity_factor=experts / model.experts_per_token if model.capacity_factor else 0.0,
         vocab_size=vocab,
         vocab_multiple=multiples["vocab"],
         masks=tuple(shrink_mask(word, config.data.seq_len, seq_len) for word in _few_masks(model.masks)),
@@ -220,7 +219,6 @@ def _notes(config: Config, small: Config, asked: Sizes) -> list[str]:
     piped = microbatches(config, asked) if pieces("stage", config.rules, asked) > 1 else small.pipeline.microbatches
     others = [
         ("model.dropout", before.dropout, after.dropout),
-        ("model.capacity_factor", before.capacity_factor, after.capacity_factor),
         ("train.accumulation", config.train.accumulation, small.train.accumulation),
         *((f"overlap.{name}", form, getattr(small.overlap, name)) for name, form in vars(config.overlap).items()),
         ("pipeline.microbatches", piped, small.pipeline.microbatches),
