@@ -56,7 +56,7 @@ def draw(random: random.Random) -> list[str]:
         if schedule in ("interleaved", "looped"):
             plan["pipeline.virtual"] = 2
     if mesh["context"] > 1:
-        plan["context.strategy"] = random.choice(("ring", "all_gather", "ulysses"))
+        plan["context.strategy"] = random.choice(("ring", "ulysses"))
     if mesh["tensor"] > 1:
         plan |= {"overlap.gather": random.choice(FORMS), "overlap.scatter": random.choice(FORMS)}
     seldom = {"overlap.domino": "on", "memory.optimizer": "offload", "memory.parameters": "offload",

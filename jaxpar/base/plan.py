@@ -68,15 +68,14 @@ class Overlap:
         return 2 if self.domino == "on" else 1
 
 
-Strategy = Literal["ring", "all_gather", "ulysses"]
+Strategy = Literal["ring", "ulysses"]
 
 
 @dataclass(frozen=True)
 class Context:
     """How attention sees a sequence that is split over devices (`attention_seq`).
 
-    `ring` sends keys and values round, `all_gather` gathers them, and `ulysses` splits the heads instead. See
-    `jaxpar.parallel.context`.
+    `ring` sends keys and values round, and `ulysses` splits the heads instead. See `jaxpar.parallel.context`.
     """
 
     strategy: Strategy = "ring"

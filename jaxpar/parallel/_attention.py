@@ -46,8 +46,8 @@ def attention(
     Args:
       q_BSHh, k_BSKh, v_BSKh: queries, keys and values, where H is a multiple of K. With a layout they share one
         sequence and are split as by `column_linear`: over `batch`, `attention_seq`, and `heads` or `kv_heads`.
-      mask: a mask of `jaxpar.kernels.masks`, such as `Causal() & Window(1023) & Segments(ids, ids)`. Where `ring` or
-        `all_gather` splits the sequence, it must be causal, and the tokens must be `in_order`.
+      mask: a mask of `jaxpar.kernels.masks`, such as `Causal() & Window(1023) & Segments(ids, ids)`. Where a `ring`
+        splits the sequence, it must be causal, and the tokens must be `in_order`.
       layout: mesh, rules and compute dtype; None = one device, or a device's own part inside a `shard_map`.
       context: how keys and values come together where the layout splits the sequence: see `jaxpar.parallel.context`.
       implementation: one of `kernels.attention.Implementation`; `auto` = the first that can serve, which the log names.

@@ -1,14 +1,11 @@
 """Context parallelism: causal attention over a sequence that is split over devices.
 
-There are three strategies. `ring` sends keys and values round the devices and merges what each block contributes (Liu
-et al. 2023, arXiv:2310.01889). `all_gather` gathers them (as LLaMA 3 does, arXiv:2407.21783, section 3.3.2). `ulysses`
-trades the split of the sequence for a split of the heads (Jacobs et al. 2023, arXiv:2309.14509).
+There are two strategies. `ring` sends keys and values round the devices and merges what each block contributes (Liu et
+al. 2023, arXiv:2310.01889); it keeps tokens in zigzag order, so that every device has the same work: see
+`jaxpar.parallel.token_order`. `ulysses` trades the split of the sequence for a split of the heads (Jacobs et al. 2023,
+arXiv:2309.14509). Each strategy runs inside `manual`, on local arrays.
 
-The first two keep tokens in zigzag order, so that every device has the same work: see `jaxpar.parallel.token_order`.
-Each strategy runs inside `manual`, on local arrays.
-
-Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H heads, K kv heads, h head_dim. A leading 2
-counts a device's chunks, the early one first.
+Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H heads, K kv heads, h head_dim.
 """
 
 from __future__ import annotations
@@ -31,20 +28,9 @@ from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.dispatch import pair, pair_for, say_once
 from jaxpar.kernels.masks import Mask
 from jaxpar.parallel import ring_attention
-from jaxpar.parallel.collectives import further_split, gather, manual, platform_of, reduce
+from jaxpar.parallel.collectives import further_split, manual, platform_of
 from jaxpar.parallel.remat import named
-from jaxpar.parallel.token_order import (
-    PARTS,
-    ContextTask,
-    check_chunks,
-    chunk_order,
-    context_sizes,
-    inverse,
-    own_chunks,
-    reorder,
-    stack_chunks,
-    with_documents,
-)  # fmt: skip
+from jaxpar.parallel.token_order import PARTS, ContextTask, check_chunks, context_sizes, with_documents
 
 _Shaped = Array | jax.ShapeDtypeStruct
 _Forward = Callable[[Array, Array, Array, ContextTask], tuple[Array, Array]]
@@ -53,8 +39,6 @@ _Q: Axes = ("batch", "attention_seq", "heads", None)
 # Log-sum-exps stay as a device made them, [B, 1, H, S]: under Ulysses their heads and tokens are not those of q.
 _LSE: Axes = ("batch", "attention_seq", "heads", None)
 _SEGMENTS: Axes = ("batch", None)
-_SPLIT: Axes = (None, "attention_seq", None, None)  # k and v
-_WHOLE: Axes = (None,) * 4
 
 
 def check_split(
@@ -175,18 +159,11 @@ def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platf
     Raises:
       UserError: the implementation that was asked for cannot serve.
     """
-    n, S = split.devices, q_BSHh.shape[1]
-    C = S // 2
-    whole = Call(softcap=split.softcap)
-    anywhere = PARTS._replace(  # known only at run time
-        softcap=split.softcap, q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=C
-    )
-    pieces = {"ring": (C, C, anywhere), "all_gather": (C, n * S, anywhere), "ulysses": (n * S, n * S, whole)}
-    of_q, of_k, call = pieces[split.strategy] if n > 1 else (S, S, whole)
-    q, k = (
-        jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype)
-        for x, length in ((q_BSHh, of_q), (k_BSKh, of_k))
-    )
+    length, call = q_BSHh.shape[1] * split.devices, Call(softcap=split.softcap)
+    if split.devices > 1 and split.strategy == "ring":  # it pairs chunks, whose places are known only at run time
+        length = q_BSHh.shape[1] // 2
+        call = PARTS._replace(softcap=split.softcap, q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=length)
+    q, k = (jax.ShapeDtypeStruct((len(x), length, *x.shape[2:]), x.dtype) for x in (q_BSHh, k_BSKh))
     return pair_for(q, k, mask, platform, split.implementation, call)
 
 
@@ -204,53 +181,6 @@ def _segment_axes(segments_BS: Array | None) -> Axes | None:
 
 def _kv_axes(layout: Layout) -> Axes:
     return ("batch", "attention_seq", output_axis("kv_heads", layout), None)
-
-
-# All-gather.
-
-
-def _gather_forward(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, work: ContextTask) -> tuple[Array, Array]:
-    k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.layout), work) for x in (k_BSKh, v_BSKh))
-    parts = [
-        work.kernel.forward(q, k_BTKh[:, :T], v_BTKh[:, :T], mask, call)
-        for q, (T, mask, call) in zip(stack_chunks(q_BSHh, 1), _against_all(work, k_BSKh), strict=True)
-    ]
-    return jnp.concatenate([out for out, _ in parts], axis=1), jnp.concatenate([lse for _, lse in parts], axis=2)
-
-
-def _gather_backward(
-    q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, work: ContextTask
-) -> tuple[Array, Array, Array]:
-    k_BTKh, v_BTKh = (_natural(gather(x, _SPLIT, _WHOLE, work.layout), work) for x in (k_BSKh, v_BSKh))
-    of_rows = stack_chunks(q_BSHh, 1), stack_chunks(dout_BSHh, 1), stack_chunks(lse_BHS, 2), stack_chunks(delta_BHS, 2)
-    dqs, dk, dv = [], jnp.zeros(k_BTKh.shape, jnp.float32), jnp.zeros(v_BTKh.shape, jnp.float32)
-    for half, (T, mask, call) in enumerate(_against_all(work, k_BSKh)):
-        q, dout, lse, delta = (x[half] for x in of_rows)
-        keys = k_BTKh[:, :T], v_BTKh[:, :T]
-        dq, more_dk, more_dv = work.kernel.backward(q, *keys, dout, lse, delta, mask, call)
-        dqs.append(dq)
-        dk, dv = dk.at[:, :T].add(more_dk), dv.at[:, :T].add(more_dv)
-    order = chunk_order(work.layout, "all_gather")
-    dk, dv = (reduce(reorder(x, order, 1), work.axes, _WHOLE, _SPLIT, work.layout) for x in (dk, dv))
-    return jnp.concatenate(dqs, axis=1), dk, dv
-
-
-def _against_all(work: ContextTask, k_BSKh: Array) -> list[tuple[int, Mask, Call]]:
-    """For this device's early and late chunk: how many of the first keys it may see, and by which mask and call."""
-    C, n = k_BSKh.shape[1] // 2, work.size
-    segments_BT = None if work.segments_BT is None else _natural(work.segments_BT, work)
-    return [
-        (
-            T,
-            with_documents(work.mask, work.segments_of(chunk, C), None if segments_BT is None else segments_BT[:, :T]),
-            work.call._replace(q_start=chunk * C, multiple=C),
-        )
-        for chunk, T in zip(own_chunks(work), (n * C, 2 * n * C), strict=True)
-    ]
-
-
-def _natural(x: Array, work: ContextTask) -> Array:
-    return reorder(x, inverse(chunk_order(work.layout, "all_gather")), 1)
 
 
 # Ulysses: a share of the heads over the whole sequence. If the sequence is whole, it is all heads; nothing is sent.
@@ -296,6 +226,5 @@ def _kv_to_sequence(dx_BTKh: Array, x_BSKh: Array, work: ContextTask) -> Array:
 
 _STRATEGIES: dict[str, tuple[_Forward, _Backward]] = {
     "ring": (ring_attention.forward, ring_attention.backward),
-    "all_gather": (_gather_forward, _gather_backward),
     "ulysses": (_ulysses_forward, _ulysses_backward),
 }

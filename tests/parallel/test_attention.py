@@ -328,9 +328,7 @@ def test_the_choice_minds_how_the_plan_splits(mesh: dict[str, int], rules: Any, 
     assert choose_attention(plan_on(MeshSpec(**mesh), **rules), Causal(), 1024, 128, platform="tpu") == want
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name"), [("ring", "pallas_tpu"), ("all_gather", "pallas_tpu"), ("ulysses", "chunked")]
-)
+@pytest.mark.parametrize(("strategy", "name"), [("ring", "pallas_tpu"), ("ulysses", "chunked")])
 def test_a_strategy_takes_what_serves_its_pieces(strategy: Any, name: str) -> None:
     """Of a million tokens over eight devices: a device of Ulysses has them all, more tiles than a list holds."""
     plan = dataclasses.replace(plan_on(MeshSpec(context=8)), context=Context(strategy))

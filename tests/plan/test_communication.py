@@ -120,17 +120,13 @@ def test_rings_send_what_collectives_send():
     assert ring[over("ppermute", "tensor")] > 0
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-def test_keys_and_values_of_a_split_sequence(strategy):
+def test_keys_and_values_of_a_split_sequence():
     """Forward and backward send k and v on to 3 others, the backward their gradients in float32 too."""
-    config = override(config_of("llama", context=4, fsdp=2), {"context.strategy": strategy})
+    config = config_of("llama", context=4, fsdp=2)
     keys = 2 * (16 // 2) * (64 // 4) * 2 * 32 * 4  # a device's k and v: 2 heads of 32
     moves = {one: size / keys for one, size in sent_by(config, "block/attention/core").items()}
     hops = 2 * 3  # of both layers
-    if strategy == "ring":
-        assert moves == {over("ppermute", "context"): 3 * hops}
-    else:
-        assert moves == {over("all-gather", "context"): 2 * hops, over("reduce-scatter", "context"): hops}
+    assert moves == {over("ppermute", "context"): 3 * hops}
 
 
 def test_ulysses_swaps_the_sequence_for_heads():

@@ -136,7 +136,7 @@ if __name__ == "__main__":
     for form in ("xla", "ring", "bidirectional"):
         print(f"MLP, {form}: {worst_error(*mlp(ours, form), plain_mlp):.1e}")
     split = jaxpar.Layout(jaxpar.make_mesh(data=2, context=4))
-    for strategy in ("ring", "all_gather"):
+    for strategy in ("ring", "ulysses"):
         print(f"attention, {strategy}: {worst_error(*attention_block(split, strategy), plain_attention):.1e}")
     print(f"loss: {worst_error(*loss(ours), plain_loss):.1e}")
     print(f"experts: {worst_error(*experts(jaxpar.Layout(jaxpar.make_mesh(expert=4, tensor=2))), plain_experts):.1e}")

@@ -40,8 +40,6 @@ PLANS = {
         memory__policy="full", train__accumulation=2, train__batch=16,
     ),
     "llama, ring over context x tensor": config_of("llama", mesh__context=2, mesh__tensor=2, **SPLIT_IN_ALL),
-    "gpt2, all-gather over 4, packed": config_of("gpt2", "all_gather", True, mesh__context=4),
-    "llama, all-gather over 2 x fsdp": config_of("llama", "all_gather", mesh__context=2, mesh__fsdp=2),
     "llama, ulysses over 4, packed": config_of("llama", "ulysses", True, mesh__context=4, model__scan_layers=True),
     "gpt2, ulysses over 2 x tensor": config_of("gpt2", "ulysses", mesh__context=2, mesh__tensor=2),
 }  # fmt: skip

@@ -46,7 +46,7 @@ FAST: list[Plan] = [
     ("gemma3", {"context": 2, "fsdp": 2}, {"memory.policy": "dots"}),
     ("gemma2", {"stage": 2, "tensor": 2}, piped("1f1b", 4)),
 ]
-STRATEGIES = ("ring", "all_gather", "ulysses") * 2
+STRATEGIES = ("ring", "ring", "ulysses") * 2
 POLICIES = ("full", "block_inputs", "attention_out", "selective", "dots", "none")
 PLANS: list[Plan] = [
     *FAST,

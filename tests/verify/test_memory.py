@@ -62,8 +62,8 @@ TABLES: dict[str, tuple[Changes, dict[str, int], list[Changes]]] = {
         GPT2 | UNROLLED | {"context.strategy": "ulysses"}, {"context": 2, "tensor": 2},
         [policy("attention_out"), policy("dots"), policy("selective"), OFFLOAD_INPUT],
     ),
-    "llama, context, gathered, packed": (
-        LLAMA | {"context.strategy": "all_gather", "data.pack": True}, {"data": 2, "context": 2},
+    "llama, context, packed": (
+        LLAMA | {"data.pack": True}, {"data": 2, "context": 2},
         [policy("attention_out"), policy("block_inputs"), OFFLOAD_ATTENTION],
     ),
     "moe, expert x fsdp x tensor": (

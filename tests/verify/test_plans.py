@@ -87,15 +87,15 @@ PLANS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("llama", {"context": 2, "tensor": 4}, heads(8, 2) | PACKED),
     ("llama", {"context": 2, "tensor": 4}, heads(2, 1)),
     ("gpt2", {"tensor": 8}, heads(4) | ODD),
-    ("gpt2", {"fsdp": 2, "tensor": 4}, heads(6) | strategy("all_gather")),
+    ("gpt2", {"fsdp": 2, "tensor": 4}, heads(6)),
     ("moe", {"expert": 2, "tensor": 4}, heads(8, 2)),
     # Context parallelism.
-    *(("llama", {"context": 8}, strategy(name) | heads(16, 8)) for name in ("ring", "all_gather", "ulysses")),
+    *(("llama", {"context": 8}, strategy(name) | heads(16, 8)) for name in ("ring", "ulysses")),
     *(("llama", {"context": 4, "tensor": 2}, strategy(name) | PACKED | BFLOAT16)
-      for name in ("ring", "all_gather", "ulysses")),
-    *(("gpt2", {"data": 2, "context": 4}, strategy(name) | ODD) for name in ("ring", "all_gather", "ulysses")),
+      for name in ("ring", "ulysses")),
+    *(("gpt2", {"data": 2, "context": 4}, strategy(name) | ODD) for name in ("ring", "ulysses")),
     *(("llama", {"fsdp": 4, "context": 2}, strategy(name) | {"model.masks": ("window(90)",)} | PACKED)
-      for name in ("ring", "all_gather", "ulysses")),
+      for name in ("ring", "ulysses")),
     ("llama", {"data": 2, "context": 2, "tensor": 2}, {"rules.embed": ("fsdp", "context")} | THRICE),
     ("llama", {"context": 2, "tensor": 4}, SPLIT_IN_ALL | PACKED),
     ("gpt2", {"context": 2, "tensor": 4}, overlap("bidirectional") | strategy("ulysses")),
@@ -105,7 +105,7 @@ PLANS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("moe", {"expert": 2, "fsdp": 2, "tensor": 2}, overlap("ring") | THRICE),
     ("moe", {"expert": 4, "tensor": 2}, DOMINO),
     ("moe", {"expert": 2, "context": 2, "data": 2}, ZERO1 | PACKED),
-    ("moe", {"expert": 2, "context": 2, "tensor": 2}, strategy("all_gather") | ODD),
+    ("moe", {"expert": 2, "context": 2, "tensor": 2}, ODD),
     ("moe", {"expert": 2, "context": 4}, strategy("ulysses") | {"model.experts_per_token": 3}),
     ("moe", {"expert": 2, "data": 4}, {"memory.policy": "full"} | THRICE),
 ]  # fmt: skip
@@ -150,7 +150,7 @@ def plans(draw: st.DrawFn) -> tuple[str, dict[str, int], dict[str, Any]]:
     H, K = draw(st.sampled_from(((8, 8), (8, 4), (8, 2), (6, 3), (4, 1))))
     changes |= heads(H, 0 if model == "gpt2" else K)
     shares = H % mesh["tensor"] == 0 and H // mesh["tensor"] % mesh["context"] == 0
-    changes |= strategy(draw(st.sampled_from(("ring", "all_gather", *(("ulysses",) if shares else ())))))
+    changes |= strategy(draw(st.sampled_from(("ring", *(("ulysses",) if shares else ())))))
     changes |= {"data.pack": draw(st.booleans()), "train.accumulation": draw(st.sampled_from((1, 3)))}
     masks = st.sampled_from((("causal",), ("window(70)",), ("window(70)", "causal")))
     changes |= {"model.layers": draw(st.sampled_from((4, 5))), "model.masks": draw(masks)}
