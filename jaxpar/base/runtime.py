@@ -219,11 +219,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def compiler_flags() -> dict[str, str]:
-    """What the environment tells XLA. Whatever is remembered about a compiled program depends on it."""
-    return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-
-
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that takes the name `path` once all of it is written, and is removed if that fails.

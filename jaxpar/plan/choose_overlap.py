@@ -2,17 +2,14 @@
 
 A few blocks, forward and backward, are compiled in one form after another. For a target that is not here their timeline
 counts, on the devices at hand their time. One site after another takes the form that is fastest there while the others
-stay as they are, and at the end the block is tried on two halves of the batch. Choices are kept by shape, axis size and
-chip.
+stay as they are, and at the end the block is tried on two halves of the batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -21,11 +18,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.config import Config
-from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.plan import Form, Overlap, Plan
-from jaxpar.base.runtime import cache_folder, compiler_flags, versions, write_whole
-from jaxpar.base.toml import from_dict
 from jaxpar.models import Model, Params
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.linear import GATHERED, STORED
@@ -57,7 +51,7 @@ def is_open(overlap: Overlap) -> bool:
 
 
 def choose_overlap(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
-    """Replace every `auto` in a config's overlap by what was found fastest, now or on an earlier day.
+    """Replace every `auto` in a config's overlap by what is found fastest.
 
     Args:
       config: an experiment whose mesh fits the target.
@@ -66,20 +60,12 @@ def choose_overlap(config: Config, target: Target | None = None, say: Say = lamb
     """
     if not is_open(config.overlap):
         return config
-    plan = open_plan(config, None if target is None else target.devices())
-    key = _key(config, plan, target)
-    overlap = _choice_of_first_process(_parse_choice(_read_choices().get(key)))
-    if overlap is None:
-        overlap = fastest_trial(time_forms(config, plan, target, say)).overlap
-        _keep(key, overlap, say)
+    # The checks of `make_plan` may trace a block, which needs every form.
+    start = dataclasses.replace(config, overlap=without_auto(config.overlap))
+    plan = make_plan(start, None if target is None else target.devices())
+    overlap = fastest_trial(time_forms(config, plan, target, say)).overlap
     say(f"overlap auto: {words(overlap)}")
     return dataclasses.replace(config, overlap=overlap)
-
-
-def open_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
-    """Call `make_plan` with the open forms settled: its checks may trace a block, which needs every form."""
-    plan = make_plan(dataclasses.replace(config, overlap=without_auto(config.overlap)), devices)
-    return dataclasses.replace(plan, overlap=config.overlap)
 
 
 def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None) -> list[Trial]:
@@ -87,7 +73,7 @@ def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lam
 
     Args:
       config: the experiment; what is open in its overlap is tried.
-      plan: the plan of the config.
+      plan: the plan of the config, in any form.
       target: as for `choose_overlap`.
       say: is called with a line for each trial.
     """
@@ -214,61 +200,3 @@ def _time(compiled: jax.stages.Compiled, arguments: BlockArguments) -> float:
         jax.block_until_ready(compiled(*arrays))
         seconds.append(time.perf_counter() - began)
     return float(np.median(seconds[2:]))
-
-
-# What was chosen before.
-
-
-def _key(config: Config, plan: Plan, target: Target | None) -> str:
-    """The key made of everything that a choice depends on."""
-    model = dataclasses.asdict(config.model) | {"layers": 0, "vocab_size": 0, "vocab_multiple": 0, "max_seq_len": 0}
-    # The key has the whole plan, so that fields added one day are in it too; its overlap is the one that was asked for.
-    how = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "mesh"}
-    facts = {
-        "chip": target.name if target else plan.mesh.devices.flat[0].device_kind,
-        "mesh": {axis: size for axis, size in plan.mesh.shape.items() if size > 1},
-        "plan": how, "model": model,
-        "rows": config.train.batch // config.train.accumulation, "seq_len": config.data.seq_len,
-        "versions": versions(), "flags": compiler_flags() | compiler_options(plan.mesh),
-    }  # fmt: skip
-    return json.dumps(facts, sort_keys=True, default=dataclasses.asdict)
-
-
-def _choices_file() -> Path:
-    return cache_folder() / "overlap.json"
-
-
-def _read_choices() -> dict[str, object]:
-    """Read the earlier choices; there are none if the file is unreadable, which costs a search and loses nothing."""
-    try:
-        kept = json.loads(_choices_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return kept if isinstance(kept, dict) else {}
-
-
-def _parse_choice(kept: object) -> Overlap | None:
-    """Read a kept choice, or return None if it cannot be run, as another version may have written it."""
-    try:
-        overlap = from_dict(Overlap, kept, str(_choices_file())) if isinstance(kept, dict) else None
-    except (UserError, TypeError):
-        return None
-    return None if overlap is None or is_open(overlap) else overlap
-
-
-def _choice_of_first_process(kept: Overlap | None) -> Overlap | None:
-    """The choice that the first process has kept: each has its own cache, but all must run the same program."""
-    text = np.zeros(1024, np.uint8)
-    found = json.dumps(None if kept is None else dataclasses.asdict(kept)).encode()
-    text[: len(found)] = np.frombuffer(found, np.uint8)
-    first = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(text)).tobytes().rstrip(b"\0"))
-    return None if first is None else Overlap(**first)
-
-
-def _keep(key: str, overlap: Overlap, say: Say) -> None:
-    if jax.process_index():
-        return
-    try:
-        write_whole(_choices_file(), json.dumps(_read_choices() | {key: dataclasses.asdict(overlap)}, indent=1))
-    except OSError as error:
-        say(f"cannot remember this in {_choices_file()} ({error.strerror}): it will be searched for again next time")
