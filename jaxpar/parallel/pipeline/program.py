@@ -6,15 +6,16 @@ on any stage. What a stage writes while it is idle goes to a slot that nothing i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.parallel.pipeline.schedules import Action, Kind, Table, Tick
+from jaxpar.parallel.pipeline.schedules import Kind, Table, Tick
 
 _Array = Any  # an array of numpy here, and of jax where the program is run
+_Pair = tuple[int, int]  # a microbatch and a virtual stage
+_BUFFERS = ("stash", "inbox", "cotangents")
 
 
 class Rows(NamedTuple):
@@ -76,10 +77,7 @@ def program(table: Table, backward: bool = True) -> TickProgram:
     kept = ([tick for tick in part if backward or _kind(tick) == "forward"] for part in table.rounds)
     rounds = [part for part in kept if part]
     fields = _actions(table, [tick for part in rounds for tick in part])
-    depths = {"stash": 0, "inbox": 0, "cotangents": 0}
-    for s in range(table.stages):
-        for buffer, uses in _uses(table, rounds, s).items():
-            depths[buffer] = max(depths[buffer], _assign_slots(uses, s, fields))
+    depths = _assign_slots(table, rounds, fields)
     first, segments = 0, list[Segment]()
     for kinds, equal in groupby(rounds, key=_kinds):
         count = len(list(equal))
@@ -118,71 +116,54 @@ def _rows(fields: dict[str, np.ndarray], ticks: slice) -> Rows:
     return Rows(**cut, some_end=ends.any(1), some_score=scores.any(1), scored=np.sum(cut["microbatch"] * scores, 1))
 
 
-class _Use(NamedTuple):
-    """One use of a buffer by a stage.
+def _assign_slots(table: Table, rounds: list[list[Tick]], fields: dict[str, np.ndarray]) -> dict[str, int]:
+    """Write the slot of everything that is written and read into the fields of `Rows`, and return each buffer's depth.
 
-    Attributes:
-      born, dead: its first and last moment, in quarters of ticks.
-      cells: the fields of `Rows`, with their ticks, that name its slot.
+    The rounds are gone through as they will run. A stage writes in every tick, into the lowest free slot; what it
+    writes while it is idle, or what nobody waits for, holds no slot. What is held is known by its microbatch and
+    virtual stage.
     """
+    P, last = table.stages, table.stages * table.virtual - 1
+    backward = any(_kind(tick) == "backward" for part in rounds for tick in part)
+    held: dict[str, list[list[_Pair | None]]] = {name: [[] for _ in range(P)] for name in _BUFFERS}
 
-    born: int
-    dead: int
-    cells: list[tuple[str, int]]
+    def write(buffer: str, s: int, pair: _Pair | None, field: str, t: int) -> None:
+        slots = held[buffer][s]
+        slot = slots.index(None) if None in slots else len(slots)
+        slots[slot : slot + 1] = [pair]
+        fields[field][t, s] = slot
 
+    def read(buffer: str, s: int, pair: _Pair, field: str, t: int) -> None:
+        slots = held[buffer][s]
+        fields[field][t, s] = slot = slots.index(pair)
+        slots[slot] = None
 
-_READ, _MADE, _ENDED = 1, 2, 3
-"""Quarters of a tick: first a cotangent arrives, then what the tick needs is read, then its results are written; after
-a round's last tick an activation arrives."""
+    def sent(pair: _Pair | None, by: int) -> _Pair | None:
+        """What a stage's message is for its neighbour, one virtual stage further on or back."""
+        return (pair[0], pair[1] + by) if pair and 0 <= pair[1] + by <= last else None
 
-
-def _uses(table: Table, rounds: list[list[Tick]], s: int) -> dict[str, list[_Use]]:
-    """Return what a stage has in each buffer, and when. It writes in every tick; what it writes while it is idle, or
-    what nobody waits for, is gone at once."""
-    P, v = table.stages, table.virtual
-    at = {action: t for t, tick in enumerate(tick for part in rounds for tick in part) if (action := tick[s])}
-    found: dict[str, list[_Use]] = {"stash": [], "inbox": [], "cotangents": []}
-
-    def use(buffer: str, born: int, written: tuple[str, int], field: str, readers: Iterable[Action]) -> None:
-        read = [(field, at[action]) for action in readers if action in at]
-        found[buffer].append(_Use(born, max([born, *(4 * t + _READ for _, t in read)]), [written, *read]))
-
-    def of_unit(action: Action | None) -> list[Action]:
-        return [] if action is None else [action._replace(kind="backward")]
-
-    def after(action: Action | None, stage: int, by: int) -> list[Action]:
-        """Return the actions one virtual stage further on or back that use what another stage's action sends here."""
-        place = -1 if action is None else action.chunk * P + stage + by
-        return [action._replace(chunk=place // P)] if action is not None and 0 <= place < P * v else []
-
-    first = 0
-    before: Tick = (None,) * P  # the last tick whose cotangents have been sent
+    t, cotangents_of = 0, list[_Pair | None]([None] * P)  # whose cotangents have been sent last
     for part in rounds:
-        for t, tick in enumerate(part, first):
-            kind, action = _kind(tick), tick[s]
-            if kind == "forward":
-                use("stash", 4 * t + _READ, ("kept", t), "kept", of_unit(action))
-                arrival = 4 * (first + len(part) - 1) + _ENDED
-                use("inbox", arrival, ("arrives", t), "taken", after(tick[s - 1], (s - 1) % P, 1))
-                scored = action if action is not None and action.chunk * P + s == P * v - 1 else None
-                use("cotangents", 4 * t + _MADE, ("cotangent", t), "taken", of_unit(scored))
+        activations_of: tuple[int, list[_Pair | None]] | None = None
+        for tick in part:
+            pairs = [None if a is None else (a.microbatch, a.chunk * P + s) for s, a in enumerate(tick)]
+            for s, pair in enumerate(pairs):
+                if _kind(tick) == "forward":
+                    if pair and pair[1]:
+                        read("inbox", s, pair, "taken", t)
+                    write("stash", s, pair if backward else None, "kept", t)
+                    write("cotangents", s, pair if backward and pair and pair[1] == last else None, "cotangent", t)
+                else:  # a cotangent arrives before the tick
+                    write("cotangents", s, sent(cotangents_of[(s + 1) % P], -1), "arrives", t)
+                    if pair:
+                        read("cotangents", s, pair, "taken", t)
+                        read("stash", s, pair, "kept", t)
+            if _kind(tick) == "forward":
+                activations_of = t, pairs
             else:
-                use("cotangents", 4 * t, ("arrives", t), "taken", after(before[(s + 1) % P], (s + 1) % P, -1))
-                before = tick
-        first += len(part)
-    return found
-
-
-def _assign_slots(uses: list[_Use], s: int, fields: dict[str, np.ndarray]) -> int:
-    """Write the slot of each use into its cells, and return how many slots there are.
-
-    Uses are taken in the order of their first moments, and each gets the lowest free slot. For intervals this needs no
-    more slots than are in use together at some moment.
-    """
-    busy: list[int] = []
-    for born, dead, cells in sorted(uses):
-        slot = next((n for n, until in enumerate(busy) if until < born), len(busy))
-        busy[slot : slot + 1] = [dead]
-        for field, t in cells:
-            fields[field][t, s] = slot
-    return len(busy)
+                cotangents_of = pairs
+            t += 1
+        if activations_of is not None:  # they arrive after the round
+            for s in range(P):
+                write("inbox", s, sent(activations_of[1][s - 1], 1), "arrives", activations_of[0])
+    return {buffer: max(map(len, of_stages)) for buffer, of_stages in held.items()}
