@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,21 +33,6 @@ GATHERED: Axes = ("batch", "seq", None)
 ATTENDED: Axes = ("batch", "attention_seq", None)
 Overlapping = Form | tuple[Form, Form]
 """One form for both moves, or one for gathers and one for scatters."""
-
-
-@overload
-def column_linear(
-    x_BSD: Float[Array, "B S D"], weights: Array, axes: Axes, layout: Layout, *,
-    biases: Array | None = None, seq: LogicalAxis = "seq", overlap: Overlapping = "xla",
-) -> Array: ...  # fmt: skip
-
-
-@overload
-def column_linear(
-    x_BSD: Float[Array, "B S D"], weights: Sequence[Array], axes: Sequence[Axes],
-    layout: Layout, *, biases: Sequence[Array | None] | None = None, seq: LogicalAxis = "seq",
-    overlap: Overlapping = "xla",
-) -> tuple[Array, ...]: ...  # fmt: skip
 
 
 def column_linear(
