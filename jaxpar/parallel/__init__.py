@@ -5,7 +5,7 @@ them to a plan. Behind them are collectives inside `shard_map` (`collectives`, `
 sequence (`context`, `ring_attention`, `token_order`), recomputation (`remat`), host memory and the pipeline.
 """
 
-from jaxpar.parallel._attention import attention, fit_heads
+from jaxpar.parallel._attention import attention, choose_attention, fit_heads
 from jaxpar.parallel.cross_entropy import LossSums, linear_cross_entropy
 from jaxpar.parallel.embedding import dropout, lookup
 from jaxpar.parallel.experts import RouterSums, expert_mlp
@@ -14,6 +14,7 @@ from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.token_order import in_natural_order, in_order
 
 __all__ = [
-    "LossSums", "Ops", "RouterSums", "attention", "column_linear", "dropout", "expert_mlp", "fit_heads",
+    "LossSums", "Ops", "RouterSums", "attention", "choose_attention", "column_linear", "dropout",
+    "expert_mlp", "fit_heads",
     "in_natural_order", "in_order", "linear_cross_entropy", "logits", "lookup", "rank_linear", "row_linear",
 ]  # fmt: skip

@@ -72,7 +72,7 @@ def attention(
     mask, segments_BS = apart_from_segments(mask)
     split, (B, S, H, h) = Split(layout, context, implementation, softcap), q_BSHh.shape
     batch = max(B // layout.size("batch"), 1)
-    name, _ = choose(split, mask, S, h, dropping=dropping, packed=segments_BS is not None, batch=batch)
+    name, _ = choose_attention(split, mask, S, h, dropping=dropping, packed=segments_BS is not None, batch=batch)
     if split.devices > 1:
         check_split(layout, context, S, H, k_BSKh.shape[2], rate)
         if context != "ulysses" and not looks_back(mask):
@@ -105,7 +105,7 @@ def fit_heads(layout: Layout, heads: int, kv_heads: int) -> Layout:
     return replace(layout, rules=rules)
 
 
-def choose(
+def choose_attention(
     split: Split,
     mask: Mask,
     seq_len: int,
@@ -119,9 +119,10 @@ def choose(
     """Which implementation computes `attention`, or its parts where the sequence is split, and why no earlier one does.
 
     Args:
+      split: how it runs on several devices; see `ops.split_of`.
       mask: the mask without its documents; `packed` says whether there are any.
       dropping: whether attention weights are dropped out.
-      platform: `gpu` or `tpu`; None = the platform of the layout's devices.
+      platform: `gpu` or `tpu`; empty = the platform of the layout's devices.
       batch: how many sequences one device has.
 
     Raises:
@@ -133,7 +134,8 @@ def choose(
     mask = mask & Segments(ids, ids) if packed else mask
     if split.devices > 1:
         return kernel_for(split, mask, one, one, platform)
-    asked = dispatch.Asked(one, one, mask, Call(softcap=split.softcap), False, dropping, _cut_heads(layout))
+    call = Call(softcap=split.softcap)
+    asked = dispatch.Asked(one, one, mask, call, with_lse=False, dropping=dropping, cut=_cut_heads(layout))
     name, why = dispatch.choose(asked, platform, split.implementation)
     if split.implementation != "auto":
         dispatch.say_once(f"attention by {name}, which kernels.attention asks for")

@@ -24,8 +24,8 @@ from jaxpar.base.heads import output_axis
 from jaxpar.base.mesh import largest_divisor
 from jaxpar.base.plan import Strategy
 from jaxpar.base.sharding import Axes, Layout
+from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
-from jaxpar.kernels.attention.dispatch import pair, pair_for, say_once
 from jaxpar.kernels.masks import Mask
 from jaxpar.parallel import ring_attention
 from jaxpar.parallel.collectives import further_split, manual, platform_of
@@ -164,15 +164,15 @@ def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platf
         length = q_BSHh.shape[1] // 2
         call = PARTS._replace(softcap=split.softcap, q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=length)
     q, k = (jax.ShapeDtypeStruct((len(x), length, *x.shape[2:]), x.dtype) for x in (q_BSHh, k_BSKh))
-    return pair_for(q, k, mask, platform, split.implementation, call)
+    return dispatch.choose(dispatch.Asked(q, k, mask, call, parts=True), platform, split.implementation)
 
 
 def _work(split: Split, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array) -> ContextTask:
     seen, platform = with_documents(mask, segments_BT, segments_BT), platform_of(split.layout)
     name, _ = kernel_for(split, seen, q_BSHh, k_BSKh, platform)
     if split.devices > 1:
-        say_once(f"attention by {name}, {split.strategy}")
-    return ContextTask(split.layout, mask, segments_BT, pair(name), PARTS._replace(softcap=split.softcap))
+        dispatch.say_once(f"attention by {name}, {split.strategy}")
+    return ContextTask(split.layout, mask, segments_BT, dispatch.pair(name), PARTS._replace(softcap=split.softcap))
 
 
 def _segment_axes(segments_BS: Array | None) -> Axes | None:

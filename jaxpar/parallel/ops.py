@@ -94,36 +94,6 @@ def split_of(plan: Plan, softcap: float = 0.0) -> Split:
     return Split(plan, plan.context.strategy, plan.attention, softcap)
 
 
-def choose_attention(
-    plan: Plan, mask: Mask, seq_len: int, head_dim: int, dropping: bool = False, softcap: float = 0.0,
-    packed: bool = False, platform: str = "",
-) -> tuple[str, str]:  # fmt: skip
-    """Which implementation `Ops.attention` takes, and why no earlier one; the arguments are as for `_attention.choose`.
-
-    Where the sequence is split, the answer is a strategy.
-    """
-    split = split_of(plan, softcap)
-    found = _attention.choose(split, mask, seq_len, head_dim, dropping=dropping, packed=packed, platform=platform)
-    return found if split.devices == 1 else (split.strategy, "the sequence is split over devices")
-
-
-def attention_notes(
-    plan: Plan, masks: Sequence[Mask], seq_len: int, head_dim: int, dropping: bool = False, softcap: float = 0.0,
-    packed: bool = False, batch: int = 1,
-) -> list[str]:  # fmt: skip
-    """Say for the log why no kernel serves where there are some; the arguments are as for `_attention.choose`."""
-    if plan.attention != "auto":
-        return []
-    found = (
-        _attention.choose(
-            split_of(plan, softcap), mask, seq_len, head_dim, dropping=dropping, packed=packed, batch=batch
-        )
-        for mask in masks
-    )
-    slow = dict.fromkeys(why for name, why in found if name == "chunked" and why)
-    return [f"attention by plain XLA, in tiles, and no kernel ({why})" for why in slow]
-
-
 def overlap_notes(plan: Plan) -> list[str]:
     """Say for the log where a collective replaces a ring that the plan asks for."""
     asked = [name for name, form in vars(plan.overlap).items() if form in ("ring", "bidirectional")]

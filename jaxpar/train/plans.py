@@ -13,11 +13,12 @@ from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.masks import layer_masks
+from jaxpar.parallel import choose_attention
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import check_split
 from jaxpar.parallel.host_memory import check_offload
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
-from jaxpar.parallel.ops import attention_notes, overlap_notes
+from jaxpar.parallel.ops import overlap_notes, split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
 from jaxpar.train.saved_activations import check_names
 from jaxpar.train.state import gradient_axes, param_shapes
@@ -117,10 +118,16 @@ def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]
     """Say why attention in training, or in evaluation, uses no kernel although the devices have some."""
     model, data, train = config.model, config.data, config.train
     parts = plan.size("batch") * (train.accumulation * max(plan.pipeline.microbatches, 1) if training else 1)
-    return attention_notes(
-        plan, layer_masks(model), data.seq_len, model.head_size, training and model.dropout > 0,
-        model.attention_softcap, data.pack, max(train.batch // parts, 1),
+    if plan.attention != "auto":
+        return []
+    found = (
+        choose_attention(
+            split_of(plan, model.attention_softcap), mask, data.seq_len, model.head_size,
+            dropping=training and model.dropout > 0, packed=data.pack, batch=max(train.batch // parts, 1),
+        ) for mask in layer_masks(model)
     )  # fmt: skip
+    slow = dict.fromkeys(why for name, why in found if name == "chunked" and why)
+    return [f"attention by plain XLA, in tiles, and no kernel ({why})" for why in slow]
 
 
 def offload_asked(plan: Plan) -> str:

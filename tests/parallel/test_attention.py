@@ -29,8 +29,9 @@ from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.masks import BigBird, Causal, Full, Mask, PrefixLM, Segments, Window
 from jaxpar.models.masks import layer_masks
+from jaxpar.parallel import choose_attention
 from jaxpar.parallel.context import kernel_for
-from jaxpar.parallel.ops import Ops, choose_attention, split_of
+from jaxpar.parallel.ops import Ops, split_of
 from jaxpar.verify.reference_ops import ReferenceOps
 
 pytestmark = pytest.mark.quick
@@ -102,26 +103,6 @@ def test_out_and_lse_have_gradients(case: Case, name: str, monkeypatch: pytest.M
         return Answer(out, lse, *gradients)
 
     assert_right(found(), answer(case, given), case.dtype)
-
-
-@pytest.mark.parametrize("name", ["chunked", "reference"])
-def test_a_sink_is_a_key_without_a_value(name: str) -> None:
-    """As one more key with that score for every query, and a value of zeros."""
-    q, k, v = projections(2, 40, 4, 2, 8)
-    sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0])
-
-    def by_definition(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
-        scores = jnp.einsum("bskgh,btkh->bkgst", q.reshape(2, 40, 2, 2, 8), k) / jnp.sqrt(8)
-        scores = jnp.where(jnp.tril(jnp.ones((40, 40), bool)), scores, -jnp.inf)
-        more = jnp.broadcast_to(sinks.reshape(2, 2, 1, 1), (2, 2, 2, 40, 1))
-        weights = jax.nn.softmax(jnp.concatenate([scores, more], axis=-1), axis=-1)[..., :-1]
-        return jnp.einsum("bkgst,btkh->bskgh", weights, v).reshape(2, 40, 4, 8)
-
-    def ours(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
-        return dispatch.attention(q, k, v, Causal(), sinks=sinks, implementation=name)[0]
-
-    args = q, k, v, sinks
-    assert_close(values_and_gradients(ours, args), values_and_gradients(by_definition, args))
 
 
 def test_the_scale_may_be_another() -> None:
@@ -206,7 +187,6 @@ def bad(**changes: Any) -> Any:
         ({"q": jnp.ones((3, 16, 4, 8))}, r"batch and head_dim as q has them: q \(3, 16, 4, 8\)"),
         ({"q": jnp.ones((2, 16, 3, 8))}, r"heads \(3\) that are a multiple of kv heads \(2\)"),
         ({"q": jnp.ones((2, 16, 4, 8), jnp.bfloat16)}, r"one dtype: bfloat16, float32, float32"),
-        ({"sinks": jnp.ones(3)}, r"a sink a head, \(4,\), and was given \(3,\)"),
         ({"mask": "causal"}, r"a mask of jaxpar.kernels.masks, such as Causal\(\), and was given 'causal'"),
         ({"mask": Causal}, r"was given the class Causal: write Causal\(\)"),
         ({"mask": jnp.ones((16, 16), bool)}, r"was given an array bool\[16, 16\]: a map of .* is BlockSparse"),
@@ -303,16 +283,17 @@ def test_splash_takes_smaller_tiles_of_wider_heads(h: int, dtype: str, softcap: 
 
 # Plans.
 
+PARTED = "splash: the sequence is split over devices, and it cannot merge parts"
 OTHERWISE = "kv heads are split otherwise than heads"
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
     ({"tensor": 8}, {}, ("splash", "")),
-    ({"context": 2, "tensor": 4}, {}, ("ring", "the sequence is split over devices")),
+    ({"context": 2, "tensor": 4}, {}, ("pallas_tpu", PARTED)),
     ({"tensor": 8}, {"kv_heads": ()}, ("splash", "")),  # column_linear copies them
     ({"fsdp": 2, "tensor": 4}, {"kv_heads": ("fsdp",)}, ("chunked", f"splash: {OTHERWISE}; pallas_tpu: {OTHERWISE}")),
     (
         {"tensor": 8},
         {"heads": (), "kv_heads": (), "attention_seq": ("tensor",)},
-        ("ring", "the sequence is split over devices"),
+        ("pallas_tpu", PARTED),
     ),
     ({"fsdp": 8}, {"kv_heads": ()}, ("splash", "")),
     (
@@ -325,7 +306,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
 
 @pytest.mark.parametrize(("mesh", "rules", "want"), LAYOUTS)
 def test_the_choice_minds_how_the_plan_splits(mesh: dict[str, int], rules: Any, want: tuple[str, str]) -> None:
-    assert choose_attention(plan_on(MeshSpec(**mesh), **rules), Causal(), 1024, 128, platform="tpu") == want
+    assert choose_attention(split_of(plan_on(MeshSpec(**mesh), **rules)), Causal(), 1024, 128, platform="tpu") == want
 
 
 @pytest.mark.parametrize(("strategy", "name"), [("ring", "pallas_tpu"), ("ulysses", "chunked")])
@@ -336,10 +317,10 @@ def test_a_strategy_takes_what_serves_its_pieces(strategy: Any, name: str) -> No
     assert kernel_for(split_of(plan), Causal(), one, one, "tpu")[0] == name
     named = dataclasses.replace(plan, attention="pallas_tpu")
     if name == "pallas_tpu":
-        assert choose_attention(named, Causal(), 1 << 20, 64, platform="tpu")[0] == strategy
+        assert choose_attention(split_of(named), Causal(), 1 << 20, 64, platform="tpu") == (name, "")
     else:
         with pytest.raises(UserError, match="by pallas_tpu was asked for, but: 524800 tiles to visit are more than"):
-            choose_attention(named, Causal(), 1 << 20, 64, platform="tpu")
+            choose_attention(split_of(named), Causal(), 1 << 20, 64, platform="tpu")
 
 
 def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -357,8 +338,12 @@ def test_a_plan_asks_for_an_implementation_by_name(caplog: pytest.LogCaptureFixt
     ("mesh", "name", "says"),
     [
         ({"fsdp": 2}, "pallas_tpu", "by pallas_tpu was asked for, but: on cpu; what serves: chunked, reference"),
-        ({"context": 2}, "pallas_tpu", "by pallas_tpu was asked for, but: on cpu; what serves: chunked, reference"),
-        ({"context": 2}, "splash", "but: the sequence is split over devices, and it cannot merge parts; try one of pa"),
+        ({"context": 2}, "pallas_tpu", "by pallas_tpu was asked for, but: on cpu; what serves: chunked$"),
+        (
+            {"context": 2},
+            "splash",
+            "the sequence is split over devices, and it cannot merge parts; what serves: chunked$",
+        ),
     ],
 )
 def test_an_implementation_that_a_plan_cannot_have_is_refused(mesh: dict[str, int], name: str, says: str) -> None:
@@ -377,7 +362,7 @@ def test_packed_documents_are_not_given_to_a_library_that_takes_none(
     monkeypatch.setitem(dispatch.LIBRARIES, "cudnn", lambda q, k, v, mask, call: reference(q, k, v, mask, call)[0])
     args, segments = projections(2, 32, 4, 2, 16, "bfloat16"), documents(2, 32) if packed else None
     plan = dataclasses.replace(plan_on(MeshSpec(fsdp=2)), compute="bfloat16")
-    assert choose_attention(plan, Causal(), 32, 16, packed=packed)[0] == name
+    assert choose_attention(split_of(plan), Causal(), 32, 16, packed=packed)[0] == name
     mask = Causal() if segments is None else Causal() & Segments(segments, segments)
     out = Ops(plan).attention(*args, Causal(), segments)
     assert_close((out,), (reference(*args, mask)[0],), 2**-6)
@@ -403,7 +388,7 @@ def test_tiles_on_a_mesh_are_the_reference_on_one_device(plan: str) -> None:
     want = values_and_gradients(by_reference(Causal() & Segments(segments, segments)), args)
     spec, rules = PLANS[plan]
     on = plan_on(spec, **rules)
-    assert choose_attention(on, Causal(), 20, 6)[0] == "chunked"
+    assert choose_attention(split_of(on), Causal(), 20, 6)[0] == "chunked"
     assert_close(values_and_gradients(lambda q, k, v: Ops(on).attention(q, k, v, Causal(), segments), args), want)
 
 

@@ -27,10 +27,10 @@ from jaxpar.base.plan import Overlap, Plan
 from jaxpar.base.sharding import path_name
 from jaxpar.cli.main import main
 from jaxpar.models import Model
-from jaxpar.parallel import experts
+from jaxpar.parallel import choose_attention, experts
 from jaxpar.parallel.collectives import turn_after, waits
 from jaxpar.parallel.cross_entropy import LossSums
-from jaxpar.parallel.ops import Ops, choose_attention
+from jaxpar.parallel.ops import Ops
 from jaxpar.train import step
 from jaxpar.verify.comparison import Answer
 from jaxpar.verify.of_config import checks as verify
@@ -606,7 +606,9 @@ def test_the_small_model_has_the_attention_of_the_whole(changes: dict[str, Any],
 
 @pytest.mark.quick
 def test_a_kernel_of_the_platform_gets_a_model_that_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_setup, "choose_attention", lambda *asked: choose_attention(*asked[:-1], "tpu"))
+    monkeypatch.setattr(
+        small_setup, "choose_attention", lambda *a, **how: choose_attention(*a, **how | {"platform": "tpu"})
+    )
     setup = small_setup.prepare(override(Config(), {"data.seq_len": 1024, "model.embed": 512}), jax.devices()[:1])
     assert (setup.config.data.seq_len, setup.config.model.head_dim) == (128, 128)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import Literal, NamedTuple, cast, get_args
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError
 from jaxpar.kernels.attention import chunked, libraries
-from jaxpar.kernels.attention.call import DEFAULT, Arrays, Call, Unserved
+from jaxpar.kernels.attention.call import Arrays, Call, Unserved
 from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.masks import Mask, segments_in
 
@@ -49,6 +49,7 @@ class Asked(NamedTuple):
       call: the scale, the soft cap and so on.
       with_lse: whether the log-sum-exp is asked for too.
       dropping: whether weights are dropped out.
+      parts: whether the answers are parts, to be merged or added up.
       cut: why the arrays are not whole heads of one device, so that only plain XLA takes them; empty = they are whole.
     """
 
@@ -58,6 +59,7 @@ class Asked(NamedTuple):
     call: Call
     with_lse: bool = True
     dropping: bool = False
+    parts: bool = False
     cut: str = ""
 
 
@@ -69,7 +71,6 @@ def attention(
     *,
     scale: float | None = None,
     softcap: float = 0.0,
-    sinks: Float[Array, " H"] | None = None,
     implementation: str | None = None,
     platform: str | None = None,
     dropout_rate: float = 0.0,
@@ -86,7 +87,6 @@ def attention(
       mask: a mask of `jaxpar.kernels.masks`.
       scale: the factor of the scores; None = 1 / sqrt(h).
       softcap: scores become `softcap * tanh(score / softcap)`; 0 = as they are.
-      sinks: one score for each head that joins the softmax but has no value (arXiv:2309.17453); lse includes it.
       implementation: one of `Implementation`; None = the first that serves, in the platform's order.
       platform: the platform that it is compiled for; None = jax's default backend.
       dropout_rate, key: the dropout of the weights; there is none when key is None.
@@ -96,45 +96,30 @@ def attention(
       UserError: the shapes do not go together, the ids have other lengths, or the implementation is unknown or cannot
         serve; the message has the reason and names those that can.
     """
-    _check(q_BSHh, k_BTKh, v_BTKh, mask, sinks)
+    _check(q_BSHh, k_BTKh, v_BTKh, mask)
     if (scale is not None and scale <= 0) or softcap < 0:
         raise UserError(f"attention needs a scale above 0 and a soft cap of 0 or more: {scale=}, {softcap=}")
     call = Call(scale=scale or 0.0, softcap=softcap)
     dropping = key is not None and dropout_rate > 0
-    asked = Asked(q_BSHh, k_BTKh, mask, call, with_lse or sinks is not None, dropping)
+    asked = Asked(q_BSHh, k_BTKh, mask, call, with_lse, dropping)
     name = choose(asked, platform or jax.default_backend(), implementation)[0]
-    lse_BHS: Array | None
     if name == "reference":
-        out_BSHh, lse_BHS = reference(q_BSHh, k_BTKh, v_BTKh, mask, call, dropout_rate, key)
-    elif name in PAIRS:
-        rate = dropout_rate if dropping else 0.0
-        try:
-            both = _of_pair(name, call, rate, q_BSHh, k_BTKh, v_BTKh, mask, key)
-            out_BSHh, lse_BHS = cast(tuple[Array, Array], both)  # custom_vjp hides the type of what it wraps
-        except Unserved as unserved:  # some reasons show only when the tiles are laid out
-            raise UserError(f"attention by {name} cannot serve: {unserved}; chunked and reference do") from unserved
-    else:
-        out_BSHh, lse_BHS = LIBRARIES[name](q_BSHh, k_BTKh, v_BTKh, mask, call), None
-    if sinks is None:
-        return out_BSHh, lse_BHS
-    assert lse_BHS is not None  # with sinks, an implementation that gives no log-sum-exp has been refused
-    return with_sinks(out_BSHh, lse_BHS, sinks)
-
-
-def with_sinks(
-    out_BSHh: Float[Array, "B S H h"], lse_BHS: Float[Array, "B H S"], sinks_H: Float[Array, " H"]
-) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
-    """The answer with one more score for each head, which takes its share of the softmax."""
-    both_BHS = jnp.logaddexp(lse_BHS, sinks_H.astype(jnp.float32)[:, None])
-    share_BSH1 = jnp.exp(lse_BHS - both_BHS).swapaxes(1, 2)[..., None]
-    return (out_BSHh * share_BSH1).astype(out_BSHh.dtype), both_BHS
+        return reference(q_BSHh, k_BTKh, v_BTKh, mask, call, dropout_rate, key)
+    if name in LIBRARIES:
+        return LIBRARIES[name](q_BSHh, k_BTKh, v_BTKh, mask, call), None
+    rate = dropout_rate if dropping else 0.0
+    try:
+        both = _of_pair(name, call, rate, q_BSHh, k_BTKh, v_BTKh, mask, key)
+        return cast(tuple[Array, Array], both)  # custom_vjp hides the type of what it wraps
+    except Unserved as unserved:  # some reasons show only when the tiles are laid out
+        raise UserError(f"attention by {name} cannot serve: {unserved}; chunked and reference do") from unserved
 
 
 def choose(asked: Asked, platform: str, implementation: str | None = None) -> tuple[str, str]:
     """The implementation that serves, and why those before it do not; the log says so once.
 
     Args:
-      implementation: None or "auto" = the first that serves.
+      implementation: None or "auto" = the first that serves, which is plain XLA by tiles where no kernel does.
 
     Raises:
       UserError: the implementation asked for is unknown or cannot serve.
@@ -150,7 +135,14 @@ def choose(asked: Asked, platform: str, implementation: str | None = None) -> tu
                 f"attention by {implementation} was asked for, but: {why}; what serves: {', '.join(others)}"
             )
         return implementation, ""
-    name, why = _first(_KERNELS.get(platform, ()), asked, platform)
+    name, reasons = "chunked", list[str]()
+    for kernel in _KERNELS.get(platform, ()):
+        refused = refusal(kernel, asked, platform)
+        if not refused:
+            name = kernel
+            break
+        reasons.append(f"{kernel}: {refused}")
+    why = "; ".join(reasons)
     say_once(f"attention by {name}" + (f" ({why})" if why else ""))
     return name, why
 
@@ -160,38 +152,10 @@ def pair(name: str) -> ModuleType:
     return importlib.import_module(f"jaxpar.kernels.attention.{PAIRS[name]}")
 
 
-def pair_for(
-    q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, platform: str, implementation: str = "auto", call: Call = DEFAULT
-) -> tuple[str, str]:
-    """The key in `PAIRS` of the first implementation that serves, and why those before it do not.
-
-    Raises:
-      UserError: the implementation asked for is not in `PAIRS`, or cannot serve.
-    """
-    asked, kernels = Asked(q_BSHh, k_BTKh, mask, call), _KERNELS.get(platform, ())
-    if implementation != "auto":
-        if implementation not in PAIRS:
-            raise UserError(
-                f"attention by {implementation} was asked for, but: the sequence is split over devices, and it cannot "
-                f"merge parts; try one of {', '.join(PAIRS)}"
-            )
-        return choose(asked, platform, implementation)
-    return _first([name for name in kernels if name in PAIRS], asked, platform)
-
-
-def _first(kernels: Sequence[str], asked: Asked, platform: str) -> tuple[str, str]:
-    """The first implementation that serves, and why those before it do not; plain XLA where none does."""
-    reasons = []
-    for name in kernels:
-        why = refusal(name, asked, platform)
-        if not why:
-            return name, "; ".join(reasons)
-        reasons.append(f"{name}: {why}")
-    return "chunked", "; ".join(reasons)
-
-
 def refusal(name: str, asked: Asked, platform: str) -> str:
     """Why an implementation cannot serve; empty = it can."""
+    if asked.parts and name not in PAIRS:
+        return "the sequence is split over devices, and it cannot merge parts"
     if name in ("reference", "chunked"):
         return ""
     if asked.cut:
@@ -213,7 +177,7 @@ def say_once(line: str) -> None:
     log.info(line)
 
 
-def _check(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, sinks: Array | None) -> None:
+def _check(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask) -> None:
     shapes = f"q {q_BSHh.shape}, k {k_BTKh.shape}, v {v_BTKh.shape}"
     if not q_BSHh.ndim == k_BTKh.ndim == v_BTKh.ndim == 4:
         raise UserError(f"attention takes [batch, sequence, heads, head_dim], and was given {shapes}")
@@ -228,8 +192,6 @@ def _check(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, sinks: Array
         raise UserError(f"attention needs heads ({H}) that are a multiple of kv heads ({K}): {shapes}")
     if not q_BSHh.dtype == k_BTKh.dtype == v_BTKh.dtype:
         raise UserError(f"attention needs q, k and v of one dtype: {q_BSHh.dtype}, {k_BTKh.dtype}, {v_BTKh.dtype}")
-    if sinks is not None and sinks.shape != (H,):
-        raise UserError(f"attention needs a sink a head, ({H},), and was given {sinks.shape}")
     for segments in segments_in(mask):
         segments.check(B, S, T)
 

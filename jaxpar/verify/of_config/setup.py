@@ -29,7 +29,8 @@ from jaxpar.base.runtime import start, widen_cpu_pool
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.kernels.attention.chunked import ROWS
 from jaxpar.models.masks import layer_masks
-from jaxpar.parallel.ops import choose_attention
+from jaxpar.parallel import choose_attention
+from jaxpar.parallel.ops import split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches
 from jaxpar.train.plans import check_batch, check_parameters
 from jaxpar.verify.of_config.shrink import LEAST, asked_sizes, shrink
@@ -213,12 +214,12 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
 
 
 def _attention(plan: Plan, config: Config, platform: str = "") -> str:
-    """Name the attention implementation, and say whether plain XLA needs several tiles."""
-    model, seq_len, packed = config.model, config.data.seq_len, config.data.pack
-    head_dim = model.head_size
-    names = [
-        choose_attention(plan, mask, seq_len, head_dim, False, model.attention_softcap, packed, platform)[0]
-        for mask in dict.fromkeys(layer_masks(model))
-    ]
+    """Name the strategy of a split sequence, or the implementation and whether plain XLA needs several tiles."""
+    model, seq_len = config.model, config.data.seq_len
+    split, how = split_of(plan, model.attention_softcap), {"packed": config.data.pack, "platform": platform}
+    masks = dict.fromkeys(layer_masks(model))
+    names = [choose_attention(split, mask, seq_len, model.head_size, **how)[0] for mask in masks]
+    if split.devices > 1:
+        return split.strategy
     tiled = [f"{name} in tiles" if name == "chunked" and seq_len > ROWS else name for name in names]
     return " and ".join(dict.fromkeys(tiled))
