@@ -44,13 +44,8 @@ class Dropout(NamedTuple):
 
 
 def forward(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    mask: Mask,
-    call: Call,
-    dropout: Dropout | None = None,
-) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
+    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call, dropout: Dropout | None = None
+) -> tuple[Array, Array]:
     """Return (out, lse) as `jaxpar.kernels.attention.call` defines them."""
     work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
     q_BKGSh, k_BKTh, v_BKTh = work.lay_out(q_BSHh, k_BTKh, v_BTKh)
@@ -76,16 +71,9 @@ def forward(
 
 
 def backward(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    dout_BSHh: Float[Array, "B S H h"],
-    lse_BHS: Float[Array, "B H S"],
-    delta_BHS: Float[Array, "B H S"],
-    mask: Mask,
-    call: Call,
-    dropout: Dropout | None = None,
-) -> tuple[Float[Array, "B S H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
+    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, mask: Mask,
+    call: Call, dropout: Dropout | None = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Return (dq, dk, dv) as `jaxpar.kernels.attention.call` defines them."""
     work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
     q_BKGSh, k_BKTh, v_BKTh = work.lay_out(q_BSHh, k_BTKh, v_BTKh)

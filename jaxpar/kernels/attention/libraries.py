@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxpar.base.hardware import LANES
 from jaxpar.base.jax_compat import cudnn_version
@@ -66,13 +66,7 @@ def has_cudnn() -> bool:
     return cudnn_version() > 0
 
 
-def cudnn(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    mask: Mask,
-    call: Call,
-) -> Float[Array, "B S H h"]:
+def cudnn(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call) -> Array:
     """The output, computed by `jax.nn.dot_product_attention`."""
     band = _band_of(mask)
     assert band is not None
@@ -82,13 +76,7 @@ def cudnn(
     )  # fmt: skip
 
 
-def splash(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    mask: Mask,
-    call: Call,
-) -> Float[Array, "B S H h"]:
+def splash(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call) -> Array:
     """The output, computed by jax's own Pallas kernel for TPUs, on local arrays only: the compiler cannot split it."""
     band, (S, H), T = _band_of(mask), q_BSHh.shape[1:3], k_BTKh.shape[1]
     assert band is not None

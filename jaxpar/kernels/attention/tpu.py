@@ -32,7 +32,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxpar.base.hardware import LANES
 from jaxpar.kernels.attention.call import (
@@ -80,13 +80,8 @@ def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, ma
 
 
 def forward(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    mask: Mask,
-    call: Call = DEFAULT,
-    tile: int = 0,
-) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
+    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call = DEFAULT, tile: int = 0
+) -> tuple[Array, Array]:
     """Return (out, lse); `tile` is the most queries, and the most keys, of a tile; 0 = as fits."""
     B, S, H, h = q_BSHh.shape
     walk = _walk(q_BSHh, k_BTKh, mask, call, tile)
@@ -103,16 +98,9 @@ def forward(
 
 
 def backward(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    dout_BSHh: Float[Array, "B S H h"],
-    lse_BHS: Float[Array, "B H S"],
-    delta_BHS: Float[Array, "B H S"],
-    mask: Mask,
-    call: Call = DEFAULT,
-    tile: int = 0,
-) -> tuple[Float[Array, "B S H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
+    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, mask: Mask,
+    call: Call = DEFAULT, tile: int = 0,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Return (dq, dk, dv); `tile` is as in the forward."""
     (S, h), T = q_BSHh.shape[1::2], k_BTKh.shape[1]
     of_queries, of_keys = (_walk(q_BSHh, k_BTKh, mask, call, tile, by_keys) for by_keys in (False, True))

@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Arrays, Call, Index, Ref, Unserved
 from jaxpar.kernels.attention.triton_tiles import Sizes, Tile, sizes_here
@@ -63,13 +63,8 @@ def refusal(
 
 
 def forward(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    mask: Mask,
-    call: Call = DEFAULT,
-    sizes: Sizes | None = None,
-) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
+    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call = DEFAULT, sizes: Sizes | None = None
+) -> tuple[Array, Array]:
     """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the chip."""
     B, S, H, h = q_BSHh.shape
     tile = (sizes or sizes_here(h, q_BSHh.dtype)).forward
@@ -82,16 +77,9 @@ def forward(
 
 
 def backward(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    dout_BSHh: Float[Array, "B S H h"],
-    lse_BHS: Float[Array, "B H S"],
-    delta_BHS: Float[Array, "B H S"],
-    mask: Mask,
-    call: Call = DEFAULT,
-    sizes: Sizes | None = None,
-) -> tuple[Float[Array, "B S H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
+    q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, dout_BSHh: Array, lse_BHS: Array, delta_BHS: Array, mask: Mask,
+    call: Call = DEFAULT, sizes: Sizes | None = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the chip."""
     _, dq_tile, dkv_tile = sizes or sizes_here(q_BSHh.shape[-1], q_BSHh.dtype)
     arrays = [q_BSHh, k_BTKh, v_BTKh, dout_BSHh.astype(v_BTKh.dtype), lse_BHS, delta_BHS]
