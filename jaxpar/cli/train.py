@@ -11,7 +11,6 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config, check
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError
-from jaxpar.base.hardware import Hardware, hardware_of
 from jaxpar.base.plan import Plan
 from jaxpar.base.processes import run_together
 from jaxpar.base.runtime import memory_of, start
@@ -19,8 +18,7 @@ from jaxpar.data.corpus import load_corpus
 from jaxpar.models import Model
 from jaxpar.plan import resolve
 from jaxpar.plan.budget import platform_of
-from jaxpar.plan.memory_account import memory_account
-from jaxpar.plan.out_of_memory import out_of_memory
+from jaxpar.plan.memory_account import memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.memory import memory_table, write_memory_account
 from jaxpar.train.loop import OutOfMemory, Result, run
@@ -66,10 +64,10 @@ def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
 
 def _what_would_fit(error: OutOfMemory, main: bool) -> str:
     device = error.plan.mesh.devices.flat[0]
-    platform, hardware = platform_of(device), hardware_of(device.device_kind) or Hardware()
+    parts = memory_account(error.config, error.plan, platform_of(device))
     if main:
-        console().print(memory_table(memory_account(error.config, error.plan, platform)))
-    return out_of_memory(error.said, error.config, error.plan, hardware, platform, memory_of(device))
+        console().print(memory_table(parts))
+    return out_of_memory(error.said, parts, error.config, error.plan, memory_of(device))
 
 
 def _draw_loss(config: Config, folder: Path, rows: list[dict[str, Any]], entropy: float) -> None:

@@ -9,6 +9,8 @@ import jax
 
 from jaxpar.base.activation_names import NAMES
 from jaxpar.base.config import Config
+from jaxpar.base.console import bytes_text
+from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.train.saved_activations import activations, loss_cut, unnamed_bytes
@@ -71,3 +73,22 @@ def work_bytes(config: Config, plan: Plan) -> int:
     (tokens, rows, D, (chunks, slices)), width = loss_cut(config, plan), plan.dtype.itemsize
     table = rows * D * (width + 4) if plan.size("embed") > 1 else 0
     return max(block, table, (rows * -(-tokens // chunks) * (4 + width) + table) // slices)
+
+
+def out_of_memory(message: str, parts: list[MemoryPart], config: Config, plan: Plan, has: int) -> str:
+    """Tell the user in one line of a step that does not fit.
+
+    Args:
+      message: the message of the runtime.
+      parts: the `memory_account` of the step.
+      config: the experiment.
+      plan: the plan of the config.
+      has: the bytes that a device has; 0 = not known.
+    """
+    where = f"a device has {bytes_text(has)}" if has else "what a device has is not known"
+    budget = "a smaller memory.budget" if config.memory.budget else f"memory.budget={'auto' if has else '14GiB'}"
+    return (
+        f"out of memory: a step was predicted to take {bytes_text(sum(part.device for part in parts))}, {where}; try "
+        f"{budget}, which finds what to keep, offload and recompute, mesh.fsdp={2 * plan.mesh.shape['fsdp']} or "
+        f"train.accumulation={2 * config.train.accumulation} ({compiler_message(message)[:200]})"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 from pathlib import Path
@@ -17,10 +16,8 @@ from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.cli.train import train_config as train
 from jaxpar.models import Model
-from jaxpar.plan.memory_account import MemoryPart, memory_account
-from jaxpar.plan.out_of_memory import out_of_memory
+from jaxpar.plan.memory_account import MemoryPart, memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
-from jaxpar.rehearse.targets import load_target
 from jaxpar.show.memory import memory_table
 from jaxpar.train import loop as train_module
 from jaxpar.train.plans import make_plan
@@ -86,18 +83,15 @@ def test_a_run_writes_its_report(tmp_path: Path):
     assert found["compiled"]["arguments"] > 0
 
 
-def test_out_of_memory_ends_with_what_would_fit():
-    """LLaMA-3 8B, nothing recomputed, on a device that has 12 GiB."""
-    config = override(load_config("llama3_8b"), {"memory.policy": "none", "mesh.fsdp": 8, "mesh.tensor": 1})
-    target = load_target("v5p-8")
-    plan = make_plan(
-        dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, distributed=False)), jax.devices()
-    )
-    said = out_of_memory("RESOURCE_EXHAUSTED: no", config, plan, target.hardware, "tpu", 40 * 2**30)
+def test_out_of_memory_ends_with_what_finds_a_step_that_fits():
+    plan = plan_for(FSDP)
+    parts = memory_account(FSDP, plan, "tpu")
+    said = out_of_memory("RESOURCE_EXHAUSTED: no", parts, FSDP, plan, 40 * 2**30)
     assert "out of memory: a step was predicted to take" in said and "a device has 40.00 GiB" in said
-    assert "try memory.policy=full" in said and "RESOURCE_EXHAUSTED: no" in said
-    hopeless = out_of_memory("RESOURCE_EXHAUSTED: no", config, plan, target.hardware, "tpu", 2**20)
-    assert "mesh.fsdp=16" in hopeless
+    assert "try memory.budget=auto, which" in said and "RESOURCE_EXHAUSTED: no" in said
+    assert "try memory.budget=14GiB, which" in out_of_memory("no", parts, FSDP, plan, 0)
+    budgeted = override(FSDP, {"memory.budget": "20GiB"})
+    assert "try a smaller memory.budget, which" in out_of_memory("no", parts, budgeted, plan, 40 * 2**30)
 
 
 @pytest.mark.parametrize(
