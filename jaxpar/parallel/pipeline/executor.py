@@ -36,7 +36,7 @@ from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.last_stage import gather_tokens, own_labels, share_tokens
 from jaxpar.parallel.pipeline.layers import Layers, layers_of
-from jaxpar.parallel.pipeline.program import Rows, Segment, TickProgram, program
+from jaxpar.parallel.pipeline.program import Rows, TickProgram, program
 from jaxpar.parallel.pipeline.schedules import Kind, Table, schedule
 from jaxpar.parallel.pipeline.stage import LayerContext, Params, PipelinedModel, Stack, read, write
 from jaxpar.parallel.token_order import TOKENS, halves, in_order
@@ -126,7 +126,9 @@ def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tu
         stage = _Stage(task, arrays)
         carry = stage.start()
         for segment, mine in zip(task.steps.segments, ticks, strict=True):
-            body = partial(stage.round, shares=_Shares.of(segment))
+            ends = {kind: (rows.some_end, rows.some_score) for kind, rows in segment.ticks.items()}
+            shares = {kind: _Shares(*(float(np.mean(x)) for x in of_kind)) for kind, of_kind in ends.items()}
+            body = partial(stage.round, shares=shares)
             carry, _ = jax.lax.scan(lambda carry, row, body=body: (body(carry, row), None), carry, mine)
         return stage.finish(carry)
 
@@ -145,13 +147,6 @@ class _Shares(NamedTuple):
 
     first: float
     last: float
-
-    @staticmethod
-    def of(segment: Segment) -> dict[Kind, _Shares]:
-        return {
-            kind: _Shares(float(np.mean(rows.some_end)), float(np.mean(rows.some_score)))
-            for kind, rows in segment.ticks.items()
-        }
 
 
 class _Carry(NamedTuple):

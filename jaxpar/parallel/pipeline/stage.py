@@ -11,7 +11,7 @@ Shapes: B batch, S sequence, D embed; places, slots and layers come first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -38,26 +38,14 @@ Buffers = list[list[Array]]
 _Carry = TypeVar("_Carry")
 
 
-class ModelSizes(Protocol):
-    """What a pipeline needs from a model's config."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def experts(self) -> int: ...
-    @property
-    def scan_layers(self) -> bool: ...
-    @property
-    def kinds(self) -> int: ...
-
-
 class PipelinedModel(Protocol):
-    """What a pipeline needs from a model: see `jaxpar.models.Model`."""
+    """What a pipeline needs from a model: see `jaxpar.models.Model`. Of its config it reads `layers`, `experts`,
+    `scan_layers` and `kinds`."""
 
     @property
     def axes(self) -> PyTree: ...
     @property
-    def config(self) -> ModelSizes: ...
+    def config(self) -> Any: ...
     def trained(self, tree: PyTree) -> PyTree: ...
     def embed(self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None) -> Array: ...
     def layer(
@@ -92,6 +80,7 @@ class Stack:
       context: a function of (microbatch, chunk, place in it) that returns what the layer is told.
       places: the number of places of a virtual stage.
       added: the cotangents of a layer's router sums, or None.
+      kept: which arrays of its `jax.vjp` function a layer of each kind keeps, and how to get it back; after `prepare`.
     """
 
     model: PipelinedModel
@@ -100,7 +89,7 @@ class Stack:
     context: Callable[[ArrayLike, ArrayLike, ArrayLike], LayerContext]
     places: int
     added: RouterSums | None
-    _kept: list[Kept] | None = None
+    kept: list[Kept] = field(default_factory=list)
 
     @property
     def kinds(self) -> int:
@@ -147,19 +136,13 @@ class Stack:
         weights, context = jax.eval_shape(lambda: (self._weights(0, 0), self.context(0, 0, 0)))
         xs = jax.eval_shape(lambda x: halves(x, STORED, self.plan), x)
         pulls = [lambda w, c, x, kind=kind: self._vjp(w, c, x, kind)[1] for kind in range(self.kinds)]
-        self._kept = [choose_residuals(pull, weights, context, xs) for pull in pulls]
+        self.kept = [choose_residuals(pull, weights, context, xs) for pull in pulls]
 
     def empty_stash(self, slots: int) -> Buffers:
         """Return empty slots for what layers keep."""
         return [_empty_buffers(kept.shapes, slots * self._places_of(kind)) for kind, kept in enumerate(self.kept)]
 
     # One layer.
-
-    @property
-    def kept(self) -> list[Kept]:
-        """Return which arrays of its `jax.vjp` function a layer of each kind keeps, and how to get it back."""
-        assert self._kept is not None, "prepare() comes first"
-        return self._kept
 
     def _apply(
         self, weights: PyTree, context: LayerContext, xs: tuple[Array, ...], kind: int
