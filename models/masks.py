@@ -15,11 +15,9 @@ import inspect
 import re
 from functools import lru_cache
 
-import numpy as np
-
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.kernels.masks import BigBird, BlockSparse, Causal, Dilated, Mask, Window
+from jaxpar.kernels.masks import BigBird, Causal, Dilated, First, Mask, Window
 
 
 def _causal(length: int) -> Mask:
@@ -32,7 +30,7 @@ def _window(length: int, tokens: int) -> Mask:
 
 def _longformer(length: int, window: int = 512, globals: int = 1, stride: int = 1) -> Mask:
     near = Window(window - 1) if stride == 1 else Dilated(window, stride)
-    return Causal() & (near | BlockSparse(np.ones((1, 1), bool), length, globals) if globals else near)
+    return Causal() & (near | First(globals) if globals else near)
 
 
 def _bigbird(length: int, window: int = 3, globals: int = 2, random: int = 3, block: int = 64, seed: int = 0) -> Mask:

@@ -2,7 +2,8 @@
 
     Causal() & Window(left=1023)
     Causal() & Segments(documents_BS, documents_BS)
-    PrefixLM(64) | BigBird(length=4096, window=3, globals=2, random=3, seed=0)
+    Causal() | First(64)
+    BigBird(length=4096, window=3, globals=2, random=3, seed=0)
 
 One algebra serves three users. The reference asks `visible` of all places. The kernels ask `states` which tiles can be
 left out and which need no mask, and `visible` inside the others. Context parallelism has places that begin anywhere.
@@ -15,11 +16,10 @@ their tiles.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache, partial, reduce
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias, TypeVar, dataclass_transform
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -178,17 +178,17 @@ class Window(Mask):
 
 
 @_static
-class PrefixLM(Mask):
-    """A query sees the first `n` keys and those at or before it (arXiv:1910.10683, section 3.2.1)."""
+class First(Mask):
+    """Every query sees the first `n` keys; `Causal() | First(n)` is a prefix LM (arXiv:1910.10683, section 3.2.1)."""
 
     n: int
 
     def visible(self, i: Places, j: Places) -> Places:
-        return (i - j >= 0) | (j < self.n)
+        return (i - j == i - j) & (j < self.n)
 
     def states(self, tiles: Tiles) -> Places:
-        (least, most), (_, _, first_j, last_j) = tiles.ahead(), tiles.spans()
-        return _state((most >= 0) | (first_j < self.n), (least >= 0) | (last_j < self.n))
+        first_i, _, first_j, last_j = tiles.spans()
+        return _state((first_i == first_i) & (first_j < self.n), (first_i == first_i) & (last_j < self.n))
 
 
 @_static
@@ -274,36 +274,24 @@ class BlockSparse(Blocks):
       block_map: bool [M, N], given as an array or as nested lists.
     """
 
-    block_map: ArrayLike | _Packed
+    block_map: ArrayLike | tuple[tuple[int, ...], bytes]
     block_q: int = 128
     block_k: int = 128
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block_map, _Packed):
-            blocks = np.asarray(self.block_map, dtype=bool)
-            if blocks.ndim != 2 or 0 in blocks.shape:
-                raise UserError(f"BlockSparse needs a map of blocks [M, N], and was given shape {blocks.shape}")
-            object.__setattr__(self, "block_map", _Packed(blocks.shape, np.packbits(blocks).tobytes()))
+        blocks = np.asarray(self.block_map, dtype=bool)
+        if blocks.ndim != 2 or 0 in blocks.shape:
+            raise UserError(f"BlockSparse needs a map of blocks [M, N], and was given shape {blocks.shape}")
+        object.__setattr__(self, "block_map", (blocks.shape, blocks.tobytes()))  # which can be hashed
 
     @cached_property
     def map(self) -> Bool[np.ndarray, "M N"]:
-        assert isinstance(self.block_map, _Packed)
-        return self.block_map.blocks()
+        shape, blocks = cast(tuple[tuple[int, ...], bytes], self.block_map)
+        return np.frombuffer(blocks, bool).reshape(shape)
 
     def __repr__(self) -> str:
         M, N = self.map.shape
         return f"BlockSparse({M} x {N} blocks of {self.block_q} x {self.block_k}, {np.mean(self.map):.0%} seen)"
-
-
-class _Packed(NamedTuple):
-    """A map of blocks, packed into bits so that it can be hashed."""
-
-    shape: tuple[int, int]
-    bits: bytes
-
-    def blocks(self) -> Bool[np.ndarray, "M N"]:
-        count = math.prod(self.shape)
-        return np.unpackbits(np.frombuffer(self.bits, np.uint8), count=count).astype(bool).reshape(self.shape)
 
 
 @_static

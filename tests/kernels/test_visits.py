@@ -6,24 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import MASKS, Case
+from attention_cases import KERNEL_MASKS, MASKS, Case
 
 from jaxpar.kernels.attention.call import Unserved
 from jaxpar.kernels.attention.visits import in_tile, visits
-from jaxpar.kernels.masks import EMPTY, BlockSparse, Causal, Segments, Tiles, dense, tile_states
+from jaxpar.kernels.masks import EMPTY, BlockSparse, Causal, Segments, Tiles, Window, dense, tile_states
 
 pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("of_keys", [False, True], ids=["of_queries", "of_keys"])
 @pytest.mark.parametrize("sizes", [(96, 96, 16, 32), (50, 75, 32, 16), (33, 130, 8, 16)], ids=str)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", KERNEL_MASKS)
 def test_walking_the_tiles_gives_the_dense_mask(name: str, sizes: tuple[int, ...], of_keys: bool) -> None:
     S, T, block_q, block_k = sizes
     case = Case(name, 2, S, T)
     mask = MASKS[name](np.random.default_rng(0), case)
     tiles = Tiles(S, T, block_q, block_k)
-    entries, full, some, bits = visits(mask, tiles, of_keys)
+    entries, full, some = visits(mask, tiles, of_keys)
     Q, K = tiles.shape
     seen = np.zeros((2, Q * block_q, K * block_k), bool)
     ids = [leaf for leaf in mask.leaves() if isinstance(leaf, Segments)]
@@ -33,11 +33,11 @@ def test_walking_the_tiles_gives_the_dense_mask(name: str, sizes: tuple[int, ...
         for row in range(some.shape[1]):
             for w in range(int(some[of_b, row])):
                 entry = int(entries[of_b, row, w])
-                q, k = (entry >> bits, row) if of_keys else (row, entry >> bits)
+                q, k = (entry, row) if of_keys else (row, entry)
                 rows, columns = np.arange(block_q) + q * block_q, np.arange(block_k) + k * block_k
                 pairs = [(_at(one.q_ids, b, rows), _at(one.kv_ids, b, columns)) for one in ids]
                 masked = w >= int(full[of_b, row])
-                part = in_tile(mask, rows[:, None], columns[None], entry, pairs) if masked else np.bool_(True)
+                part = in_tile(mask, rows[:, None], columns[None], pairs) if masked else np.bool_(True)
                 assert not seen[b, rows[:, None], columns].any(), "a tile twice"
                 seen[b, rows[:, None], columns] = part & (columns < T) if masked else part
                 visited += 1
@@ -64,3 +64,8 @@ def test_blocks_must_not_be_cut() -> None:
     with pytest.raises(Unserved, match="cut the blocks"):
         visits(BlockSparse(np.eye(4), 16, 16), traced)
     assert visits(BlockSparse(np.eye(4), 16, 16), traced._replace(multiple=16)).some.tolist() == [[0]]
+
+
+def test_a_union_with_blocks_is_left_to_plain_xla() -> None:
+    with pytest.raises(Unserved, match=r"a mask of blocks is joined by \| in Causal\(offset=0\) & \(Window"):
+        visits(Causal() & (Window(3) | BlockSparse(np.eye(4), 16, 16)), Tiles(64, 64, 16, 16))

@@ -27,7 +27,7 @@ from jaxpar.kernels.attention import chunked, dispatch, libraries
 from jaxpar.kernels.attention.call import DEFAULT, Call, Unserved
 from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.kernels.attention.reference import reference
-from jaxpar.kernels.masks import BigBird, Causal, Full, Mask, PrefixLM, Segments, Window
+from jaxpar.kernels.masks import BigBird, Causal, First, Full, Mask, Segments, Window
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.context import kernel_for
@@ -126,7 +126,7 @@ CHOICES: list[tuple[str, dispatch.Asked, str, str]] = [
     ("tpu", asked(1024, 256, Causal() & Window(100) & IDS), "splash", ""),
     ("tpu", asked(1024, 64, Causal()), "pallas_tpu", "splash: head_dim 64 is no multiple of 128"),
     ("tpu", asked(1000, 128, Causal()), "pallas_tpu", "splash: sequence length 1000 is no multiple of 128"),
-    ("tpu", asked(1024, 128, PrefixLM(9)), "pallas_tpu", "splash: no mask like PrefixLM(n=9)"),
+    ("tpu", asked(1024, 128, First(9)), "pallas_tpu", "splash: no mask like First(n=9)"),
     ("tpu", asked(1024, 128, Causal(), with_lse=True), "pallas_tpu", "splash: no log-sum-exp that has a gradient"),
     ("tpu", asked(1024, 128, Causal(), dropping=True), "chunked", f"splash: {DROPS}; pallas_tpu: {DROPS}"),
     ("tpu", asked(1024, 128, Causal(), cut="split oddly"), "chunked", "splash: split oddly; pallas_tpu: split oddly"),

@@ -236,10 +236,9 @@ class _Walk(NamedTuple):
       scale: the factor of the scores.
       of_keys: whether rows are tiles of keys.
       rows: the row of each step, int32 [L], or [B * L] where sequences differ.
-      codes: for each step `entry << 2 | state`, with the entry of `Visits` and the state of the tile.
+      codes: for each step `entry << 2 | state`, with the entry of `Visits` and the state of its tile.
       count: how many steps there are; it is on the device where ids or places are.
       stride: how many steps each sequence has in the lists; 0 = all sequences share one list.
-      bits: as in `Visits`.
       across: whether arrays lie with their places along the lanes.
     """
 
@@ -252,7 +251,6 @@ class _Walk(NamedTuple):
     codes: Array | np.ndarray
     count: int | Array
     stride: int
-    bits: int
     across: bool
 
     def by_head(self, x_BSHh: Array, block: int) -> Array:
@@ -266,13 +264,13 @@ class _Walk(NamedTuple):
 
     def at(self, b: Index, n: Index, rows: Ref, codes: Ref) -> tuple[Array, Array]:
         """The tile of queries and the tile of keys of a step, read from the lists in SMEM."""
-        row, tile = rows[self.stride * b + n], codes[self.stride * b + n] >> self.bits + 2
+        row, tile = rows[self.stride * b + n], codes[self.stride * b + n] >> 2
         return (tile, row) if self.of_keys else (row, tile)
 
 
 def _walk(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, tile: int, of_keys: bool = False) -> _Walk:
     tiles = _tiles(q_BSHh.shape, k_BTKh.shape[1], q_BSHh.dtype, mask, call, tile)
-    entries_BRW, full_BR, some_BR, bits = visits(mask, tiles, of_keys)
+    entries_BRW, full_BR, some_BR = visits(mask, tiles, of_keys)
     (B, R, W), traced = entries_BRW.shape, isinstance(entries_BRW, jax.Array)
     xp = numpy_for(entries_BRW)
     ends_BR = xp.cumsum(xp.maximum(some_BR, 1), axis=1)  # a row without visits also has a step, which writes its zeros
@@ -291,7 +289,7 @@ def _walk(q_BSHh: Array, k_BTKh: Array, mask: Mask, call: Call, tile: int, of_ke
     stride = L if B > 1 else 0
     across = q_BSHh.shape[3] % LANES != 0 and tiles.block_q % LANES == tiles.block_k % LANES == 0
     count = count if traced else L
-    return _Walk(mask, call, call.scale_of(q_BSHh), tiles, of_keys, rows, codes, count, stride, bits, across)
+    return _Walk(mask, call, call.scale_of(q_BSHh), tiles, of_keys, rows, codes, count, stride, across)
 
 
 def _check_list(steps: int) -> None:
@@ -341,7 +339,7 @@ def _step(walk: _Walk, G: int, lists: Sequence[Ref], q_ids: Sequence[Ref], kv_id
         i = starts[0] + query_tile * block_q + jax.lax.broadcasted_iota(jnp.int32, (1, block_q), 1)
         column = key_tile * block_k + jax.lax.broadcasted_iota(jnp.int32, (block_k, 1), 0)
         ids = [(of_keys[0], of_queries[0]) for of_keys, of_queries in zip(kv_ids, q_ids, strict=True)]
-        seen = in_tile(walk.mask, i, starts[1] + column, code >> 2, ids)
+        seen = in_tile(walk.mask, i, starts[1] + column, ids)
         return seen & (column < T) if T % block_k else seen
 
     return _Step(walk.call, walk.scale, first, last, code & 3, seen, walk.across)

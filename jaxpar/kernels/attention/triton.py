@@ -94,7 +94,6 @@ class _Plan(NamedTuple):
 
     Attributes:
       tiles: the tiles, with places counted within the arrays; the kernel adds where queries and keys start.
-      bits: as in `Visits`.
       h: head_dim.
       scale: the factor of the scores.
       softcap: see `Call`.
@@ -102,7 +101,6 @@ class _Plan(NamedTuple):
 
     mask: Mask
     tiles: Tiles
-    bits: int
     h: int
     scale: float
     softcap: float
@@ -130,11 +128,11 @@ def _run(
     (B, S, H, h), (T, K) = arrays[0].shape, arrays[1].shape[1:3]
     tile = _fit_tile(tile, S, T, mask, call)
     tiles = Tiles(S, T, tile.block_q, tile.block_k, call.q_start, call.k_start, call.multiple)
-    *lists, bits = visits(mask, tiles, of_keys)
+    lists = visits(mask, tiles, of_keys)
     ids = [(leaf.q_ids, leaf.kv_ids) for leaf in segments_in(mask)]
     heads = K if of_keys else H
     given = [jnp.asarray(x) for x in lists], call.starts(), ids, list(arrays)
-    plan = _Plan(mask, tiles, bits, h, call.scale_of(arrays[0]), call.softcap)
+    plan = _Plan(mask, tiles, h, call.scale_of(arrays[0]), call.softcap)
     entries, _, some = lists
     visited = (entries.size if isinstance(some, jax.Array) else int(some.sum())) * B // len(some)
     flops = 2 * products * H * h * visited * tile.block_q * tile.block_k
@@ -199,10 +197,10 @@ def attention_forward(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Re
 
     def visit(entry: Array, masked: bool, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out_qh, most_q, total_q = carry
-        keys = _keys(plan, entry >> plan.bits, masked)
+        keys = _keys(plan, entry, masked)
         scores_qk = _scores(plan, q_qh, keys.load(k_ref, ONLY))
         if masked:
-            scores_qk = jnp.where(_visible(plan, starts, ids, entry, queries, keys), scores_qk, -jnp.inf)
+            scores_qk = jnp.where(_visible(plan, starts, ids, queries, keys), scores_qk, -jnp.inf)
         next_q = jnp.maximum(most_q, jnp.max(scores_qk, axis=1) * plan.unit)
         weights_qk = jnp.exp2(scores_qk * plan.unit - next_q[:, None])
         before_q = jnp.exp2(most_q - next_q)
@@ -228,9 +226,9 @@ def attention_dq(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, dq
     lse_q1, delta_q1 = (queries.load_row(ref, ONLY)[:, None] for ref in (lse_ref, delta_ref))
 
     def visit(entry: Array, masked: bool, dq_qh: Array) -> Array:
-        keys = _keys(plan, entry >> plan.bits, masked)
+        keys = _keys(plan, entry, masked)
         k_kh = keys.load(k_ref, ONLY)
-        seen_qk = _visible(plan, starts, ids, entry, queries, keys) if masked else None
+        seen_qk = _visible(plan, starts, ids, queries, keys) if masked else None
         scores_qk = _scores(plan, q_qh, k_kh)
         weights_qk = _weights(plan, scores_qk, seen_qk, lse_q1)
         dweights_qk = _product(dout_qh, keys.load(v_ref, ONLY), 1, 1)
@@ -250,10 +248,10 @@ def attention_dkv(plan: _Plan, lists: Ref, starts: Ref, ids: Ref, arrays: Ref, d
     def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         def visit(entry: Array, masked: bool, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             dk_kh, dv_kh = carry
-            queries = _queries(plan, entry >> plan.bits)
+            queries = _queries(plan, entry)
             q_qh, dout_qh = queries.load(q_ref, head), queries.load(dout_ref, head)
             lse_1q, delta_1q = (queries.load_row(ref, head)[None] for ref in (lse_ref, delta_ref))
-            seen_kq = _visible(plan, starts, ids, entry, queries, keys, transposed=True) if masked else None
+            seen_kq = _visible(plan, starts, ids, queries, keys, transposed=True) if masked else None
             scores_kq = _scores(plan, k_kh, q_qh)
             weights_kq = _weights(plan, scores_kq, seen_kq, lse_1q)
             dv_kh += _product(weights_kq.astype(dout_qh.dtype), dout_qh, 1, 0)
@@ -336,16 +334,14 @@ def _keys(plan: _Plan, tile: int | Array, last: bool) -> _Part:
     return _Part(tile * block, block, T if last and T % block else None, plan.h)
 
 
-def _visible(
-    plan: _Plan, starts: Ref, ids: Ref, entry: Array, queries: _Part, keys: _Part, transposed: bool = False
-) -> Array:
+def _visible(plan: _Plan, starts: Ref, ids: Ref, queries: _Part, keys: _Part, transposed: bool = False) -> Array:
     """Which places of a partial tile are seen, [q, k], or transposed [k, q]."""
     pairs = [(queries.load_row(q_ids), keys.load_row(kv_ids)) for q_ids, kv_ids in ids]
     if transposed:  # ids are compared for equality, so the two sides may change places
         i, j, pairs = queries.places[None], keys.places[:, None], [(kv_ids, q_ids) for q_ids, kv_ids in pairs]
     else:
         i, j = queries.places[:, None], keys.places[None]
-    seen = in_tile(plan.mask, i + starts[0], j + starts[1], entry, pairs)
+    seen = in_tile(plan.mask, i + starts[0], j + starts[1], pairs)
     return seen if keys.end is None else seen & (j < keys.end)
 
 

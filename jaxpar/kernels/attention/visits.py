@@ -9,8 +9,6 @@ Shapes: B batch, or 1 where all sequences have the same list; Q and K tiles of q
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -43,17 +41,14 @@ class Visits(NamedTuple):
     """The tiles to visit, numpy or jax int32.
 
     Attributes:
-      entries: [B, Q, W]; `entry >> bits` is the number of the tile of keys, and the bits below are for `in_tile`. Past
-        `some`, entries repeat the row's last one or are zero.
+      entries: [B, Q, W], the numbers of the tiles of keys. Past `some` they repeat the row's last one or are zero.
       full: [B, Q], how many tiles of a row are seen in full; they come first.
       some: [B, Q], how many tiles of a row are visited.
-      bits: how many bits of an entry are for `in_tile`.
     """
 
     entries: Int[Array, "B Q W"]
     full: Int[Array, "B Q"]
     some: Int[Array, "B Q"]
-    bits: int
 
 
 def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
@@ -62,7 +57,7 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     The last tile of keys counts as partial where keys do not fill it; `in_tile` leaves out what lies past the end.
 
     Raises:
-      Unserved: the tiles cut the blocks of a BlockSparse or BigBird mask.
+      Unserved: the tiles cut the blocks of a BlockSparse or BigBird mask, or such a mask is joined by `|`.
     """
     if cuts_blocks(mask, tiles):
         raise Unserved(f"tiles of {tiles.block_q} x {tiles.block_k} cut the blocks of {mask}")
@@ -71,22 +66,15 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     states = states if states.ndim == 3 else states[None]
     if tiles.T % tiles.block_k:
         states = xp.where(np.arange(tiles.shape[1]) == tiles.shape[1] - 1, xp.minimum(states, PARTIAL), states)
-    named = _block_masks_to_look_up(mask)
-    values: Places = np.zeros(tiles.shape, np.int32)
-    for n, leaf in enumerate(named):
-        values = values | ((leaf.states(tiles) == FULL) << n)
-    values = xp.broadcast_to(values, states.shape)
     if of_keys:
-        states, values = states.swapaxes(1, 2), values.swapaxes(1, 2)
+        states = states.swapaxes(1, 2)
     some, full = xp.sum(states != EMPTY, axis=2), xp.sum(states == FULL, axis=2)
     # FULL > PARTIAL > EMPTY, and the sort is stable, so each kind keeps its order.
     order = xp.argsort(-states, axis=2, stable=True)
     W = max(1, int(some.max()) if xp is np else int(np.max(_most_visits(mask, tiles, of_keys))))
-    entries = (order << len(named)) | xp.take_along_axis(values, order, axis=2)
     place = xp.minimum(np.arange(W), xp.maximum(some - 1, 0)[..., None])
-    entries = xp.where(some[..., None] > 0, xp.take_along_axis(entries, place, axis=2), 0)
-    entries, full, some = (x.astype(np.int32) for x in (entries, full, some))
-    return Visits(entries, full, some, len(named))
+    entries = xp.where(some[..., None] > 0, xp.take_along_axis(order, place, axis=2), 0)
+    return Visits(*(x.astype(np.int32) for x in (entries, full, some)))
 
 
 def possible_states(mask: Mask, tiles: Tiles) -> Int[np.ndarray, "Q K"]:
@@ -109,7 +97,13 @@ def most_steps(mask: Mask, tiles: Tiles, of_keys: bool = False) -> int:
 
 
 def block_units(mask: Mask, places: Call | Tiles) -> tuple[int, int]:
-    """The numbers of queries and keys that tiles must divide so as to cut no block of a mask; 0 = any tiles will do."""
+    """The numbers of queries and keys that tiles must divide so as to cut no block of a mask; 0 = any tiles will do.
+
+    Raises:
+      Unserved: a mask of blocks is joined by `|`, so that a tile which is visited need not be seen in it.
+    """
+    if _joins_blocks(mask):
+        raise Unserved(f"a mask of blocks is joined by | in {mask}")
     starts = (places.multiple if isinstance(x, jax.Array) else x for x in (places.q_start, places.k_start))
     blocks = [(leaf.block_q, leaf.block_k) for leaf in mask.leaves() if isinstance(leaf, Blocks)]
     if not blocks:
@@ -124,44 +118,25 @@ def cuts_blocks(mask: Mask, tiles: Tiles) -> bool:
     return unit_q % tiles.block_q != 0 or unit_k % tiles.block_k != 0
 
 
-def in_tile(mask: Mask, i: Places, j: Places, entry: Places, ids: Sequence[tuple[Places, Places]] = ()) -> Places:
+def in_tile(mask: Mask, i: Places, j: Places, ids: Sequence[tuple[Places, Places]] = ()) -> Places:
     """Say, inside a kernel, which places of a partial tile are seen; keys past the end are not its concern.
 
     Args:
       mask: the mask as given to `visits`; its arrays are not touched.
       i, j: the places of the tile's queries [q, 1] and keys [1, k].
-      entry: the tile's entry in `Visits.entries`.
       ids: for each `Segments` of the mask from the left, the ids of the tile's queries [q] and keys [k].
     """
-    bits, of_tile = itertools.count(), iter(ids)
-    looked_up = _has_or(mask)
+    of_tile = iter(ids)
 
     def of_leaf(leaf: Mask) -> Mask:
         if isinstance(leaf, Segments):
             return Segments(*next(of_tile))
-        if isinstance(leaf, Blocks):
-            return _Known((entry >> next(bits)) & 1) if looked_up else Full()
-        return leaf
+        return Full() if isinstance(leaf, Blocks) else leaf  # of a tile that is visited, the blocks are seen
 
     return mask.replaced(of_leaf).visible(i, j)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Known(Mask):
-    """A block mask inside a tile, which shows all of it or nothing."""
-
-    value: Places
-
-    def visible(self, i: Places, j: Places) -> Places:
-        return (i - j == i - j) & (self.value == 1)
-
-
-def _block_masks_to_look_up(mask: Mask) -> list[Blocks]:
-    """The block masks whose value a tile must be told. Without an `Or` there are none: a visited tile meets them."""
-    if not _has_or(mask):
-        return []
-    return [leaf for leaf in mask.leaves() if isinstance(leaf, Blocks)]
-
-
-def _has_or(mask: Mask) -> bool:
-    return isinstance(mask, Or) or (isinstance(mask, And) and (_has_or(mask.left) or _has_or(mask.right)))
+def _joins_blocks(mask: Mask) -> bool:
+    if isinstance(mask, Or):
+        return any(isinstance(leaf, Blocks) for leaf in mask.leaves())
+    return isinstance(mask, And) and (_joins_blocks(mask.left) or _joins_blocks(mask.right))
