@@ -64,7 +64,7 @@ def forward(
         return tuple(at.put_rows(x, new) for x, new in zip(state, at.where_seen(seen, old), strict=True))
 
     nothing = jnp.zeros(q_BKGSh.shape, jnp.float32), jnp.full(rows, BLIND, jnp.float32), jnp.zeros(rows, jnp.float32)
-    out, most, total = (work.rows_only(x) for x in work.visit_all(visit, nothing))
+    out, most, total = (x[:, :, :, : work.tiles.S] for x in work.visit_all(visit, nothing))
     total = jnp.where(total == 0, 1, total)
     out_BSHh = ungroup_heads(out / total[..., None]).astype(call.out_dtype or q_BSHh.dtype)
     return out_BSHh, (most + jnp.log(total)).reshape(out.shape[0], -1, out.shape[3])
@@ -103,8 +103,8 @@ def backward(
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_BKGSh, k_BKTh, v_BKTh))
     dq, dk, dv = work.visit_all(visit, zeros)
     scale = call.scale_of(q_BSHh)
-    dq_BSHh = ungroup_heads(work.rows_only(dq) * scale)
-    dk_BTKh, dv_BTKh = (work.columns_only(x).swapaxes(1, 2) for x in (dk * scale, dv))
+    dq_BSHh = ungroup_heads(dq[:, :, :, : work.tiles.S] * scale)
+    dk_BTKh, dv_BTKh = (x[:, :, : work.tiles.T].swapaxes(1, 2) for x in (dk * scale, dv))
     gradients = (dq_BSHh, q_BSHh), (dk_BTKh, k_BTKh), (dv_BTKh, v_BTKh)
     dq, dk, dv = (x.astype(call.out_dtype or of.dtype) for x, of in gradients)
     return dq, dk, dv
@@ -132,12 +132,6 @@ class _Work(NamedTuple):
 
     def pad_rows(self, x: Array) -> Array:
         return pad_to(x, 3, self.tiles.block_q)
-
-    def rows_only(self, x: Array) -> Array:
-        return jax.lax.slice_in_dim(x, 0, self.tiles.S, axis=3)
-
-    def columns_only(self, x: Array) -> Array:
-        return jax.lax.slice_in_dim(x, 0, self.tiles.T, axis=2)
 
     def visit_all(self, visit: Callable[[State, _Tile], State], state: State) -> State:
         """The state after a visit to every tile in which something may be seen."""

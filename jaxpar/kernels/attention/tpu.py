@@ -150,9 +150,7 @@ def _dq_kernel(step: _Step, q, dout, k, v, lse, delta, dq, dq_sum) -> None:
 
     @step.visit
     def _(shown: _Shown) -> None:
-        scores = step.scores(q, k)
-        weights = shown(jnp.exp(scores - lse[...]), 0.0)
-        dscores = step.dscores(weights * (_product(step.rows(v), step.columns(dout)) - delta[...]), scores)
+        _, dscores = step.gradients(shown, q, dout, k, v, lse, delta)
         dq_sum[...] += _product(step.columns(k), dscores.astype(k.dtype))
 
     @pl.when(step.last)
@@ -168,10 +166,8 @@ def _dkv_kernel(step: _Step, q, dout, k, v, lse, delta, dk, dv, dk_sum, dv_sum) 
 
     @step.visit
     def _(shown: _Shown) -> None:
-        scores = step.scores(q, k)
-        weights = shown(jnp.exp(scores - lse[...]), 0.0)
+        weights, dscores = step.gradients(shown, q, dout, k, v, lse, delta)
         dv_sum[...] += _product(weights.astype(dout.dtype), step.rows(dout))
-        dscores = step.dscores(weights * (_product(step.rows(v), step.columns(dout)) - delta[...]), scores)
         dk_sum[...] += _product(dscores.astype(q.dtype), step.rows(q))
 
     @pl.when(step.last)
@@ -221,8 +217,12 @@ class _Step(NamedTuple):
     def scores(self, q: Ref, k: Ref) -> Array:
         return cap_scores(_product(self.rows(k), self.columns(q)) * self.scale, self.call.softcap)
 
-    def dscores(self, dcapped: Array, scores: Array) -> Array:
-        return through_cap(dcapped, scores, self.call.softcap)
+    def gradients(self, shown: _Shown, q: Ref, dout: Ref, k: Ref, v: Ref, lse: Ref, delta: Ref) -> tuple[Array, Array]:
+        """Return the weights of the tile, made again from the log-sum-exp, and the gradient of its scores."""
+        scores = self.scores(q, k)
+        weights = shown(jnp.exp(scores - lse[...]), 0.0)
+        dcapped = weights * (_product(self.rows(v), self.columns(dout)) - delta[...])
+        return weights, through_cap(dcapped, scores, self.call.softcap)
 
     def visit(self, body: Callable[[_Shown], None]) -> None:
         pl.when(self.state == FULL)(lambda: body(lambda x, hidden: x))
