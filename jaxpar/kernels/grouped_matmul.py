@@ -1,11 +1,11 @@
 """Matmuls of rows that belong to different experts, on one device: each row is multiplied by its expert's matrix.
 
+Rows lie in the order of the experts, and `counts_ME` says how many each buffer has for each expert.
+
 Shapes: E experts, R rows, I and O the dims of a matrix, M the buffers that the rows came in.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,33 +16,26 @@ _OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-class Groups(NamedTuple):
-    """The rows of a device's experts, in the order of the experts.
+def grouped_matmul(x_RI: Array, weight_EIO: Array, counts_ME: Array) -> Array:
+    """Multiply each row by the matrix of its expert."""
+    sizes_E = jnp.sum(counts_ME, axis=0)
+    return jax.lax.ragged_dot(x_RI, weight_EIO, sizes_E, preferred_element_type=weight_EIO.dtype)
 
-    Attributes:
-      counts: how many rows each buffer has for each expert, [buffers, E].
-    """
 
-    counts: Array
+def grouped_weight_gradient(x_RI: Array, dy_RO: Array, counts_ME: Array) -> Array:
+    """The gradients of the experts' matrices [E, I, O], summed in float32."""
+    sizes_E, float32 = jnp.sum(counts_ME, axis=0), jnp.dtype(jnp.float32)
+    return jax.lax.ragged_dot_general(x_RI, dy_RO, sizes_E, _OVER_ROWS, preferred_element_type=float32)
 
-    def product(self, x_RI: Array, weight_EIO: Array) -> Array:
-        """Multiply each row by the matrix of its expert."""
-        sizes_E = jnp.sum(self.counts, axis=0)
-        return jax.lax.ragged_dot(x_RI, weight_EIO, sizes_E, preferred_element_type=weight_EIO.dtype)
 
-    def weight_grad(self, x_RI: Array, dy_RO: Array) -> Array:
-        """The gradients of the experts' matrices [E, I, O], summed in float32."""
-        sizes_E, float32 = jnp.sum(self.counts, axis=0), jnp.dtype(jnp.float32)
-        return jax.lax.ragged_dot_general(x_RI, dy_RO, sizes_E, _OVER_ROWS, preferred_element_type=float32)
-
-    def order(self, rows: int) -> Array | None:
-        """The permutation that takes rows from the order of the buffers to that of the experts, empty rows last;
-        None = they are in that order already."""
-        if len(self.counts) == 1:
-            return None
-        ends_ME = jnp.cumsum(self.counts, axis=1)
-        expert_MR = jnp.sum(jnp.arange(rows // len(self.counts))[:, None] >= ends_ME[:, None], axis=-1)
-        return jnp.argsort(expert_MR.reshape(-1), stable=True)
+def expert_order(counts_ME: Array, rows: int) -> Array | None:
+    """The permutation that takes rows from the order of the buffers to that of the experts, empty rows last; None =
+    they are in that order already."""
+    if len(counts_ME) == 1:
+        return None
+    ends_ME = jnp.cumsum(counts_ME, axis=1)
+    expert_MR = jnp.sum(jnp.arange(rows // len(counts_ME))[:, None] >= ends_ME[:, None], axis=-1)
+    return jnp.argsort(expert_MR.reshape(-1), stable=True)
 
 
 def inverse(order: Array) -> Array:

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import Axes, Layout, PyTree, drop_axes, state_axes
-from jaxpar.kernels.grouped_matmul import Groups, inverse
+from jaxpar.kernels.grouped_matmul import expert_order, grouped_matmul, grouped_weight_gradient, inverse
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, use, used_axes
 from jaxpar.parallel.remat import named
@@ -257,50 +257,51 @@ def _grouped_product(
     axes, x_axes, y_axes = (_DOWN, _HIDDEN, _ROWS) if sums else (_UP, _ROWS, _HIDDEN)
 
     def forward(x: Array, counts: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
-        groups, used = _groups(counts, layout), [use(weight, axes, layout) for weight in weights]
+        counts_ME, used = _counts_used(counts, layout), [use(weight, axes, layout) for weight in weights]
         if sums:
-            return (_rows_from(groups, groups.product(x[0, 0], used[0]), layout),)
-        x_RD = _rows_to(groups, x.astype(layout.dtype), layout)
-        return tuple(groups.product(x_RD, weight)[None, None] for weight in used)
+            return (_rows_from(counts_ME, grouped_matmul(x[0, 0], used[0], counts_ME), layout),)
+        x_RD = _rows_to(counts_ME, x.astype(layout.dtype), layout)
+        return tuple(grouped_matmul(x_RD, weight, counts_ME)[None, None] for weight in used)
 
     def backward(x: Array, counts: Array, weights: tuple[Array, ...], dys: tuple[Array, ...]) -> PyTree:
-        groups = _groups(counts, layout)
+        counts_ME = _counts_used(counts, layout)
         swapped = [jnp.swapaxes(use(weight, axes, layout), 1, 2) for weight in weights]
         if sums:
-            x_RI, dys_RO = x[0, 0], [_rows_to(groups, dys[0], layout)]
-            dx = groups.product(dys_RO[0], swapped[0])[None, None]
+            x_RI, dys_RO = x[0, 0], [_rows_to(counts_ME, dys[0], layout)]
+            dx = grouped_matmul(dys_RO[0], swapped[0], counts_ME)[None, None]
         else:
-            x_RI, dys_RO = _rows_to(groups, x, layout), [dy[0, 0] for dy in dys]
-            products = [groups.product(dy, weight) for dy, weight in zip(dys_RO, swapped, strict=True)]
-            dx = _rows_from(groups, sum(products[1:], products[0]), layout)
+            x_RI, dys_RO = _rows_to(counts_ME, x, layout), [dy[0, 0] for dy in dys]
+            products = [grouped_matmul(dy, weight, counts_ME) for dy, weight in zip(dys_RO, swapped, strict=True)]
+            dx = _rows_from(counts_ME, sum(products[1:], products[0]), layout)
         # All tokens of an expert are on its device, except those along axes that do not split experts.
         others = drop_axes(split_over(GATHERED[:2], layout), layout.mesh_axes("experts"))
+        sums_EIO = (grouped_weight_gradient(x_RI, dy, counts_ME) for dy in dys_RO)
         dweights = tuple(
-            reduce(groups.weight_grad(x_RI, dy), others, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
-            for dy, weight in zip(dys_RO, weights, strict=True)
+            reduce(dweight, others, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
+            for dweight, weight in zip(sums_EIO, weights, strict=True)
         )
         return dx, None, dweights
 
-    return manual_vjp(forward, backward, layout, (x_axes, _ROWS, (axes,) * len(weights)), (y_axes,) * len(weights))(
-        x, counts, weights
-    )
+    in_axes = x_axes, _ROWS, (axes,) * len(weights)
+    return manual_vjp(forward, backward, layout, in_axes, (y_axes,) * len(weights))(x, counts, weights)
 
 
-def _groups(counts: Array, layout: Layout) -> Groups:
-    """Inside `manual`: return the groups of the rows as used, gathered over the axes that split the sequence."""
-    return Groups(gather(counts, _ROWS, _USED, layout).reshape(-1, counts.shape[-1]))
+def _counts_used(counts: Array, layout: Layout) -> Array:
+    """Inside `manual`: return the counts [buffers, E] of the rows as used, gathered over the axes that split the
+    sequence."""
+    return gather(counts, _ROWS, _USED, layout).reshape(-1, counts.shape[-1])
 
 
-def _rows_to(groups: Groups, x: Array, layout: Layout) -> Array:
+def _rows_to(counts_ME: Array, x: Array, layout: Layout) -> Array:
     """Inside `manual`: gather a device's rows [1, 1, R, D] and put them in the order of the experts."""
     x_RD = gather(x, _ROWS, _USED, layout).reshape(-1, x.shape[-1])
-    order = groups.order(len(x_RD))
+    order = expert_order(counts_ME, len(x_RD))
     return x_RD if order is None else x_RD[order]
 
 
-def _rows_from(groups: Groups, y_RD: Array, layout: Layout) -> Array:
+def _rows_from(counts_ME: Array, y_RD: Array, layout: Layout) -> Array:
     """Inside `manual`: the inverse of `_rows_to` for partial sums over `mlp`, which are summed on the way."""
-    if (order := groups.order(len(y_RD))) is not None:
+    if (order := expert_order(counts_ME, len(y_RD))) is not None:
         y_RD = y_RD[inverse(order)]
     parts = layout.size("residual_seq") // layout.size("seq")
     return reduce(y_RD.reshape(1, parts, -1, y_RD.shape[-1]), layout.mesh_axes("mlp"), _USED, _ROWS, layout)

@@ -283,17 +283,16 @@ def test_splash_takes_smaller_tiles_of_wider_heads(h: int, dtype: str, softcap: 
 
 # Plans.
 
-PARTED = "splash: the sequence is split over devices, and it cannot merge parts"
 OTHERWISE = "kv heads are split otherwise than heads"
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any], tuple[str, str]]] = [
     ({"tensor": 8}, {}, ("splash", "")),
-    ({"context": 2, "tensor": 4}, {}, ("pallas_tpu", PARTED)),
+    ({"context": 2, "tensor": 4}, {}, ("pallas_tpu", "")),
     ({"tensor": 8}, {"kv_heads": ()}, ("splash", "")),  # column_linear copies them
     ({"fsdp": 2, "tensor": 4}, {"kv_heads": ("fsdp",)}, ("chunked", f"splash: {OTHERWISE}; pallas_tpu: {OTHERWISE}")),
     (
         {"tensor": 8},
         {"heads": (), "kv_heads": (), "attention_seq": ("tensor",)},
-        ("pallas_tpu", PARTED),
+        ("pallas_tpu", ""),
     ),
     ({"fsdp": 8}, {"kv_heads": ()}, ("splash", "")),
     (

@@ -48,7 +48,7 @@ OPS = {
     "attention": (own_ops.attention_block, own_ops.plain_attention, {"data": 2, "tensor": 4}, {}),
     "attention, ring": (own_ops.attention_block, own_ops.plain_attention, {"data": 2, "context": 4}, {}),
     "attention, Ulysses": (
-        own_ops.attention_block, own_ops.plain_attention, {"context": 2, "tensor": 2}, {"context": "ulysses"}
+        own_ops.attention_block, own_ops.plain_attention, {"data": 2, "context": 4}, {"context": "ulysses"}
     ),
     "loss": (own_ops.loss, own_ops.plain_loss, {"fsdp": 2, "tensor": 4}, {}),
     "experts": (own_ops.experts, own_ops.plain_experts, {"expert": 4, "tensor": 2}, {}),

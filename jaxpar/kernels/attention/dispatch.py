@@ -136,7 +136,7 @@ def choose(asked: Asked, platform: str, implementation: str | None = None) -> tu
             )
         return implementation, ""
     name, reasons = "chunked", list[str]()
-    for kernel in _KERNELS.get(platform, ()):
+    for kernel in (name for name in _KERNELS.get(platform, ()) if name in PAIRS or not asked.parts):
         refused = refusal(kernel, asked, platform)
         if not refused:
             name = kernel
