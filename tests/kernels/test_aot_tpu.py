@@ -32,7 +32,11 @@ def v5p_64() -> list[jax.Device]:
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("gpt2_124m", MeshSpec(data=8, fsdp=4, tensor=2)), ("llama3_8b", MeshSpec(fsdp=16, tensor=4))]
+    ("name", "mesh"),
+    [
+        pytest.param("gpt2_124m", MeshSpec(data=8, fsdp=4, tensor=2), marks=pytest.mark.long),
+        ("llama3_8b", MeshSpec(fsdp=16, tensor=4)),
+    ],
 )
 def test_the_whole_training_step_compiles_for_64_absent_v5p_chips(
     name: str, mesh: MeshSpec, v5p_64: list[jax.Device], capsys: pytest.CaptureFixture[str]

@@ -261,7 +261,7 @@ def _traced(case: Case, device: jax.Device | None = None, **options: Any) -> Any
 @needs_cuda
 @lowers_without_gpu
 @deprecated
-@pytest.mark.parametrize("case", some([*KERNEL_CASES, *SIZES], 6, pytest.mark.long), ids=str)
+@pytest.mark.parametrize("case", some([*KERNEL_CASES, *SIZES], 12, pytest.mark.long), ids=str)
 def test_everything_has_a_form_in_triton(case: Case) -> None:
     """The interpreter takes what the lowering does not."""
     lowered = _traced(case).lower(lowering_platforms=("cuda",)).as_text()

@@ -83,7 +83,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+COVERED = ("expert=2", "experts over context")  # by others together
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.long] * (name in COVERED)) for name in LAYOUTS]
+)
 def test_every_layout_gives_the_plain_answer(layout):
     rules, mesh = LAYOUTS[layout]
     assert_close(values_and_gradients(Ops, plan_on(rules, **mesh)), expected())

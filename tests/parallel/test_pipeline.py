@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -238,25 +239,29 @@ def gradients(config: Config, key: Any = None) -> tuple[Any, Any]:
     return sums, grads
 
 
-def mostly_slow(*cases: Any) -> list[Any]:
-    """The first in the fast suite, all of them in the slow one."""
-    return [cases[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[1:])]
+DROPPING = config_of(model__dropout=0.3)
+
+
+@functools.cache
+def accumulated() -> tuple[Any, Any]:
+    """What eight microbatches after another drop; that they drop at all."""
+    want, grads = gradients(override(DROPPING, {"train.accumulation": 8}), jax.random.key(3))
+    assert abs(gradients(DROPPING)[0].loss - want.loss) > 1.0
+    return want, grads
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "policy"),
-    [(name, policy) for name in ("interleaved", "1f1b") for policy in ("full", "none")],
+    [("interleaved", "full"), ("1f1b", "none"), pytest.param("1f1b", "full", marks=pytest.mark.long)],
 )
 def test_dropout_is_that_of_accumulated_microbatches(schedule: str, policy: str) -> None:
     """The same keys, so the same bits: whatever the schedule, a pipeline drops what accumulation drops."""
-    dropping = config_of(model__dropout=0.3, memory__policy=policy)
-    want, want_grads = gradients(override(dropping, {"train.accumulation": 8}), jax.random.key(3))
+    dropping = override(DROPPING, {"memory.policy": policy})
+    want, want_grads = accumulated()
     piped = {"mesh.stage": 2, "pipeline.microbatches": 8, "pipeline.schedule": schedule,
              "pipeline.virtual": 2 if schedule == "interleaved" else 1}  # fmt: skip
     got, grads = gradients(override(dropping, piped), jax.random.key(3))
-    plain, _ = gradients(dropping)
-    assert abs(got.loss - plain.loss) > 1.0  # it drops at all
     np.testing.assert_allclose(got.loss, want.loss, rtol=1e-6)
     # Float32 sums in another order; a gradient that is zero by mathematics is rounding of the others' size.
     floor = 0.1 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(want_grads))
@@ -280,7 +285,13 @@ def loops(nodes: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("name", "v"), mostly_slow(("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("looped", 2)))
+@pytest.mark.parametrize(
+    ("name", "v"),
+    [
+        ("1f1b", 1), pytest.param("interleaved", 2, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("gpipe", 1), ("looped", 2))),
+    ],
+)  # fmt: skip
 def test_the_compiled_program_runs_the_ticks_of_the_schedule(name: Any, v: int) -> None:
     config = config_of(
         mesh__stage=4, pipeline__microbatches=16, pipeline__schedule=name, pipeline__virtual=v, model__layers=16
@@ -294,8 +305,11 @@ def test_the_compiled_program_runs_the_ticks_of_the_schedule(name: Any, v: int) 
 
 @pytest.mark.parametrize(
     ("name", "v", "policy"),
-    [(*form, policy) for form in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2))
-     for policy in ("none", "full")],
+    [
+        ("1f1b", 1, "full"), ("gpipe", 1, "none"), ("interleaved", 2, "none"),
+        *(pytest.param(*case, marks=pytest.mark.long)
+          for case in (("1f1b", 1, "none"), ("gpipe", 1, "full"), ("interleaved", 2, "full"))),
+    ],
 )  # fmt: skip
 @pytest.mark.slow
 def test_memory_does_not_grow_with_microbatches_but_for_gpipe(name: Any, v: int, policy: str) -> None:

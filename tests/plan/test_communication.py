@@ -191,7 +191,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", some(PLANS, 2))
+@pytest.mark.parametrize("name", some(PLANS, 4))
 def test_what_is_sent_again_is_what_the_step_then_sends_more(name):
     """Beside whole steps that keep everything, and everything but one activation."""
     config = override(PLANS[name], {"memory.policy": "full"})
