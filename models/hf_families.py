@@ -6,7 +6,6 @@ Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.files import read_json
 from jaxpar.base.toml import from_dict
 from jaxpar.models.masks import has_window, parse
 
@@ -298,14 +298,7 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     if not folder.exists():
         raise UserError(f"there is no {folder}: give a run folder, or a folder with a Hugging Face checkpoint")
     file = folder / "config.json"
-    try:
-        hf = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}: it tells the model's sizes, download it too") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON ({error}): download it again") from error
-    if not isinstance(hf, dict):
-        raise UserError(f"{file} is not a JSON object: download it again")
+    hf = read_json(file)
     name = str(_value(hf, "model_type", REQUIRED, file=file))
     family = hf_family(name, str(file))
     try:

@@ -6,13 +6,12 @@ PEFT has A as [r, in] and B as [out, r], under the name of the linear that they 
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.files import read_json
 from jaxpar.base.plan import Plan
 from jaxpar.models.hf import Source, Tensor, dim_letters, dim_sizes, find_tensors, pair_up, read_params
 from jaxpar.models.hf_export import hf_tensors, write_folder, write_json, write_tensors
@@ -44,7 +43,7 @@ def base_folder(folder: Path) -> Path:
     Raises:
       UserError: the config cannot be read, or there is no such folder.
     """
-    name = str(_read_config(folder).get("base_model_name_or_path") or "")
+    name = str(read_json(folder / CONFIG).get("base_model_name_or_path") or "")
     found = [path for path in (folder / name, Path(name)) if name and path.is_dir()]
     if not found:
         raise UserError(
@@ -61,7 +60,7 @@ def lora_of(folder: Path, base: ModelConfig) -> Lora:
       UserError: the config cannot be read, or asks for what the model does not compute; a tensor is beside no matrix of
         a block.
     """
-    config = _read_config(folder)
+    config = read_json(folder / CONFIG)
     for key, accepted in _COMPUTED.items():
         if config.get(key, accepted[0]) not in accepted:
             raise UserError(f"{folder / CONFIG}: {key}={config[key]!r} is not supported: only {accepted[0]!r}")
@@ -117,16 +116,6 @@ def export_adapter(params: Params, model: Model, folder: Path, base: str) -> Non
         write_tensors(unfinished / WEIGHTS, layout, arrays, "float32")
 
     write_folder(folder, write, arrays)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {folder / CONFIG} ({error}): save the adapter again") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{folder / CONFIG} is not a JSON object: save the adapter again")
-    return config
 
 
 def _tensors(folder: Path) -> dict[str, Source]:

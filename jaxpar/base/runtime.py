@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import BinaryIO
@@ -26,7 +26,7 @@ _CACHE = {
     "jax_persistent_cache_min_compile_time_secs": (1.0, 0.01),
     "jax_compilation_cache_max_size": (-1, 2 << 30),
 }
-_COMPILING = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+COMPILING = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _BACKENDS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 _DEVICES = {"tpu": ("accel*", "vfio"), "gpu": ("nvidia*", "dxg")}  # dxg: the driver under Windows
 _FIX = {
@@ -210,10 +210,10 @@ def memory_of(device: jax.Device) -> int:
     return (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
-def versions() -> dict[str, str]:
-    """The versions of the installed packages that decide what a program is compiled to."""
+def versions(packages: Sequence[str] = COMPILING) -> dict[str, str]:
+    """The versions of packages, as far as they are installed: of those that decide what a program is compiled to."""
     found = {}
-    for package in _COMPILING:
+    for package in packages:
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import jax
 
 from jaxpar.base.console import PACKAGES, bytes_text
 from jaxpar.base.hardware import hardware_of
 from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.runtime import start
+from jaxpar.base.runtime import start, versions
 from jaxpar.parallel.host_memory import known_problem, memory_kinds
 from jaxpar.rehearse.targets import compilers
 
@@ -18,34 +17,23 @@ OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "t
             "transformers", "torch")  # fmt: skip
 
 
-def installed_versions() -> dict[str, str]:
-    """The versions of the packages that matter, as far as they are installed."""
-    found = {}
-    for name in (*PACKAGES, *OPTIONAL):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def examine() -> tuple[list[str], list[str]]:
     """(facts, warnings) about this machine, a line each."""
-    versions, devices = installed_versions(), start(MeshSpec())
+    found, devices = versions(PACKAGES + OPTIONAL), start(MeshSpec())
     first, backend = devices[0], jax.default_backend()
     hardware = hardware_of(first.device_kind)
     stats = first.memory_stats()
     limit = f", {bytes_text(stats['bytes_limit'])} usable" if stats and "bytes_limit" in stats else ""
     facts = [
         f"python       {platform.python_version()} on {platform.platform()}",
-        f"packages     {', '.join(f'{name} {number}' for name, number in versions.items())}",
+        f"packages     {', '.join(f'{name} {number}' for name, number in found.items())}",
         f"backend      {backend}: {len(devices)} x {first.device_kind}{limit}",
         f"processes    {jax.process_count()}",
         f"memory kinds {', '.join(memory_kinds(first))}",
         *(f"compiler     for {name} targets: {what}" for name, what in compilers().items()),
         f"hardware     {hardware.chip if hardware else 'no preset knows this chip: MFU will not be shown'}",
     ]
-    return facts, warnings_for(versions, backend)
+    return facts, warnings_for(found, backend)
 
 
 def warnings_for(versions: dict[str, str], backend: str) -> list[str]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.files import read_json
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, make_tokenizer, read_text
 from jaxpar.data.tokens import HostBatch, text_files
 
@@ -72,10 +73,7 @@ def special_tokens(tokenizer: str | Path) -> dict[str, str]:
 
 
 def _tokenizer_config(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(read_text(file)) if file.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from error
+    return read_json(file) if file.exists() else {}
 
 
 def render(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.files import read_json, reading
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra
@@ -134,29 +134,24 @@ def load_tokenizer(path: str | Path, vocab_size: int = 0) -> Tokenizer:
     Raises:
       UserError: the file cannot be read or is not a tokenizer, or the `hf` extra is missing.
     """
-    try:
-        with reading(path):
-            text = Path(path).read_text(encoding="utf-8")
-        value = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"tokenizer {path} is not JSON: {error}") from error
+    value = read_json(Path(path))
     match value:
         case {"tokenizer": "bytes"}:
             return BytesTokenizer()
         case {"tokenizer": "chars", "chars": str(chars)}:
             return CharsTokenizer(chars)
         case {"model": dict()}:
-            return _hf_tokenizer(text, path, vocab_size)
+            return _hf_tokenizer(path, vocab_size)
     raise UserError(f"{path} is no tokenizer: expected a tokenizer.json of Hugging Face, or one that jaxpar saved")
 
 
-def _hf_tokenizer(text: str, path: str | Path, vocab_size: int) -> HFTokenizer:
+def _hf_tokenizer(path: str | Path, vocab_size: int) -> HFTokenizer:
     try:
         import tokenizers
     except ImportError as error:
         raise UserError(f"tokenizer {path} needs the tokenizers package: pip install 'jaxpar[hf]'") from error
     try:
-        inner = tokenizers.Tokenizer.from_str(text)
+        inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises no narrower exception
         raise UserError(f"tokenizers cannot load {path}: {error}") from error
     # Files made for a classifier cut and pad a text to its length, which would lose the rest of a document.
@@ -207,12 +202,3 @@ def read_text(file: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first") from error
-
-
-@contextmanager
-def reading(file: str | Path) -> Iterator[None]:
-    """Turn an error of the system inside into a UserError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error

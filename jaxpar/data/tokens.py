@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -20,6 +21,7 @@ from rich.progress import track
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.files import read_json, reading
 from jaxpar.base.runtime import replacing, write_whole
 from jaxpar.data.tokenizer import (
     Tokenizer,
@@ -27,7 +29,6 @@ from jaxpar.data.tokenizer import (
     load_tokenizer,
     make_tokenizer,
     read_text,
-    reading,
     token_dtype,
 )
 
@@ -236,12 +237,9 @@ def stored_tokenizer(path: str | Path, vocab_size: int = 0) -> Tokenizer | None:
     return load_tokenizer(stored, vocab_size) if stored.exists() else None
 
 
-def _read_meta(path: Path) -> dict:
-    try:
-        meta = json.loads(path.read_bytes()) if path.exists() else {"dtype": "uint16"}
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(meta, dict) or meta.get("dtype") not in ("uint16", "uint32"):
+def _read_meta(path: Path) -> dict[str, Any]:
+    meta = read_json(path) if path.exists() else {"dtype": "uint16"}
+    if meta.get("dtype") not in ("uint16", "uint32"):
         raise UserError(f'{path} describes a token file, so it must say "dtype": "uint16" or "uint32"')
     return meta
 

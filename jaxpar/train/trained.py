@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jaxpar.base.config import Config, ModelConfig
 from jaxpar.base.errors import UserError
+from jaxpar.base.files import read_json
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
@@ -130,9 +130,6 @@ def stop_tokens(trained: Trained) -> list[int]:
     found = {trained.tokenizer.end_of_text} if trained.tokenizer else set()
     for name in (GENERATION, "config.json"):
         file = trained.folder / name
-        try:
-            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{file} is not a JSON object ({error}): download it again") from error
+        value = read_json(file).get("eos_token_id") if file.exists() else None
         found.update(value if isinstance(value, list) else [value])
     return sorted(id for id in found if isinstance(id, int))

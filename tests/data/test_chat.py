@@ -106,7 +106,7 @@ def test_a_template_is_found_beside_the_tokenizer(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("own")
     assert load_template(tokenizer).text == "own"
     config.write_text("{")
-    with pytest.raises(UserError, match="is not JSON"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         load_template(tokenizer)
 
 

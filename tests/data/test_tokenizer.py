@@ -124,9 +124,9 @@ def test_unknown_tokenizers_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*missing\.json: No such file"):
         make_tokenizer(str(tmp_path / "missing.json"))
     for content, message in (
-        (b"{", "is not JSON"),
-        (b"\xff", "is not JSON"),
-        (b"[1]", "is no tokenizer"),
+        (b"{", "is not valid JSON"),
+        (b"\xff", "is not valid JSON"),
+        (b"[1]", "is not a JSON object"),
         (b'{"tokenizer": "chars"}', "is no tokenizer"),
     ):
         (tmp_path / "bad.json").write_bytes(content)

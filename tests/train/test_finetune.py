@@ -127,7 +127,7 @@ def test_refusals(base: Path, tmp_path: Path) -> None:
         ('{"r": 0, "lora_alpha": 4}', "no usable r and lora_alpha: found 0 and 4"),
         ('{"r": 2, "lora_alpha": 4}', "has no adapter_model.safetensors"),
         ('{"r": 2, "lora_alpha": 4, "init_lora_weights": "pissa"}', "init_lora_weights='pissa' is not supported"),
-        ("[", "cannot read .*adapter_config.json"),
+        ("[", "adapter_config.json is not valid JSON"),
     ):
         (tmp_path / "a" / peft.CONFIG).write_text(text)
         with pytest.raises(UserError, match=said):
