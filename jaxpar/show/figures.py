@@ -1,4 +1,4 @@
-"""Pictures of a run's loss curve and of how arrays lie on the mesh."""
+"""Pictures of a run's loss curve, of how arrays lie on the mesh, and of where a device's bytes are."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from jaxpar.base.activation_names import NAMES
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import Layout, Placement
 
@@ -22,6 +23,7 @@ _TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
 # Paul Tol's light scheme, which all kinds of colour vision tell apart under black letters.
 _DEVICES = "#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"
 _FEW = 5  # a curve with fewer points than this shows each as a dot
+_STATE = {"parameters": "#1f4e8c", "optimizer": "#5b8fc9", "gradients": "#a9cbe8"}  # named activations are brown
 _ROOM, _LETTER = (185, 235), 0.54  # an array's height and width in points; a letter's width by its size
 _SIZES = 10, 6  # of the letters of a shard that names all its devices, and of one that names the first
 
@@ -93,6 +95,43 @@ def mesh_figure(placements: Sequence[Placement], layout: Layout, title: str, mos
         _draw_array(axes, row, layout)
     for axes in grid[len(largest) :]:
         axes.set_visible(False)
+    return figure
+
+
+def memory_figure(bars: Mapping[str, Mapping[str, int]], title: str, has: int = 0) -> Figure:
+    """Draw a bar for each label, of parts one after another, and a dashed line at what a device has.
+
+    Args:
+      bars: bytes by part, by label. Parts of the same name have the same colour: blue for state, brown for the named
+        activations in the order in which a block makes them, grey for the rest.
+      title: the title of the figure.
+      has: the bytes of a device's memory; 0 = no line.
+    """
+    largest = max(has, *(sum(parts.values()) for parts in bars.values()))
+    unit, letters = next(
+        (2**power, word) for power, word in ((30, "GiB"), (20, "MiB"), (0, "B")) if largest >= 2**power
+    )
+    names = dict.fromkeys(name for parts in bars.values() for name, size in parts.items() if size > largest / 500)
+    browns, greys = (matplotlib.colormaps[ramp] for ramp in ("YlOrBr", "Greys"))
+    rest = [name for name in names if name not in _STATE and name not in NAMES]
+    colors = _STATE | {name: browns(0.15 + 0.8 * at / len(NAMES)) for at, name in enumerate(NAMES)}
+    colors |= {name: greys(0.2 + 0.6 * at / len(rest)) for at, name in enumerate(rest)}
+    height = max(1.2 + 0.45 * len(bars), 0.9 + 0.21 * len(names))
+    figure = Figure(figsize=(10, height), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    left = dict.fromkeys(bars, 0.0)
+    for name in names:
+        sizes = [parts.get(name, 0) / unit for parts in bars.values()]
+        axes.barh(list(bars), sizes, 0.7, list(left.values()), color=colors[name], edgecolor="white", label=name)
+        left = {label: at + size for (label, at), size in zip(left.items(), sizes, strict=True)}
+    for at, (label, parts) in enumerate(bars.items()):
+        axes.text(left[label], at, f" {sum(parts.values()) / unit:.3g}", va="center", fontsize=9)
+    if has:
+        axes.axvline(has / unit, color=_VAL, linestyle="--", label=f"a device has {has / unit:.3g} {letters}")
+    axes.invert_yaxis()
+    axes.set(xlabel=f"{letters} of one device", title=title, xlim=(0, 1.1 * largest / unit))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     return figure
 
 

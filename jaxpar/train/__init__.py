@@ -2,8 +2,9 @@
 
     train.run(plan.resolve(config), folder)
 
-`run` trains a config in a run folder. The other names serve a loop of your own: they make a plan from a config, its
-state, the jitted step, and what the model makes of a prompt.
+`run` trains a config in a run folder. `config_of` reads the model of a Hugging Face folder, `export_run` writes one,
+and `open_trained` loads either to generate. The other names serve a loop of your own: they make a plan from a config,
+its state, the jitted step, and what the model makes of a prompt.
 """
 
 from __future__ import annotations
@@ -12,20 +13,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpar.train.convert import config_of, export_run
     from jaxpar.train.generation import generate
     from jaxpar.train.loop import run
     from jaxpar.train.plans import make_plan
     from jaxpar.train.state import init_state
     from jaxpar.train.step import batch_rows, make_eval_step, make_train_step, put_batch
+    from jaxpar.train.trained import open_trained
 
+_NAMES = {
+    "convert": ("config_of", "export_run"),
+    "generation": ("generate",),
+    "loop": ("run",),
+    "plans": ("make_plan",),
+    "state": ("init_state",),
+    "step": ("batch_rows", "make_eval_step", "make_train_step", "put_batch"),
+    "trained": ("open_trained",),
+}
 __all__ = [
-    "batch_rows", "generate", "init_state", "make_eval_step", "make_plan", "make_train_step", "put_batch", "run",
+    "batch_rows", "config_of", "export_run", "generate", "init_state", "make_eval_step", "make_plan",
+    "make_train_step", "open_trained", "put_batch", "run",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first asked for, because `run` imports data and checkpoints."""
-    for module in ("plans", "state", "step", "generation", "loop"):
-        if name in __all__ and hasattr(found := import_module(f"jaxpar.train.{module}"), name):
-            return getattr(found, name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"jaxpar.train.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

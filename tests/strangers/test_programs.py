@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from strangers import own_model, own_ops, own_pipeline, own_rehearsal, sharded_loss
 
 import jaxpar
-from jaxpar import parallel
+from jaxpar import parallel, train
 from jaxpar.parallel import pipeline
 
 ALL = sharded_loss.NAMES
@@ -30,6 +31,14 @@ def test_a_strangers_program_imports_nothing_of_ours_but_the_front_door(program:
         if isinstance(node, ast.Attribute | ast.Name):
             name = node.attr if isinstance(node, ast.Attribute) else node.id
             assert name not in ("Config", "load_config", "Plan", "Model")
+
+
+def test_the_training_wing_hands_out_what_its_types_say() -> None:
+    tree = ast.parse(Path(str(train.__file__)).read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "jaxpar." in str(node.module)]
+    given = {alias.name: str(node.module) for node in found for alias in node.names}
+    assert given.keys() == set(train.__all__)
+    assert all(getattr(train, name) is getattr(importlib.import_module(given[name]), name) for name in given)
 
 
 def test_a_strangers_model_trains_on_many_devices_as_on_one_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
