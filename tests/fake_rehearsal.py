@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,7 +149,6 @@ def fake_rehearsal(layers: int = 32, **changes: Any) -> Rehearsal:
     rehearsal: Rehearsal = {
         "schema": SCHEMA,
         "config": "llama3_8b",
-        "overrides": {"mesh.fsdp": 16, "mesh.tensor": 4},
         "command": "jaxpar rehearse llama3_8b --target v5p-64 --mesh.fsdp 16 --mesh.tensor 4",
         "date": "2026-01-15",
         "versions": {"jaxpar": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.42"},
@@ -179,8 +177,6 @@ def fake_rehearsal(layers: int = 32, **changes: Any) -> Rehearsal:
             "events": replay.events,
         },
         "findings": _findings(),
-        "shardings": _shardings(layers),
-        "unknown": {"custom-call:Foo": 2},
         "notes": ["while.7: no trip count, taken as 1", "splash attention: 910 us by its own cost estimate"],
     }  # fmt: skip
     return {**rehearsal, **changes}  # pyright: ignore[reportReturnType]
@@ -221,42 +217,24 @@ def _collectives(replay: _Replay, seconds: dict, exposed: dict, waits: set[str])
             continue
         weights = name in ("all-gather.11", "all-gather.12", "reduce-scatter.70")
         planned = kind != "all-reduce"
-        what = "the block's weights" if weights else "the residual stream along the sequence"
-        why = f"{'gathers' if kind == 'all-gather' else 'sums and splits'} {what}"
         found.append({
             "kind": kind, "axes": ["fsdp"] if weights else ["tensor"], "bytes": size,
             "sent_bytes": 0.75 * size * replay.count[row], "count": replay.count[row], "asynchronous": weights,
             "seconds": value, "exposed": exposed.get(row, 0.0), "scope": scope, "source": source, "phase": phase,
-            "planned": planned, "reason": why if planned else "the plan has no all-reduce over tensor here",
-            "links": "ring of 16 in the x-y plane" if weights else "ring of 4 along z, both directions",
+            "planned": planned, **({} if planned else {"reason": "the plan has no all-reduce over tensor here"}),
         })  # fmt: skip
     return found
 
 
 def _findings() -> list[dict[str, Any]]:
     return [
-        {"rule": "unplanned-collective", "severity": "error", "axis": "vocab", "scope": "head/loss",
+        {"rule": "unplanned-collective", "severity": "error", "scope": "head/loss",
          "source": "models/llama.py:133", "bytes": 131_072_000, "seconds": 3.1e-4,
          "message": "all-reduce over tensor of the logits (bf16[1,8192,32064]); the plan sums their maxima only"},
-        {"rule": "large-copy", "severity": "warning", "axis": "heads", "scope": "block/attention/kernel",
+        {"rule": "large-copy", "severity": "warning", "scope": "block/attention/kernel",
          "source": "jaxpar/parallel/linear.py:141", "bytes": 33_000_000, "seconds": 2.9e-3,
          "message": "copy of bf16[1,8192,8,128] from layout {3,2,1,0} to {3,1,2,0} in each of 64 trips"},
-        {"rule": "replicated-activation", "severity": "note", "axis": "seq", "scope": "block/norm",
-         "source": "models/llama.py:66", "bytes": 67_108_864, "seconds": 0.0,
+        {"rule": "replicated-activation", "severity": "warning", "scope": "",
+         "source": "", "bytes": 67_108_864, "seconds": 0.0,
          "message": "bf16[1,8192,4096] is whole on every device of tensor=4"},
-    ]  # fmt: skip
-
-
-def _shardings(layers: int) -> list[dict[str, Any]]:
-    shapes = {
-        "embed.table": ([128_256, 4096], ["vocab", "embed"], "P('tensor', 'fsdp')"),
-        "blocks.attention.q": ([layers, 4096, 4096], ["layers", "embed", "heads"], "P(None, 'fsdp', 'tensor')"),
-        "blocks.attention.kv": ([layers, 4096, 2048], ["layers", "embed", "kv_heads"], "P(None, 'fsdp', 'tensor')"),
-        "blocks.mlp.up": ([layers, 4096, 28_672], ["layers", "embed", "mlp"], "P(None, 'fsdp', 'tensor')"),
-        "blocks.norm.scale": ([layers, 4096], ["layers", None], "P()"),
-    }
-    return [
-        {"name": name, "shape": shape, "axes": axes, "spec": spec,
-         "bytes_per_device": 4 * math.prod(shape) // (64 if "tensor" in spec else 1)}
-        for name, (shape, axes, spec) in shapes.items()
     ]  # fmt: skip

@@ -9,17 +9,15 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from jaxpar.base.config import load_config
 from jaxpar.base.console import check_folders, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import write_whole
-from jaxpar.base.toml import flatten
 from jaxpar.cli.arguments import RehearseArgs
 from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import on_target, rehearse
-from jaxpar.rehearse.report.conditions import failures, parse_conditions
+from jaxpar.rehearse.report.lint import parse_rules
 from jaxpar.rehearse.report.schema import Rehearsal
-from jaxpar.rehearse.report.tables import report_parts
+from jaxpar.rehearse.report.tables import finding_lines, report_parts
 from jaxpar.rehearse.report.trace import write_trace
 from jaxpar.rehearse.targets import load_target
 
@@ -38,20 +36,18 @@ def rehearse_words(name: str, args: RehearseArgs, command: str) -> int:
     if not args.target:
         raise UserError("rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
     target = load_target(args.target)
-    conditions = parse_conditions(args.fail_on)
+    rules = parse_rules(args.fail_on)
     quiet = args.json == "-"
     check_folders(args.trace, args.picture, "" if quiet else args.json)
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     config, program = resolve_and_compile(on_target(args.config, target)[0], target, say)
     report = rehearse(config, target, Path(name).stem, command, say, program)
-    before = flatten(load_config(name))
-    report["overrides"] = {key: value for key, value in flatten(args.config).items() if before[key] != value}
     for part in report_parts(report):
         say(part)
     for file in _write(report, args):
         say(f"wrote {file}")
-    broken = failures(conditions, report)
-    for line in broken:
+    broken = [row for row in report["findings"] if row["rule"] in rules]
+    for line in finding_lines(broken):
         print(f"jaxpar: failed: {line}", file=sys.stderr)
     return 1 if broken else 0
 

@@ -35,16 +35,8 @@ ELEMENTWISE = words(
     " tuple xor cbrt concatenate"
 )
 """With these opcodes an element of the result needs one element of each operand."""
-_OTHERS = words(
-    "batch-norm-grad batch-norm-inference batch-norm-training cholesky clz convolution count-leading-zeros dot"
-    " dynamic-reshape fft fusion infeed iota map outfeed ragged-dot reduce reduce-window rng rng-bit-generator"
-    " rng-get-and-update-state scatter select-and-scatter sort topk triangular-solve async stochastic-convert"
-)
-_KNOWN = MOVES | SLICES | ELEMENTWISE | _OTHERS | COLLECTIVES.keys()
 
 GEMM_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul", "__triton$gemm")
-PALLAS_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "triton_kernel_call", "__custom_kernel")
-_KNOWN_TARGETS = (*GEMM_TARGETS, *PALLAS_TARGETS, "__cudnn$", "TopK", "__cub$", "__cusolver$", "__cufft")
 _FREE_TARGETS = words(
     "AllocateBuffer AssumeGatherIndicesInBound Sharding SPMDFullToShardShape SPMDShardToFullShape"
     " annotate_device_placement PinToDeviceSram CreateBuffer Pin Unpin LayoutConstraint ConcatBitcast"
@@ -88,11 +80,3 @@ def is_free(instruction: Instruction) -> bool:
     """Return whether an instruction takes no time: a name, the middle of an asynchronous pair, or a hint."""
     opcode = instruction.opcode
     return opcode in FREE or opcode.endswith("-update") or instruction.target in _FREE_TARGETS
-
-
-def unknown_name(instruction: Instruction) -> str:
-    """Return the name to list an unknown instruction under; empty for a known one."""
-    if instruction.opcode == "custom-call":
-        target = instruction.target
-        return "" if target.startswith(_KNOWN_TARGETS) else f"custom-call {target}"
-    return "" if instruction.base in _KNOWN else instruction.opcode

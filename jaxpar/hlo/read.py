@@ -9,7 +9,6 @@ and the most expensive branch of a conditional is taken. Other modules know the 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -55,7 +54,7 @@ def read_program(
     into = _Nodes()
     reader.read(entry, {}, [_NOTHING] * len(entry.parameters), into)
     nodes = tuple(inherit(into.nodes, Place()))
-    return Program(module.name, nodes, dict(sorted(reader.unknown.items())), tuple(dict.fromkeys(reader.notes)))
+    return Program(module.name, nodes, tuple(dict.fromkeys(reader.notes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,6 @@ class _Reader:
     dirs: PackageDirs
     devices: Devices
     kernel_cost: KernelCost | None = None
-    unknown: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
     def read(
@@ -157,17 +155,14 @@ class _Reader:
 
     def _task(self, computation: Computation, instruction: Instruction, operands: list[Value], into: _Nodes) -> Value:
         place = place_of(self.module, instruction, self.dirs)
-        name = opcodes.unknown_name(instruction)
         try:
             task = task_of(self.module, self.devices, computation, instruction, place, self.kernel_cost)
-        except (IndexError, KeyError, ValueError):  # unknown attributes: the task is kept and listed
+        except (IndexError, KeyError, ValueError):  # unknown attributes
             task = Task(instruction.name, instruction.opcode, "fusion", place, shape=str(instruction.shape))
-            name = f"{instruction.opcode} in an unknown form"
-        if name:
-            self.unknown[name] += 1
+            self.notes.append(f"{task.name}: {task.opcode} in an unknown form, its work is not counted")
         if task.collective and not task.collective.groups:
             self.notes.append(f"{task.name}: between which devices, the text does not say")
-        if task.kind == "kernel" and not task.flops and instruction.target.startswith(opcodes.PALLAS_TARGETS):
+        if task.kind == "kernel" and not task.flops:
             self.notes.append(f"{task.name}: a kernel without a cost estimate, its FLOPs are not counted")
         finished = [operand for operand in operands if operand.start is None]
         position = into.add(replace(task, depends=tuple(sorted(_merge(finished).tasks))))

@@ -8,7 +8,7 @@ position in the program's device assignment, which is the mesh's devices in row-
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["matmul", "fusion", "kernel", "collective", "copy", "host_copy", "control"]
@@ -114,9 +114,6 @@ class Program:
 
     name: str
     nodes: tuple[Node, ...]
-    unknown: dict[str, int] = field(default_factory=dict)
-    """The opcodes (or custom-call targets) that were not understood, and how often each stands in the text; they are
-    kept as tasks."""
     notes: tuple[str, ...] = ()
     """What was assumed while reading: `while.7: no trip count, taken as 1`."""
 

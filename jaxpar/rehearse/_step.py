@@ -10,7 +10,6 @@ import datetime
 import inspect
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -61,22 +60,6 @@ class Compiled(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Known:
-    """What the caller tells of a program for its report."""
-
-    memory: Memory
-    name: str = ""
-    requested: list[Requested] | None = None
-    """The collectives that were asked for; None = not known, and none is called unplanned."""
-    tokens: int = 0
-    """The tokens of one call, all devices together; 0 = not known."""
-    model_flops: float = 0.0
-    """The FLOPs of one call without recomputation, all devices together; 0 = not known."""
-    dtype: str = "bfloat16"
-    """The dtype of the matmuls; MFU and HFU are shares of its peak."""
-
-
 def step(
     jitted: jax.stages.Wrapped,
     *arguments: PyTree,
@@ -110,12 +93,11 @@ def step(
     mesh = mesh_of(arguments, target)
     say(f"compiling for {target.name}")
     compiled = compile_for(jitted, arguments, mesh, target)
-    simulation = simulate_compiled(compiled, say, own_dirs())
     given = zip(_names(jitted, len(arguments)), arguments, strict=True)
     sizes = {name: local_bytes([leaf for leaf in jax.tree.leaves(tree) if _has_sharding(leaf)]) for name, tree in given}
     known = {name: size for name, size in sizes.items() if size}
-    taken = memory.account(compiled.stats, known, simulation.hardware.hbm_bytes)
-    return report_of(compiled, simulation, Known(taken, name, tokens=tokens, model_flops=model_flops))
+    taken = memory.account(compiled.stats, known, target.hardware.hbm_bytes)
+    return report_of(compiled, taken, say, own_dirs(), name=name, tokens=tokens, model_flops=model_flops)
 
 
 def mesh_of(arguments: PyTree, target: Target) -> Mesh:
@@ -171,41 +153,50 @@ def compile_for(
     return Compiled(target, mesh, traced.jaxpr, compiled.as_text() or "", compiled.memory_analysis(), seconds)
 
 
-def simulate_compiled(
-    compiled: Compiled, say: Callable[[str], None], package_dirs: PackageDirs | None = None
-) -> StepSimulation:
-    """Read, price and play out a compiled function; its lines are looked for as `read_program` says."""
+def report_of(
+    compiled: Compiled, taken: Memory, say: Callable[[str], None], package_dirs: PackageDirs | None = None, *,
+    name: str, tokens: int, model_flops: float, requested: list[Requested] | None = None, dtype: str = "bfloat16",
+) -> Rehearsal:  # fmt: skip
+    """Read, price and play out a compiled function, and report what can be said of any program.
+
+    Args:
+      compiled: the function.
+      taken: a device's memory.
+      say: is called with a line before the work.
+      package_dirs: where lines are looked for: see `read_program`.
+      name, tokens, model_flops: see `step`.
+      requested: the collectives that were asked for; None = not known, and none is called unplanned.
+      dtype: the dtype of the matmuls; MFU and HFU are shares of its peak.
+    """
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
-    return simulate(compiled.text, compiled.mesh, compiled.target, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs)
-
-
-def report_of(compiled: Compiled, simulation: StepSimulation, known: Known) -> Rehearsal:
-    """The report with what can be said of any program."""
-    program, timeline, hardware = simulation.program, simulation.timeline, simulation.hardware
-    target, mesh = compiled.target, compiled.mesh
-    peak = getattr(hardware.peak_flops, known.dtype) or hardware.peak_flops.bfloat16 or None
-    collectives = collective_rows(
-        timeline.tasks, known.requested, dict(mesh.shape), lambda collective: simulation.on_links(collective).links
-    )
+    simulation = simulate(compiled.text, compiled.mesh, compiled.target, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs)
+    program, timeline = simulation.program, simulation.timeline
+    target, mesh, hardware = compiled.target, compiled.mesh, compiled.target.hardware
+    peak = getattr(hardware.peak_flops, dtype) or hardware.peak_flops.bfloat16 or None
+    collectives = collective_rows(timeline.tasks, requested, dict(mesh.shape))
+    found = [
+        *lint.does_not_fit(taken),
+        *lint.unplanned_collectives(collectives),
+        *lint.large_copies(timeline.tasks, timeline.seconds),
+    ]
     return {
-        "schema": SCHEMA, "config": known.name, "overrides": {}, "command": "",
+        "schema": SCHEMA, "config": name, "command": "",
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
         "target": {
             "name": target.name, "chip": hardware.chip or target.chip,
             "chips": hardware.chips,
             "slices": target.slices, "topology": target.topology, "hbm_bytes": hardware.hbm_bytes,
-            "peak_flops": peak, "dtype": known.dtype, "note": target.note,
+            "peak_flops": peak, "dtype": dtype, "note": target.note,
         },
         "mesh": {str(axis): size for axis, size in mesh.shape.items() if size > 1},
         "compile_seconds": compiled.seconds,
-        "memory": known.memory,
-        "time": _time(simulation, known, mesh.size, peak),
+        "memory": taken,
+        "time": _time(simulation, tokens, model_flops / mesh.size, peak),
         "lines": _lines(timeline.tasks),
         "collectives": collectives,
         "timeline": timeline_of(program, timeline.events),
-        "findings": lint.large_copies(timeline.tasks, timeline.seconds),
-        "unknown": dict(program.unknown),
+        "findings": lint.by_weight(found),
         "notes": [*_notes(timeline), *program.notes, *simulation.costs.notes],
     }  # fmt: skip
 
@@ -223,7 +214,7 @@ def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:
     return names if len(names) == count else [f"argument {place}" for place in range(count)]
 
 
-def _time(simulation: StepSimulation, known: Known, devices: int, peak: float | None) -> Time:
+def _time(simulation: StepSimulation, tokens: int, model_flops: float, peak: float | None) -> Time:
     """The step's seconds by what takes them, and its rates where FLOPs, tokens and the peak are known."""
     timeline, seconds = simulation.timeline, simulation.timeline.seconds
     by_category: dict[str, float] = dict(timeline.busy)
@@ -240,13 +231,13 @@ def _time(simulation: StepSimulation, known: Known, devices: int, peak: float | 
         "host_stall": timeline.host_stall,
         "copy_stall": sum(spent for kind, spent in timeline.stalls.items() if kind not in _MOVING),
         "idle": timeline.idle,
-        "mfu": known.model_flops / devices / possible if possible and known.model_flops else None,
+        "mfu": model_flops / possible if possible and model_flops else None,
         "hfu": done / possible if possible else None,
         "by_category": {kind: spent for kind, spent in by_category.items() if spent},
         "estimated_without_cycles": 1 - basis.get("cycles", 0.0) / computed if computed else 0.0,
     }
-    if known.tokens and seconds:
-        found["tokens_per_second"] = known.tokens / seconds
+    if tokens and seconds:
+        found["tokens_per_second"] = tokens / seconds
     return found
 
 

@@ -48,10 +48,6 @@ class CollectiveTime:
     resources: tuple[str, ...]
     """The lanes it keeps busy: some of `ici:x+`, `ici:x-` (both directions of an axis), `ici:y+` and so on, `nvlink`,
     `dcn`, `chip` (between the devices of one chip). Collectives that share a lane run one after the other."""
-    links: str
-    """A description for people: `ring of 4 along z`."""
-    bytes_per_link: float
-    """The bytes through the busiest link in one direction, at the level that takes longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,6 @@ class _Leg:
     bandwidth: float
     """The bytes/s of that link in one direction."""
     hops: float
-    text: str
 
 
 Legs = tuple[_Leg, ...]
@@ -82,12 +77,12 @@ def collective_time(collective: Collective, places: tuple[Position, ...], target
     hardware, kind = target.hardware, collective.kind
     routes = _routes(kind, collective.groups, places, hardware)
     if not routes:
-        return CollectiveTime(0.0, 0.0, (), "nothing moves", 0.0)
+        return CollectiveTime(0.0, 0.0, ())
     for leg in (leg for legs in routes for leg in legs):
         if not leg.bandwidth:
             raise UserError(
                 f"target {target.name} ({hardware.chip}) has no figure for the bandwidth of {leg.lanes[0]}, which "
-                f"a {kind} over {leg.text} needs: write it in the file of its chip, meshes/chips"
+                f"a {kind} needs: write it in the file of its chip, meshes/chips"
             )
     together = hardware.ici.kind != "torus" or kind == "ppermute"
     times = [_time(legs, together, collective.bytes, hardware) for legs in routes]
@@ -104,10 +99,8 @@ def _time(legs: Legs, together: bool, size: int, hardware: Hardware) -> Collecti
         latency = protocol.start + sum(waits)
         times.append((latency + transfer / protocol.share, latency))
     seconds, latency = min(times, default=(transfer, 0.0))
-    slowest = max(legs, key=lambda leg: leg.load / leg.bandwidth)
     lanes = tuple(dict.fromkeys(lane for leg in legs for lane in leg.lanes))
-    text = (" and " if together else ", then ").join(leg.text for leg in legs)
-    return CollectiveTime(seconds, latency, lanes, text, slowest.load * size)
+    return CollectiveTime(seconds, latency, lanes)
 
 
 @lru_cache(maxsize=1024)
@@ -131,8 +124,8 @@ def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tup
     inside = hardware.ici.links * hardware.ici.link_bandwidth
     if kind == "ppermute":
         far = [start.slice != end.slice for start, end in groups]
-        near = _Leg(("nvlink",), 1.0, inside, 1, "pairs in a node")
-        net = _Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1, "pairs in different nodes")
+        near = _Leg(("nvlink",), 1.0, inside, 1)
+        net = _Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1)
         return (((near,) if not all(far) else ()) + ((net,) if any(far) else ()),)
     size = max(map(len, groups))
     counts = [Counter(position.slice for position in group).values() for group in groups]
@@ -143,9 +136,9 @@ def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tup
     def legs(in_node: float, across: float, hops: float, net_hops: float) -> Legs:
         found = []
         if many > 1:
-            found.append(_Leg(("nvlink",), in_node, inside, hops, f"{many} in a node"))
+            found.append(_Leg(("nvlink",), in_node, inside, hops))
         if nodes > 1:
-            found.append(_Leg(("dcn",), across, hardware.dcn_bandwidth, net_hops, f"{nodes} nodes"))
+            found.append(_Leg(("dcn",), across, hardware.dcn_bandwidth, net_hops))
         return tuple(found)
 
     if kind == "all-to-all":
@@ -160,7 +153,7 @@ def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tup
 
 def _twice(legs: Legs) -> Legs:
     """Double the legs: an all-reduce is a reduce-scatter and an all-gather."""
-    return tuple(_Leg(leg.lanes, 2 * leg.load, leg.bandwidth, 2 * leg.hops, leg.text) for leg in legs)
+    return tuple(_Leg(leg.lanes, 2 * leg.load, leg.bandwidth, 2 * leg.hops) for leg in legs)
 
 
 # A torus has slices, and its chips may have two halves.
@@ -177,12 +170,12 @@ def _on_torus(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> Legs:
     legs = []
     if cores > 1:
         load = (cores - 1) / (size if exchange else cores)
-        legs.append(_Leg(("chip",), load, hardware.ici.chip_bandwidth, 1, f"{cores} devices of a chip"))
+        legs.append(_Leg(("chip",), load, hardware.ici.chip_bandwidth, 1))
     if within > 1:
         legs.append(_all_to_all(parts, 1 / slices, hardware) if exchange else _gather(parts, 1 / cores, hardware))
     if slices > 1:
         load = (slices - 1) / slices / (1 if exchange else cores * within)
-        legs.append(_Leg(("dcn",), load, hardware.dcn_bandwidth, slices - 1, f"{slices} slices"))
+        legs.append(_Leg(("dcn",), load, hardware.dcn_bandwidth, slices - 1))
     return _twice(tuple(legs)) if kind == "all-reduce" else tuple(legs)
 
 
@@ -246,20 +239,14 @@ def _gather(groups: Seats, part: float, hardware: Hardware) -> _Leg:
             _ring(load, group)
         busiest = max(load.busiest.values())
         hops = max(_ring(_Load(hardware), group) for group in groups) / 2
-        return _Leg(load.lanes, part * (size - 1) / size * busiest, bandwidth, hops, f"ring of {size} across the torus")
+        return _Leg(load.lanes, part * (size - 1) / size * busiest, bandwidth, hops)
     for group in groups:
         for line in _lines(group):
             _ring(load, line)
     # Each axis takes data in proportion to what it can carry.
     share = sum(1 / busiest for busiest in load.busiest.values())
-    widths = [max(len(box[axis]) for box in boxes if box) for axis in range(len(hardware.ici.shape))]
     hops = max(_reach(box, hardware) for box in boxes if box)
-    text = " and ".join(
-        f"{'ring' if hardware.ici.wraps[axis] and widths[axis] == hardware.ici.shape[axis] else 'line'} of "
-        f"{widths[axis]} along {AXES[axis]}"
-        for axis in load.busiest
-    )
-    return _Leg(load.lanes, part * (size - 1) / size / share, bandwidth, hops, text)
+    return _Leg(load.lanes, part * (size - 1) / size / share, bandwidth, hops)
 
 
 def _reach(box: tuple[tuple[int, ...], ...], hardware: Hardware) -> int:
@@ -303,8 +290,7 @@ def _all_to_all(groups: Seats, part: float, hardware: Hardware) -> _Leg:
                     if here != there:
                         hops = max(hops, load.send(here, there, part / len(line)))
         hops = max(hops, _reach(box, hardware) if box else 0)
-    text = f"{max(map(len, groups))} along {' and '.join(AXES[axis] for axis in load.busiest)}"
-    return _Leg(load.lanes, max(load.busiest.values()), hardware.ici.link_bandwidth, hops, text)
+    return _Leg(load.lanes, max(load.busiest.values()), hardware.ici.link_bandwidth, hops)
 
 
 def _messages(pairs: Seats, hardware: Hardware) -> Legs:
@@ -319,10 +305,9 @@ def _messages(pairs: Seats, hardware: Hardware) -> Legs:
             hops = max(hops, load.send(start, end, 1.0))
     legs = []
     if cores:
-        legs.append(_Leg(("chip",), 1.0, hardware.ici.chip_bandwidth, 1, "2 devices of a chip"))
+        legs.append(_Leg(("chip",), 1.0, hardware.ici.chip_bandwidth, 1))
     if load.busiest:
-        text = f"{hops} hop{'s' if hops > 1 else ''} along {' and '.join(AXES[axis] for axis in load.busiest)}"
-        legs.append(_Leg(load.lanes, max(load.busiest.values()), hardware.ici.link_bandwidth, hops, text))
+        legs.append(_Leg(load.lanes, max(load.busiest.values()), hardware.ici.link_bandwidth, hops))
     if slices:
-        legs.append(_Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1, "another slice"))
+        legs.append(_Leg(("dcn",), 1.0, hardware.dcn_bandwidth, 1))
     return tuple(legs)

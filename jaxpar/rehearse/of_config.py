@@ -15,11 +15,10 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import placements
 from jaxpar.hlo.parse import parse
 from jaxpar.models import Model
-from jaxpar.rehearse._step import Compiled, Known, compile_for, report_of, simulate_compiled
+from jaxpar.rehearse._step import Compiled, compile_for, report_of
 from jaxpar.rehearse.report import lint, memory
-from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
+from jaxpar.rehearse.report.schema import Memory, Rehearsal
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
-from jaxpar.rehearse.simulate import StepSimulation
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
 from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.state import in_host, param_shapes
@@ -61,12 +60,11 @@ def rehearse(
     target = load_target(target) if isinstance(target, str) else target
     step = compile_step(config, target, say, program)
     config, plan, model = step.config, step.plan, step.model
-    simulation = simulate_compiled(step.compiled, say)
     of_a_step = config.train.batch * config.data.seq_len
-    report = report_of(step.compiled, simulation, Known(
-        name=name, memory=_memory(step, simulation), requested=step.requested, tokens=of_a_step,
+    report = report_of(
+        step.compiled, _memory(step), say, name=name, tokens=of_a_step, requested=step.requested,
         model_flops=model.flops_per_token(config.data.seq_len) * of_a_step, dtype=config.precision.compute,
-    ))  # fmt: skip
+    )  # fmt: skip
     report["command"] = command
     report["model"] = {"family": config.model.family, "parameters": model.parameter_count()}
     report["batch"] = {
@@ -74,19 +72,8 @@ def rehearse(
         "accumulation": config.train.accumulation,
     }  # fmt: skip
     rows = placements(param_shapes(model, plan), model.axes, plan)
-    report["shardings"] = [
-        {"name": row.name, "shape": list(row.shape), "axes": list(row.axes), "spec": str(row.spec),
-         "bytes_per_device": row.bytes_per_device}
-        for row in rows
-    ]  # fmt: skip
-    report["findings"] = _findings(
-        [
-            *lint.unplanned_collectives(report["collectives"], lint.logical_axes(plan)),
-            *lint.replicated_parameters(rows, plan),
-            *lint.whole_residual_stream(plan),
-            *lint.large_copies(simulation.timeline.tasks, simulation.timeline.seconds),
-        ]
-    )
+    found = [*report["findings"], *lint.replicated_parameters(rows, plan), *lint.whole_residual_stream(plan)]
+    report["findings"] = lint.by_weight(found)
     dropout = ["dropout is on: its random bits are part of the step"] if config.model.dropout else []
     report["notes"] = [*dropout, *step.notes, *report["notes"]]
     return report
@@ -139,19 +126,13 @@ def advice(config: Config, plan: Plan, platform: str) -> str:
     return f"try {', '.join(tries)}; parameters, optimizer and gradients are {state} over all {mesh.size} devices"
 
 
-def _memory(step: CompiledStep, simulation: StepSimulation) -> Memory:
+def _memory(step: CompiledStep) -> Memory:
     """A device's memory by the parts that the config knows, with advice where it is too small."""
-    config, plan, compiled, has = step.config, step.plan, step.compiled, simulation.hardware.hbm_bytes
+    config, plan, compiled = step.config, step.plan, step.compiled
     held = state_bytes(config, plan, compiled.target.platform)
     arguments = {name: getattr(held, name).device for name in ("parameters", "optimizer", "batch")}
     kept = memory.saved_bytes(parse(compiled.text), config.model.layers)
-    taken = memory.account(compiled.stats, arguments, has, kept, held.gradients.device)
+    taken = memory.account(compiled.stats, arguments, compiled.target.hardware.hbm_bytes, kept, held.gradients.device)
     if not taken["fits"]:
         taken["advice"] = [advice(config, plan, compiled.target.platform)]
     return taken
-
-
-def _findings(found: list[LintFinding]) -> list[LintFinding]:
-    """Sort findings by severity, errors first, and then by what they cost."""
-    order = {"error": 0, "warning": 1, "note": 2}
-    return sorted(found, key=lambda row: (order[row["severity"]], -row["seconds"], -row["bytes"]))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxpar.base.hardware import Hardware
 from jaxpar.hlo.origin import PackageDirs
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Collective, Program
+from jaxpar.hlo.tasks import Program
 from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.rehearse.cost.cost import Costs, price
-from jaxpar.rehearse.link_costs import CollectiveTime, collective_time
+from jaxpar.rehearse.link_costs import collective_time
 from jaxpar.rehearse.targets import Target, places
 from jaxpar.rehearse.timeline.timeline import Timeline, replay
 
@@ -25,9 +23,6 @@ class StepSimulation(NamedTuple):
     program: Program
     costs: Costs
     timeline: Timeline
-    hardware: Hardware
-    """The figures of one device."""
-    on_links: Callable[[Collective], CollectiveTime]
 
 
 def simulate(
@@ -49,4 +44,4 @@ def simulate(
     on_links = partial(collective_time, places=where, target=target)
     costs = price(program, target.hardware, on_links)
     timeline = replay(program, costs, drawn_trips=drawn_trips, most_events=most_events)
-    return StepSimulation(program, costs, timeline, target.hardware, on_links)
+    return StepSimulation(program, costs, timeline)

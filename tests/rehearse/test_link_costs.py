@@ -83,12 +83,6 @@ def test_an_all_reduce_is_two_all_gathers_and_a_reduce_scatter_one():
     gather, scatter, reduce = (take("v5p-64", kind, members) for kind in ("all-gather", "reduce-scatter", "all-reduce"))
     assert scatter == gather
     assert reduce.seconds - reduce.latency == pytest.approx(2 * (gather.seconds - gather.latency))
-    assert reduce.bytes_per_link == pytest.approx(2 * gather.bytes_per_link)
-
-
-def test_bytes_on_a_link_of_a_ring():
-    assert take("v5p-64", "all-gather", groups(CUBE, 2)).bytes_per_link == pytest.approx(GIB * 3 / 4 / 2)
-    assert take("v5e-16", "all-gather", groups((4, 4), 1)).bytes_per_link == pytest.approx(GIB * 3 / 4)
 
 
 def test_latency_is_a_start_and_a_hop_a_microsecond():
@@ -138,7 +132,6 @@ def test_a_group_that_is_no_box_runs_a_ring_in_its_own_order():
     found = take("v5e-8", "all-gather", ((0, 1, 2, 3),), places=corners)
     # Two of the four steps are three hops, and both ways cross the middle link: all of the data in each direction.
     assert rate(found) == pytest.approx(45 * 4 / 3)
-    assert found.links == "ring of 4 across the torus"
 
 
 def test_the_two_devices_of_a_chip_share_its_links():
@@ -180,7 +173,7 @@ def test_an_all_to_all_over_a_box_is_as_slow_as_its_longest_axis():
 
 def test_an_all_to_all_on_a_line_crosses_its_middle():
     # 2 x 2 pairs of 1/4 each go over the middle link of a line of 4, each way.
-    assert take("v5e-16", "all-to-all", groups((4, 4), 1)).bytes_per_link == pytest.approx(GIB)
+    assert rate(take("v5e-16", "all-to-all", groups((4, 4), 1))) == pytest.approx(45)
 
 
 # Point to point.
@@ -209,7 +202,7 @@ def test_the_end_of_a_line_is_far_from_its_start():
 
 def test_a_message_to_itself_moves_nothing():
     found = take("v5p-64", "ppermute", ((0, 0), (1, 1)))
-    assert found == CollectiveTime(0.0, 0.0, (), "nothing moves", 0.0)
+    assert found == CollectiveTime(0.0, 0.0, ())
 
 
 def test_groups_of_one_move_nothing():

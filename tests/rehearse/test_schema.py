@@ -42,8 +42,8 @@ def test_the_timeline_may_be_left_out_and_new_keys_pass(report):
         (("mesh", "fsdp"), 1.5, "mesh.fsdp: expected int, found 1.5"),
         (("lines", 1), [], "lines[1]: expected a table, found []"),
         (("lines",), {}, "lines: expected list, found {}"),
-        (("findings", 0, "severity"), "bad", "findings[0].severity: expected one of error, warning, note, found 'bad'"),
-        (("shardings", 0, "axes"), [3], "shardings[0].axes[0]: expected str or None, found 3"),
+        (("findings", 0, "severity"), "bad", "findings[0].severity: expected one of error, warning, found 'bad'"),
+        (("collectives", 0, "axes"), [3], "collectives[0].axes[0]: expected str, found 3"),
         (("timeline", "lanes"), None, "timeline.lanes: expected list, found None"),
     ],
 )

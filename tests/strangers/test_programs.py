@@ -138,7 +138,7 @@ def test_a_strangers_step_is_rehearsed_by_line_of_its_file(target: str) -> None:
     }  # fmt: skip
     assert report["memory"]["categories"]["params"] == 2 * own_rehearsal.EMBED * own_rehearsal.HIDDEN * 4 // 4
     assert report["memory"]["fits"] and report["time"]["step"] > 0 and report["time"]["exposed_communication"] > 0
-    assert not {"model", "batch", "shardings"} & set(report)
+    assert not {"model", "batch"} & set(report)
     assert not any("planned" in row for row in report["collectives"])
 
 

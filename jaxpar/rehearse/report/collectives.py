@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from jaxpar.base.console import bytes_text
 from jaxpar.hlo import tasks as hlo_tasks
 from jaxpar.hlo.origin import decode
 from jaxpar.hlo.tasks import Collective
@@ -20,14 +18,6 @@ from jaxpar.rehearse.timeline.timeline import TaskTime
 SMALL = 2**20
 """Below these bytes a collective that no op wrote passes: XLA moves scalars, norms and biases by itself."""
 _SLACK = 1.05  # XLA pads arrays that do not divide evenly, and adds small ones
-
-
-@dataclass(frozen=True)
-class InPlan:
-    """This says whether the plan has a collective, and why."""
-
-    planned: bool
-    reason: str
 
 
 def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -68,8 +58,8 @@ class RequestedRows:
                 key = row.task.place.scope, collective.kind, frozenset(axes_of(collective, mesh))
                 self._sent[key] += collective.sent_bytes * row.count
 
-    def answer(self, row: TaskTime) -> InPlan:
-        """Say whether the plan has this collective of the program.
+    def objection(self, row: TaskTime) -> str:
+        """Say why this collective of the program is not the plan's; an empty string if it is.
 
         XLA may run a collective as a ring of ppermutes, merge several into one, or move one past a scope's border. It
         may not send more, send over other axes, or all-reduce an array whose sum the plan scatters.
@@ -79,21 +69,20 @@ class RequestedRows:
         kind, axes = collective.kind, frozenset(axes_of(collective, self._mesh))
         anywhere = [planned for _, planned in self._plan if (planned.kind, planned.axes) == (kind, axes)]
         here = [planned for at, planned in self._plan if at == scope and (planned.kind, planned.axes) == (kind, axes)]
-        if self._account_for(collective, axes, here, scope):
-            return InPlan(True, _why(here[0]))
-        if kind == "ppermute" and (ring := self._ring(scope, axes)):
-            return InPlan(True, f"a step of the ring that makes the {ring.kind} over {_names(ring.axes)}")
-        if self._account_for(collective, axes, anywhere):
-            return InPlan(True, _why(anywhere[0]) + ", merged or moved by XLA")
-        if collective.bytes < SMALL:
-            return InPlan(True, f"small ({bytes_text(collective.bytes)}): XLA's own, for scalars, norms and biases")
+        if (
+            collective.bytes < SMALL
+            or self._account_for(collective, axes, here, scope)
+            or self._account_for(collective, axes, anywhere)
+            or (kind == "ppermute" and self._is_step_of_ring(axes))
+        ):
+            return ""
         for at, planned in self._plan:
             if kind == "all-reduce" and at == scope and planned.kind == "reduce-scatter" and planned.axes <= axes:
                 over = _names(planned.axes)
-                return InPlan(False, f"the plan has a reduce-scatter over {over} here: summed whole, twice the bytes")
+                return f"the plan has a reduce-scatter over {over} here: summed whole, twice the bytes"
         if here:
-            return InPlan(False, f"the plan has a smaller {kind} over {_names(axes)} here, not this one")
-        return InPlan(False, f"the plan has no {kind} over {_names(axes)} here")
+            return f"the plan has a smaller {kind} over {_names(axes)} here, not this one"
+        return f"the plan has no {kind} over {_names(axes)} here"
 
     def _account_for(
         self, collective: Collective, axes: frozenset[str], asked: Sequence[Requested], scope: str | None = None
@@ -108,20 +97,16 @@ class RequestedRows:
         sent = sum(size for (at, *what), size in self._sent.items() if what == [kind, axes] and scope in (None, at))
         return sent <= _SLACK * sum(sent_bytes(planned, self._mesh) * planned.count for planned in asked)
 
-    def _ring(self, scope: str, axes: frozenset[str]) -> Requested | None:
-        """The collective that a ppermute may be a step of: a ring over two axes steps along one of them at a time."""
-        whole = [(at, planned) for at, planned in self._plan if planned.kind != "ppermute" and axes <= planned.axes]
-        if not whole or not self._no_more("ppermute", axes, [planned for _, planned in whole]):
-            return None
-        here = [planned for at, planned in whole if at == scope and planned.axes == axes]
-        return (here or [planned for _, planned in whole])[0]
+    def _is_step_of_ring(self, axes: frozenset[str]) -> bool:
+        """Whether a ppermute may be a step of a collective; a ring over two axes steps along one of them at a time."""
+        whole = [planned for _, planned in self._plan if planned.kind != "ppermute" and axes <= planned.axes]
+        return bool(whole) and self._no_more("ppermute", axes, whole)
 
 
 def collective_rows(
     tasks: Sequence[TaskTime],
     plan: Sequence[Requested] | None,
     mesh: Mapping[str, int],
-    links: Callable[[Collective], str],
 ) -> list[CollectiveRow]:
     """The program's collectives for the report, grouped by kind, size and line, with the most exposed first.
 
@@ -129,7 +114,6 @@ def collective_rows(
       tasks: the tasks of the replayed program.
       plan: the collectives from `jaxpar.rehearse.requested_collectives`; None = not known.
       mesh: the size of every mesh axis, in order.
-      links: tells in words which links a collective runs over.
     """
     asked = None if plan is None else RequestedRows(plan, mesh, tasks)
     rows: dict[Hashable, CollectiveRow] = {}
@@ -137,15 +121,17 @@ def collective_rows(
         collective, place = found.task.collective, found.task.place
         if collective is None:
             continue
-        axes, answer = axes_of(collective, mesh), asked.answer(found) if asked else None
-        key = (collective.kind, axes, collective.bytes, found.task.asynchronous, place, answer)
+        axes, objection = axes_of(collective, mesh), asked.objection(found) if asked else None
+        key = (collective.kind, axes, collective.bytes, found.task.asynchronous, place, objection)
         row = rows.setdefault(key, {
             "kind": collective.kind, "axes": list(axes), "bytes": collective.bytes, "sent_bytes": 0.0, "count": 0,
             "asynchronous": found.task.asynchronous, "seconds": 0.0, "exposed": 0.0, "scope": place.scope,
-            "source": place.source, "phase": place.phase, "links": links(collective),
+            "source": place.source, "phase": place.phase,
         })  # fmt: skip
-        if answer:
-            row["planned"], row["reason"] = answer.planned, answer.reason
+        if objection is not None:
+            row["planned"] = not objection
+        if objection:
+            row["reason"] = objection
         row["sent_bytes"] += collective.sent_bytes * found.count
         row["count"] += found.count
         row["seconds"] += found.seconds
@@ -156,17 +142,6 @@ def collective_rows(
 def scope_of(planned: Requested) -> str:
     """The model's scope of a planned collective, written as in `hlo.tasks.Place`: `block/attention`."""
     return decode(f"{planned.scope}/{planned.kind}")[0]
-
-
-def _why(planned: Requested) -> str:
-    text = {
-        "all-gather": "gathers what is stored split over {}",
-        "reduce-scatter": "sums over {} and leaves each device its part",
-        "all-reduce": "sums over {}",
-        "all-to-all": "swaps splits over {}",
-        "ppermute": "passes on over {}",
-    }
-    return text[planned.kind].format(_names(planned.axes))
 
 
 def _names(axes: frozenset[str]) -> str:

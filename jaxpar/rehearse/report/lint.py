@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
 from jaxpar.base.console import bytes_text
+from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import LogicalAxis, Placement
-from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding
+from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding, Memory
 from jaxpar.rehearse.timeline.timeline import TaskTime
 
-RULES = {
-    "unplanned-collective": "a collective that the plan did not ask for",
-    "whole-all-reduce": "a weight gradient summed whole where its parts would do",
-    "replicated-parameter": "a large parameter that every device holds whole",
-    "replicated-activation": "a residual stream that a mesh axis leaves whole",
-    "large-copy": "a copy or a change of layout that takes a share of the step",
-}
+RULES = ("does-not-fit", "unplanned-collective", "replicated-parameter", "replicated-activation", "large-copy")
 _LARGE_PARAMETER = 2**20  # bytes
 _COPY_SHARE = 0.005  # of the step
 
 
-def unplanned_collectives(rows: Iterable[CollectiveRow], axis_of: Mapping[str, str]) -> list[LintFinding]:
-    """Find collectives that are not the plan's; an all-reduce of a whole weight gradient is a rule of its own.
+def parse_rules(text: str) -> list[str]:
+    """Read `--fail-on`, before anything is compiled: rules of the linter, separated by commas.
 
-    Args:
-      rows: the report's collectives.
-      axis_of: the logical axes that each mesh axis splits: `{"fsdp": "batch, embed"}`.
+    Raises:
+      UserError: a name is unknown.
     """
-    found = []
-    for row in rows:
-        if row.get("planned", True):
-            continue
-        reason = row.get("reason", "")
-        whole = row["kind"] == "all-reduce" and "reduce-scatter" in reason and row["phase"] == "backward"
-        found.append(_finding(
-            "whole-all-reduce" if whole else "unplanned-collective", "error",
-            f"{row['kind']} of {bytes_text(row['bytes'])} over {' x '.join(row['axes'])}, {row['count']} a step: "
-            f"{reason}",
-            axis=", ".join(dict.fromkeys(axis_of.get(axis, "") for axis in row["axes"])),
+    names = [part for part in map(str.strip, text.split(",")) if part]
+    for name in names:
+        if name not in RULES:
+            known = ", ".join(RULES)
+            raise UserError(f"--fail-on {name}: unknown condition{suggest(name, RULES)}: it may be {known}")
+    return names
+
+
+def does_not_fit(memory: Memory) -> list[LintFinding]:
+    """Find that the step takes more memory than a device has."""
+    over, has = memory["total"] - memory["hbm_bytes"], bytes_text(memory["hbm_bytes"])
+    return [] if memory["fits"] else [_finding("does-not-fit", "error", f"more than {has} of HBM", size=over)]
+
+
+def unplanned_collectives(rows: Iterable[CollectiveRow]) -> list[LintFinding]:
+    """Find collectives that are not the plan's."""
+    return [
+        _finding(
+            "unplanned-collective", "error",
+            f"{row['kind']} of {bytes_text(row['bytes'])} over {' x '.join(row['axes']) or 'no axis'}, "
+            f"{row['count']} a step: {row.get('reason')}",
             scope=row["scope"], source=row["source"], size=row["sent_bytes"], seconds=row["exposed"],
-        ))  # fmt: skip
-    return found
+        )
+        for row in rows if not row.get("planned", True)
+    ]  # fmt: skip
 
 
 def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[LintFinding]:
@@ -60,7 +65,7 @@ def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[L
             "replicated-parameter", "warning",
             f"{row.name} {list(row.shape)} ({', '.join(axis or '-' for axis in row.axes)}) is whole on every device"
             f"{of_stage}, {bytes_text(whole)}: no rule splits any of its dims over {' or '.join(sorted(usable))}",
-            axis=next((axis for axis in row.axes if axis not in (None, "layers")), ""), scope=row.name, size=whole,
+            scope=row.name, size=whole,
         ))  # fmt: skip
     return found
 
@@ -72,7 +77,7 @@ def whole_residual_stream(plan: Plan) -> list[LintFinding]:
     return [
         _finding(
             "replicated-activation", "warning",
-            f"the residual stream is whole over {axis}={size}: add it to rules.residual_seq", axis="residual_seq",
+            f"the residual stream is whole over {axis}={size}: add it to rules.residual_seq",
         )
         for axis, size in plan.mesh.shape.items() if size > 1 and axis not in used
     ]  # fmt: skip
@@ -100,18 +105,17 @@ def large_copies(tasks: Iterable[TaskTime], step_seconds: float) -> list[LintFin
     return found
 
 
-def logical_axes(plan: Plan) -> dict[str, str]:
-    """The logical axes that each mesh axis splits."""
-    names: list[LogicalAxis] = [name for name, split in vars(plan.rules).items() if split]  # pyright: ignore[reportAssignmentType]
-    return {axis: ", ".join(n for n in names if axis in plan.mesh_axes(n)) for axis in plan.mesh.axis_names}
+def by_weight(found: Iterable[LintFinding]) -> list[LintFinding]:
+    """Sort findings: errors first, and then by what they cost."""
+    return sorted(found, key=lambda row: (row["severity"], -row["seconds"], -row["bytes"]))
 
 
 def _finding(
-    rule: str, severity: Literal["error", "warning", "note"], message: str, *, axis: str | None = "", scope: str = "",
-    source: str = "", size: float = 0.0, seconds: float = 0.0,
+    rule: str, severity: Literal["error", "warning"], message: str, *, scope: str = "", source: str = "",
+    size: float = 0.0, seconds: float = 0.0,
 ) -> LintFinding:  # fmt: skip
     assert rule in RULES, rule
     return {
-        "rule": rule, "severity": severity, "message": message, "axis": axis or "", "scope": scope, "source": source,
+        "rule": rule, "severity": severity, "message": message, "scope": scope, "source": source,
         "bytes": float(size), "seconds": seconds,
     }  # fmt: skip

@@ -3,9 +3,9 @@
 Seconds, bytes and FLOPs are those of one step on one device, except where a name or line says otherwise.
 """
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
-SCHEMA = 3
+SCHEMA = 4
 """The version goes up when a key is renamed, removed or changes its meaning; a new key does not change it."""
 
 
@@ -113,9 +113,9 @@ class CollectiveRow(TypedDict):
     source: str
     phase: str
     planned: NotRequired[bool]
+    """Whether the plan asked for it; absent where no plan is known."""
     reason: NotRequired[str]
-    """Why the plan has it, or why it is not the plan's; this and `planned` are absent where no plan is known."""
-    links: str
+    """Why it is not the plan's; absent where it is."""
 
 
 class TimelineColumns(TypedDict):
@@ -138,24 +138,12 @@ class LintFinding(TypedDict):
     """One finding of the linter."""
 
     rule: str
-    severity: Literal["error", "warning", "note"]
+    severity: Literal["error", "warning"]
     message: str
-    axis: str
-    """The logical axis concerned, or an empty string."""
     scope: str
     source: str
     bytes: float
     seconds: float
-
-
-class ShardingRow(TypedDict):
-    """How one parameter lies on the mesh."""
-
-    name: str
-    shape: list[int]
-    axes: list[str | None]
-    spec: str
-    bytes_per_device: int
 
 
 class Rehearsal(TypedDict):
@@ -163,7 +151,6 @@ class Rehearsal(TypedDict):
 
     schema: int
     config: str
-    overrides: dict[str, Any]
     command: str
     date: str
     versions: dict[str, str]
@@ -180,8 +167,5 @@ class Rehearsal(TypedDict):
     timeline: NotRequired[TimelineColumns]
     """The timeline is left out of files that are kept, because it is most of the bytes."""
     findings: list[LintFinding]
-    shardings: NotRequired[list[ShardingRow]]
-    """The shardings are there for a config's step only."""
-    unknown: dict[str, int]
-    """The opcodes and custom-call targets that were not understood, with how often they stand in the program."""
+    """Errors come first, then what costs most."""
     notes: list[str]

@@ -1,10 +1,8 @@
-"""A rehearsal as sections of columns and rows, which a terminal shows."""
+"""A rehearsal as lines and tables, which a terminal shows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -13,7 +11,6 @@ from rich.text import Text
 from jaxpar.base.console import bytes_text, console, count_text
 from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
 
-Row = Mapping[str, Any]
 _NOTHING = 1e-9  # seconds; what is less is rounding
 _WAITS = {
     "exposed communication": "exposed_communication",
@@ -39,80 +36,60 @@ def percent_text(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of a section."""
-
-    name: str
-    value: str | Callable[[Row], Any]
-    """A key of the row, or a function of the row."""
-    text: Callable[[float], str] | None = None
-    """Writes a number; None for a column of words."""
-
-    def cell(self, row: Row) -> str:
-        """The value that a row has in this column as text, or a dash where there is none."""
-        value = row[self.value] if isinstance(self.value, str) else self.value(row)
-        if not value:
-            return "-"
-        if self.text:
-            return self.text(value)
-        return ", ".join(str(item or "-") for item in value) if isinstance(value, list) else str(value)
+def show(report: Rehearsal) -> None:
+    """Print a report on the terminal."""
+    for part in report_parts(report):
+        console().print(part)
 
 
-@dataclass(frozen=True)
-class Section:
-    """A titled table."""
-
-    name: str
-    title: str
-    columns: tuple[Column, ...]
-    rows: Sequence[Row]
-    """The rows in the order in which they are shown."""
-
-
-_LINE, _SCOPE, _PHASE = Column("line", "source"), Column("scope", "scope"), Column("phase", "phase")
-_TIMES = Column("times", "count", str)
-LINES = (
-    Column("exposed", "exposed", seconds_text),
-    Column("comm", "communication", seconds_text),
-    Column("compute", "compute", seconds_text),
-    Column("FLOPs", "flops", count_text),
-    _LINE, _SCOPE, _PHASE,
-)  # fmt: skip
-COLLECTIVES = (
-    Column("exposed", "exposed", seconds_text),
-    Column("time", "seconds", seconds_text),
-    Column("sent", "sent_bytes", bytes_text),
-    _TIMES,
-    Column("kind", "kind"),
-    Column("over", "axes"),
-    Column("plan", lambda row: "planned" if row.get("planned", True) else "UNPLANNED"),
-    _PHASE, _LINE,
-)  # fmt: skip
-
-
-def report_sections(report: Rehearsal) -> list[Section]:
-    """All tables of a report that have rows."""
-    exposed = sum(row["exposed"] for row in report["lines"])
-    by_exposed = sorted(report["lines"], key=lambda row: (-row["exposed"], -row["compute"]))
-    by_plan = sorted(
-        report["collectives"], key=lambda row: (row.get("planned", True), -row["exposed"], -row["seconds"])
-    )
-    unplanned = sum(not row.get("planned", True) for row in by_plan)
-    known = any("planned" in row for row in by_plan)
-    asked = f": {unplanned or 'none'} unplanned" if known else ""
-    columns = COLLECTIVES if known else tuple(column for column in COLLECTIVES if column.name != "plan")
-    sections = [
-        _time_section(report),
-        _parts_section("memory", "memory of a device", report["memory"]["categories"], bytes_text),
-        _parts_section("host", "memory of the host, for each device", report["memory"]["host"], bytes_text),
-        Section("lines", f"by line of the model: {seconds_text(exposed)} exposed", LINES, by_exposed),
-        Section("collectives", f"collectives{asked}", columns, by_plan),
+def report_parts(report: Rehearsal, most: int = _MOST) -> list[RenderableType]:
+    """The parts of a report in the order in which a terminal prints them; a long table shows `most` rows."""
+    memory = report["memory"]
+    return [
+        *(f"{name:<12} {text}" for name, text in summary(report)),
+        *_time_table(report),
+        *_parts_table("memory of a device", memory["categories"], bytes_text),
+        *_parts_table("memory of the host, for each device", memory["host"], bytes_text),
+        *lines_table(report, most),
+        *collectives_table(report, most),
+        "",
+        *(finding_lines(report["findings"]) or ["the linter found nothing to report"]),
+        *note_lines(report),
     ]
-    return [section for section in sections if section.rows]
 
 
-def _time_section(report: Rehearsal) -> Section:
+def lines_table(report: Rehearsal, most: int) -> list[RenderableType]:
+    """The lines of the model, the most exposed first."""
+    exposed = sum(row["exposed"] for row in report["lines"])
+    rows = [
+        [
+            *(_cell(row[key], seconds_text) for key in ("exposed", "communication", "compute")),
+            _cell(row["flops"], count_text), row["source"], row["scope"], row["phase"],
+        ]
+        for row in sorted(report["lines"], key=lambda row: (-row["exposed"], -row["compute"]))
+    ]  # fmt: skip
+    columns = ["exposed", "comm", "compute", "FLOPs", "line", "scope", "phase"]
+    return _table(f"by line of the model: {seconds_text(exposed)} exposed", columns, rows, 4, most)
+
+
+def collectives_table(report: Rehearsal, most: int) -> list[RenderableType]:
+    """The collectives: those that the plan did not ask for, then the most exposed."""
+    found = sorted(report["collectives"], key=lambda row: (row.get("planned", True), -row["exposed"], -row["seconds"]))
+    rows = [
+        [
+            *(_cell(row[key], seconds_text) for key in ("exposed", "seconds")),
+            _cell(row["sent_bytes"], bytes_text), str(row["count"]), row["kind"], ", ".join(row["axes"]),
+            {True: "planned", False: "UNPLANNED"}.get(row.get("planned"), ""), row["phase"], row["source"],
+        ]
+        for row in found
+    ]  # fmt: skip
+    unplanned = sum(not row.get("planned", True) for row in found)
+    asked = f": {unplanned or 'none'} unplanned" if any("planned" in row for row in found) else ""
+    columns = ["exposed", "time", "sent", "times", "kind", "over", "plan", "phase", "line"]
+    return _table(f"collectives{asked}", columns, rows, 4, most)
+
+
+def _time_table(report: Rehearsal) -> list[RenderableType]:
     """The table of a step's time: compute by kind of task, and what the compute units wait for."""
     time = report["time"]
     parts = {kind: value for kind, value in time["by_category"].items() if kind not in ("collective", "host_copy")}
@@ -120,19 +97,39 @@ def _time_section(report: Rehearsal) -> Section:
     busy = time["by_category"].get("collective", 0.0)
     hidden = max(0.0, 1 - time["exposed_communication"] / busy) if busy else 0.0
     beside = f"; collectives run for {seconds_text(busy)}, {percent_text(hidden)} of it beside compute" if busy else ""
-    return _parts_section("step", f"one step{beside}", parts, seconds_text)
+    return _parts_table(f"one step{beside}", parts, seconds_text)
 
 
-def _parts_section(name: str, title: str, parts: Mapping[str, float], text: Callable[[float], str]) -> Section:
+def _parts_table(title: str, parts: Mapping[str, float], text: Callable[[float], str]) -> list[RenderableType]:
     """A table of the parts of a whole, the largest first."""
     whole = sum(parts.values())
-    rows = [
-        {"part": part, "value": value, "share": value / whole}
-        for part, value in sorted(parts.items(), key=lambda item: -item[1])
-        if value
-    ]
-    words = Column("", lambda row: row["part"].replace("_", " "))
-    return Section(name, title, (Column("", "value", text), Column("", "share", percent_text), words), rows)
+    found = sorted((item for item in parts.items() if item[1]), key=lambda item: -item[1])
+    rows = [[text(value), percent_text(value / whole), part.replace("_", " ")] for part, value in found]
+    return _table(title, ["", "", ""], rows, 2, len(rows))
+
+
+def _table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: int, most: int
+) -> list[RenderableType]:
+    """A title and its table, of which the first `numbers` columns are numbers; nothing where there are no rows.
+
+    Words fold where there is no room, an empty cell is a dash, and a last row counts the rows beyond `most`.
+    """
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
+    for at, name in enumerate(columns):
+        if at < numbers:
+            table.add_column(name, justify="right", no_wrap=True)
+        else:
+            table.add_column(name, overflow="fold", min_width=14 if name in ("line", "scope") else 6)
+    for row in rows[:most]:
+        table.add_row(*(cell or "-" for cell in row))
+    if len(rows) > most:
+        table.add_row(*[""] * numbers, f"and {len(rows) - most} more")
+    return ["", Text(title, style="bold"), table] if rows else []
+
+
+def _cell(value: float, text: Callable[[float], str]) -> str:
+    return text(value) if value else ""
 
 
 def summary(report: Rehearsal) -> list[tuple[str, str]]:
@@ -177,65 +174,21 @@ def memory_verdict(memory: Memory) -> str:
 
 
 def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
-    """One line for each finding, errors first, in the form of a compiler's messages, which editors can follow."""
-    order = ["error", "warning", "note"]
+    """One line for each finding, in the form of a compiler's messages, which editors can follow."""
     lines = []
-    for row in sorted(findings, key=lambda row: order.index(row["severity"])):
+    for row in findings:
         costs = [seconds_text(row["seconds"])] * bool(row["seconds"]) + [bytes_text(row["bytes"])] * bool(row["bytes"])
-        where = row["source"] or row["scope"] or "no known line"
+        where = row["source"] or row["scope"]
         cost = f" ({', '.join(costs)})" if costs else ""
-        lines.append(f"{where}: {row['severity']}: {row['rule']}: {row['message']}{cost}")
-    return lines or ["the linter found nothing to report"]
+        lines.append(f"{f'{where}: ' * bool(where)}{row['severity']}: {row['rule']}: {row['message']}{cost}")
+    return lines
 
 
 def note_lines(report: Rehearsal) -> list[str]:
-    """Lines on what was assumed, and on what was not understood."""
+    """Lines on what was assumed."""
     lines = [f"note: {note}" for note in report["notes"]]
     if (estimated := report["time"]["estimated_without_cycles"]) >= _NOTHING:
         lines.append(
             f"note: {percent_text(estimated)} of the compute time is a roofline estimate, not the compiler's own"
         )
-    if report["unknown"]:
-        names = ", ".join(f"{name} x {count}" for name, count in report["unknown"].items())
-        lines.append(f"note: instructions not understood: {names}")
     return lines
-
-
-def show(report: Rehearsal) -> None:
-    """Print a report on the terminal."""
-    for part in report_parts(report):
-        console().print(part)
-
-
-def report_parts(report: Rehearsal, most: int = _MOST) -> list[RenderableType]:
-    """The parts of a report in the order in which a terminal prints them; a long table shows `most` rows."""
-    return [
-        *(f"{name:<12} {text}" for name, text in summary(report)),
-        *(part for section in report_sections(report) for part in printed_section(section, most)),
-        "",
-        *finding_lines(report["findings"]),
-        *note_lines(report),
-    ]
-
-
-def section_table(section: Section, most: int = _MOST) -> Table:
-    """A section as a terminal's table. Words fold where there is no room, and a last row counts the rows left out."""
-    columns = section.columns
-    table = Table(box=None, pad_edge=False, show_header=any(column.name for column in columns))
-    for column in columns:
-        if column.text:
-            table.add_column(column.name, justify="right", no_wrap=True)
-        else:
-            wide = column.name in ("line", "scope", "task")
-            table.add_column(column.name, overflow="fold", min_width=14 if wide else 6)
-    for row in section.rows[:most]:
-        table.add_row(*(column.cell(row) for column in columns))
-    if len(section.rows) > most:
-        numbers = sum(column.text is not None for column in columns)
-        table.add_row(*[""] * numbers, f"and {len(section.rows) - most} more")
-    return table
-
-
-def printed_section(section: Section, most: int) -> list[RenderableType]:
-    """A section's title and table, which are printed one after the other."""
-    return ["", Text(section.title, style="bold"), section_table(section, most)]
