@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from math import prod
 
 from jaxpar.hlo.groups import TRANSFERS, Devices, Groups, megascale, replica_groups, source_target_pairs
 from jaxpar.hlo.opcodes import CALLERS, COLLECTIVES
-from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, split
+from jaxpar.hlo.parse import Computation, Instruction, Module
 from jaxpar.hlo.tasks import Collective, CollectiveKind
 
 
@@ -48,12 +46,10 @@ def _collective(computation: Computation, instruction: Instruction, kind: Collec
     operands = [operand.shape for operand in computation.operands(instruction)]
     if instruction.opcode == "recv":  # its send is not in this computation
         operands = [next(instruction.shape.leaves())]
-    elif instruction.base in ("send", "ragged-all-to-all") or "slice_sizes" in instruction.attributes:
+    elif instruction.base in ("send", "ragged-all-to-all"):
         operands = operands[:1]  # the others are offsets, sizes and tokens
     leaves = [leaf for operand in operands for leaf in operand.leaves() if leaf.bytes]
     bytes_ = sum(leaf.bytes for leaf in leaves)
-    if "slice_sizes" in instruction.attributes:  # it moves parts of a larger buffer, in place
-        bytes_ = min(bytes_, _sliced_bytes(instruction, leaves[0]))
     if kind == "all-gather":
         bytes_ *= len(groups[0]) if groups else 1
     by_dtype: Counter[str] = Counter()
@@ -62,19 +58,10 @@ def _collective(computation: Computation, instruction: Instruction, kind: Collec
     return Collective(kind, groups, bytes_, max(by_dtype, key=by_dtype.__getitem__, default=""))
 
 
-def _sliced_bytes(instruction: Instruction, whole: Shape) -> int:
-    sizes = [re.findall(r"\d+", piece) for piece in split(instruction.attributes["slice_sizes"][1:-1])]
-    elements = sum(prod(int(size) for size in piece) for piece in sizes)
-    return elements * whole.bytes // max(whole.elements, 1)
-
-
 def _groups(module: Module, instruction: Instruction, kind: CollectiveKind) -> Groups:
+    if kind == "ppermute":
+        return source_target_pairs(instruction)
     try:
-        groups = replica_groups(instruction, module.devices)
+        return replica_groups(instruction, module.devices)
     except ValueError:
         return ()
-    if kind != "ppermute":
-        return groups
-    if instruction.opcode == "collective-broadcast":
-        return tuple((group[0], other) for group in groups for other in group[1:])
-    return source_target_pairs(instruction)

@@ -17,7 +17,6 @@ from jaxpar.hlo.opcodes import CALLERS, GEMM_TARGETS
 from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, words_of
 
 _ATTENTION = "__cudnn$fmha"
-_CONVOLUTION = "__cudnn$conv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def _positions(lhs: int, out: int, size: int, stride: int, before: int, lhs_dila
 
 
 def library_flops(call: Instruction, shapes: list[Shape]) -> float:
-    """Count the FLOPs of a custom call that is a known library's matmul, convolution or attention; 0 for any other.
+    """Count the FLOPs of a custom call that is a known library's matmul or attention; 0 for any other.
 
     Attention by cuDNN takes 4 B H S T h forward and 10 backward, half of it where it is causal, and less where a window
     slides, since tiles that are wholly masked are skipped.
@@ -113,13 +112,6 @@ def library_flops(call: Instruction, shapes: list[Shape]) -> float:
         return 2.0 * result.elements * prod(shapes[0].dims[dim] for dim in contracted)
     if target.startswith(_ATTENTION) and len(shapes) >= 2:
         return _attention_flops(target, config, shapes)
-    if target.startswith(_CONVOLUTION) and "dim_labels" in call.attributes:
-        lhs, rhs = shapes[:2]  # in a gradient the arrays change places
-        if "BackwardInput" in target:
-            lhs, result = result, lhs
-        elif "BackwardFilter" in target:
-            rhs, result = result, rhs
-        return convolution_flops(call, lhs, rhs, result)
     return 0.0
 
 

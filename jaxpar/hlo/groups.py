@@ -135,28 +135,15 @@ class Devices:
         return self.slices[number // _SLICE - 1][number % _SLICE]
 
 
-def devices_of(module: Module, slice_of: Sequence[int] | None) -> tuple[Devices, str]:
-    """Find the devices of a module, and write a note on what was assumed (empty when nothing was).
+def devices_of(module: Module, slice_of: Sequence[int] | None) -> Devices:
+    """Find the devices of a module, whose text is of all of them or of one slice among equals.
 
-    The text is of the only slice, or of one among equals. `slice_of` has the slice of each device of the assignment;
-    None = slice after slice, as many as the text mentions.
+    `slice_of` has the slice of each device of the assignment; None = there is one slice.
     """
-    here = module.devices
-    if slice_of is not None and here * len(set(slice_of)) == len(slice_of):
-        order = sorted(set(slice_of))
-        return Devices(tuple(tuple(p for p, s in enumerate(slice_of) if s == one) for one in order)), ""
-    everything = (one for computation in module.computations.values() for one in computation.instructions.values())
-    count = max(map(_slices_mentioned, everything), default=1)
-    slices = tuple(tuple(range(s * here, (s + 1) * here)) for s in range(count))
-    note = f"the text is of one slice among {count}: devices are numbered slice after slice" if count > 1 else ""
-    return Devices(slices), note
-
-
-def _slices_mentioned(instruction: Instruction) -> int:
-    target = megascale(instruction).get("_xla_megascale_target", "")
-    if "x" in target:
-        return max(_parse_numbers(target.split("x")[0]), default=1)
-    return max((int(number) // _SLICE for number in re.findall(r"\d+", target)), default=1)
+    if slice_of is None or module.devices == len(slice_of):
+        return Devices((tuple(range(module.devices)),))
+    order = sorted(set(slice_of))
+    return Devices(tuple(tuple(p for p, s in enumerate(slice_of) if s == one) for one in order))
 
 
 def megascale(instruction: Instruction) -> dict[str, str]:

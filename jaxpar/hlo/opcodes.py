@@ -12,7 +12,6 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "all-to-all": "all-to-all",
     "ragged-all-to-all": "all-to-all",
     "collective-permute": "ppermute",
-    "collective-broadcast": "ppermute",
     "send": "ppermute",
     "recv": "ppermute",
 }

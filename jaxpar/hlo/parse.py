@@ -189,7 +189,7 @@ class Module:
       header: the attributes of its first line.
       computations: the computations by name.
       entry: the name of the computation that is run.
-      frames: the stack frames by number, from the tables at the module's top; empty in older texts.
+      frames: the stack frames by number, from the tables at the module's top.
     """
 
     name: str
@@ -229,11 +229,8 @@ class Module:
         }  # fmt: skip
 
     def stack(self, instruction: Instruction) -> list[Frame]:
-        """List an instruction's frames, innermost first; only its file and line where the text has no tables."""
-        meta = instruction.metadata
-        if "source_file" in meta:
-            return [Frame(meta["source_file"], int(meta.get("source_line", 0)), 0)]
-        frames, number = [], int(meta.get("stack_frame_id", 0))
+        """List an instruction's frames, innermost first."""
+        frames, number = [], int(instruction.metadata.get("stack_frame_id", 0))
         while number in self.frames and len(frames) < 1000:
             frames.append(self.frames[number])
             number = self.frames[number].parent

@@ -37,17 +37,15 @@ def read_program(
       text: the text of a scheduled module, `compiled.as_text()`.
       package_dirs: (directory, name shown) pairs in which a stack frame counts as a source line, the most telling
         first; None = those of `jaxpar.models` and `jaxpar` as installed here.
-      slice_of: the slice of each device of the assignment, where there are several TPU slices; None = slice after
-        slice.
+      slice_of: the slice of each device of the assignment, where there are several TPU slices.
       kernel_cost: a function that gives the FLOPs of a Pallas kernel that does not state them itself.
 
     Raises:
       UserError: this is not the text of a compiled module.
     """
     module = parse(text)
-    devices, note = devices_of(module, slice_of)
-    reader = _Reader(module, default_dirs() if package_dirs is None else package_dirs, devices, kernel_cost)
-    reader.notes += [note] if note else []
+    dirs = default_dirs() if package_dirs is None else package_dirs
+    reader = _Reader(module, dirs, devices_of(module, slice_of), kernel_cost)
     if module.header.get("is_scheduled") != "true":
         reader.notes.append("the module is not scheduled: its tasks are in the order of the text")
     entry = module.computations[module.entry]

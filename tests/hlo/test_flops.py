@@ -137,20 +137,6 @@ def test_cudnn_attention_in_a_sliding_window() -> None:
     assert work.flops == 4 * 2 * 4 * 64 * (256 * 1024 - 256**2 / 2)
 
 
-@pytest.mark.parametrize(("target", "lhs", "rhs", "out"), [
-    ("Forward", "8,16,10", "32,16,3", "8,32,10"), ("BackwardInput", "8,32,10", "32,16,3", "8,16,10"),
-    ("BackwardFilter", "8,16,10", "8,32,10", "32,16,3"),
-])  # fmt: skip
-def test_cudnn_convolutions_and_their_gradients_multiply_alike(target: str, lhs: str, rhs: str, out: str) -> None:
-    """10 positions of a window of 3, of which the first and the last stand over padding once."""
-    found = work(
-        f"  %a = f32[{lhs}]{{2,1,0}} parameter(0)\n  %k = f32[{rhs}]{{2,1,0}} parameter(1)\n"
-        f"  ROOT %c = (f32[{out}]{{2,1,0}}, u8[64]{{0}}) custom-call(%a, %k), window={{size=3 pad=1_1}}, "
-        f'dim_labels=bf0_oi0->bf0, custom_call_target="__cudnn$conv{target}"'
-    )
-    assert found.flops == 2 * 8 * 16 * 32 * (3 * 10 - 2)
-
-
 def test_real_fusions() -> None:
     assert excerpt("gpu_all_gather", "gemm_fusion_dot.57").flops == 2 * prod((2048, 256, 512))
     assert excerpt("cpu_fusions", "ynn_fusion").flops == 2 * prod((512, 256, 64))

@@ -147,12 +147,6 @@ def test_stack_frames_whichever_way_the_parents_are_counted(rows: str) -> None:
     ]
 
 
-def test_the_older_metadata() -> None:
-    module = module_of('  ROOT %x = f32[] add(%a, %b), metadata={source_file="/repo/models/gpt2.py" source_line=12}')
-    (frame,) = module.stack(module.computations["main"].instructions["x"])
-    assert (frame.file, frame.line) == ("/repo/models/gpt2.py", 12)
-
-
 def test_no_metadata_no_frames() -> None:
     module = module_of("  ROOT %x = f32[] add(%a, %b)")
     assert module.stack(module.computations["main"].instructions["x"]) == []

@@ -177,7 +177,7 @@ def test_the_command_from_config_to_json(tmp_path, capsys, monkeypatch):
     assert main(["rehearse", str(name), "--target", "any", "--json", "-", "--fail-on", "unplanned-collective"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert list(problems(report)) == []
-    assert report["config"] == "mini" and report["findings"] == []
+    assert report["config"] == "mini" and {row["rule"] for row in report["findings"]} <= {"large-copy"}
 
 
 # What the compiler refuses.
