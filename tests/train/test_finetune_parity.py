@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +114,13 @@ def losses_here(config: Config, source: Path) -> tuple[list[float], Any]:
     return found, state.params
 
 
+@cache
+def compiled_logits(config: Config) -> Any:
+    return jax.jit(partial(Model(config.model).logits, plan=make_plan(config)))
+
+
 def logits_here(config: Config, params: Any) -> np.ndarray:
-    batch = {"tokens": jax.numpy.asarray(batches()[0][:, :-1])}
-    return np.asarray(Model(config.model).logits(params, batch, make_plan(config)))
+    return np.asarray(compiled_logits(config)(params, {"tokens": jax.numpy.asarray(batches()[0][:, :-1])}))
 
 
 def logits_of(model: Any) -> np.ndarray:

@@ -67,7 +67,7 @@ def test_tokens_equal(family: str, tmp_path: Path, plan_of: Callable[..., Plan])
     assert min(margins) > 1e-4  # float32 rounding is 6e-6
     assert len(np.unique(expected)) > 30
     model = Model(model_config_from_hf(tmp_path))
-    for sizes in ({}, {"data": 2, "tensor": 4}):
+    for sizes in ({}, {"data": 2, "tensor": 4})[family != "llama" :]:  # eight do all that one does
         plan = decode_plan(plan_of(**sizes), model.config)  # on eight, more devices along tensor than kv heads
         assert Generator(model, import_hf(tmp_path, model, plan), plan).generate(prompts, NEW) == expected
 

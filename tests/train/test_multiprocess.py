@@ -82,7 +82,7 @@ def test_a_folder_that_one_process_refuses_is_refused_by_both(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["a_file"]
 
 
-@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("told", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_signal_that_reaches_one_stops_both_after_the_same_step(tmp_path: Path, told: int) -> None:
     pair = launch_pair(tmp_path / "run", *LONG, "--checkpoint.every", "0")
     try:
@@ -102,7 +102,7 @@ def tokens_file(path: Path, *ids: int) -> Sequence[str]:
     return "--data.source", "tokens", "--data.path", str(path)
 
 
-@pytest.mark.parametrize("bad", ["id", "file"])
+@pytest.mark.parametrize("bad", ["id", pytest.param("file", marks=pytest.mark.long)])
 def test_what_one_process_cannot_read_ends_both(tmp_path: Path, bad: str) -> None:
     """An id that comes up in the second process's batches, from the first on; or a file that it lacks."""
     fine, foul = tokens_file(tmp_path / "a.bin"), tokens_file(tmp_path / "b.bin", *([] if bad == "file" else [999]))

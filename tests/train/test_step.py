@@ -98,10 +98,11 @@ def one_device() -> dict[str, list[float]]:
 
 
 def every_mesh() -> Iterator[Any]:
-    """Each mesh with both models, of which a third are quick: every axis at every size."""
+    """Each mesh with both models. A third are quick, with every axis at every size, and every mesh is quick or slow."""
+    marks = [], [pytest.mark.slow], [pytest.mark.slow, pytest.mark.long]
     for (m, model), (n, mesh) in itertools.product(enumerate(MODELS), enumerate(MESHES)):
         sizes = describe({axis: getattr(mesh, axis) for axis in ("data", "fsdp", "tensor")})
-        yield pytest.param(model, mesh, id=f"{model}-{sizes}", marks=[pytest.mark.slow] if (m + n) % 3 else [])
+        yield pytest.param(model, mesh, id=f"{model}-{sizes}", marks=marks[(m + n) % 3])
 
 
 @pytest.mark.parametrize(("model", "mesh"), [*every_mesh()])
