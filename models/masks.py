@@ -11,33 +11,21 @@ section 2, whose blocks are drawn for `model.max_seq_len` tokens.
 
 from __future__ import annotations
 
-import inspect
 import re
 from functools import lru_cache
+from typing import Any
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.kernels.masks import BigBird, Causal, Dilated, First, Mask, Window
 
-
-def _causal(length: int) -> Mask:
-    return Causal()
-
-
-def _window(length: int, tokens: int) -> Mask:
-    return Causal() & Window(tokens - 1)
-
-
-def _longformer(length: int, window: int = 512, globals: int = 1, stride: int = 1) -> Mask:
-    near = Window(window - 1) if stride == 1 else Dilated(window, stride)
-    return Causal() & (near | First(globals) if globals else near)
-
-
-def _bigbird(length: int, window: int = 3, globals: int = 2, random: int = 3, block: int = 64, seed: int = 0) -> Mask:
-    return Causal() & BigBird(length, window, globals, random, seed, block)
-
-
-_WORDS = {"causal": _causal, "window": _window, "longformer": _longformer, "bigbird": _bigbird}
+_WORDS: dict[str, dict[str, int | None]] = {
+    "causal": {},
+    "window": {"tokens": None},
+    "longformer": {"window": 512, "globals": 1, "stride": 1},
+    "bigbird": {"window": 3, "globals": 2, "random": 3, "block": 64, "seed": 0},
+}
+"""The numbers of each word with their defaults; None = it must be given."""
 _MAY_BE_ZERO = ("globals", "random", "seed")
 _SHRINKS = {"window": "tokens", "longformer": "window", "bigbird": "block"}
 """The number of a word that follows the length of the sequence."""
@@ -54,8 +42,15 @@ def layer_masks(config: ModelConfig) -> tuple[Mask, ...]:
 
 @lru_cache(maxsize=64)
 def _mask(word: str, length: int) -> Mask:
-    name, numbers = parse(word)
-    return _WORDS[name](length, **numbers)
+    match parse(word):
+        case "window", {"tokens": tokens}:
+            return Causal() & Window(tokens - 1)
+        case "longformer", {"window": window, "globals": count, "stride": stride}:
+            near = Window(window - 1) if stride == 1 else Dilated(window, stride)
+            return Causal() & (near | First(count) if count else near)
+        case "bigbird", numbers:
+            return Causal() & BigBird(length, **numbers)
+    return Causal()
 
 
 def parse(word: str) -> tuple[str, dict[str, int]]:
@@ -67,23 +62,19 @@ def parse(word: str) -> tuple[str, dict[str, int]]:
     found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", word)
     name = found[1] if found else word
     if found is None or name not in _WORDS:
-        known = ", ".join(_usage().values())
+        known = ", ".join(map(_usage, _WORDS))
         raise UserError(f"model.masks has no {word!r}{suggest(name, _WORDS)}: try one of {known}")
-    signature = inspect.signature(_WORDS[name])
-    given: list[int] = []
-    named: dict[str, int] = {}
+    numbers: dict[str, Any] = {}
+    wrong = UserError(f"model.masks: {word!r} has wrong numbers: write {_usage(name)}")
     try:
-        for part in filter(None, (part.strip() for part in (found[2] or "").split(","))):
-            key, equals, number = part.rpartition("=")
-            if equals:
-                named[key.strip()] = int(number)
-            else:
-                given.append(int(number))
-        bound = signature.bind(0, *given, **named)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"model.masks: {word!r} has wrong numbers: write {_usage()[name]}") from error
-    bound.apply_defaults()
-    numbers = {key: number for key, number in bound.arguments.items() if key != "length"}
+        for key, part in zip([*_WORDS[name], ""], filter(str.strip, (found[2] or "").split(",")), strict=False):
+            named, equals, number = part.rpartition("=")
+            numbers[named.strip() if equals else key] = int(number)
+    except ValueError:
+        raise wrong from None
+    numbers = {key: numbers.get(key, default) for key, default in _WORDS[name].items()} | numbers
+    if numbers.keys() != _WORDS[name].keys() or None in numbers.values():
+        raise wrong
     for key, number in numbers.items():
         if number < (key not in _MAY_BE_ZERO):
             raise UserError(f"model.masks: {word!r} has {key}={number}: it is at least {int(key not in _MAY_BE_ZERO)}")
@@ -92,14 +83,10 @@ def parse(word: str) -> tuple[str, dict[str, int]]:
     return name, numbers
 
 
-def _usage() -> dict[str, str]:
-    """How each word is written."""
-    found = {}
-    for name, make in _WORDS.items():
-        numbers = [n for n in inspect.signature(make).parameters.values() if n.name != "length"]
-        parts = [n.name if n.default is n.empty else f"{n.name}={n.default}" for n in numbers]
-        found[name] = f"{name}({', '.join(parts)})" if parts else name
-    return found
+def _usage(name: str) -> str:
+    """How a word is written."""
+    parts = [key if default is None else f"{key}={default}" for key, default in _WORDS[name].items()]
+    return f"{name}({', '.join(parts)})" if parts else name
 
 
 def has_window(word: str) -> bool:
