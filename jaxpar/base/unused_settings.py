@@ -6,9 +6,8 @@ brings another mesh, and a program that calls `override` knows what it does.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpar.base.config import RESOLVED, Config, parse, rules_of
 from jaxpar.base.errors import UserError
@@ -131,9 +130,9 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
     if text.startswith(f"# {RESOLVED}"):
         return
     # A key of the file that only a flag has switched off is not the file's mistake.
-    written, alone = set(_keys(tomllib.loads(text))), dict(idle_keys(parse(text, origin)))
+    alone = dict(idle_keys(parse(text, origin)))
     for key, because in idle_keys(config):
-        if key in written and key in alone:
+        if key in alone:
             raise UserError(f"{origin}: {key} has no effect: {because}")
 
 
@@ -145,11 +144,3 @@ def idle_keys(config: Config) -> Iterator[tuple[str, str]]:
             tables = tuple(key for key in effect.keys if key.endswith("."))
             found = [key for key in values if key in effect.keys or key.startswith(tables)]
             yield from ((key, effect.because) for key in found if values[key] != defaults[key])
-
-
-def _keys(table: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key
