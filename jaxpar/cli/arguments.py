@@ -87,20 +87,20 @@ def config_args(
 
 
 def flag_words(words: list[str]) -> list[str]:
-    """The words with every setting as its flag."""
-    return list(itertools.chain.from_iterable(map(_flag_words, words)))
-
-
-def _flag_words(word: str) -> list[str]:
-    """A setting as its flag: `mesh.tensor=2` is `--mesh.tensor 2`, `rules.mlp=[fsdp, tensor]` has two values."""
-    key, equals, value = word.partition("=")
-    section, dot, _ = key.partition(".")
-    if not (equals and dot and section in {field.name for field in dataclasses.fields(Config)}):
-        return [word]
-    if value.startswith("[") and value.endswith("]"):
-        values = re.split(r",(?![^(]*\))", value[1:-1])  # not at the commas of `bigbird(3, 1)`
-        return [f"--{key}", *filter(None, (one.strip(" '\"") for one in values))]
-    return [f"--{key}", value]
+    """The words with every setting as its flag: `mesh.tensor=2` is `--mesh.tensor 2`, `rules.mlp=[fsdp, tensor]` has
+    two values."""
+    found, sections = list[str](), {field.name for field in dataclasses.fields(Config)}
+    for word in words:
+        key, equals, value = word.partition("=")
+        section, dot, _ = key.partition(".")
+        if not (equals and dot and section in sections):
+            found.append(word)
+        elif value.startswith("[") and value.endswith("]"):
+            values = re.split(r",(?![^(]*\))", value[1:-1])  # not at the commas of `bigbird(3, 1)`
+            found += [f"--{key}", *filter(None, (one.strip(" '\"") for one in values))]
+        else:
+            found += [f"--{key}", value]
+    return found
 
 
 def positional(usage: str | None, default: DataclassInstance, words: list[str], count: int) -> list[str]:

@@ -41,8 +41,6 @@ class GenerateArgs:
     """Draw from the most likely tokens that together have this probability."""
     seed: int = 0
     """Of the draws. A prompt's text does not depend on the others, or on the mesh."""
-    stop: Repeated = ()
-    """A text of one token that ends an answer, besides the model's own; may be given several times."""
     batch: int = 32
     """Prompts that run at once."""
     step: int = 0
@@ -68,7 +66,7 @@ def generate_words(folder: Path, args: GenerateArgs) -> None:
     given = list(args.prompt) or read_prompts(Path(args.prompts))
     trained = open_trained(folder, args.mesh, args.dtype, args.step)
     prompts = encode_prompts(trained, given, args.chat)
-    stop = stop_ids(trained, args.chat or any(isinstance(one, list) for one in given), args.stop)
+    stop = stop_ids(trained, args.chat or any(isinstance(one, list) for one in given))
     longest = max(len(prompt.ids) for prompt in prompts)
     max_tokens = args.max_tokens or max(min(128, trained.config.model.max_seq_len - longest), 1)
     live = len(prompts) == 1 and not args.json

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.files import read_json
 from jaxpar.data.chat import Message, load_template, render, special_tokens
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, read_text
-from jaxpar.train.run_folder import TOKENIZER
-from jaxpar.train.trained import Trained, is_run, require_tokenizer, stop_tokens
+from jaxpar.train.run_folder import GENERATION, TOKENIZER
+from jaxpar.train.trained import Trained, is_run, require_tokenizer
 
 Given = str | list[Message]
 """A text, or the messages of a conversation."""
@@ -90,20 +91,19 @@ def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
     return tokenizer.encode(text).tolist()
 
 
-def stop_ids(trained: Trained, chat: bool, words: Sequence[str] = ()) -> list[int]:
-    """Return the ids that end a text: those of `stop_tokens`, of a chat template's end of turn, and of `words`.
-
-    Raises:
-      UserError: a word is more than one token.
-    """
-    tokenizer, found = require_tokenizer(trained), set(stop_tokens(trained))
-    ending = special_tokens(trained.folder / TOKENIZER).get("eos_token") if chat else None
-    for word in [*words, *([ending] if ending else [])]:
-        ids = tokenizer.encode(word).tolist()
-        if len(ids) != 1:
-            raise UserError(f"--stop takes a text of one token, and {word!r} is {len(ids)} tokens: {ids}")
-        found.update(ids)
-    return sorted(found)
+def stop_ids(trained: Trained, chat: bool) -> list[int]:
+    """Return the ids that end a text: the tokenizer's end of text, the `eos_token_id` of the folder's files, and a chat
+    template's end of turn."""
+    tokenizer = require_tokenizer(trained)
+    found = {tokenizer.end_of_text}
+    for name in (GENERATION, "config.json"):
+        file = trained.folder / name
+        value = read_json(file).get("eos_token_id") if file.exists() else None
+        found.update(value if isinstance(value, list) else [value])
+    if chat and (ending := special_tokens(trained.folder / TOKENIZER).get("eos_token")):
+        ids = tokenizer.encode(ending).tolist()
+        found.update(ids if len(ids) == 1 else ())
+    return sorted(id for id in found if isinstance(id, int))
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int], ended: bool = True) -> str:

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 from jaxpar.base.config import Config, ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.files import read_json
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
@@ -18,7 +17,7 @@ from jaxpar.models.lora import base_config
 from jaxpar.train.convert import config_of
 from jaxpar.train.generation import Generator, decode_plan
 from jaxpar.train.restore import load_params
-from jaxpar.train.run_folder import GENERATION, TOKENIZER, read_run_config
+from jaxpar.train.run_folder import TOKENIZER, read_run_config
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -123,13 +122,3 @@ def require_tokenizer(trained: Trained) -> Tokenizer:
     if trained.tokenizer is None:
         raise UserError(f"{trained.folder} has no {TOKENIZER}, which turns text into token ids: put it there")
     return trained.tokenizer
-
-
-def stop_tokens(trained: Trained) -> list[int]:
-    """Return the ids that end a text: the tokenizer's end of text, and the `eos_token_id` of the folder's files."""
-    found = {trained.tokenizer.end_of_text} if trained.tokenizer else set()
-    for name in (GENERATION, "config.json"):
-        file = trained.folder / name
-        value = read_json(file).get("eos_token_id") if file.exists() else None
-        found.update(value if isinstance(value, list) else [value])
-    return sorted(id for id in found if isinstance(id, int))

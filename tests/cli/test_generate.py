@@ -145,7 +145,6 @@ def test_mistakes_are_one_line(generate, folder, tmp_path) -> None:
         (("--prompt", "a" * 40), "prompt 1 has 40 tokens, and 1 more are beyond the context of 32 (model.max_seq_len)"),
         (("--prompt", "a" * 30, "--max-tokens", 9), "at most 2 new ones fit"),
         (("--prompt", "a", "--top-k", 5), "no effect at temperature 0"),
-        (("--prompt", "a", "--stop", "ab"), "--stop takes a text of one token, and 'ab' is 2 tokens"),
         (("--prompt", "a", "--step", 5), "--step has no effect"),
         (
             ("--prompt", "a", "mesh.stage=2", "mesh.platform=cpu"),
