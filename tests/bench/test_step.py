@@ -53,6 +53,8 @@ def test_a_row_for_each_side_and_the_ratio_is_said(monkeypatch: pytest.MonkeyPat
 
 def test_without_torch_it_is_said_and_ours_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.sys, "executable", "true")
+    losses = iter([4.0, 3.5, 3.0, 2.5, 2.0])
+    monkeypatch.setattr(bench, "train_steps", lambda config, plan: lambda steps: next(losses))
     config, plan = small("gpt2")
     said: list[str] = []
     (row,) = bench.bench_step(config, plan, rounds=1, steps=1, say=said.append)
