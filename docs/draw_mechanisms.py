@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from jaxpar.kernels.masks import BigBird, Causal, Dilated, First, Mask, Tiles, Window, dense, tile_states
+from jaxpar.kernels.masks import Causal, Dilated, First, Mask, Tiles, Window, bigbird, dense, tile_states
 from jaxpar.parallel.pipeline.schedules import schedule
 from jaxpar.parallel.pipeline.simulator import Times, simulate_schedule
 
@@ -255,7 +255,7 @@ def masks() -> Figure:
     shown: Iterable[tuple[str, Mask]] = (
         ("Causal()", Causal()), ("Causal() & Window(20)", Causal() & Window(20)),
         ("Causal() | First(24)", Causal() | First(24)),
-        ("Causal() & BigBird(96, 3, 1, 1)", Causal() & BigBird(96, 3, 1, 1, 0, 8)), ("Dilated(6, 8)", Dilated(6, 8)),
+        ("Causal() & bigbird(96, 3, 1, 1)", Causal() & bigbird(96, 3, 1, 1, 0, 8)), ("Dilated(6, 8)", Dilated(6, 8)),
         ("Causal() & (Window(8) | Dilated(12, 8))", Causal() & (Window(8) | Dilated(12, 8))),
     )  # fmt: skip
     figure = Figure(figsize=(8, 5.6), layout="constrained")

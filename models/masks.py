@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.kernels.masks import BigBird, Causal, Dilated, First, Mask, Window
+from jaxpar.kernels.masks import Causal, Dilated, First, Mask, Window, bigbird
 
 _WORDS: dict[str, dict[str, int | None]] = {
     "causal": {},
@@ -49,7 +49,7 @@ def _mask(word: str, length: int) -> Mask:
             near = Window(window - 1) if stride == 1 else Dilated(window, stride)
             return Causal() & (near | First(count) if count else near)
         case "bigbird", numbers:
-            return Causal() & BigBird(length, **numbers)
+            return Causal() & bigbird(length, **numbers)
     return Causal()
 
 

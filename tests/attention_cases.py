@@ -23,7 +23,6 @@ import numpy as np
 
 from jaxpar.kernels.attention.call import BLIND, Call
 from jaxpar.kernels.masks import (
-    BigBird,
     BlockSparse,
     Causal,
     Dilated,
@@ -33,6 +32,7 @@ from jaxpar.kernels.masks import (
     Segments,
     Tiles,
     Window,
+    bigbird,
     dense,
 )  # fmt: skip
 
@@ -94,8 +94,8 @@ MASKS: dict[str, Callable[[np.random.Generator, Case], Mask]] = {
     "window_documents": lambda rng, c: Causal() & Window(c.S // 3) & _documents(rng, c.B, c.S, c.T),
     "blocks": lambda rng, c: _blocks(rng, c.S, c.T, c.block),
     "causal_blocks": lambda rng, c: Causal() & _blocks(rng, c.S, c.T, c.block),
-    "bigbird": lambda rng, c: BigBird(max(c.S, c.T), 3, 1, 1, 0, c.block),
-    "causal_bigbird": lambda rng, c: Causal() & BigBird(max(c.S, c.T), 3, 1, 1, 0, c.block),
+    "bigbird": lambda rng, c: bigbird(max(c.S, c.T), 3, 1, 1, 0, c.block),
+    "causal_bigbird": lambda rng, c: Causal() & bigbird(max(c.S, c.T), 3, 1, 1, 0, c.block),
     "prefix_or_blocks": lambda rng, c: (Causal() & Window(5)) | _blocks(rng, c.S, c.T, c.block),
     "documents_or_blocks": lambda rng, c: Causal() & (_documents(rng, c.B, c.S, c.T) | _blocks(rng, c.S, c.T, c.block)),
     "two_documents": lambda rng, c: _unsorted(rng, c.B, c.S, c.T) & (Causal() | _documents(rng, c.B, c.S, c.T)),

@@ -3,7 +3,7 @@
     Causal() & Window(left=1023)
     Causal() & Segments(documents_BS, documents_BS)
     Causal() | First(64)
-    BigBird(length=4096, window=3, globals=2, random=3, seed=0)
+    bigbird(length=4096, window=3, globals=2, random=3, seed=0)
 
 One algebra serves three users. The reference asks `visible` of all places. The kernels ask `states` which tiles can be
 left out and which need no mask, and `visible` inside the others. Context parallelism has places that begin anywhere.
@@ -230,15 +230,29 @@ def numpy_for(*values: object) -> ModuleType:
     return jnp if _any_traced(*values) else np
 
 
-class Blocks(Mask):
-    """A mask of whole blocks, which `BlockSparse` and `BigBird` share."""
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, repr=False)
+class BlockSparse(Mask):
+    """A map says which blocks of `block_q` queries by `block_k` keys are seen; nothing outside the map is seen.
 
-    block_q: int
-    block_k: int
+    Args:
+      block_map: bool [M, N], given as an array or as nested lists.
+    """
 
-    @property
+    block_map: ArrayLike | tuple[tuple[int, ...], bytes]
+    block_q: int = 128
+    block_k: int = 128
+
+    def __post_init__(self) -> None:
+        blocks = np.asarray(self.block_map, dtype=bool)
+        if blocks.ndim != 2 or 0 in blocks.shape:
+            raise UserError(f"BlockSparse needs a map of blocks [M, N], and was given shape {blocks.shape}")
+        object.__setattr__(self, "block_map", (blocks.shape, blocks.tobytes()))  # which can be hashed
+
+    @cached_property
     def map(self) -> Bool[np.ndarray, "M N"]:
-        raise NotImplementedError
+        shape, blocks = cast(tuple[tuple[int, ...], bytes], self.block_map)
+        return np.frombuffer(blocks, bool).reshape(shape)
 
     @cached_property
     def _area(self) -> Int[np.ndarray, "M+1 N+1"]:
@@ -264,41 +278,17 @@ class Blocks(Mask):
         seen = up_to(bottom, right) - up_to(top, right) - up_to(bottom, left) + up_to(top, left)
         return _state(seen > 0, seen == (bottom - top) * (right - left))
 
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, repr=False)
-class BlockSparse(Blocks):
-    """A map says which blocks of `block_q` queries by `block_k` keys are seen; nothing outside the map is seen.
-
-    Args:
-      block_map: bool [M, N], given as an array or as nested lists.
-    """
-
-    block_map: ArrayLike | tuple[tuple[int, ...], bytes]
-    block_q: int = 128
-    block_k: int = 128
-
-    def __post_init__(self) -> None:
-        blocks = np.asarray(self.block_map, dtype=bool)
-        if blocks.ndim != 2 or 0 in blocks.shape:
-            raise UserError(f"BlockSparse needs a map of blocks [M, N], and was given shape {blocks.shape}")
-        object.__setattr__(self, "block_map", (blocks.shape, blocks.tobytes()))  # which can be hashed
-
-    @cached_property
-    def map(self) -> Bool[np.ndarray, "M N"]:
-        shape, blocks = cast(tuple[tuple[int, ...], bytes], self.block_map)
-        return np.frombuffer(blocks, bool).reshape(shape)
-
     def __repr__(self) -> str:
         M, N = self.map.shape
         return f"BlockSparse({M} x {N} blocks of {self.block_q} x {self.block_k}, {np.mean(self.map):.0%} seen)"
 
 
-@_static
-class BigBird(Blocks):
+def bigbird(
+    length: int, window: int = 3, globals: int = 2, random: int = 3, seed: int = 0, block: int = 64
+) -> BlockSparse:
     """A window of blocks, some global blocks and some random ones (arXiv:2007.14062, section 2).
 
-    Attributes:
+    Args:
       length: the length of the sequence.
       window: how many blocks around a query's own it sees, its own among them; odd.
       globals: how many blocks at the front all queries see; their own queries see every key.
@@ -306,32 +296,14 @@ class BigBird(Blocks):
       seed: the seed of the random draw.
       block: how many places a block has.
     """
-
-    length: int
-    window: int = 3
-    globals: int = 2
-    random: int = 3
-    seed: int = 0
-    block: int = 64
-
-    @property
-    def block_q(self) -> int:
-        return self.block
-
-    @property
-    def block_k(self) -> int:
-        return self.block
-
-    @cached_property
-    def map(self) -> Bool[np.ndarray, "M N"]:
-        n = -(-self.length // self.block)
-        row, column = np.arange(n)[:, None], np.arange(n)
-        seen = (abs(row - column) <= self.window // 2) | (row < self.globals) | (column < self.globals)
-        rng = np.random.default_rng(self.seed)
-        for blocks in seen[self.globals :]:
-            left = np.flatnonzero(~blocks)
-            blocks[rng.choice(left, min(self.random, len(left)), replace=False)] = True
-        return seen
+    n = -(-length // block)
+    row, column = np.arange(n)[:, None], np.arange(n)
+    seen = (abs(row - column) <= window // 2) | (row < globals) | (column < globals)
+    rng = np.random.default_rng(seed)
+    for blocks in seen[globals:]:
+        left = np.flatnonzero(~blocks)
+        blocks[rng.choice(left, min(random, len(left)), replace=False)] = True
+    return BlockSparse(seen, block, block)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["q_ids", "kv_ids"], meta_fields=[])

@@ -17,7 +17,6 @@ from jaxpar.kernels.masks import (
     FULL,
     PARTIAL,
     And,
-    BigBird,
     BlockSparse,
     Causal,
     Dilated,
@@ -28,6 +27,7 @@ from jaxpar.kernels.masks import (
     Segments,
     Tiles,
     Window,
+    bigbird,
     dense,
     tile_states,
 )  # fmt: skip
@@ -52,7 +52,7 @@ LEAVES = st.one_of(
     st.builds(Window, reaches, reaches),
     st.builds(First, st.integers(0, 12)),
     st.builds(Dilated, sizes, sizes),
-    st.builds(BigBird, st.integers(1, 40), st.sampled_from((1, 3)), sizes, sizes, sizes, st.integers(1, 7)),
+    st.builds(bigbird, st.integers(1, 40), st.sampled_from((1, 3)), sizes, sizes, sizes, st.integers(1, 7)),
     block_maps(),
 )
 MASKS = st.recursive(LEAVES, lambda masks: st.builds(And, masks, masks) | st.builds(Or, masks, masks), max_leaves=3)
@@ -128,13 +128,13 @@ def test_a_long_sequence_costs_no_square(mask: Mask, share: float) -> None:
 
 
 def test_bigbird_has_the_blocks_that_it_names() -> None:
-    mask = BigBird(1024, window=3, globals=2, random=3, seed=1, block=64)
+    mask = bigbird(1024, window=3, globals=2, random=3, seed=1, block=64)
     blocks = mask.map
     assert blocks[:2].all()
     assert blocks[:, :2].all()
     np.testing.assert_array_equal(blocks[6:-1].sum(axis=1), 2 + 3 + 3)
-    assert (blocks == BigBird(1024, 3, 2, 3, 1, 64).map).all()
-    assert (blocks != BigBird(1024, 3, 2, 3, 2, 64).map).any()
+    assert (blocks == bigbird(1024, 3, 2, 3, 1, 64).map).all()
+    assert (blocks != bigbird(1024, 3, 2, 3, 2, 64).map).any()
 
 
 def test_masks_are_values() -> None:

@@ -29,7 +29,7 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.hardware import LANES
 from jaxpar.kernels.attention import tpu
 from jaxpar.kernels.attention.call import Call, Unserved
-from jaxpar.kernels.masks import EMPTY, BigBird, BlockSparse, Causal, Full, Mask, Segments, Window, tile_states
+from jaxpar.kernels.masks import EMPTY, BlockSparse, Causal, Full, Mask, Segments, Window, bigbird, tile_states
 from jaxpar.rehearse.targets import load_target
 
 pytestmark = pytest.mark.quick
@@ -147,7 +147,7 @@ def test_tiles_are_the_fewest_equal_ones_or_cut_no_block() -> None:
         return tpu._tiles((1, S, 1, 64), S, "bfloat16", mask, Call(**options), 512)[2:4]
 
     assert [of(S, Causal())[0] for S in (1, 128, 512, 513, 1100, 4096)] == [128, 128, 512, 384, 384, 512]
-    assert of(4096, BigBird(4096)) == (64, 64)
+    assert of(4096, bigbird(4096)) == (64, 64)
     assert of(4096, Causal() & BlockSparse(np.eye(4), 1024, 768)) == (512, 384)
     assert of(4096, BlockSparse(np.eye(4), 1024, 1024), q_start=256) == (256, 512)
     assert of(4096, BlockSparse(np.eye(4), 1024, 1024), q_start=jnp.int32(0), multiple=128) == (128, 512)
@@ -159,7 +159,7 @@ def test_tiles_are_the_fewest_equal_ones_or_cut_no_block() -> None:
     ("h", "dtype", "mask", "why"),
     [
         (64, "float32", Full(), ""),
-        (80, "bfloat16", Causal() & BigBird(64), ""),
+        (80, "bfloat16", Causal() & bigbird(64), ""),
         (320, "float32", Full(), "head_dim 320 is more than 256"),
         (64, "float16", Full(), "float16 is not float32 or bfloat16"),
         (64, "float32", BlockSparse(np.eye(4), 64, 4), "blocks of a mask at multiples of 4 places are no tiles"),
@@ -185,7 +185,7 @@ LONG_MASKS = {
     "causal": lambda S: Causal(),
     "window": lambda S: Causal() & Window(1023),
     "documents": lambda S: Causal(),
-    "bigbird": lambda S: BigBird(S, block=512),
+    "bigbird": lambda S: bigbird(S, block=512),
 }
 
 

@@ -27,7 +27,7 @@ from jaxpar.kernels.attention import triton
 from jaxpar.kernels.attention.call import Call, Unserved
 from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.attention.triton_tiles import Sizes, Tile, sizes_for, sizes_here
-from jaxpar.kernels.masks import EMPTY, BigBird, BlockSparse, Causal, Mask, Segments, Tiles, Window, tile_states
+from jaxpar.kernels.masks import EMPTY, BlockSparse, Causal, Mask, Segments, Tiles, Window, bigbird, tile_states
 from jaxpar.rehearse.targets import load_target
 
 # jax 0.12 lowers to Triton for a GPU that is here, or for the AbstractDevice of a mesh in context, which ours is not.
@@ -191,9 +191,9 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
         (64, "float16", Causal(), "float16 is neither float32 nor bfloat16"),
         (8, "float32", Causal(), "head_dim 8 is not between 16 and 256"),
         (512, "bfloat16", Causal(), "head_dim 512 is not between 16 and 256"),
-        (64, "bfloat16", BigBird(64, block=8), "tiles of less than 16 places: 8 x 8 of BigBird"),
+        (64, "bfloat16", bigbird(64, block=8), "tiles of less than 16 places: 8 x 8 of BlockSparse"),
         (64, "bfloat16", Causal() & BlockSparse(np.eye(4), 16, 24), "tiles of less than 16 places: 16 x 8 of Causal"),
-        (80, "bfloat16", Causal() & BigBird(64, block=16), ""),
+        (80, "bfloat16", Causal() & bigbird(64, block=16), ""),
         (256, "float32", Window(3, 5), ""),
     ],
 )
@@ -221,11 +221,11 @@ def test_tiles_divide_the_blocks_of_a_mask_and_are_no_longer_than_the_sequence()
     assert fitted(4096, 4096, Causal()) == (128, 64)
     assert fitted(1, 40, Causal()) == (16, 64)
     assert fitted(4096, 4096, Causal() & BlockSparse(np.eye(4), 64, 96)) == (64, 32)
-    assert fitted(4096, 4096, BigBird(4096, block=256)) == (128, 64)
-    assert fitted(4096, 4096, BigBird(4096, block=256), Call(q_start=32, k_start=4096)) == (32, 64)
-    assert fitted(4096, 4096, BigBird(4096, block=256), Call(q_start=jnp.int32(0), multiple=64)) == (64, 64)
+    assert fitted(4096, 4096, bigbird(4096, block=256)) == (128, 64)
+    assert fitted(4096, 4096, bigbird(4096, block=256), Call(q_start=32, k_start=4096)) == (32, 64)
+    assert fitted(4096, 4096, bigbird(4096, block=256), Call(q_start=jnp.int32(0), multiple=64)) == (64, 64)
     with pytest.raises(Unserved, match="less than 16 places: 8 x 64"):
-        fitted(4096, 4096, BigBird(4096), Call(q_start=8))
+        fitted(4096, 4096, bigbird(4096), Call(q_start=8))
 
 
 @pytest.mark.quick
@@ -284,7 +284,7 @@ GPU_MASKS: dict[str, Callable[[Any], Mask]] = {
     "causal": lambda ids: Causal(),
     "window": lambda ids: Causal() & Window(1023),
     "documents": lambda ids: Causal() & Segments(ids, ids),
-    "bigbird": lambda ids: Causal() & BigBird(1 << 17, block=128),
+    "bigbird": lambda ids: Causal() & bigbird(1 << 17, block=128),
 }
 
 

@@ -21,7 +21,7 @@ from jaxpar.base.jax_compat import compiler_message
 from jaxpar.bench.alternate import Row, alternate
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
-from jaxpar.kernels.masks import EMPTY, BigBird, Causal, Full, Mask, Segments, Tiles, Window, tile_states
+from jaxpar.kernels.masks import EMPTY, Causal, Full, Mask, Segments, Tiles, Window, bigbird, tile_states
 
 TILE = 128
 WINDOW = 1024  # the window of the masks here, at most the whole sequence
@@ -31,7 +31,7 @@ MASKS: dict[str, Callable[[int, int], Mask]] = {
     "causal": lambda B, S: Causal(),
     "window": lambda B, S: Causal() & Window(min(WINDOW, S // 4) - 1),
     "documents": lambda B, S: Causal() & _documents(B, S),
-    "bigbird": lambda B, S: BigBird(S, window=3, globals=1, random=2, block=TILE),
+    "bigbird": lambda B, S: bigbird(S, window=3, globals=1, random=2, block=TILE),
 }
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from on_gpu.attention import MASKS, attention_rows, visible_places
 
-from jaxpar.kernels.masks import BigBird, Causal, Full, Tiles, dense
+from jaxpar.kernels.masks import Causal, Full, Tiles, bigbird, dense
 
 
 def test_places_are_those_of_tiles_that_are_not_empty() -> None:
     assert visible_places(Full(), 3, 1024) == 3 * 1024 * 1024
     assert visible_places(Causal(), 2, 1024) == 2 * 128 * 128 * 36
     assert visible_places(Full(), 1, 200) == 200 * 200
-    mask = BigBird(2048, 3, 1, 2, 0, 128)
+    mask = bigbird(2048, 3, 1, 2, 0, 128)
     assert visible_places(mask, 1, 2048) == np.sum(dense(mask, Tiles(2048, 2048, 1, 1)))
 
 

@@ -27,7 +27,7 @@ from jaxpar.kernels.attention import chunked, dispatch, libraries
 from jaxpar.kernels.attention.call import DEFAULT, Call, Unserved
 from jaxpar.kernels.attention.libraries import kernel_cost
 from jaxpar.kernels.attention.reference import reference
-from jaxpar.kernels.masks import BigBird, Causal, First, Full, Mask, Segments, Window
+from jaxpar.kernels.masks import Causal, First, Full, Mask, Segments, Window, bigbird
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention
 from jaxpar.parallel.context import kernel_for
@@ -152,7 +152,7 @@ CHOICES: list[tuple[str, dispatch.Asked, str, str]] = [
     ("gpu", asked(1024, 64, Causal(), "float32"), "pallas_gpu", "cudnn: float32"),
     ("gpu", asked(1024, 64, Causal(), dropping=True), "chunked", f"cudnn: {DROPS}; pallas_gpu: {DROPS}"),
     ("cpu", asked(512, 64, Causal()), "chunked", ""),
-    ("cpu", asked(513, 64, BigBird(513)), "chunked", ""),
+    ("cpu", asked(513, 64, bigbird(513)), "chunked", ""),
 ]
 
 

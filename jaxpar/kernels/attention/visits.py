@@ -23,7 +23,7 @@ from jaxpar.kernels.masks import (
     FULL,
     PARTIAL,
     And,
-    Blocks,
+    BlockSparse,
     Full,
     Mask,
     Or,
@@ -57,7 +57,7 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     The last tile of keys counts as partial where keys do not fill it; `in_tile` leaves out what lies past the end.
 
     Raises:
-      Unserved: the tiles cut the blocks of a BlockSparse or BigBird mask, or such a mask is joined by `|`.
+      Unserved: the tiles cut the blocks of a BlockSparse mask, or such a mask is joined by `|`.
     """
     if cuts_blocks(mask, tiles):
         raise Unserved(f"tiles of {tiles.block_q} x {tiles.block_k} cut the blocks of {mask}")
@@ -105,7 +105,7 @@ def block_units(mask: Mask, places: Call | Tiles) -> tuple[int, int]:
     if _joins_blocks(mask):
         raise Unserved(f"a mask of blocks is joined by | in {mask}")
     starts = (places.multiple if isinstance(x, jax.Array) else x for x in (places.q_start, places.k_start))
-    blocks = [(leaf.block_q, leaf.block_k) for leaf in mask.leaves() if isinstance(leaf, Blocks)]
+    blocks = [(leaf.block_q, leaf.block_k) for leaf in mask.leaves() if isinstance(leaf, BlockSparse)]
     if not blocks:
         return 0, 0
     unit_q, unit_k = (math.gcd(*sizes) for sizes in zip(*blocks, starts, strict=True))
@@ -131,12 +131,12 @@ def in_tile(mask: Mask, i: Places, j: Places, ids: Sequence[tuple[Places, Places
     def of_leaf(leaf: Mask) -> Mask:
         if isinstance(leaf, Segments):
             return Segments(*next(of_tile))
-        return Full() if isinstance(leaf, Blocks) else leaf  # of a tile that is visited, the blocks are seen
+        return Full() if isinstance(leaf, BlockSparse) else leaf  # of a tile that is visited, the blocks are seen
 
     return mask.replaced(of_leaf).visible(i, j)
 
 
 def _joins_blocks(mask: Mask) -> bool:
     if isinstance(mask, Or):
-        return any(isinstance(leaf, Blocks) for leaf in mask.leaves())
+        return any(isinstance(leaf, BlockSparse) for leaf in mask.leaves())
     return isinstance(mask, And) and (_joins_blocks(mask.left) or _joins_blocks(mask.right))
