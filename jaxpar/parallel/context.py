@@ -11,7 +11,6 @@ Shapes: B batch, S sequence of one device, C chunk of it, T whole sequence, H he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -33,8 +32,6 @@ from jaxpar.parallel.remat import named
 from jaxpar.parallel.token_order import PARTS, ContextTask, check_chunks, context_sizes, with_documents
 
 _Shaped = Array | jax.ShapeDtypeStruct
-_Forward = Callable[[Array, Array, Array, ContextTask], tuple[Array, Array]]
-_Backward = Callable[[Array, Array, Array, Array, Array, Array, ContextTask], tuple[Array, Array, Array]]
 _Q: Axes = ("batch", "attention_seq", "heads", None)
 # Log-sum-exps stay as a device made them, [B, 1, H, S]: under Ulysses their heads and tokens are not those of q.
 _LSE: Axes = ("batch", "attention_seq", "heads", None)
@@ -89,6 +86,11 @@ class Split(NamedTuple):
         """The number of devices that the sequence is split over."""
         return self.layout.size("attention_seq")
 
+    @property
+    def in_ring(self) -> bool:
+        """Whether keys and values go round."""
+        return self.devices > 1 and self.strategy == "ring"
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def split_attention(
@@ -109,7 +111,8 @@ def split_attention(
 
 def _forward(split, mask, q_BSHh, k_BSKh, v_BSKh, segments_BS):
     def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None) -> tuple[Array, Array]:
-        work, (forward, _) = _work(split, mask, segments_BT, q_BSHh, k_BSKh), _strategy(split)
+        forward = ring_attention.forward if split.in_ring else _ulysses_forward
+        work = _work(split, mask, segments_BT, q_BSHh, k_BSKh)
         out_BSHh, lse_BHS = forward(q_BSHh, k_BSKh, v_BSKh, work)
         return out_BSHh.astype(v_BSKh.dtype), lse_BHS[:, None]
 
@@ -130,7 +133,8 @@ def _backward(split, mask, residuals, dout_BSHh):
         if split.devices > 1:
             # They are sent again, because the keys of all devices should not be kept from the forward pass.
             q_BSHh, k_BSKh, v_BSKh = jax.lax.optimization_barrier((q_BSHh, k_BSKh, v_BSKh))
-        work, (_, backward) = _work(split, mask, segments_BT, q_BSHh, k_BSKh), _strategy(split)
+        backward = ring_attention.backward if split.in_ring else _ulysses_backward
+        work = _work(split, mask, segments_BT, q_BSHh, k_BSKh)
         delta_BSH = jnp.sum(dout_BSHh.astype(jnp.float32) * out_BSHh.astype(jnp.float32), axis=-1)
         dout_BSHh = dout_BSHh.astype(v_BSKh.dtype)
         dq, dk, dv = backward(q_BSHh, k_BSKh, v_BSKh, dout_BSHh, lse[:, 0], delta_BSH.swapaxes(1, 2), work)
@@ -147,10 +151,6 @@ def _backward(split, mask, residuals, dout_BSHh):
 split_attention.defvjp(_forward, _backward)
 
 
-def _strategy(split: Split) -> tuple[_Forward, _Backward]:
-    return _STRATEGIES[split.strategy if split.devices > 1 else "ulysses"]
-
-
 def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platform: str) -> tuple[str, str]:
     """The implementation that serves the calls of a strategy, and why no earlier one does.
 
@@ -160,7 +160,7 @@ def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platf
       UserError: the implementation that was asked for cannot serve.
     """
     length, call = q_BSHh.shape[1] * split.devices, Call(softcap=split.softcap)
-    if split.devices > 1 and split.strategy == "ring":  # it pairs chunks, whose places are known only at run time
+    if split.in_ring:  # it pairs chunks, whose places are known only at run time
         length = q_BSHh.shape[1] // 2
         call = PARTS._replace(softcap=split.softcap, q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=length)
     q, k = (jax.ShapeDtypeStruct((len(x), length, *x.shape[2:]), x.dtype) for x in (q_BSHh, k_BSKh))
@@ -222,9 +222,3 @@ def _kv_to_sequence(dx_BTKh: Array, x_BSKh: Array, work: ContextTask) -> Array:
     B, S, K, h = x_BSKh.shape
     dx_BSKh = _trade(dx_BTKh, 1, 2, work)
     return dx_BSKh if dx_BSKh.shape[2] == K else jnp.sum(dx_BSKh.reshape(B, S, K, -1, h), axis=3, dtype=jnp.float32)
-
-
-_STRATEGIES: dict[str, tuple[_Forward, _Backward]] = {
-    "ring": (ring_attention.forward, ring_attention.backward),
-    "ulysses": (_ulysses_forward, _ulysses_backward),
-}

@@ -17,7 +17,7 @@ from jaxpar.kernels.attention.reference import reference
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("case", [*EVERY_MASK, *some(SIZES, 3, pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("case", [*EVERY_MASK, *some(SIZES, 10, pytest.mark.long)], ids=str)
 def test_reference_is_the_definition(case: Case) -> None:
     given = inputs(case)
 
