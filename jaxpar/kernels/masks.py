@@ -138,8 +138,26 @@ class Full(Mask):
         return np.full(tiles.shape, FULL, np.int8)
 
 
+class _OfDistance(Mask):
+    """A mask in which only d counts."""
+
+    def states(self, tiles: Tiles) -> Places:
+        return _distance_states(self, tiles)
+
+
+def _distance_states(mask: Mask, tiles: Tiles) -> Places:
+    """The exact states of a mask, or of a combination of masks, in which only d counts: every d is looked at once."""
+    least, most = tiles._replace(q_start=0, k_start=0).ahead()
+    first = np.min(least)
+    seen = mask.visible(np.arange(first, np.max(most) + 1) + (tiles.q_start - tiles.k_start), 0)
+    xp = numpy_for(seen)
+    before = xp.concatenate([np.zeros(1, np.int32), xp.cumsum(seen, dtype=np.int32)])
+    count = before[most - first + 1] - before[least - first]
+    return _state(count > 0, count == most - least + 1)
+
+
 @_static
-class Causal(Mask):
+class Causal(_OfDistance):
     """A query sees the keys at or before its own place plus `offset`."""
 
     offset: int = 0
@@ -147,13 +165,9 @@ class Causal(Mask):
     def visible(self, i: Places, j: Places) -> Places:
         return i - j >= -self.offset
 
-    def states(self, tiles: Tiles) -> Places:
-        least, most = tiles.ahead()
-        return _state(most >= -self.offset, least >= -self.offset)
-
 
 @_static
-class Window(Mask):
+class Window(_OfDistance):
     """A query sees the keys at most `left` places before it and `right` places after it; None = however far.
 
     Under `Causal() & Window(1023)` a query sees 1024 keys, its own among them.
@@ -166,15 +180,6 @@ class Window(Mask):
         seen = i - j == i - j
         seen = seen if self.left is None else i - j <= self.left
         return seen if self.right is None else seen & (i - j >= -self.right)
-
-    def states(self, tiles: Tiles) -> Places:
-        (least, most), left, right = tiles.ahead(), self.left, self.right
-        some = every = least == least
-        if left is not None:
-            some, every = some & (least <= left), every & (most <= left)
-        if right is not None:
-            some, every = some & (most >= -right), every & (least >= -right)
-        return _state(some, every)
 
 
 @_static
@@ -192,7 +197,7 @@ class First(Mask):
 
 
 @_static
-class Dilated(Mask):
+class Dilated(_OfDistance):
     """A query sees its own key and every `stride`-th, at most `window - 1` a side (arXiv:2004.05150, section 3.1)."""
 
     window: int
@@ -201,24 +206,6 @@ class Dilated(Mask):
     def visible(self, i: Places, j: Places) -> Places:
         d, reach = i - j, (self.window - 1) * self.stride
         return (d % self.stride == 0) & (d <= reach) & (d >= -reach)
-
-    def states(self, tiles: Tiles) -> Places:
-        (least, most), stride = tiles.ahead(), self.stride
-        reach = (self.window - 1) * stride
-        within = (least >= -reach) & (most <= reach)
-        # The last multiple of the stride in the range must not lie before the range's first place.
-        last = (_minimum(most, reach) // stride) * stride
-        return _state(
-            last >= _maximum(least, -reach), within & (stride == 1 or (least == most) & (least % stride == 0))
-        )
-
-
-def _minimum(*both: Places) -> Places:
-    return numpy_for(*both).minimum(*both)
-
-
-def _maximum(*both: Places) -> Places:
-    return numpy_for(*both).maximum(*both)
 
 
 def _any_traced(*values: object) -> bool:
@@ -376,7 +363,8 @@ class And(_Pair):
         return self.left.visible(i, j) & self.right.visible(i, j)
 
     def states(self, tiles: Tiles) -> Places:
-        return _minimum(self.left.states(tiles), self.right.states(tiles))
+        both = self.left.states(tiles), self.right.states(tiles)
+        return numpy_for(*both).minimum(*both)
 
     def replaced(self, of_leaf: Callable[[Mask], Mask]) -> Mask:
         left, right = self.left.replaced(of_leaf), self.right.replaced(of_leaf)
@@ -398,7 +386,8 @@ class Or(_Pair):
         return self.left.visible(i, j) | self.right.visible(i, j)
 
     def states(self, tiles: Tiles) -> Places:
-        return _maximum(self.left.states(tiles), self.right.states(tiles))
+        both = self.left.states(tiles), self.right.states(tiles)
+        return numpy_for(*both).maximum(*both)
 
     def replaced(self, of_leaf: Callable[[Mask], Mask]) -> Mask:
         left, right = self.left.replaced(of_leaf), self.right.replaced(of_leaf)
@@ -453,7 +442,7 @@ def _conjuncts(mask: Mask) -> Iterator[Mask]:
 
 def of_distance(mask: Mask) -> bool:
     """Whether only d counts, so that places may begin anywhere as long as queries and keys begin together."""
-    return all(isinstance(leaf, Full | Causal | Window | Dilated) for leaf in mask.leaves())
+    return all(isinstance(leaf, Full | _OfDistance) for leaf in mask.leaves())
 
 
 def dense(mask: Mask, tiles: Tiles) -> Places:
@@ -465,8 +454,8 @@ def dense(mask: Mask, tiles: Tiles) -> Places:
 def tile_states(mask: Mask, tiles: Tiles) -> Places:
     """Give `mask.states`, exact for combinations too where all is known while tracing.
 
-    Tiles that the parts of a combination leave partial are looked at place by place. Where only d counts, this is done
-    once for each diagonal; else for up to 134 million places in all, and if there are more the tiles stay partial.
+    Tiles that the parts of a combination leave partial are looked at place by place, up to 134 million places in all;
+    if there are more the tiles stay partial. Where only d counts, every d is looked at once.
     """
     if segments_in(mask) or tiles.traced:
         return mask.states(tiles)
@@ -475,19 +464,16 @@ def tile_states(mask: Mask, tiles: Tiles) -> Places:
 
 @lru_cache(maxsize=64)
 def _known_states(mask: Mask, tiles: Tiles) -> np.ndarray:
-    states = np.array(mask.states(tiles))
-    if isinstance(mask, _Pair):
+    if of_distance(mask):
+        states = np.array(_distance_states(mask, tiles))
+    else:
+        states = np.array(mask.states(tiles))
         partial_tiles = np.argwhere(states == PARTIAL)
-        places, found = len(partial_tiles) * tiles.block_q * tiles.block_k, {}
-        diagonal = of_distance(mask)
-        if diagonal or places <= _REFINED:
+        if isinstance(mask, _Pair) and len(partial_tiles) * tiles.block_q * tiles.block_k <= _REFINED:
             ends = [np.broadcast_to(end, states.shape) for end in tiles.spans()]
             for place in map(tuple, partial_tiles):
                 first_i, last_i, first_j, last_j = (int(end[place]) for end in ends)
-                key = (first_i - first_j, last_i - first_i, last_j - first_j) if diagonal else place
-                if key not in found:
-                    seen = mask.visible(np.arange(first_i, last_i + 1)[:, None], np.arange(first_j, last_j + 1)[None])
-                    found[key] = FULL if seen.all() else PARTIAL if seen.any() else EMPTY
-                states[place] = found[key]
+                seen = mask.visible(np.arange(first_i, last_i + 1)[:, None], np.arange(first_j, last_j + 1)[None])
+                states[place] = FULL if seen.all() else PARTIAL if seen.any() else EMPTY
     states.flags.writeable = False
     return states
