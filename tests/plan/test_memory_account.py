@@ -24,6 +24,8 @@ from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
 FSDP = config_of("llama", "dots", fsdp=2)
+ALONE = override(load_config("tiny"), {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1, "model.layers": 1,
+                                       "data.seq_len": 32, "train.batch": 2})  # fmt: skip
 
 
 def plan_for(config: Config) -> Any:
@@ -76,8 +78,7 @@ def test_the_table():
 
 
 def test_a_run_writes_its_report(tmp_path: Path):
-    config = override(load_config("tiny"), {"train.stop_at": 1, "mesh.data": 1, "train.eval_batches": 1})
-    train(override(config, {"mesh.fsdp": 1, "mesh.tensor": 1}), tmp_path / "run")
+    train(override(ALONE, {"train.stop_at": 1, "train.eval_batches": 1}), tmp_path / "run")
     found = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert {part["name"] for part in found["predicted"]} >= {"parameters", "optimizer", "gradients", "work"}
     assert found["compiled"]["arguments"] > 0
@@ -108,7 +109,6 @@ def test_a_step_that_runs_out_of_memory_is_no_traceback(
     def exhausted(*_: Any) -> Any:
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
 
-    config = override(load_config("tiny"), {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1})
     monkeypatch.setattr(train_module, "init_state", exhausted)
     with pytest.raises(UserError, match=match):
-        train(config, tmp_path / "run")
+        train(ALONE, tmp_path / "run")
