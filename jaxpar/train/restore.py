@@ -51,25 +51,20 @@ def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, 
     if not step:
         best = checkpoints.best()
         step = steps[-1] if best is None else best
-    return step, _restore(checkpoints, step, config, plan, whole=False)[0].params
+    return step, restore_state(checkpoints, step, config, plan, whole=False)[0].params
 
 
 def restore_state(
-    checkpoints: Checkpoints, step: int, config: Config, plan: Plan
+    checkpoints: Checkpoints, step: int, config: Config, plan: Plan, whole: bool = True
 ) -> tuple[TrainState[jax.Array], dict[str, Any]]:
     """Restore the training state of a checkpoint on this plan's mesh (any mesh), and what was saved beside it.
 
-    Parameters that are frozen are loaded from `train.init`.
+    Where not the `whole` of it is asked for, only parameters are read. Those that are frozen are loaded from
+    `train.init`.
 
     Raises:
       UserError: the checkpoint cannot be read, or `train.init` cannot, or its weights are no longer those of the run.
     """
-    return _restore(checkpoints, step, config, plan, whole=True)
-
-
-def _restore(
-    checkpoints: Checkpoints, step: int, config: Config, plan: Plan, whole: bool
-) -> tuple[TrainState[jax.Array], dict[str, Any]]:
     model, data = Model(config.model), checkpoints.data(step)
     trained = _restore_trained(model, checkpoints, step, config, plan, data, whole)
     if not config.model.lora.rank:
