@@ -101,20 +101,7 @@ def show_schedule(config: Config, picture: Path) -> None:
     out = console()
     counts = " or ".join(map(str, sorted(set(layers.counts))))
     out.print(f"{title}, {counts} layer{'' if counts == '1' else 's'} in each {'chunk' if v > 1 else 'stage'}\n")
-    if few := _few_note(config, stages, table.microbatches):
-        out.print(few + "\n")
     out.print(schedule_text(table, out.width if out.is_terminal else 160, UNIT.chunk(v)))
     path = picture.with_name(f"{picture.stem}_schedule.png")
     save_figure(schedule_figure(table, UNIT.chunk(v), title), path)
     out.print(f"picture: {path}")
-
-
-def _few_note(config: Config, stages: int, count: int) -> str:
-    """Say why a pipeline has fewer microbatches than stages, and the batch for four a stage; empty if it has enough."""
-    if count >= stages or config.pipeline.microbatches:
-        return ""
-    batch = config.train.batch
-    return (
-        f"most stages are idle, since train.batch={batch} has no more microbatches on this mesh: "
-        f"try train.batch={batch // count * 4 * stages}, or fewer devices along data and fsdp"
-    )

@@ -142,16 +142,6 @@ def test_microbatches_are_as_many_as_the_batch_allows(picture, capsys, no_device
     assert capsys.readouterr().out.startswith("1f1b, 2 stages, 8 microbatches")
 
 
-def test_a_pipeline_with_too_few_microbatches_says_why_and_what_to_try(picture, capsys, no_devices):
-    config = staged(MeshSpec(stage=4, data=16))
-    show_schedule(replace(config, train=replace(config.train, batch=16)), picture)
-    title, _, note = capsys.readouterr().out.splitlines()[:3]
-    assert ", 1 microbatch, " in title
-    assert "train.batch=16 has no more microbatches on this mesh: try train.batch=256, or fewer devices" in note
-    show_schedule(replace(config, train=replace(config.train, batch=256)), picture)
-    assert capsys.readouterr().out.startswith("1f1b, 4 stages, 16 microbatches, 2 layers in each stage\n\nstage 0 F0")
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
