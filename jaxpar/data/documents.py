@@ -170,9 +170,8 @@ def _open_parquet(path: str, data: DataConfig) -> tuple[Source, int]:
     files = [file for file, rows in counts.items() if rows]
     if not files:
         raise UserError(f"{path} is empty: its files have no rows")
-    return partial(datasets.load_dataset, "parquet", data_files=files, split="train", streaming=True), sum(
-        counts.values()
-    )
+    opened = partial(datasets.load_dataset, "parquet", data_files=files, split="train", streaming=True)
+    return opened, sum(counts.values())
 
 
 def _open_arrayrecord(path: str, data: DataConfig) -> tuple[Source, int]:

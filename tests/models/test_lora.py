@@ -116,7 +116,6 @@ LAYOUTS = {
          "overlap.scatter": "bidirectional", "overlap.domino": "on", "model.kv_heads": 0},
     ),
     "stages": ("gpt2", {"mesh.stage": 2, "mesh.tensor": 2, "mesh.data": 2, "train.batch": 8}),
-    "stages, gpipe": ("llama", {"mesh.stage": 2, "mesh.fsdp": 2, "train.batch": 16, "pipeline.schedule": "gpipe"}),
     "ZeRO-1, accumulated": (
         "gpt2", {"mesh.data": 2, "mesh.fsdp": 4, "rules.state_embed": ["fsdp", "data"], "train.accumulation": 2,
                  "train.batch": 16},

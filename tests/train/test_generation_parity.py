@@ -29,7 +29,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 LLAMA = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
 WINDOW = {"sliding_window": 8}  # much smaller than the texts
-GEMMA = LLAMA | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 24, "num_hidden_layers": 4}
+GEMMA = LLAMA | WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 24, "num_hidden_layers": 3}
 CASES = {
     "gpt2": {"vocab_size": 101, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "llama": LLAMA | {"rope_parameters": LLAMA3},
