@@ -188,25 +188,21 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
 
 def load_token_files(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Tokens], Tokenizer | None]:
     """Open token files, which must all have been written with one tokenizer, as far as they say."""
-    first = paths[0]
-    streams, tokenizer = [open_tokens(path) for path in paths], stored_tokenizer(first, vocab_size)
+    streams, named = [open_tokens(path) for path in paths], data.tokenizer
+    files = {path: Path(path).with_suffix(".bin.tokenizer.json") for path in paths}
     # Presets name a tokenizer file that need not exist, because a .bin brings its own.
-    if data.tokenizer.endswith(".json") and (tokenizer is None or Path(data.tokenizer).exists()):
-        asked = load_tokenizer(data.tokenizer, vocab_size)
-        if tokenizer is not None and tokenizer.to_json() != asked.to_json():
+    if named.endswith(".json") and (Path(named).exists() or not files[paths[0]].exists()):
+        files = {f"data.tokenizer={named}": Path(named)} | files
+    there = {what: file for what, file in files.items() if file.exists() or what not in paths}
+    known = {what: load_tokenizer(file, vocab_size) for what, file in there.items()}
+    first = next(iter(known), "")
+    for what, tokenizer in known.items():
+        if tokenizer.to_json() != known[first].to_json():
             raise UserError(
-                f"{first} was tokenized otherwise than data.tokenizer={data.tokenizer} says: write it again with "
-                f"`jaxpar tokenize --tokenizer {data.tokenizer}`, or leave data.tokenizer out"
+                f"{what} was tokenized otherwise than {first}, so its ids mean something else: write it again with "
+                f"`jaxpar tokenize --tokenizer {files[first]}`"
             )
-        tokenizer = asked
-    for path in paths[1:]:
-        other = stored_tokenizer(path, vocab_size)
-        if tokenizer and other and tokenizer.to_json() != other.to_json():
-            raise UserError(
-                f"{path} was tokenized otherwise than {first}, so its ids mean something else: "
-                f"write it again with `jaxpar tokenize --tokenizer {Path(first).with_suffix('.bin.tokenizer.json')}`"
-            )
-    return streams, tokenizer
+    return streams, known.get(first)
 
 
 def open_tokens(path: str | Path) -> Tokens:
@@ -229,12 +225,6 @@ def open_tokens(path: str | Path) -> Tokens:
                 "one of them was cut short or is from another run, so write them again with `jaxpar tokenize`"
             )
     return Tokens(tokens, starts, str(path))
-
-
-def stored_tokenizer(path: str | Path, vocab_size: int = 0) -> Tokenizer | None:
-    """Load the tokenizer that `tokenize` left beside a token file, if there is one."""
-    stored = Path(path).with_suffix(".bin.tokenizer.json")
-    return load_tokenizer(stored, vocab_size) if stored.exists() else None
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
