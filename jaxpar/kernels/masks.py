@@ -36,7 +36,6 @@ Places: TypeAlias = Any
 Start: TypeAlias = int | Array
 """The place of the first query or key, which may be traced."""
 _Kind = TypeVar("_Kind")
-_REFINED = 1 << 27  # at most so many places of partial tiles are looked at one by one
 
 
 class Tiles(NamedTuple):
@@ -96,9 +95,9 @@ class Mask:
     def states(self, tiles: Tiles) -> Places:
         """`EMPTY`, `PARTIAL` or `FULL` for each tile, int8 [Q, K], or [B, Q, K] where ids make sequences differ.
 
-        The result is a numpy array where everything is known while tracing. It is exact for every mask except
-        combinations and ids: those may call an empty or full tile `PARTIAL`, but are never wrong otherwise. See
-        `tile_states`.
+        The result is a numpy array where everything is known while tracing. It is exact for every mask, and for
+        combinations in which only d counts. Other combinations, and ids, may call an empty or full tile `PARTIAL`, but
+        are never wrong otherwise.
         """
         raise NotImplementedError
 
@@ -350,6 +349,13 @@ class _Pair(Mask):
         yield from self.left.leaves()
         yield from self.right.leaves()
 
+    def states(self, tiles: Tiles) -> Places:
+        if of_distance(self):
+            return _distance_states(self, tiles)
+        both = self.left.states(tiles), self.right.states(tiles)
+        xp = numpy_for(*both)
+        return (xp.minimum if isinstance(self, And) else xp.maximum)(*both)
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["left", "right"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -361,10 +367,6 @@ class And(_Pair):
 
     def visible(self, i: Places, j: Places) -> Places:
         return self.left.visible(i, j) & self.right.visible(i, j)
-
-    def states(self, tiles: Tiles) -> Places:
-        both = self.left.states(tiles), self.right.states(tiles)
-        return numpy_for(*both).minimum(*both)
 
     def replaced(self, of_leaf: Callable[[Mask], Mask]) -> Mask:
         left, right = self.left.replaced(of_leaf), self.right.replaced(of_leaf)
@@ -384,10 +386,6 @@ class Or(_Pair):
 
     def visible(self, i: Places, j: Places) -> Places:
         return self.left.visible(i, j) | self.right.visible(i, j)
-
-    def states(self, tiles: Tiles) -> Places:
-        both = self.left.states(tiles), self.right.states(tiles)
-        return numpy_for(*both).maximum(*both)
 
     def replaced(self, of_leaf: Callable[[Mask], Mask]) -> Mask:
         left, right = self.left.replaced(of_leaf), self.right.replaced(of_leaf)
@@ -452,28 +450,12 @@ def dense(mask: Mask, tiles: Tiles) -> Places:
 
 
 def tile_states(mask: Mask, tiles: Tiles) -> Places:
-    """Give `mask.states`, exact for combinations too where all is known while tracing.
-
-    Tiles that the parts of a combination leave partial are looked at place by place, up to 134 million places in all;
-    if there are more the tiles stay partial. Where only d counts, every d is looked at once.
-    """
-    if segments_in(mask) or tiles.traced:
-        return mask.states(tiles)
-    return _known_states(mask, tiles)
+    """Give `mask.states`; where they are known while tracing they are kept, as a read-only array."""
+    return mask.states(tiles) if segments_in(mask) or tiles.traced else _known_states(mask, tiles)
 
 
 @lru_cache(maxsize=64)
 def _known_states(mask: Mask, tiles: Tiles) -> np.ndarray:
-    if of_distance(mask):
-        states = np.array(_distance_states(mask, tiles))
-    else:
-        states = np.array(mask.states(tiles))
-        partial_tiles = np.argwhere(states == PARTIAL)
-        if isinstance(mask, _Pair) and len(partial_tiles) * tiles.block_q * tiles.block_k <= _REFINED:
-            ends = [np.broadcast_to(end, states.shape) for end in tiles.spans()]
-            for place in map(tuple, partial_tiles):
-                first_i, last_i, first_j, last_j = (int(end[place]) for end in ends)
-                seen = mask.visible(np.arange(first_i, last_i + 1)[:, None], np.arange(first_j, last_j + 1)[None])
-                states[place] = FULL if seen.all() else PARTIAL if seen.any() else EMPTY
+    states = np.array(mask.states(tiles))
     states.flags.writeable = False
     return states
