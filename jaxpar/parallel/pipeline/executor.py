@@ -126,8 +126,10 @@ def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tu
         stage = _Stage(task, arrays)
         carry = stage.start()
         for segment, mine in zip(task.steps.segments, ticks, strict=True):
-            ends = {kind: (rows.some_end, rows.some_score) for kind, rows in segment.ticks.items()}
-            shares = {kind: _Shares(*(float(np.mean(x)) for x in of_kind)) for kind, of_kind in ends.items()}
+            shares: dict[Kind, _Shares] = {
+                kind: _Shares(float(np.mean(rows.some_end)), float(np.mean(rows.some_score)))
+                for kind, rows in segment.ticks.items()
+            }
             body = partial(stage.round, shares=shares)
             carry, _ = jax.lax.scan(lambda carry, row, body=body: (body(carry, row), None), carry, mine)
         return stage.finish(carry)
