@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +37,6 @@ Say = Callable[[str], None]
 BlockArguments = tuple[Params, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
 
 
-class Trial(NamedTuple):
-    """The forms that were tried, and the seconds of one block in them, forward and backward."""
-
-    overlap: Overlap
-    seconds: float
-
-
 def is_open(overlap: Overlap) -> bool:
     """Whether something is left to choose."""
     return "auto" in vars(overlap).values()
@@ -63,13 +55,15 @@ def choose_overlap(config: Config, target: Target | None = None, say: Say = lamb
     # The checks of `make_plan` may trace a block, which needs every form.
     start = dataclasses.replace(config, overlap=without_auto(config.overlap))
     plan = make_plan(start, None if target is None else target.devices())
-    overlap = fastest_trial(time_forms(config, plan, target, say)).overlap
+    overlap = _fastest(time_forms(config, plan, target, say))
     say(f"overlap auto: {words(overlap)}")
     return dataclasses.replace(config, overlap=overlap)
 
 
-def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None) -> list[Trial]:
-    """Try forms on the way to the best and return all in that order; the first is `xla` wherever it may be chosen.
+def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None) -> dict[Overlap, float]:
+    """Try forms on the way to the best and return the seconds of a block, forward and backward, in each of them.
+
+    They come in the order of the trials; the first is `xla` wherever it may be chosen.
 
     Args:
       config: the experiment; what is open in its overlap is tried.
@@ -77,29 +71,26 @@ def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lam
       target: as for `choose_overlap`.
       say: is called with a line for each trial.
     """
-    trials: list[Trial] = []
+    seconds: dict[Overlap, float] = {}
 
-    def take(overlap: Overlap) -> Trial:
-        found = next((trial for trial in trials if trial.overlap == overlap), None)
-        if found is None:
-            found = trial(config, dataclasses.replace(plan, overlap=overlap), target)
-            trials.append(found)
-            say(f"overlap auto: {words(overlap)}: {1e3 * found.seconds:.2f} ms a block")
-        return found
+    def take(overlap: Overlap) -> None:
+        if overlap not in seconds:
+            seconds[overlap] = trial(config, dataclasses.replace(plan, overlap=overlap), target)
+            say(f"overlap auto: {words(overlap)}: {1e3 * seconds[overlap]:.2f} ms a block")
 
-    fastest = take(without_auto(config.overlap))
+    first = without_auto(config.overlap)
+    take(first)
     for candidates in _steps(config, plan):
         for change in candidates:
-            fastest = fastest_trial([fastest, take(dataclasses.replace(fastest.overlap, **change))])
+            take(dataclasses.replace(_fastest(seconds), **change))
     if config.overlap.domino == "auto" and _can_halve(config, plan):
-        take(dataclasses.replace(trials[0].overlap, domino="on"))
-        take(dataclasses.replace(fastest.overlap, domino="on"))
-    return trials
+        for overlap in (first, _fastest(seconds)):
+            take(dataclasses.replace(overlap, domino="on"))
+    return seconds
 
 
-def fastest_trial(trials: Sequence[Trial]) -> Trial:
-    """The trial that takes the fewest seconds."""
-    return min(trials, key=lambda trial: trial.seconds)
+def _fastest(seconds: dict[Overlap, float]) -> Overlap:
+    return min(seconds, key=lambda overlap: seconds[overlap])
 
 
 def _steps(config: Config, plan: Plan) -> Iterator[list[dict[str, Form]]]:
@@ -141,16 +132,16 @@ def words(overlap: Overlap) -> str:
 # One trial.
 
 
-def trial(config: Config, plan: Plan, target: Target | None) -> Trial:
-    """Try some blocks, forward and backward, in the plan's form: played for a target, or timed on its devices."""
+def trial(config: Config, plan: Plan, target: Target | None) -> float:
+    """The seconds of a block, forward and backward, in the plan's form: played for a target, or timed on devices."""
     layers = min(LAYERS, config.model.layers)
     model = Model(dataclasses.replace(config.model, layers=layers, dropout=0.0))
     traced, arguments = _blocks(model, config, plan)
     if target is None:
         seconds = _time(traced.lower().compile(), arguments) / layers
-        return Trial(plan.overlap, float(multihost_utils.broadcast_one_to_all(np.float64(seconds))))
+        return float(multihost_utils.broadcast_one_to_all(np.float64(seconds)))
     compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
-    return Trial(plan.overlap, simulate(compiled.as_text() or "", plan.mesh, target).timeline.seconds / layers)
+    return simulate(compiled.as_text() or "", plan.mesh, target).timeline.seconds / layers
 
 
 def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced, BlockArguments]:
