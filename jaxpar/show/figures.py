@@ -12,12 +12,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from jaxpar.base.activation_names import NAMES
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import Layout, Placement
+from jaxpar.parallel.token_order import chunk_order
 
 _TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
 # Paul Tol's light scheme, which all kinds of colour vision tell apart under black letters.
@@ -132,6 +133,47 @@ def memory_figure(bars: Mapping[str, Mapping[str, int]], title: str, has: int = 
     axes.set(xlabel=f"{letters} of one device", title=title, xlim=(0, 1.1 * largest / unit))
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    return figure
+
+
+def ring_figure(layout: Layout) -> Figure:
+    """Draw which device computes which part of causal attention in which step of a ring that splits the sequence.
+
+    A cell is a chunk of queries (down) with a chunk of keys (across), a colour is a device, and a number the hops that
+    the keys have made. The bars below are each device's work in each step, in pairs of chunks; a pair on the diagonal
+    is half of one. On the left each device has consecutive chunks, on the right those of `chunk_order`.
+
+    Raises:
+      UserError: the layout splits the sequence over one device, or over more than eight.
+    """
+    n = layout.size("attention_seq")
+    if not 1 < n <= len(_DEVICES):
+        raise UserError(f"a ring is drawn for 2 to {len(_DEVICES)} devices, found {n}: try context=4")
+    orders = {"consecutive chunks": list(range(2 * n)), "zigzag": chunk_order(layout, "ring")}
+    figure = Figure(figsize=(10.5, 6.6), dpi=110, layout="constrained")
+    grids, charts = figure.subplots(2, 2, height_ratios=[2.6, 1], sharey="row")
+    for (name, order), grid, chart in zip(orders.items(), grids, charts, strict=True):
+        owner, work = {chunk: place // 2 for place, chunk in enumerate(order)}, np.zeros((n, n))
+        for q, k in zip(*np.tril_indices(2 * n), strict=True):
+            hops = (owner[q] - owner[k]) % n
+            work[hops, owner[q]] += 1 if k < q else 0.5
+            grid.add_patch(Rectangle((k, q), 1, 1, facecolor=_DEVICES[owner[q]], edgecolor="white"))
+            grid.text(k + 0.5, q + 0.5, str(hops), ha="center", va="center", fontsize=min(11, 88 / n))
+        grid.set(xlim=(0, 2 * n), ylim=(2 * n, 0), aspect="equal", xlabel="chunk of keys")
+        for axis in (grid.xaxis, grid.yaxis):
+            axis.set_ticks(np.arange(2 * n) + 0.5, labels=map(str, range(2 * n)))
+        for device in range(n):
+            chart.bar(np.arange(n) + (device + 0.5) / n * 0.8 - 0.4, work[:, device], 0.8 / n, color=_DEVICES[device])
+        longest = work.max(axis=1).sum()
+        grid.set_title(f"{name}: steps last {longest:g} pairs, a device works on {work.sum() / n:g}", fontsize=11)
+        chart.set(xlabel="step of the ring = hops of the keys", xticks=range(n))
+        for axes in (grid, chart):
+            axes.tick_params(length=0)
+            axes.spines[["top", "right"]].set_visible(False)
+    grids[0].set_ylabel("chunk of queries")
+    charts[0].set_ylabel("pairs of chunks")
+    handles = [Patch(color=color, label=f"device {device}") for device, color in enumerate(_DEVICES[:n])]
+    figure.legend(handles=handles, loc="outside lower center", ncols=n, frameon=False)
     return figure
 
 

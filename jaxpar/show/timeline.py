@@ -21,53 +21,62 @@ _PHASES = {"forward": "#cfe3cf", "recomputed": "#f3e3b3", "backward": "#f2cfc4",
 _CLOSE = 1 / 32  # the share of the step that the lower panel has
 
 
-def timeline_figure(report: Rehearsal) -> Figure:
+def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
     """Draw a report's timeline, a row for each lane and the phases above them.
 
-    The lower panel is a part from the middle of the backward pass (or of the step, where it has none). A collective on
-    the compute lane is one that compute waits for.
+    A training step has a lower panel, a part from the middle of its backward pass. With several reports there is a
+    panel for each, on one scale. A collective on the compute lane is one that compute waits for.
 
     Raises:
-      UserError: the report was kept without its timeline.
+      UserError: a report was kept without its timeline.
     """
-    if "timeline" not in report:
+    reports = (report, *others)
+    if any("timeline" not in one for one in reports):
         raise UserError("this report was kept without its timeline, so there is no picture of it: rehearse again")
-    timeline, step = report["timeline"], 1e3 * report["time"]["step"]
-    backward = [start for _, start, _, at, _ in timeline["events"] if timeline["phases"][int(at)] == "backward"]
-    middle = sorted(backward)[len(backward) // 2] / 1e3 if backward else step / 2
-    figure = Figure(figsize=(12, 1.6 + 0.56 * (len(timeline["lanes"]) + 1)), dpi=120, layout="constrained")
-    whole, close = figure.subplots(2, 1)
-    _draw(whole, timeline, 0, step)
-    _draw(close, timeline, middle - _CLOSE * step / 2, middle + _CLOSE * step / 2)
-    whole.axvspan(*close.get_xlim(), color="black", alpha=0.12, linewidth=0)
-    exposed = 1e3 * report["time"]["exposed_communication"]
-    name = f"{report['config'] or 'a step'} on {report['target']['name']}"
-    whole.set_title(f"{name}: {step:.4g} ms a step, {exposed:.3g} ms of it exposed communication", loc="left")
-    close.set_xlabel("ms; below, the part that is shaded above")
-    found = {kind for kind in timeline["kinds"] if kind in _COLORS}
-    colors = {kind: color for kind, color in _COLORS.items() if kind in found} | _PHASES
+    timelines, longest = [one["timeline"] for one in reports], 1e3 * max(one["time"]["step"] for one in reports)
+    backward = [event[1] for event in timelines[0]["events"] if timelines[0]["phases"][int(event[3])] == "backward"]
+    close_up = bool(backward) and not others
+    drawn = timelines * 2 if close_up else timelines
+    rows = sum(len(_rows(timeline)) for timeline in drawn)
+    figure = Figure(figsize=(12, 0.8 + 0.4 * len(drawn) + 0.28 * rows), dpi=120, layout="constrained")
+    panels = figure.subplots(len(drawn), 1, squeeze=False).ravel()
+    for axes, one in zip(panels, reports, strict=False):
+        _draw(axes, one["timeline"], 0, longest)
+        step, exposed = 1e3 * one["time"]["step"], 1e3 * one["time"]["exposed_communication"]
+        name = f"{one['config'] or 'a step'} on {one['target']['name']}"
+        axes.set_title(f"{name}: {step:.4g} ms a step, {exposed:.3g} ms of it exposed communication", loc="left")
+    panels[-1].set_xlabel("ms")
+    if close_up:
+        middle = sorted(backward)[len(backward) // 2] / 1e3
+        _draw(panels[1], timelines[0], middle - _CLOSE * longest / 2, middle + _CLOSE * longest / 2)
+        panels[0].axvspan(*panels[1].get_xlim(), color="black", alpha=0.12, linewidth=0)
+        panels[1].set_xlabel("ms; below, the part that is shaded above")
+    found = {kind for timeline in timelines for kind in timeline["kinds"]}
+    colors = {kind: color for kind, color in _COLORS.items() if kind in found} | (_PHASES if backward else {})
     handles = [Patch(color=color, label=kind) for kind, color in colors.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     return figure
+
+
+def _rows(timeline: TimelineColumns) -> list[str]:
+    """The names of the rows: the phases, if there is more than a forward, and the lanes."""
+    return [*(["phase"] if "backward" in timeline["phases"] else []), *timeline["lanes"]]
 
 
 def _draw(axes: Axes, timeline: TimelineColumns, begin: float, end: float) -> None:
     """Draw the events between two times, in milliseconds."""
     bars: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    rows = _rows(timeline)
+    first = len(rows) - len(timeline["lanes"])
     for lane, start, duration, at, _ in timeline["events"]:
-        start, duration, kind, phase = (
-            start / 1e3,
-            duration / 1e3,
-            timeline["kinds"][int(at)],
-            timeline["phases"][int(at)],
-        )
-        if start + duration < begin or start > end:
+        span, kind, phase = (start / 1e3, duration / 1e3), timeline["kinds"][int(at)], timeline["phases"][int(at)]
+        if sum(span) < begin or span[0] > end:
             continue
-        bars[int(lane) + 1, _COLORS.get(kind, _REST)].append((start, duration))
-        if timeline["lanes"][int(lane)] == "compute" and phase in _PHASES:
-            bars[0, _PHASES[phase]].append((start, duration))
+        bars[int(lane) + first, _COLORS.get(kind, _REST)].append(span)
+        if first and timeline["lanes"][int(lane)] == "compute" and phase in _PHASES:
+            bars[0, _PHASES[phase]].append(span)
     for (row, color), spans in bars.items():
         axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=color, linewidth=0)
-    axes.set_yticks(range(len(timeline["lanes"]) + 1), ["phase", *timeline["lanes"]])
-    axes.set(xlim=(begin, end), ylim=(len(timeline["lanes"]) + 0.6, -0.6))
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlim=(begin, end), ylim=(len(rows) - 0.4, -0.6))
     axes.spines[["top", "right"]].set_visible(False)
