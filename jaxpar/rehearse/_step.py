@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -146,7 +147,9 @@ def compile_for(
     host = jax.tree.map(lambda _: False, arguments) if host is None else host
     try:
         traced, lowered = lower_for(jitted, arguments, host, target.platform)
-        compiled = program or lowered.compile()
+        with warnings.catch_warnings():  # JAX keeps a program for absent devices in its cache, and cannot read it
+            warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+            compiled = program or lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         raise UserError(refusal(str(error), target.name, advice)) from error
     seconds = time.perf_counter() - began
