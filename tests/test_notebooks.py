@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -64,8 +65,41 @@ def mesh_and_rules(notebook: NotebookNode) -> None:
     assert pictures(notebook) == {"array-picture", "picture", "rules"}
 
 
+def train_gpt2(notebook: NotebookNode) -> None:
+    assert "445,952 parameters, on data=2 x fsdp=2 x tensor=2" in printed(notebook, "config")
+    whole, held = numbers(printed(notebook, "state"), r"([\d,]{7,})")
+    (moved,) = numbers(printed(notebook, "move"), r"([\d,]{7,})")
+    assert whole / 4 < held < whole / 3.5 and moved < 0.55 * held  # vectors are split less
+    losses = numbers(printed(notebook, "train"), r"loss ([\d.]+)")
+    (entropy,) = numbers(printed(notebook, "data"), r"entropy ([\d.]+)")
+    assert losses[0] == pytest.approx(5.5, abs=0.5)  # log 256, and a tied head guesses the last byte once more
+    assert losses[-1] < entropy - 0.3
+    assert numbers(printed(notebook, "compare"), "most (.*) apart")[0] < 1e-5
+    assert pictures(notebook) == {"rest"}
+    assert printed(notebook, "sample").startswith("    def __init__(self")
+
+
+def overlap(notebook: NotebookNode) -> None:
+    assert "step 1    part 3     part 0     part 1     part 2" in printed(notebook, "steps")
+    assert "its first hop: 0->1  1->2  2->3  3->0" in printed(notebook, "parity")
+    for cell, arrays, times in (("parity", "y|dx|dw", 3), ("same", "out|dq|dk|dv", 2)):
+        apart = numbers(printed(notebook, cell), rf"(?:{arrays}) ([\de.+-]+)")
+        assert len(apart) == times * (arrays.count("|") + 1) and max(apart) < 1e-5
+    assert "(0, 7) (1, 6) (2, 5) (3, 4)" in printed(notebook, "zigzag")
+    if find_spec("libtpu"):
+        waits = numbers(printed(notebook, "tpu"), r"([\d.]+) waiting")
+        assert waits[0] > 4 * waits[1] and waits[2] < 0.02  # what a ring hides, and one both ways
+        assert pictures(notebook) == {"tpu", "zigzag", "long"}
+    else:
+        assert "no picture: target v5e-8 needs" in printed(notebook, "tpu")
+
+
 # What must have come out of each notebook, by file name.
-CHECKS: dict[str, Callable[[NotebookNode], None]] = {"01_mesh_and_rules.ipynb": mesh_and_rules}
+CHECKS: dict[str, Callable[[NotebookNode], None]] = {
+    "01_mesh_and_rules.ipynb": mesh_and_rules,
+    "02_train_gpt2.ipynb": train_gpt2,
+    "03_overlap.ipynb": overlap,
+}
 COMMON = ("install-text", "install", "devices-text", "chips", "devices")  # `least_chips` alone may differ
 
 

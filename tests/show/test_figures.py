@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import placements
-from jaxpar.show.figures import loss_figure, mesh_figure, save_figure
+from jaxpar.show.figures import loss_figure, mesh_figure, ring_figure, save_figure
 
 pytestmark = pytest.mark.quick
 
@@ -149,3 +149,13 @@ def test_only_the_largest_arrays_are_drawn(plan_of):
     shown = [axes.get_title().split()[0] for axes in figure.axes if axes.get_visible()]
     assert shown == ["w8", "w7", "w6", "w5"]
     assert prod(rows[0].shape) == 4
+
+
+def test_a_ring_in_zigzag_has_the_same_work_for_every_device_in_every_step(plan_of):
+    in_turn, zigzag, below, even = ring_figure(plan_of(context=4)).axes
+    assert len(in_turn.patches) == len(zigzag.patches) == 8 * 9 / 2
+    assert {bar.get_height() for bar in even.patches} == {2}
+    assert sorted({bar.get_height() for bar in below.patches}) == [0, 2, 4]
+    assert "steps last 14 pairs, a device works on 8" in in_turn.get_title()
+    with pytest.raises(UserError, match="2 to 8 devices, found 1"):
+        ring_figure(plan_of(data=2))

@@ -33,3 +33,12 @@ def test_a_report_without_its_timeline():
     del report["timeline"]
     with pytest.raises(UserError, match="kept without its timeline"):
         timeline_figure(report)
+
+
+def test_several_reports_on_one_scale_have_a_panel_each_and_no_close_up():
+    report, short = fake_rehearsal(), fake_rehearsal()
+    short["timeline"]["phases"] = ["forward"] * len(short["timeline"]["phases"])
+    short["time"]["step"] /= 2
+    whole, half = timeline_figure(report, short).axes
+    assert whole.get_xlim() == half.get_xlim() == pytest.approx((0, 1e3 * report["time"]["step"]))
+    assert [tick.get_text() for tick in half.get_yticklabels()] == short["timeline"]["lanes"]
