@@ -1,7 +1,8 @@
 """What README and docs/ tell a user to type, run as it stands there.
 
 A page's lines run one after another in one folder, each in a process of its own: a later line finds the run of an
-earlier one. What the tests add comes before a line's own flags, which so count. Quick: every line parses, and its
+earlier one. What the tests add comes before a line's own flags, which so count. A block of `text` below a block is what
+that prints, each line of it; one with a title is an excerpt, or another program's. Quick: every line parses, and its
 config is one.
 """
 
@@ -12,7 +13,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +52,7 @@ ADDED = {
 }  # fmt: skip
 DEAR = {"bench": "", "rehearse": "rehearse.md", "verify": "verify.md"}
 """What compiles for minutes, whatever is added: it runs on its own page, and elsewhere only parses."""
+ERROR = "jaxpar: error: "
 SET = re.compile("[A-Z_]+=")
 """A variable that a line sets for itself; the tests set it for all."""
 PYTHON = {
@@ -63,17 +64,21 @@ PYTHON = {
 
 
 class Block(NamedTuple):
-    """A fenced block: its first line's number, its language, its text."""
+    """A fenced block: the number of its first line, its language and title, its text, and the output below it."""
 
     line: int
     language: str
+    title: str
     text: str
+    prints: str = ""
 
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    fences = re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block(text.count("\n", 0, m.start()) + 2, m[1], m[2]) for m in fences]
+    fences = re.finditer(r"^```(\w*) *(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
+    found = [Block(text.count("\n", 0, m.start()) + 2, m[1], m[2], m[3]) for m in fences]
+    below = {block.line: block.text.strip() for block in found if block.language == "text" and not block.title}
+    return [block._replace(prints=below.get(block.line + block.text.count("\n") + 3, "")) for block in found]
 
 
 def lines(block: Block) -> list[list[str]]:
@@ -83,7 +88,8 @@ def lines(block: Block) -> list[list[str]]:
 
 
 def shell_lines(page: Path) -> list[list[str]]:
-    return [words for block in blocks(page) if block.language == "sh" for words in lines(block)]
+    right = (block for block in blocks(page) if block.language == "sh" and not block.prints.startswith(ERROR))
+    return [words for block in right for words in lines(block)]
 
 
 @pytest.mark.quick
@@ -114,6 +120,18 @@ def test_every_table_of_a_config_parses(page: Path) -> None:
     for block in blocks(page):
         if block.language == "toml":
             check(parse(block.text, f"{page.name}:{block.line}"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
+    found = blocks(page)
+    outputs = sum(bool(block.prints) for block in found if block.language in ("sh", "python"))
+    assert outputs == sum(block.language == "text" and not block.title for block in found), "text below no command"
+    for block in found:
+        if block.language == "json":
+            assert all(json.loads(line) for line in block.text.splitlines())
+        assert block.language in ("sh", "python", "toml", "text", "json") or block.title or page.name == "README.md"
 
 
 def shell(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -152,11 +170,9 @@ def test_every_line_runs(page: Path, folder: Path) -> None:
     found = blocks(page)
     experiment = next((block.text for block in found if block.language == "toml" and "[train]" in block.text), "")
     (folder / "my_experiment.toml").write_text(experiment)
-    for block, after in pairwise([*found, Block(0, "", "")]):
+    for block in found:
         if block.language != "sh":
             continue
-        adjoins = after.line == block.line + block.text.count("\n") + 3
-        said = after.text.strip() if after.language == "text" and adjoins else ""
         for program, *words in lines(block):
             if program != "jaxpar" or DEAR.get(words[0], page.name) != page.name:
                 continue
@@ -173,9 +189,19 @@ def test_every_line_runs(page: Path, folder: Path) -> None:
             place = 3 if words[0] == "convert" else 2
             done = shell(["-m", "jaxpar.cli.main", *words[:place], *added, *words[place:]], folder)
             where = f"{page.name}:{block.line} {' '.join(words)}\n{done.stdout}\n{done.stderr}"
-            assert done.returncode == (2 if said.startswith("jaxpar: error: ") else 0), where
-            if len(said.splitlines()) == 1:
-                assert said in (done.stderr + done.stdout).splitlines(), where
-    if python := "\n".join(block.text for block in found if block.language == "python"):
-        done = shell(["-c", PYTHON.get(page.name, "") + python], folder)
-        assert done.returncode == 0, f"{page.name}\n{done.stdout}\n{done.stderr}"
+            assert done.returncode == (2 if block.prints.startswith(ERROR) else 0), where
+            assert not missing(block, done), where
+    if python := [block for block in found if block.language == "python"]:
+        done = shell(["-c", "\n".join([PYTHON.get(page.name, ""), *(block.text for block in python)])], folder)
+        absent = [line for block in python for line in missing(block, done)]
+        assert done.returncode == 0 and not absent, f"{page.name}: {absent}\n{done.stdout}\n{done.stderr}"
+
+
+def missing(block: Block, done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The lines below a block that it did not print; how wide a column is does not count, and `...` stands for any."""
+    printed = {" ".join(line.split()) for line in (done.stderr + done.stdout).splitlines()}
+    return [
+        line
+        for line in block.prints.splitlines()
+        if line.strip() not in ("", "...") and " ".join(line.split()) not in printed
+    ]
