@@ -1,5 +1,6 @@
-"""What mkdocs does besides: the changelog is a page, links out of docs/ lead to the repository, the API is one tree."""
+"""What mkdocs does besides: pages of the changelog and of colab/, links to the repository, the API as one tree."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from mkdocs.structure.pages import Page
 DOCS = Path(__file__).parent.resolve()
 ROOT = DOCS.parent
 REPOSITORY = "https://github.com/jaxpar/jaxpar/blob/main/"
+COLAB = "https://colab.research.google.com/github/jaxpar/jaxpar/blob/main/"
 INSIDE = ("models", "meshes", "configs")  # they install as jaxpar.models and so on: pyproject.toml
 
 
@@ -27,6 +29,22 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(File.generated(config, "changelog.md", content=text))
+    files.append(File.generated(config, "notebooks.md", content=notebooks()))
+
+
+def notebooks() -> str:
+    """The list of colab/: of each notebook its title, its first sentences, and where it runs."""
+    found = [
+        "# Notebooks",
+        "Each runs as it stands on a free Colab TPU or T4, and on a laptop, which simulates the devices.",
+    ]
+    for path in sorted((ROOT / "colab").glob("*.ipynb")):
+        first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+        title, *texts = [part for part in first.split("\n\n") if not part.startswith("[![")]
+        where = f"colab/{path.name}"
+        links = f"[Open in Colab]({COLAB}{where}) · [on GitHub]({REPOSITORY}{where})"
+        found += [f"## {title.lstrip('# ')}", *texts[:1], links]
+    return "\n\n".join(found)
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
