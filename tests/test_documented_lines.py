@@ -21,7 +21,7 @@ import pytest
 
 from jaxpar.base.config import Config, ModelConfig, check, parse
 from jaxpar.base.toml import presets
-from jaxpar.cli import arguments, commands
+from jaxpar.cli import arguments, commands, launch
 from jaxpar.cli import main as cli
 from jaxpar.cli.arguments import config_args
 from jaxpar.models import Model
@@ -33,7 +33,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 SCHEMAS = {
     "train": commands.TrainArgs, "verify": commands.VerifyArgs, "show": commands.ShowArgs,
-    "rehearse": commands.RehearseArgs,
+    "rehearse": commands.RehearseArgs, "sweep": launch.SweepArgs,
 }  # fmt: skip
 SMALL = """
 --model.embed 32 --model.mlp 64 --train.steps 20 --train.warmup-steps 2
@@ -47,11 +47,11 @@ SMALL_GPT2 = """
 SMALL_IMPORT = "--mesh.platform cpu --data.seq-len 16 --train.batch 8 --train.steps 4 --train.warmup-steps 1"
 ADDED = {
     "train tiny": SMALL, "train my_experiment.toml": f"{SMALL} --train.batch 8",
-    "train gpt2_124m": SMALL_GPT2, "convert path/to/hf_folder": SMALL_IMPORT,
+    "launch ray": SMALL, "sweep tiny": SMALL, "train gpt2_124m": SMALL_GPT2, "convert path/to/hf_folder": SMALL_IMPORT,
     "convert exported": "--mesh.platform cpu --train.batch 8", "rehearse llama3_8b": "--model.layers 2",
 }  # fmt: skip
-DEAR = {"bench": "", "rehearse": "rehearse.md", "verify": "verify.md"}
-"""What compiles for minutes, whatever is added: it runs on its own page, and elsewhere only parses."""
+DEAR = {"bench": "", "rehearse": "rehearse.md", "verify": "verify.md", "launch": "launch.md", "sweep": "launch.md"}
+"""What takes long, whatever is added: it runs on its own page, and elsewhere only parses."""
 ERROR = "jaxpar: error: "
 SET = re.compile("[A-Z_]+=")
 """A variable that a line sets for itself; the tests set it for all."""
@@ -82,9 +82,11 @@ def blocks(page: Path) -> list[Block]:
 
 
 def lines(block: Block) -> list[list[str]]:
-    """The words of each command of a block of shell, without variables that are set for it alone."""
+    """The words of each command of a block of shell, without variables that are set for it alone, and the file that
+    its output goes to."""
     joined = block.text.replace("\\\n", " ").splitlines()
-    return [words for line in joined if (words := [w for w in shlex.split(line, comments=True) if not SET.match(w)])]
+    split = [shlex.split(line.partition(" > ")[0], comments=True) for line in joined]
+    return [words for line in split if (words := [word for word in line if not SET.match(word)])]
 
 
 def shell_lines(page: Path) -> list[list[str]]:
@@ -99,7 +101,12 @@ def test_every_line_parses(page: Path) -> None:
         if program == "jaxpar":
             command, *rest = words
             assert command in cli.COMMANDS, words
-            if command in SCHEMAS:
+            if command == "launch":
+                assert rest[0] in launch.KINDS, rest
+                schema = launch.RayArgs if rest[0] == "ray" else launch.ScriptArgs
+                config_args("jaxpar", schema, rest[1:])
+            elif command in SCHEMAS:
+                rest = launch.split_over(rest)[1] if command == "sweep" else rest
                 if rest[0] in presets("jaxpar.configs"):
                     check(config_args("jaxpar", SCHEMAS[command], rest)[1].config)
                 else:
@@ -180,13 +187,15 @@ def test_every_line_runs(page: Path, folder: Path) -> None:
                 pytest.skip(compilers()["tpu"])
             for sink in {"wandb", "mlflow"}.intersection(words):
                 pytest.importorskip(sink, reason=f"needs the {sink} extra")
+            if words[0] == "sweep" or words[:2] == ["launch", "ray"]:
+                pytest.importorskip("ray", reason="needs the ray extra")
             words = ["llama3_8b" if word == "CONFIG" else word for word in words]
             if " ".join(words).startswith("train llama3_8b"):
                 words[0] = "show"  # the chips that it would train on are not here
             added = ADDED.get(" ".join(words[:2]), "").split()
-            if words[:2] == ["train", "tiny"] and "--data.source" not in words:
+            if "tiny" in words[:3] and words[0] in ("train", "launch", "sweep") and "--data.source" not in words:
                 added += ["--data.max-bytes", "200000"]
-            place = 3 if words[0] == "convert" else 2
+            place = 3 if words[0] in ("convert", "launch") else 2
             done = shell(["-m", "jaxpar.cli.main", *words[:place], *added, *words[place:]], folder)
             where = f"{page.name}:{block.line} {' '.join(words)}\n{done.stdout}\n{done.stderr}"
             assert done.returncode == (2 if block.prints.startswith(ERROR) else 0), where

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parent.parent
 WINGS = """
 cli
-bench
+bench launch
 show
 plan
 verify rehearse

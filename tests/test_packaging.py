@@ -92,4 +92,5 @@ def test_a_wheel_holds_the_presets_and_no_other_top_level_package(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"jaxpar"}
     data = {f"jaxpar/{file.relative_to(ROOT)}" for folder in INSIDE for file in (ROOT / folder).rglob("*.toml")}
+    data |= {f"{file.relative_to(ROOT)}" for file in (ROOT / "jaxpar/launch/templates").iterdir()}
     assert {"jaxpar/py.typed", "jaxpar/models/transformer.py", *data} <= set(names)

@@ -137,12 +137,25 @@ class GpuCompiler:
 
 
 @dataclass(frozen=True)
+class Cloud:
+    """What providers call the chip, beside `Slices.vendor`; empty = it is not there."""
+
+    gke: str = ""
+    """The node label `cloud.google.com/gke-tpu-accelerator`, or `gke-accelerator` of a GPU."""
+    runtime: str = ""
+    """The software version of a TPU VM."""
+    skypilot: str = ""
+    """A GPU's name; a TPU's is that of its slice."""
+
+
+@dataclass(frozen=True)
 class Chip:
     """A file of `jaxpar.meshes.chips`. Its `hardware` does not say how many chips there are."""
 
     hardware: Hardware = field(default_factory=Hardware)
     slices: Slices = field(default_factory=Slices)
     compiler: GpuCompiler = field(default_factory=GpuCompiler)
+    cloud: Cloud = field(default_factory=Cloud)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Generic, TypeVar
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError
@@ -37,11 +38,13 @@ def run_together(run: Callable[[], T]) -> T:
         result = run()
     except Exception as caught:  # whatever it is, the others wait
         error = caught
-    failed = [index for index, value in enumerate(multihost_utils.process_allgather(error is not None)) if value]
+    said = "" if error is None else str(error) or repr(error)
+    rows = multihost_utils.process_allgather(np.frombuffer(said.encode()[:500].ljust(500), np.uint8))
+    failed = [(index, text) for index, row in enumerate(rows) if (text := bytes(row).decode(errors="ignore").strip())]
     if error is not None:
         raise error
     if failed:
-        raise UserError(f"process {failed[0]} cannot go on, so none can: it says why")
+        raise UserError(f"process {failed[0][0]} cannot go on, so none can: {failed[0][1]}")
     return result  # pyright: ignore[reportReturnType]
 
 

@@ -82,7 +82,7 @@ def train_command(words: list[str]) -> int:
 
     name, args = config_args(train_command.__doc__, TrainArgs, words)
     result = train_config(args.config, Path(args.run) if args.run else run_folder(name), args.verify)
-    return 130 if result.interrupted and not args.config.train.stop_at else 0
+    return 130 if result.interrupted else 0
 
 
 def verify_command(words: list[str]) -> int:
@@ -202,6 +202,20 @@ def bench_command(words: list[str]) -> int:
     plan = make_plan(config, start(config.mesh))
     say(table(bench_step(config, plan, args.rounds, args.calls, say=say)))
     return 0
+
+
+def launch_command(words: list[str]) -> int:
+    """jaxpar launch ray|slurm|gke|tpu-vm|skypilot CONFIG ..."""
+    from jaxpar.cli.launch import launch_words
+
+    return launch_words(words, run_folder)
+
+
+def sweep_command(words: list[str]) -> int:
+    """jaxpar sweep CONFIG --over KEY=V,V KEY=V,V [--run DIR] [--per-trial N] [--section.key value ...]"""
+    from jaxpar.cli.launch import sweep_words
+
+    return sweep_words(sweep_command.__doc__, words)
 
 
 def doctor_command(_: list[str]) -> int:

@@ -23,6 +23,8 @@ COMMANDS = {
     "meshes": "list the mesh presets",
     "show": "parameter table and a picture of the sharding, or of the pipeline's schedule",
     "rehearse": "compile the step for absent hardware: memory, time, exposed communication",
+    "launch": "run it on several machines: Ray here or on a cluster; scripts for Slurm, GKE, TPU VMs and SkyPilot",
+    "sweep": "run every combination of some settings, under Ray Tune",
     "bench": "the training step beside PyTorch, in turns",
     "doctor": "versions, devices, known-bad combinations",
 }

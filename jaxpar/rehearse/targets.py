@@ -54,6 +54,21 @@ class Target:
         """The number of JAX devices of the whole target: its chips, or twice as many where JAX sees a chip as two."""
         return self.hardware.chips * self.hardware.devices_per_chip
 
+    @property
+    def host_shape(self) -> tuple[int, ...]:
+        """The chips that one machine, and so one JAX process, holds: those of a GPU node, or four along (x, y, z), but
+        all of the slices of one machine: 1 chip, or 8 of a 2D torus."""
+        shape = self.hardware.ici.shape
+        flat = (*shape, 1)[:3]
+        if self.platform == "cuda":
+            return shape
+        return flat if flat in ((1, 1, 1), (2, 4, 1)) else (2, 2, 1)
+
+    @property
+    def hosts(self) -> int:
+        """The number of machines of the whole target."""
+        return self.hardware.chips // math.prod(self.host_shape)
+
     def devices(self) -> list[jax.Device]:
         """Return devices to build a mesh from and compile for, without the hardware.
 
@@ -193,10 +208,7 @@ def _slice_indices(devices: Sequence[jax.Device]) -> list[int]:
 
 def _tpu_topology(target: Target) -> topologies.TopologyDescription:
     rules, ici = load_chip(target.chip).slices, target.hardware.ici
-    flat = (*ici.shape, 1)[:3]
-    # A process holds four chips, except in the slices of one machine: 1 chip, or 8 of a 2D torus.
-    host = flat if flat in ((1, 1, 1), (2, 4, 1)) else (2, 2, 1)
-    options: dict[str, object] = {"chips_per_host_bounds": host, "wrap": (*ici.wraps, False)[:3]}
+    options: dict[str, object] = {"chips_per_host_bounds": target.host_shape, "wrap": (*ici.wraps, False)[:3]}
     if rules.config:
         options["chip_config_name"] = rules.config
     if target.slices > 1:

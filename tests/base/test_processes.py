@@ -22,11 +22,12 @@ def failing() -> Iterator[int]:
 
 @pytest.fixture
 def several(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`several(other_fails)`: this is process 0 of two, and what the other one says."""
+    """`several(other_says)`: this is process 0 of two, and the error of the other one, if any."""
 
-    def pretend(other_fails: bool) -> None:
+    def pretend(other_says: str) -> None:
+        other = np.frombuffer(other_says.encode().ljust(500), np.uint8)
         monkeypatch.setattr(jax, "process_count", lambda: 2)
-        monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.array([mine, other_fails]))
+        monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.stack([mine, other]))
 
     return pretend
 
@@ -42,19 +43,19 @@ def test_one_process_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_here_or_there_is_raised_on_both(several: Callable[..., None]) -> None:
-    several(other_fails=False)
+    several(other_says="")
     assert run_together(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         run_together(lambda: 1 // 0)
-    several(other_fails=True)
-    with pytest.raises(UserError, match="process 1 cannot go on"):
+    several(other_says="no file")
+    with pytest.raises(UserError, match="process 1 cannot go on, so none can: no file"):
         run_together(lambda: 3)
     with pytest.raises(ZeroDivisionError):
         run_together(lambda: 1 // 0)
 
 
 def test_batches_go_on_empty_until_all_have_stopped(several: Callable[..., None]) -> None:
-    several(other_fails=False)
+    several(other_says="")
     asked = list[str]()
     batches = Batches(failing(), 0, lambda: asked.append("to stop"))
     assert [next(batches) for _ in range(4)] == [1, 0, 0, 0] and asked == ["to stop"]

@@ -1,0 +1,116 @@
+"""`jaxpar launch` and `jaxpar sweep`: the words of each, and what it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpar.base.config import check
+from jaxpar.base.console import console
+from jaxpar.base.errors import UserError, suggest
+from jaxpar.cli.arguments import ConfigArgs, config_args
+from jaxpar.launch.scripts import Placement, script
+from jaxpar.rehearse.targets import load_target
+
+
+@dataclass(frozen=True)
+class RayArgs(ConfigArgs):
+    """Processes of one run on this machine or on a Ray cluster, which start again together when one has died."""
+
+    workers: int = 0
+    """Processes on simulated CPU devices, which share those of the mesh."""
+    target: str = ""
+    """The TPUs or GPUs of the cluster to run on, a process for each host: docs/targets.md lists the names."""
+    max_failures: int = 0
+    """How often they start again after a crash."""
+    run: str = ""
+    """Run folder, on storage that all hosts share; empty = runs/NAME, or the one that the config came from."""
+    address: str = ""
+    """The cluster's; empty = $RAY_ADDRESS, or this machine alone where that is not set."""
+
+
+@dataclass(frozen=True)
+class ScriptArgs(Placement, ConfigArgs):
+    """A script or manifest that starts a run, on standard output."""
+
+
+@dataclass(frozen=True)
+class SweepArgs(ConfigArgs):
+    """A run for every combination of some settings, on this machine or on a Ray cluster."""
+
+    over: tuple[str, ...] = ()
+    """The settings, each with its values: mesh.tensor=1,2,4 train.learning_rate=1e-3,3e-4"""
+    run: str = ""
+    """Folder of the runs, the table and the picture; empty = runs/NAME_sweep."""
+    per_trial: int = 0
+    """CPUs, GPUs or TPU chips that each run has, by mesh.platform; 0 = all that one machine has."""
+    address: str = ""
+    """The Ray cluster's; empty = $RAY_ADDRESS, or this machine alone where that is not set."""
+
+
+KINDS = {
+    "ray": "start and restart processes here, on a Ray cluster or under KubeRay",
+    "slurm": "print a batch script for sbatch",
+    "gke": "print a JobSet or a RayJob for kubectl",
+    "tpu-vm": "print a bash script that uses gcloud",
+    "skypilot": "print a task for sky jobs launch",
+}
+
+
+def launch_words(words: list[str], run_folder: Callable[[str], Path]) -> int:
+    """The `launch` command: a run, or a script on standard output; its exit code.
+
+    Raises:
+      UserError: the words name no kind of launch, or it cannot be done.
+    """
+    if not words or words[0] in ("-h", "--help", "help"):
+        print("usage: jaxpar launch KIND CONFIG ...   (jaxpar launch KIND --help lists its flags)\n")
+        print("\n".join(f"  {kind:<8}  {text}" for kind, text in KINDS.items()))
+        return 0
+    kind, *rest = words
+    if kind not in KINDS:
+        raise UserError(f"no launch {kind!r}{suggest(kind, KINDS)}: jaxpar launch --help lists them")
+    usage = f"jaxpar launch {kind} CONFIG [--target T] [--run DIR] [--section.key value ...]"
+    if kind != "ray":
+        name, args = config_args(usage, ScriptArgs, rest)
+        print(script(kind, name, args.config, args), end="")
+        return 0
+    from jaxpar.launch.gang import launch
+
+    name, args = config_args(usage, RayArgs, rest)
+    if args.workers and args.target:
+        raise UserError("--workers has no effect: a target has a process for each of its hosts")
+    target = load_target(args.target) if args.target else None
+    folder = Path(args.run) if args.run else run_folder(name)
+    launch(args.config, folder, args.workers, target, args.max_failures, args.address)
+    return 0
+
+
+def sweep_words(usage: str | None, words: list[str]) -> int:
+    """The `sweep` command: runs, their table and picture; its exit code, 1 where no run was done."""
+    from jaxpar.launch.sweep import grid, results_table, sweep
+
+    over, rest = split_over(words)
+    name, args = config_args(usage, SweepArgs, rest)
+    trials: dict[str, Any] = {}
+    for settings in grid(over):
+        try:
+            trials[" ".join(settings)] = check(config_args(usage, SweepArgs, [*rest, *settings])[1].config)
+        except UserError as error:
+            trials[" ".join(settings)] = error
+    folder = Path(args.run or f"runs/{Path(name).stem}_sweep")
+    results = sweep(trials, folder, args.per_trial, args.address)
+    console().print(results_table(results))
+    console().print(f"wrote {folder / 'results.csv'} and {folder / 'results.png'}")
+    return int(all(trial.error for trial in results))
+
+
+def split_over(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words that follow `--over`, up to the next flag, and all others."""
+    if "--over" not in words:
+        return [], words
+    begin = words.index("--over")
+    end = next((i for i in range(begin + 1, len(words)) if words[i].startswith("-")), len(words))
+    return words[begin + 1 : end], words[:begin] + words[end:]

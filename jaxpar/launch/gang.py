@@ -1,0 +1,245 @@
+"""Several processes of one run under Ray Train, which starts all of them again when one has died."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import jax
+
+from jaxpar.base.config import RESOLVED, Config, check, parse
+from jaxpar.base.console import console
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import devices_needed
+from jaxpar.base.processes import run_together
+from jaxpar.base.runtime import start, write_whole
+from jaxpar.base.toml import to_toml
+from jaxpar.launch.local import train_config
+from jaxpar.rehearse.targets import Target, check_mesh
+
+if TYPE_CHECKING:
+    from ray.util.queue import Queue
+
+_SETTINGS = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a process that reports a row waits until Ray has read the one before
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour that Ray's warning says will come
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is ours
+}
+
+
+@contextmanager
+def ray_started(address: str, cpus: int = 0) -> Iterator[tuple[Any, str, Queue]]:
+    """Give Ray, connected to a cluster or started on this machine, a folder for its records, and a queue: what is put
+    there, anywhere in the cluster, is a line on this screen. Ray's own log is kept from it.
+
+    Args:
+      address: the cluster's, as `ray.init` takes it; empty = $RAY_ADDRESS, or this machine if that is not set.
+      cpus: how many processes shall have a place on this machine.
+
+    Raises:
+      UserError: Ray is not installed, or the cluster cannot be reached.
+    """
+    for key, value in _SETTINGS.items():
+        os.environ.setdefault(key, value)
+    try:
+        import ray.train
+        import ray.tune
+        from ray.util.queue import Queue
+    except ImportError as error:
+        raise UserError(f"this needs Ray, and {error}: pip install 'jaxpar[ray]'") from error
+    address = address or os.environ.get("RAY_ADDRESS", "local")
+    with tempfile.TemporaryDirectory() as folder:
+        here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False} if address == "local" else {}
+        os.environ.setdefault("TPU_LOG_DIR", folder)  # or Ray reads all that libtpu has ever logged on this machine
+        try:
+            ray.init(address, log_to_driver=False, logging_level="ERROR", **here)
+        except ConnectionError as error:
+            raise UserError(f"no Ray cluster at {address}: {str(error).splitlines()[0]}") from error
+        try:
+            lines = Queue()
+            printing = Thread(target=_print_lines, args=(lines,), daemon=True)
+            printing.start()
+            yield ray, folder, lines
+            lines.put(None)
+            printing.join()
+        finally:
+            ray.shutdown()
+
+
+def launch(
+    config: Config, folder: Path, workers: int = 0, target: Target | None = None, max_failures: int = 0,
+    address: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """Train a config in several processes, which start again together from the last checkpoint when one has died.
+
+    Args:
+      config: the experiment. Its mesh is over all processes.
+      folder: the run folder, on storage that all hosts share.
+      workers: processes on simulated CPU devices. With a target there is one for each of its hosts.
+      target: the TPU slices or GPU nodes of the cluster to run on; None = CPU.
+      max_failures: how often they start again after a crash. What the user must mend is not tried again.
+      address: see `ray_started`.
+
+    Returns:
+      The step that the run reached, and its last losses, as the first process returned them to Ray.
+
+    Raises:
+      UserError: see `jaxpar.train.run`; or the processes died more often than `max_failures`.
+    """
+    platform = {"tpu": "tpu", "cuda": "gpu"}[target.platform] if target else "cpu"
+    config = check(replace(config, mesh=replace(config.mesh, platform=platform, distributed=True)))
+    if target:
+        check_mesh(config.mesh, target)
+    elif workers < 1:
+        raise UserError("how many processes? --workers 2 for CPU devices of a mesh, or --target for TPUs or GPUs")
+    elif devices_needed(config.mesh) % workers:
+        raise UserError(f"--workers {workers} does not divide the {devices_needed(config.mesh)} devices of the mesh")
+    with ray_started(address, workers) as (ray, records, lines):
+        from ray.train.v2.jax import JaxTrainer
+
+        train = ray.train
+        job = {
+            "config": to_toml(config, RESOLVED), "folder": folder.absolute(), "here": os.getcwd(), "mark": uuid4().hex,
+            "lines": lines,
+        }  # fmt: skip
+        trainer = JaxTrainer(
+            _work,
+            train_loop_config=job,
+            scaling_config=train.ScalingConfig(**_places(target, workers)),
+            run_config=train.RunConfig(
+                storage_path=records,
+                failure_config=train.FailureConfig(max_failures=max_failures),
+                callbacks=[_tell_of_failures(lines)],
+            ),
+        )
+        try:
+            found = trainer.fit().return_value
+        except train.TrainingFailedError as error:
+            raise UserError(f"the run broke off, and {max_failures} restarts were allowed (--max-failures)") from error
+        except SystemExit as stop:  # Ray's handler of Ctrl-C ends the processes, then the program with code 0
+            raise KeyboardInterrupt from stop
+    if "error" in found:
+        raise UserError(found["error"])
+    return found
+
+
+def _print_lines(lines: Queue) -> None:
+    """Print what processes say until one says None, or Ray ends."""
+    out = console()
+    while True:
+        try:
+            line = lines.get()
+        except Exception:
+            return
+        if line is None:
+            return
+        out.print(line)
+
+
+def _tell_of_failures(lines: Queue) -> Any:
+    """Make what Ray calls when processes have failed: it says which, with the last line of what they said."""
+    from ray.train import UserCallback
+
+    class Failures(UserCallback):
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            for rank, error in sorted(worker_exceptions.items()):
+                lines.put(f"process {rank} failed: {str(error).strip().splitlines()[-1][:200]}")
+
+    return Failures()
+
+
+class _Lines(io.TextIOBase):
+    """A standard output whose lines go to a queue."""
+
+    def __init__(self, lines: Queue):
+        self._lines, self._rest = lines, ""
+
+    def write(self, text: str) -> int:
+        *whole, self._rest = (self._rest + text).split("\n")
+        for line in whole:
+            self._lines.put(line)
+        return len(text)
+
+
+def _places(target: Target | None, workers: int) -> dict[str, Any]:
+    """Say how many processes there are, and what each has, in the words of `ray.train.ScalingConfig`."""
+    if target is None:
+        return {"num_workers": workers}
+    name = target.platform.upper().replace("CUDA", "GPU")
+    places: dict[str, Any] = {"num_workers": target.hosts, "resources_per_worker": {name: math.prod(target.host_shape)}}
+    if name == "GPU":
+        return places | {"use_gpu": True}
+    kind = "TPU-" + target.vendor_name.partition("-")[0].upper()
+    return places | {"use_tpu": True, "topology": target.topology, "accelerator_type": kind}
+
+
+def _work(job: dict[str, Any]) -> dict[str, Any]:
+    """What each process does; Ray hands the first one's dict back. A mistake of the user's is returned, not raised:
+    Ray would start all processes again."""
+    import ray.train
+
+    config, folder, context = parse(job["config"], "the config"), job["folder"], ray.train.get_context()
+    if Path(job["here"]).is_dir():
+        os.chdir(job["here"])  # where paths of data are relative to
+    try:
+        if config.mesh.platform == "cpu":
+            _say_who(context.get_world_rank(), context.get_world_size())
+        start(config.mesh, config.compile.cache)
+        with redirect_stdout(_Lines(job["lines"])):
+            _require_shared(folder, job["mark"])
+            result = train_config(config, folder, report=lambda step, row: ray.train.report({"step": step, **row}))
+        return {"step": result.step, "loss": result.loss, "val_loss": result.val_loss}
+    except UserError as error:
+        return {"error": str(error)}
+    finally:
+        if config.mesh.platform == "cpu":
+            jax.distributed.shutdown()
+
+
+def _say_who(rank: int, count: int) -> None:
+    """Set what `base.runtime.start` joins by; on TPUs and GPUs Ray has joined the processes already."""
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.util import get_node_ip_address
+
+    address = ""
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            address = f"{get_node_ip_address()}:{free.getsockname()[1]}"
+    address = broadcast_from_rank_zero(address)
+    os.environ |= {
+        "JAX_COORDINATOR_ADDRESS": str(address), "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(rank),
+    }  # fmt: skip
+
+
+def _require_shared(folder: Path, mark: str) -> None:
+    """Check that all processes see a file that the first writes beside the run folder: `mark` makes its name unique."""
+    file, first = folder.parent / f".{folder.name}.{mark}", jax.process_index() == 0
+
+    def look() -> None:
+        if not file.exists():
+            raise UserError(
+                f"host {socket.gethostname()} does not see what process 0 writes in {folder.parent}: give --run on "
+                "storage that all hosts share"
+            )
+
+    run_together(lambda: write_whole(file, "") if first else None)
+    try:
+        run_together(look)
+    finally:
+        if first:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,178 @@
+"""A run for every combination of some settings, under Ray Tune, and what came of them: a table, a file, a picture."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from jaxpar.base.config import RESOLVED, Config, parse
+from jaxpar.base.console import count_text
+from jaxpar.base.errors import UserError
+from jaxpar.base.toml import to_toml
+from jaxpar.launch.gang import ray_started
+from jaxpar.launch.local import train_config
+from jaxpar.train.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How the run of one combination of settings ended: losses in nats a token, medians of its rates."""
+
+    settings: str
+    """`mesh.tensor=2 train.learning_rate=1e-3`."""
+    loss: float | None = None
+    val_loss: float | None = None
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    error: str = ""
+    """Why the config was refused, or what the run broke off with."""
+
+
+def grid(over: Sequence[str]) -> list[list[str]]:
+    """Return every combination of `["mesh.tensor=1,2", ...]`, as settings: `[["mesh.tensor=1", ...], ...]`.
+
+    Raises:
+      UserError: a word names no values, or there is none.
+    """
+    axes = []
+    for word in over:
+        key, equals, values = word.partition("=")
+        if not (equals and values and "." in key):
+            raise UserError(f"--over takes settings with their values, as in mesh.tensor=1,2,4: found {word!r}")
+        axes.append([f"{key}={value}" for value in re.split(r",(?![^\[(]*[\])])", values)])
+    if not axes:
+        raise UserError("over which settings? --over mesh.tensor=1,2,4 train.learning_rate=1e-3,3e-4")
+    return [list(combination) for combination in itertools.product(*axes)]
+
+
+def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int = 0, address: str = "") -> list[Trial]:
+    """Train each config in a folder of its own under `folder`; write `results.csv` and `results.png` there.
+
+    Args:
+      trials: for each combination of settings its config, or why there is none.
+      folder: storage that all machines of the cluster share. Runs that are in it go on.
+      per_trial: CPUs, GPUs or TPU chips of a run; 0 = all that one machine has.
+      address: see `jaxpar.launch.gang.ray_started`.
+
+    Raises:
+      UserError: Ray is not here, or has too few chips.
+    """
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {settings: Trial(settings, error=str(e)) for settings, e in trials.items() if isinstance(e, UserError)}
+    jobs = {
+        settings: {"config": to_toml(config, RESOLVED), "folder": str(folder / _name(settings)), "here": os.getcwd()}
+        for settings, config in trials.items() if isinstance(config, Config)
+    }  # fmt: skip
+    on_cpu = all(config.mesh.platform == "cpu" for config in trials.values() if isinstance(config, Config))
+    with ray_started(address) as (ray, records, lines):
+        from ray import tune
+
+        def run(chosen: dict[str, str]) -> None:
+            tune.report(asdict(_run(chosen["settings"], jobs[chosen["settings"]], lines)))
+
+        tuner = tune.Tuner(
+            tune.with_resources(run, _resources(ray, on_cpu, per_trial)),
+            param_space={"settings": tune.grid_search(list(jobs))},
+            run_config=tune.RunConfig(storage_path=records, verbose=0),
+        )
+        for result in tuner.fit() if jobs else ():
+            settings = result.config["settings"]
+            known = {key: result.metrics.get(key) for key in Trial.__dataclass_fields__}
+            last = str(result.error).strip().splitlines()[-1] if result.error else ""
+            found[settings] = Trial(settings, error=last) if last else Trial(**known)
+    results = [found[settings] for settings in trials]
+    with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.DictWriter(file, list(Trial.__dataclass_fields__))
+        table.writeheader()
+        table.writerows(map(asdict, results))
+    from jaxpar.show.figures import save_figure  # matplotlib, which no run waits for
+
+    rows = {trial.settings: read_metrics(folder / _name(trial.settings)) for trial in results}
+    save_figure(_figure(results, rows), folder / "results.png")
+    return results
+
+
+def _name(settings: str) -> str:
+    return re.sub(r"[^\w.=-]+", "_", settings)
+
+
+def _resources(ray: Any, on_cpu: bool, count: int) -> dict[str, int]:
+    """What Ray shall keep for a run: `count` CPUs, GPUs or TPU chips, or those of the largest machine."""
+    kinds = ["CPU"] if on_cpu else ["TPU", "GPU", "CPU"]
+    kind = next(kind for kind in kinds if ray.cluster_resources().get(kind))
+    most = int(max(node["Resources"].get(kind, 0) for node in ray.nodes()))
+    if count > most:
+        raise UserError(f"--per-trial {count}: no machine of the Ray cluster has more than {most} {kind}s")
+    return {kind.replace("CPU", "cpu").replace("GPU", "gpu"): count or most}
+
+
+def _run(settings: str, job: dict[str, str], lines: Any) -> Trial:
+    """What the process of one combination does."""
+    if Path(job["here"]).is_dir():
+        os.chdir(job["here"])  # where paths of data are relative to
+    folder = Path(job["folder"])
+    try:
+        train_config(parse(job["config"], "the config"), folder)
+    except UserError as error:
+        lines.put(f"{settings}: {error}")
+        return Trial(settings, error=str(error))
+    rows = read_metrics(folder)
+    last = {key: value for row in rows for key, value in row.items()}
+    rates = {key: [row[key] for row in rows if key in row] for key in ("tokens_per_second", "step_seconds")}
+    trial = Trial(
+        settings, last.get("loss"), last.get("final_val_loss", last.get("val_loss")),
+        **{key: median(values[1:] or values) for key, values in rates.items() if values},  # the first is of the start
+    )  # fmt: skip
+    lines.put(f"{settings}: loss {trial.loss:.4f}, {count_text(trial.tokens_per_second or 0)} tok/s")
+    return trial
+
+
+def results_table(results: Sequence[Trial]) -> Table:
+    """The table of a sweep, a row for each combination."""
+    keys = [word.partition("=")[0] for word in results[0].settings.split(" ")]
+    table = Table(*keys, "loss", "validation", "tok/s", "step", "refused or failed", box=None, pad_edge=False)
+    forms = ("{:.4f}", "{:.4f}", "{:,.0f}", "{:.3f} s")
+    for trial in results:
+        numbers = (trial.loss, trial.val_loss, trial.tokens_per_second, trial.step_seconds)
+        shown = [form.format(x) if x is not None else "" for form, x in zip(forms, numbers, strict=True)]
+        table.add_row(*(word.partition("=")[2] for word in trial.settings.split(" ")), *shown, trial.error)
+    return table
+
+
+def _figure(results: Sequence[Trial], rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
+    """Draw the loss of each run by step, and beside it how fast each was."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    done = [trial for trial in results if not trial.error]
+    figure = Figure(figsize=(10, 2.4 + 0.35 * max(len(done), 5)), dpi=120, layout="constrained")
+    curves, bars = figure.subplots(1, 2, width_ratios=(4, 3))
+    for place, trial in enumerate(done):
+        behind = 1 - place / max(len(done) - 1, 1)  # the first curves are the widest: one that later ones cover is seen
+        color = matplotlib.colormaps["viridis"](0.9 - 0.9 * behind)
+        points = [(row["step"], row["loss"]) for row in rows[trial.settings] if "loss" in row]
+        curves.plot(*zip(*points, strict=True), color=color, linewidth=1.2 + 4 * behind)
+        label = bars.barh(place, rate := trial.tokens_per_second or 0, color=color, height=0.6)
+        bars.bar_label(label, [f" {rate:,.0f}"])
+    names = [trial.settings.replace(" ", "\n") for trial in done]
+    curves.set(xlabel="step", ylabel="training loss (nats a token)")
+    curves.grid(alpha=0.25)
+    bars.set(xlabel="tokens a second", yticks=range(len(done)), yticklabels=names, xticks=[])
+    bars.margins(x=0.2)
+    bars.invert_yaxis()
+    for axes in (curves, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

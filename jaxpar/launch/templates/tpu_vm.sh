@@ -1,0 +1,44 @@
+#!/bin/bash
+# Trains {{config}} on {{target}}: a slice of {{hosts}} TPU VMs. Run it where gcloud is set up; it waits for the end:
+#
+#   PROJECT=my-project ZONE=us-east5-a SHARE=10.0.0.2:/share bash job.sh
+#
+# SHARE is an NFS share, such as Filestore's, in the slice's network: the run folder is there, and outlives the slice.
+set -euo pipefail
+: "${PROJECT:?the Google Cloud project}" "${ZONE:?the zone, such as us-east5-a}" "${SHARE:?an NFS share, HOST:/PATH}"
+name={{name}}
+where=(--project="$PROJECT" --zone="$ZONE")
+queue=(gcloud compute tpus queued-resources)
+train={{quoted_command}}
+
+state() { "${queue[@]}" describe "$name" "${where[@]}" --format='value(state.state)' 2>/dev/null || true; }
+on_hosts() { gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="$2"; }
+send_to_hosts() { gcloud compute tpus tpu-vm scp "$1" "$name:$2" "${where[@]}" --worker=all; }
+release() { "${queue[@]}" delete "$name" "${where[@]}" --force --quiet; }
+
+create() {
+  "${queue[@]}" create "$name" "${where[@]}" --node-id="$name" {{spot}} \
+    --accelerator-type={{slice}} --runtime-version={{runtime}}
+  until [[ $(state) == ACTIVE ]]; do
+    case $(state) in FAILED | SUSPENDED) return 1 ;; esac
+    sleep 30
+  done
+  {{copy_config}}
+  on_hosts all "sudo mkdir -p {{storage}} && sudo mount -t nfs $SHARE {{storage}} && sudo chmod a+rwx {{storage}} &&
+    {{setup}}"
+}
+
+trap release EXIT  # the slice is paid for by the second
+create
+for ((failures = 0; ; failures++)); do
+  # ssh to several hosts does not hand on their exit code, so each keeps it
+  on_hosts all "$train; echo \$? > /tmp/jaxpar_code" || true
+  code=$(on_hosts 0 "cat /tmp/jaxpar_code") || code=255
+  case $code in 0 | 2) exit "$code" ;; esac  # at its last step; or there is something for you to change
+  if [[ $(state) != ACTIVE ]]; then          # preempted: another slice goes on from the last checkpoint
+    release
+    create
+    ((failures--)) || true
+  fi
+  ((failures < {{max_failures}})) || exit "$code"
+done
