@@ -146,10 +146,9 @@ class _OfDistance(Mask):
 
 def _distance_states(mask: Mask, tiles: Tiles) -> Places:
     """The exact states of a mask, or of a combination of masks, in which only d counts: every d is looked at once."""
-    least, most = tiles._replace(q_start=0, k_start=0).ahead()
-    first = np.min(least)
-    seen = mask.visible(np.arange(first, np.max(most) + 1) + (tiles.q_start - tiles.k_start), 0)
-    xp = numpy_for(seen)
+    (least, most), ahead = tiles._replace(q_start=0, k_start=0).ahead(), tiles.q_start - tiles.k_start
+    first, xp = np.min(least), numpy_for(ahead)
+    seen = mask.visible(xp.arange(first, np.max(most) + 1) + ahead, 0)
     before = xp.concatenate([np.zeros(1, np.int32), xp.cumsum(seen, dtype=np.int32)])
     count = before[most - first + 1] - before[least - first]
     return _state(count > 0, count == most - least + 1)
