@@ -86,7 +86,7 @@ def test_states_are_those_of_the_dense_mask(mask: Mask, tiles: Tiles) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(MASKS, TILES)
 def test_places_known_at_run_time_only_give_the_same_or_partial(mask: Mask, tiles: Tiles) -> None:
     """As where they are known before."""
@@ -104,7 +104,7 @@ def ids(seed: int, B: int, S: int, rising: bool) -> np.ndarray:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(MASKS, TILES, st.integers(0, 99), st.booleans(), st.booleans())
 def test_ids_are_exact_where_they_rise_and_never_wrongly_empty(
     mask: Mask, tiles: Tiles, seed: int, rising: bool, on_device: bool

@@ -55,6 +55,7 @@ def test_what_a_stage_sends_travels_beside_its_compute() -> None:
     assert any("/forward/while" in name or "/forward/jvp(loss)" in name for name in beside)
 
 
+@pytest.mark.long
 def test_stages_on_four_slices_send_beside_their_compute() -> None:
     (body,) = rounds(compiled("v5p-4x4", {"mesh.dcn.stage": 4}))
     rows = SMALL["data.seq_len"] // SMALL["mesh.tensor"]

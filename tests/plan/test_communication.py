@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import pytest
-from tiers import some
 from traced_steps import config_of, staged
 
 from jaxpar.base.activation_names import Keep
@@ -191,7 +190,12 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", some(PLANS, 4))
+FAST, SLOW = ("llama, fsdp x tensor", "experts"), ("llama, ring attention",)
+TIERS = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.long)
+         for name in PLANS]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TIERS)
 def test_what_is_sent_again_is_what_the_step_then_sends_more(name):
     """Beside whole steps that keep everything, and everything but one activation."""
     config = override(PLANS[name], {"memory.policy": "full"})
