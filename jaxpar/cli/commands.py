@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,9 +26,6 @@ class TrainArgs(ConfigArgs):
 @dataclass(frozen=True)
 class VerifyArgs(ConfigArgs):
     """Loss and every gradient of a config's plan against one device, on a small model of the same kind."""
-
-    json: bool = False
-    """Print one JSON object."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +82,15 @@ def train_command(words: list[str]) -> int:
 
 
 def verify_command(words: list[str]) -> int:
-    """jaxpar verify CONFIG [--on MESH] [--json] [--section.key value ...]"""
+    """jaxpar verify CONFIG [--on MESH] [--section.key value ...]"""
     from jaxpar.verify.of_config import verify
     from jaxpar.verify.report import table
 
     _, args = config_args(verify_command.__doc__, VerifyArgs, words)
     out = console()
-    found = verify(args.config, say=(lambda line: None) if args.json else out.print)
-    if args.json:
-        out.print(json.dumps(found.as_json()))
-    else:
-        out.print(table(found.checks))
-        out.print(str(found))
+    found = verify(args.config, say=out.print)
+    out.print(table(found.checks))
+    out.print(str(found))
     return 0 if found.equal else 1
 
 

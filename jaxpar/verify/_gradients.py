@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import PyTree
 from jaxpar.verify.comparison import Answer, answer_of, compare, relative_error
-from jaxpar.verify.explain import Alteration, explain, misplaced_shards, shards
+from jaxpar.verify.explain import explain, misplaced_shards, shards
 from jaxpar.verify.report import Verdict
 
 _LEAST, _NOISE, _MOST = 1e-5, 4.0, 1e-3
@@ -32,7 +32,6 @@ def gradients(
     shardings: tuple[PyTree, PyTree],
     *,
     tolerance: float | None = None,
-    mistakes: Mapping[str, Loss] | None = None,
 ) -> Verdict:
     """Compare the loss and every gradient of a sharded program with those of a plain function on one device.
 
@@ -50,8 +49,6 @@ def gradients(
       tolerance: the largest relative error allowed in the loss and in each gradient. None = float32: 1e-5, or up to
         1e-3 for a gradient that is more sensitive to rounding of the parameters and the batch. A program that computes
         in bfloat16 is off by about 1e-2.
-      mistakes: other references to compare a wrong gradient with. Each key says what the mistake would be, such as
-        `"positions start at 0 on every shard"`.
 
     Raises:
       UserError: the shardings are not NamedShardings of one mesh, or the loss is not a scalar.
@@ -59,8 +56,8 @@ def gradients(
     params, batch = (jax.tree.map(np.asarray, tree) for tree in (params, batch))
     placed = jax.tree.broadcast(shardings, (params, batch))
     device = _mesh_of(placed).devices.flat[0]
-    one, params_there = _on_one_device(reference, device), jax.device_put(params, device)
-    run = partial(one, params_there)
+    one = _on_one_device(reference, device)
+    run = partial(one, jax.device_put(params, device))
     want = run(batch)
     got = _under_test(loss, *jax.device_put((params, batch), placed))
     if tolerance is None:
@@ -71,13 +68,7 @@ def gradients(
     verdict = compare(got, want, limits, max(limits.values()))
     if not verdict.wrong:
         return verdict
-
-    def altered() -> Iterator[Alteration]:
-        yield from misplaced_shards(batch, placed[1], run)
-        for what, other in (mistakes or {}).items():
-            yield "as given", what, _on_one_device(other, device)(params_there, batch).grads
-
-    return explain(verdict, got, want, run, shards(batch, placed[1]), altered)
+    return explain(verdict, got, want, run, shards(batch, placed[1]), lambda: misplaced_shards(batch, placed[1], run))
 
 
 def _on_one_device(function: Loss, device: jax.Device) -> Callable[[PyTree, PyTree], Answer]:

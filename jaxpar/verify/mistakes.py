@@ -22,8 +22,8 @@ _LARGEST_FACTOR = 64  # the largest denominator of a factor that is written as a
 
 
 Kind = Literal[
-    "zero", "sign", "sum doubled", "sum missing", "microbatch", "scaled", "permuted", "transposed", "mask", "documents",
-    "mean", "shard", "as given", "copies", "rounding", "not finite", "unknown",
+    "zero", "sign", "sum doubled", "sum missing", "microbatch", "scaled", "permuted", "mask", "documents",
+    "mean", "shard", "copies", "rounding", "not finite", "unknown",
 ]  # fmt: skip
 """The name of a kind of mistake; docs/verify.md says what each one means."""
 Guess = tuple[Kind, str, np.ndarray]
@@ -128,9 +128,6 @@ def _guesses(evidence: Evidence) -> Iterator[Guess]:
     yield "zero", "zero", np.zeros_like(want)
     yield from _factor(evidence)
     yield from _best_permutations(evidence)
-    for a, b in itertools.combinations(range(want.ndim), 2):
-        if want.shape[a] == want.shape[b] > 1:
-            yield "transposed", f"the reference with dims {a} and {b} exchanged", want.swapaxes(a, b)
     yield from evidence.guesses
 
 
@@ -138,16 +135,15 @@ def _factor(evidence: Evidence) -> Iterator[Guess]:
     """Yield the factor that fits best: as the meaningful number that it is near, if any, and as it is."""
     got, want = _wide(evidence.got), _wide(evidence.want)
     factor = float(np.vdot(got, want) / max(float(np.vdot(want, want)), 1e-300))
-    for value, inverse in ((factor, False), (1 / factor if factor else math.inf, True)):
-        number, names = _name_factor({**evidence.axis_sizes, **evidence.sizes}, value)
-        summed = [name for name in names if name in evidence.axis_sizes]
-        if names and inverse:
-            says = f"1/{number} of the reference, one over the size of {_or(names)}: a mean in place of a sum?"
-            yield "scaled", says, evidence.want / np.float32(number)
-        elif names:
-            says = f"{number} times the reference, the size of {_or(summed or names)}"
-            says += ", as if summed over it once more" if summed else ""
-            yield "sum doubled" if summed else "scaled", says, evidence.want * np.float32(number)
+    sizes, whole = {**evidence.axis_sizes, **evidence.sizes}, evidence.want * np.float32(round(factor))
+    if names := _of_size(evidence.axis_sizes, factor):
+        says = f"{factor:.0f} times the reference, the size of {names}, as if summed over it once more"
+        yield "sum doubled", says, whole
+    elif names := _of_size(sizes, factor):
+        yield "scaled", f"{factor:.0f} times the reference, the size of {names}", whole
+    if factor and (names := _of_size(sizes, 1 / factor)):
+        says = f"1/{1 / factor:.0f} of the reference, one over the size of {names}: a mean in place of a sum?"
+        yield "scaled", says, evidence.want / np.float32(round(1 / factor))
     number = Fraction(factor).limit_denominator(_LARGEST_FACTOR)
     if number == -1:
         yield "sign", "minus the reference", -evidence.want
@@ -156,18 +152,11 @@ def _factor(evidence: Evidence) -> Iterator[Guess]:
     yield "scaled", f"{factor:.6g} times the reference", evidence.want * np.float32(factor)
 
 
-def _name_factor(sizes: Mapping[str, int], value: float) -> tuple[int, list[str]]:
-    """Return the whole number that a factor is near, and the sizes, or else products of two sizes, that equal it."""
-    if not math.isfinite(value) or value < 1.5 or abs(value / round(value) - 1) > _NEAR:
-        return 0, []
-    number = round(value)
-    products = [f"{a} x {b}" for (a, m), (b, n) in itertools.combinations(sizes.items(), 2) if m * n == number]
-    return number, [name for name, size in sizes.items() if size == number] or products
-
-
-def _or(names: Sequence[str]) -> str:
-    """Join names as `a`, `a or b`, or `a, b or c`."""
-    return " or ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
+def _of_size(sizes: Mapping[str, int], value: float) -> str:
+    """Name the sizes, or products of two sizes, that a factor is near: `data or fsdp`; empty if it is near none."""
+    products = {f"{a} x {b}": m * n for (a, m), (b, n) in itertools.combinations(sizes.items(), 2)}
+    near = {name for name, size in {**sizes, **products}.items() if size > 1 and abs(value / size - 1) <= _NEAR}
+    return " or ".join(name for name in sizes if name in near) or " or ".join(sorted(near))
 
 
 def _best_permutations(evidence: Evidence) -> Iterator[Guess]:

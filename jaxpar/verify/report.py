@@ -1,8 +1,7 @@
-"""Reports what a comparison found: a row for each parameter, a table, a line of text, and JSON."""
+"""Reports what a comparison found: a row for each parameter, a table and a line of text."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,17 +106,6 @@ class Verdict:
         console().print(table([self]))
         console().print(str(self))
 
-    def as_json(self) -> dict[str, object]:
-        """Return the comparison for JSON; an error that is not finite becomes the string "inf"."""
-
-        def of_row(row: GradientRow) -> dict[str, object]:
-            finding = row.finding and row.finding._asdict() | {"fits": row.finding.fits}
-            return row._asdict() | {"error": _number(row.error), "ok": row.ok, "finding": finding}
-
-        numbers = {name: _number(getattr(self, name)) for name in ("loss", "loss_error")}
-        known = {name: getattr(self, name) for name in ("name", "reference_loss", "loss_tolerance", "tokens_agree")}
-        return known | numbers | {"ok": self.equal, "parameters": [of_row(row) for row in self.rows]}
-
 
 def table(verdicts: Sequence[Verdict]) -> Table:
     """Return a table of the loss and every parameter: each error and tolerance, and the kind of the first mistake."""
@@ -142,7 +130,3 @@ def _errors(error: float, tolerance: float) -> tuple[str, str]:
 
 def _sizes(row: GradientRow) -> str:
     return " x ".join(map(str, row.shape))
-
-
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else "inf"

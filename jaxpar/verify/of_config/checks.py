@@ -65,27 +65,6 @@ class Verification:
         names, count = ", ".join(check.name for check in self.checks), len(self.checks[0].rows)
         return f"EQUAL: loss and {count} gradients on {on} as on one device; {names}; {self.seconds:.0f} s"
 
-    def as_json(self) -> dict[str, object]:
-        """Return the whole result for `--json`, which docs/verify.md describes."""
-        failed, config, devices = self.first_difference, self.setup.config, self.setup.devices
-        return {
-            "equal": self.equal,
-            "verdict": str(self),
-            "first": failed.wrong[0].name if failed and failed.wrong else None,
-            "nearest_to_loss": failed.origin if failed else None,
-            "on_one_device": failed.on_one_device if failed else None,
-            "platform": devices[0].platform,
-            "device_kind": devices[0].device_kind,
-            "devices": len(devices),
-            "mesh": total_sizes(config.mesh),
-            "mesh_asked": total_sizes(self.setup.asked),
-            "notes": list(self.setup.notes),
-            "config": dataclasses.asdict(config),
-            "jax": jax.__version__,
-            "seconds": round(self.seconds, 2),
-            "checks": [check.as_json() for check in self.checks],
-        }
-
 
 def verify(
     config: Config,

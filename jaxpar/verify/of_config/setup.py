@@ -197,7 +197,7 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
         wanted = _attention(plan, config)
     found = ""
     for least in LEAST:
-        small, changes = shrink(config, mesh, least)
+        small, changed = shrink(config, mesh, least)
         with contextlib.suppress(UserError):  # the kernel that was asked for may not support small sizes
             found = _attention(plan, small)
         if found == wanted:
@@ -210,7 +210,7 @@ def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> 
         notes += [f"OTHER ATTENTION: {there} on {platform}, {wanted} here"] if there != wanted else []
     model = small.model
     _, fitted = fit_rules(config.rules, model.heads, model.kv_head_count, total_sizes(mesh))
-    return small, [*notes, *changes, *fitted]
+    return small, [*notes, changed, *fitted]
 
 
 def _attention(plan: Plan, config: Config, platform: str = "") -> str:

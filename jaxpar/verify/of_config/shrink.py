@@ -24,6 +24,7 @@ from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
 from jaxpar.base.plan import Pipeline
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, named_axes
+from jaxpar.base.toml import flatten
 from jaxpar.models.masks import shrink_mask
 from jaxpar.parallel.pipeline import layers_of, microbatches
 
@@ -32,6 +33,8 @@ _FEW = 4  # up to this many virtual stages have two layers each; if there are mo
 _VOCAB = 40  # the vocabulary tables have at least this many rows
 # What is left to choose is set to the form in which the most could go wrong; all forms give the same answer.
 _EXPLICIT = {"gather": "bidirectional", "scatter": "bidirectional", "domino": "on"}
+
+_SAID = ("model.", "data.seq_len", "train.accumulation", "overlap.", "pipeline.")
 
 Sizes = Mapping[MeshAxis, int]
 """The number of devices along each mesh axis."""
@@ -49,8 +52,8 @@ class Least(NamedTuple):
 LEAST = (Least(), Least(seq_len=513), Least(seq_len=128, head_dim=128, block=128))
 
 
-def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> tuple[Config, list[str]]:
-    """Return a config with a small model and batch on `mesh`, and the changes that were made, a sentence for each.
+def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> tuple[Config, str]:
+    """Return a config with a small model and batch on `mesh`, and a note of the changes.
 
     Steps, learning rate, data source and everything else that does not affect a gradient are reset to their defaults.
     """
@@ -74,7 +77,7 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> tuple[Con
         config, model=model, data=DataConfig(seq_len=seq_len, pack=config.data.pack), train=train, mesh=mesh,
         overlap=overlap, pipeline=pipeline, checkpoint=CheckpointConfig(), metrics=MetricsConfig(),
     )  # fmt: skip
-    return small, _notes(config, small, asked)
+    return small, _note(config, small)
 
 
 def asked_sizes(asked: MeshSpec, used: MeshSpec) -> dict[MeshAxis, int]:
@@ -208,22 +211,14 @@ def _narrow_model(
     )
 
 
-def _notes(config: Config, small: Config, asked: Sizes) -> list[str]:
-    """Return the changes that were made, a sentence for each."""
-    before, after = config.model, small.model
-    names = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab_size")
-    pairs = [(name, getattr(before, name), getattr(after, name)) for name in names]
-    pairs.append(("masks", ", ".join(_few_masks(before.masks)), ", ".join(after.masks)))
-    changed = ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old not in (0, new))
-    notes = [f"model shrunk: {changed}, sequence {config.data.seq_len} -> {small.data.seq_len}"]
-    piped = microbatches(config, asked) if pieces("stage", config.rules, asked) > 1 else small.pipeline.microbatches
-    others = [
-        ("model.dropout", before.dropout, after.dropout),
-        ("train.accumulation", config.train.accumulation, small.train.accumulation),
-        *((f"overlap.{name}", form, getattr(small.overlap, name)) for name, form in vars(config.overlap).items()),
-        ("pipeline.microbatches", piped, small.pipeline.microbatches),
-    ]
-    return notes + [f"{name} {old} -> {new}" for name, old, new in others if old != new]
+def _note(config: Config, small: Config) -> str:
+    """Say which settings of the model, and of what is done with it, the small config has otherwise."""
+    after = flatten(small)
+    changed = [
+        f"{key} {old} -> {after[key]}"
+        for key, old in flatten(config).items() if key.startswith(_SAID) and old != after[key]
+    ]  # fmt: skip
+    return f"model shrunk: {', '.join(changed)}"
 
 
 def _few_masks(masks: tuple[str, ...]) -> tuple[str, ...]:
