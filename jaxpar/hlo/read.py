@@ -161,7 +161,8 @@ class _Reader:
         if task.collective and not task.collective.groups:
             self.notes.append(f"{task.name}: between which devices, the text does not say")
         if task.kind == "kernel" and not task.flops:
-            self.notes.append(f"{task.name}: a kernel without a cost estimate, its FLOPs are not counted")
+            kernel = f"{task.name} ({instruction.target})"
+            self.notes.append(f"{kernel}: a kernel without a cost estimate, its FLOPs are not counted")
         finished = [operand for operand in operands if operand.start is None]
         position = into.add(replace(task, depends=tuple(sorted(_merge(finished).tasks))))
         made = Value(frozenset({position}))

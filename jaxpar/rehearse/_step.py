@@ -20,9 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import versions
 from jaxpar.hlo.origin import PackageDirs, own_dirs
-from jaxpar.hlo.tasks import walk
 from jaxpar.parallel.host_memory import lower_for
-from jaxpar.rehearse.cost.cost import seconds_by_basis
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.collectives import collective_rows
 from jaxpar.rehearse.report.drawing import timeline_of
@@ -30,7 +28,7 @@ from jaxpar.rehearse.report.refusal import refusal
 from jaxpar.rehearse.report.schema import SCHEMA, Line, Memory, Rehearsal, Time
 from jaxpar.rehearse.report.tables import seconds_text
 from jaxpar.rehearse.requested_collectives import Requested
-from jaxpar.rehearse.simulate import StepSimulation, simulate
+from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target, load_target
 from jaxpar.rehearse.timeline.timeline import TaskTime, Timeline
 from jaxpar.train.state_bytes import local_bytes
@@ -172,8 +170,9 @@ def report_of(
       dtype: the dtype of the matmuls; MFU and HFU are shares of its peak.
     """
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
-    simulation = simulate(compiled.text, compiled.mesh, compiled.target, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs)
-    program, timeline = simulation.program, simulation.timeline
+    timeline, assumed = simulate(
+        compiled.text, compiled.mesh, compiled.target, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs
+    )
     target, mesh, hardware = compiled.target, compiled.mesh, compiled.target.hardware
     peak = getattr(hardware.peak_flops, dtype) or hardware.peak_flops.bfloat16 or None
     collectives = collective_rows(timeline.tasks, requested, dict(mesh.shape))
@@ -195,12 +194,12 @@ def report_of(
         "mesh": {str(axis): size for axis, size in mesh.shape.items() if size > 1},
         "compile_seconds": compiled.seconds,
         "memory": taken,
-        "time": _time(simulation, tokens, model_flops / mesh.size, peak),
+        "time": _time(timeline, tokens, model_flops / mesh.size, peak),
         "lines": _lines(timeline.tasks),
         "collectives": collectives,
-        "timeline": timeline_of(program, timeline.events),
+        "timeline": timeline_of(timeline.events),
         "findings": lint.by_weight(found),
-        "notes": [*_notes(timeline), *program.notes, *simulation.costs.notes],
+        "notes": [*_notes(timeline), *assumed],
     }  # fmt: skip
 
 
@@ -217,15 +216,16 @@ def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:
     return names if len(names) == count else [f"argument {place}" for place in range(count)]
 
 
-def _time(simulation: StepSimulation, tokens: int, model_flops: float, peak: float | None) -> Time:
+def _time(timeline: Timeline, tokens: int, model_flops: float, peak: float | None) -> Time:
     """The step's seconds by what takes them, and its rates where FLOPs, tokens and the peak are known."""
-    timeline, seconds = simulation.timeline, simulation.timeline.seconds
+    seconds = timeline.seconds
     by_category: dict[str, float] = dict(timeline.busy)
     for kind in _MOVING:
         by_category[kind] = sum(row.seconds for row in timeline.tasks if row.task.kind == kind)
-    basis = seconds_by_basis(simulation.program, simulation.costs)
-    computed = sum(spent for kind, spent in basis.items() if kind not in ("link", "host link"))
-    done = sum(task.flops * count for task, count in walk(simulation.program.nodes))
+    computed = [row for row in timeline.tasks if row.task.kind not in _MOVING]
+    whole = sum(row.seconds for row in computed)
+    known = sum(row.seconds for row in computed if row.cost.basis == "cycles")
+    done = sum(row.task.flops * row.count for row in timeline.tasks)
     possible = peak * seconds if peak else 0.0
     found: Time = {
         "step": seconds,
@@ -237,7 +237,7 @@ def _time(simulation: StepSimulation, tokens: int, model_flops: float, peak: flo
         "mfu": model_flops / possible if possible and model_flops else None,
         "hfu": done / possible if possible else None,
         "by_category": {kind: spent for kind, spent in by_category.items() if spent},
-        "estimated_without_cycles": 1 - basis.get("cycles", 0.0) / computed if computed else 0.0,
+        "estimated_without_cycles": 1 - known / whole if whole else 0.0,
     }
     if tokens and seconds:
         found["tokens_per_second"] = tokens / seconds

@@ -9,9 +9,8 @@ from jax.sharding import Mesh
 
 from jaxpar.hlo.origin import PackageDirs
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Program
 from jaxpar.kernels.attention.libraries import kernel_cost
-from jaxpar.rehearse.cost.cost import Costs, price
+from jaxpar.rehearse.cost.cost import price
 from jaxpar.rehearse.link_costs import collective_time
 from jaxpar.rehearse.targets import Target, places
 from jaxpar.rehearse.timeline.timeline import Timeline, replay
@@ -20,9 +19,9 @@ from jaxpar.rehearse.timeline.timeline import Timeline, replay
 class StepSimulation(NamedTuple):
     """How a program runs on one device of a target."""
 
-    program: Program
-    costs: Costs
     timeline: Timeline
+    notes: tuple[str, ...]
+    """What was assumed."""
 
 
 def simulate(
@@ -44,4 +43,4 @@ def simulate(
     on_links = partial(collective_time, places=where, target=target)
     costs = price(program, target.hardware, on_links)
     timeline = replay(program, costs, drawn_trips=drawn_trips, most_events=most_events)
-    return StepSimulation(program, costs, timeline)
+    return StepSimulation(timeline, program.notes + costs.notes)

@@ -113,7 +113,9 @@ def test_kernels_with_and_without_a_cost_estimate() -> None:
     without = excerpt("tpu_kernel")
     splash = task(without.nodes, "splash_mha_fwd_residuals.1")
     assert splash.kind == "kernel" and splash.flops == 0 and splash.bytes > 3 * 2 * 4 * 1024 * 128 * 2
-    assert without.notes == ("splash_mha_fwd_residuals.1: a kernel without a cost estimate, its FLOPs are not counted",)
+    assert without.notes == (
+        "splash_mha_fwd_residuals.1 (tpu_custom_call): a kernel without a cost estimate, its FLOPs are not counted",
+    )
 
 
 def test_a_kernel_priced_by_who_knows_it() -> None:

@@ -267,7 +267,7 @@ def test_what_nobody_knows_is_kept_and_a_kernel_without_a_cost_is_told() -> None
   %x = f32[64]{0} frobnicate(%a)
   %y = f32[64]{0} frobnicate(%x)
   ROOT %z = f32[64]{0} custom-call(%y), custom_call_target="mystery\"""")
-    assert found.notes == ("z: a kernel without a cost estimate, its FLOPs are not counted",)
+    assert found.notes == ("z (mystery): a kernel without a cost estimate, its FLOPs are not counted",)
     assert [node.name for node in found.nodes] == ["x", "y", "z"]
 
 

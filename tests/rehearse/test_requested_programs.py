@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import pytest
-from tiers import needs_cuda, needs_libtpu
+from tiers import needs_cuda, needs_libtpu, some
 from traced_steps import Sent, asked_here, compiled, config_of, over, sent, staged
 
 from jaxpar.base.config import Config, MemoryConfig, load_config
@@ -184,16 +184,13 @@ def test_a_step_for_absent_gpus_sends_what_it_asks_for():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", dict(ABSENT))
-@pytest.mark.parametrize(
-    "target", [pytest.param("v5e-8", marks=pytest.mark.slow), pytest.param("v5p-8", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", some(dict(ABSENT), 2, pytest.mark.long))
+@pytest.mark.parametrize("target", some(("v5e-8", "v5p-8"), 2, pytest.mark.long))
 def test_more_steps_for_absent_tpus_send_what_they_ask_for(name, target):
     assert_compiles_as_asked(dict(ABSENT)[name], target)
 
 
 @needs_cuda
-@pytest.mark.slow
-@pytest.mark.parametrize("name", dict(ABSENT))
+@pytest.mark.parametrize("name", some(dict(ABSENT), 2, pytest.mark.long))
 def test_more_steps_for_absent_gpus_send_what_they_ask_for(name):
     assert_compiles_as_asked(dict(ABSENT)[name], "h100x8")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiers import some
+from tiers import a_third, some
 from verified_tables import print_table
 
 from jaxpar.base.config import Config, override
@@ -77,6 +77,13 @@ def test_a_family_gives_the_gradients_of_one_device(plan: Plan) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plan", a_third(PLANS[len(FAST) :]))
+def test_a_plan_of_the_table(plan: Any) -> None:
+    found = verified(plan)
+    assert found.equal, str(found)
+
+
+@pytest.mark.long
 def test_the_table_of_families(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the table of docs/verify.md."""
     rows = (([plan[0], *words(plan)], verified(plan)) for plan in PLANS)

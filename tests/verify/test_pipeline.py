@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiers import some
+from tiers import a_third, some
 from verified_tables import print_table
 
 from jaxpar.base.config import Config, override
@@ -118,6 +118,13 @@ def words(mesh: dict[str, int], changes: dict[str, Any]) -> tuple[str, str, str]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plan", a_third(PLANS))
+def test_a_plan_of_the_table(plan: Any) -> None:
+    found = verified(plan)
+    assert found.equal, str(found)
+
+
+@pytest.mark.long
 def test_the_table_of_pipelines(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the table of docs/pipeline.md."""
     head = ["model", "mesh", "schedule", "with"]
@@ -171,7 +178,7 @@ def test_a_pipeline_at_random(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_more_pipelines_at_random(plan: Plan) -> None:
     found = verified(plan)

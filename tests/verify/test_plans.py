@@ -12,6 +12,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import a_third
 from verified_tables import print_table
 
 from jaxpar.base.config import Config, override
@@ -124,6 +125,13 @@ def _value(value: Any) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plan", a_third(PLANS))
+def test_a_plan_of_the_table(plan: Any) -> None:
+    found = verified(plan)
+    assert found.equal, str(found)
+
+
+@pytest.mark.long
 def test_the_table_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the table of docs/verify.md."""
     found = (verify.verify(config_of(*plan), jax.devices()) for plan in PLANS)
@@ -170,7 +178,7 @@ def test_a_plan_at_random(plan: tuple[str, dict[str, int], dict[str, Any]]) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_more_plans_at_random(plan: tuple[str, dict[str, int], dict[str, Any]]) -> None:
     found = verified(plan)

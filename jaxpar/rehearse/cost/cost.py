@@ -8,7 +8,7 @@ knows its links.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -63,14 +63,6 @@ def tasks(nodes: tuple[Node, ...], times: int = 1, path: Path = ()) -> Iterator[
             yield from tasks(node.body, times * node.trips, (*path, i))
         elif isinstance(node, Task):
             yield (*path, i), node, times
-
-
-def seconds_by_basis(program: Program, costs: Costs) -> dict[str, float]:
-    """Sum the seconds of one step's tasks by basis: how much comes from the compiler, and how much is estimated."""
-    total: defaultdict[str, float] = defaultdict(float)
-    for path, _, count in tasks(program.nodes):
-        total[costs.of[path].basis] += count * costs.of[path].seconds
-    return dict(total)
 
 
 def _cost(

@@ -4,47 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxpar.hlo.tasks import Loop, Node, Program
-from jaxpar.rehearse.cost.cost import COMPUTE, DMA, HOST, SIDE, Path
+from jaxpar.hlo.tasks import Loop, Node
+from jaxpar.rehearse.cost.cost import COMPUTE, DMA, HOST, SIDE
 from jaxpar.rehearse.report.schema import TimelineColumns
 from jaxpar.rehearse.timeline.player import Event
 
 
-def timeline_of(program: Program, events: Sequence[Event]) -> TimelineColumns:
-    """Make the report's timeline.
+def timeline_of(events: Sequence[Event]) -> TimelineColumns:
+    """Make the report's timeline of a replay's events, which are in seconds.
 
-    Args:
-      program: the program whose nodes the events' paths point at.
-      events: the events from `jaxpar.rehearse.timeline.timeline.replay`, in seconds.
-
-    Returns:
-      The lanes that are in use (compute, links, then local copies and the host), columns with an entry for each
-      instruction that ran, and events in microseconds to the nearest nanosecond.
+    It has the lanes that are in use (compute, links, then local copies and the host), columns with an entry for each
+    instruction that ran, and events in microseconds to the nearest nanosecond.
     """
     lanes = sorted({event.lane for event in events}, key=_lane_order)
-    number: dict[Path, int] = {}
+    number: dict[int, int] = {}  # by identity: two instructions may be equal
     timeline: TimelineColumns = {
         "lanes": lanes, "names": [], "kinds": [], "scopes": [], "sources": [], "phases": [], "bytes": [],
         "events": [],
     }  # fmt: skip
     for event in events:
-        if event.path not in number:
-            number[event.path] = len(number)
-            _add_column(timeline, node_at(program, event.path))
+        if id(event.node) not in number:
+            number[id(event.node)] = len(number)
+            _add_column(timeline, event.node)
         start, end = round(1e6 * event.start, 3), round(1e6 * (event.start + event.duration), 3)
-        row = [lanes.index(event.lane), start, round(end - start, 3), number[event.path], event.repeats]
+        row = [lanes.index(event.lane), start, round(end - start, 3), number[id(event.node)], event.repeats]
         timeline["events"].append(row)
     return timeline
-
-
-def node_at(program: Program, path: Path) -> Node:
-    """The node at a path, which is a position in the program, then one in the loop's body, and so on."""
-    nodes, node = program.nodes, None
-    for position in path:
-        node = nodes[position]
-        nodes = node.body if isinstance(node, Loop) else ()
-    assert node is not None, "a path has at least one position"
-    return node
 
 
 def _lane_order(lane: str) -> tuple[int, str]:

@@ -25,11 +25,8 @@ class Event:
     lane: str
     start: float
     duration: float
-    name: str
-    """The name of the instruction, or of the loop where `repeats` is not 0."""
-    path: Path
-    trip: int = 0
-    """The trip of the innermost loop."""
+    node: Node
+    """The task, or the loop where `repeats` is not 0."""
     repeats: int = 0
     """The bar stands for so many further trips of a loop, which are not drawn one by one."""
 
@@ -133,7 +130,7 @@ class Player:
         Raises:
           ValueError: a node depends on a later one, so this is not a schedule.
         """
-        self._run(make_steps(program.nodes, costs), {}, 0, True)
+        self._run(make_steps(program.nodes, costs), {}, True)
         self._wait_for(self.free.values())
         return self.now
 
@@ -144,20 +141,19 @@ class Player:
             found[entry.blamed] += entry.seconds
         return found
 
-    def _run(self, steps: tuple[Step, ...], before: dict[int, _Moment], trip: int, drawn: bool) -> list[_Moment]:
+    def _run(self, steps: tuple[Step, ...], before: dict[int, _Moment], drawn: bool) -> list[_Moment]:
         """Play a list of nodes once and return when each of them is over.
 
         Args:
           steps: the nodes, ready to be played.
           before: when the tasks of the previous trip are over, by position.
-          trip: which trip this is of the loop whose body the nodes are.
           drawn: whether the tasks are recorded as events.
         """
         done: list[_Moment] = []
         for step in steps:
             node = step.node
             if isinstance(node, Task):
-                done.append(self._task(step, node, [done[j] for j in step.needs], trip, drawn))
+                done.append(self._task(step, node, [done[j] for j in step.needs], drawn))
                 continue
             if isinstance(node, Wait) and node.previous_trip:
                 self._wait_for([before[node.task]] if node.task in before else [])
@@ -175,7 +171,7 @@ class Player:
                 self.log.append(_Stall(moment.path, moment.time - self.now))
                 self.now = moment.time
 
-    def _task(self, step: Step, task: Task, needs: list[_Moment], trip: int, drawn: bool) -> _Moment:
+    def _task(self, step: Step, task: Task, needs: list[_Moment], drawn: bool) -> _Moment:
         """Play a task and return when it is over."""
         assert step.cost is not None
         start, blamed = self.now, step.path
@@ -193,7 +189,7 @@ class Player:
             if lane != COMPUTE:
                 self.free[lane] = end
             if drawn and step.cost.seconds and len(self.events) < self.most_events:
-                self.events.append(Event(lane, start, step.cost.seconds, task.name, step.path, trip))
+                self.events.append(Event(lane, start, step.cost.seconds, task))
         if not task.asynchronous:
             self.now = end.time
         return end
@@ -214,13 +210,13 @@ class Player:
                     self._skip(step, before, last, mark, loop.trips - trip)
                     break
                 last = mark
-            done = self._run(step.body, before, trip, trip < shown)
+            done = self._run(step.body, before, trip < shown)
             before = {j: done[j] for j in step.crossing}
             trip += 1
         self._wait_for(before.values())  # a loop is over when everything in it is over
         if drawn and loop.trips > shown:
             seconds = self.now - undrawn
-            self.events.append(Event(COMPUTE, undrawn, seconds, loop.name, step.path, shown, loop.trips - shown))
+            self.events.append(Event(COMPUTE, undrawn, seconds, loop, loop.trips - shown))
 
     def _mark(self, step: Step, before: dict[int, _Moment]) -> _Mark:
         moments = [self.free[lane] for lane in sorted(step.lanes) if lane in self.free] + list(before.values())

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from jaxpar.hlo.tasks import Program, Task
-from jaxpar.rehearse.cost.cost import COMPUTE, Costs, Path, tasks
+from jaxpar.rehearse.cost.cost import COMPUTE, Cost, Costs, tasks
 from jaxpar.rehearse.timeline.player import Event, Player
 
 
@@ -20,14 +20,18 @@ class TaskTime:
     """The time that one task takes over the whole step."""
 
     task: Task
-    path: Path
+    cost: Cost
+    """The cost of one execution."""
     count: int
     """How often it runs."""
-    seconds: float
-    """The seconds of all its executions together."""
     exposed: float
     """The seconds compute stood still for it: all of them for a synchronous collective or host copy, none for other
     synchronous tasks (they are compute)."""
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all its executions together."""
+        return self.count * self.cost.seconds
 
 
 @dataclass(frozen=True)
@@ -41,18 +45,9 @@ class Timeline:
     """How long compute stands still for an asynchronous task or a busy link, by the kind of task it waited for."""
     idle: float
     """How long compute is between tasks, while they are launched."""
-    lanes: dict[str, float]
-    """How long each lane is held."""
     tasks: list[TaskTime]
     """Every task, in program order."""
     events: list[Event]
-
-    @property
-    def exposed(self) -> list[TaskTime]:
-        """The collectives, host copies and asynchronous tasks; those that compute waited for longest come first."""
-        kinds = ("collective", "host_copy")
-        found = [row for row in self.tasks if row.task.asynchronous or row.task.kind in kinds]
-        return sorted(found, key=lambda row: -row.exposed)
 
     @property
     def exposed_communication(self) -> float:
@@ -80,7 +75,7 @@ def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: in
     player = Player(drawn_trips, most_events)
     seconds = player.play(program, costs)
     waited = player.stalls()
-    busy, stalls, lanes = (defaultdict[str, float](float) for _ in range(3))
+    busy, stalls = defaultdict[str, float](float), defaultdict[str, float](float)
     rows, idle = [], 0.0
     for path, task, count in tasks(program.nodes):
         cost, stalled = costs.of[path], waited.get(path, 0.0)
@@ -89,9 +84,6 @@ def replay(program: Program, costs: Costs, drawn_trips: int = 2, most_events: in
             idle += count * cost.launch
         if stalled:
             stalls[task.kind] += stalled
-        for lane in cost.lanes:
-            lanes[lane] += count * cost.seconds
         blocking = task.kind in ("collective", "host_copy") and not task.asynchronous
-        total = count * cost.seconds
-        rows.append(TaskTime(task, path, count, total, stalled + (total if blocking else 0.0)))
-    return Timeline(seconds, dict(busy), dict(stalls), idle, dict(lanes), rows, player.events)
+        rows.append(TaskTime(task, cost, count, stalled + (count * cost.seconds if blocking else 0.0)))
+    return Timeline(seconds, dict(busy), dict(stalls), idle, rows, player.events)
