@@ -24,7 +24,7 @@ from jaxpar.show.memory import memory_table, write_memory_account
 from jaxpar.train.loop import OutOfMemory, Result, run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_plan
-from jaxpar.verify.of_config import require, simulate_for
+from jaxpar.verify.of_config import require
 
 
 def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
@@ -35,8 +35,6 @@ def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
       UserError: see `run`; for too little memory it says what would fit.
     """
     check(config)
-    if verify:
-        simulate_for(config.mesh)
     devices = start(config.mesh)
     main = jax.process_index() == 0
     say = console().print if main else lambda line: None

@@ -153,8 +153,6 @@ def misplaced_shards(batch: PyTree, placed: PyTree, run: Reference) -> Iterator[
                 f"every shard of {axis} has the first one's": [0] * size,
                 f"each shard of {axis} has the one before's": [(n - 1) % size for n in range(size)],
             }
-            if size > 2:
-                orders[f"each shard of {axis} has the one after's"] = [(n + 1) % size for n in range(size)]
             for what, order in orders.items():
                 changed = [other for _, other in leaves]
                 changed[at] = grid.take(order, axis=dim + 1).reshape(leaf.shape)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiers import needs_cuda, needs_libtpu
+from tiers import needs_cuda, needs_libtpu, some
 
 from jaxpar.base.config import load_config
 from jaxpar.base.errors import UserError
@@ -24,37 +24,37 @@ from jaxpar.train.plans import make_plan
 
 
 @pytest.mark.parametrize(
-    ("name", "platform", "topology", "slices", "devices", "vendor"),
+    ("name", "platform", "topology", "slices", "devices"),
     [
-        ("v4-64", "tpu", "4x4x4", 1, 64, "v4-128"),
-        ("v4-4096", "tpu", "16x16x16", 1, 4096, "v4-8192"),
-        ("v5e-1", "tpu", "1x1", 1, 1, "v5litepod-1"),
-        ("v5e-8", "tpu", "2x4", 1, 8, "v5litepod-8"),
-        ("v5p-16", "tpu", "2x2x4", 1, 16, "v5p-32"),
-        ("v5p-64", "tpu", "4x4x4", 1, 64, "v5p-128"),
-        ("v5p-192", "tpu", "4x4x12", 1, 192, "v5p-384"),
-        ("v5p-512", "tpu", "8x8x8", 1, 512, "v5p-1024"),
-        ("v5p-768", "tpu", "8x8x12", 1, 768, "v5p-1536"),
-        ("v5p-6144", "tpu", "16x16x24", 1, 6144, "v5p-12288"),
-        ("v5p-64x4", "tpu", "4x4x4", 4, 256, "v5p-128"),
-        ("v5p-128x4", "tpu", "4x4x8", 4, 512, "v5p-256"),
-        ("v5p:4x4x8", "tpu", "4x4x8", 1, 128, "v5p-256"),
-        ("v5p:4x4x28", "tpu", "4x4x28", 1, 448, "v5p-896"),
-        ("v6e-256", "tpu", "16x16", 1, 256, "v6e-256"),
-        ("tpu7x-64", "tpu", "4x4x4", 1, 128, "tpu7x-128"),
-        ("tpu7x-9216", "tpu", "16x24x24", 1, 18432, "tpu7x-18432"),
-        ("a100x16", "cuda", "2x8", 2, 16, ""),
-        ("h100x4", "cuda", "1x4", 1, 4, ""),
-        ("h100x64", "cuda", "8x8", 8, 64, ""),
-        ("H200x8", "cuda", "1x8", 1, 8, ""),
-        ("b200x8", "cuda", "1x8", 1, 8, ""),
+        ("v4-64", "tpu", "4x4x4", 1, 64),
+        ("v4-4096", "tpu", "16x16x16", 1, 4096),
+        ("v5e-1", "tpu", "1x1", 1, 1),
+        ("v5e-8", "tpu", "2x4", 1, 8),
+        ("v5p-16", "tpu", "2x2x4", 1, 16),
+        ("v5p-64", "tpu", "4x4x4", 1, 64),
+        ("v5p-192", "tpu", "4x4x12", 1, 192),
+        ("v5p-512", "tpu", "8x8x8", 1, 512),
+        ("v5p-768", "tpu", "8x8x12", 1, 768),
+        ("v5p-6144", "tpu", "16x16x24", 1, 6144),
+        ("v5p-64x4", "tpu", "4x4x4", 4, 256),
+        ("v5p-128x4", "tpu", "4x4x8", 4, 512),
+        ("v5p:4x4x8", "tpu", "4x4x8", 1, 128),
+        ("v5p:4x4x28", "tpu", "4x4x28", 1, 448),
+        ("v6e-256", "tpu", "16x16", 1, 256),
+        ("tpu7x-64", "tpu", "4x4x4", 1, 128),
+        ("tpu7x-9216", "tpu", "16x24x24", 1, 18432),
+        ("a100x16", "cuda", "2x8", 2, 16),
+        ("h100x4", "cuda", "1x4", 1, 4),
+        ("h100x64", "cuda", "8x8", 8, 64),
+        ("H200x8", "cuda", "1x8", 1, 8),
+        ("b200x8", "cuda", "1x8", 1, 8),
     ],
 )
-def test_names(name, platform, topology, slices, devices, vendor):
+def test_names(name, platform, topology, slices, devices):
     target = load_target(name)
     assert target.name == name.lower()
     assert (target.platform, target.topology, target.slices) == (platform, topology, slices)
-    assert (target.device_count, target.vendor_name) == (devices, vendor)
+    assert target.device_count == devices
     inside = math.prod(target.hardware.ici.shape) * target.hardware.devices_per_chip
     assert inside * target.slices == devices
     assert len(target.hardware.ici.wraps) == len(target.hardware.ici.shape)
@@ -199,7 +199,7 @@ def test_tpus_that_are_not_here(name, capfd):
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", GPU_SPECS)
+@pytest.mark.parametrize("name", some(GPU_SPECS, len(GPU_SPECS), pytest.mark.long))
 def test_gpus_that_are_not_here(name):
     assert_places_fill_the_target(name, GPU_SPECS[name])
 
@@ -257,7 +257,7 @@ def test_a_sharded_program_compiles_for_every_tpu(name):
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", GPU_SPECS)
+@pytest.mark.parametrize("name", some(GPU_SPECS, len(GPU_SPECS), pytest.mark.long))
 def test_a_sharded_program_compiles_for_every_gpu(name):
     assert_compiles(name, GPU_SPECS[name])
 

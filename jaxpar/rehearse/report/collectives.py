@@ -69,11 +69,13 @@ class RequestedRows:
         kind, axes = collective.kind, frozenset(axes_of(collective, self._mesh))
         anywhere = [planned for _, planned in self._plan if (planned.kind, planned.axes) == (kind, axes)]
         here = [planned for at, planned in self._plan if at == scope and (planned.kind, planned.axes) == (kind, axes)]
+        whole = [planned for _, planned in self._plan if planned.kind != "ppermute" and axes <= planned.axes]
         if (
             collective.bytes < SMALL
-            or self._account_for(collective, axes, here, scope)
-            or self._account_for(collective, axes, anywhere)
-            or (kind == "ppermute" and self._is_step_of_ring(axes))
+            or any(planned.bytes == collective.bytes for planned in anywhere)
+            or self._no_more(kind, axes, here, scope)
+            or self._no_more(kind, axes, anywhere)
+            or (kind == "ppermute" and self._no_more(kind, axes, whole))  # a ring steps along one of its axes at a time
         ):
             return ""
         for at, planned in self._plan:
@@ -84,23 +86,12 @@ class RequestedRows:
             return f"the plan has a smaller {kind} over {_names(axes)} here, not this one"
         return f"the plan has no {kind} over {_names(axes)} here"
 
-    def _account_for(
-        self, collective: Collective, axes: frozenset[str], asked: Sequence[Requested], scope: str | None = None
-    ) -> bool:
-        """Whether those asked for explain the program's: one has the same size, or the program sends no more in all."""
-        same_size = any(planned.bytes == collective.bytes for planned in asked)
-        return same_size or (bool(asked) and self._no_more(collective.kind, axes, asked, scope))
-
     def _no_more(self, kind: str, axes: frozenset[str], asked: Sequence[Requested], scope: str | None = None) -> bool:
         """Whether the program, or one scope of it, sends no more of a kind than was asked for. If so, each of its
         collectives is one of those asked for, whole or merged."""
         sent = sum(size for (at, *what), size in self._sent.items() if what == [kind, axes] and scope in (None, at))
-        return sent <= _SLACK * sum(sent_bytes(planned, self._mesh) * planned.count for planned in asked)
-
-    def _is_step_of_ring(self, axes: frozenset[str]) -> bool:
-        """Whether a ppermute may be a step of a collective; a ring over two axes steps along one of them at a time."""
-        whole = [planned for _, planned in self._plan if planned.kind != "ppermute" and axes <= planned.axes]
-        return bool(whole) and self._no_more("ppermute", axes, whole)
+        whole = sum(sent_bytes(planned, self._mesh) * planned.count for planned in asked)
+        return bool(asked) and sent <= _SLACK * whole
 
 
 def collective_rows(

@@ -5,6 +5,6 @@ runs it (with `losses_and_gradients`), and `explain` adds more explanations.
 """
 
 from jaxpar.verify.of_config.checks import FLOAT32, Verification, require, run, verify
-from jaxpar.verify.of_config.setup import Setup, prepare, simulate_for
+from jaxpar.verify.of_config.setup import Setup, prepare
 
-__all__ = ["FLOAT32", "Setup", "Verification", "prepare", "require", "run", "simulate_for", "verify"]
+__all__ = ["FLOAT32", "Setup", "Verification", "prepare", "require", "run", "verify"]

@@ -106,16 +106,6 @@ def _devices_here(spec: MeshSpec) -> list[jax.Device]:
     return [device for device in found if device.process_index == jax.process_index()]
 
 
-def simulate_for(spec: MeshSpec) -> None:
-    """Let the CPU simulate devices too, in case a TPU or GPU mesh finds too few of its own; call it before JAX starts.
-
-    On CPU, and on `auto`, which may turn out to be CPU, the run itself sets the number of devices.
-    """
-    if spec.platform in ("tpu", "gpu"):
-        with contextlib.suppress(RuntimeError):  # JAX has started
-            jax.config.update("jax_num_cpu_devices", simulated_devices(spec))
-
-
 def simulated_devices(spec: MeshSpec) -> int:
     """Return how many CPU devices to simulate: what the mesh needs, within reason, but enough for 2 along each axis."""
     free = [axis for axis, size in axis_sizes(spec).items() if size == -1]
