@@ -79,7 +79,7 @@ def collectives_table(report: Rehearsal, most: int) -> list[RenderableType]:
         [
             *(_cell(row[key], seconds_text) for key in ("exposed", "seconds")),
             _cell(row["sent_bytes"], bytes_text), str(row["count"]), row["kind"], ", ".join(row["axes"]),
-            {True: "planned", False: "UNPLANNED"}.get(row.get("planned"), ""), row["phase"], row["source"],
+            "" if "planned" not in row else "planned" if row["planned"] else "UNPLANNED", row["phase"], row["source"],
         ]
         for row in found
     ]  # fmt: skip
