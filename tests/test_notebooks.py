@@ -40,6 +40,13 @@ def printed(notebook: NotebookNode, cell_id: str) -> str:
     return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
 
 
+def shown(notebook: NotebookNode, cell_id: str) -> str:
+    """What a cell of this id showed through rich, without colours."""
+    (cell,) = (cell for cell in notebook.cells if cell.id == cell_id)
+    texts = (output.data.get("text/plain", "") for output in cell.outputs if "data" in output)
+    return re.sub(r"\x1b\[[\d;]*m", "", "".join(texts))
+
+
 def pictures(notebook: NotebookNode) -> set[str]:
     """The ids of the cells that show a PNG."""
     return {cell.id for cell in code(notebook) for output in cell.outputs if "image/png" in output.get("data", {})}
@@ -94,11 +101,78 @@ def overlap(notebook: NotebookNode) -> None:
         assert "no picture: target v5e-8 needs" in printed(notebook, "tpu")
 
 
+def memory_budget(notebook: NotebookNode) -> None:
+    assert printed(notebook, "config") == "1.24 billion parameters: 2.30 GiB of state on each of 8 devices\n"
+    sizes = numbers(printed(notebook, "policies"), r"([\d.]+) GiB")
+    assert len(sizes) == 6 and sizes == sorted(sizes, reverse=True) and sizes[0] > 5 * sizes[-1]
+    if not find_spec("jax_cuda12_plugin"):
+        assert "target h100x8 needs" in printed(notebook, "target") and pictures(notebook) == {"policies"}
+        return
+    chosen = re.findall(r"memory\.budget (\w+): (.*)", printed(notebook, "budget"))
+    assert [budget for budget, _ in chosen] == ["auto", "16GiB", "6GiB", "5GiB"]
+    kept, some, recomputed, away = (reason for _, reason in chosen)
+    assert kept.startswith("save block_input") and "recompute" not in kept
+    assert "save" in some and "recompute" in some and "offload" not in some
+    assert "recompute" in recomputed and "offload" not in recomputed
+    assert away.startswith("offload block_input")
+    compiled = numbers(printed(notebook, "budget"), r"compiled ([\d.]+) GiB")
+    assert compiled[-1] <= 5 and compiled[-2] <= 6
+    assert re.search(r"mlp_hidden +save +recompute +recompute +recompute", printed(notebook, "decisions"))
+    assert pictures(notebook) == {"policies", "solved"}
+
+
+def rehearse_a_pod(notebook: NotebookNode) -> None:
+    if not (find_spec("libtpu") and find_spec("jax_cuda12_plugin")):
+        assert " needs " in printed(notebook, "targets")
+        return
+    fits = re.findall(r"(\w+), +(\d+) sequences: .* fits: (\w+)", printed(notebook, "fits"))
+    assert [one for *one, there in fits if there == "False"] == [["none", "128"]] and len(fits) == 6
+    said = printed(notebook, "rehearse")
+    assert "fits: True" in said and 3 < numbers(said, r"([\d.]+) of 95 GiB")[0] < 7
+    assert 400 < numbers(said, r"(\d+) ms a step")[0] < 600 and 45 < numbers(said, r"MFU ([\d.]+)")[0] < 60
+    assert "collectives: none unplanned" in shown(notebook, "tables")
+    assert printed(notebook, "exposed").count("ms exposed  block/") == 5
+    node = printed(notebook, "gpu")
+    assert re.search(r"none: 1\d\d of 79 GiB on a GPU, fits: False\ntry memory\.budget=auto, memory\.policy=full", node)
+    assert re.search(r"full: \d\d of 79 GiB on a GPU, fits: True", node)
+    assert pictures(notebook) == {"fits", "timeline", "node"}
+
+
+def finetune(notebook: NotebookNode) -> None:
+    assert "['config.json', 'model.safetensors', 'tokenizer.json']" in printed(notebook, "base")
+    assert "better than" not in printed(notebook, "before")
+    losses = numbers(shown(notebook, "tune"), r"step \d+/150 +loss ([\d.]+)")
+    assert losses[0] > 1.5 and losses[-1] < 0.7
+    assert re.match(r"Beautiful is\| better than \w+\.\n", printed(notebook, "after"))
+    assert numbers(printed(notebook, "size"), r"([\d.]+) %") == [15.13, 0.08]
+    assert "merged/model.safetensors" in printed(notebook, "export")
+    assert "adapter/adapter_model.safetensors" in printed(notebook, "export")
+    assert printed(notebook, "same") == "the same answer\n"
+    assert pictures(notebook) == {"loss"}
+
+
+def your_own_model(notebook: NotebookNode) -> None:
+    assert "P('fsdp', 'tensor')" in shown(notebook, "layout")
+    first, last = numbers(printed(notebook, "train"), r"([\d.]+)")
+    assert first == pytest.approx(5.5, abs=0.3) and last < 2.6
+    assert printed(notebook, "verify").startswith("EQUAL: loss and 13 gradients")
+    right, wrong = printed(notebook, "wrong").splitlines()
+    assert right.startswith("forget=False: EQUAL")
+    assert "DIFFERS: 1 of 13" in wrong and "first tokens" in wrong and "sum missing" in wrong and "along data" in wrong
+    if find_spec("jax_cuda12_plugin"):
+        assert "target       h100x8" in shown(notebook, "rehearse") and "my_model.py:" in shown(notebook, "rehearse")
+        assert pictures(notebook) == {"picture", "train", "timeline"}
+
+
 # What must have come out of each notebook, by file name.
 CHECKS: dict[str, Callable[[NotebookNode], None]] = {
     "01_mesh_and_rules.ipynb": mesh_and_rules,
     "02_train_gpt2.ipynb": train_gpt2,
     "03_overlap.ipynb": overlap,
+    "05_memory_budget.ipynb": memory_budget,
+    "06_rehearse_a_pod.ipynb": rehearse_a_pod,
+    "07_finetune.ipynb": finetune,
+    "08_your_own_model.ipynb": your_own_model,
 }
 COMMON = ("install-text", "install", "devices-text", "chips", "devices")  # `least_chips` alone may differ
 
@@ -122,6 +196,8 @@ def test_notebook_is_valid_and_stripped(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_defines_nothing(path):
     for cell in code(read(path)):
+        if cell.source.startswith("%%writefile my_"):  # a user's own file, which the notebook then imports
+            continue
         source = re.sub(r"^( *)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE)
         defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
         found = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, defined)]

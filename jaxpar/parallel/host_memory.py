@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -70,6 +71,14 @@ def on_device(x: jax.Array) -> jax.Array:
 def in_host_memory(x: jax.Array) -> bool:
     """Whether an array of a traced function lies in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def compile_absent(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compile for devices that may be absent. Where JAX keeps programs, it cannot read those of an absent GPU again:
+    they are compiled anew, and its warning, which nobody could mend, is left out."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+        return lowered.compile()
 
 
 def lower_for(

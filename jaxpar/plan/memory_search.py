@@ -20,7 +20,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.models import Model
-from jaxpar.parallel.host_memory import check_offload, lower_for
+from jaxpar.parallel.host_memory import check_offload, compile_absent, lower_for
 from jaxpar.plan.choose_remat import (
     ActionCosts,
     Item,
@@ -189,7 +189,7 @@ def compiled_bytes(
     host = in_host(arguments[0], model, plan), jax.tree.map(lambda _: False, arguments[1])
     _, lowered = lower_for(make_train_step(model, config, plan), arguments, host, platform)
     try:
-        compiled = lowered.compile()
+        compiled = compile_absent(lowered)
         return allocated_bytes(compiled.memory_analysis(), platform), compiled.as_text() or "", compiled
     except jax.errors.JaxRuntimeError as error:
         found = needs_and_has(str(error))

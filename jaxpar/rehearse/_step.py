@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import inspect
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import versions
 from jaxpar.hlo.origin import PackageDirs, own_dirs
-from jaxpar.parallel.host_memory import lower_for
+from jaxpar.parallel.host_memory import compile_absent, lower_for
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.collectives import collective_rows
 from jaxpar.rehearse.report.drawing import timeline_of
@@ -145,9 +144,7 @@ def compile_for(
     host = jax.tree.map(lambda _: False, arguments) if host is None else host
     try:
         traced, lowered = lower_for(jitted, arguments, host, target.platform)
-        with warnings.catch_warnings():  # JAX keeps a program for absent devices in its cache, and cannot read it
-            warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
-            compiled = program or lowered.compile()
+        compiled = program or compile_absent(lowered)
     except jax.errors.JaxRuntimeError as error:
         raise UserError(refusal(str(error), target.name, advice)) from error
     seconds = time.perf_counter() - began

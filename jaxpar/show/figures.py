@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 from jax.sharding import NamedSharding
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
@@ -24,7 +25,9 @@ _TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
 # Paul Tol's light scheme, which all kinds of colour vision tell apart under black letters.
 _DEVICES = "#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"
 _FEW = 5  # a curve with fewer points than this shows each as a dot
-_STATE = {"parameters": "#1f4e8c", "optimizer": "#5b8fc9", "gradients": "#a9cbe8"}  # named activations are brown
+_STATE = {
+    "parameters": "#1f4e8c", "optimizer": "#5b8fc9", "gradients": "#a9cbe8", "activations": "#e6842a",
+}  # fmt: skip
 _ROOM, _LETTER = (185, 235), 0.54  # an array's height and width in points; a letter's width by its size
 _SIZES = 10, 6  # of the letters of a shard that names all its devices, and of one that names the first
 
@@ -112,25 +115,30 @@ def memory_figure(bars: Mapping[str, Mapping[str, int]], title: str, has: int = 
     unit, letters = next(
         (2**power, word) for power, word in ((30, "GiB"), (20, "MiB"), (0, "B")) if largest >= 2**power
     )
-    names = dict.fromkeys(name for parts in bars.values() for name, size in parts.items() if size > largest / 500)
-    browns, greys = (matplotlib.colormaps[ramp] for ramp in ("YlOrBr", "Greys"))
-    rest = [name for name in names if name not in _STATE and name not in NAMES]
-    colors = _STATE | {name: browns(0.15 + 0.8 * at / len(NAMES)) for at, name in enumerate(NAMES)}
-    colors |= {name: greys(0.2 + 0.6 * at / len(rest)) for at, name in enumerate(rest)}
+    order = dict.fromkeys((*_STATE, *NAMES, *(name for parts in bars.values() for name in parts)))
+    names = [name for name in order if any(parts.get(name, 0) > largest / 500 for parts in bars.values())]
+    browns = matplotlib.colormaps["YlOrBr"](np.linspace(0.1, 0.95, len(NAMES)))
+    colors = dict.fromkeys(names, "#b3b3b3") | dict(zip(NAMES, browns, strict=True)) | _STATE | {"no name": "#d9d9d9"}
     height = max(1.2 + 0.45 * len(bars), 0.9 + 0.21 * len(names))
     figure = Figure(figsize=(10, height), dpi=120, layout="constrained")
     axes = figure.subplots()
     left = dict.fromkeys(bars, 0.0)
     for name in names:
         sizes = [parts.get(name, 0) / unit for parts in bars.values()]
-        axes.barh(list(bars), sizes, 0.7, list(left.values()), color=colors[name], edgecolor="white", label=name)
+        drawn = axes.barh(
+            list(bars), sizes, 0.7, list(left.values()), color=colors[name], edgecolor="white", label=name
+        )
+        ink = "white" if sum(to_rgb(colors[name])) < 1.4 else "black"
+        inside = [name if size * unit > 0.013 * len(name) * largest else "" for size in sizes]
+        axes.bar_label(drawn, inside, label_type="center", fontsize=7, color=ink)
         left = {label: at + size for (label, at), size in zip(left.items(), sizes, strict=True)}
     for at, (label, parts) in enumerate(bars.items()):
         axes.text(left[label], at, f" {sum(parts.values()) / unit:.3g}", va="center", fontsize=9)
     if has:
         axes.axvline(has / unit, color=_VAL, linestyle="--", label=f"a device has {has / unit:.3g} {letters}")
     axes.invert_yaxis()
-    axes.set(xlabel=f"{letters} of one device", title=title, xlim=(0, 1.1 * largest / unit))
+    axes.set(xlabel=f"{letters} of one device", xlim=(0, 1.1 * largest / unit))
+    axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     return figure

@@ -18,7 +18,7 @@ _COLORS = {
 }  # fmt: skip
 _REST = "#dddddd"  # control, loops
 _PHASES = {"forward": "#cfe3cf", "recomputed": "#f3e3b3", "backward": "#f2cfc4", "update": "#d8cfe8"}
-_CLOSE = 1 / 32  # the share of the step that the lower panel has
+_TASKS = 100  # that the lower panel has of the compute lane, about; it has a 32nd to a fourth of the step
 
 
 def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
@@ -45,14 +45,16 @@ def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
         step, exposed = 1e3 * one["time"]["step"], 1e3 * one["time"]["exposed_communication"]
         name = f"{one['config'] or 'a step'} on {one['target']['name']}"
         axes.set_title(f"{name}: {step:.4g} ms a step, {exposed:.3g} ms of it exposed communication", loc="left")
-    panels[-1].set_xlabel("ms")
+    panels[-1].set_xlabel("ms from the start of the step")
     if close_up:
         middle = sorted(backward)[len(backward) // 2] / 1e3
-        _draw(panels[1], timelines[0], middle - _CLOSE * longest / 2, middle + _CLOSE * longest / 2)
+        tasks = sum(timelines[0]["lanes"][int(event[0])] == "compute" for event in timelines[0]["events"])
+        half = longest * min(max(_TASKS / max(tasks, 1), 1 / 32), 1 / 4) / 2
+        _draw(panels[1], timelines[0], middle - half, middle + half)
         panels[0].axvspan(*panels[1].get_xlim(), color="black", alpha=0.12, linewidth=0)
-        panels[1].set_xlabel("ms; below, the part that is shaded above")
-    found = {kind for timeline in timelines for kind in timeline["kinds"]}
-    colors = {kind: color for kind, color in _COLORS.items() if kind in found} | (_PHASES if backward else {})
+        panels[1].set_title("the shaded part, close up", loc="left", fontsize=10)
+    found = {name for timeline in timelines for name in (*timeline["kinds"], *timeline["phases"])}
+    colors = {name: color for name, color in (_COLORS | (_PHASES if backward else {})).items() if name in found}
     handles = [Patch(color=color, label=kind) for kind, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     return figure

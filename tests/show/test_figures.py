@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import placements
-from jaxpar.show.figures import loss_figure, mesh_figure, ring_figure, save_figure
+from jaxpar.show.figures import loss_figure, memory_figure, mesh_figure, ring_figure, save_figure
 
 pytestmark = pytest.mark.quick
 
@@ -38,6 +38,17 @@ def test_a_run_without_a_row_still_has_a_picture():
     (axes,) = loss_figure([], "a run").axes
     assert not axes.lines
     assert axes.get_legend() is None
+
+
+def test_parts_of_a_device_stand_one_after_another_in_one_order_and_add_up():
+    bars = {"full": {"work": 3 << 30, "parameters": 2 << 30, "q": 0}, "none": {"parameters": 2 << 30, "q": 4 << 30}}
+    figure = memory_figure(bars, "a step", has=5 << 30)
+    (axes,) = figure.axes
+    drawn = {str(part.get_label()): [(bar.get_x(), bar.get_width()) for bar in part] for part in axes.containers}
+    assert drawn == {"parameters": [(0, 2), (0, 2)], "q": [(2, 0), (2, 4)], "work": [(2, 3), (6, 0)]}
+    assert {" 5", " 6"} <= {text.get_text() for text in axes.texts}
+    (line,) = axes.lines
+    assert line.get_label() == "a device has 5 GiB" and line.get_xdata()[0] == 5
 
 
 def test_a_figure_is_written_as_a_whole_png(tmp_path):
