@@ -94,7 +94,7 @@ def test_the_position_is_exact_in_any_state(kind):
     whole, _ = batches(data, 40)
     _, running = batches(replace(data, prefetch=2), 0)
     for step in range(36):
-        if step % 5 == 0 or step in (17, 18, 19):
+        if step in (0, 8, 17, 18, 26, 35):  # each opens the data again
             assert_same(batches(data, 3, state=running.get_state())[0], whole[step : step + 3])
         next(running)
 
