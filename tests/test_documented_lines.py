@@ -33,7 +33,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 SCHEMAS = {
     "train": commands.TrainArgs, "verify": commands.VerifyArgs, "show": commands.ShowArgs,
-    "rehearse": commands.RehearseArgs, "sweep": launch.SweepArgs,
+    "rehearse": commands.RehearseArgs, "sweep": launch.SweepArgs, "watch": lambda _: commands.WatchArgs(),
 }  # fmt: skip
 SMALL = """
 --model.embed 32 --model.mlp 64 --train.steps 20 --train.warmup-steps 2
@@ -183,7 +183,7 @@ def test_every_line_runs(page: Path, folder: Path) -> None:
         for program, *words in lines(block):
             if program != "jaxpar" or DEAR.get(words[0], page.name) != page.name:
                 continue
-            if words[0] == "rehearse" and "pip" in compilers()["tpu"]:
+            if (words[0] == "rehearse" or "--target" in words) and "pip" in compilers()["tpu"]:
                 pytest.skip(compilers()["tpu"])
             for sink in {"wandb", "mlflow"}.intersection(words):
                 pytest.importorskip(sink, reason=f"needs the {sink} extra")

@@ -244,6 +244,22 @@ class MetricsConfig:
     log_every: int = 10
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     """Where each row of metrics.jsonl goes besides; each needs the extra of its name. See docs/metrics.md."""
+    profile: str = ""
+    """Steps that are traced for XProf: `20:25` is steps 20 to 25. See docs/metrics.md."""
+
+    @property
+    def profiled(self) -> range:
+        """The steps of `profile`, both ends among them.
+
+        Raises:
+          UserError: it is not two steps in order.
+        """
+        first, _, last = self.profile.partition(":")
+        if not self.profile:
+            return range(0)
+        if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+            raise UserError(f"metrics.profile={self.profile} is not two steps in order: try metrics.profile=20:25")
+        return range(int(first), int(last) + 1)
 
 
 @dataclass(frozen=True)
@@ -370,7 +386,17 @@ def check(config: Config) -> Config:
     for broken, message in rules:
         if broken:
             raise UserError(message)
+    _check_profile(config)
     return config
+
+
+def _check_profile(config: Config) -> None:
+    train, steps, asked = config.train, config.metrics.profiled, f"metrics.profile={config.metrics.profile}"
+    if steps and steps[-1] > (last := train.stop_at or train.steps):
+        raise UserError(f"{asked} goes beyond the last step, which is {last}")
+    if train.eval_every and (config.data.val_path or config.data.val_fraction):
+        for step in (step for step in steps[:-1] if step % train.eval_every == 0):
+            raise UserError(f"{asked}: the evaluation after step {step} would be among them, try steps between two")
 
 
 def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:

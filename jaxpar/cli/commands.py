@@ -24,6 +24,18 @@ class TrainArgs(ConfigArgs):
 
 
 @dataclass(frozen=True)
+class WatchArgs:
+    """A run, or all runs in a folder, while they train or after: how far, how good, how fast, whether alive."""
+
+    once: bool = False
+    """Print the page and end."""
+    profile: bool = False
+    """Print the steps of `metrics.profile` by line of the model instead, beside what `rehearse` predicts."""
+    target: str = ""
+    """Predict for this system; empty = the one that the run was on."""
+
+
+@dataclass(frozen=True)
 class VerifyArgs(ConfigArgs):
     """Loss and every gradient of a config's plan against one device, on a small model of the same kind."""
 
@@ -79,6 +91,24 @@ def train_command(words: list[str]) -> int:
     name, args = config_args(train_command.__doc__, TrainArgs, words)
     result = train_config(args.config, Path(args.run) if args.run else run_folder(name), args.verify)
     return 130 if result.interrupted else 0
+
+
+def watch_command(words: list[str]) -> int:
+    """jaxpar watch RUN|FOLDER [--once] [--profile [--target T]]"""
+    folder = Path(positional(watch_command.__doc__, WatchArgs(), words, 1)[0])
+    args = parse(watch_command.__doc__, WatchArgs(), words[1:])
+    if args.target and not args.profile:
+        raise UserError("--target has no effect: it is what --profile predicts for")
+    if args.profile:
+        from jaxpar.show.profile import profile_parts
+
+        for part in profile_parts(folder, args.target, console().print):
+            console().print(part)
+    else:
+        from jaxpar.show.watch import watch
+
+        watch(folder, args.once)
+    return 0
 
 
 def verify_command(words: list[str]) -> int:

@@ -14,6 +14,7 @@ from jaxpar.base.errors import UserError, suggest
 
 COMMANDS = {
     "train": "train a config; the same command resumes",
+    "watch": "a run in the terminal: progress, losses, speed; its profile by line of the model",
     "verify": "compare a plan's loss and gradients with one device",
     "generate": "continue prompts with a run, a Hugging Face folder or a PEFT adapter",
     "eval": "validation loss of a run or a Hugging Face folder, or tasks of lm-eval",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.stages import Compiled
@@ -14,7 +15,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.processes import run_together
 from jaxpar.base.runtime import memory_of, start
-from jaxpar.data.corpus import load_corpus
+from jaxpar.data.corpus import load_corpus, unigram_entropy
 from jaxpar.models import Model
 from jaxpar.plan import resolve
 from jaxpar.plan.budget import platform_of
@@ -25,6 +26,8 @@ from jaxpar.train.loop import OutOfMemory, Result, run
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.plans import make_plan
 from jaxpar.verify.of_config import require
+
+_EVERY = 60.0  # seconds between two drawings of loss.png
 
 
 def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
@@ -50,12 +53,27 @@ def train_config(config: Config, folder: Path, verify: bool = False) -> Result:
             parts = memory_account(config, plan, platform_of(device))
             write_memory_account(folder, parts, CompiledBytes.of(memory), memory_of(device))
 
+    entropy, drawn = unigram_entropy(corpus.train.sample), time.monotonic()
+
+    def draw() -> None:
+        try:
+            _draw_loss(settled, folder, entropy)
+        except Exception as error:  # a picture is no reason to end a run
+            say(f"warning: no {folder / 'loss.png'}: {error}")
+
+    def report(step: int, row: dict[str, float]) -> None:
+        nonlocal drawn
+        if main and time.monotonic() - drawn > _EVERY:
+            drawn = time.monotonic()
+            beside.submit(draw)
+
     try:
-        result = run(settled, folder, corpus, report_memory)
+        with ThreadPoolExecutor(1) as beside:
+            result = run(settled, folder, corpus, report_memory, report)
     except OutOfMemory as error:
         raise UserError(_what_would_fit(error, main)) from error
-    if main and (rows := read_metrics(folder)):
-        _draw_loss(settled, folder, rows, result.unigram_entropy)
+    if main and (folder / "metrics.jsonl").exists():
+        draw()
         say(f"wrote {folder / 'loss.png'}")
     return result
 
@@ -68,9 +86,9 @@ def _what_would_fit(error: OutOfMemory, main: bool) -> str:
     return out_of_memory(error.said, parts, error.config, error.plan, memory_of(device))
 
 
-def _draw_loss(config: Config, folder: Path, rows: list[dict[str, Any]], entropy: float) -> None:
+def _draw_loss(config: Config, folder: Path, entropy: float) -> None:
     from jaxpar.show.figures import loss_figure, save_figure  # matplotlib, which no step waits for
 
     parameters = count_text(Model(config.model).parameter_count())
     title = f"{folder.name}: {config.model.family}, {parameters} parameters"
-    save_figure(loss_figure(rows, title, {"unigram entropy": entropy}), folder / "loss.png")
+    save_figure(loss_figure(read_metrics(folder), title, {"unigram entropy": entropy}), folder / "loss.png")

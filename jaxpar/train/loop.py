@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from jaxpar.train.evaluate import evaluate
 from jaxpar.train.metrics import Meter, MetricsLog, Report
 from jaxpar.train.optimizer import schedule_note
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
+from jaxpar.train.profile import Profile
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
 from jaxpar.train.run_folder import TOKENIZER, carry_tokenizer, open_run
 from jaxpar.train.sinks import Sink
@@ -130,6 +131,7 @@ class _Run:
         self.show = ProgressLine(config.train.steps, self.first, self.main)
         self.loss: float | None = None
         self.val_loss: float | None = None
+        self.lines: Future[None] | None = None
         self._unread: list[tuple[int, jax.Array, jax.Array]] = []  # step, loss and gradient norm
 
     def go(self) -> Result:
@@ -139,9 +141,12 @@ class _Run:
             done = f"step {self.first} of {self.last} is done already: nothing to train (--train.{more})"
             self.show.say(f"{done}; see {self.folder}")
             return Result(self.first, None, None, self.entropy, False)
+        # Only the first process traces: its devices do what all do.
+        steps = self.config.metrics.profiled if self.main else range(0)
+        self.profile = run_together(lambda: Profile(steps, self.folder, self.first))
         # One other thread compiles the step while this one makes or reads the state; while the first steps run, it
         # compiles the evaluation and draws the memory.
-        with self._metrics() as self.log, self._out_of_memory(), _one_thread() as self.beside:
+        with closing(self.profile), self._metrics() as self.log, self._out_of_memory(), _one_thread() as self.beside:
             compiling = self.beside.submit(self._compile)
             state, data = self._start()
             step_fn, said = compiling.result()
@@ -149,6 +154,9 @@ class _Run:
             with self.show, stop_signals() as stop_after:
                 step = self._loop(step_fn, state, data, stop_after)
             self.watching.result()
+            if self.lines is not None:
+                self.lines.result()
+                self.show.say(f"wrote {self.profile.file.parent}: `jaxpar watch {self.folder} --profile` shows it")
         if self.main:
             self._say_result(step)
         return Result(step, self.loss, self.val_loss, self.entropy, step < self.last)
@@ -232,9 +240,15 @@ class _Run:
         batches = Batches(data, empty_batch(config, self.plan), ask_to_stop)
         for step in range(self.first + 1, self.last + 1):
             before = metrics
-            with self.meter.timed("waiting"):
-                batch = put_batch(next(batches), self.plan)
-            state, metrics = step_fn(state, batch)
+            if step == self.profile.first:
+                self._aside(metrics, self.profile.start)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                with self.meter.timed("waiting"):
+                    batch = put_batch(next(batches), self.plan)
+                state, metrics = step_fn(state, batch)
+            if step == self.profile.last:
+                self._aside(metrics, self.profile.close)
+                self.lines = self.beside.submit(self.profile.write_lines, step_fn, devices)
             self._unread.append((step, metrics["loss"], metrics["grad_norm"]))
             if step == self.first + 1:
                 if self.corpus.val is not None:
@@ -269,6 +283,12 @@ class _Run:
         if step == train.steps and self.corpus.val is not None and final != train.eval_batches:
             self.val_loss = self._evaluate(step, state, final, "final_")
         return step
+
+    def _aside(self, metrics: dict[str, jax.Array], do: Callable[[], None]) -> None:
+        """Wait for the steps until now, and do something that is no part of them."""
+        jax.block_until_ready(metrics)
+        with self.meter.timed("aside"):
+            do()
 
     def _log(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Fetch a step's metrics, and print and write them with the speed since the last time."""

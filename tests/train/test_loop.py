@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxpar.cli.train as train_command
 import jaxpar.train.loop as train_module
 from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
@@ -46,10 +47,26 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drawn() -> list[int]:
+    """The rows that metrics.jsonl had at each drawing of the loss of `whole`, of which the first failed."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def whole(config: Config, drawn: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 steps, never stopped."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    result = train(config, folder)
+    folder, real_draw = tmp_path_factory.mktemp("runs") / "whole", train_command._draw_loss
+
+    def draw(config: Config, folder: Path, entropy: float) -> None:
+        drawn.append(len(read_metrics(folder)))
+        if len(drawn) == 1:
+            raise OSError("the disk is full")
+        real_draw(config, folder, entropy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_command, "_EVERY", 0.0)
+        patch.setattr(train_command, "_draw_loss", draw)
+        result = train(config, folder)
     assert result.step == 20 and not result.interrupted
     return folder
 
@@ -88,6 +105,12 @@ def test_stopped_after_seven_steps_and_resumed_equals_the_uninterrupted_run_to_t
     assert data == want_data
     assert resumed.val_loss == logged(whole, "final_val_loss")[20]
     assert logged(folder, "val_loss").items() > logged(whole, "val_loss").items()  # and of step 7, where it stopped
+
+
+def test_the_loss_is_drawn_while_the_run_goes_on_and_a_drawing_that_fails_does_not_end_it(
+    whole: Path, drawn: list[int]
+) -> None:
+    assert len(drawn) >= 3 and drawn[1] < drawn[-1] == len(read_metrics(whole))
 
 
 def test_a_run_learns_and_leaves_its_folder_complete(config: Config, whole: Path) -> None:

@@ -69,7 +69,7 @@ def lines_table(report: Rehearsal, most: int) -> list[RenderableType]:
         for row in sorted(report["lines"], key=lambda row: (-row["exposed"], -row["compute"]))
     ]  # fmt: skip
     columns = ["exposed", "comm", "compute", "FLOPs", "line", "scope", "phase"]
-    return _table(f"by line of the model: {seconds_text(exposed)} exposed", columns, rows, 4, most)
+    return titled_table(f"by line of the model: {seconds_text(exposed)} exposed", columns, rows, 4, most)
 
 
 def collectives_table(report: Rehearsal, most: int) -> list[RenderableType]:
@@ -86,7 +86,7 @@ def collectives_table(report: Rehearsal, most: int) -> list[RenderableType]:
     unplanned = sum(not row.get("planned", True) for row in found)
     asked = f": {unplanned or 'none'} unplanned" if any("planned" in row for row in found) else ""
     columns = ["exposed", "time", "sent", "times", "kind", "over", "plan", "phase", "line"]
-    return _table(f"collectives{asked}", columns, rows, 4, most)
+    return titled_table(f"collectives{asked}", columns, rows, 4, most)
 
 
 def _time_table(report: Rehearsal) -> list[RenderableType]:
@@ -105,10 +105,10 @@ def _parts_table(title: str, parts: Mapping[str, float], text: Callable[[float],
     whole = sum(parts.values())
     found = sorted((item for item in parts.items() if item[1]), key=lambda item: -item[1])
     rows = [[text(value), percent_text(value / whole), part.replace("_", " ")] for part, value in found]
-    return _table(title, ["", "", ""], rows, 2, len(rows))
+    return titled_table(title, ["", "", ""], rows, 2, len(rows))
 
 
-def _table(
+def titled_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: int, most: int
 ) -> list[RenderableType]:
     """A title and its table, of which the first `numbers` columns are numbers; nothing where there are no rows.

@@ -1,0 +1,95 @@
+"""The steps that `metrics.profile` traced, by line of the model, beside what a rehearsal predicts for each."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jax.profiler import ProfileData
+from rich.console import RenderableType
+
+from jaxpar.base.errors import UserError
+from jaxpar.base.files import read_json
+from jaxpar.base.hardware import load_chip
+from jaxpar.base.toml import presets
+from jaxpar.rehearse.of_config import rehearse
+from jaxpar.rehearse.report.tables import seconds_text, titled_table
+from jaxpar.train.run_folder import read_run_config
+
+Line = tuple[str, str, str]
+"""The scope, source and phase of a line of the model."""
+_NOWHERE = ("instructions that are not in the program's text", "", "")
+
+
+def profile_parts(folder: Path, target: str, say: Callable[[str], None], most: int = 25) -> list[RenderableType]:
+    """Make the table of a run's latest trace, with `most` rows.
+
+    `target` is the system to rehearse the run's config for; empty = the one that it ran on, if it can be rehearsed.
+
+    Raises:
+      UserError: there is no trace, or the target that was named does not serve.
+    """
+    files = sorted((folder / "profile").glob("steps_*.json"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise UserError(f"{folder} has no trace: train it with metrics.profile=20:25, which traces steps 20 to 25")
+    facts = read_json(files[-1])
+    measured, predicted = measured_lines(facts, files[-1].parent), dict[Line, float]()
+    note = f"{facts['devices']} x {facts['device_kind']}"
+    try:
+        report = rehearse(read_run_config(folder), target or _target_of(facts), say=say)
+        predicted = {(row["scope"], row["source"], row["phase"]): row["compute"] + row["exposed"]
+                     for row in report["lines"]}  # fmt: skip
+        note += f", predicted for {report['target']['name']}: {seconds_text(report['time']['step'])}"
+    except UserError as error:
+        if target:
+            raise
+        note += f"; no prediction: {error}"
+    order = sorted({*measured, *predicted}, key=lambda line: (-measured[line], -predicted.get(line, 0.0)))
+    times = [measured, predicted] if predicted else [measured]
+    rows = [
+        [*(seconds_text(time[line]) if time.get(line) else "" for time in times), line[1], line[0], line[2]]
+        for line in order
+    ]
+    columns = [*("measured", "predicted")[: len(times)], "line", "scope", "phase"]
+    first, last = facts["steps"]
+    title = f"a step of steps {first} to {last} on one device: {seconds_text(measured.total())} measured on {note}"
+    return titled_table(title, columns, rows, len(times), most)
+
+
+def measured_lines(facts: dict[str, Any], folder: Path) -> Counter[Line]:
+    """Return the seconds of one step on one device by line of the model, in the trace that `facts` describe.
+
+    A wait for a collective or a copy that runs beside the compute is on the line that started it.
+    """
+    planes = list(ProfileData.from_file(str(folder / facts["trace"])).planes)
+    chips = [plane for plane in planes if re.fullmatch(r"/device:(TPU|GPU):\d+", plane.name)]
+    found = Counter[Line]()
+    for plane in chips or planes:
+        tpu = "TPU" in plane.name
+        for line in plane.lines:
+            # The instructions of a TPU are one line of its plane, of a GPU its streams, of a CPU in the host's threads.
+            if chips and not (line.name == "XLA Ops" if tpu else "Stream" in line.name):
+                continue
+            for event in line.events:
+                stats = {"hlo_module": facts["module"]} if tpu else dict(event.stats)
+                name = (
+                    event.name.partition(" ")[0].lstrip("%") if tpu else stats.get("hlo_op", "")
+                )  # %add.1 = f32[8] ..
+                place = facts["lines"].get(name)
+                around = name.startswith(("while", "call", "conditional"))  # others, which have events of their own
+                if stats.get("hlo_module") == facts["module"] and (place or not around):
+                    found[tuple(place) if place else _NOWHERE] += event.duration_ns
+    shares = 1e9 * facts["traced"] * (facts["steps"][1] - facts["steps"][0] + 1)
+    return Counter({line: spent / shares for line, spent in found.items()})
+
+
+def _target_of(facts: dict[str, Any]) -> str:
+    """The name of a target with the devices of a trace."""
+    chips = {name: load_chip(name) for name in presets("jaxpar.meshes.chips")}
+    for name, chip in chips.items():
+        if facts["device_kind"] in chip.hardware.device_kinds:
+            return f"{name}{'-' if chip.slices.name else 'x'}{facts['devices'] // chip.hardware.devices_per_chip}"
+    raise UserError("these devices cannot be rehearsed; --target v5e-8, or another that fits the mesh, can")

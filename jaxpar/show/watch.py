@@ -1,0 +1,131 @@
+"""A run as a page of the terminal, read from its folder alone."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from jaxpar.base.console import bytes_text, count_text, duration_text
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import describe, total_sizes
+from jaxpar.rehearse.report.tables import percent_text, seconds_text
+from jaxpar.train.metrics import read_metrics
+from jaxpar.train.run_folder import read_run_config
+
+_DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # the bits of a braille letter's dots
+_NUMBERS = {
+    "loss": ("loss", "{:.4f}".format, "cyan"), "val_loss": ("validation", "{:.4f}".format, "red"),
+    "tokens_per_second": ("tokens/s", count_text, ""), "step_seconds": ("a step", seconds_text, ""),
+    "mfu": ("MFU", percent_text, ""), "data_wait": ("data wait", percent_text, ""),
+    "device_memory": ("memory", bytes_text, ""),
+}  # fmt: skip
+"""The name of a metric on the page, its text, and the colour of it and its curve."""
+
+
+def watch(folder: Path, once: bool = False) -> None:
+    """Show a run, or the runs in a folder, until Ctrl-C; with `once`, or in a pipe, print it and return."""
+    out = Console(highlight=False)
+    with suppress(KeyboardInterrupt), Live(page(folder, out.width), console=out, auto_refresh=False) as live:
+        while out.is_terminal and not once:
+            time.sleep(2)
+            live.update(page(folder, out.width), refresh=True)
+
+
+def page(folder: Path, width: int) -> RenderableType:
+    """Make the page of a run, or a table of several runs.
+
+    Raises:
+      UserError: there is no run.
+    """
+    if (folder / "config.toml").exists():
+        return _run_page(folder, min(width, 100))
+    runs = [path.parent for deep in ("*", "*/*") for path in sorted(folder.glob(f"{deep}/config.toml"))]
+    if not runs:
+        raise UserError(f"{folder} is no run folder, and has none in it: a run folder has a config.toml")
+    table = Table("run", "", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("step", "", "loss", "validation", "tokens/s"):
+        table.add_column(name, justify="right")
+    for run in runs:
+        name = str(run.relative_to(folder))
+        try:
+            _, _, (step, last), state, facts = _look(run)
+        except UserError as error:  # the run of another version beside others
+            table.add_row(name, Text(str(error), "red"))
+        else:
+            numbers = (facts[name] for name in ("left", "loss", "validation", "tokens/s"))
+            table.add_row(name, state, f"{step}/{last}", *numbers)
+    return table
+
+
+def _look(folder: Path) -> tuple[Any, list[dict[str, Any]], tuple[int, int], Text, dict[str, str]]:
+    """The run's config, its rows, its step of how many, whether it lives, and the last of each number as text."""
+    config, rows, now = read_run_config(folder), read_metrics(folder), time.time()
+    found = {key: value for row in rows for key, value in row.items()}
+    step, last, took = found.get("step", 0), config.train.stop_at or config.train.steps, found.get("step_seconds", 0.0)
+    age = now - (folder / ("metrics.jsonl" if rows else "config.toml")).stat().st_mtime
+    state = Text("running", "green") if rows else Text("starting", "yellow")
+    if step >= last:
+        state = Text("done", "blue")
+    elif age > max(60, 5 * took * config.metrics.log_every):  # an evaluation or a save may take a while
+        state = Text(f"silent for {duration_text(age)}", "bold red")
+    saved = {int(path.name): path.stat().st_mtime for path in folder.glob("checkpoints/*") if path.name.isdecimal()}
+    newest = max(saved, default=0)
+    facts = {name: text(found[key]) if key in found else "-" for key, (name, text, _) in _NUMBERS.items()} | {
+        "checkpoint": f"{newest}, {duration_text(now - saved[newest])} ago" if saved else "-",
+        "last line": f"{duration_text(age)} ago",
+        "left": f"{duration_text((last - step) * took)} left" if took and step < last else "",
+    }
+    return config, rows, (step, last), state, facts
+
+
+def _run_page(folder: Path, width: int) -> RenderableType:
+    config, rows, (step, last), state, facts = _look(folder)
+    model, bar, grid = config.model, *(Table.grid(padding=(0, 2), expand=True) for _ in range(2))
+    what = f"{model.family}, {model.layers} layers of {model.embed}; {describe(total_sizes(config.mesh))}"
+    bar.add_column(ratio=1)
+    bar.add_row(ProgressBar(last, step, finished_style="blue"), f"step {step} of {last}", facts.pop("left"))
+    colors = {name: color for name, _, color in _NUMBERS.values()}
+    cells = [Text.assemble((f"{key} ", "dim"), (text, f"bold {colors.get(key, '')}")) for key, text in facts.items()]
+    for first in range(0, len(cells), 3):
+        grid.add_row(*cells[first : first + 3])
+    batch = Text(f"{what}; {config.train.batch} x {config.data.seq_len} tokens a step", "dim")
+    parts = batch, bar, "", *_curves(rows, width - 4, 8), grid
+    return Panel(Group(*parts), title=f"[bold]{folder}", title_align="left", subtitle=state, width=width)
+
+
+def _curves(rows: list[dict[str, Any]], width: int, height: int) -> list[Text]:
+    """Draw the losses by step in lines of braille letters, each of which has 4 x 2 dots."""
+    series = [(np.array([(row["step"], row[key]) for row in rows if np.isfinite(row.get(key, np.nan))]), color)
+              for key, (_, _, color) in _NUMBERS.items() if color]  # fmt: skip
+    series = [(points, color) for points, color in series if len(points) > 1]
+    if not series:
+        return []
+    steps, losses = np.concatenate([points for points, _ in series]).T
+    labels = [f"{losses.max():.3f} ", *[""] * (height - 2), f"{losses.min():.3f} "]
+    margin = max(map(len, labels))
+    letters, styles = np.full((height, width - margin), 0x2800), np.full((height, width - margin), "", object)
+    for points, color in series:
+        at = np.linspace(points[0, 0], points[-1, 0], 100 * width)  # so many that a steep part is a line too
+        fallen = (losses.max() - np.interp(at, *points.T)) / max(np.ptp(losses), 1e-9)
+        x, y = (
+            (at / steps.max() * (2 * (width - margin) - 1)).astype(int),
+            (fallen * (4 * height - 1)).round().astype(int),
+        )
+        np.bitwise_or.at(letters, (y // 4, x // 2), _DOTS[y % 4, x % 2])
+        styles[y // 4, x // 2] = color
+    drawn = [
+        Text.assemble((label.rjust(margin), "dim"), *zip(map(chr, row), colors, strict=True))
+        for label, row, colors in zip(labels, letters, styles, strict=True)
+    ]
+    return [*drawn, Text(" " * margin + "0" + f"step {steps.max():.0f}".rjust(width - margin - 1), "dim"), Text()]

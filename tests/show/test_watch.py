@@ -1,0 +1,86 @@
+"""The page of a run: its numbers and curves, whether it lives, several runs, and a terminal of 80 columns."""
+
+import io
+import json
+import os
+import time
+
+import pytest
+from rich.console import Console
+
+from jaxpar.base.config import Config, override
+from jaxpar.base.errors import UserError
+from jaxpar.base.toml import to_toml
+from jaxpar.cli.main import main
+from jaxpar.show.watch import page
+
+pytestmark = pytest.mark.quick
+
+
+def make(folder, steps: int, age: float = 1.0, **more):
+    """A run of 100 steps that has logged every second of these, the last of them `age` seconds ago."""
+    folder.mkdir(parents=True)
+    changes = {"train.steps": 100, "train.warmup_steps": 5, "mesh.fsdp": 2, "mesh.tensor": 4}
+    (folder / "config.toml").write_text(to_toml(override(Config(), changes)))
+    speed = {"tokens_per_second": 21500.0, "step_seconds": 0.25, "data_wait": 0.021, **more}
+    rows = [{"step": step, "loss": 2 + 3 / step, **speed} for step in range(2, steps + 1, 2)]
+    rows += [{"step": step, "val_loss": 2.5 - step / 1000} for step in range(20, steps + 1, 20)]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda r: r["step"]))
+    )
+    (folder / "checkpoints" / "40").mkdir(parents=True)
+    (folder / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir()
+    os.utime(folder / "metrics.jsonl", (time.time() - age,) * 2)
+
+
+def text(folder, width: int = 80) -> str:
+    out = Console(width=width, record=True, file=io.StringIO())
+    out.print(page(folder, width))
+    return out.export_text()
+
+
+def test_the_page_of_a_run(tmp_path):
+    make(tmp_path / "run", 60, mfu=0.5, device_memory=3 * 2**30)
+    found = text(tmp_path / "run")
+    assert {len(line) for line in found.splitlines()} == {80}
+    for part in (
+        "data=1 x fsdp=2 x tensor=4" if "data=1 x" in found else "fsdp=2 x tensor=4", "step 60 of 100", "0:10 left",
+        "loss 2.0500", "validation 2.4400", "tokens/s 21.5K", "a step 250 ms", "MFU 50.0 %", "data wait 2.1 %",
+        "memory 3.00 GiB", "checkpoint 40, 0:0", "last line 0:01 ago", " running ", "3.500", "2.050", "step 60",
+    ):  # fmt: skip
+        assert part in found, part
+
+
+def test_the_curve_falls_from_its_highest_to_its_lowest(tmp_path):
+    make(tmp_path / "run", 60)
+    lines = [
+        line for line in text(tmp_path / "run").splitlines() if any("\u2801" <= letter <= "\u28ff" for letter in line)
+    ]
+    columns = [[at for at, letter in enumerate(line) if "\u2801" <= letter <= "\u28ff"] for line in lines]
+    assert len(lines) == 8 and "3.500" in lines[0] and "2.050" in lines[-1]
+    assert min(columns[0]) < 12 and max(columns[-1]) > 74 and max(columns[0]) < min(columns[-1])
+
+
+@pytest.mark.parametrize(
+    ("steps", "age", "state"),
+    [(100, 5000, "done"), (60, 1, "running"), (60, 30, "running"), (60, 754, "silent for 12:34"), (0, 1, "starting")],
+)
+def test_whether_a_run_lives(tmp_path, steps, age, state):
+    make(tmp_path / "run", steps, age)
+    assert state in text(tmp_path / "run").splitlines()[-1]
+
+
+def test_several_runs_are_a_table_and_one_of_another_version_does_not_hide_the_others(tmp_path, capsys):
+    make(tmp_path / "sweep" / "a", 60)
+    make(tmp_path / "old", 100)
+    (tmp_path / "old" / "config.toml").write_text("[model]\nwidth = 3\n")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    said = capsys.readouterr().out
+    assert "sweep/a" in said and "running" in said and "60/100" in said and "unknown key" in said
+
+
+def test_what_is_no_run_is_a_line(tmp_path, capsys):
+    with pytest.raises(UserError, match="is no run folder, and has none in it"):
+        page(tmp_path, 80)
+    assert main(["watch"]) == 2
+    assert "usage: jaxpar watch RUN|FOLDER" in capsys.readouterr().err
