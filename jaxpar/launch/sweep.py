@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,9 @@ class Trial:
     step_seconds: float | None = None
     error: str = ""
     """Why the config was refused, or what the run broke off with."""
+
+
+FIELDS = [field.name for field in fields(Trial)]
 
 
 def grid(over: Sequence[str]) -> list[list[str]]:
@@ -88,14 +91,14 @@ def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int
             param_space={"settings": tune.grid_search(list(jobs))},
             run_config=tune.RunConfig(storage_path=records, verbose=0),
         )
-        for result in tuner.fit() if jobs else ():
-            settings = result.config["settings"]
-            known = {key: result.metrics.get(key) for key in Trial.__dataclass_fields__}
+        ended: Any = tuner.fit() if jobs else ()
+        for result in ended:
+            settings, known = result.config["settings"], {key: result.metrics.get(key) for key in FIELDS}
             last = str(result.error).strip().splitlines()[-1] if result.error else ""
             found[settings] = Trial(settings, error=last) if last else Trial(**known)
     results = [found[settings] for settings in trials]
     with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, list(Trial.__dataclass_fields__))
+        table = csv.DictWriter(file, FIELDS)
         table.writeheader()
         table.writerows(map(asdict, results))
     from jaxpar.show.figures import save_figure  # matplotlib, which no run waits for
@@ -109,7 +112,7 @@ def _name(settings: str) -> str:
     return re.sub(r"[^\w.=-]+", "_", settings)
 
 
-def _resources(ray: Any, on_cpu: bool, count: int) -> dict[str, int]:
+def _resources(ray: Any, on_cpu: bool, count: int) -> dict[str, float]:
     """What Ray shall keep for a run: `count` CPUs, GPUs or TPU chips, or those of the largest machine."""
     kinds = ["CPU"] if on_cpu else ["TPU", "GPU", "CPU"]
     kind = next(kind for kind in kinds if ray.cluster_resources().get(kind))

@@ -44,6 +44,8 @@ class Target:
     """The number of TPU slices, or of GPU nodes, which only the data-centre network joins."""
     topology: str
     """The shape of one slice, `4x4x4`, or of all nodes, `8x8` = nodes x GPUs."""
+    vendor_name: str = ""
+    """What Google Cloud calls one slice: `v5p-128`."""
     note: str = ""
     """A line to show beside the name, where the name could be misread."""
 
@@ -174,7 +176,7 @@ def _slice(name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_s
     note = counted if "{cores}" in rules.vendor else ""
     note += f"; JAX sees {devices} devices a chip" if devices > 1 else ""
     label = f"{name}:{text}" if named_by_shape else f"{name}-{chips}" + (f"x{count}" if count > 1 else "")
-    return Target(label, name, "tpu", hardware, count, text, note)
+    return Target(label, name, "tpu", hardware, count, text, vendor, note)
 
 
 # GPU nodes.
