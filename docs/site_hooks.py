@@ -44,7 +44,7 @@ def notebooks() -> str:
         where = f"colab/{path.name}"
         links = f"[Open in Colab]({COLAB}{where}) · [on GitHub]({REPOSITORY}{where})"
         found += [f"## {title.lstrip('# ')}", *texts[:1], links]
-    return "\n\n".join(found)
+    return re.sub(r"\]\((\w+\.ipynb)\)", rf"]({REPOSITORY}colab/\1)", "\n\n".join(found))
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:

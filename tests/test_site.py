@@ -41,7 +41,7 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material", reason="the extra `docs` is not installed")
     pytest.importorskip("mkdocstrings_handlers.python", reason="the extra `docs` is not installed")
-    folder = tmp_path_factory.mktemp("site")
+    folder = tmp_path_factory.mktemp("site").resolve()
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(build, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
