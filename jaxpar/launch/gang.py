@@ -198,7 +198,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     try:
         if config.mesh.platform == "cpu":
             _say_who(context.get_world_rank(), context.get_world_size())
-        start(config.mesh, config.compile.cache)
+        start(config.mesh)
         with redirect_stdout(_Lines(job["lines"])):
             _require_shared(folder, job["mark"])
             result = train_config(config, folder, report=lambda step, row: ray.train.report({"step": step, **row}))

@@ -19,7 +19,7 @@ from jaxpar.train.plans import make_plan
 
 def train_config(config: Config, folder: Path, verify: bool = False, report: Report | None = None) -> Result:
     check(config)
-    devices = start(config.mesh, config.compile.cache)
+    devices = start(config.mesh)
     say = console().print if jax.process_index() == 0 else lambda line: None
     make_plan(config, devices)
     corpus = run_together(lambda: load_corpus(config.data, config.model.vocab_size))
