@@ -13,7 +13,7 @@ from jaxpar.verify.report import GradientRow, Verdict, table
 
 pytestmark = pytest.mark.quick
 
-SETUP = Setup(Config(mesh=MeshSpec(data=2)), MeshSpec(data=-1), jax.devices()[:2], ("a note",))
+SETUP = Setup(Config(mesh=MeshSpec(data=2)), jax.devices()[:2], ("a note",))
 RIGHT = GradientRow("embed.tokens", (4, 3), 1e-7, 1e-5)
 SIGN = GradientRow("blocks.up", (2, 3, 4), 2.0, 1e-5, Finding("sign", "minus the reference", 1e-7))
 TWICE = GradientRow("head.table", (4, 3), 1.0, 1e-5, Finding("sum doubled", "2 times the reference", 1e-7))

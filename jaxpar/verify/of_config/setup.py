@@ -44,13 +44,11 @@ class Setup(NamedTuple):
 
     Attributes:
       config: the shrunk config that is run.
-      asked: the mesh as it was given.
       devices: the devices of the plan.
       notes: the changes that were made, a sentence for each.
     """
 
     config: Config
-    asked: MeshSpec
     devices: list[jax.Device]
     notes: tuple[str, ...]
 
@@ -61,7 +59,7 @@ def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
     mesh, used, notes = _place_mesh(config, devices)
     _check_sizes(config, mesh)
     small, more = _shrink_alike(config, mesh, used)
-    return Setup(small, config.mesh, used, (*notes, *more))
+    return Setup(small, used, (*notes, *more))
 
 
 def _place_mesh(config: Config, devices: list[jax.Device] | None) -> tuple[MeshSpec, list[jax.Device], list[str]]:
