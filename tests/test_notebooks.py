@@ -90,7 +90,7 @@ def overlap(notebook: NotebookNode) -> None:
     assert "step 1    part 3     part 0     part 1     part 2" in printed(notebook, "steps")
     assert "its first hop: 0->1  1->2  2->3  3->0" in printed(notebook, "parity")
     for cell, arrays, times in (("parity", "y|dx|dw", 3), ("same", "out|dq|dk|dv", 2)):
-        apart = numbers(printed(notebook, cell), rf"(?:{arrays}) ([\de.+-]+)")
+        apart = numbers(printed(notebook, cell), rf"\b(?:{arrays}) ([\de.+-]+)")
         assert len(apart) == times * (arrays.count("|") + 1) and max(apart) < 1e-5
     assert "(0, 7) (1, 6) (2, 5) (3, 4)" in printed(notebook, "zigzag")
     if find_spec("libtpu"):
@@ -99,6 +99,19 @@ def overlap(notebook: NotebookNode) -> None:
         assert pictures(notebook) == {"tpu", "zigzag", "long"}
     else:
         assert "no picture: target v5e-8 needs" in printed(notebook, "tpu")
+
+
+def pipeline(notebook: NotebookNode) -> None:
+    rows = re.findall(r"([\d.]+)% +([\d.]+)% +(\d+)", printed(notebook, "bubble"))
+    assert len(rows) == 12 and all(formula == simulated for formula, simulated, _ in rows)
+    assert [int(kept) for *_, kept in rows[2::3]] == [32, 7, 11, 64]
+    assert "data=8 and stage=4 x data=2" in printed(notebook, "run")
+    steps = [[float(x) for x in line.split()] for line in printed(notebook, "same").splitlines()[1:]]
+    assert len(steps) == 5 and steps[-1][1] < steps[0][1] - 0.3
+    for _, loss, staged_loss, norm, staged_norm in steps:
+        assert (staged_loss, staged_norm) == pytest.approx((loss, norm), rel=2e-6)
+    assert "device 7 has layer 3" in printed(notebook, "where")
+    assert pictures(notebook) == {"gpipe", "one", "interleaved"}
 
 
 def memory_budget(notebook: NotebookNode) -> None:
@@ -169,6 +182,7 @@ CHECKS: dict[str, Callable[[NotebookNode], None]] = {
     "01_mesh_and_rules.ipynb": mesh_and_rules,
     "02_train_gpt2.ipynb": train_gpt2,
     "03_overlap.ipynb": overlap,
+    "04_pipeline.ipynb": pipeline,
     "05_memory_budget.ipynb": memory_budget,
     "06_rehearse_a_pod.ipynb": rehearse_a_pod,
     "07_finetune.ipynb": finetune,

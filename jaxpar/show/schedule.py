@@ -40,7 +40,7 @@ def schedule_figure(table: Table, times: Times, title: str) -> Figure:
     _draw(gantt, table, times, found, 72 * (width - 1.9))
     gantt.set_title(f"{title}: {_facts(found)}", fontsize=11)
     _draw_stash(curve, table, times, found)
-    curve.set_xlabel("time" if times == UNIT else f"time (forward {times.forward:.3g}, backward {times.backward:.3g})")
+    curve.set_xlabel(f"time (a forward {times.forward:.3g}, a backward {times.backward:.3g})")
     _legend(figure, table)
     return figure
 
@@ -58,13 +58,13 @@ def _draw(axes: Axes, table: Table, times: Times, found: Simulation, points: flo
             linewidth=min(0.8, 0.08 * scale * min(length for _, length in spans)),
         )  # fmt: skip
         for (start, length), shade, (_, action) in zip(spans, shades, actions, strict=True):
-            size = min(8.0, length * scale / (0.74 * len(str(table.microbatches - 1))))
+            size = min(10.0, length * scale / (0.74 * len(str(table.microbatches - 1))))
             if size >= 4.5:
                 color, middle = "white" if _is_dark(shade) else "black", start + length / 2
                 axes.text(middle, s, str(action.microbatch), size=size, color=color, ha="center", va="center_baseline")
     ticks = _even_steps(table.stages, 16)
     axes.set(ylim=(table.stages - 0.5, -0.5), xlim=(0, found.makespan), ylabel="stage", yticks=ticks)
-    axes.tick_params(length=0, labelsize=8)
+    axes.tick_params(length=0, labelsize=9)
     axes.spines[:].set_visible(False)
 
 
@@ -87,11 +87,11 @@ def _draw_stash(axes: Axes, table: Table, times: Times, found: Simulation) -> No
         axes.step(when, np.cumsum([steps[t] for t in when]), where="post", color=shade, linewidth=1.3, label=label)
     axes.set(ylim=(0, max(found.stash) * 1.08 + 0.2), ylabel="inputs kept")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(labelsize=8)
+    axes.tick_params(labelsize=9)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(
-        title="at most", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=7, title_fontsize=7
+        title="at most", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9, title_fontsize=9
     )
 
 
