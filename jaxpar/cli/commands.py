@@ -86,7 +86,7 @@ class TokenizeArgs:
 
 def train_command(words: list[str]) -> int:
     """jaxpar train CONFIG [--run DIR] [--on MESH] [--verify] [--section.key value ...]"""
-    from jaxpar.cli.train import train_config
+    from jaxpar.launch.local import train_config
 
     name, args = config_args(train_command.__doc__, TrainArgs, words)
     result = train_config(args.config, Path(args.run) if args.run else run_folder(name), args.verify)

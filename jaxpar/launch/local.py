@@ -1,26 +1,97 @@
-"""Interim: what each process of a run does."""
+"""What each process of a run does: a config settled and, if asked, verified; then trained, with pictures of its memory
+and its loss."""
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+from jax.stages import Compiled
 
 from jaxpar.base.config import Config, check
-from jaxpar.base.console import console
+from jaxpar.base.console import console, count_text
+from jaxpar.base.errors import UserError
+from jaxpar.base.plan import Plan
 from jaxpar.base.processes import run_together
-from jaxpar.base.runtime import start
-from jaxpar.data.corpus import load_corpus
+from jaxpar.base.runtime import memory_of, start
+from jaxpar.data.corpus import load_corpus, unigram_entropy
+from jaxpar.models import Model
 from jaxpar.plan import resolve
-from jaxpar.train.loop import Result, run
-from jaxpar.train.metrics import Report
+from jaxpar.plan.budget import platform_of
+from jaxpar.plan.memory_account import memory_account, out_of_memory
+from jaxpar.rehearse.report.memory import CompiledBytes
+from jaxpar.show.memory import memory_table, write_memory_account
+from jaxpar.train.loop import OutOfMemory, Result, run
+from jaxpar.train.metrics import Report, read_metrics
 from jaxpar.train.plans import make_plan
+from jaxpar.verify.of_config import require
+
+_EVERY = 60.0  # seconds between two drawings of loss.png
 
 
 def train_config(config: Config, folder: Path, verify: bool = False, report: Report | None = None) -> Result:
+    """What `jaxpar train` does: settle what the config leaves open for the devices at hand, verify the plan if asked
+    (see `TrainArgs`), and train it; every process calls `report` with each row (see `jaxpar.train.loop.run`).
+
+    Raises:
+      UserError: see `run`; for too little memory it says what would fit.
+    """
     check(config)
     devices = start(config.mesh)
-    say = console().print if jax.process_index() == 0 else lambda line: None
-    make_plan(config, devices)
+    main = jax.process_index() == 0
+    say = console().print if main else lambda line: None
+    make_plan(config, devices)  # what is wrong with the layout or the data is said before a budget is solved
     corpus = run_together(lambda: load_corpus(config.data, config.model.vocab_size))
-    return run(resolve(config, say=say), folder, corpus, report=report)
+    settled = resolve(config, say=say)
+    if verify:
+        run_together(lambda: require(settled, devices, say))
+
+    def report_memory(config: Config, plan: Plan, compiled: Compiled) -> None:
+        if memory := compiled.memory_analysis():
+            device = plan.mesh.devices.flat[0]
+            parts = memory_account(config, plan, platform_of(device))
+            write_memory_account(folder, parts, CompiledBytes.of(memory), memory_of(device))
+
+    entropy, drawn = unigram_entropy(corpus.train.sample), time.monotonic()
+
+    def draw() -> None:
+        try:
+            _draw_loss(settled, folder, entropy)
+        except Exception as error:  # a picture is no reason to end a run
+            say(f"warning: no {folder / 'loss.png'}: {error}")
+
+    def take_row(step: int, row: dict[str, float]) -> None:
+        nonlocal drawn
+        if report is not None:
+            report(step, row)
+        if main and time.monotonic() - drawn > _EVERY:
+            drawn = time.monotonic()
+            beside.submit(draw)
+
+    try:
+        with ThreadPoolExecutor(1) as beside:
+            result = run(settled, folder, corpus, report_memory, take_row)
+    except OutOfMemory as error:
+        raise UserError(_what_would_fit(error, main)) from error
+    if main and (folder / "metrics.jsonl").exists():
+        draw()
+        say(f"wrote {folder / 'loss.png'}")
+    return result
+
+
+def _what_would_fit(error: OutOfMemory, main: bool) -> str:
+    device = error.plan.mesh.devices.flat[0]
+    parts = memory_account(error.config, error.plan, platform_of(device))
+    if main:
+        console().print(memory_table(parts))
+    return out_of_memory(error.said, parts, error.config, error.plan, memory_of(device))
+
+
+def _draw_loss(config: Config, folder: Path, entropy: float) -> None:
+    from jaxpar.show.figures import loss_figure, save_figure  # matplotlib, which no step waits for
+
+    parameters = count_text(Model(config.model).parameter_count())
+    title = f"{folder.name}: {config.model.family}, {parameters} parameters"
+    save_figure(loss_figure(read_metrics(folder), title, {"unigram entropy": entropy}), folder / "loss.png")

@@ -346,7 +346,7 @@ def test_evaluation_in_a_pipeline_is_that_of_one_device() -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_stages(tmp_path: Path) -> None:
     """Layers are stored in another order and with gaps; the losses go on as if nothing had happened."""
-    from jaxpar.cli.train import train_config as train
+    from jaxpar.launch.local import train_config as train
     from jaxpar.train.metrics import read_metrics
 
     text = tmp_path / "text.txt"

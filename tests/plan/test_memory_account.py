@@ -14,7 +14,7 @@ from traced_steps import config_of
 
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
-from jaxpar.cli.train import train_config as train
+from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.plan.memory_account import MemoryPart, memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes

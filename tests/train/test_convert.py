@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from jaxpar.base.config import Config, ModelConfig, override
 from jaxpar.base.errors import UserError
-from jaxpar.cli.train import train_config as train
+from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.models.hf_export import export_hf
 from jaxpar.train.convert import config_of, export_run, import_run

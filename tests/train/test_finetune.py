@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jaxpar.base.config import Config, ModelConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.cli.main import main
-from jaxpar.cli.train import train_config as train
+from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model, peft
 from jaxpar.models.hf import import_hf
 from jaxpar.models.hf_export import export_hf

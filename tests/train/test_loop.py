@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import pytest
 
-import jaxpar.cli.train as train_command
 import jaxpar.train.loop as train_module
 from jaxpar.base.config import Config, ModelConfig, load_config, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
-from jaxpar.cli.train import train_config as train
 from jaxpar.kernels.attention import dispatch
+from jaxpar.launch import local
+from jaxpar.launch.local import train_config as train
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.metrics import read_metrics
@@ -55,7 +55,7 @@ def drawn() -> list[int]:
 @pytest.fixture(scope="module")
 def whole(config: Config, drawn: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 20 steps, never stopped."""
-    folder, real_draw = tmp_path_factory.mktemp("runs") / "whole", train_command._draw_loss
+    folder, real_draw = tmp_path_factory.mktemp("runs") / "whole", local._draw_loss
 
     def draw(config: Config, folder: Path, entropy: float) -> None:
         drawn.append(len(read_metrics(folder)))
@@ -64,8 +64,8 @@ def whole(config: Config, drawn: list[int], tmp_path_factory: pytest.TempPathFac
         real_draw(config, folder, entropy)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_command, "_EVERY", 0.0)
-        patch.setattr(train_command, "_draw_loss", draw)
+        patch.setattr(local, "_EVERY", 0.0)
+        patch.setattr(local, "_draw_loss", draw)
         result = train(config, folder)
     assert result.step == 20 and not result.interrupted
     return folder
@@ -209,7 +209,7 @@ def test_the_demo_preset_is_the_mesh_it_says() -> None:
 
 def test_missing_data_is_said_before_a_budget_is_solved(config: Config, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        "jaxpar.cli.train.resolve", lambda *_, **__: pytest.fail("solved before the data was looked for")
+        "jaxpar.launch.local.resolve", lambda *_, **__: pytest.fail("solved before the data was looked for")
     )
     config = override(config, {"data.source": "tokens", "data.path": "nowhere.bin", "memory.budget": "1GiB"})
     with pytest.raises(UserError, match=r"cannot read nowhere\.bin"):

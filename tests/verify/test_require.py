@@ -10,8 +10,8 @@ import pytest
 
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.errors import UserError
-from jaxpar.cli import train as train_module
 from jaxpar.cli.main import main
+from jaxpar.launch import local as train_module
 from jaxpar.verify.mistakes import Finding
 from jaxpar.verify.of_config import Setup, Verification, checks, require
 from jaxpar.verify.report import GradientRow, Verdict
