@@ -39,6 +39,7 @@ SMALL = """
 --model.embed 32 --model.mlp 64 --train.steps 20 --train.warmup-steps 2
 --train.eval-every 10 --train.eval-batches 1 --train.final-eval-batches 1 --checkpoint.every 5
 """
+SMALLER = f"{SMALL} --model.layers 1 --data.seq-len 32 --train.batch 8 --train.steps 6 --checkpoint.every 3"
 SMALL_GPT2 = """
 --mesh.platform cpu --model.vocab-size 256 --model.layers 1 --model.embed 32 --model.heads 2 --model.mlp 64
 --data.seq-len 32
@@ -47,7 +48,8 @@ SMALL_GPT2 = """
 SMALL_IMPORT = "--mesh.platform cpu --data.seq-len 16 --train.batch 8 --train.steps 4 --train.warmup-steps 1"
 ADDED = {
     "train tiny": SMALL, "train my_experiment.toml": f"{SMALL} --train.batch 8",
-    "launch ray": SMALL, "sweep tiny": SMALL, "train gpt2_124m": SMALL_GPT2, "convert path/to/hf_folder": SMALL_IMPORT,
+    "launch ray": SMALLER, "sweep tiny": SMALLER, "train gpt2_124m": SMALL_GPT2,
+    "convert path/to/hf_folder": SMALL_IMPORT,
     "convert exported": "--mesh.platform cpu --train.batch 8", "rehearse llama3_8b": "--model.layers 2",
 }  # fmt: skip
 DEAR = {"bench": "", "rehearse": "rehearse.md", "verify": "verify.md", "launch": "launch.md", "sweep": "launch.md"}
