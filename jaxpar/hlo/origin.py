@@ -165,9 +165,10 @@ def _packages() -> tuple[str, ...]:
 def inherit(nodes: list[Node], around: Place) -> list[Node]:
     """Give a place to those nodes of a list that the compiler made itself, since they have none of their own.
 
-    A task without a scope belongs to what it feeds, else to what feeds it: the nearest such task with a scope. What is
-    left belongs to the loop that it feeds or depends on, else to the loop `around` it. A phase or line of its own is
-    kept.
+    A copy or slice without a scope belongs to what it feeds, else to what feeds it: the nearest such task with a scope.
+    A matmul belongs to the neighbour in the innermost scope, and among several to the latest of its operands, which in
+    a backward is the gradient, not what was saved. What is left belongs to the loop that it feeds or depends on, else
+    to the loop `around` it. A phase or line of its own is kept.
     """
     places = [Place() if isinstance(node, Wait) else node.place for node in nodes]
     users: dict[int, list[int]] = defaultdict(list)
@@ -182,11 +183,16 @@ def inherit(nodes: list[Node], around: Place) -> list[Node]:
 
     tasks = {position: node for position, node in enumerate(nodes) if isinstance(node, Task)}
     for position in reversed(tasks):
-        places[position] = _from(places[position], given(users[position]))
+        if tasks[position].kind != "matmul":
+            places[position] = _from(places[position], given(users[position]))
     found = list(nodes)
     for position, task in tasks.items():
-        places[position] = _from(places[position], given(task.depends))
-        loops = [node.place for at in (*users[position], *task.depends) if isinstance(node := nodes[at], Loop)]
+        makers = task.depends[::-1] if task.kind == "matmul" else task.depends
+        near = given(makers) + given(users[position])
+        if task.kind == "matmul":
+            near.sort(key=lambda place: -place.scope.count("/"))
+        places[position] = _from(places[position], near)
+        loops = [node.place for at in (*users[position], *makers) if isinstance(node := nodes[at], Loop)]
         found[position] = replace(task, place=_from(places[position], [*loops, around], anything=True))
     return found
 

@@ -143,6 +143,18 @@ def test_else_to_what_feeds_it() -> None:
     assert places(task(HEAD), task(NOWHERE, 0)) == [HEAD, HEAD]
 
 
+def test_a_matmul_belongs_to_the_latest_of_its_operands() -> None:
+    gradient = Place("block/mlp", "models/llama.py:81", "backward")
+    assert places(task(MLP), task(gradient), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2] == gradient
+    assert places(task(NOWHERE, kind="matmul"), task(MLP, 0))[0] == MLP
+
+
+def test_a_matmul_belongs_to_the_neighbour_in_the_innermost_scope() -> None:
+    core = Place("block/attention/core", "models/llama.py:74", "forward")
+    assert places(task(HEAD), task(NOWHERE, 0, kind="matmul"), task(MLP, 1), task(core, 1))[1] == core
+    assert places(task(core), task(MLP), task(NOWHERE, 0, 1, kind="matmul"), task(MLP, 2))[2] == core
+
+
 def test_waits_are_passed_over() -> None:
     assert places(task(NOWHERE), Wait("w", 0), task(MLP, 0)) == [MLP, None, MLP]
 
