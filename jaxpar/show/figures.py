@@ -115,7 +115,7 @@ def memory_figure(bars: Mapping[str, Mapping[str, int]], title: str, has: int = 
     unit, letters = next(
         (2**power, word) for power, word in ((30, "GiB"), (20, "MiB"), (0, "B")) if largest >= 2**power
     )
-    order = dict.fromkeys((*_STATE, *NAMES, *(name for parts in bars.values() for name in parts)))
+    order = dict.fromkeys((*_STATE, *NAMES, "no name", *(name for parts in bars.values() for name in parts)))
     names = [name for name in order if any(parts.get(name, 0) > largest / 500 for parts in bars.values())]
     browns = matplotlib.colormaps["YlOrBr"](np.linspace(0.1, 0.95, len(NAMES)))
     colors = dict.fromkeys(names, "#b3b3b3") | dict(zip(NAMES, browns, strict=True)) | _STATE | {"no name": "#d9d9d9"}
@@ -162,7 +162,7 @@ def ring_figure(layout: Layout) -> Figure:
     grids, charts = figure.subplots(2, 2, height_ratios=[2.6, 1], sharey="row")
     for (name, order), grid, chart in zip(orders.items(), grids, charts, strict=True):
         owner, work = {chunk: place // 2 for place, chunk in enumerate(order)}, np.zeros((n, n))
-        for q, k in zip(*np.tril_indices(2 * n), strict=True):
+        for q, k in zip(*(index.tolist() for index in np.tril_indices(2 * n)), strict=True):
             hops = (owner[q] - owner[k]) % n
             work[hops, owner[q]] += 1 if k < q else 0.5
             grid.add_patch(Rectangle((k, q), 1, 1, facecolor=_DEVICES[owner[q]], edgecolor="white"))

@@ -31,17 +31,18 @@ def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
       UserError: a report was kept without its timeline.
     """
     reports = (report, *others)
-    if any("timeline" not in one for one in reports):
+    timelines = [one["timeline"] for one in reports if "timeline" in one]
+    if len(timelines) < len(reports):
         raise UserError("this report was kept without its timeline, so there is no picture of it: rehearse again")
-    timelines, longest = [one["timeline"] for one in reports], 1e3 * max(one["time"]["step"] for one in reports)
+    longest = 1e3 * max(one["time"]["step"] for one in reports)
     backward = [event[1] for event in timelines[0]["events"] if timelines[0]["phases"][int(event[3])] == "backward"]
     close_up = bool(backward) and not others
     drawn = timelines * 2 if close_up else timelines
     rows = sum(len(_rows(timeline)) for timeline in drawn)
     figure = Figure(figsize=(12, 0.8 + 0.4 * len(drawn) + 0.28 * rows), dpi=120, layout="constrained")
     panels = figure.subplots(len(drawn), 1, squeeze=False).ravel()
-    for axes, one in zip(panels, reports, strict=False):
-        _draw(axes, one["timeline"], 0, longest)
+    for axes, one, timeline in zip(panels, reports, timelines, strict=False):
+        _draw(axes, timeline, 0, longest)
         step, exposed = 1e3 * one["time"]["step"], 1e3 * one["time"]["exposed_communication"]
         name = f"{one['config'] or 'a step'} on {one['target']['name']}"
         axes.set_title(f"{name}: {step:.4g} ms a step, {exposed:.3g} ms of it exposed communication", loc="left")
@@ -56,7 +57,7 @@ def timeline_figure(report: Rehearsal, *others: Rehearsal) -> Figure:
     found = {name for timeline in timelines for name in (*timeline["kinds"], *timeline["phases"])}
     colors = {name: color for name, color in (_COLORS | (_PHASES if backward else {})).items() if name in found}
     handles = [Patch(color=color, label=kind) for kind, color in colors.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 9), frameon=False, fontsize=9)
     return figure
 
 
