@@ -1,4 +1,4 @@
-"""Writes Hugging Face safetensors checkpoints file by file, so that no host ever holds the whole model."""
+"""Writes Hugging Face safetensors checkpoints tensor by tensor, so that no host ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import json
 import math
 import os
 import shutil
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.sharding import path_name
@@ -27,7 +25,7 @@ from jaxpar.models.layers import lora_scale
 from jaxpar.models.lora import base_config
 from jaxpar.models.model import Model, Params
 
-_DTYPES = get_args(Dtype)
+_WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def export_hf(
@@ -35,9 +33,9 @@ def export_hf(
 ) -> None:
     """Write a folder that `transformers` loads: config.json and safetensors, in one file or in several with an index.
 
-    LoRA's matrices are merged into those that they are beside: W + (alpha / rank) A B, computed in float32. The
-    tensors of one file at a time are in host memory. Every process must call this, because parameters split over hosts
-    are gathered, tensor by tensor; process 0 writes. The folder appears whole, by a rename, or not at all.
+    LoRA's matrices are merged into those that they are beside: W + (alpha / rank) A B, computed in float32. One tensor
+    at a time passes through host memory. Every process must call this, because parameters split over hosts are
+    gathered, tensor by tensor; process 0 writes. The folder appears whole, by a rename, or not at all.
 
     Args:
       params: parameters in any sharding.
@@ -48,8 +46,8 @@ def export_hf(
       UserError: the folder has files in it, the dtype is unknown, the sizes have no Hugging Face form, or a write
         failed.
     """
-    if dtype not in _DTYPES:
-        raise UserError(f"cannot export dtype {dtype!r}{suggest(dtype, _DTYPES)}: it is one of {', '.join(_DTYPES)}")
+    if dtype not in _WRITTEN:
+        raise UserError(f"cannot export dtype {dtype!r}{suggest(dtype, _WRITTEN)}: it is one of {', '.join(_WRITTEN)}")
     config = hf_config(base_config(model.config)) | {"dtype": dtype}
     params = shift_norms(params, -HF_FAMILIES[model_type(model.config)].norm_offset)
     arrays = hf_tensors(params, model, dtype)
@@ -71,9 +69,8 @@ def write_folder(folder: Path, write: Callable[[Path], None], arrays: Iterator[o
             unfinished.mkdir(parents=True)
             write(unfinished)
             unfinished.rename(folder)
-        except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"cannot write {folder}: {reason}: free some space, or export elsewhere") from error
+        except OSError as error:
+            raise UserError(f"cannot write {folder}: {error.strerror}: free some space, or export elsewhere") from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)  # it no longer exists once it was renamed
     else:
@@ -146,21 +143,30 @@ def _write_files(
     folder: Path, files: list[list[Tensor]], arrays: Iterator[tuple[str, np.ndarray]], dtype: Dtype
 ) -> None:
     """Write the safetensors files, and their index when there are several."""
+    if len(files) == 1:
+        return write_tensors(folder / "model.safetensors", files[0], arrays, dtype)
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(files, 1):
-        name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        write_tensors(folder / name, islice(arrays, len(tensors)))
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write_tensors(folder / name, tensors, islice(arrays, len(tensors)), dtype)
         weight_map |= {tensor.name: name for tensor in tensors}
-    if len(files) > 1:
-        total = sum(tensor.bytes(dtype) for tensors in files for tensor in tensors)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / "model.safetensors.index.json", index)
+    total = sum(tensor.bytes(dtype) for tensors in files for tensor in tensors)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def write_tensors(file: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write one file, whose tensors are all in host memory meanwhile."""
-    # It takes the memory of an array with strides of its own as it lies, and writes wrong numbers without a word.
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays}, file, {"format": "pt"})
+def write_tensors(file: Path, tensors: list[Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype) -> None:
+    """Write one file: header length, JSON header, data. The `save_file` of safetensors needs all tensors at once."""
+    header: Json = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.bytes(dtype)
+        header[tensor.name] = {"dtype": _WRITTEN[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    with file.open("xb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for _, array in arrays:
+            out.write(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 def write_json(file: Path, value: Json) -> None:

@@ -113,7 +113,7 @@ def export_adapter(params: Params, model: Model, folder: Path, base: str) -> Non
 
     def write(unfinished: Path) -> None:
         write_json(unfinished / CONFIG, config)
-        write_tensors(unfinished / WEIGHTS, arrays)
+        write_tensors(unfinished / WEIGHTS, layout, arrays, "float32")
 
     write_folder(folder, write, arrays)
 

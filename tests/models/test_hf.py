@@ -262,12 +262,12 @@ def test_import_holds_a_devices_part_of_a_parameter_at_a_time(tmp_path, monkeypa
     assert 4 * LAYER <= peak < 5 * LAYER  # a fourth of `gate`
 
 
-def test_export_holds_one_file_at_a_time(tmp_path):
+def test_export_holds_one_tensor_at_a_time(tmp_path):
     model, source = Model(LARGE), write(tmp_path / "source", LARGE)
-    export_hf(import_hf(source, model, CUBE), model, tmp_path / "first", 3 * LAYER)  # compiles
+    export_hf(import_hf(source, model, CUBE), model, tmp_path / "first")  # compiles
     params = import_hf(source, model, CUBE)
-    _, kept, peak = traced(lambda: export_hf(params, model, tmp_path / "second", 3 * LAYER))
-    assert LAYER < peak < 8 * LAYER, "of 50"
+    _, kept, peak = traced(lambda: export_hf(params, model, tmp_path / "second"))
+    assert LAYER < peak < 5 * LAYER
     assert kept < LAYER / 2  # jax caches what numpy has seen of an array: it must not be the parameters
 
 
