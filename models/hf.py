@@ -1,4 +1,4 @@
-"""Reads Hugging Face safetensors checkpoints parameter by parameter, so that no host ever holds the whole model.
+"""Reads Hugging Face safetensors checkpoints tensor by tensor, so that no host ever holds the whole model.
 
 Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E experts.
 """
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from safetensors import SafetensorError, safe_open
 
 from jaxpar.base.errors import UserError
@@ -108,8 +109,8 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
     """Read parameters from a Hugging Face checkpoint, each straight into its sharding and the dtype it is stored in.
 
     All names, shapes and dtypes are checked before any data is read. Each process reads only what its devices hold, and
-    its memory holds one device's part of one parameter at a time. The vocabulary's padding is zeros. LoRA's matrices
-    are not among the parameters.
+    its memory holds one device's part of one tensor at a time, as it is read and as it is stored. The vocabulary's
+    padding is zeros. LoRA's matrices are not among the parameters.
 
     Args:
       path: a folder with model.safetensors or model.safetensors.index.json; its tensors are float32, bfloat16 or
@@ -144,7 +145,8 @@ def read_params(pairs: Sequence[tuple[Tensor, Source]], model: Model, plan: Plan
 
     def load(tree_path: KeyPath, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.Array:
         name = path_name(tree_path)
-        return _place(leaf.shape, plan.sharding(axes, leaf.shape, name), param_dtype(axes, plan), reads[name])
+        stacked, sharding = len(leaf.shape) - len(letters[name]), plan.sharding(axes, leaf.shape, name)
+        return _place(leaf.shape, sharding, param_dtype(axes, plan), reads[name], stacked)
 
     plan.sharding(model.axes, model.shapes())  # refused before anything is read
     axes = {name: {key: model.axes[name][key] for key in part} for name, part in shapes.items()}
@@ -270,26 +272,56 @@ def _read(source: Source, tensor: Tensor, part: int, letters: str, sizes: dict[s
 
 
 def _place(
-    shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype, reads: dict[tuple[int, ...], Read]
+    shape: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype, reads: dict[tuple[int, ...], Read], stacked: int
 ) -> jax.Array:
-    """Make a parameter from its tensors, of which a stacked one has some for each place of its first dims."""
+    """Make a parameter that is stacked over its first dims, layer by layer and expert by expert."""
 
-    def block(bounds: Bounds) -> np.ndarray:
+    def block(read: Read, bounds: Bounds) -> np.ndarray:
         """Read a block in this dtype; entries past the vocabulary are zeros."""
         out = np.zeros([stop - start for start, stop in bounds], dtype)
-        stacked = len(next(iter(reads)))
-        for place in product(*(range(*ends) for ends in bounds[:stacked])):
-            found = reads[place](bounds[stacked:])
-            at = tuple(i - start for i, (start, _) in zip(place, bounds, strict=False))
-            out[at + tuple(map(slice, found.shape))] = found
+        found = read(bounds)
+        out[tuple(map(slice, found.shape))] = found
         return out
 
-    # `jax.make_array_from_callback` would hold the blocks of all devices, and replicas too.
+    if not stacked:
+        return _shards(shape, sharding, partial(block, reads[()]))
+    local = sharding.shard_shape(shape)[:stacked]
+    pieces = tuple(size // here for size, here in zip(shape, local, strict=False))
+    whole = _empty(shape, dtype, sharding)
+    for place in product(*map(range, local)):
+
+        def read(bounds: Bounds, place: tuple[int, ...] = place) -> np.ndarray:
+            index = (start * here + at for (start, _), here, at in zip(bounds, local, place, strict=False))
+            return block(reads[tuple(index)], bounds[stacked:])[(None,) * stacked]
+
+        slices = _shards((*pieces, *shape[stacked:]), sharding, read)  # each device's slice at this place
+        whole = jax.block_until_ready(_write_slices(whole, slices, np.asarray(place), sharding))
+    return whole
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+
+@partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _write_slices(whole: jax.Array, slices: jax.Array, place: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def local(whole: jax.Array, slices: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(whole, slices, (*place, *[0] * (whole.ndim - len(place))))
+
+    spec = sharding.spec
+    return jax.shard_map(local, mesh=sharding.mesh, in_specs=(spec, spec, P()), out_specs=spec, check_vma=False)(
+        whole, slices, place
+    )
+
+
+def _shards(shape: tuple[int, ...], sharding: NamedSharding, read: Read) -> jax.Array:
+    """Make an array from one block at a time: `jax.make_array_from_callback` holds all blocks, and replicas too."""
     holders: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
         holders.setdefault(bounds, []).append(device)
-    shards = [shard for bounds, devices in holders.items() for shard in _put(block(bounds), devices)]
+    shards = [shard for bounds, devices in holders.items() for shard in _put(read(bounds), devices)]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 

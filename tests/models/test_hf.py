@@ -252,14 +252,14 @@ LARGE = dataclasses.replace(LLAMA, layers=16, embed=128, mlp=1024, head_dim=32, 
 LAYER = 128 * 1024 * 4
 
 
-def test_import_holds_a_devices_part_of_a_parameter_at_a_time(tmp_path, monkeypatch):
-    """And one tensor's part as it is read: not the parameter, nor its parts on other devices."""
+def test_import_holds_a_part_of_a_tensor_at_a_time(tmp_path, monkeypatch):
+    """One device's part of one tensor, as it is read and as it is stored: not the parameter, not all its layers."""
     # A CPU device may keep a block as its own memory: stand-ins, so that only what waits for a device is measured.
     monkeypatch.setattr(hf, "_put", lambda block, devices: [jnp.zeros(block.shape, device=one) for one in devices])
     model, source = Model(LARGE), write(tmp_path / "source", LARGE)
     import_hf(source, model, CUBE)  # what jax allocates once, at first, is not ours
     _, _, peak = traced(lambda: import_hf(source, model, CUBE))
-    assert 4 * LAYER <= peak < 5 * LAYER  # a fourth of `gate`
+    assert LAYER / 4 < peak < 1.5 * LAYER  # of the embedding, which has 1.07 layers, two devices have a half each
 
 
 def test_export_holds_one_tensor_at_a_time(tmp_path):
