@@ -44,14 +44,17 @@ def attention(
     """Softmax attention, inside any jitted function.
 
     Args:
-      q_BSHh, k_BSKh, v_BSKh: queries, keys and values, where H is a multiple of K. With a layout they share one
-        sequence and are split as by `column_linear`: over `batch`, `attention_seq`, and `heads` or `kv_heads`.
+      q_BSHh: queries; H is a multiple of K. With a layout q, k and v share one sequence and are split as by
+        `column_linear`: over `batch`, `attention_seq`, and `heads` or `kv_heads`.
+      k_BSKh: keys.
+      v_BSKh: values.
       mask: a mask of `jaxpar.kernels.masks`, such as `Causal() & Window(1023) & Segments(ids, ids)`. Where a `ring`
         splits the sequence, it must be causal, and the tokens must be `in_order`.
       layout: mesh, rules and compute dtype; None = one device, or a device's own part inside a `shard_map`.
       context: how keys and values come together where the layout splits the sequence: see `jaxpar.parallel.context`.
       implementation: one of `kernels.attention.Implementation`; `auto` = the first that can serve, which the log names.
-      dropout_rate, key: dropout of the attention weights; none when key is None.
+      dropout_rate: dropout of the attention weights.
+      key: of the dropout; there is none when it is None.
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
 
     Returns:

@@ -39,8 +39,7 @@ class LossSums(NamedTuple):
       loss: negative log-likelihood in nats plus the z-loss; this is what is differentiated.
       nll: negative log-likelihood in nats; no gradient flows through it.
       tokens: how many labels count.
-      routed: the router's sums, as means over the layers; None in a model without experts. The loss includes them,
-      weighted.
+      routed: the router's means over the layers, which the loss includes, weighted; None in a model without experts.
     """
 
     loss: Float[Array, ""]

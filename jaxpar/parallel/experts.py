@@ -90,7 +90,8 @@ def expert_mlp(
     Args:
       x_BSD: the normed residual stream, in its own layout.
       router_DE: logical axes ("embed", None).
-      gate_EDF, up_EDF: logical axes ("experts", "embed", "mlp").
+      gate_EDF: logical axes ("experts", "embed", "mlp").
+      up_EDF: the same.
       down_EFD: logical axes ("experts", "mlp", "embed").
 
     Returns:

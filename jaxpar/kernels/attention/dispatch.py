@@ -83,13 +83,15 @@ def attention(
 
     Args:
       q_BSHh: queries, float32 or bfloat16; scores and softmax are float32.
-      k_BTKh, v_BTKh: keys and values; H is a multiple of K.
+      k_BTKh: keys; H is a multiple of K.
+      v_BTKh: values.
       mask: a mask of `jaxpar.kernels.masks`.
       scale: the factor of the scores; None = 1 / sqrt(h).
       softcap: scores become `softcap * tanh(score / softcap)`; 0 = as they are.
       implementation: one of `Implementation`; None = the first that serves, in the platform's order.
       platform: the platform that it is compiled for; None = jax's default backend.
-      dropout_rate, key: the dropout of the weights; there is none when key is None.
+      dropout_rate: the dropout of the weights.
+      key: of the dropout; there is none when it is None.
       with_lse: False = lse may be None, so that libraries can serve that give no lse with a gradient.
 
     Raises:
