@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +85,11 @@ def launch_words(words: list[str], run_folder: Callable[[str], Path]) -> int:
         raise UserError("--workers has no effect: a target has a process for each of its hosts")
     target = load_target(args.target) if args.target else None
     folder = Path(args.run) if args.run else run_folder(name)
-    launch(args.config, folder, args.workers, target, args.max_failures, args.address)
-    return 0
+    result = launch(args.config, folder, args.workers, target, args.max_failures, args.address)
+    if not result:
+        print(f"jaxpar: the processes failed, and {args.max_failures} restarts were allowed", file=sys.stderr)
+        return 1
+    return 130 if result["interrupted"] else 0
 
 
 def sweep_words(usage: str | None, words: list[str]) -> int:

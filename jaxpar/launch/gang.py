@@ -95,10 +95,11 @@ def launch(
       address: see `ray_started`.
 
     Returns:
-      The step that the run reached, and its last losses, as the first process returned them to Ray.
+      The step that the run reached, its last losses, and whether it was told to stop, as the first process returned
+      them to Ray; nothing where the processes failed more often than `max_failures`.
 
     Raises:
-      UserError: see `jaxpar.train.run`; or the processes died more often than `max_failures`.
+      UserError: see `jaxpar.train.run`.
     """
     platform = {"tpu": "tpu", "cuda": "gpu"}[target.platform] if target else "cpu"
     config = check(replace(config, mesh=replace(config.mesh, platform=platform, distributed=True)))
@@ -111,7 +112,11 @@ def launch(
     with ray_started(address, workers) as (ray, records, lines):
         from ray.train.v2.jax import JaxTrainer
 
-        train = ray.train
+        train, places = ray.train, _places(target, workers)
+        for kind, count in places.get("resources_per_worker", {"CPU": 1}).items():
+            needed, here = count * places["num_workers"], int(ray.cluster_resources().get(kind, 0))
+            if here < needed:  # it may be one that grows
+                lines.put(f"waiting for {needed} {kind}s: the Ray cluster has {here}")
         job = {
             "config": to_toml(config, RESOLVED), "folder": folder.absolute(), "here": os.getcwd(), "mark": uuid4().hex,
             "lines": lines,
@@ -119,7 +124,7 @@ def launch(
         trainer = JaxTrainer(
             _work,
             train_loop_config=job,
-            scaling_config=train.ScalingConfig(**_places(target, workers)),
+            scaling_config=train.ScalingConfig(**places),
             run_config=train.RunConfig(
                 storage_path=records,
                 failure_config=train.FailureConfig(max_failures=max_failures),
@@ -128,8 +133,8 @@ def launch(
         )
         try:
             found = trainer.fit().return_value
-        except train.TrainingFailedError as error:
-            raise UserError(f"the run broke off, and {max_failures} restarts were allowed (--max-failures)") from error
+        except train.TrainingFailedError:
+            return {}
         except SystemExit as stop:  # Ray's handler of Ctrl-C ends the processes, then the program with code 0
             raise KeyboardInterrupt from stop
     if "error" in found:
@@ -157,7 +162,7 @@ def _tell_of_failures(lines: Queue) -> Any:
     class Failures(UserCallback):
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             for rank, error in sorted(worker_exceptions.items()):
-                lines.put(f"process {rank} failed: {str(error).strip().splitlines()[-1][:200]}")
+                lines.put(f"process {rank} failed: {str(error).strip().splitlines()[-1].partition('. ')[0][:200]}")
 
     return Failures()
 
@@ -202,7 +207,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         with redirect_stdout(_Lines(job["lines"])):
             _require_shared(folder, job["mark"])
             result = train_config(config, folder, report=lambda step, row: ray.train.report({"step": step, **row}))
-        return {"step": result.step, "loss": result.loss, "val_loss": result.val_loss}
+        return result._asdict()
     except UserError as error:
         return {"error": str(error)}
     finally:

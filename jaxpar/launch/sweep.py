@@ -100,7 +100,7 @@ def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int
     with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, FIELDS)
         table.writeheader()
-        table.writerows(map(asdict, results))
+        table.writerows([asdict(trial) for trial in results])
     from jaxpar.show.figures import save_figure  # matplotlib, which no run waits for
 
     rows = {trial.settings: read_metrics(folder / _name(trial.settings)) for trial in results}
