@@ -1,0 +1,28 @@
+"""The combinations of a sweep, and its table; docs/launch.md has one that runs."""
+
+import pytest
+
+from jaxpar.base.errors import UserError
+from jaxpar.cli.launch import split_over
+from jaxpar.launch.sweep import Trial, grid, results_table
+
+
+def test_every_combination_in_the_order_of_the_words():
+    words = ["tiny", "--over", "mesh.tensor=1,2", "model.masks=[a(1, 2)],[b]", "--run", "here"]
+    over, rest = split_over(words)
+    assert rest == ["tiny", "--run", "here"]
+    masks = ["model.masks=[a(1, 2)]", "model.masks=[b]"]
+    assert grid(over) == [[f"mesh.tensor={size}", mask] for size in (1, 2) for mask in masks]
+
+
+@pytest.mark.parametrize("over", [[], ["mesh.tensor"], ["mesh.tensor="], ["tensor=1,2"]])
+def test_settings_without_values_are_refused(over: list[str]):
+    with pytest.raises(UserError, match=r"mesh.tensor=1,2,4"):
+        grid(over)
+
+
+def test_a_refused_combination_has_its_reason_in_the_table():
+    table = results_table([Trial("mesh.tensor=1", 2.0, 2.5, 1234.5, 0.1), Trial("mesh.tensor=3", error="too odd")])
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["mesh.tensor"] == ["1", "3"]
+    assert columns["loss"] == ["2.0000", ""] and columns["refused or failed"] == ["", "too odd"]
