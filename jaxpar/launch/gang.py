@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import socket
@@ -66,7 +67,7 @@ def ray_started(address: str, cpus: int = 0) -> Iterator[tuple[Any, str, Queue]]
         here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False} if address == "local" else {}
         os.environ.setdefault("TPU_LOG_DIR", folder)  # or Ray reads all that libtpu has ever logged on this machine
         try:
-            ray.init(address, log_to_driver=False, logging_level="ERROR", **here)
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **here)
         except ConnectionError as error:
             raise UserError(f"no Ray cluster at {address}: {str(error).splitlines()[0]}") from error
         try:
@@ -132,7 +133,7 @@ def launch(
             ),
         )
         try:
-            found = trainer.fit().return_value
+            found = trainer.fit().return_value or {}
         except train.TrainingFailedError:
             return {}
         except SystemExit as stop:  # Ray's handler of Ctrl-C ends the processes, then the program with code 0
