@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -17,6 +18,7 @@ COLAB = "https://colab.research.google.com/github/jaxpar/jaxpar/blob/main/"
 INSIDE = ("models", "meshes", "configs")  # they install as jaxpar.models and so on: pyproject.toml
 
 
+@event_priority(100)  # before mkdocstrings, which drops a path that is not there yet
 def on_config(config: MkDocsConfig) -> None:
     """Lay the package out as it installs: mkdocstrings reads the docstrings there, and imports nothing."""
     tree = ROOT / "build" / "api"
