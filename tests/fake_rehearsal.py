@@ -234,7 +234,7 @@ def _findings() -> list[dict[str, Any]]:
         {"rule": "large-copy", "severity": "warning", "scope": "block/attention/kernel",
          "source": "jaxpar/parallel/linear.py:141", "bytes": 33_000_000, "seconds": 2.9e-3,
          "message": "copy of bf16[1,8192,8,128] from layout {3,2,1,0} to {3,1,2,0} in each of 64 trips"},
-        {"rule": "replicated-parameter", "severity": "warning", "scope": "",
+        {"rule": "replicated-activation", "severity": "warning", "scope": "",
          "source": "", "bytes": 67_108_864, "seconds": 0.0,
          "message": "bf16[1,8192,4096] is whole on every device of tensor=4"},
     ]  # fmt: skip

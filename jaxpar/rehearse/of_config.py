@@ -72,7 +72,8 @@ def rehearse(
         "accumulation": config.train.accumulation,
     }  # fmt: skip
     rows = placements(param_shapes(model, plan), model.axes, plan)
-    report["findings"] = lint.by_weight([*report["findings"], *lint.replicated_parameters(rows, plan)])
+    found = [*report["findings"], *lint.replicated_parameters(rows, plan), *lint.whole_residual_stream(plan)]
+    report["findings"] = lint.by_weight(found)
     dropout = ["dropout is on: its random bits are part of the step"] if config.model.dropout else []
     report["notes"] = [*dropout, *step.notes, *report["notes"]]
     return report

@@ -13,7 +13,7 @@ from report_types import problems
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.plan import Plan
+from jaxpar.base.plan import Pipeline, Plan
 from jaxpar.base.sharding import ShardingRules, placements
 from jaxpar.hlo.tasks import Place, Task
 from jaxpar.models import Model
@@ -160,6 +160,27 @@ def test_on_a_stage_a_parameter_may_be_whole_too(plan_of):
         "no rule splits any of its dims over tensor"
     )
     assert " of a stage" not in without["embed.positions"]["message"]
+
+
+# Activations.
+
+
+def test_a_mesh_axis_that_leaves_the_residual_stream_whole(plan_of):
+    mesh = plan_of(fsdp=2, tensor=4).mesh
+    (found,) = lint.whole_residual_stream(Plan(mesh, ShardingRules(residual_seq=())))
+    assert_well_formed([found])
+    assert (found["rule"], found["severity"]) == ("replicated-activation", "warning")
+    assert found["message"] == "the residual stream is whole over tensor=4: add it to rules.residual_seq"
+    assert lint.whole_residual_stream(Plan(mesh)) == []
+
+
+def test_stages_split_no_activation(plan_of):
+    """A microbatch is on one of them at a time."""
+    mesh, four = plan_of(stage=2, fsdp=4).mesh, Pipeline(microbatches=4)
+    assert lint.whole_residual_stream(Plan(mesh, pipeline=four)) == []
+    elsewhere = Plan(mesh, ShardingRules(stage=("fsdp",), batch=("data",)), pipeline=four)
+    (found,) = lint.whole_residual_stream(elsewhere)
+    assert found["message"].startswith("the residual stream is whole over stage=2"), "no stage here, but by its name"
 
 
 # Copies.

@@ -84,7 +84,7 @@ def test_findings_read_as_a_compilers_do(report):
     assert first.startswith("models/llama.py:133: error: unplanned-collective: all-reduce over tensor of the logits")
     assert first.endswith("(310 us, 125.00 MiB)")
     assert ": warning: large-copy: " in second
-    assert third.startswith("warning: replicated-parameter: ")
+    assert third.startswith("warning: replicated-activation: ")
     assert report_parts({**report, "findings": [], "notes": []})[-2] == "the linter found nothing to report"
 
 

@@ -9,11 +9,11 @@ from typing import Literal
 from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Placement
+from jaxpar.base.sharding import LogicalAxis, Placement
 from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding, Memory
 from jaxpar.rehearse.timeline.timeline import TaskTime
 
-RULES = ("does-not-fit", "unplanned-collective", "replicated-parameter", "large-copy")
+RULES = ("does-not-fit", "unplanned-collective", "replicated-parameter", "replicated-activation", "large-copy")
 _LARGE_PARAMETER = 2**20  # bytes
 _COPY_SHARE = 0.005  # of the step
 
@@ -68,6 +68,19 @@ def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[L
             scope=row.name, size=whole,
         ))  # fmt: skip
     return found
+
+
+def whole_residual_stream(plan: Plan) -> list[LintFinding]:
+    """Find mesh axes that split neither the batch, nor the residual stream's sequence, nor the layers."""
+    names: list[LogicalAxis] = ["batch", "residual_seq", "stage"]  # a stage has a microbatch of its own
+    used = {axis for name in names for axis in plan.mesh_axes(name)}
+    return [
+        _finding(
+            "replicated-activation", "warning",
+            f"the residual stream is whole over {axis}={size}: add it to rules.residual_seq",
+        )
+        for axis, size in plan.mesh.shape.items() if size > 1 and axis not in used
+    ]  # fmt: skip
 
 
 def large_copies(tasks: Iterable[TaskTime], step_seconds: float) -> list[LintFinding]:
