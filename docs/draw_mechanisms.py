@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from jaxpar.kernels.masks import Causal, Dilated, First, Mask, Tiles, Window, bigbird, dense, tile_states
-from jaxpar.parallel.pipeline.schedules import schedule
-from jaxpar.parallel.pipeline.simulator import Times, simulate_schedule
+from jaxpar.parallel.pipeline.schedules import Times, schedule, simulate_schedule
 
 FOLDER = Path(__file__).parent / "mechanisms"
 DEVICES = ("#0072b2", "#56b4e9", "#009e73", "#e69f00")  # of Okabe and Ito, which all kinds of colour vision tell apart

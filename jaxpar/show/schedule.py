@@ -11,8 +11,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from rich.text import Text
 
-from jaxpar.parallel.pipeline.schedules import Action, Kind, Table
-from jaxpar.parallel.pipeline.simulator import UNIT, Simulation, Times, simulate_schedule
+from jaxpar.parallel.pipeline.schedules import UNIT, Action, Kind, Simulation, Table, Times, simulate_schedule
 
 # These are blue and orange of Okabe and Ito's palette, which all kinds of colour vision tell apart.
 _COLORS: dict[Kind, str] = {"forward": "#0072b2", "backward": "#e69f00"}

@@ -15,8 +15,7 @@ from jaxpar.base.runtime import start
 from jaxpar.base.sharding import placements
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.layers import layers_of, microbatches
-from jaxpar.parallel.pipeline.schedules import schedule
-from jaxpar.parallel.pipeline.simulator import UNIT
+from jaxpar.parallel.pipeline.schedules import UNIT, schedule
 from jaxpar.plan.choose_overlap import is_open, without_auto
 from jaxpar.plan.communication import step_collectives
 from jaxpar.plan.memory_account import memory_account

@@ -22,7 +22,7 @@ from jaxpar.hlo.tasks import Loop
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline import layers_of, microbatches, reorder_layers, schedule, stored_order
 from jaxpar.parallel.pipeline.program import program
-from jaxpar.parallel.pipeline.residuals import choose_residuals
+from jaxpar.parallel.pipeline.stage import choose_residuals
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
 from jaxpar.train.plans import make_plan, plan_notes

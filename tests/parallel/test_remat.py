@@ -13,7 +13,7 @@ from jaxpar.base.activation_names import NAMES, PRESETS, Keep, actions
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.models import Model
-from jaxpar.parallel.pipeline.residuals import choose_residuals
+from jaxpar.parallel.pipeline.stage import choose_residuals
 from jaxpar.parallel.remat import remat
 from jaxpar.train.plans import make_plan
 from jaxpar.train.saved_activations import activations

@@ -12,8 +12,7 @@ import pytest
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Schedule
 from jaxpar.parallel.pipeline.program import program
-from jaxpar.parallel.pipeline.schedules import Action, Table, schedule
-from jaxpar.parallel.pipeline.simulator import Times, check, simulate_schedule
+from jaxpar.parallel.pipeline.schedules import Action, Table, Times, check, schedule, simulate_schedule
 
 pytestmark = pytest.mark.quick
 

@@ -11,8 +11,7 @@ import pytest
 from matplotlib.colors import to_hex
 from rich.console import Console
 
-from jaxpar.parallel.pipeline.schedules import Table, schedule
-from jaxpar.parallel.pipeline.simulator import Times, simulate_schedule
+from jaxpar.parallel.pipeline.schedules import Table, Times, schedule, simulate_schedule
 from jaxpar.show.figures import save_figure
 from jaxpar.show.schedule import schedule_figure, schedule_text
 

@@ -11,13 +11,12 @@ arXiv:2411.05288, share out the vocabulary instead, and wait for its sums). Thes
 once, at the end, with those of the embedding, so that a tied table gets both. The embedding is a lookup, so every stage
 does it.
 
-Shapes: M microbatches, B batch, S sequence, D embed.
+Shapes: M microbatches, B batch, S sequence, T pieces of the sequence that a device has, P stages, D embed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,11 +29,10 @@ from jaxtyping import Array
 
 from jaxpar.base.plan import Plan, gradient_dtype
 from jaxpar.base.sharding import Axes, PyTree, is_axes, state_axes
-from jaxpar.parallel.collectives import first_turn, manual, turn_after, waits
+from jaxpar.parallel.collectives import first_turn, manual, reduce_scatter, turn_after, waits
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.linear import STORED
-from jaxpar.parallel.pipeline.last_stage import gather_tokens, own_labels, share_tokens
+from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.pipeline.layers import Layers, layers_of
 from jaxpar.parallel.pipeline.program import Rows, TickProgram, program
 from jaxpar.parallel.pipeline.schedules import Kind, Table, schedule
@@ -43,6 +41,8 @@ from jaxpar.parallel.token_order import TOKENS, halves, in_order
 
 Batch = Mapping[str, Array]
 _X = TypeVar("_X")
+_Shares = tuple[Any, Any]
+"""The share of some rounds in which a stage works at the first virtual stage, and the share at the last."""
 
 
 def gradients(
@@ -75,8 +75,7 @@ def loss(
     return _run(task, params, batch, None)[0]
 
 
-@dataclass(frozen=True)
-class _Task:
+class _Task(NamedTuple):
     """What all stages know: the model, how it runs, and the ticks."""
 
     model: PipelinedModel
@@ -85,28 +84,15 @@ class _Task:
     steps: TickProgram
     backward: bool
 
-    @property
-    def layers(self) -> Layers:
-        """The stages of the model's layers, and the places where the layers are stored."""
-        return layers_of(self.model.config.layers, self.plan.size("stage"), self.plan.pipeline)
-
 
 class _Arrays(NamedTuple):
-    """The arrays that a stage is given.
+    """The arrays that a stage is given."""
 
-    Attributes:
-      blocks: the stacked weights of its layers [virtual x places, ...].
-      ends: the parameters of the embedding and the head.
-      rows: the batch [M, B, S].
-      key: dropout key, or None.
-      order: the layer at each of its places [virtual x places]; -1 = none.
-    """
-
-    blocks: PyTree
-    ends: PyTree
-    rows: PyTree
-    key: PyTree
-    order: PyTree
+    blocks: PyTree  # the stacked weights of its layers [virtual x places, ...]
+    ends: PyTree  # the parameters of the embedding and the head
+    rows: PyTree  # the batch [M, B, S]
+    key: PyTree  # of the dropout, or None
+    order: PyTree  # the layer at each of its places [virtual x places]; -1 = none
 
 
 def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tuple[LossSums, Any]:
@@ -119,17 +105,15 @@ def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tu
 
     rows = jax.tree.map(cut, in_order(batch, plan, plan.context.strategy))
     ends = {name: params[name] for name in params if name != "blocks"}
-    arrays = _Arrays(params["blocks"], ends, rows, key, jnp.asarray(task.layers.order))
+    layers = layers_of(task.model.config.layers, plan.size("stage"), plan.pipeline)
+    arrays = _Arrays(params["blocks"], ends, rows, key, jnp.asarray(layers.order))
     ticks = [segment.ticks for segment in task.steps.segments]
 
     def local(arrays: _Arrays, ticks: list[dict[Kind, Rows]]) -> tuple[LossSums, Any]:
-        stage = _Stage(task, arrays)
+        stage = _Stage(task, arrays, layers)
         carry = stage.start()
         for segment, mine in zip(task.steps.segments, ticks, strict=True):
-            shares: dict[Kind, _Shares] = {
-                kind: _Shares(float(np.mean(rows.some_end)), float(np.mean(rows.some_score)))
-                for kind, rows in segment.ticks.items()
-            }
+            shares = {kind: (np.mean(rows.some_end), np.mean(rows.some_score)) for kind, rows in segment.ticks.items()}
             body = partial(stage.round, shares=shares)
             carry, _ = jax.lax.scan(lambda carry, row, body=body: (body(carry, row), None), carry, mine)
         return stage.finish(carry)
@@ -144,46 +128,27 @@ def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tu
     return run(arrays, ticks)
 
 
-class _Shares(NamedTuple):
-    """The share of some rounds in which a stage works at the first virtual stage, and the share at the last."""
-
-    first: float
-    last: float
-
-
 class _Carry(NamedTuple):
-    """What one stage carries from tick to tick; the fields of the backward are None where there is none.
+    """What one stage carries from tick to tick; the fields of the backward are None where there is none."""
 
-    Attributes:
-      inbox: activations that have arrived [slots, B, S, D].
-      sums: the sums of the loss, for this stage's part.
-      turn: what the next op with a collective waits for, on CPU (`turn_after`).
-      stash: what the forward keeps for the backward: a stack's buffers, or a stage's input [slots, ...].
-      cotangents: cotangents that have arrived [slots, B, S, D].
-      leaving: the cotangent that is sent next [B, S, D].
-      entering: the activation that is on its way to the inbox inside a round [B, S, D].
-      blocks: gradients of this stage's layers [virtual x places, ...], in the plan's dtype for such sums.
-      ends: gradients of embedding and head, for this stage's part, if these are trained.
-    """
-
-    inbox: Array
-    sums: LossSums
-    turn: Array | None
-    stash: Any = None
-    cotangents: Any = None
-    leaving: Any = None
-    entering: Any = None
-    blocks: Any = None
-    ends: Any = None
+    inbox: Array  # activations that have arrived [slots, B, S, D]
+    sums: LossSums  # for this stage's part
+    turn: Array | None  # what the next op with a collective waits for, on CPU (`turn_after`)
+    stash: Any = None  # what the forward keeps for the backward: a stack's buffers, or a stage's input [slots, ...]
+    cotangents: Any = None  # those that have arrived [slots, B, S, D]
+    leaving: Any = None  # the cotangent that is sent next [B, S, D]
+    entering: Any = None  # the activation that is on its way to the inbox inside a round [B, S, D]
+    blocks: Any = None  # gradients of this stage's layers [virtual x places, ...], in the plan's dtype for such sums
+    ends: Any = None  # gradients of embedding and head, for this stage's part, if these are trained
 
 
 class _Stage:
     """One stage inside the `shard_map`: its arrays, and what it does in each kind of tick."""
 
-    def __init__(self, task: _Task, arrays: _Arrays):
+    def __init__(self, task: _Task, arrays: _Arrays, layers: Layers):
         self.model, self.plan, self.weights, self.steps = task.model, task.plan, task.weights, task.steps
         self.arrays, self.ends, self.backward = arrays, arrays.ends, task.backward
-        self.places, self.gaps = task.layers.places, -1 in task.layers.order
+        self.places, self.gaps = layers.places, -1 in layers.order
         self.axes = self.plan.mesh_axes("stage")
         self.by_stage = task.backward and self.plan.recomputes and self.plan.pipeline.stash == "stage"
         stored = partial(jax.tree.map, state_axes, is_leaf=is_axes)
@@ -194,10 +159,9 @@ class _Stage:
         self.layouts = {
             "entering": STORED, "leaving": STORED, "cotangents": (None, *STORED), "blocks": blocks, "ends": axes
         }  # fmt: skip
-        added, L = None, self.model.config.layers
-        if self.model.config.experts:
-            shares = self.weights.balance_loss / L, self.weights.router_z_loss / L
-            added = RouterSums(*(jnp.float32(share) for share in shares))
+        weights, L = self.weights, self.model.config.layers
+        shares = jnp.float32(weights.balance_loss / L), jnp.float32(weights.router_z_loss / L)
+        added = RouterSums(*shares) if self.model.config.experts else None
         self.layers = Stack(self.model, self.plan, arrays.blocks, self._context, self.places, added)
 
     def _keys(self, i: ArrayLike) -> tuple[Array | None, Array | None]:
@@ -307,14 +271,14 @@ class _Stage:
         def embedded(x_BSD: Array) -> Array:
             return jnp.where(row.ends > 0, self._embed(self.ends, row.microbatch), x_BSD)
 
-        x_BSD = _if_some(shares.first, row.some_end, embedded, read(carry.inbox, row.taken))
+        x_BSD = _if_some(shares[0], row.some_end, embedded, read(carry.inbox, row.taken))
         y_BSD, stash, routed = self.layers.forward(x_BSD, row, None if self.by_stage else carry.stash)
         carry = carry._replace(stash=write(carry.stash, x_BSD, row.kept) if self.by_stage else stash)
         if routed is not None:
             carry = carry._replace(sums=self._add_routed(carry.sums, routed, row.on))
         carry = self._set_turn(carry._replace(entering=self._send(y_BSD, 1)), "entering")
         row = waits(row, carry.turn)
-        carry = _if_some(shares.last, row.some_score, lambda carry: self._score(carry, y_BSD, row), carry)
+        carry = _if_some(shares[1], row.some_score, lambda carry: self._score(carry, y_BSD, row), carry)
         return self._set_turn(carry, "sums", "cotangents")
 
     def _add_routed(self, sums: LossSums, routed: RouterSums, on: Array) -> LossSums:
@@ -326,8 +290,8 @@ class _Stage:
 
     def _score(self, carry: _Carry, y_BSD: Array, row: Rows) -> _Carry:
         """Compute the loss of the last stage's output, and its gradients, with a part of the tokens on each stage."""
-        part_BSD = share_tokens(jnp.where(row.scores > 0, y_BSD, 0), self.plan)
-        labels_BS = jnp.where(row.some_score, own_labels(self._row(row.scored)["labels"], self.plan), -1)
+        part_BSD = _share_tokens(jnp.where(row.scores > 0, y_BSD, 0), self.plan)
+        labels_BS = jnp.where(row.some_score, _own_labels(self._row(row.scored)["labels"], self.plan), -1)
 
         def score(trained: Params, x_BSD: Array) -> tuple[Array, LossSums]:
             sums = self.model.score(self.ends | trained, x_BSD, labels_BS, self.plan, self.weights)
@@ -336,7 +300,7 @@ class _Stage:
         if not self.backward:
             return carry._replace(sums=_add_sums(carry.sums, score(self.ends, part_BSD)[1]))
         (_, sums), (dends, dpart_BSD) = jax.value_and_grad(score, (0, 1), has_aux=True)(self.trained_ends, part_BSD)
-        dy_BSD = gather_tokens(dpart_BSD, y_BSD.shape[1], self.plan)
+        dy_BSD = _gather_tokens(dpart_BSD, y_BSD.shape[1], self.plan)
         return carry._replace(
             sums=_add_sums(carry.sums, sums),
             ends=_add_gradients(carry.ends, dends),
@@ -357,7 +321,7 @@ class _Stage:
             _, pull = jax.vjp(lambda trained: self._embed(self.ends | trained, i), self.trained_ends)
             return _add_gradients(ends, *pull(jnp.where(on_first, dx_BSD, 0)))
 
-        ends = _if_some(shares.first, row.some_end, embedded, carry.ends)
+        ends = _if_some(shares[0], row.some_end, embedded, carry.ends)
         carry = carry._replace(blocks=blocks, leaving=dx_BSD, ends=ends)
         return self._set_turn(carry, "leaving", "ends")
 
@@ -378,4 +342,43 @@ def _add_gradients(total: Params, more: Params) -> Params:
 
 
 def _add_sums(total: LossSums, more: LossSums) -> LossSums:
-    return total._replace(loss=total.loss + more.loss, nll=total.nll + more.nll, tokens=total.tokens + more.tokens)
+    return LossSums(*map(jnp.add, total[:3], more[:3]), total.routed)
+
+
+def _share_tokens(y_BSD: Array, plan: Plan) -> Array:
+    """Sum over the stages, all but one of which have zeros, and give each stage a part of every device's tokens."""
+    axes, stages = plan.mesh_axes("stage"), plan.size("stage")
+
+    def local(y_BSD: Array) -> Array:
+        y_BSD = jnp.pad(y_BSD, ((0, 0), (0, -y_BSD.shape[1] % stages), (0, 0)))
+        return reduce_scatter(y_BSD, axes, 1, stages)
+
+    with jax.named_scope("share"):
+        return manual(local, plan, (STORED,), STORED)(y_BSD)
+
+
+def _gather_tokens(part_BSD: Array, S: int, plan: Plan) -> Array:
+    """The inverse of `_share_tokens`: gather all parts of the S tokens on every stage."""
+    axes, here = plan.mesh_axes("stage"), S // plan.size("residual_seq")
+
+    def local(part_BSD: Array) -> Array:
+        return jax.lax.all_gather(part_BSD, axes, axis=1, tiled=True)[:, :here]
+
+    with jax.named_scope("share"):
+        return manual(local, plan, (STORED,), STORED)(part_BSD)
+
+
+def _own_labels(labels_BS: Array, plan: Plan) -> Array:
+    """Return the labels of this stage's part; those of padding tokens do not count."""
+    axes, stages = plan.mesh_axes("stage"), plan.size("stage")
+    pieces = plan.size("residual_seq") // plan.size("seq")
+
+    def local(labels_BS: Array) -> Array:
+        labels_BTS = labels_BS.reshape(len(labels_BS), pieces, -1)
+        missing = -labels_BTS.shape[2] % stages
+        labels_BTS = jnp.pad(labels_BTS, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
+        labels_BTPS = labels_BTS.reshape(*labels_BTS.shape[:2], stages, -1)
+        own = jax.lax.dynamic_index_in_dim(labels_BTPS, jax.lax.axis_index(axes), 2, keepdims=False)
+        return own.reshape(len(labels_BS), -1)
+
+    return manual(local, plan, (GATHERED[:2],), GATHERED[:2])(labels_BS)

@@ -15,8 +15,7 @@ from jaxpar.base.sharding import Layout, PyTree
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.pipeline.executor import gradients
 from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order
-from jaxpar.parallel.pipeline.schedules import Table
-from jaxpar.parallel.pipeline.simulator import check
+from jaxpar.parallel.pipeline.schedules import Table, check
 from jaxpar.parallel.pipeline.stage import Places
 
 Params = Mapping[str, PyTree]
@@ -84,7 +83,7 @@ def value_and_grad(
       layout: a layout with more than one device along `stage`.
       microbatches: how many microbatches the batch's rows are cut into.
       schedule: `gpipe`, `1f1b`, `interleaved`, `looped`, or a table of one's own, which also sets microbatches and
-        virtual stages (`jaxpar.parallel.pipeline.simulator.check` says which tables are valid).
+        virtual stages (`jaxpar.parallel.pipeline.schedules.check` says which tables are valid).
       virtual: how many chunks of layers a stage has.
 
     Returns:

@@ -73,7 +73,7 @@ class TickProgram(NamedTuple):
 
 
 def program(table: Table, backward: bool = True) -> TickProgram:
-    """The program of a valid table (`simulator.check`), or without `backward` that of its forward ticks alone."""
+    """The program of a valid table (`schedules.check`), or without `backward` that of its forward ticks alone."""
     kept = ([tick for tick in part if backward or _kind(tick) == "forward"] for part in table.rounds)
     rounds = [part for part in kept if part]
     fields = _actions(table, [tick for part in rounds for tick in part])

@@ -1,4 +1,5 @@
-"""Pipeline schedules as data: they say which microbatch each stage works on in each tick.
+"""Pipeline schedules as data: which microbatch each stage works on in each tick, whether that is valid, and how long it
+takes.
 
 One jitted program is the same on all stages, and no collective may stand in a branch that only some of them take. So
 each tick is of one kind: in it all stages that are not idle run a forward, or all of them run a backward. GPipe, 1F1B,
@@ -10,8 +11,11 @@ There are P stages, M microbatches and v virtual stages per stage; virtual stage
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
+
+import numpy as np
 
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.plan import Schedule
@@ -30,6 +34,8 @@ class Action(NamedTuple):
 
 Tick = tuple[Action | None, ...]
 """What each stage does in a tick; None = it is idle."""
+Place = tuple[int, Action]
+"""A stage and its action."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +94,8 @@ def check_sizes(name: Schedule, stages: int, microbatches: int, virtual: int) ->
     if name not in get_args(Schedule):
         raise UserError(f"no schedule {name!r}{suggest(name, get_args(Schedule))}: {', '.join(get_args(Schedule))}")
     if min(stages, microbatches, virtual) < 1:
-        raise UserError(
-            f"a pipeline has at least one stage, microbatch and virtual stage, found {stages}, {microbatches}, "
-            f"{virtual}"
-        )
+        found = f"{stages}, {microbatches}, {virtual}"
+        raise UserError(f"a pipeline has at least one stage, microbatch and virtual stage, found {found}")
     if virtual > 1 and name not in ("interleaved", "looped"):
         raise UserError(
             f"pipeline.schedule {name} has one virtual stage a stage, found pipeline.virtual={virtual}: try "
@@ -122,14 +126,124 @@ def _positions(P: int, groups: list[int], v: int) -> dict[tuple[int, int], int]:
     return found
 
 
-def needs(action: Action, stage: int, stages: int, virtual: int) -> set[tuple[int, Action]]:
+def needs(action: Action, stage: int, stages: int, virtual: int) -> set[Place]:
     """Return what must be done before an action of a stage, as pairs (stage, action)."""
     kind, i, c = action
     place, last = c * stages + stage, stages * virtual - 1
 
-    def at(place: int, kind: Kind) -> tuple[int, Action]:
+    def at(place: int, kind: Kind) -> Place:
         return place % stages, Action(kind, i, place // stages)
 
     if kind == "forward":
         return {at(place - 1, kind)} if place else set()
     return {at(place, "forward")} | ({at(place + 1, kind)} if place < last else set())
+
+
+class Times(NamedTuple):
+    """How long a forward and a backward of one virtual stage take, and sending an activation or a cotangent to a
+    neighbour, in seconds or any other unit."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    transfer: float = 0.0
+
+    def of(self, kind: Kind) -> float:
+        """Return the time of an action of this kind."""
+        return getattr(self, kind)
+
+    def chunk(self, virtual: int) -> Times:
+        """Turn a whole stage's times into those of one of its `virtual` chunks, which sends as much."""
+        return Times(self.forward / virtual, self.backward / virtual, self.transfer)
+
+
+UNIT = Times()
+
+
+class Simulation(NamedTuple):
+    """What `simulate_schedule` found.
+
+    Attributes:
+      makespan: time from the first start to the last end.
+      bubble: the idle share of all stages' time.
+      starts: when each tick starts.
+      stash: the most inputs that each stage keeps at a time, each from the start of its forward to the end of its
+        backward.
+    """
+
+    makespan: float
+    bubble: float
+    starts: tuple[float, ...]
+    stash: tuple[int, ...]
+
+
+def check(table: Table) -> None:
+    """Check that a table is valid.
+
+    Every microbatch must go through every virtual stage once, forward and backward, and everything an action needs
+    must be done in an earlier tick. Every tick must be of one kind, and a round may have only one tick of a kind.
+
+    Raises:
+      UserError: the table is not valid; the message names the tick, the stage and the action.
+    """
+    P, M, v = table.stages, table.microbatches, table.virtual
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    units = [(s, Action(kind, i, c)) for s, i, c in np.ndindex(P, M, v) for kind in kinds]
+    known, when = set(units), dict[Place, int]()
+    for t, tick in enumerate(table.ticks):
+        if len(tick) != P:
+            raise UserError(f"tick {t} has {len(tick)} stages, not {P}")
+        for s, action in _busy(tick):
+            here = f"tick {t}, stage {s}: {_text(action)}"
+            if (s, action) in when:
+                raise UserError(f"{here}: done before, in tick {when[s, action]}")
+            if (s, action) not in known:
+                sizes = f"microbatches 0 to {M - 1} and chunks 0 to {v - 1}"
+                raise UserError(f"{here}: this table has {', '.join(kinds)} of {sizes}")
+            when[s, action] = t
+    for (s, action), t in when.items():
+        for stage, needed in sorted(needs(action, s, P, v)):
+            if (at := when.get((stage, needed))) is None or at >= t:
+                found = "is never done" if at is None else f"is done in tick {at}"
+                here = f"tick {t}, stage {s}: {_text(action)}"
+                raise UserError(f"{here} needs {_text(needed)} of stage {stage}: {found}")
+    for s, action in units:
+        if (s, action) not in when:
+            raise UserError(f"tick {len(table.ticks) - 1}, stage {s}: the end, and {_text(action)} is never done")
+    for r, part in enumerate(table.rounds):
+        of_ticks = [" and ".join(sorted({action.kind for _, action in _busy(tick)})) for tick in part]
+        if not set(of_ticks) <= set(kinds) or len(set(of_ticks)) < len(of_ticks):
+            found = ", ".join(kind or "nothing" for kind in of_ticks)
+            raise UserError(f"round {r} has ticks of {found}: each is of one kind on all stages, no two of the same")
+
+
+def simulate_schedule(table: Table, times: Times = UNIT) -> Simulation:
+    """Simulate the time and the memory of a table, in plain Python.
+
+    A tick begins when the one before has ended on all stages and all that its actions need has arrived, as in one
+    jitted program. A transfer begins when the action that makes its contents ends, and overlaps with what the stages do
+    meanwhile. A stage sends nothing to itself (P = 1). `times` are those of one action of one virtual stage.
+
+    Raises:
+      UserError: the table is not valid, as `check` says.
+    """
+    check(table)
+    P, ends = table.stages, dict[Place, float]()
+    starts, now, busy, kept, most = [], 0.0, 0.0, [0] * P, [0] * P
+    for tick in table.ticks:
+        needed = [(there, s) for s, action in _busy(tick) for there in needs(action, s, P, table.virtual)]
+        arrivals = [ends[there] + (times.transfer if there[0] != s else 0.0) for there, s in needed]
+        starts.append(max([now, *arrivals]))
+        for s, action in _busy(tick):
+            ends[s, action] = now = starts[-1] + times.of(action.kind)
+            busy += times.of(action.kind)
+            kept[s] += 1 if action.kind == "forward" else -1
+            most[s] = max(most[s], kept[s])
+    return Simulation(now, 1 - busy / (P * now) if now else 0.0, tuple(starts), tuple(most))
+
+
+def _busy(tick: Tick) -> Iterator[Place]:
+    return ((s, action) for s, action in enumerate(tick) if action is not None)
+
+
+def _text(action: Action) -> str:
+    return f"{action.kind} of microbatch {action.microbatch}, chunk {action.chunk}"

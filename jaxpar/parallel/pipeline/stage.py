@@ -1,21 +1,22 @@
 """The layers of a virtual stage, forward and backward, with what passes between the two written out.
 
 The forward and the backward of a microbatch are in different ticks: what the one leaves for the other is an array in a
-buffer, not a tracer of autodiff. A layer's forward returns what its `jax.vjp` would keep under the plan's remat policy,
-except what the stage has anyway: its weights, the places of the tokens, the keys. The backward puts them together
-again.
+buffer, not a tracer of autodiff. Of the arrays that a layer's `jax.vjp` would keep under the plan's remat policy, those
+that depend on the layer's input go into a stash; the others are computed again from what the stage has anyway: its
+weights, the places of the tokens, the keys.
 
 Shapes: B batch, S sequence, D embed; places, slots and layers come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
@@ -26,7 +27,6 @@ from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.program import Rows
-from jaxpar.parallel.pipeline.residuals import Kept, Shape, choose_residuals
 from jaxpar.parallel.remat import remat
 from jaxpar.parallel.token_order import halves, whole_batch
 
@@ -36,6 +36,8 @@ Places = Sequence[tuple[Array, Array | None]]
 Buffers = list[list[Array]]
 """For each kind of layer, arrays [slots x places of that kind, ...]."""
 _Carry = TypeVar("_Carry")
+_Atom = core.Var | core.Literal
+_Shape = Any  # a ShapeDtypeStruct; of an array in host memory an abstract value, which alone says where it lies
 
 
 class PipelinedModel(Protocol):
@@ -52,6 +54,60 @@ class PipelinedModel(Protocol):
         self, layer: PyTree, xs: tuple[Array, ...], places: Places, plan: Plan, key: Any, kind: int
     ) -> tuple[tuple[Array, ...], RouterSums | None]: ...
     def score(self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights) -> LossSums: ...
+
+
+class Kept(NamedTuple):
+    """Which results of a function depend on its last argument, each array once, by their places and shapes; and how to
+    get all results again from these: `restore(arrays, *other arguments)`."""
+
+    places: tuple[int, ...]
+    shapes: tuple[_Shape, ...]
+    restore: Callable[..., PyTree]
+
+
+def choose_residuals(function: Callable[..., PyTree], *shapes: PyTree) -> Kept:
+    """Choose what to keep of a function's tree of arrays so that they can all be had again without its last argument.
+    The arguments are given by their `shapes`, trees of ShapeDtypeStructs."""
+    (closed, out), (*_, last) = jax.make_jaxpr(function, return_shape=True)(*shapes), shapes
+    jaxpr, tree, count = closed.jaxpr, jax.tree.structure(out), len(jax.tree.leaves(last))
+    others = jaxpr.invars[: len(jaxpr.invars) - count]
+    depending = set(jaxpr.invars[len(others) :])
+    for eqn in jaxpr.eqns:
+        if depending.intersection(_vars(eqn.invars)):
+            depending.update(eqn.outvars)
+    depends = [isinstance(out, core.Var) and out in depending for out in jaxpr.outvars]
+    first = {out: place for place, out in reversed([*enumerate(jaxpr.outvars)]) if depends[place]}
+    places = tuple(sorted(first.values()))
+    again = [out for out, flag in zip(jaxpr.outvars, depends, strict=True) if not flag]
+    part = jaxpr.replace(invars=list(others), outvars=again, eqns=_reaching(jaxpr.eqns, again))
+    compute = core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
+
+    def restore(arrays: Sequence[jax.Array], *given: PyTree) -> PyTree:
+        stashed = dict(zip(places, arrays, strict=True))
+        computed = iter(compute(*jax.tree.leaves(given)))
+        outs = zip(jaxpr.outvars, depends, strict=True)
+        return jax.tree.unflatten(tree, [stashed[first[out]] if flag else next(computed) for out, flag in outs])
+
+    return Kept(places, tuple(_shape(jaxpr.outvars[place]) for place in places), restore)
+
+
+def _reaching(eqns: Sequence[core.JaxprEqn], outs: Sequence[_Atom]) -> list[core.JaxprEqn]:
+    """Find the operations that these results need, in order."""
+    wanted, found = set(_vars(outs)), []
+    for eqn in reversed(eqns):
+        if wanted.intersection(eqn.outvars):
+            found.append(eqn)
+            wanted.update(_vars(eqn.invars))
+    return found[::-1]
+
+
+def _vars(atoms: Iterable[_Atom]) -> list[core.Var]:
+    return [atom for atom in atoms if isinstance(atom, core.Var)]
+
+
+def _shape(var: core.Var) -> _Shape:
+    aval: Any = var.aval
+    return aval if aval.memory_space == jax.memory.Space.Host else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 class LayerContext(NamedTuple):
@@ -109,9 +165,9 @@ class Stack:
                 xs, routed = self._apply(weights, context, xs, kind)
             else:
                 (xs, routed), pull = self._vjp(weights, context, xs, kind)
-                arrays = jax.tree.leaves(pull)
-                new = [arrays[at] for at in self.kept[kind].places]
-                stash = self._write(stash, new, row.kept, j, kind)
+                arrays, at, kept = jax.tree.leaves(pull), self._at(row.kept, j, kind), self.kept[kind].places
+                written = [write(buffer, arrays[place], at) for buffer, place in zip(stash[kind], kept, strict=True)]
+                stash = [*stash[:kind], written, *stash[kind + 1 :]]
             return xs, stash, jax.tree.map(jnp.add, total, routed)
 
         zeros = jax.tree.map(jnp.zeros_like, self.added)
@@ -123,10 +179,16 @@ class Stack:
 
         def body(carry: Any, j: ArrayLike, kind: int) -> Any:
             dxs, grads = carry
-            kept, weights = self._read(stash, row.kept, j, kind), self._weights(row.chunk, j)
+            at, weights = self._at(row.kept, j, kind), self._weights(row.chunk, j)
+            kept = [read(buffer, at) for buffer in stash[kind]]
             pull = self.kept[kind].restore(kept, weights, self.context(row.microbatch, row.chunk, j))
             dweights, dxs = pull((dxs, self.added))
-            return dxs, self._add(grads, dweights, row, j)
+            place = row.chunk * self.places + j
+
+            def add(total: Array, x: Array) -> Array:
+                return write(total, read(total, place) + jnp.where(row.on > 0, x.astype(total.dtype), 0), place)
+
+            return dxs, jax.tree.map(add, grads, dweights)
 
         dxs, grads = self._scan(body, (halves(dy_BSD, STORED, self.plan), grads), reverse=True)
         return whole_batch(dxs, STORED, self.plan), grads
@@ -139,8 +201,14 @@ class Stack:
         self.kept = [choose_residuals(pull, weights, context, xs) for pull in pulls]
 
     def empty_stash(self, slots: int) -> Buffers:
-        """Return empty slots for what layers keep."""
-        return [_empty_buffers(kept.shapes, slots * self._places_of(kind)) for kind, kept in enumerate(self.kept)]
+        """Return empty slots for what layers keep, in the same memory: the device's or the host's."""
+
+        def empty(shape: _Shape, count: int) -> Array:
+            zeros = jnp.zeros((count, *shape.shape), shape.dtype)
+            return on_host(zeros) if getattr(shape, "memory_space", None) == jax.memory.Space.Host else zeros
+
+        counts = (slots * self._places_of(kind) for kind in range(self.kinds))
+        return [[empty(shape, n) for shape in kept.shapes] for kept, n in zip(self.kept, counts, strict=True)]
 
     # One layer.
 
@@ -191,24 +259,6 @@ class Stack:
         """Return the weights of a place of a chunk, fetched to the device if they lie in host memory."""
         return jax.tree.map(lambda x: on_device(read(x, chunk * self.places + j)), self.weights)
 
-    def _read(self, buffers: Buffers, slot: ArrayLike, j: ArrayLike, kind: int) -> list[Array]:
-        return [read(buffer, self._at(slot, j, kind)) for buffer in buffers[kind]]
-
-    def _write(self, buffers: Buffers, new: Sequence[Array], slot: ArrayLike, j: ArrayLike, kind: int) -> Buffers:
-        at = self._at(slot, j, kind)
-        written = [write(buffer, x, at) for buffer, x in zip(buffers[kind], new, strict=True)]
-        return [*buffers[:kind], written, *buffers[kind + 1 :]]
-
-    def _add(self, grads: PyTree, dweights: PyTree, row: Rows, j: ArrayLike) -> PyTree:
-        """Add the gradients of a place's weights to `grads`."""
-        at = row.chunk * self.places + j
-
-        def add(total: Array, x: Array) -> Array:
-            more = jnp.where(row.on > 0, x.astype(total.dtype), 0)
-            return jax.lax.dynamic_update_index_in_dim(total, read(total, at) + more, at, 0)
-
-        return jax.tree.map(add, grads, dweights)
-
 
 def read(x: Array, at: ArrayLike) -> Array:
     """Return `x[at]` for an index that is known at run time only."""
@@ -218,10 +268,3 @@ def read(x: Array, at: ArrayLike) -> Array:
 def write(buffer: Array, x: Array, at: ArrayLike) -> Array:
     """Write `x` at [at], a single index: the TPU compiler cuts arrays in host memory along one dim only."""
     return jax.lax.dynamic_update_index_in_dim(buffer, x, at, 0)
-
-
-def _empty_buffers(shapes: Sequence[Shape], slots: int) -> list[Array]:
-    """Make buffers [slots, ...] for arrays of these shapes, in the same memory: the device's or the host's."""
-    zeros = [jnp.zeros((slots, *shape.shape), shape.dtype) for shape in shapes]
-    on = [getattr(shape, "memory_space", None) == jax.memory.Space.Host for shape in shapes]
-    return [on_host(x) if host else x for x, host in zip(zeros, on, strict=True)]
