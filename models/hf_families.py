@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.base.config import ModelConfig
-from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.files import read_json
+from jaxpar.base.errors import UserError, read_json, suggest
 from jaxpar.base.toml import from_dict
 from jaxpar.models.masks import has_window, parse
 

@@ -10,8 +10,7 @@ import math
 from pathlib import Path
 
 from jaxpar.base.config import Lora, ModelConfig
-from jaxpar.base.errors import UserError
-from jaxpar.base.files import read_json
+from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.plan import Plan
 from jaxpar.models.hf import Source, Tensor, dim_letters, dim_sizes, find_tensors, pair_up, read_params
 from jaxpar.models.hf_export import hf_tensors, write_folder, write_json, write_tensors

@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.plan import Context, Overlap, Pipeline
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.sharding import ShardingRules, fit_rules
 from jaxpar.base.toml import find_toml, flatten, from_dict, from_toml
 
 

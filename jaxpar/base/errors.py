@@ -1,9 +1,13 @@
-"""The exception that means "the input is wrong, and here is what to do": the CLI prints it as a line and exits 2."""
+"""Mistakes of the user: the exception that the CLI prints as a line before it exits with 2, and how files are read."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 
 class UserError(Exception):
@@ -14,3 +18,28 @@ def suggest(word: str, choices: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the closest choice, or the empty string when nothing is close."""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+@contextmanager
+def reading(file: str | Path) -> Iterator[None]:
+    """Turn an error of the system inside into a UserError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Another program wrote it, so its values may be anything.
+
+    Raises:
+      UserError: the file cannot be read, is not JSON, or holds no object.
+    """
+    try:
+        with reading(file):
+            value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file} is not a JSON object")
+    return value

@@ -51,10 +51,15 @@ class MeshSpec:
     """Join a multi-process run with `jax.distributed.initialize()` before the first device is touched."""
 
 
+def require_mesh_axis(name: str, otherwise: str) -> None:
+    """Raise a UserError that begins with `otherwise` if this is not the name of a mesh axis."""
+    if name not in MESH_AXES:
+        raise UserError(f"{otherwise} {name!r}{suggest(name, MESH_AXES)}: mesh axes are {', '.join(MESH_AXES)}")
+
+
 def axis_sizes(spec: MeshSpec) -> dict[MeshAxis, int]:
     """The sizes of a spec inside a slice, by axis in mesh order; -1 is left as it is."""
-    sizes: dict[MeshAxis, int] = {axis: getattr(spec, axis) for axis in MESH_AXES}
-    return sizes
+    return {axis: getattr(spec, axis) for axis in MESH_AXES}
 
 
 def describe(sizes: Mapping[MeshAxis, int] | Mapping[str, int]) -> str:
@@ -64,7 +69,7 @@ def describe(sizes: Mapping[MeshAxis, int] | Mapping[str, int]) -> str:
 
 def devices_needed(spec: MeshSpec) -> int:
     """The number of devices that a spec asks for; an axis of -1 counts as one."""
-    return math.prod(max(size, 1) for size in axis_sizes(spec).values()) * math.prod(asdict(spec.dcn).values())
+    return math.prod(total_sizes(spec).values())
 
 
 def total_sizes(mesh: MeshSpec) -> dict[MeshAxis, int]:
@@ -73,15 +78,12 @@ def total_sizes(mesh: MeshSpec) -> dict[MeshAxis, int]:
 
 
 def resolve(spec: MeshSpec, device_count: int, available: str = "") -> dict[MeshAxis, int]:
-    """Fill in -1, and check the sizes against the number of devices.
+    """The size of each axis inside a slice, with -1 filled in.
 
     Args:
       spec: the sizes by axis.
       device_count: the number of devices over all slices.
       available: how a message calls these devices; empty means `64 are here`.
-
-    Returns:
-      The size of each axis inside a slice.
 
     Raises:
       UserError: an axis of size 0 or below -1, two axes of -1, or a product that is not `device_count`.
@@ -92,16 +94,12 @@ def resolve(spec: MeshSpec, device_count: int, available: str = "") -> dict[Mesh
             raise UserError(f"mesh.{name} is {size}: an axis has at least 1 device (or is -1 = what is left)")
     free: list[MeshAxis] = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise UserError(
-            f"mesh has {' and '.join(free)} = -1: only one axis can take what is left, give the others a size"
-        )
+        both = " and ".join(free)
+        raise UserError(f"mesh has {both} = -1: only one axis can take what is left, give the others a size")
     slices = math.prod(asdict(spec.dcn).values())
     fixed = math.prod(size for size in sizes.values() if size != -1) * slices
-    if free and device_count % fixed == 0:
-        sizes[free[0]] = device_count // fixed
-        return sizes
-    if not free and fixed == device_count:
-        return sizes
+    if fixed == device_count or (free and device_count % fixed == 0):
+        return sizes | dict.fromkeys(free, device_count // fixed)
     here = available or f"{device_count} {'is' if device_count == 1 else 'are'} here"
     given = {axis: size for axis, size in sizes.items() if size not in (1, -1)}
     shape = (describe(given) if given else "of 1 device") + (f" over {slices} slices" if slices > 1 else "")
@@ -147,9 +145,7 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
       UserError: a name is not a mesh axis, or the sizes do not match the devices.
     """
     for axis in sizes:
-        if axis not in MESH_AXES:
-            known = f"{suggest(axis, MESH_AXES)}: mesh axes are {', '.join(MESH_AXES)}"
-            raise UserError(f"make_mesh: no mesh axis {axis!r}{known}")
+        require_mesh_axis(axis, "make_mesh: no mesh axis")
     if spec is not None and sizes:
         raise UserError(f"make_mesh takes a MeshSpec or sizes, and was given both: {describe(sizes)}")
     spec = spec or MeshSpec(**sizes)  # pyright: ignore[reportArgumentType]
@@ -159,15 +155,12 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
     if math.prod(dcn) > 1 and devices[0].platform == "cpu" and len({device.process_index for device in devices}) == 1:
         grid = _simulate_slices(devices, ici, dcn)
     elif math.prod(dcn) > 1:
-        has_slices = len({getattr(device, "slice_index", 0) for device in devices}) > 1
+        one_slice = len({getattr(device, "slice_index", 0) for device in devices}) == 1
+        more = {"process_is_granule": one_slice, "allow_split_physical_axes": True}
         try:
-            grid = mesh_utils.create_hybrid_device_mesh(
-                ici, dcn, devices, process_is_granule=not has_slices, allow_split_physical_axes=True
-            )
+            grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, **more)
         except ValueError as error:
-            raise UserError(
-                f"mesh.dcn {dict(zip(MESH_AXES, dcn, strict=True))} does not fit the slices here: {error}"
-            ) from error
+            raise UserError(f"mesh.dcn {asdict(spec.dcn)} does not fit the slices here: {error}") from error
     else:
         grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

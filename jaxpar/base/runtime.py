@@ -1,4 +1,4 @@
-"""The platform that JAX starts on, which must be set before the first device is touched, and what is cached."""
+"""The start of JAX, before which its platform must be set, what is cached, and the processes of a run."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ import hashlib
 import logging
 import os
 import platform
+import signal
 import sys
+import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import BinaryIO
+from types import FrameType
+from typing import BinaryIO, Generic, TypeVar
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, devices_needed
 
+T = TypeVar("T")
+
 # JAX's default, and ours: a program of 10 ms is worth keeping (a run's first save compiles 80 of 20 ms each), and a
 # folder has an end.
-_CACHE = {
-    "jax_persistent_cache_min_compile_time_secs": (1.0, 0.01),
-    "jax_compilation_cache_max_size": (-1, 2 << 30),
-}
+_CACHE = {"jax_persistent_cache_min_compile_time_secs": (1.0, 0.01), "jax_compilation_cache_max_size": (-1, 2 << 30)}
 COMPILING = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _BACKENDS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 _DEVICES = {"tpu": ("accel*", "vfio"), "gpu": ("nvidia*", "dxg")}  # dxg: the driver under Windows
@@ -39,9 +43,7 @@ _FIX = {
 def start(spec: MeshSpec) -> list[jax.Device]:
     """Start JAX and return the devices for a mesh: simulated ones on `cpu`, else those that are here.
 
-    It may be called again, and after JAX has started, as in a notebook. Then it only checks.
-
-    Compiled programs are kept for the next start: see `keep_programs`.
+    Called after JAX has started, as in a notebook, it only checks. Compiled programs are kept: see `keep_programs`.
 
     Raises:
       UserError: a TPU or GPU is asked for and absent, or JAX has already started on another platform or with too few
@@ -124,15 +126,10 @@ def without_chips() -> Iterator[None]:
     Without it libtpu writes five lines of errors about the missing machine and refuses a second process, which only a
     real chip has to. The CUDA plugin wants libraries that only running needs, and otherwise leaves its compiler out.
     """
-    settings = {}
+    settings = {} if _device_files("gpu") else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     if os.environ.get("TPU_SKIP_MDS_QUERY"):  # set by JAX where it sees no TPU
-        settings |= {
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        }
-    if not _device_files("gpu"):
-        settings["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        settings |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
+        settings["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     missing = {key: value for key, value in settings.items() if key not in os.environ}
     os.environ.update(missing)
     try:
@@ -150,9 +147,7 @@ def keep_heap() -> bool:
     Shakespeare recipe took 1.3 times as long. Blocks above 64 MiB, which is all that a thread's heap can hold, are
     still handed back.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if mallopt is None:
         return False
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
@@ -248,3 +243,108 @@ def cache_folder() -> Path:
     """The folder `jaxpar` under $XDG_CACHE_HOME, or under ~/.cache where that is not an absolute path."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "jaxpar"
+
+
+# What goes wrong in one process of a run, or asks one to stop, reaches all of them. Otherwise the others would wait in
+# the next collective for a process that has left.
+
+
+def run_together(run: Callable[[], T]) -> T:
+    """Call `run`, and return its result once it has returned on every process. All processes must call this.
+
+    Args:
+      run: may fail on one process and not on the others, so there may be no collective in it.
+
+    Raises:
+      UserError: `run` failed on another process. Where it failed, its own error is raised.
+    """
+    if jax.process_count() == 1:
+        return run()
+    result = error = None
+    try:
+        result = run()
+    except Exception as caught:  # whatever it is, the others wait
+        error = caught
+    said = "" if error is None else str(error) or repr(error)
+    rows = multihost_utils.process_allgather(np.frombuffer(said.encode()[:500].ljust(500), np.uint8))
+    failed = [(index, text) for index, row in enumerate(rows) if (text := bytes(row).decode(errors="ignore").strip())]
+    if error is not None:
+        raise error
+    if failed:
+        raise UserError(f"process {failed[0][0]} cannot go on, so none can: {failed[0][1]}")
+    return result  # pyright: ignore[reportReturnType]
+
+
+class Batches(Generic[T]):
+    """This process's batches, which end together with the other processes' where one cannot be read.
+
+    A single process raises the error at once. Of several, the one that fails keeps its error for `require` and goes on
+    with empty batches until all stop. The steps until then count for nothing, so call `require` before saving.
+
+    Args:
+      source: the batches.
+      empty: a batch whose labels do not count.
+      failing: is called when the first batch cannot be read.
+    """
+
+    def __init__(self, source: Iterator[T], empty: T, failing: Callable[[], object] = lambda: None):
+        self._source, self._empty, self._failing = source, empty, failing
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._error is None:
+            try:
+                return next(self._source)
+            except Exception as error:
+                if jax.process_count() == 1 or isinstance(error, StopIteration):
+                    raise
+                self._error = error
+                self._failing()
+        return self._empty
+
+    def require(self) -> None:
+        """Raise on every process the error that kept one from reading."""
+
+        def check() -> None:
+            if self._error is not None:
+                raise self._error
+
+        run_together(check)
+
+
+def ask_to_stop() -> None:
+    """Have all processes stop at a step that JAX's preemption service chooses, a few seconds later."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[int], bool]]:
+    """Give a function `stop(step)`: whether to save and stop after this step, because of Ctrl-C or SIGTERM.
+
+    A second Ctrl-C kills. Each process calls the function once a step, with the steps in order. Of several
+    processes the signal may reach one only: JAX's preemption service has all of them stop after the same step.
+    """
+    asked, several = threading.Event(), jax.process_count() > 1
+    stop = multihost_utils.reached_preemption_sync_point if several else lambda step: asked.is_set()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    numbers = (signal.SIGINT,) if several else (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.getsignal(number) for number in numbers}
+
+    def ask(number: int, _: FrameType | None) -> None:
+        signal.signal(number, previous[signal.Signals(number)])
+        if several:
+            ask_to_stop()
+        asked.set()
+
+    for number in previous:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

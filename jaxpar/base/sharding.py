@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, get_args, overload
 
 import jax
@@ -13,25 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.mesh import MESH_AXES, MeshAxis, describe, largest_divisor
+from jaxpar.base.mesh import MESH_AXES, MeshAxis, describe, largest_divisor, require_mesh_axis
 
-LogicalAxis = Literal[
-    "batch",
-    "seq",
-    "residual_seq",
-    "attention_seq",
-    "embed",
-    "state_embed",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "mlp",
-    "vocab",
-    "layers",
-    "experts",
-    "stage",
-    "rank",
-]
+LogicalAxis = Literal["batch", "seq", "residual_seq", "attention_seq", "embed", "state_embed", "heads", "kv_heads",
+                      "head_dim", "mlp", "vocab", "layers", "experts", "stage", "rank"]  # fmt: skip
 Axes = Sequence[LogicalAxis | None]
 _LOGICAL_AXES: tuple[str, ...] = get_args(LogicalAxis)
 
@@ -43,10 +28,8 @@ KeyPath = tuple[Any, ...]
 
 def is_axes(tree: PyTree) -> TypeGuard[Axes]:
     """Whether a tree is the logical axes of one array: a tuple of names and None, or a PartitionSpec of such names."""
-    if isinstance(tree, P):
-        return True
     plain = isinstance(tree, tuple) and not hasattr(tree, "_fields")  # a NamedTuple is a tree of several
-    return plain and all(axis is None or isinstance(axis, str) for axis in tree)
+    return isinstance(tree, P) or (plain and all(axis is None or isinstance(axis, str) for axis in tree))
 
 
 @dataclass(frozen=True)
@@ -83,18 +66,12 @@ class ShardingRules:
     stage: tuple[MeshAxis, ...] = ("stage",)
 
     def __post_init__(self) -> None:
-        """Accept a bare mesh axis in place of a tuple of one, and None in place of an empty tuple.
-
-        Raises:
-          UserError: a name is not a mesh axis.
-        """
+        """Accept a bare mesh axis in place of a tuple of one, and None in place of an empty tuple; check the names."""
         for rule in fields(self):
             given: str | Sequence[str] | None = getattr(self, rule.name)
             axes = (given,) if isinstance(given, str) else tuple(given or ())
             for axis in axes:
-                if axis not in MESH_AXES:
-                    known = f"{suggest(axis, MESH_AXES)}: mesh axes are {', '.join(MESH_AXES)}"
-                    raise UserError(f"rules.{rule.name} names no mesh axis: {axis!r}{known}")
+                require_mesh_axis(axis, f"rules.{rule.name} names no mesh axis:")
             object.__setattr__(self, rule.name, axes)
 
 
@@ -114,7 +91,8 @@ def spec_for(
       UserError: two dims use one mesh axis, or the mesh axes of a dim do not divide it.
     """
     if shape is not None and len(shape) != len(axes):
-        raise UserError(f"{name}: {len(axes)} logical axes {_axes_text(axes)} of an array of shape {tuple(shape)}")
+        words = ", ".join(map(str, axes))
+        raise UserError(f"{name}: {len(axes)} logical axes ({words}) of an array of shape {tuple(shape)}")
     entries: list[MeshAxis | tuple[MeshAxis, ...] | None] = []
     user: dict[MeshAxis, tuple[int, LogicalAxis | None]] = {}
     for dim, axis in enumerate(axes):
@@ -140,10 +118,6 @@ def spec_for(
     return P(*entries)
 
 
-def _axes_text(axes: Axes) -> str:
-    return f"({', '.join(map(str, axes))})"
-
-
 # An empty rule of the first means that of the second.
 _AS: dict[LogicalAxis, LogicalAxis] = {"state_embed": "embed", "attention_seq": "seq", "layers": "stage"}
 
@@ -167,13 +141,11 @@ def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
 
 def _fitting_sizes(size: int, sizes: dict[MeshAxis, int]) -> str:
     """Smaller sizes of mesh axes that divide a dim; the outermost axes are kept as large as can be."""
-    smaller = []
+    fits: dict[MeshAxis, int] = {}
     for axis, present in sizes.items():
-        fits = largest_divisor(size, present)
-        size //= fits
-        if fits < present:
-            smaller.append(f"mesh.{axis}={fits}")
-    return " ".join(smaller)
+        fits[axis] = largest_divisor(size, present)
+        size //= fits[axis]
+    return " ".join(f"mesh.{axis}={fit}" for axis, fit in fits.items() if fit < sizes[axis])
 
 
 @dataclass(frozen=True)
@@ -191,11 +163,7 @@ class Layout:
     compute: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        """Check the mesh and the dtype.
-
-        Raises:
-          UserError: the mesh has other axes than `make_mesh` gives, or the ops do not compute in this dtype.
-        """
+        """Raise a UserError for mesh axes other than those of `make_mesh`, or a dtype that no op computes in."""
         if self.compute not in ("float32", "bfloat16"):
             raise UserError(f"a layout computes in float32 or bfloat16, and was given compute={self.compute!r}")
         if tuple(self.mesh.axis_names) != MESH_AXES:
@@ -207,7 +175,7 @@ class Layout:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The compute dtype."""
+        """`compute` as a dtype."""
         return jnp.dtype(self.compute)
 
     def mesh_axes(self, axis: LogicalAxis | None) -> tuple[MeshAxis, ...]:
@@ -267,9 +235,8 @@ class Layout:
         if self.mesh.size == 1:
             return x
         place = self.sharding(axes, x.shape, name)
-        if jax.sharding.get_abstract_mesh().manual_axes:  # inside a pipeline's stage the mesh has the other axes only
-            return jax.lax.with_sharding_constraint(x, place.spec)
-        return jax.lax.with_sharding_constraint(x, place)
+        in_stage = bool(jax.sharding.get_abstract_mesh().manual_axes)  # there the mesh has the other axes only
+        return jax.lax.with_sharding_constraint(x, place.spec if in_stage else place)
 
 
 def first_axes(axes: tuple[MeshAxis, ...]) -> list[tuple[MeshAxis, ...]]:
@@ -305,13 +272,7 @@ class Placement(NamedTuple):
 
 
 def placements(shapes: PyTree, axes: PyTree, layout: Layout) -> list[Placement]:
-    """A row for each array of a tree that says where it lies.
-
-    Args:
-      shapes: a tree of arrays or ShapeDtypeStructs.
-      axes: their logical axes, in a tree of the same form.
-      layout: says where they lie.
-    """
+    """A row for each array or ShapeDtypeStruct of a tree, whose logical axes are in a tree of the same form."""
     rows = []
     shardings = layout.sharding(axes, shapes)
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
@@ -332,3 +293,70 @@ def local_rows(sharding: NamedSharding, rows: int) -> list[int]:
     """The rows (dim 0) of a global batch that this process's devices hold, sorted: its data loader reads these."""
     shards = sharding.addressable_devices_indices_map((rows,)).values()
     return sorted({row for index in shards if index is not None for row in range(rows)[index[0]]})
+
+
+# Where there are more devices than heads, the rules change, or kv heads are copied.
+
+
+def fit_rules(
+    rules: ShardingRules, heads: int, kv_heads: int, sizes: Mapping[MeshAxis, int]
+) -> tuple[ShardingRules, list[str]]:
+    """Rules that fit more devices than heads, and a line for the log about each change.
+
+    Heads that their mesh axes do not divide keep the first of the axes that do, and attention splits the sequence over
+    the others, as the residual stream does. Kv heads that theirs do not divide are copied: their weights are whole
+    over the axes that are left out, and each device makes those of its query heads
+    (`jaxpar.parallel.linear.column_linear`). Where `attention_seq` is set, or kv heads are split otherwise than by the
+    first axes of heads, nothing is changed: what does not divide is refused as for any other dim. `sizes` are the
+    numbers of devices along the mesh axes.
+    """
+
+    def split(named: tuple[MeshAxis, ...]) -> tuple[MeshAxis, ...]:
+        return tuple(axis for axis in named if sizes[axis] > 1)
+
+    def pieces(axes: tuple[MeshAxis, ...]) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    def words(axes: tuple[MeshAxis, ...]) -> str:
+        return describe({axis: sizes[axis] for axis in axes})
+
+    notes, wanted, residual = [], split(rules.heads), split(rules.residual_seq)
+    # An axis splits heads or the sequence: where the residual stream's has it, the sequence gets all of them.
+    kept = next(
+        first for first in first_axes(wanted)
+        if heads % pieces(first) == 0 and (first == wanted or not set(first) & set(residual))
+    )  # fmt: skip
+    if dropped := wanted[len(kept) :]:
+        if rules.attention_seq:
+            return rules, []
+        fewer, kv_fewer = drop_axes(rules.heads, dropped), drop_axes(rules.kv_heads, dropped)
+        rules = replace(rules, attention_seq=rules.residual_seq, heads=fewer, kv_heads=kv_fewer)
+        repeated = " x ".join(axis for axis in dropped if axis not in residual)
+        instead = f"attention is repeated along {repeated}, which rules.residual_seq does not name"
+        instead = instead if repeated else "attention is split over the sequence"
+        notes.append(f"{words(wanted)} does not divide {heads} heads: {instead}")
+    queries, wanted = split(rules.heads), split(rules.kv_heads)
+    kept = next(first for first in first_axes(wanted) if kv_heads % pieces(first) == 0)
+    if kept != wanted and wanted == queries[: len(wanted)]:
+        rules = replace(rules, kv_heads=drop_axes(rules.kv_heads, wanted[len(kept) :]))
+        made = math.lcm(kv_heads, pieces(queries))
+        notes.append(
+            f"{words(wanted)} does not divide {kv_heads} kv heads: their weights are whole, "
+            f"and k and v have {made} heads, each of them {made // kv_heads} times"
+        )
+    return rules, notes
+
+
+def kv_copy_axes(layout: Layout) -> tuple[MeshAxis, ...]:
+    """The mesh axes that split heads and not kv heads.
+
+    Along these k and v hold copies of kv heads, so that each device has those of its query heads. There are none where
+    the mesh axes of kv heads are not the first ones of heads.
+    """
+    heads, kv_heads = layout.mesh_axes("heads"), layout.mesh_axes("kv_heads")
+    return heads[len(kv_heads) :] if heads[: len(kv_heads)] == kv_heads else ()
+
+
+def output_axis(axis: LogicalAxis | None, layout: Layout) -> LogicalAxis | None:
+    """The logical axis of a linear's output dim: kv heads that are copied lie as heads do."""
+    return "heads" if axis == "kv_heads" and kv_copy_axes(layout) else axis

@@ -19,8 +19,7 @@ import grain.experimental
 import numpy as np
 
 from jaxpar.base.config import DataConfig
-from jaxpar.base.errors import UserError
-from jaxpar.base.files import read_json
+from jaxpar.base.errors import UserError, read_json
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, make_tokenizer, read_text
 from jaxpar.data.tokens import HostBatch, text_files
 

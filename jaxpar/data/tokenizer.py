@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.files import read_json, reading
+from jaxpar.base.errors import UserError, read_json, reading, suggest
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra

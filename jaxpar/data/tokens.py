@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from jaxpar.base.config import DataConfig
-from jaxpar.base.errors import UserError
-from jaxpar.base.files import read_json, reading
+from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.runtime import replacing, write_whole
 from jaxpar.data.tokenizer import (
     Tokenizer,

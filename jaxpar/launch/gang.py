@@ -22,8 +22,7 @@ from jaxpar.base.config import RESOLVED, Config, check, parse
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import devices_needed
-from jaxpar.base.processes import run_together
-from jaxpar.base.runtime import start, write_whole
+from jaxpar.base.runtime import run_together, start, write_whole
 from jaxpar.base.toml import to_toml
 from jaxpar.launch.local import train_config
 from jaxpar.rehearse.targets import Target, check_mesh

@@ -14,8 +14,7 @@ from jaxpar.base.config import Config, check
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.base.processes import run_together
-from jaxpar.base.runtime import memory_of, start
+from jaxpar.base.runtime import memory_of, run_together, start
 from jaxpar.data.corpus import load_corpus, unigram_entropy
 from jaxpar.models import Model
 from jaxpar.plan import resolve

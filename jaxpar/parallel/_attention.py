@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.base.heads import fit_rules, kv_copy_axes, output_axis
 from jaxpar.base.plan import Strategy
-from jaxpar.base.sharding import Axes, Layout
+from jaxpar.base.sharding import Axes, Layout, fit_rules, kv_copy_axes, output_axis
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.masks import Causal, Mask, Segments, apart_from_segments, looks_back
@@ -101,7 +100,7 @@ def attention(
 
 
 def fit_heads(layout: Layout, heads: int, kv_heads: int) -> Layout:
-    """Return the layout for attention on more devices than heads: see `jaxpar.base.heads.fit_rules`."""
+    """Return the layout for attention on more devices than heads: see `jaxpar.base.sharding.fit_rules`."""
     rules, notes = fit_rules(layout.rules, heads, kv_heads, layout.mesh.shape)
     for note in notes:
         dispatch.say_once(note)

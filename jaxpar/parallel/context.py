@@ -19,10 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.heads import output_axis
 from jaxpar.base.mesh import largest_divisor
 from jaxpar.base.plan import Strategy
-from jaxpar.base.sharding import Axes, Layout
+from jaxpar.base.sharding import Axes, Layout, output_axis
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.masks import Mask

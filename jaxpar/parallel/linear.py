@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar.base.heads import kv_copy_axes, output_axis
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.plan import Form
-from jaxpar.base.sharding import Axes, Layout, LogicalAxis, state_axes
+from jaxpar.base.sharding import Axes, Layout, LogicalAxis, kv_copy_axes, output_axis, state_axes
 from jaxpar.kernels.attention.call import MASKED, cap_scores
 from jaxpar.parallel.collectives import gather, manual_vjp, own_piece, platform_of, reduce, split_over
 from jaxpar.parallel.ring_matmul import all_gather_matmul, matmul_reduce_scatter

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from jax import Array
 
-from jaxpar.base.heads import output_axis
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes, LogicalAxis
+from jaxpar.base.sharding import Axes, LogicalAxis, output_axis
 from jaxpar.kernels.masks import Mask, Segments
 from jaxpar.parallel import _attention, cross_entropy, embedding, experts, linear
 from jaxpar.parallel.collectives import further_split

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from jaxpar.base.activation_names import Action, Keep
 from jaxpar.base.config import Config, MemoryConfig
 from jaxpar.base.hardware import Hardware, PeakFlops
-from jaxpar.base.heads import output_axis
 from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import output_axis
 from jaxpar.models import Model
 from jaxpar.models.masks import reach
 from jaxpar.parallel.pipeline.layers import layers_in

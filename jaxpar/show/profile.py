@@ -11,8 +11,7 @@ from typing import Any
 from jax.profiler import ProfileData
 from rich.console import RenderableType
 
-from jaxpar.base.errors import UserError
-from jaxpar.base.files import read_json
+from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.hardware import load_chip
 from jaxpar.base.toml import presets
 from jaxpar.rehearse.of_config import rehearse

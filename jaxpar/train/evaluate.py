@@ -15,8 +15,7 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config, check
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.base.processes import Batches, run_together
-from jaxpar.base.runtime import start
+from jaxpar.base.runtime import Batches, run_together, start
 from jaxpar.data.corpus import Part, load_corpus, val_batches
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import Model, Params

@@ -24,10 +24,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.heads import fit_rules
 from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.plan import Overlap, Plan, is_matrix
-from jaxpar.base.sharding import Axes, is_axes, replicated_sharding
+from jaxpar.base.sharding import Axes, fit_rules, is_axes, replicated_sharding
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model, Params
 from jaxpar.parallel.cache import EMPTY, Cache, DecodeOps, PrefillOps, cache_spec

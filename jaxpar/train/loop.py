@@ -19,8 +19,7 @@ from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
 from jaxpar.base.plan import Plan
-from jaxpar.base.processes import Batches, ask_to_stop, run_together, stop_signals
-from jaxpar.base.runtime import start
+from jaxpar.base.runtime import Batches, ask_to_stop, run_together, start, stop_signals
 from jaxpar.data.corpus import Corpus, HostBatch, load_corpus, train_batches, unigram_entropy
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.hlo.turns import require_order

@@ -8,9 +8,9 @@ import jax
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
-from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import make_mesh
 from jaxpar.base.plan import Plan
+from jaxpar.base.sharding import fit_rules
 from jaxpar.models import Model
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention

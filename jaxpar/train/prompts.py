@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxpar.base.errors import UserError
-from jaxpar.base.files import read_json
+from jaxpar.base.errors import UserError, read_json
 from jaxpar.data.chat import Message, load_template, render, special_tokens
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, read_text
 from jaxpar.train.run_folder import GENERATION, TOKENIZER

@@ -9,7 +9,7 @@ import jax
 
 from jaxpar.base.config import RESOLVED, Config, incompatible_changes, parse
 from jaxpar.base.errors import UserError
-from jaxpar.base.processes import run_together
+from jaxpar.base.runtime import run_together
 from jaxpar.base.toml import to_toml
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"

@@ -18,10 +18,9 @@ from jax.extend import core
 from jaxpar.base.activation_names import NAMES, Action, Keep
 from jaxpar.base.config import Config, ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.heads import output_axis
 from jaxpar.base.jax_compat import NAME, SHARD_MAP
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes
+from jaxpar.base.sharding import Axes, output_axis
 from jaxpar.models import Model, Params
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.parallel.experts import RouterSums

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxpar.base.config import Config
-from jaxpar.base.errors import UserError
-from jaxpar.base.files import read_json
+from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.runtime import write_whole
 from jaxpar.base.toml import flatten
 

@@ -16,10 +16,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MESH_AXES
 from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import LogicalAxis, ShardingRules, local_rows, placements, spec_for
+from jaxpar.base.sharding import LogicalAxis, ShardingRules, fit_rules, local_rows, placements, spec_for
 
 pytestmark = pytest.mark.quick
 

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.heads import kv_copy_axes
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Context, Plan
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.sharding import ShardingRules, kv_copy_axes
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.kernels.attention import chunked

@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxpar.base.config import Config, KernelsConfig, check, rules_of
 from jaxpar.base.errors import UserError
-from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import (
     MESH_AXES,
     DcnSpec,
@@ -26,7 +25,7 @@ from jaxpar.base.mesh import (
 )
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start, widen_cpu_pool
-from jaxpar.base.sharding import ShardingRules
+from jaxpar.base.sharding import ShardingRules, fit_rules
 from jaxpar.kernels.attention.chunked import ROWS
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention

@@ -20,10 +20,9 @@ from jaxpar.base.config import (
     TrainConfig,
     rules_of,
 )  # fmt: skip
-from jaxpar.base.heads import fit_rules
 from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
 from jaxpar.base.plan import Pipeline
-from jaxpar.base.sharding import LogicalAxis, ShardingRules, named_axes
+from jaxpar.base.sharding import LogicalAxis, ShardingRules, fit_rules, named_axes
 from jaxpar.base.toml import flatten
 from jaxpar.models.masks import shrink_mask
 from jaxpar.parallel.pipeline import layers_of, microbatches
