@@ -2,7 +2,7 @@
 
 Each op takes a `jaxpar.Layout` and keyword options, is trainable, and works inside any jitted function. `Ops` binds
 them to a plan. Behind them are collectives inside `shard_map` (`collectives`, `ring_matmul`), attention over a split
-sequence (`context`, `ring_attention`, `token_order`), recomputation (`remat`), host memory and the pipeline.
+sequence (`context`, `token_order`), recomputation (`remat`), host memory and the pipeline.
 """
 
 from jaxpar.parallel._attention import attention, choose_attention, fit_heads

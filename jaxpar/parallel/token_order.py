@@ -1,32 +1,27 @@
-"""The order of a batch's tokens where attention splits the sequence, the chunks of each device, and halves of a batch.
+"""The order of a batch's tokens where attention splits the sequence, and halves of a batch.
 
 Device i of n has chunks i and 2n - 1 - i of 2n (zigzag), so that under a causal mask every device has the same work
 (LLaMA 3, arXiv:2407.21783, section 3.3.2). Ulysses keeps tokens in their own order.
 
-Shapes: B batch, S sequence, C chunk, T whole sequence, V vocab.
+Shapes: B batch, S sequence, V vocab.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import MeshAxis, describe
+from jaxpar.base.mesh import describe
 from jaxpar.base.plan import Plan, Strategy
 from jaxpar.base.sharding import Axes, Layout
-from jaxpar.kernels.attention.call import Call
-from jaxpar.kernels.masks import Causal, Full, Mask, Segments, of_distance
 from jaxpar.parallel.collectives import manual
 
 TOKENS: Axes = ("batch", None)
 """The layout of a batch's arrays, which have one entry per token."""
-PARTS = Call(out_dtype=jnp.float32)
-"""Partial answers, which are merged or added up."""
 
 
 def chunk_order(layout: Layout, strategy: Strategy) -> list[int]:
@@ -109,75 +104,3 @@ def whole_batch(parts: tuple[Array, ...], axes: Axes, plan: Plan) -> Array:
     if len(parts) == 1:
         return parts[0]
     return manual(lambda *parts: jnp.concatenate(parts), plan, (axes,) * len(parts), axes)(*parts)
-
-
-class ContextTask(NamedTuple):
-    """What a strategy has to do, inside `manual`.
-
-    Attributes:
-      layout: mesh and rules.
-      mask: what a query sees, apart from documents: at most the keys at its own place or before.
-      segments_BT: the document of every token, in `chunk_order`.
-      kernel: the implementation of attention, with a forward and a backward: see `jaxpar.kernels.attention.call`.
-      call: how it makes a partial answer, apart from the places.
-    """
-
-    layout: Layout
-    mask: Mask
-    segments_BT: Int[Array, "B T"] | None
-    kernel: Any
-    call: Call = PARTS
-
-    @property
-    def axes(self) -> tuple[MeshAxis, ...]:
-        return self.layout.mesh_axes("attention_seq")
-
-    @property
-    def size(self) -> int:
-        return self.layout.size("attention_seq")
-
-    def hop(self, tree: Any) -> Any:
-        """Return what the device before this one has of every array."""
-        there = [(i, (i + 1) % self.size) for i in range(self.size)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, there), tree)
-
-    def segments_of(self, chunk: Any, C: int) -> Array | None:
-        """Return the documents [B, C] of a chunk in zigzag order."""
-        if self.segments_BT is None:
-            return None
-        place = jnp.where(chunk < self.size, 2 * chunk, 2 * (2 * self.size - 1 - chunk) + 1)
-        return jax.lax.dynamic_slice_in_dim(self.segments_BT, place * C, C, axis=1)
-
-    def pair(self, q_chunk: Any, k_chunk: Any, C: int) -> tuple[Mask, Call]:
-        """Return what the queries of one chunk see of the keys of an earlier one."""
-        ids = self.segments_of(q_chunk, C), self.segments_of(k_chunk, C)
-        if self.mask == Causal():
-            return with_documents(Full(), *ids), self.call
-        return with_documents(self.mask, *ids), self.call._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
-
-    def diagonal(self, chunk: Any, C: int) -> tuple[Mask, Call]:
-        """Return what the queries of a chunk see of its own keys."""
-        ids = [self.segments_of(chunk, C)] * 2
-        start = 0 if of_distance(self.mask) else chunk * C
-        return with_documents(self.mask, *ids), self.call._replace(q_start=start, k_start=start, multiple=C)
-
-
-def with_documents(mask: Mask, q_ids: Array | None, kv_ids: Array | None) -> Mask:
-    """Return the mask, limited to a token's own document where there are ids."""
-    return mask if q_ids is None or kv_ids is None else mask & Segments(q_ids, kv_ids)
-
-
-def own_chunks(work: ContextTask) -> tuple[Array, Array]:
-    """Return the numbers of this device's early and late chunk."""
-    place = jax.lax.axis_index(work.axes)
-    return place, 2 * work.size - 1 - place
-
-
-def stack_chunks(x: Array, dim: int) -> Array:
-    """Stack the chunks of a device."""
-    return jnp.stack(jnp.split(x, 2, axis=dim))
-
-
-def join_chunks(x: Array, dim: int) -> Array:
-    """The inverse of `stack_chunks`."""
-    return jnp.concatenate([x[0], x[1]], axis=dim)

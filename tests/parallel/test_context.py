@@ -26,7 +26,7 @@ from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.masks import Causal, Full, Mask, Segments, Window
-from jaxpar.parallel import context, ring_attention
+from jaxpar.parallel import context
 from jaxpar.parallel.context import check_split, split_attention
 from jaxpar.parallel.ops import split_of
 from jaxpar.parallel.token_order import chunk_order, inverse, reorder
@@ -151,7 +151,7 @@ def test_a_long_ring_is_a_loop_with_the_same_answer(monkeypatch):
     """Steps in the middle of a ring of many devices are one loop: fewer to compile, as many hops."""
     args, segments = projections(2, 48, 3, 1, 6), documents(2, 48)
     unrolled = values_and_gradients(split(plan_on(context=8), 0, segments), args)
-    monkeypatch.setattr(ring_attention, "UNROLLED", 3)
+    monkeypatch.setattr(context, "UNROLLED", 3)
     plan = plan_on(context=8)
     assert_close(values_and_gradients(split(plan, 0, segments), args), unrolled, 1e-6)
     traced = jax.jit(lambda *x: values_and_gradients(split(plan), list(x))).trace(*args)
@@ -272,7 +272,7 @@ def test_what_the_plan_asks_for_in_closed_form(strategy):
 @pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.slow), "ulysses"])
 def test_memory_of_a_device_falls_with_their_number(strategy, monkeypatch):
     """Forward and backward hold some 20 arrays of the size of a device's queries, and a tile, whatever n is."""
-    monkeypatch.setattr(ring_attention, "UNROLLED", 2)  # XLA:CPU runs ahead where it can: a loop holds it to one hop
+    monkeypatch.setattr(context, "UNROLLED", 2)  # XLA:CPU runs ahead where it can: a loop holds it to one hop
     monkeypatch.setattr(chunked, "ROWS", 16)
     monkeypatch.setattr(chunked, "COLUMNS", 16)
     args = projections(1, 1024, 8, 2, 8)

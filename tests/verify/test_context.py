@@ -15,9 +15,9 @@ from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.masks import Causal, Tiles, dense
 from jaxpar.models import Model
 from jaxpar.models import model as model_module
-from jaxpar.parallel import ring_attention
+from jaxpar.parallel import context
 from jaxpar.parallel import token_order as batches
-from jaxpar.parallel.token_order import ContextTask
+from jaxpar.parallel.context import ContextTask
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.losses_and_gradients import parameter_order
 
@@ -114,7 +114,7 @@ def test_merging_without_the_maximum_is_caught(monkeypatch: pytest.MonkeyPatch) 
 
 def test_gradients_of_keys_that_are_sent_the_wrong_way_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is right, and so is what lies nearer to it than the keys and values of the last layer."""
-    own, backward = ContextTask.hop, ring_attention.backward
+    own, backward = ContextTask.hop, context.ring_backward
 
     def wrong_way(*args: Any) -> Any:
         sent: list[Any] = []
@@ -132,7 +132,7 @@ def test_gradients_of_keys_that_are_sent_the_wrong_way_are_caught(monkeypatch: p
         assert len(sent) == 2 * 3
         return sums
 
-    failed, wrong, names = failed_with(monkeypatch, ring_attention, "backward", wrong_way)
+    failed, wrong, names = failed_with(monkeypatch, context, "ring_backward", wrong_way)
     assert failed.loss_ok
     assert wrong == [name for name in names if not name.startswith("head.")]
     assert failed.origin in ("blocks.k of layer 1", "blocks.v of layer 1")
