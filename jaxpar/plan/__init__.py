@@ -4,7 +4,7 @@
 `memory_account` predicts where the bytes of its step are.
 """
 
-from jaxpar.plan._resolve import resolve, resolve_and_compile
+from jaxpar.plan.budget import resolve, resolve_and_compile
 from jaxpar.plan.memory_account import MemoryPart, memory_account
 
 __all__ = ["MemoryPart", "memory_account", "resolve", "resolve_and_compile"]

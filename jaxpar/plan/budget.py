@@ -1,14 +1,15 @@
-"""A memory budget is solved here: what to keep, to offload and to make again for the fastest step that fits.
+"""What a config leaves open is settled here: its overlap, and a memory budget.
 
-`jaxpar.plan.choose_remat` has the choices, what they cost, and the best of them; `jaxpar.plan.memory_search` predicts
-the bytes of each. The winner is compiled, and what the compiler says corrects the prediction for all: three
-compilations at most.
+A budget is solved for the fastest step that fits: `jaxpar.plan.choose_remat` has the choices, what they cost, and the
+best of them; `jaxpar.plan.memory_search` predicts the bytes of each. The winner is compiled, and what the compiler says
+corrects the prediction for all: three compilations at most.
 """
 
 from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 
 import jax
@@ -18,7 +19,8 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, hardware_of
 from jaxpar.base.runtime import memory_of
-from jaxpar.plan.choose_remat import Item, Option, Solution
+from jaxpar.plan.choose_overlap import choose_overlap
+from jaxpar.plan.choose_remat import Solution
 from jaxpar.plan.memory_search import MemorySearch, Say, Tried, searches
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import Target
@@ -32,23 +34,31 @@ _UNITS = {"": 1, "B": 1, **{f"{k}{suffix}": base ** (n + 1) for n, k in enumerat
                            (("iB", 1024), ("B", 1000), ("", 1024))}}  # fmt: skip
 
 
-def fit_to_budget(
-    config: Config, target: Target | None = None, say: Say = lambda line: None
-) -> tuple[Config, jax.stages.Compiled | None]:
-    """Replace the `memory.budget` of a config by what it leads to, and return it with the compiled step: see
-    `solve_budget`. Without a budget, return the config as it is, and None.
+def resolve(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
+    """Replace every `overlap = auto` of a config and its `memory.budget` by what was found best.
 
     Args:
-      config: an experiment whose mesh fits the target.
-      target: the target to fit; None = the devices at hand.
-      say: as for `solve_budget`.
+      config: the experiment. Its mesh must fit the target.
+      target: the target to settle it for, from `jaxpar.rehearse.targets.load_target`; None = the devices at hand.
+      say: is called with a line for each form that is tried and for each compilation.
+
+    Raises:
+      UserError: the mesh does not fit, or the budget is below what the plan takes with the least kept.
     """
+    return resolve_and_compile(config, target, say)[0]
+
+
+def resolve_and_compile(
+    config: Config, target: Target | None = None, say: Say = lambda line: None
+) -> tuple[Config, jax.stages.Compiled | None]:
+    """Do as `resolve` does, and also return the step if a budget had it compiled, or else None."""
+    config = choose_overlap(config, target, say)
     if not config.memory.budget:
         return config, None
     devices = list(make_plan(config, None if target is None else target.devices()).mesh.devices.flat)
-    found = hardware_of(devices[0].device_kind)
-    hardware = target.hardware if target is not None else found or Hardware()
-    platform = target.platform if target is not None else platform_of(devices[0])
+    hardware, platform = hardware_of(devices[0].device_kind) or Hardware(), platform_of(devices[0])
+    if target is not None:
+        hardware, platform = target.hardware, target.platform
     found, tried = solve_budget(config, devices, platform, hardware, say, target)
     return found, next(one.program for one in tried if one.config == found)
 
@@ -59,14 +69,8 @@ def solve_budget(
 ) -> tuple[Config, list[Tried]]:  # fmt: skip
     """Find the fastest config that fits `memory.budget`, and return it with what was compiled on the way to it.
 
-    Args:
-      config: an experiment with a budget; what `memory.may` names may change as well as the activations.
-      devices: the devices of the mesh, at hand or not.
-      platform: the platform to compile for.
-      hardware: the hardware whose figures count.
-      say: is called with a line for each step and the reason for the outcome.
-      target: the target of the devices; its rehearsal then says how long compute waits for the host, and which of the
-        compiled assignments is the fastest.
+    What `memory.may` names may change as well as the activations. If the devices are those of a target, its rehearsal
+    says how long compute waits for the host, and which of the compiled assignments is the fastest.
 
     Raises:
       UserError: the budget is below what the plan takes with the least kept; the message says what would lower that.
@@ -90,7 +94,7 @@ def solve_budget(
         sizes = f"predicted {bytes_text(search.predicted_bytes(solution))} of {bytes_text(budget)}"
         say(f"compiling {len(tried) + 1} of at most {_ROUNDS}{last}: {reasons(search, solution)}; {sizes}")
         began = time.perf_counter()
-        again = search.compile(solution, target, say)
+        again = search.compile(solution, target)
         last = f" (the last took {time.perf_counter() - began:.0f} s)"
         for one in searched:
             one.learn(again, search)
@@ -101,36 +105,30 @@ def solve_budget(
             best = search, solution, again
     if best is None:
         raise UserError(_too_small_message(budget, min(tried, key=lambda one: one.compiled), least, config))
-    say(f"memory.budget {config.memory.budget}: {reasons(*best[:2])}{_rehearsal_text(best[2])}")
-    for note in _report_note(best[2]):
-        say(note)
-    return best[2].config, tried
-
-
-def parse_bytes(text: str) -> int:
-    """Read a size such as `14GiB` in bytes.
-
-    Raises:
-      UserError: the text is not a size.
-    """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2] not in _UNITS:
-        raise UserError(f"memory.budget = {text!r} is no size: write 14GiB, 900MiB, 80GB, or auto")
-    return round(float(match[1]) * _UNITS[match[2]])
+    search, solution, found = best
+    say(f"memory.budget {config.memory.budget}: {reasons(search, solution)}{_rehearsal_text(found)}")
+    counted = 0 if found.program is None else CompiledBytes.of(found.program.memory_analysis()).total
+    if counted > found.compiled:
+        alive, report = bytes_text(found.compiled), bytes_text(counted)
+        say(f"{alive} by the peak of what is alive; a report says {report}, more than a TPU lays out (docs/memory.md)")
+    return found.config, tried
 
 
 def budget_bytes(text: str, hardware: Hardware, device: jax.Device) -> int:
-    """Read a budget in bytes; `auto` is the device's memory less a margin.
+    """Read a budget such as `14GiB` in bytes; `auto` is the device's memory less a margin.
 
     Raises:
       UserError: the text is not a size, or is `auto` for a device that does not say how much memory it has.
     """
-    if text != "auto":
-        return parse_bytes(text)
-    known = hardware.hbm_bytes or memory_of(device)
-    if not known:
+    if text == "auto":
+        known = hardware.hbm_bytes or memory_of(device)
+        if known:
+            return int(known * (1 - MARGIN))
         raise UserError("memory.budget = auto: this device does not say how much memory it has: give it, as in 14GiB")
-    return int(known * (1 - MARGIN))
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2] not in _UNITS:
+        raise UserError(f"memory.budget = {text!r} is no size: write 14GiB, 900MiB, 80GB, or auto")
+    return round(float(match[1]) * _UNITS[match[2]])
 
 
 def platform_of(device: jax.Device) -> str:
@@ -155,23 +153,21 @@ def _is_slower(one: Tried, than: Tried) -> bool:
 
 def reasons(search: MemorySearch, solution: Solution) -> str:
     """Explain a solution: `offload block_input (2.10 GiB, hidden behind 41 ms of compute), ...`."""
-    parts, by_action = [], dict[str, list[tuple[Item, Option]]]()
+    parts, names = [], defaultdict[str, list[str]](list)
     for item, action in zip(search.items, solution.actions, strict=True):
-        option = next(option for option in item.options if option.action == action)
-        by_action.setdefault(action, []).append((item, option))
-    costs, step = search.costs, search.costs.forward + search.costs.backward
-    if found := by_action.get("offload"):
+        names[action] += item.names
+    offloaded, recomputed, saved = (", ".join(names[action]) for action in ("offload", "recompute", "save"))
+    costs, outer, step = search.costs, search.outer, search.costs.forward + search.costs.backward
+    if offloaded:
         waits = costs.seconds(solution.host, solution.again) - step - solution.again
         hidden = f"hidden behind {1e3 * step:.0f} ms of compute" if waits < 1e-4 else f"waits {1e3 * waits:.0f} ms"
-        parts.append(f"offload {_names(found)} ({bytes_text(solution.host)}, {hidden})")
-    if found := by_action.get("recompute"):
+        parts.append(f"offload {offloaded} ({bytes_text(solution.host)}, {hidden})")
+    if recomputed:
         share = 100 * solution.again / step if step else 0
-        parts.append(f"recompute {_names(found)} (+{share:.1f} % of the compute)")
-    if found := by_action.get("save"):
-        parts.append(f"save {_names(found)} ({bytes_text(solution.device)})")
-    outer = search.outer
-    streamed = [name for name in ("optimizer", "parameters") if getattr(outer, name)]
-    if streamed:
+        parts.append(f"recompute {recomputed} (+{share:.1f} % of the compute)")
+    if saved:
+        parts.append(f"save {saved} ({bytes_text(solution.device)})")
+    if streamed := [name for name in ("optimizer", "parameters") if getattr(outer, name)]:
         size = bytes_text(search.state.host)
         parts.append(f"{' and '.join(streamed)} in host memory ({size}, +{1e3 * search.moved:.0f} ms)")
     if outer.accumulation > 1:
@@ -181,43 +177,24 @@ def reasons(search: MemorySearch, solution: Solution) -> str:
     return ", ".join(parts)
 
 
-def _names(found: Sequence[tuple[Item, Option]]) -> str:
-    return ", ".join(name for item, _ in found for name in item.names)
-
-
 def _rehearsal_text(one: Tried) -> str:
     """Write what the rehearsal says of a step."""
     if one.played is None:
         return ""
-    waits = one.played.host_stall
-    step = f"; rehearsed {1e3 * one.played.seconds:.0f} ms a step"
-    return step + (f", {1e3 * waits:.0f} of them waiting for the host" if waits > 0 else "")
-
-
-def _report_note(one: Tried) -> list[str]:
-    """Explain why the report of an assignment shows more than the budget that it meets."""
-    counted = 0 if one.program is None else CompiledBytes.of(one.program.memory_analysis()).total
-    if counted <= one.compiled:
-        return []
-    alive, report = bytes_text(one.compiled), bytes_text(counted)
-    return [f"{alive} by the peak of what is alive; a report says {report}, more than a TPU lays out (docs/memory.md)"]
+    waits = f", {1e3 * one.played.host_stall:.0f} of them waiting for the host" if one.played.host_stall > 0 else ""
+    return f"; rehearsed {1e3 * one.played.seconds:.0f} ms a step{waits}"
 
 
 def _too_small_message(budget: int, tried: Tried, least: MemorySearch, config: Config) -> str:
     """The message that says what a plan takes at the least, and what would lower it."""
     state, may = least.state, config.memory.may
     rest = tried.compiled - state.device - least.least.device
-    parts = {
-        "parameters": state.parameters.device, "optimizer": state.optimizer.device,
-        "gradients": state.gradients.device,
-        "activations": least.least.device, "what a layer and the loss work with": rest,
-    }  # fmt: skip
+    parts = {name: getattr(state, name).device for name in ("parameters", "optimizer", "gradients")}
+    parts |= {"activations": least.least.device, "what a layer and the loss work with": rest}
     said = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size > 0)
     wanted = [f"memory.may=[{', '.join((*may, name))}]" for name in ("optimizer", "parameters") if name not in may]
-    if config.precision.moments == "float32":
-        wanted.append("precision.moments=bfloat16")
-    if config.precision.params == "float32":
-        wanted.append("precision.params=bfloat16")
+    wide = [name for name in ("moments", "params") if getattr(config.precision, name) == "float32"]
+    wanted += [f"precision.{name}=bfloat16" for name in wide]
     if "accumulation" not in may and config.train.batch // config.train.accumulation > least.plan.size("batch"):
         wanted.append(f"train.accumulation={2 * config.train.accumulation}")
     wanted.append(f"mesh.fsdp={2 * least.plan.mesh.shape['fsdp']}")

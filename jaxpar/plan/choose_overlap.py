@@ -43,13 +43,8 @@ def is_open(overlap: Overlap) -> bool:
 
 
 def choose_overlap(config: Config, target: Target | None = None, say: Say = lambda line: None) -> Config:
-    """Replace every `auto` in a config's overlap by what is found fastest.
-
-    Args:
-      config: an experiment whose mesh fits the target.
-      target: the target to choose for; None = the devices at hand, which are timed.
-      say: is called with a line for each form that is tried.
-    """
+    """Replace every `auto` in a config's overlap by what is found fastest for a target, or for the devices at hand
+    (None), which are timed. `say` is called with a line for each form that is tried."""
     if not is_open(config.overlap):
         return config
     # The checks of `make_plan` may trace a block, which needs every form.
@@ -63,13 +58,8 @@ def choose_overlap(config: Config, target: Target | None = None, say: Say = lamb
 def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lambda line: None) -> dict[Overlap, float]:
     """Try forms on the way to the best and return the seconds of a block, forward and backward, in each of them.
 
-    They come in the order of the trials; the first is `xla` wherever it may be chosen.
-
-    Args:
-      config: the experiment; what is open in its overlap is tried.
-      plan: the plan of the config, in any form.
-      target: as for `choose_overlap`.
-      say: is called with a line for each trial.
+    What is open in the config's overlap is tried; its plan may have any form. They come in the order of the trials; the
+    first is `xla` wherever it may be chosen.
     """
     seconds: dict[Overlap, float] = {}
 
@@ -83,7 +73,8 @@ def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lam
     for candidates in _steps(config, plan):
         for change in candidates:
             take(dataclasses.replace(_fastest(seconds), **change))
-    if config.overlap.domino == "auto" and _can_halve(config, plan):
+    rows = config.train.batch // config.train.accumulation // plan.size("batch")
+    if config.overlap.domino == "auto" and rows % 2 == 0 and config.model.dropout == 0:  # Domino can run
         for overlap in (first, _fastest(seconds)):
             take(dataclasses.replace(overlap, domino="on"))
     return seconds
@@ -105,31 +96,18 @@ def _steps(config: Config, plan: Plan) -> Iterator[list[dict[str, Form]]]:
 
 def without_auto(overlap: Overlap) -> Overlap:
     """Replace `auto` by `xla` and by no Domino, from which the search starts."""
+    first = {"gather": "xla", "scatter": "xla", "domino": "off"}
     return dataclasses.replace(
-        overlap,
-        gather="xla" if overlap.gather == "auto" else overlap.gather,
-        scatter="xla" if overlap.scatter == "auto" else overlap.scatter,
-        domino="off" if overlap.domino == "auto" else overlap.domino,
+        overlap, **{name: form for name, form in first.items() if getattr(overlap, name) == "auto"}
     )
-
-
-def _can_halve(config: Config, plan: Plan) -> bool:
-    """Whether Domino can run at all."""
-    rows = config.train.batch // config.train.accumulation // plan.size("batch")
-    return rows % 2 == 0 and config.model.dropout == 0
 
 
 def words(overlap: Overlap) -> str:
     """Write the forms in one line: `mlp_scatter bidirectional, else xla`."""
-    common = overlap.gather
-    if overlap.scatter != overlap.gather:
-        common = f"gather {overlap.gather}, scatter {overlap.scatter}"
+    gather, scatter = overlap.gather, overlap.scatter
+    common = gather if scatter == gather else f"gather {gather}, scatter {scatter}"
     sites = [f"{site} {getattr(overlap, site)}" for site in SITES if getattr(overlap, site) != "same"]
-    text = ", ".join([*sites, f"else {common}"] if sites else [common])
-    return f"domino, {text}" if overlap.domino == "on" else text
-
-
-# One trial.
+    return ", ".join([*["domino"] * (overlap.domino == "on"), *sites, f"else {common}" if sites else common])
 
 
 def trial(config: Config, plan: Plan, target: Target | None) -> float:
@@ -148,15 +126,10 @@ def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced
     """The traced gradient of a stack of blocks, and its arguments' ShapeDtypeStructs: parameters, x, positions, dx."""
     shapes, rows = model.shapes(), config.train.batch // config.train.accumulation
     if plan.size("stage") > 1:  # each stage runs them on the same microbatch
-        plan, rows = (
-            dataclasses.replace(plan, rules=dataclasses.replace(plan.rules, layers=(), stage=())),
-            rows // plan.pipeline.microbatches,
-        )
-    params = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes["blocks"],
-        plan.sharding(model.axes, shapes)["blocks"],
-    )
+        rows //= plan.pipeline.microbatches
+        plan = dataclasses.replace(plan, rules=dataclasses.replace(plan.rules, layers=(), stage=()))
+    places = plan.sharding(model.axes, shapes)["blocks"]
+    params = jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes["blocks"], places)
     S, D = config.data.seq_len, config.model.embed
     x_BSD = jax.ShapeDtypeStruct((rows, S, D), plan.dtype, sharding=plan.sharding(STORED))
     positions_BS = jax.ShapeDtypeStruct((rows, S), jnp.int32, sharding=plan.sharding(TOKENS))

@@ -75,13 +75,8 @@ class ActionCosts(NamedTuple):
     exposed: float = 0.0
 
     def seconds(self, host: int, again: float, moved: float = 0.0) -> float:
-        """The time of a step.
-
-        Args:
-          host: the bytes of activations that go out in the forward and come back in the backward.
-          again: the seconds of making activations again.
-          moved: the seconds of other transfers, which nothing hides.
-        """
+        """The time of a step that sends these bytes of activations to the host and back, makes others again in `again`
+        seconds, and has `moved` seconds of other transfers, which nothing hides."""
         each = host / self.link if host else 0.0
         too_long = max(each - self.forward, 0.0) + max(each - self.backward - again, 0.0)
         return self.forward + self.backward + again + max(too_long, self.exposed * 2 * each) + moved
@@ -123,16 +118,13 @@ def solve(items: Sequence[Item], costs: ActionCosts, room: int) -> Solution | No
 
 
 def items_of(config: Config, plan: Plan, hardware: Hardware, offload: bool) -> list[Item]:
-    """List the named activations of a model under a plan, with the cost of each choice.
-
-    Args:
-      config: the experiment.
-      plan: the plan of the config.
-      hardware: the hardware whose figures count.
-      offload: whether host memory may be used.
-    """
+    """List the named activations of a model under a plan, with the cost of each choice; `offload` tells whether host
+    memory may be used."""
     listed = {one.name: one for one in activations(config, plan)}
-    times, rate, sent = _blocks_a_step(config, plan), _link_rate(hardware), recompute_bytes(config, plan)
+    layers = layers_in(plan, config.model.layers)
+    blocks = config.model.layers if layers is None else layers.places * plan.pipeline.virtual
+    times = blocks * config.train.accumulation * microbatches_of(plan)  # how often a device runs a block in a step
+    rate, sent = _link_rate(hardware), recompute_bytes(config, plan)
     seconds = {
         name: times * (_seconds_to_make(one, config, plan, hardware) + (sent[name] / rate if rate else 0.0))
         for name, one in listed.items()
@@ -152,13 +144,6 @@ def items_of(config: Config, plan: Plan, hardware: Hardware, offload: bool) -> l
     return found
 
 
-def _blocks_a_step(config: Config, plan: Plan) -> int:
-    """How often a step runs a block on one device."""
-    layers = layers_in(plan, config.model.layers)
-    each = config.model.layers if layers is None else layers.places * plan.pipeline.virtual
-    return each * config.train.accumulation * microbatches_of(plan)
-
-
 _MADE_BY = {"q": "q", "k": "k", "v": "v", "attention_proj": "out", "mlp_input": "out", "gate": "gate", "up": "up",
             "mlp_out": "down", "expert_out": "down"}  # fmt: skip
 """The weight that an activation is a product with."""
@@ -168,7 +153,7 @@ def _seconds_to_make(one: Activation, config: Config, plan: Plan, hardware: Hard
     """The seconds to make an activation of one block: its matmul or its pass over memory, whichever is longer."""
     flops = _attention_flops(config, plan) if one.name == "attention_out" else _matmul_flops(one, config, plan)
     passed = _PASSES * one.bytes / (hardware.hbm_bandwidth or _UNKNOWN.hbm_bandwidth)
-    return max(flops / flops_rate(hardware, plan), passed)
+    return max(flops / _flops_rate(hardware, plan), passed)
 
 
 def _matmul_flops(one: Activation, config: Config, plan: Plan) -> float:
@@ -198,12 +183,10 @@ def costs_of(config: Config, plan: Plan, hardware: Hardware) -> ActionCosts:
     """The costs of a step that makes nothing again: 2 of 6 parts of its model FLOPs are forward, with LoRA 2 of 4."""
     tokens = config.train.batch * config.data.seq_len / plan.mesh.size
     flops = Model(config.model).flops_per_token(config.data.seq_len) * tokens
-    compute = flops / flops_rate(hardware, plan)
     backward = 1 if config.model.lora.rank else 2
-    forward = compute / (1 + backward)
-    return ActionCosts(
-        forward, backward * forward, hardware.host_link_bandwidth or _UNKNOWN.host_link_bandwidth, EXPOSED
-    )
+    forward = flops / _flops_rate(hardware, plan) / (1 + backward)
+    link = hardware.host_link_bandwidth or _UNKNOWN.host_link_bandwidth
+    return ActionCosts(forward, backward * forward, link, EXPOSED)
 
 
 def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:
@@ -211,7 +194,7 @@ def other_seconds(config: Config, plan: Plan, hardware: Hardware) -> float:
     loss's chunks, or its scores made twice (see `jaxpar.parallel.cross_entropy.tiling`)."""
     cut = loss_cut(config, plan)
     times = config.train.accumulation * microbatches_of(plan)
-    again = 2.0 * cut.tokens / flops_rate(hardware, plan) if cut.tiling.slices > 1 else 0.0
+    again = 2.0 * cut.tokens / _flops_rate(hardware, plan) if cut.tiling.slices > 1 else 0.0
     added = 12.0 * cut.tiling.chunks / (hardware.hbm_bandwidth or _UNKNOWN.hbm_bandwidth)
     loss, rate = times * cut.rows * cut.embed * (again or added), _link_rate(hardware)
     if not rate:
@@ -227,7 +210,7 @@ def _link_rate(hardware: Hardware) -> float:
     return hardware.ici.axis_bandwidth or hardware.dcn_bandwidth
 
 
-def flops_rate(hardware: Hardware, plan: Plan) -> float:
+def _flops_rate(hardware: Hardware, plan: Plan) -> float:
     """The rate of a device's matmuls in FLOP/s."""
     known = getattr(hardware.peak_flops, plan.compute) or hardware.peak_flops.bfloat16
     return EFFICIENCY * (known or _UNKNOWN.peak_flops.float32)

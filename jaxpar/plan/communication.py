@@ -1,4 +1,4 @@
-"""This module lists what a plan sends in a training step: the traced collectives, each with its place in the model.
+"""Lists what a plan sends in a training step: the traced collectives, each with its place in the model.
 
 Nothing is compiled and no array is made. The collectives are those that the ops of this library write down
 (`jaxpar.rehearse.requested_collectives`). What XLA adds by itself for norms, biases and the gradient's norm is not
@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from jaxpar.base.activation_names import NAMES
 from jaxpar.base.config import Config
@@ -85,7 +84,7 @@ def step_collectives(config: Config, plan: Plan) -> tuple[StepCollective, ...]:
 
 def bytes_by_collective(collectives: Iterable[StepCollective]) -> dict[tuple[CollectiveKind, tuple[str, ...]], float]:
     """Add up the bytes that one device sends in a step, by kind of collective and mesh axes."""
-    total: dict[tuple[CollectiveKind, tuple[str, ...]], float] = defaultdict(float)
+    total = defaultdict[tuple[CollectiveKind, tuple[str, ...]], float](float)
     for one in collectives:
         total[one.kind, one.axes] += one.step_bytes
     return dict(total)
@@ -94,11 +93,8 @@ def bytes_by_collective(collectives: Iterable[StepCollective]) -> dict[tuple[Col
 def recompute_bytes(config: Config, plan: Plan) -> Mapping[str, float]:
     """The bytes that one device sends to make each activation of `activation_names.NAMES` again in one block.
 
-    They are what the gradient of a block sends more when that activation alone is not kept.
-
-    Args:
-      config: the experiment with its model, batch and sequence length.
-      plan: the plan of the config; what it keeps does not matter.
+    They are what the gradient of a block sends more when that activation alone is not kept. What the plan keeps does
+    not matter.
     """
     return _recompute_bytes(one_block(config, plan))
 
@@ -108,7 +104,19 @@ def _recompute_bytes(block: OneBlock) -> Mapping[str, float]:
     plan = block.plan
     if plan.mesh.size == 1:
         return dict.fromkeys(NAMES, 0.0)
-    traced = _block_gradient(block)
+
+    def gradient(
+        layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
+    ) -> tuple[Params, jax.Array]:
+        """The gradient of a block that keeps only its input; of the forward it has only what the backward needs."""
+
+        def forward(layer: Params, x_BSD: jax.Array) -> tuple[jax.Array, ...]:
+            return block(layer, x_BSD, positions_BS, segments_BS)[0]
+
+        made, pull = jax.vjp(remat(forward, replace(plan, remat="full")), layer, x_BSD)
+        return pull(jax.tree.map(jnp.ones_like, made))
+
+    traced = jax.make_jaxpr(gradient)(*block.shapes())
 
     def total(kept: Iterable[str]) -> float:
         found = requested_collectives(traced, plan.mesh, given=frozenset(kept))
@@ -123,18 +131,3 @@ def _step_collective(found: Requested, plan: Plan) -> StepCollective:
     scope, phase = decode(f"{found.scope}/{found.kind}")
     devices = math.prod(plan.mesh.shape[axis] for axis in axes)
     return StepCollective(scope, phase, found.kind, axes, devices, found.bytes, found.count)
-
-
-def _block_gradient(block: OneBlock) -> core.ClosedJaxpr:
-    """The gradient of a block that keeps only its input; of the forward it has only what the backward needs."""
-
-    def gradient(
-        layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
-    ) -> tuple[Params, jax.Array]:
-        def forward(layer: Params, x_BSD: jax.Array) -> tuple[jax.Array, ...]:
-            return block(layer, x_BSD, positions_BS, segments_BS)[0]
-
-        made, pull = jax.vjp(remat(forward, replace(block.plan, remat="full")), layer, x_BSD)
-        return pull(jax.tree.map(jnp.ones_like, made))
-
-    return jax.make_jaxpr(gradient)(*block.shapes())

@@ -30,31 +30,26 @@ class MemoryPart(NamedTuple):
 def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart]:
     """Predict the parts of a step from shapes alone; the last is a guess.
 
-    What a block works with, the loss and the update do not exist at once, so that the largest counts.
-
-    Args:
-      config: the experiment.
-      plan: the plan of the config.
-      platform: on `cpu` host memory is the device's own.
+    What a block works with, the loss and the update do not exist at once, so that the largest counts. On the platform
+    `cpu` host memory is the device's own.
     """
     state, work = state_bytes(config, plan, platform), work_bytes(config, plan)
-    kept = [
-        MemoryPart(one.name, NAMES[one.name].what, one.kept_bytes if one.action == "save" or platform == "cpu" else 0,
-             one.kept_bytes if one.action == "offload" and platform != "cpu" else 0)
-        for one in activations(config, plan) if one.kept_bytes
-    ]  # fmt: skip
+    kept = []
+    for one in activations(config, plan):
+        away = one.kept_bytes if one.action == "offload" and platform != "cpu" else 0
+        if one.kept_bytes:
+            kept.append(MemoryPart(one.name, NAMES[one.name].what, one.kept_bytes - away, away))
     if unnamed := unnamed_bytes(config, plan):
         kept.append(MemoryPart("no name", "what else the backward is given", unnamed))
     held = sum(part.device for part in kept)
-    more = max(work, state.update - held)
     what = "what a block and the loss work with" if work >= state.update - held else "what the update works with"
     return [
-        MemoryPart("parameters", f"{plan.params}", *state.parameters),
+        MemoryPart("parameters", plan.params, *state.parameters),
         MemoryPart("optimizer", f"moments, {plan.moments}", *state.optimizer),
         MemoryPart("gradients", "", *state.gradients),
         MemoryPart("batch", "", *state.batch),
         *kept,
-        MemoryPart("work", what + ", a guess", more),
+        MemoryPart("work", f"{what}, a guess", max(work, state.update - held)),
     ]
 
 
@@ -76,15 +71,8 @@ def work_bytes(config: Config, plan: Plan) -> int:
 
 
 def out_of_memory(message: str, parts: list[MemoryPart], config: Config, plan: Plan, has: int) -> str:
-    """Tell the user in one line of a step that does not fit.
-
-    Args:
-      message: the message of the runtime.
-      parts: the `memory_account` of the step.
-      config: the experiment.
-      plan: the plan of the config.
-      has: the bytes that a device has; 0 = not known.
-    """
+    """Tell the user in one line of a step that does not fit: the runtime's message, the step's `memory_account`, and
+    the bytes that a device has (0 = not known)."""
     where = f"a device has {bytes_text(has)}" if has else "what a device has is not known"
     budget = "a smaller memory.budget" if config.memory.budget else f"memory.budget={'auto' if has else '14GiB'}"
     return (

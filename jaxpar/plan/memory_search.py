@@ -21,16 +21,7 @@ from jaxpar.base.hardware import Hardware
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import check_offload, compile_absent, lower_for
-from jaxpar.plan.choose_remat import (
-    ActionCosts,
-    Item,
-    Solution,
-    costs_of,
-    frontier,
-    items_of,
-    other_seconds,
-    solve,
-)
+from jaxpar.plan.choose_remat import ActionCosts, Solution, costs_of, frontier, items_of, other_seconds, solve
 from jaxpar.plan.memory_account import work_bytes
 from jaxpar.rehearse.report.memory import allocated_bytes
 from jaxpar.rehearse.report.refusal import needs_and_has
@@ -58,11 +49,9 @@ class Outer(NamedTuple):
 
     def apply(self, config: Config) -> Config:
         """The config with these choices."""
-        where = {True: "offload", False: "device"}
+        optimizer, parameters = ("offload" if away else "device" for away in (self.optimizer, self.parameters))
         loss = self.loss_mib or config.memory.loss_mib
-        memory = replace(
-            config.memory, optimizer=where[self.optimizer], parameters=where[self.parameters], loss_mib=loss
-        )
+        memory = replace(config.memory, optimizer=optimizer, parameters=parameters, loss_mib=loss)
         train = replace(config.train, accumulation=config.train.accumulation * self.accumulation)
         return replace(config, memory=memory, train=train)
 
@@ -72,7 +61,6 @@ class Tried(NamedTuple):
     (None = not played, because the devices are at hand)."""
 
     config: Config
-    outer: Outer
     solution: Solution
     predicted: int
     compiled: int
@@ -96,8 +84,6 @@ class MemorySearch:
         self.state = state_bytes(self.config, self.plan, platform)
         self.moved = self.state.streamed / self.costs.link
         self.work, self.compiled = work_bytes(self.config, self.plan), False
-        self.here = [item._replace(options=tuple(one for one in item.options if one.action != "offload"))
-                     for item in self.items]  # fmt: skip
         self.update = self.state.update
         found = frontier(self.items)
         self.least = min(found, key=lambda one: (one.device, self.costs.seconds(one.host, one.again)))
@@ -113,11 +99,18 @@ class MemorySearch:
         """The fastest assignment that is predicted to fit; without `away` it keeps no activations in host memory."""
         if self.state.device + self.update > budget:
             return None
-        return solve(self.items if away else self.here, self.costs, budget - self.state.device - self.work)
+        items = [item._replace(options=tuple(one for one in item.options if away or one.action != "offload"))
+                 for item in self.items]  # fmt: skip
+        return solve(items, self.costs, budget - self.state.device - self.work)
+
+    def assign(self, solution: Solution) -> Config:
+        """Return the config with the actions of a solution for its activations."""
+        pairs = zip(self.items, solution.actions, strict=True)
+        keep: dict[str, Action] = {name: action for item, action in pairs for name in item.names}
+        return replace(self.config, memory=replace(self.config.memory, keep=Keep(**keep)))
 
     def was_tried(self, solution: Solution, tried: Sequence[Tried]) -> bool:
-        wanted = assign_actions(self.config, self.items, solution.actions)
-        return wanted in [one.config for one in tried]
+        return self.assign(solution) in [one.config for one in tried]
 
     def rank(self, solution: Solution) -> float:
         """The seconds by which assignments are compared."""
@@ -137,9 +130,9 @@ class MemorySearch:
     def seconds(self, solution: Solution) -> float:
         return self.costs.seconds(solution.host, solution.again, self.fixed_seconds)
 
-    def compile(self, solution: Solution, target: Target | None, say: Say) -> Tried:
+    def compile(self, solution: Solution, target: Target | None) -> Tried:
         """Compile an assignment; the next prediction learns from what the compiler says."""
-        config, predicted = assign_actions(self.config, self.items, solution.actions), self.predicted_bytes(solution)
+        config, predicted = self.assign(solution), self.predicted_bytes(solution)
         found, text, program = compiled_bytes(config, self.devices, self.platform)
         self.compiled = True
         if solution.device + self.work >= self.update:
@@ -147,7 +140,7 @@ class MemorySearch:
         else:
             self.update = found - self.state.device
         played = simulate(text, self.plan.mesh, target).timeline if target is not None and text else None
-        return Tried(config, self.outer, solution, predicted, found, self.moved, played, program)
+        return Tried(config, solution, predicted, found, self.moved, played, program)
 
 
 def searches(
@@ -167,12 +160,6 @@ def searches(
                         for mib in (256, 64) if mib < config.memory.loss_mib)]  # fmt: skip
         found += [form for before, form in itertools.pairwise(forms) if form.work < before.work]
     return found
-
-
-def assign_actions(config: Config, items: Sequence[Item], actions: Sequence[Action]) -> Config:
-    """Return the config with these actions for its activations and without its budget."""
-    keep: dict[str, Action] = {name: action for item, action in zip(items, actions, strict=True) for name in item.names}
-    return replace(config, memory=replace(config.memory, policy="full", keep=Keep(**keep), budget=""))
 
 
 def compiled_bytes(

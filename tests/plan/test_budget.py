@@ -17,7 +17,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.parse import parse
 from jaxpar.plan import memory_search as subject
-from jaxpar.plan.budget import _is_slower, budget_bytes, fit_to_budget, parse_bytes, solve_budget
+from jaxpar.plan.budget import _is_slower, budget_bytes, resolve, solve_budget
 from jaxpar.plan.choose_remat import ActionCosts, Item, Solution
 from jaxpar.plan.memory_search import MemorySearch, Tried, compiled_bytes
 from jaxpar.rehearse.of_config import compile_step
@@ -32,13 +32,13 @@ from jaxpar.train.saved_activations import activations
     [("14GiB", 14 * 2**30), ("900 MiB", 900 * 2**20), ("80GB", 80 * 10**9), ("1.5G", 3 * 2**29), ("2000", 2000)],
 )
 def test_sizes(text, size):
-    assert parse_bytes(text) == size
+    assert budget_bytes(text, Hardware(), jax.devices()[0]) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "14 Gib", "-3GiB", "all", "1.2.3GiB"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(UserError, match=r"is no size: write 14GiB"):
-        parse_bytes(text)
+        budget_bytes(text, Hardware(), jax.devices()[0])
 
 
 def test_auto_is_what_a_device_has_less_a_margin():
@@ -69,7 +69,7 @@ def test_a_budget_is_met_and_spent():
 def test_a_budget_below_the_least_says_what_it_would_take():
     config = override(config_of("llama", fsdp=8), {"memory.budget": "1MiB"})
     with pytest.raises(UserError) as refused:
-        fit_to_budget(config)
+        resolve(config)
     said = str(refused.value)
     assert "is less than this plan takes with the least kept on the device" in said
     for words in (
@@ -111,7 +111,7 @@ def test_the_rehearsal_says_what_is_waited_for_and_which_is_slower() -> None:
 
     def tried(host: int, *played: float) -> Any:
         timeline: Any = SimpleNamespace(seconds=played[0], host_stall=played[1]) if played else None
-        return Tried(Config(), subject.Outer(), Solution(0, host, 0.0, ()), 0, 0, 1.0, timeline)
+        return Tried(Config(), Solution(0, host, 0.0, ()), 0, 0, 1.0, timeline)
 
     costs = ActionCosts(1.0, 2.0, 10.0, 0.5)
     assert subject._exposed_share(tried(40, 9.0, 3.0), costs) == 0.25
@@ -174,7 +174,7 @@ def test_a_loss_that_holds_less_is_weighed_before_host_memory(monkeypatch: pytes
     (here,) = {one.solve(1 << 40, away=False) for one in (less,)}
     assert here is not None and here.host == 0 and less.rank(here) == less.seconds(here)
     before = less.work
-    less.learn(Tried(config, whole.outer, here, predicted=100, compiled=130, moved=0.0), whole)
+    less.learn(Tried(config, here, predicted=100, compiled=130, moved=0.0), whole)
     assert less.work == before + 30
 
 
