@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from jaxpar.base.config import Config
 from jaxpar.base.jax_compat import compiler_options
-from jaxpar.base.plan import Form, Overlap, Plan
+from jaxpar.base.plan import Overlap, Plan
 from jaxpar.models import Model, Params
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.linear import GATHERED, STORED
@@ -70,9 +70,11 @@ def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lam
 
     first = without_auto(config.overlap)
     take(first)
-    for candidates in _steps(config, plan):
-        for change in candidates:
-            take(dataclasses.replace(_fastest(seconds), **change))
+    asked, rings = vars(config.overlap), bool(further_split(STORED, GATHERED, plan))
+    for site in SITES if rings else ():
+        if asked[site] == "same" and asked[site.rpartition("_")[2]] == "auto":
+            for form in ("ring", "bidirectional"):
+                take(dataclasses.replace(_fastest(seconds), **{site: form}))
     rows = config.train.batch // config.train.accumulation // plan.size("batch")
     if config.overlap.domino == "auto" and rows % 2 == 0 and config.model.dropout == 0:  # Domino can run
         for overlap in (first, _fastest(seconds)):
@@ -82,16 +84,6 @@ def time_forms(config: Config, plan: Plan, target: Target | None, say: Say = lam
 
 def _fastest(seconds: dict[Overlap, float]) -> Overlap:
     return min(seconds, key=lambda overlap: seconds[overlap])
-
-
-def _steps(config: Config, plan: Plan) -> Iterator[list[dict[str, Form]]]:
-    """The changes to try for each site that is open; there are none where no ring can run."""
-    if not further_split(STORED, GATHERED, plan):
-        return
-    for site in SITES:
-        move = site.rpartition("_")[2]
-        if getattr(config.overlap, site) == "same" and getattr(config.overlap, move) == "auto":
-            yield [{site: "ring"}, {site: "bidirectional"}]
 
 
 def without_auto(overlap: Overlap) -> Overlap:

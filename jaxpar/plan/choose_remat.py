@@ -38,14 +38,8 @@ _PASSES = 3  # of an elementwise op over its array: it reads two and writes one
 
 
 class Option(NamedTuple):
-    """One way to treat an activation, on one device in one step.
-
-    Attributes:
-      action: save, offload or recompute.
-      device: the bytes that are on the device at a time.
-      host: the bytes that go to host memory and come back.
-      seconds: the time to make it again.
-    """
+    """One way to treat an activation: on one device in one step, its bytes that are on the device at a time, those that
+    go to host memory and come back, and the seconds of making it again."""
 
     action: Action
     device: int
@@ -61,18 +55,14 @@ class Item(NamedTuple):
 
 
 class ActionCosts(NamedTuple):
-    """The costs that a solution's time consists of, in seconds of one device in one step.
-
-    Attributes:
-      forward, backward: the time that each computes.
-      link: the rate to host memory in bytes/s.
-      exposed: the share of the activations' transfers that compute waits for at the least.
-    """
+    """The costs that a solution's time consists of: the seconds of one device in one step."""
 
     forward: float
     backward: float
     link: float
+    """The rate to host memory in bytes/s."""
     exposed: float = 0.0
+    """The share of the activations' transfers that compute waits for at the least."""
 
     def seconds(self, host: int, again: float, moved: float = 0.0) -> float:
         """The time of a step that sends these bytes of activations to the host and back, makes others again in `again`

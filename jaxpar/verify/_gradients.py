@@ -55,11 +55,14 @@ def gradients(
     """
     params, batch = (jax.tree.map(np.asarray, tree) for tree in (params, batch))
     placed = jax.tree.broadcast(shardings, (params, batch))
-    device = _mesh_of(placed).devices.flat[0]
-    one = _on_one_device(reference, device)
+    device, jitted = _mesh_of(placed).devices.flat[0], jax.jit(jax.value_and_grad(reference))
+
+    def one(params: PyTree, batch: PyTree) -> Answer:
+        with jax.default_matmul_precision("highest"):
+            return answer_of(*jitted(*jax.device_put((params, batch), device)))
+
     run = partial(one, jax.device_put(params, device))
-    want = run(batch)
-    got = _under_test(loss, *jax.device_put((params, batch), placed))
+    want, got = run(batch), _under_test(loss, *jax.device_put((params, batch), placed))
     if tolerance is None:
         noisy = one(*_round_floats((params, batch)))
         limits = {name: min(max(_LEAST, _NOISE * relative_error(noisy, want, name)), _MOST) for name in want.grads}
@@ -69,16 +72,6 @@ def gradients(
     if not verdict.wrong:
         return verdict
     return explain(verdict, got, want, run, shards(batch, placed[1]), lambda: misplaced_shards(batch, placed[1], run))
-
-
-def _on_one_device(function: Loss, device: jax.Device) -> Callable[[PyTree, PyTree], Answer]:
-    jitted = jax.jit(jax.value_and_grad(function))
-
-    def run(params: PyTree, batch: PyTree) -> Answer:
-        with jax.default_matmul_precision("highest"):
-            return answer_of(*jitted(*jax.device_put((params, batch), device)))
-
-    return run
 
 
 def _round_floats(tree: PyTree) -> PyTree:

@@ -84,12 +84,9 @@ def compare(
     `limits` gives the largest error allowed in each gradient, in the order of the rows; `loss_limit` that of the loss.
     """
     reference = float(want.losses[0])
-    loss = max(map(float, got.losses), key=lambda value: _finite(abs(value - reference)))
+    error = max(_finite(abs(float(loss) - reference)) for loss in got.losses) / max(abs(reference), 1e-30)
     rows = (GradientRow(n, want.grads[n].shape[1:], relative_error(got, want, n), limit) for n, limit in limits.items())
-    return Verdict(
-        name, loss, reference, _finite(abs(loss - reference) / max(abs(reference), 1e-30)), loss_limit, tuple(rows),
-        tokens_agree=bool(np.all(got.tokens == want.tokens)),
-    )  # fmt: skip
+    return Verdict(name, error, loss_limit, tuple(rows), tokens_agree=bool(np.all(got.tokens == want.tokens)))
 
 
 def relative_error(got: Answer, want: Answer, name: str) -> float:

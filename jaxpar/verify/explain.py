@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jaxpar.base.sharding import PyTree, path_name
 from jaxpar.verify.comparison import Answer, axes_of_dim, copies_by_axis, distance, scale_of
 from jaxpar.verify.mistakes import Evidence, Guess, Kind, diagnose, guesses_of_part
-from jaxpar.verify.report import Verdict
+from jaxpar.verify.report import GradientRow, Verdict
 
 _ADDS_UP = 1e-3
 """Contributions count as adding up to the whole up to this relative error; a missing part leaves a far larger one."""
@@ -51,41 +51,34 @@ def explain(
 
     Args:
       verdict: the comparison of `got`, the program's answer with its shardings, and `want`, the reference's answer.
-      run: the reference, which is run on each part of each partition.
-      partitions: the partitions of the batch.
+      run: the reference, which is run on each part of each of the batch's `partitions`.
       altered: gives the reference's answers with mistakes; called only if nothing else explains a gradient.
       sizes: numbers by name, besides those of mesh axes, that may be the factor by which a gradient is wrong.
       stacked: tells from a parameter's name whether its first dim counts layers.
     """
     parts, means = _contributions(run, partitions, want)
     others = functools.cache(lambda: list(altered()))
-    rows = []
-    for row in verdict.rows:
-        if row.ok:
-            rows.append(row)
-            continue
+
+    def explain_row(row: GradientRow) -> GradientRow:
         name, copies, right, sharding = row.name, got.grads[row.name], want.grads[row.name][0], got.shardings[row.name]
         guesses = _predictions(name, means)
         for what, part, grads in parts:
             guesses += guesses_of_part(what, part, grads[name][0], right)
         evidence = Evidence(
-            got=max(copies, key=lambda copy, right=right: distance(copy, right)),
-            want=right,
-            sizes=sizes or {},
+            max(copies, key=lambda copy: distance(copy, right)), right, sizes=sizes or {}, guesses=guesses,
             axis_sizes={str(axis): size for axis, size in sharding.mesh.shape.items() if size > 1},
-            split=[axes_of_dim(sharding, dim) for dim in range(right.ndim)],
-            copies=copies_by_axis(copies, sharding),
-            guesses=guesses,
-        )
+            split=[axes_of_dim(sharding, dim) for dim in range(right.ndim)], copies=copies_by_axis(copies, sharding),
+        )  # fmt: skip
         layers = None
         if stacked(name):
             off, most = map(distance, evidence.got, right), row.tolerance * scale_of(want, name)
             layers = tuple(layer for layer, error in enumerate(off) if not error <= most)
         finding = diagnose(evidence, layers)
         if not finding.fits:
-            finding = diagnose(dataclasses.replace(evidence, guesses=guesses + _predictions(name, others())), layers)
-        rows.append(row._replace(finding=finding, layers=layers))
-    return dataclasses.replace(verdict, rows=tuple(rows))
+            finding = diagnose(evidence._replace(guesses=guesses + _predictions(name, others())), layers)
+        return row._replace(finding=finding, layers=layers)
+
+    return replace(verdict, rows=tuple(row if row.ok else explain_row(row) for row in verdict.rows))
 
 
 def _predictions(name: str, altered: Iterable[Alteration]) -> list[Guess]:
@@ -106,13 +99,13 @@ def _contributions(
     for what, of, batches in partitions:
         found = [run(batch).grads for batch in batches]
         total = {name: np.sum([grads[name] for grads in found], axis=0) for name in want.grads}
-        scale = next((scale for scale in (1.0, 1 / len(found)) if _adds_up(_scaled(scale, total), want)), 0.0)
+        mean = _scaled(1 / len(found), total)
+        scale = next((scale for scale, whole in ((1.0, total), (1 / len(found), mean)) if _is_near(whole, want)), 0.0)
         if scale:
             parts += [(what, f"{what} {n}{of}", _scaled(scale, grads)) for n, grads in enumerate(found)]
         else:
             own = f"each {what}{of} divides by its own number of tokens"
-            means.append(("mean", own, _scaled(1 / len(found), total)))
-            means.append(("mean", f"{own}, and the results are summed", total))
+            means += [("mean", own, mean), ("mean", f"{own}, and the results are summed", total)]
     return parts, means
 
 
@@ -120,7 +113,7 @@ def _scaled(scale: float, grads: Gradients) -> Gradients:
     return {name: scale * grad for name, grad in grads.items()}
 
 
-def _adds_up(total: Gradients, want: Answer) -> bool:
+def _is_near(total: Gradients, want: Answer) -> bool:
     return all(distance(total[name], grad) <= _ADDS_UP * scale_of(want, name) for name, grad in want.grads.items())
 
 
@@ -149,11 +142,10 @@ def misplaced_shards(batch: PyTree, placed: PyTree, run: Reference) -> Iterator[
     for at, ((path, leaf), place) in enumerate(zip(leaves, jax.tree.leaves(placed), strict=True)):
         for dim, axis in [(n, axis) for n in range(leaf.ndim) for axis in axes_of_dim(place, n)]:
             grid, size = _grid(leaf, place, (axis,), dim), place.mesh.shape[axis]
-            orders = {
-                f"every shard of {axis} has the first one's": [0] * size,
-                f"each shard of {axis} has the one before's": [(n - 1) % size for n in range(size)],
-            }
-            for what, order in orders.items():
+            for what, order in (
+                (f"every shard of {axis} has the first one's", [0] * size),
+                (f"each shard of {axis} has the one before's", [(n - 1) % size for n in range(size)]),
+            ):
                 changed = [other for _, other in leaves]
                 changed[at] = grid.take(order, axis=dim + 1).reshape(leaf.shape)
                 said = f"{what} part of {path_name(path) or 'batch'}"

@@ -1,7 +1,7 @@
 """Finds how a wrong gradient is wrong: each known mistake predicts a gradient from the right one, and one may fit.
 
-A hypothesis predicts an array from the evidence. The one that leaves the least of the difference
-unexplained is the finding. This is pure numpy: it knows no model, no mesh and no jax.
+The hypothesis that leaves the least of the difference unexplained is the finding. This is pure numpy: it knows no
+model, no mesh and no jax.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
@@ -20,7 +19,6 @@ _ROUNDING = 0.03  # the largest relative error of rounding; bfloat16 has 8 bits:
 _NEAR = 0.01  # a factor within this relative distance of a size is tried as that size, and the residual judges
 _LARGEST_FACTOR = 64  # the largest denominator of a factor that is written as a fraction
 
-
 Kind = Literal[
     "zero", "sign", "sum doubled", "sum missing", "microbatch", "scaled", "permuted", "mask", "documents",
     "mean", "shard", "copies", "rounding", "not finite", "unknown",
@@ -30,8 +28,7 @@ Guess = tuple[Kind, str, np.ndarray]
 """A hypothesis: its kind, what it says, and what the gradient would be if it were true."""
 
 
-@dataclass(frozen=True)
-class Evidence:
+class Evidence(NamedTuple):
     """One wrong gradient, and what it may be compared with. All arrays have the same shape unless stated.
 
     Attributes:
@@ -46,32 +43,28 @@ class Evidence:
 
     got: np.ndarray
     want: np.ndarray
-    axis_sizes: Mapping[str, int] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    axis_sizes: Mapping[str, int] = {}
+    sizes: Mapping[str, int] = {}
     split: Sequence[tuple[str, ...]] = ()
     guesses: Sequence[Guess] = ()
-    copies: Mapping[str, np.ndarray] = field(default_factory=dict)
+    copies: Mapping[str, np.ndarray] = {}
 
     def of_layers(self, layers: Sequence[int]) -> Evidence:
         """Return the evidence of some layers only, which dim 0 counts."""
         pick = list(layers)
         guesses = [(kind, says, value[pick]) for kind, says, value in self.guesses]
         copies = {axis: value[:, pick] for axis, value in self.copies.items()}
-        return replace(self, got=self.got[pick], want=self.want[pick], guesses=guesses, copies=copies)
+        return self._replace(got=self.got[pick], want=self.want[pick], guesses=guesses, copies=copies)
 
 
 class Finding(NamedTuple):
-    """How a gradient differs.
-
-    Attributes:
-      kind: the name of the mistake.
-      says: the mistake in words that follow "the gradient is ".
-      residual: the norm of what this leaves unexplained over the norm of the difference; 1 = nothing is explained.
-    """
+    """How a gradient differs."""
 
     kind: Kind
     says: str
+    """The mistake in words that follow "the gradient is "."""
     residual: float
+    """The norm of what this leaves unexplained over the norm of the difference; 1 = nothing is explained."""
 
     @property
     def fits(self) -> bool:
@@ -105,11 +98,12 @@ def _diagnose(evidence: Evidence) -> Finding:
         return Finding("not finite", f"not finite in {share:.1%} of its entries", 0.0)
     difference = _distance(evidence.got, evidence.want)
     found = _differing_copies(evidence, difference)
-    for kind, says, predicted in _guesses(evidence):
+    # What each known mistake would have made of the reference, from the plain to the particular.
+    zero: Guess = ("zero", "zero", np.zeros_like(evidence.want))
+    for kind, says, predicted in (zero, *_factor(evidence), *_best_permutations(evidence), *evidence.guesses):
         found.append(Finding(kind, says, _distance(evidence.got, predicted) / max(difference, 1e-300)))
     best = min(found, key=lambda finding: finding.residual)
-    if best.fits:
-        # Take the first of those that fit equally well: hypotheses are in order from the plain to the particular.
+    if best.fits:  # take the first of those that fit equally well
         close = min(max(2 * best.residual, FITS / 50), FITS)
         return next(finding for finding in found if finding.residual <= close)
     if _is_rounding(evidence):
@@ -120,15 +114,6 @@ def _diagnose(evidence: Evidence) -> Finding:
         return Finding("unknown", "like nothing that was tried", min(best.residual, 1.0))
     said = f"nearest to {best.says}, which leaves {best.residual:.0%} of the difference"
     return Finding("unknown", said, best.residual)
-
-
-def _guesses(evidence: Evidence) -> Iterator[Guess]:
-    """Yield what each known mistake would have made of the reference, from the plain to the particular."""
-    want = evidence.want
-    yield "zero", "zero", np.zeros_like(want)
-    yield from _factor(evidence)
-    yield from _best_permutations(evidence)
-    yield from evidence.guesses
 
 
 def _factor(evidence: Evidence) -> Iterator[Guess]:

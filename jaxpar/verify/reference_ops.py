@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import Array
 
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, LogicalAxis
@@ -38,9 +38,8 @@ class ReferenceOps:
     offset: int = 0
 
     def column_linear(
-        self,
-        x_BSD: Array, weights: Sequence[Array], axes: Sequence[Axes], biases: Sequence[Array | None] | None = None,
-        seq: LogicalAxis = "seq",
+        self, x_BSD: Array, weights: Sequence[Array], axes: Sequence[Axes],
+        biases: Sequence[Array | None] | None = None, seq: LogicalAxis = "seq",
     ) -> tuple[Array, ...]:  # fmt: skip
         """Return `x @ w` for each weight, plus its bias."""
         biases = biases or [None] * len(weights)
@@ -61,23 +60,14 @@ class ReferenceOps:
         y = jnp.tensordot(x.astype(self.plan.dtype), weight.astype(self.plan.dtype), dims)
         return y if bias is None else y + bias.astype(y.dtype)
 
-    def lookup(
-        self, table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: LogicalAxis | None
-    ) -> Float[Array, "B S D"]:
+    def lookup(self, table_VD: Array, ids_BS: Array, axis: LogicalAxis | None) -> Array:
         """Look up rows of a table, in the compute dtype."""
         return table_VD.astype(self.plan.dtype)[ids_BS]
 
     def attention(
-        self,
-        q_BSHh: Float[Array, "B S H h"],
-        k_BSKh: Float[Array, "B S K h"],
-        v_BSKh: Float[Array, "B S K h"],
-        mask: Mask,
-        segments_BS: Int[Array, "B S"] | None = None,
-        dropout_rate: float = 0.0,
-        key: jax.Array | None = None,
-        softcap: float = 0.0,
-    ) -> Float[Array, "B S H h"]:
+        self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, mask: Mask, segments_BS: Array | None = None,
+        dropout_rate: float = 0.0, key: Array | None = None, softcap: float = 0.0,
+    ) -> Array:  # fmt: skip
         """Compute attention over all scores at once, S = T; dropout is never on here.
 
         A token sees what the mask shows it of its own document (`segments_BS`).
@@ -93,14 +83,8 @@ class ReferenceOps:
         return jnp.einsum("BHST,BTHh->BSHh", weights_BHST.astype(v_BTHh.dtype), v_BTHh)
 
     def expert_mlp(
-        self,
-        x_BSD: Float[Array, "B S D"],
-        router_DE: Float[Array, "D E"],
-        gate_EDF: Float[Array, "E D F"],
-        up_EDF: Float[Array, "E D F"],
-        down_EFD: Float[Array, "E F D"],
-        experts_per_token: int,
-    ) -> tuple[Float[Array, "B S D"], RouterSums]:
+        self, x_BSD: Array, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int
+    ) -> tuple[Array, RouterSums]:
         """Run every expert on every token, with weight zero where it is not chosen."""
         E = router_DE.shape[1]
         logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
@@ -119,13 +103,7 @@ class ReferenceOps:
         return y_BSD, RouterSums(x_BSD.shape[1] * jnp.sum(balances_B), z)
 
     def linear_cross_entropy(
-        self,
-        x_BSD: Float[Array, "B S D"],
-        head_VD: Float[Array, "V D"],
-        labels_BS: Int[Array, "B S"],
-        vocab_size: int,
-        z_loss: float = 0.0,
-        softcap: float = 0.0,
+        self, x_BSD: Array, head_VD: Array, labels_BS: Array, vocab_size: int, z_loss: float = 0.0, softcap: float = 0.0
     ) -> LossSums:
         """Sum the cross-entropy over all scores at once; a label below zero does not count."""
         logits_BSV = self.logits(x_BSD, head_VD, vocab_size, softcap)
@@ -137,9 +115,7 @@ class ReferenceOps:
         loss = nll + z_loss * jnp.sum(jnp.where(counts_BS, jnp.square(lse_BS), 0))
         return LossSums(loss, nll, jnp.sum(counts_BS, dtype=jnp.float32))
 
-    def logits(
-        self, x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], vocab_size: int, softcap: float = 0.0
-    ) -> Float[Array, "B S V"]:
+    def logits(self, x_BSD: Array, head_VD: Array, vocab_size: int, softcap: float = 0.0) -> Array:
         """Return the float32 scores of the true vocabulary, without padding."""
         x_BSD, head_VD = x_BSD.astype(self.plan.dtype), head_VD[:vocab_size].astype(self.plan.dtype)
         logits_BSV = jnp.einsum("BSD,VD->BSV", x_BSD, head_VD, preferred_element_type=jnp.float32)

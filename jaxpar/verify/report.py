@@ -48,7 +48,6 @@ class Verdict:
 
     Attributes:
       name: `float32`, `bfloat16`, or `float32 as run` where the device computes float32 less precisely by default.
-      loss, reference_loss: the losses as the program and the reference return them, each a sum or a mean.
       loss_error, loss_tolerance: the relative error of the loss, and the largest one allowed.
       rows: the parameters in the order of the model, or of the tree.
       tokens_agree: whether both count the same number of labels, where the program reports how many.
@@ -58,8 +57,6 @@ class Verdict:
     """
 
     name: str
-    loss: float
-    reference_loss: float
     loss_error: float
     loss_tolerance: float
     rows: tuple[GradientRow, ...]
@@ -86,8 +83,8 @@ class Verdict:
         loss = [f"the loss, by {self.loss_error:.1e}"] if not self.loss_ok else []
         if not self.wrong:
             return "".join(loss)
-        kinds = Counter(row.finding.kind for row in self.wrong if row.finding).most_common()
-        listed = ", ".join(f"{count} x {kind}" for kind, count in kinds)
+        kinds = Counter(row.finding.kind for row in self.wrong if row.finding)
+        listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common())
         first = self.wrong[0]
         said = " and ".join([*loss, f"{len(self.wrong)} of {len(self.rows)} gradients ({listed})"])
         said += f"; first {first.name} [{_sizes(first)}], off by {first.error:.1e}: {first.says}"
@@ -110,22 +107,17 @@ class Verdict:
 def table(verdicts: Sequence[Verdict]) -> Table:
     """Return a table of the loss and every parameter: each error and tolerance, and the kind of the first mistake."""
     out = Table("parameter", "shape", box=None, pad_edge=False)
-    for verdict in verdicts:
-        out.add_column(verdict.name, justify="right")
-        out.add_column("tolerance", justify="right")
+    for name in [name for verdict in verdicts for name in (verdict.name, "tolerance")]:
+        out.add_column(name, justify="right")
     out.add_column("")
-    losses = [text for verdict in verdicts for text in _errors(verdict.loss_error, verdict.loss_tolerance)]
+    losses = [f"{x:.1e}" for verdict in verdicts for x in (verdict.loss_error, verdict.loss_tolerance)]
     out.add_row("loss", "", *losses, "ok" if all(verdict.loss_ok for verdict in verdicts) else "DIFFERS")
     for rows in zip(*(verdict.rows for verdict in verdicts), strict=True):
-        errors = [text for row in rows for text in _errors(row.error, row.tolerance)]
+        errors = [f"{x:.1e}" for row in rows for x in (row.error, row.tolerance)]
         wrong = [row for row in rows if not row.ok]
         kind = f": {wrong[0].finding.kind}" if wrong and wrong[0].finding else ""
         out.add_row(rows[0].name, _sizes(rows[0]), *errors, f"DIFFERS{kind}" if wrong else "ok")
     return out
-
-
-def _errors(error: float, tolerance: float) -> tuple[str, str]:
-    return f"{error:.1e}", f"{tolerance:.1e}"
 
 
 def _sizes(row: GradientRow) -> str:

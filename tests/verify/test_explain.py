@@ -17,7 +17,7 @@ from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.plan import Plan
 from jaxpar.verify.comparison import copies, copies_by_axis
 from jaxpar.verify.explain import _contributions
-from jaxpar.verify.of_config.explain import nearest_to_loss, partitions_of
+from jaxpar.verify.of_config.checks import nearest_to_loss, partitions_of
 from jaxpar.verify.of_config.losses_and_gradients import Case, one_device
 from jaxpar.verify.of_config.shrink import shrink
 from jaxpar.verify.report import GradientRow

@@ -615,7 +615,7 @@ def test_the_command_says_equal_and_exits_0(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = GradientRow("blocks.q", (2, 3), 0.0, 1e-5)
-    check = Verdict("float32", 1.0, 1.0, 0.0, 1e-6, (row,))
+    check = Verdict("float32", 0.0, 1e-6, (row,))
     monkeypatch.setattr(verify, "run", lambda setup, *_: verify.Verification(setup, (check,), 1.0))
     assert main("verify llama3_8b --on v5p_64".split()) == 0  # noqa: SIM905
     assert capsys.readouterr().out.splitlines()[-1].startswith("EQUAL: loss and 1 gradients on fsdp=4 x tensor=2")

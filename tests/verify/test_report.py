@@ -20,7 +20,7 @@ TWICE = GradientRow("head.table", (4, 3), 1.0, 1e-5, Finding("sum doubled", "2 t
 
 
 def found(*rows: GradientRow, loss_error: float = 0.0, origin: str = "", alone: bool = False) -> Verification:
-    check = Verdict("float32", 10.0, 10.0, loss_error, 1e-6, rows, True, origin, alone)
+    check = Verdict("float32", loss_error, 1e-6, rows, True, origin, alone)
     return Verification(SETUP, (check,), 12.3)
 
 

@@ -29,7 +29,7 @@ def required(monkeypatch: pytest.MonkeyPatch, equal: bool, config: Config = CONF
             say(f"note: {note}")
         finding = None if equal else Finding("sign", "minus the reference", 0.0)
         row = GradientRow("blocks.q", (2, 3), 0.0 if equal else 2.0, 1e-5, finding)
-        verdict = Verdict("float32", 1.0, 1.0, 0.0, 1e-6, (row,), origin="blocks.q of layer 1")
+        verdict = Verdict("float32", 0.0, 1e-6, (row,), origin="blocks.q of layer 1")
         return Verification(setup, (verdict,), 12.3)
 
     said: list[str] = []

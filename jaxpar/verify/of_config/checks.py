@@ -1,24 +1,38 @@
-"""Compares a plan with one device on a shrunk model: first in float32, then in the plan's own precision."""
+"""Compares a plan with one device on a shrunk model, first in float32, then in the plan's own precision, and explains
+wrong gradients with mistakes that need more than any program's loss and batch."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
+import numpy as np
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import describe, total_sizes
+from jaxpar.base.plan import Plan
 from jaxpar.parallel import Ops
+from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
+from jaxpar.train.saved_activations import microbatches_of
 from jaxpar.verify.comparison import Answer, compare, relative_error
-from jaxpar.verify.of_config.explain import explain_plan
-from jaxpar.verify.of_config.losses_and_gradients import Case, Gradients, one_device, parameter_order, under_plan
+from jaxpar.verify.explain import Alteration, Partition, explain, shards
+from jaxpar.verify.of_config.losses_and_gradients import (
+    Case,
+    Gradients,
+    OneDevice,
+    is_stacked,
+    one_device,
+    parameter_order,
+    under_plan,
+)
 from jaxpar.verify.of_config.setup import Setup, prepare
-from jaxpar.verify.report import Verdict
+from jaxpar.verify.reference_ops import ReferenceOps
+from jaxpar.verify.report import GradientRow, Verdict
 
 # Float32: a gradient is a float32 sum of at most a few thousand products. In another order it is off by a few ulps
 # (6e-8), and a few dozen ops lie between it and the loss. Over all meshes of docs/verify.md the worst is 3.6e-6.
@@ -36,13 +50,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
-
-    Attributes:
-      setup: what was run, and on which devices.
-      checks: the comparisons, up to the first that differs.
-      seconds: how long the comparisons took.
-    """
+    """What was run, its comparisons up to the first that differs, and the seconds that they took."""
 
     setup: Setup
     checks: tuple[Verdict, ...]
@@ -50,7 +58,7 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        return all(check.equal for check in self.checks)
+        return self.first_difference is None
 
     @property
     def first_difference(self) -> Verdict | None:
@@ -100,12 +108,10 @@ def require(config: Config, devices: list[jax.Device], say: Say) -> None:
 
 def run(setup: Setup, gradients: Gradients | None = None, say: Say = lambda line: None) -> Verification:
     """Run the second half of `verify`, the comparisons."""
-    began = time.perf_counter()
-    case = Case.draw(setup.config, setup.devices, gradients or step.gradients)
+    began, case = time.perf_counter(), Case.draw(setup.config, setup.devices, gradients or step.gradients)
     for note in setup.notes:
         say(f"note: {note}")
-    checks = tuple(_checks(case, say))
-    return Verification(setup, checks, time.perf_counter() - began)
+    return Verification(setup, tuple(_checks(case, say)), time.perf_counter() - began)
 
 
 def _checks(case: Case, say: Say) -> Iterator[Verdict]:
@@ -126,9 +132,9 @@ def _checks(case: Case, say: Say) -> Iterator[Verdict]:
             say(f"{name}: one device with the library's ops")
             ops = one_device(case, precision, exact, ops=Ops)(case.params, case.batch)
             check = compare_answers(name, case, got, want, near, ops)
-            alike = all(relative_error(ops, want, row.name) > 0.5 * row.error for row in check.wrong)
-            check = explain_plan(case, check, got, want, reference, say)
-            check = dataclasses.replace(check, on_one_device=bool(check.wrong) and alike)
+            if check.wrong:
+                alike = all(relative_error(ops, want, row.name) > 0.5 * row.error for row in check.wrong)
+                check = replace(explain_plan(case, check, got, want, reference, say), on_one_device=alike)
         yield check
         if not check.equal:
             return
@@ -150,3 +156,69 @@ def compare_answers(
             spread = max(spread, OPS_FACTOR * off)
         limits[parameter] = spread + OWN_FLOOR
     return compare(got, want, limits, OWN_LOSS, name)
+
+
+def explain_plan(case: Case, verdict: Verdict, got: Answer, want: Answer, one: OneDevice, say: Say) -> Verdict:
+    """Return the verdict on `got`, under the plan, and the reference's `want`, with an explanation of wrong gradients.
+
+    It also says which wrong gradient lies nearest to the loss. `one` runs the reference on other batches.
+    """
+    plan, model, run = case.plan("float32"), case.config.model, partial(one, case.params)
+    partitions = partitions_of(case, plan)
+    say(f"differs: the gradients of {sum(len(part.batches) for part in partitions)} shards and microbatches alone")
+
+    def altered() -> Iterator[Alteration]:
+        if verdict.loss_ok:  # the forward pass is right, and so is the mask
+            return
+        say("differs: the loss does too, so other attention masks are tried")
+        for name, what in (
+            ("segments", "a token sees the documents packed before its own"),
+            ("positions", "positions do not restart with each document"),
+        ):
+            if name in case.batch:
+                yield "documents", what, run({key: rows for key, rows in case.batch.items() if key != name}).grads
+        for offset, what in (
+            (1, "a token sees the one after it"),
+            (-1, "a token does not see itself and the first sees all"),
+        ):
+            other = one_device(case, "float32", exact=True, ops=partial(ReferenceOps, offset=offset))
+            yield "mask", what, other(case.params, case.batch).grads
+
+    sizes = {  # numbers, besides the sizes of mesh axes, that may be the factor by which a gradient is wrong
+        "accumulation": case.config.train.accumulation,
+        "microbatches": microbatches_of(plan),
+        "query heads per kv head": model.heads // model.kv_head_count,
+        "tokens that count": int(np.sum(case.batch["labels"] >= 0)),
+    }
+    verdict = explain(verdict, got, want, run, partitions, altered, sizes=sizes, stacked=is_stacked)
+    return replace(verdict, origin=nearest_to_loss(verdict.wrong))
+
+
+def partitions_of(case: Case, plan: Plan) -> list[Partition]:
+    """Split the batch into row shards and into microbatches, as `step.gradients` deals them out and in other orders.
+
+    The loss is a sum over tokens, so the gradients of the parts add up to the whole gradient.
+    """
+    batch, accumulation, piped = case.batch, case.config.train.accumulation, microbatches_of(plan)
+    row = np.arange(len(batch["labels"]))
+    dealt = {
+        " of the pipeline": (piped, row // accumulation % piped),
+        "": (accumulation, row % accumulation),
+        " (of consecutive rows)": (accumulation, row // (len(row) // accumulation)),
+    }
+    return [
+        *shards(batch, dict.fromkeys(batch, plan.sharding(TOKENS))),
+        *(
+            Partition("microbatch", of, [{key: x[owner == n] for key, x in batch.items()} for n in range(count)])
+            for of, (count, owner) in dealt.items() if count > 1
+        ),
+    ]  # fmt: skip
+
+
+def nearest_to_loss(wrong: tuple[GradientRow, ...]) -> str:
+    """Name the wrong gradient that a backward pass meets first, because a mistake there is passed on to the others."""
+    parts = ("embed", "blocks", "head")
+    _, layer, _, row = max(
+        (parts.index(row.name.split(".")[0]), max(row.layers or [-1]), at, row) for at, row in enumerate(wrong)
+    )
+    return f"{row.name} of layer {layer}" if row.layers else row.name

@@ -68,10 +68,7 @@ class Case:
 
 
 def one_device(
-    case: Case,
-    precision: str,
-    exact: bool,
-    ops: Callable[[Plan], Ops | ReferenceOps] = ReferenceOps,
+    case: Case, precision: str, exact: bool, ops: Callable[[Plan], Ops | ReferenceOps] = ReferenceOps
 ) -> OneDevice:
     """Return a function that computes loss and gradients on the first device; with `ReferenceOps` it is the reference.
 
@@ -103,27 +100,22 @@ def one_device(
 def under_plan(case: Case, precision: str, exact: bool) -> Answer:
     """Compute loss and gradients under the plan with the function under test, with arrays laid out as in training."""
     plan, train = case.plan(precision), case.config.train
-    shapes = param_shapes(case.model, plan)
+    shapes, weights = param_shapes(case.model, plan), step.loss_weights(train)
     shardings = case.model.trained(plan.sharding(case.model.axes, shapes))
-    stored = param_shardings(shapes, case.model, plan)
+    stored, batch_sharding = param_shardings(shapes, case.model, plan), plan.sharding(TOKENS)
 
     def run(params: Params, batch: Batch) -> tuple[LossSums, Params]:
-        weights = step.loss_weights(train)
         sums, grads = case.gradients(case.model, params, batch, plan, None, train.accumulation, weights)
         return sums, jax.tree.map(on_device, grads)
 
-    batch_sharding = plan.sharding(TOKENS)
     jitted = jax.jit(
-        run,
-        in_shardings=(stored, batch_sharding),
-        out_shardings=(replicated_sharding(plan), shardings),
+        run, in_shardings=(stored, batch_sharding), out_shardings=(replicated_sharding(plan), shardings),
         compiler_options=compiler_options(plan.mesh) | _fast_compile(case.devices),  # as in `train`
-    )
+    )  # fmt: skip
     layers = case.model.config.layers
     order = stored_order(plan, layers)
-    params = case.params | {
-        "blocks": jax.tree.map(lambda x: reorder_layers(x, None, order, layers), case.params["blocks"])
-    }
+    blocks = jax.tree.map(lambda x: reorder_layers(x, None, order, layers), case.params["blocks"])
+    params = case.params | {"blocks": blocks}
     given = jax.device_put(params, stored), jax.device_put(case.batch, batch_sharding)
     with _matmuls(exact):
         compiled = jitted.lower(*given).compile()
@@ -155,9 +147,8 @@ def _matmuls(exact: bool) -> contextlib.AbstractContextManager[object]:
 def parameter_order(model: Model) -> list[str]:
     """Return the names of the parameters that are trained, in the order in which the model declares them, which is that
     of its forward pass (but LoRA's come last in a block)."""
-    order: list[str] = []
     leaves = jax.tree_util.tree_leaves_with_path(model.trained(model.axes), is_leaf=is_axes)
-    trained = {path_name(path) for path, _ in leaves}
+    order, trained = list[str](), {path_name(path) for path, _ in leaves}
 
     def declare(part: nnx.Module, prefix: str) -> None:
         for name, value in vars(part).items():

@@ -10,19 +10,10 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxpar.base import mesh as meshes
 from jaxpar.base.config import Config, KernelsConfig, check, rules_of
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import (
-    MESH_AXES,
-    DcnSpec,
-    MeshSpec,
-    axis_sizes,
-    describe,
-    devices_needed,
-    make_mesh,
-    resolve,
-    total_sizes,
-)
+from jaxpar.base.mesh import DcnSpec, MeshSpec, axis_sizes, describe, devices_needed, total_sizes
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start, widen_cpu_pool
 from jaxpar.base.sharding import ShardingRules, fit_rules
@@ -39,13 +30,7 @@ SIMULATED = 8
 
 
 class Setup(NamedTuple):
-    """What is to be verified, shrunk to fit the devices here.
-
-    Attributes:
-      config: the shrunk config that is run.
-      devices: the devices of the plan.
-      notes: the changes that were made, a sentence for each.
-    """
+    """The shrunk config that is to be verified, the devices of its plan, and a sentence on each change."""
 
     config: Config
     devices: list[jax.Device]
@@ -53,21 +38,20 @@ class Setup(NamedTuple):
 
 
 def prepare(config: Config, devices: list[jax.Device] | None = None) -> Setup:
-    """Run the first half of `verify`: decide what will be run, and on which devices."""
+    """Run the first half of `verify`: decide what will be run, and on which devices.
+
+    Raises:
+      UserError: there are too few devices to keep every mesh axis above 1, or the config's own sizes do not fit.
+    """
     check(config)
-    mesh, used, notes = _place_mesh(config, devices)
+    mesh, used, notes = _place_mesh(config.mesh, devices)
     _check_sizes(config, mesh)
     small, more = _shrink_alike(config, mesh, used)
     return Setup(small, used, (*notes, *more))
 
 
-def _place_mesh(config: Config, devices: list[jax.Device] | None) -> tuple[MeshSpec, list[jax.Device], list[str]]:
-    """Return the mesh that is verified, its devices, and notes about them.
-
-    Raises:
-      UserError: there are too few devices to keep every mesh axis above 1.
-    """
-    spec = config.mesh
+def _place_mesh(spec: MeshSpec, devices: list[jax.Device] | None) -> tuple[MeshSpec, list[jax.Device], list[str]]:
+    """Return the mesh that is verified, its devices, and notes about them."""
     found = _devices_here(spec) if devices is None else devices
     mesh, notes = fit_mesh(spec, len(found)), []
     if mesh is None and found[0].platform != "cpu":
@@ -109,8 +93,7 @@ def simulated_devices(spec: MeshSpec) -> int:
     if not free and devices_needed(spec) <= 2 * SIMULATED:
         return devices_needed(spec)
     for count in (SIMULATED, 2 * SIMULATED, 4 * SIMULATED):
-        fitted = fit_mesh(spec, count)
-        if fitted is not None and all(getattr(fitted, axis) > 1 for axis in free):
+        if (fitted := fit_mesh(spec, count)) and all(getattr(fitted, axis) > 1 for axis in free):
             return count
     return 8 * SIMULATED
 
@@ -125,7 +108,7 @@ def fit_mesh(spec: MeshSpec, devices: int) -> MeshSpec | None:
       UserError: a size is not valid, or two axes are -1.
     """
     sizes, needed = axis_sizes(spec), devices_needed(spec)
-    resolve(spec, needed)
+    meshes.resolve(spec, needed)
     if needed <= devices:
         return replace(spec, **{axis: devices // needed for axis, size in sizes.items() if size == -1})
     wanted = {axis: math.inf if size == -1 else size * getattr(spec.dcn, axis) for axis, size in sizes.items()}
@@ -158,7 +141,7 @@ def mesh_note(asked: MeshSpec, used: MeshSpec, here: int) -> str:
 def _check_sizes(config: Config, mesh: MeshSpec) -> None:
     """Refuse a config whose own sizes its mesh does not divide, because the shrunk sizes always fit."""
     sizes = asked_sizes(config.mesh, mesh)
-    plan = _layout(config, AbstractMesh(tuple(sizes.values()), MESH_AXES), rules_of(config, sizes))
+    plan = _layout(config, AbstractMesh(tuple(sizes.values()), meshes.MESH_AXES), rules_of(config, sizes))
     if plan.size("stage") > 1:
         count = microbatches(config, sizes)
         check_stages(plan, config.model.layers, count, config.model.kinds)
@@ -174,7 +157,7 @@ def _layout(config: Config, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> 
 
 def _shrink_alike(config: Config, mesh: MeshSpec, devices: list[jax.Device]) -> tuple[Config, list[str]]:
     """Return the smallest config that uses the same attention implementation as the whole one on these devices."""
-    plan = _layout(config, make_mesh(mesh, devices), rules_of(config, asked_sizes(config.mesh, mesh)))
+    plan = _layout(config, meshes.make_mesh(mesh, devices), rules_of(config, asked_sizes(config.mesh, mesh)))
     notes: list[str] = []
     try:
         wanted = _attention(plan, config)

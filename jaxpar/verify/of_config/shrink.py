@@ -11,15 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxpar.base.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    MetricsConfig,
-    ModelConfig,
-    TrainConfig,
-    rules_of,
-)  # fmt: skip
+from jaxpar.base.config import CheckpointConfig, Config, DataConfig, MetricsConfig, ModelConfig, TrainConfig, rules_of
 from jaxpar.base.mesh import MeshAxis, MeshSpec, axis_sizes, total_sizes
 from jaxpar.base.plan import Pipeline
 from jaxpar.base.sharding import LogicalAxis, ShardingRules, fit_rules, named_axes
@@ -57,7 +49,9 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> tuple[Con
     Steps, learning rate, data source and everything else that does not affect a gradient are reset to their defaults.
     """
     sizes, asked = total_sizes(mesh), asked_sizes(config.mesh, mesh)
-    chunks = _chunks(config, sizes, asked)
+    devices = pieces("attention_seq", rules_of(config, asked), sizes)
+    # The sequence of q, k and v is cut into two chunks for each device in zigzag order.
+    chunks = devices if devices == 1 or config.context.strategy == "ulysses" else 2 * devices
     multiples = _multiples(config, chunks, sizes, least)
     # Each chunk has three tokens, because a single one would hide a wrong order inside it.
     seq_len = odd_multiple(max(least.seq_len, 3 * chunks if chunks > 1 else 0), multiples["seq"])
@@ -70,8 +64,8 @@ def shrink(config: Config, mesh: MeshSpec, least: Least = LEAST[0]) -> tuple[Con
     rows = 2 * overlap.parts * pieces("batch", config.rules, sizes)
     staged = pieces("stage", config.rules, sizes) > 1
     batch = rows * accumulation * (pipeline.microbatches if staged else 1)
-    train = TrainConfig(batch=batch, accumulation=accumulation, seed=config.train.seed, z_loss=config.train.z_loss,
-                        balance_loss=config.train.balance_loss, router_z_loss=config.train.router_z_loss)  # fmt: skip
+    kept = {name: getattr(config.train, name) for name in ("seed", "z_loss", "balance_loss", "router_z_loss")}
+    train = TrainConfig(batch=batch, accumulation=accumulation, **kept)
     small = replace(
         config, model=model, data=DataConfig(seq_len=seq_len, pack=config.data.pack), train=train, mesh=mesh,
         overlap=overlap, pipeline=pipeline, checkpoint=CheckpointConfig(), metrics=MetricsConfig(),
@@ -88,12 +82,6 @@ def asked_sizes(asked: MeshSpec, used: MeshSpec) -> dict[MeshAxis, int]:
 def pieces(axis: LogicalAxis, rules: ShardingRules, sizes: Sizes) -> int:
     """Return how many pieces the rules split a logical axis into on a mesh of these sizes."""
     return math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, rules))
-
-
-def _chunks(config: Config, sizes: Sizes, asked: Sizes) -> int:
-    """Return how many chunks the sequence of q, k and v is cut into: two for each device in zigzag order."""
-    devices = pieces("attention_seq", rules_of(config, asked), sizes)
-    return devices if devices == 1 or config.context.strategy == "ulysses" else 2 * devices
 
 
 def _multiples(config: Config, chunks: int, sizes: Sizes, least: Least) -> dict[str, int]:
@@ -171,10 +159,8 @@ def _few_layers(config: Config, sizes: Sizes, asked: Sizes) -> tuple[int, Pipeli
         small = (*small[:-1], small[-1] - 1)
     count = microbatches(config, asked)
     over = count % stages_asked  # how many more than a multiple of the stages; with fewer stages one more will do
-    if count < stages_asked:
-        fewest = max(stages - 1, 1)
-    else:
-        fewest = 3 * stages + (over if stages == stages_asked else min(over, 1))
+    full = 3 * stages + (over if stages == stages_asked else min(over, 1))
+    fewest = full if count >= stages_asked else max(stages - 1, 1)
     return sum(small), replace(pipeline, microbatches=min(count, fewest), layers=small)
 
 
@@ -194,20 +180,12 @@ def _narrow_model(
     if model.vocab_size % model.vocab_multiple:  # the model's table has padding, so the small one has it too
         vocab -= multiples["vocab"] // 2 + 1
     return replace(
-        model,
-        layers=layers,
-        embed=embed,
-        heads=H,
-        kv_heads=K if model.kv_heads else 0,
-        head_dim=head_dim,
+        model, layers=layers, embed=embed, heads=H, kv_heads=K if model.kv_heads else 0, head_dim=head_dim,
         mlp=odd_multiple(round(embed * model.mlp / model.embed), multiples["mlp"]),
-        experts=experts,
-        vocab_size=vocab,
-        vocab_multiple=multiples["vocab"],
+        experts=experts, vocab_size=vocab, vocab_multiple=multiples["vocab"], dropout=0.0,
         masks=tuple(shrink_mask(word, config.data.seq_len, seq_len) for word in _few_masks(model.masks)),
         max_seq_len=seq_len if config.data.seq_len == model.max_seq_len else seq_len + 3,
-        dropout=0.0,
-    )
+    )  # fmt: skip
 
 
 def _note(config: Config, small: Config) -> str:
