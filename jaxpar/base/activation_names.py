@@ -18,11 +18,9 @@ Policy = Literal["none", "full", "block_inputs", "attention_out", "selective", "
 
 @dataclass(frozen=True)
 class Keep:
-    """What becomes of each named activation.
-
-    `save` keeps it on the device, `offload` keeps it in host memory, `recompute` computes it again in the backward, and
-    `policy` does what memory.policy says. `jaxpar show` lists the activations of a model with their bytes.
-    """
+    """What becomes of each named activation: `save` keeps it on the device, `offload` keeps it in host memory,
+    `recompute` computes it again in the backward, and `policy` does what memory.policy says. `jaxpar show` lists the
+    activations of a model with their bytes."""
 
     block_input: Choice = "policy"
     """The input of a block. A recomputation starts from it, so it can be saved or offloaded only."""
@@ -107,8 +105,3 @@ def actions(policy: Policy, keep: Keep) -> dict[str, Action]:
     """What becomes of every named activation."""
     found: dict[str, Action] = {name: "save" if name in PRESETS[policy] else "recompute" for name in NAMES}
     return found | {name: choice for name, choice in vars(keep).items() if choice != "policy"}
-
-
-def keeps_all(policy: Policy, keep: Keep) -> bool:
-    """Whether nothing is computed again and nothing is offloaded."""
-    return policy == "none" and set(actions(policy, keep).values()) == {"save"}

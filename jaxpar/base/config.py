@@ -218,9 +218,7 @@ class PrecisionConfig:
 class KernelsConfig:
     """Which kernels compute; `auto` takes the first that can serve on the devices."""
 
-    attention: Literal[
-        "auto", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"
-    ] = "auto"  # fmt: skip
+    attention: Literal["auto", "pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"] = "auto"
     """See docs/attention.md."""
 
 
@@ -248,11 +246,7 @@ class MetricsConfig:
 
     @property
     def profiled(self) -> range:
-        """The steps of `profile`, both ends among them.
-
-        Raises:
-          UserError: it is not two steps in order.
-        """
+        """The steps of `profile`, both ends among them; a UserError where it is not two steps in order."""
         first, _, last = self.profile.partition(":")
         if not self.profile:
             return range(0)
@@ -301,8 +295,7 @@ def load_config(name: str) -> Config:
     Raises:
       UserError: no such preset, file or run folder, malformed TOML, an unknown key, or a value of the wrong type.
     """
-    text, origin = find_toml(name, "jaxpar.configs")
-    return parse(text, origin)
+    return parse(*find_toml(name, "jaxpar.configs"))
 
 
 def parse(text: str, origin: str = "config") -> Config:
@@ -316,21 +309,16 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
     Raises:
       UserError: a key is not known, or a value has the wrong type.
     """
-    tree: dict[str, Any] = {}
-    known = flatten(config)
+    known, tree = flatten(config), {}
     for key in changes:
         if key not in known:
             raise UserError(f"override: unknown key {key}{suggest(key, known)}")
     for key, value in (known | dict(changes)).items():
-        _put(tree, key, list(value) if isinstance(value, tuple) else value)
+        table, (*parents, last) = tree, key.split(".")
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[last] = list(value) if isinstance(value, tuple) else value
     return from_dict(Config, tree, "override")
-
-
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-    tree[last] = value
 
 
 def incompatible_changes(old: Config, new: Config) -> list[str]:
@@ -344,16 +332,15 @@ def incompatible_changes(old: Config, new: Config) -> list[str]:
 
 
 def check(config: Config) -> Config:
-    """Check what needs no devices and no files, and return the config.
-
-    Raises:
-      UserError: sizes contradict each other; the message names the key to change.
-    """
+    """Return the config, or raise a UserError where its sizes contradict each other; no device or file is looked at."""
     model, train, data = config.model, config.train, config.data
     for key, value in flatten(config).items():
         least = 1 if key in _AT_LEAST_ONE else 0
         if isinstance(value, int | float) and value < least and not key.startswith("mesh."):  # where -1 has a meaning
             raise UserError(f"{key}={value} is below {least}, which is the least that it can be")
+    traced, asked, last = config.metrics.profiled, config.metrics.profile, train.stop_at or train.steps
+    evaluates = train.eval_every > 0 and bool(data.val_path or data.val_fraction)
+    between = next((step for step in traced[:-1] if evaluates and step % train.eval_every == 0), 0)
     rules: list[tuple[bool, str]] = [
         (min(model.rope_theta, model.rope_factor) == 0, "model.rope_theta and rope_factor must be above 0"),
         (model.head_dim == 0 and model.embed % model.heads != 0,
@@ -380,22 +367,15 @@ def check(config: Config) -> Config:
          f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
          f"try train.warmup_steps={train.steps // 10}"),
         (train.stop_at > train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
+        (bool(traced) and traced[-1] > last, f"metrics.profile={asked} goes beyond the last step, which is {last}"),
+        (between > 0, f"metrics.profile={asked}: the evaluation after step {between} would be among them, try steps "
+                      "between two"),
         (len({*config.metrics.sinks}) < len(config.metrics.sinks), "metrics.sinks names one of them twice"),
     ]  # fmt: skip
     for broken, message in rules:
         if broken:
             raise UserError(message)
-    _check_profile(config)
     return config
-
-
-def _check_profile(config: Config) -> None:
-    train, steps, asked = config.train, config.metrics.profiled, f"metrics.profile={config.metrics.profile}"
-    if steps and steps[-1] > (last := train.stop_at or train.steps):
-        raise UserError(f"{asked} goes beyond the last step, which is {last}")
-    if train.eval_every and (config.data.val_path or config.data.val_fraction):
-        for step in (step for step in steps[:-1] if step % train.eval_every == 0):
-            raise UserError(f"{asked}: the evaluation after step {step} would be among them, try steps between two")
 
 
 def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
@@ -405,11 +385,7 @@ def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:
 
 
 def require_settled(config: Config) -> None:
-    """Refuse a config that leaves something to be chosen.
-
-    Raises:
-      UserError: `overlap` is `auto` somewhere, or `memory.budget` is set. `jaxpar.plan.resolve` settles both.
-    """
+    """Raise a UserError where `overlap` is `auto` or `memory.budget` is set, which `jaxpar.plan.resolve` settles."""
     overlap = [f"overlap.{key} = auto" for key, value in vars(config.overlap).items() if value == "auto"]
     budget = [f"memory.budget = {config.memory.budget}"] if config.memory.budget else []
     if still := [*overlap, *budget]:

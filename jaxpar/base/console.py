@@ -27,11 +27,7 @@ def console() -> Console:
 
 
 def check_folders(*files: str | Path) -> None:
-    """Check, before minutes of work, that the folders of its output files exist; an empty name is no file.
-
-    Raises:
-      UserError: a folder does not exist.
-    """
+    """Raise a UserError, before minutes of work, if the folder of an output file is not there; empty = no file."""
     for file in files:
         if file and not Path(file).parent.is_dir():
             raise UserError(f"cannot write {file}: there is no folder {Path(file).parent}")
@@ -45,7 +41,7 @@ def banner(plan: Plan, facts: Mapping[str, str]) -> list[str]:
     processes = f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
     simulated = ", simulated" if devices[0].platform == "cpu" and len(devices) > 1 else ""
     lines = {
-        "versions": "jaxpar " + version("jaxpar") + ", " + ", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("jaxpar", *PACKAGES)),
         "devices": f"{len(devices)} x {kind}{simulated}, {processes}",
         "mesh": describe(dict(plan.mesh.shape)),
         "precision": f"{plan.compute} compute, {plan.params} parameters, {plan.moments} moments, float32 reductions",

@@ -30,11 +30,7 @@ def reading(file: str | Path) -> Iterator[None]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Another program wrote it, so its values may be anything.
-
-    Raises:
-      UserError: the file cannot be read, is not JSON, or holds no object.
-    """
+    """The object in a JSON file, whose values may be anything; a UserError if it cannot be read or holds no object."""
     try:
         with reading(file):
             value = json.loads(file.read_text(encoding="utf-8"))

@@ -11,7 +11,6 @@ from jaxpar.base.toml import find_toml, from_toml, presets
 
 LANES = 128
 """The number of entries of the last dim that a TPU's registers and tiles hold."""
-
 CHIPS = "jaxpar.meshes.chips"
 
 
@@ -78,7 +77,6 @@ class Hardware:
     chips_per_host: int = 0
     """Chips that share one machine's NICs and memory; a virtual machine, and so a JAX process, may have fewer."""
     devices_per_chip: int = 1
-    """JAX devices of one chip."""
     clock_hz: float = 0.0
     """The clock of the matmul units, which turns a compiler's cycles into seconds."""
     hbm_bytes: int = 0
@@ -165,11 +163,7 @@ class _MeshPreset:
 
 
 def load_chip(name: str) -> Chip:
-    """The chip of this name, from its file in `jaxpar.meshes.chips`.
-
-    Raises:
-      UserError: there is no such chip.
-    """
+    """The chip of this name, from its file in `jaxpar.meshes.chips`; a UserError where there is none."""
     known = presets(CHIPS)
     if name not in known:
         raise UserError(f"no chip {name!r}{suggest(name, known)}: there are {', '.join(known)}")
@@ -177,33 +171,22 @@ def load_chip(name: str) -> Chip:
 
 
 def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
-    """A mesh and the chip it was made for: a preset of `jaxpar.meshes` by name, or a TOML file by path. A file that
-    names no `chip` gives a `Hardware` without figures.
+    """A mesh and its chip, from a preset of `jaxpar.meshes` or a TOML file; no figures where that names no `chip`.
 
     Raises:
       UserError: there is no such preset, chip or file, or the file is malformed.
     """
-    text, origin = find_toml(name_or_path, "jaxpar.meshes")
-    preset = from_toml(_MeshPreset, text, origin)
+    preset = from_toml(_MeshPreset, *find_toml(name_or_path, "jaxpar.meshes"))
     return preset.mesh, load_chip(preset.chip).hardware if preset.chip else Hardware()
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
-    """The figures of this chip, or None for an unknown one. `chips`, `ici.shape` and `ici.wraps` are empty.
-
-    Args:
-      device_kind: what `jax.devices()[0].device_kind` says.
-    """
+    """The figures of this `jax.Device.device_kind`, or None for an unknown one. They do not say how many there are."""
     known = (load_chip(name).hardware for name in presets(CHIPS))
     return next((hardware for hardware in known if device_kind in hardware.device_kinds), None)
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense matmul FLOP/s of one device, or None where there is no figure: an unknown chip, a CPU, another dtype.
-
-    Args:
-      device_kind: what `jax.devices()[0].device_kind` says.
-      dtype: a field of `PeakFlops`: float32, bfloat16, float8 or int8.
-    """
+    """Dense matmul FLOP/s of one device, or None where there is no figure: an unknown chip, a CPU, another dtype."""
     hardware = hardware_of(device_kind)
     return getattr(hardware.peak_flops, dtype, None) or None if hardware else None

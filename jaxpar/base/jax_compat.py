@@ -15,10 +15,7 @@ from jax.sharding import Mesh
 
 
 def cudnn_version() -> int:
-    """The version of cuDNN that jax finds; 0 = none, or jax no longer has the answer in this place.
-
-    Jax needs it to compile for absent GPUs too.
-    """
+    """The version of cuDNN, which compiling for absent GPUs needs too; 0 = none, or jax has moved the answer."""
     try:
         from jax._src.lib import cuda_versions  # None without the plugin
 

@@ -138,8 +138,7 @@ def make_mesh(spec: MeshSpec | None = None, devices: Sequence[jax.Device] | None
     Args:
       spec: the sizes by axis.
       devices: the devices to use; None means all of `jax.devices()`.
-      sizes: the number of devices along each axis, in place of a spec: `make_mesh(data=2, fsdp=-1)`. An axis of -1
-        takes what is left.
+      sizes: in place of a spec: `make_mesh(data=2, fsdp=-1)`. An axis of -1 takes what is left.
 
     Raises:
       UserError: a name is not a mesh axis, or the sizes do not match the devices.

@@ -8,13 +8,15 @@ from typing import Literal, cast, get_args
 
 import jax.numpy as jnp
 
-from jaxpar.base.activation_names import Action, Keep, Policy, actions, keeps_all
+from jaxpar.base.activation_names import Action, Keep, Policy, actions
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.sharding import Axes, Layout, LogicalAxis, drop_axes, first_axes
 
 Form = Literal["xla", "ring", "bidirectional"]
 Move = Literal["gather", "scatter"]
+Strategy = Literal["ring", "ulysses"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,7 @@ class Overlap:
     other's matmuls (Domino, Wang et al. 2024, arXiv:2409.15241)."""
 
     def form(self, move: Move, site: LogicalAxis | None) -> Form:
-        """The form of a move at the linears whose hidden dim is `site`.
-
-        Raises:
-          UserError: the form is still `auto`.
-        """
+        """The form of a move at the linears whose hidden dim is `site`; a UserError where it is still `auto`."""
         form = getattr(self, f"{site}_{move}", "same")
         form = getattr(self, move) if form == "same" else form
         if form == "auto":
@@ -58,17 +56,10 @@ class Overlap:
 
     @property
     def parts(self) -> int:
-        """The number of parts that a block's batch is cut into.
-
-        Raises:
-          UserError: `domino` is still `auto`.
-        """
+        """The number of parts that a block's batch is cut into; a UserError where `domino` is still `auto`."""
         if self.domino == "auto":
             raise UserError("overlap.domino is auto, which train and rehearse choose: here, try overlap.domino=off")
         return 2 if self.domino == "on" else 1
-
-
-Strategy = Literal["ring", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -81,16 +72,12 @@ class Context:
     strategy: Strategy = "ring"
 
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "looped"]
-
-
 @dataclass(frozen=True)
 class Pipeline:
     """How microbatches go through the stages of a mesh with `stage` above 1: see `jaxpar.parallel.pipeline`."""
 
     schedule: Schedule = "1f1b"
-    """One of gpipe, 1f1b, interleaved and looped; the last two take `virtual`. See
-    `parallel.pipeline.schedules`."""
+    """One of gpipe, 1f1b, interleaved and looped; the last two take `virtual`. See `parallel.pipeline.schedules`."""
     microbatches: int = 0
     """How many microbatches are in the pipeline together, in each of the `train.accumulation` parts of the batch; 0 =
     as many as the batch allows, and at most four a stage."""
@@ -108,24 +95,12 @@ class Pipeline:
 class Plan(Layout):
     """How a model runs on devices, and nothing about what it computes: a layout, and how its ops are done.
 
-    It is hashable.
-
-    Attributes:
-      remat: what a block keeps for its backward: one of `activation_names.PRESETS`.
-      overlap: how the linears gather and scatter the sequence.
-      context: how attention sees a sequence that is split.
-      loss_mib: the MiB of a device that the loss may hold: see `jaxpar.parallel.linear_cross_entropy`.
-      attention: one of `kernels.Implementation`, or `auto`.
-      pipeline: how microbatches go through stages.
-      keep: what becomes of single named activations, in place of what `remat` says.
-      parameters: `offload` keeps the parameters of the stacked layers in host memory.
-      optimizer: `offload` keeps the moments of matrices in host memory.
-      params: the dtype of matrices as they are stored.
-      gradients: the dtype of gradients that are added up over microbatches.
-      moments: the dtype of the optimizer's state.
+    Its other fields are settings of a config, which says more of each (`base.config`): those of `memory` that concern
+    the step, where `policy` is called `remat` here, those of `precision`, and `kernels.attention`.
     """
 
     remat: Policy = "none"
+    """What a block keeps for its backward: one of `activation_names.PRESETS`."""
     overlap: Overlap = Overlap()
     context: Context = Context()
     loss_mib: int = 4096
@@ -141,7 +116,8 @@ class Plan(Layout):
     @property
     def recomputes(self) -> bool:
         """Whether a block computes or fetches anything again in its backward, or keeps anything in host memory."""
-        return self.parameters == "offload" or not keeps_all(self.remat, self.keep)
+        keeps_all = self.remat == "none" and set(actions(self.remat, self.keep).values()) == {"save"}
+        return self.parameters == "offload" or not keeps_all
 
     @property
     def streams(self) -> bool:
@@ -177,12 +153,8 @@ def late_sum_axes(plan: Plan, accumulation: int, whole: bool) -> tuple[MeshAxis,
     """The mesh axes over which gradients are summed once a step, after the last microbatch, rather than for each one.
 
     These are the outermost axes that split the batch and nothing else, so that each device can hold sums of its own.
-    There are none under ZeRO-1, where the state is split over them too: a device would hold the whole gradient.
-
-    Args:
-      plan: gives the mesh and the rules.
-      accumulation: the number of microbatches in a step.
-      whole: whether anything depends on all sequences of a microbatch, as dropout and the balance of experts do.
+    There are none under ZeRO-1, where the state is split over them too: a device would hold the whole gradient. Nor are
+    there any where a result depends on the whole microbatch, as with dropout and the balance of experts.
     """
     if accumulation == 1 or whole or plan.size("stage") > 1:
         return ()

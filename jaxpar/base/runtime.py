@@ -33,11 +33,8 @@ _CACHE = {"jax_persistent_cache_min_compile_time_secs": (1.0, 0.01), "jax_compil
 COMPILING = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _BACKENDS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 _DEVICES = {"tpu": ("accel*", "vfio"), "gpu": ("nvidia*", "dxg")}  # dxg: the driver under Windows
-_FIX = {
-    "auto": "unset JAX_PLATFORMS",
-    "tpu": "pip install 'jaxpar[tpu]' on a machine that has one",
-    "gpu": "pip install 'jaxpar[cuda]' on a machine that has one",
-}
+_FIX = {"auto": "unset JAX_PLATFORMS", "tpu": "pip install 'jaxpar[tpu]' on a machine that has one",
+        "gpu": "pip install 'jaxpar[cuda]' on a machine that has one"}  # fmt: skip
 
 
 def start(spec: MeshSpec) -> list[jax.Device]:
@@ -88,19 +85,14 @@ def start(spec: MeshSpec) -> list[jax.Device]:
 
 
 def _join(platform: str) -> None:
-    """Join the other processes of a run.
+    """Join the other processes of a run, or raise a UserError where they, or the chips of `platform`, are not found.
 
     On TPU pods, under Slurm and under MPI JAX finds them itself. Elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
     and JAX_PROCESS_ID say who they are.
-
-    Raises:
-      UserError: the processes cannot be found. Where the chips of `platform` are not here either, the message says so.
     """
     count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
     try:
-        jax.distributed.initialize(
-            num_processes=None if count is None else int(count), process_id=None if index is None else int(index)
-        )
+        jax.distributed.initialize(None, None if count is None else int(count), None if index is None else int(index))
     except (RuntimeError, ValueError) as error:
         if platform in _DEVICES and not _device_files(platform):
             raise UserError(
@@ -219,9 +211,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that takes the name `path` once all of it is written, and is removed if that fails.
 
     Readers see the file whole or not at all, also while others write it; its folder is made.
-
-    Raises:
-      OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -250,13 +239,9 @@ def cache_folder() -> Path:
 
 
 def run_together(run: Callable[[], T]) -> T:
-    """Call `run`, and return its result once it has returned on every process. All processes must call this.
+    """Call `run`, in which no collective may stand, and return its result once it has returned on every process.
 
-    Args:
-      run: may fail on one process and not on the others, so there may be no collective in it.
-
-    Raises:
-      UserError: `run` failed on another process. Where it failed, its own error is raised.
+    All processes must call this. Where `run` fails, its own error is raised, and on all others a UserError.
     """
     if jax.process_count() == 1:
         return run()
@@ -278,13 +263,9 @@ def run_together(run: Callable[[], T]) -> T:
 class Batches(Generic[T]):
     """This process's batches, which end together with the other processes' where one cannot be read.
 
-    A single process raises the error at once. Of several, the one that fails keeps its error for `require` and goes on
-    with empty batches until all stop. The steps until then count for nothing, so call `require` before saving.
-
-    Args:
-      source: the batches.
-      empty: a batch whose labels do not count.
-      failing: is called when the first batch cannot be read.
+    A single process raises the error at once. Of several, the one that fails calls `failing`, keeps its error for
+    `require` and goes on with `empty` batches, whose labels do not count, until all stop. The steps until then count
+    for nothing, so call `require` before saving.
     """
 
     def __init__(self, source: Iterator[T], empty: T, failing: Callable[[], object] = lambda: None):

@@ -129,11 +129,7 @@ def split_axes(axis: LogicalAxis | None, rules: ShardingRules, mesh: Mesh) -> tu
 
 
 def named_axes(axis: LogicalAxis, rules: ShardingRules) -> tuple[MeshAxis, ...]:
-    """The mesh axes that the rules give a logical axis, whatever their sizes.
-
-    Raises:
-      UserError: the name is not a logical axis.
-    """
+    """The mesh axes that the rules give a logical axis, whatever their sizes; a UserError for another name."""
     if axis not in _LOGICAL_AXES:
         raise UserError(f"no logical axis {axis!r}{suggest(axis, _LOGICAL_AXES)}: they are {', '.join(_LOGICAL_AXES)}")
     return getattr(rules, axis, ()) or (getattr(rules, _AS[axis]) if axis in _AS else ())
@@ -150,17 +146,13 @@ def _fitting_sizes(size: int, sizes: dict[MeshAxis, int]) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where arrays lie: how logical axes are split over a device mesh. It is hashable, so it may be a static argument.
-
-    Attributes:
-      mesh: the device mesh, from `make_mesh`.
-      rules: which mesh axes split which logical axis.
-      compute: the dtype of matmuls and activations. Norms, softmax, the loss and sums over devices stay float32.
-    """
+    """Where arrays lie: how logical axes are split over a mesh. It is hashable, so it may be a static argument."""
 
     mesh: Mesh
+    """The device mesh, from `make_mesh`."""
     rules: ShardingRules = ShardingRules()
     compute: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of matmuls and activations. Norms, softmax, the loss and sums over devices stay float32."""
 
     def __post_init__(self) -> None:
         """Raise a UserError for mesh axes other than those of `make_mesh`, or a dtype that no op computes in."""
@@ -201,7 +193,7 @@ class Layout:
     def sharding(self, axes: PyTree, shape: PyTree = None, name: str = "array") -> PyTree: ...
 
     def sharding(self, axes: PyTree, shape: PyTree = None, name: str = "array") -> PyTree:
-        """The sharding of an array with these logical axes, or of a pytree of arrays.
+        """The sharding of an array with these logical axes, or those of a pytree of arrays.
 
         Args:
           axes: for each dim a logical axis, or None where it is replicated, as a tuple or a PartitionSpec; or a pytree
@@ -209,9 +201,6 @@ class Layout:
           shape: the global shape, which is then checked to divide. For a pytree, the arrays or ShapeDtypeStructs in a
             tree of the same form.
           name: what a message calls the array.
-
-        Returns:
-          A NamedSharding, or a pytree of them.
 
         Raises:
           UserError: `spec_for` says when.
@@ -273,11 +262,10 @@ class Placement(NamedTuple):
 
 def placements(shapes: PyTree, axes: PyTree, layout: Layout) -> list[Placement]:
     """A row for each array or ShapeDtypeStruct of a tree, whose logical axes are in a tree of the same form."""
-    rows = []
-    shardings = layout.sharding(axes, shapes)
+    rows, shardings = [], jax.tree.leaves(layout.sharding(axes, shapes))
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     leaf_axes = jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
-    for (path, leaf), names, sharding in zip(leaves, leaf_axes, jax.tree.leaves(shardings), strict=True):
+    for (path, leaf), names, sharding in zip(leaves, leaf_axes, shardings, strict=True):
         shape, width = leaf.shape, jnp.dtype(leaf.dtype).itemsize
         local, whole = (math.prod(sizes) * width for sizes in (sharding.shard_shape(shape), shape))
         rows.append(Placement(path_name(path), shape, names, sharding.spec, local, whole))

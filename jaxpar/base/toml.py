@@ -6,23 +6,16 @@ import dataclasses
 import json
 import math
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from jaxpar.base.errors import UserError, suggest
 
 T = TypeVar("T")
-
-
-class DataclassInstance(Protocol):
-    """Any instance of a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 def presets(package: str) -> dict[str, Traversable]:
@@ -33,17 +26,16 @@ def presets(package: str) -> dict[str, Traversable]:
 
 def find_toml(name: str, package: str) -> tuple[str, str]:
     """The text of a preset of a data package or of a file, and the name that messages give it."""
-    known, listing = presets(package), package.removeprefix("jaxpar.")
+    known = presets(package)
     if name in known:
         return known[name].read_text(encoding="utf-8"), name
     path = Path(name)
     if path.is_dir() and (path / "config.toml").exists():
         path = path / "config.toml"
     if path.suffix != ".toml":
-        raise UserError(
-            f"no preset {name!r}{suggest(name, known)}: `jaxpar {listing}` lists them; a path ends in "
-            ".toml, or is that of a run folder"
-        )
+        listed = f"`jaxpar {package.removeprefix('jaxpar.')}` lists them"
+        wanted = f"{listed}; a path ends in .toml, or is that of a run folder"
+        raise UserError(f"no preset {name!r}{suggest(name, known)}: {wanted}")
     try:
         return path.read_text(encoding="utf-8"), str(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -60,13 +52,9 @@ def from_toml(schema: type[T], text: str, origin: str) -> T:
 
 
 def from_dict(schema: type[T], value: Mapping[str, Any], origin: str, prefix: str = "") -> T:
-    """An instance of the dataclass `schema` from nested dicts; every key and every type is checked.
+    """An instance of the dataclass `schema` from nested dicts, as a TOML file gives them.
 
-    Args:
-      schema: the dataclass.
-      value: the nested dicts, as a TOML file gives them.
-      origin: what a message calls the source.
-      prefix: what stands before the keys in a message.
+    A message calls the source `origin` and has `prefix` before a key.
 
     Raises:
       UserError: a key is not known (the message has the nearest one), or a value has the wrong type.
@@ -88,16 +76,14 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may 
         choices = typing.get_args(hint)
         if value in choices:
             return value
-        raise UserError(
-            f"{origin}: {key} is one of {', '.join(map(str, choices))}, found {value!r}{suggest(str(value), choices)}"
-        )
+        near = suggest(str(value), choices)
+        raise UserError(f"{origin}: {key} is one of {', '.join(map(str, choices))}, found {value!r}{near}")
     if typing.get_origin(hint) is tuple:
         (item_hint, *_), items = typing.get_args(hint), [value] if isinstance(value, str) else value
         if isinstance(items, list):
             return tuple(_coerce(item_hint, item, origin, key) for item in items)
-        raise UserError(
-            f"{origin}: {key} is a list of {'whole numbers' if item_hint is int else 'names'}, found {value!r}"
-        )
+        what = "whole numbers" if item_hint is int else "names"
+        raise UserError(f"{origin}: {key} is a list of {what}, found {value!r}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is hint:
@@ -106,25 +92,13 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may 
     raise UserError(f"{origin}: {key} is {wanted}, found {value!r}")
 
 
-def to_toml(config: DataclassInstance, header: str = "") -> str:
+def to_toml(config: object, header: str = "") -> str:
     """A config, or a section of one, as TOML with every key written out; `parse` reads back an equal one."""
-    lines = [f"# {line}" for line in header.splitlines()]
-
-    def table(value: DataclassInstance, name: str) -> None:
-        nested = []
-        if name:
-            lines.extend(["", f"[{name}]"])
-        for item in dataclasses.fields(value):
-            entry = getattr(value, item.name)
-            if dataclasses.is_dataclass(entry):
-                nested.append((entry, f"{name}.{item.name}" if name else item.name))
-            else:
-                lines.append(f"{item.name} = {_toml_value(entry)}")
-        for entry, full_name in nested:
-            table(entry, full_name)
-
-    table(config, "")
-    return "\n".join(lines).lstrip("\n") + "\n"
+    tables = {"": [f"# {line}" for line in header.splitlines()]}
+    for key, value in flatten(config).items():
+        table, _, name = key.rpartition(".")
+        tables.setdefault(table, [f"\n[{table}]"]).append(f"{name} = {_toml_value(value)}")
+    return "\n".join(line for lines in tables.values() for line in lines).lstrip("\n") + "\n"
 
 
 def _toml_value(value: object) -> str:
@@ -136,13 +110,9 @@ def _toml_value(value: object) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def flatten(config: DataclassInstance, prefix: str = "") -> dict[str, Any]:
+def flatten(config: object, prefix: str = "") -> dict[str, Any]:
     """Every value of a config by its dotted key: `{"mesh.dcn.data": 1, ...}`."""
     leaves: dict[str, Any] = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type | types.GenericAlias):
-            leaves |= flatten(value, f"{prefix}{item.name}.")
-        else:
-            leaves[prefix + item.name] = value
+    for name, value in vars(config).items():
+        leaves |= flatten(value, f"{prefix}{name}.") if dataclasses.is_dataclass(value) else {prefix + name: value}
     return leaves

@@ -12,18 +12,12 @@ from typing import NamedTuple
 from jaxpar.base.config import RESOLVED, Config, parse, rules_of
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import total_sizes
-from jaxpar.base.sharding import LogicalAxis, ShardingRules, named_axes
+from jaxpar.base.sharding import LogicalAxis, named_axes
 from jaxpar.base.toml import find_toml, flatten, presets
 
 
 class Effect(NamedTuple):
-    """When some keys matter.
-
-    Attributes:
-      keys: dotted keys; one that ends in a dot stands for all of a table.
-      matters: tells whether they have an effect in a config.
-      because: why they have none otherwise, and what to do.
-    """
+    """When some dotted keys matter, and why they have no effect otherwise; one that ends in a dot is a whole table."""
 
     keys: tuple[str, ...]
     matters: Callable[[Config], bool]
@@ -33,7 +27,7 @@ class Effect(NamedTuple):
 def _split(config: Config, axis: LogicalAxis, besides: LogicalAxis | None = None) -> bool:
     """Whether a logical axis is or may be (-1) split over mesh axes that do not split the axis `besides`."""
     sizes = total_sizes(config.mesh)
-    rules: ShardingRules = rules_of(config, sizes)
+    rules = rules_of(config, sizes)
     left = named_axes(besides, rules) if besides else ()
     return any(sizes[a] > 1 or getattr(config.mesh, a) == -1 for a in named_axes(axis, rules) if a not in left)
 
@@ -41,10 +35,6 @@ def _split(config: Config, axis: LogicalAxis, besides: LogicalAxis | None = None
 def _holds_out(config: Config) -> bool:
     """Whether the last part of the training data may be kept for validation."""
     return config.data.source in (*WINDOWED, "chat") and not config.data.mixture
-
-
-def _validates(config: Config) -> bool:
-    return bool(config.data.val_path) or (config.data.val_fraction > 0 and _holds_out(config))
 
 
 def _streams(config: Config) -> bool:
@@ -77,7 +67,8 @@ EFFECTS = (
     Effect(("data.val_fraction",), lambda c: not c.data.val_path,
            "data.val_path is the validation set: give one of them"),
     Effect(("data.val_fraction",), _holds_out, "no part of documents or of a mixture is held out: give data.val_path"),
-    Effect(("train.eval_every", "train.eval_batches", "train.final_eval_batches"), _validates,
+    Effect(("train.eval_every", "train.eval_batches", "train.final_eval_batches"),
+           lambda c: bool(c.data.val_path) or (c.data.val_fraction > 0 and _holds_out(c)),
            "there is no validation set: set data.val_fraction or data.val_path"),
     Effect(("train.min_learning_rate", "train.decay_steps"), lambda c: c.train.schedule != "constant",
            "train.schedule is constant: add --train.schedule cosine, or wsd"),
@@ -117,9 +108,6 @@ def require_effects(name: str, config: Config, flags: Collection[str]) -> None:
       name: the config's preset, whose keys are not checked, or its file or run folder; empty = it is from no file.
       config: the config with the flags, on the mesh that is asked for.
       flags: the keys that were given on the command line.
-
-    Raises:
-      UserError: names the first such key, and what would make it matter.
     """
     for key, because in idle_keys(config):
         if key in flags:

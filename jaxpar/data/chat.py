@@ -26,6 +26,7 @@ from jaxpar.data.tokens import HostBatch, text_files
 TEMPLATE, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json"
 Message = Mapping[str, Any]
 """At least `role` and `content`, as in OpenAI's and Hugging Face's chat formats."""
+Span = tuple[int, int]
 
 
 class ChatTemplate(NamedTuple):
@@ -37,42 +38,28 @@ class ChatTemplate(NamedTuple):
 
 
 def load_template(tokenizer: str | Path) -> ChatTemplate:
-    """Load the chat template that lies beside a tokenizer.json: chat_template.jinja, or else the `chat_template` of
-    tokenizer_config.json.
-
-    Raises:
-      UserError: there is none, or a file cannot be read.
-    """
+    """Load the chat template beside a tokenizer.json, or in tokenizer_config.json; a UserError where there is none."""
     file, own = (Path(tokenizer).with_name(name) for name in (SPECIAL_TOKENS, TEMPLATE))
-    config, special = _tokenizer_config(file), special_tokens(tokenizer)
+    special = special_tokens(tokenizer)
     if own.exists():
         return ChatTemplate(read_text(own), special, str(own))
-    template = config.get("chat_template")
+    template = read_json(file).get("chat_template") if file.exists() else None
     if isinstance(template, list):  # several by name
         template = next((item["template"] for item in template if item["name"] == "default"), None)
     if not isinstance(template, str):
-        raise UserError(
-            f"{tokenizer} has no chat template beside it (chat_template.jinja, or chat_template in {file.name}): "
-            "take those of the model's own folder"
-        )
+        places = f"{TEMPLATE}, or chat_template in {SPECIAL_TOKENS}"
+        raise UserError(f"{tokenizer} has no chat template beside it ({places}): take those of the model's own folder")
     return ChatTemplate(template, special, str(file))
 
 
 def special_tokens(tokenizer: str | Path) -> dict[str, str]:
-    """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may be none.
-
-    Raises:
-      UserError: tokenizer_config.json cannot be read.
-    """
-    config = _tokenizer_config(Path(tokenizer).with_name(SPECIAL_TOKENS))
+    """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may be none."""
+    file = Path(tokenizer).with_name(SPECIAL_TOKENS)
+    config = read_json(file) if file.exists() else {}
     # A token is its text, or an object with it as `content`.
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     named = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
     return {key: value for key, value in named.items() if isinstance(value, str)}
-
-
-def _tokenizer_config(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.exists() else {}
 
 
 def render(
@@ -80,11 +67,8 @@ def render(
 ) -> str:
     """Write a conversation as the template does, as `transformers.apply_chat_template(tokenize=False)` would.
 
-    Args:
-      messages: the turns.
-      template: from `load_template`.
-      add_generation_prompt: also write what comes before an answer, so that the model gives one.
-      more: other names that the template may read, such as `tools`.
+    `add_generation_prompt` also writes what comes before an answer, so that the model gives one. `more` are other names
+    that the template may read, such as `tools`.
 
     Raises:
       UserError: the template refuses the messages or is not Jinja, or the `hf` extra is missing.
@@ -94,10 +78,9 @@ def render(
     except ImportError as error:
         raise UserError("a chat template needs the jinja2 package: pip install 'jaxpar[hf]'") from error
     turns = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    names = {"messages": turns, "add_generation_prompt": add_generation_prompt}
     try:
-        return _compile(template.text).render(
-            messages=turns, add_generation_prompt=add_generation_prompt, **template.special_tokens, **more
-        )
+        return _compile(template.text).render(**names, **template.special_tokens, **more)
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise UserError(f"the chat template {template.origin} refuses this conversation: {error}") from error
 
@@ -123,9 +106,7 @@ def _compile(text: str) -> Any:
     return made.from_string(re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", text))
 
 
-def completion_spans(
-    messages: Sequence[Message], template: ChatTemplate, **more: Any
-) -> tuple[str, list[tuple[int, int]]]:
+def completion_spans(messages: Sequence[Message], template: ChatTemplate, **more: Any) -> tuple[str, list[Span]]:
     """Write a conversation, and say which characters [begin, end) of it the assistant has to write.
 
     An answer is what its turn adds to the conversation before it with the generation prompt, and so includes what
@@ -153,25 +134,22 @@ def completion_spans(
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _BINS = 64  # rows that are packed at a time
+_GetTemplate = Callable[[], ChatTemplate]
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples to learn from.
-
-    Attributes:
-      ids: int32 [N].
-      labels: the next id [N], int32; -1 = not counted.
-      starts: where each example begins, and the end of the last: int64 [E + 1].
-      origin: the file or folder, for messages.
-      note: what was cut or left out.
-    """
+    """Examples to learn from, their ids int32 [N]."""
 
     ids: np.ndarray
     labels: np.ndarray
+    """The next id [N], int32; -1 = not counted."""
     starts: np.ndarray
+    """Where each example begins, and the end of the last: int64 [E + 1]."""
     origin: str
+    """The file or folder, for messages."""
     note: str = ""
+    """What was cut or left out."""
 
     @property
     def size(self) -> int:
@@ -188,11 +166,7 @@ class Examples:
         return f"{self.size:,} examples of {len(self.ids):,} tokens, {counted:,} of which count{self.note}"
 
     def split(self, val_fraction: float) -> tuple[Examples, Examples]:
-        """Split off the last `val_fraction` of the examples, at least one.
-
-        Raises:
-          UserError: there is a single one.
-        """
+        """Split off the last `val_fraction` of the examples, at least one; a UserError where there is a single one."""
         cut = min(int(self.size * (1 - val_fraction)), self.size - 1)
         if cut < 1:
             raise UserError(f"{self.origin} has a single example, which cannot be held out: set data.val_fraction=0")
@@ -217,14 +191,12 @@ class Examples:
 
         order = grain.MapDataset.range(self.size)
         order = order.seed(seed).shuffle().repeat() if endless else order
+        examples = order.map(fetch).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         packed = grain.experimental.FirstFitPackIterDataset(
-            order.map(fetch).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-            length_struct={"tokens": data.seq_len, "labels": data.seq_len},
-            padding_struct={"tokens": 0, "labels": -1},
-            num_packing_bins=_BINS if data.pack else 1,
-            max_sequences_per_bin=None if data.pack else 1,
-            shuffle_bins=False,
-        )
+            examples, length_struct={"tokens": data.seq_len, "labels": data.seq_len},
+            padding_struct={"tokens": 0, "labels": -1}, num_packing_bins=_BINS if data.pack else 1,
+            max_sequences_per_bin=None if data.pack else 1, shuffle_bins=False,
+        )  # fmt: skip
         return packed.map(row)
 
 
@@ -242,7 +214,7 @@ def load_examples(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tu
     return [_load(path, data, tokenizer, template) for path in paths], tokenizer
 
 
-def _load(path: str, data: DataConfig, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]) -> Examples:
+def _load(path: str, data: DataConfig, tokenizer: Tokenizer, template: _GetTemplate) -> Examples:
     rows, cut, dropped = [], 0, 0
     for file in text_files(path):
         for number, line in enumerate(read_text(file).split("\n"), 1):
@@ -267,9 +239,7 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer, template: Callable[
     return Examples(ids, labels, np.cumsum([0, *(len(row) for row, _ in rows)]), path, note if cut else "")
 
 
-def _encode(
-    row: Any, data: DataConfig, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]
-) -> tuple[np.ndarray, np.ndarray]:
+def _encode(row: Any, data: DataConfig, tokenizer: Tokenizer, template: _GetTemplate) -> tuple[np.ndarray, np.ndarray]:
     """Ids [n] of an example, and which of them count [n]."""
     match row:
         case {"messages": [_, *_] as messages}:
@@ -285,7 +255,7 @@ def _encode(
         case {"prompt": str(prompt), "completion": str(completion)}:
             text, spans = prompt + completion, [(len(prompt), len(prompt + completion))]
         case _:
-            found = f"the keys {', '.join(row)}" if isinstance(row, dict) else f"{str(row)[:40]}"
+            found = f"the keys {', '.join(row)}" if isinstance(row, dict) else str(row)[:40]
             raise UserError(f"found {found}, not messages, or prompt and completion as text")
     text.encode()  # half of a surrogate pair is no text
     ids, begins, ends = _with_places(text, tokenizer)
@@ -305,8 +275,7 @@ def _with_places(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarra
     if isinstance(tokenizer, HFTokenizer):
         found = tokenizer.inner.encode(text, add_special_tokens=False)
         begins, ends = np.array(found.offsets, int).reshape(-1, 2).T
-        # Byte-level tokenizers may leave spaces out of a token's place, so that one of spaces alone has an empty place:
-        # it begins where the last one ended.
+        # Byte-level tokenizers leave spaces out of a token's place: one of spaces alone begins where the last ended.
         begins = np.where(begins == ends, np.minimum(begins, np.append(0, ends[:-1])), begins)
         return tokenizer.known(found.ids), begins, ends
     begins = np.repeat(np.arange(len(text)), [len(tokenizer.encode(char)) for char in text])

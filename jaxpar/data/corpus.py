@@ -26,15 +26,11 @@ Part = Tokens | Documents | Examples
 
 @dataclass(frozen=True)
 class Mixture:
-    """Parts of one kind, mixed in each batch so that each has its share of the sequences.
-
-    Attributes:
-      parts: what is mixed.
-      weights: their shares, which add up to 1.
-    """
+    """Parts of one kind, mixed in each batch so that each has its share of the sequences."""
 
     parts: tuple[Part, ...]
     weights: tuple[float, ...]
+    """Their shares, which add up to 1."""
 
     @property
     def origin(self) -> str:
@@ -144,15 +140,14 @@ def train_batches(
 ) -> grain.DatasetIterator[HostBatch]:
     """Return an endless iterator of this process's rows of the global batches; a new order in every epoch.
 
-    The order depends on `data.seed` alone, so the global batch is the same for any number of processes. The
-    iterator's `get_state()` is a small JSON-able dict; after `set_state` the next batch is the one that would have
-    followed, no matter what had been read ahead.
-
-    `batch` is the number of rows of the global batch, and `rows` are those to read (see `sharding.local_rows`). There
-    must be at least data.seq_len + 1 tokens; an id of `Tokens` beyond `vocab_size` raises a UserError from `next`.
+    The order depends on `data.seed` alone, so the global batch is the same for any number of processes. `get_state()`
+    is a small JSON-able dict; after `set_state` the next batch is the one that would have followed, no matter what had
+    been read ahead. `batch` is the number of rows of the global batch, and `rows` are those to read (see
+    `sharding.local_rows`). There must be at least data.seq_len + 1 tokens; an id of `Tokens` beyond `vocab_size` raises
+    a UserError from `next`.
     """
     parts, weights = (stream.parts, stream.weights) if isinstance(stream, Mixture) else ((stream,), (1.0,))
-    local, threads = np.asarray(rows), min(data.prefetch, 4)
+    local = np.asarray(rows)
     windowed = [part for part in parts if isinstance(part, Tokens)]
     if others := [part for part in parts if not isinstance(part, Tokens)]:
         made = [part.rows(data, data.seed + i, endless=True) for i, part in enumerate(others)]
@@ -165,22 +160,18 @@ def train_batches(
 
     def fetch(windows: tuple[np.ndarray, np.ndarray]) -> HostBatch:
         part_B, window_B = (array[local] for array in windows)
-        found = {
-            p: read_windows(windowed[p], window_B[part_B == p] * stride, data.seq_len, data.pack, vocab_size)
-            for p in np.unique(part_B)
-        }
+        there = [(windowed[p], window_B[part_B == p] * stride) for p in np.unique(part_B)]
+        found = [read_windows(part, starts, data.seq_len, data.pack, vocab_size) for part, starts in there]
         back_B = np.argsort(np.argsort(part_B, kind="stable"), kind="stable")
-        return {name: np.concatenate([f[name] for f in found.values()])[back_B] for name in next(iter(found.values()))}
+        return {name: np.concatenate([one[name] for one in found])[back_B] for name in found[0]}
 
     # Indices are shuffled and batched before anything is read, so other processes' rows cost this one nothing.
-    orders = [
-        grain.MapDataset.range(window_count(part, data.seq_len, stride)).seed(data.seed + i).shuffle().repeat()
-        .map(lambda window, i=i: (i, window))
-        for i, part in enumerate(windowed)
-    ]  # fmt: skip
+    counts = [window_count(part, data.seq_len, stride) for part in windowed]
+    orders = [grain.MapDataset.range(count).seed(data.seed + i).shuffle().repeat() for i, count in enumerate(counts)]
+    orders = [order.map(lambda window, i=i: (i, window)) for i, order in enumerate(orders)]
     mixed = grain.MapDataset.mix(orders, weights) if len(orders) > 1 else orders[0]
-    batches = mixed.batch(batch, drop_remainder=True).map(fetch)
-    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=data.prefetch)))
+    ahead = grain.ReadOptions(num_threads=min(data.prefetch, 4), prefetch_buffer_size=data.prefetch)
+    return iter(mixed.batch(batch, drop_remainder=True).map(fetch).to_iter_dataset(ahead))
 
 
 def val_batches(

@@ -31,21 +31,17 @@ Source = grain.MapDataset | Callable[[], Any]
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents that are tokenized while they are read.
-
-    Attributes:
-      source: where they come from.
-      encode: makes `{"tokens": int32 [n]}` of an element of the source.
-      origin: the path or name that was given, for messages.
-      size: how many documents there are; None = not known.
-      sample: ids [N] of the first documents: of all, or at least SAMPLE tokens.
-    """
+    """Documents that are tokenized while they are read."""
 
     source: Source
     encode: Callable[[Any], dict[str, np.ndarray]]
+    """Makes `{"tokens": int32 [n]}` of an element of the source."""
     origin: str
+    """The path or name that was given, for messages."""
     size: int | None
+    """How many documents there are; None = not known."""
     sample: np.ndarray
+    """Ids [N] of the first documents: of all, or at least SAMPLE tokens."""
 
     @property
     def amount(self) -> str:
@@ -69,10 +65,8 @@ class Documents:
     def rows(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
         """Return the rows [S] of documents that lie end to end; the label of a row's last token is the T-th it took.
 
-        Args:
-          data: `seq_len`, `pack`, `shuffle_window` and `prefetch`.
-          seed: for the order of documents, which is new in each epoch in random access, and the same in a stream.
-          endless: read them shuffled, again and again; else once and in order, with the last row filled up.
+        They are read again and again if `endless`, shuffled by `seed`: anew in each epoch in random access, the same in
+        a stream. Otherwise they are read once and in order, and the last row is filled up.
         """
 
         def row(packed: dict[str, np.ndarray]) -> HostBatch:
@@ -129,8 +123,7 @@ def _reading(path: str, source: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        package = f"the {error.name} package: pip install 'jaxpar[data]'"
-        raise UserError(f"data.source={source} needs {package}") from error
+        raise UserError(f"data.source={source} needs the {error.name} package: pip install 'jaxpar[data]'") from error
     except (UserError, StopIteration):
         raise
     except Exception as error:
@@ -191,9 +184,8 @@ def _files(path: str, *endings: str) -> list[Path]:
     else:
         found = [root] if root.is_file() else [Path(file) for file in sorted(glob(path, recursive=True))]
     if not found:
-        raise UserError(
-            f"no {endings[0]} file at {path}: give a file, a folder, or a pattern like 'texts/*{endings[0]}'"
-        )
+        pattern = f"a pattern like 'texts/*{endings[0]}'"
+        raise UserError(f"no {endings[0]} file at {path}: give a file, a folder, or {pattern}")
     return found
 
 

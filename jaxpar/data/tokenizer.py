@@ -20,15 +20,12 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class BytesTokenizer:
-    """Takes the bytes of UTF-8 as ids: it encodes any text with 256 ids.
-
-    Attributes:
-      vocab_size: one more than the largest id.
-      end_of_text: the id that closes a document; None where no id is free for this.
-    """
+    """Takes the bytes of UTF-8 as ids: it encodes any text with 256 ids."""
 
     vocab_size: int = 256
+    """One more than the largest id."""
     end_of_text: int | None = None
+    """The id that closes a document; None where no id is free for this."""
 
     def encode(self, text: str) -> np.ndarray:
         """Ids [N], int32."""
@@ -36,7 +33,7 @@ class BytesTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of some ids; what is not text, or not an id of this vocabulary, becomes U+FFFD."""
-        # A model may have more than 256 ids. The byte 255 never occurs in UTF-8, so they too become U+FFFD.
+        # The byte 255, which a larger id becomes, never occurs in UTF-8.
         return np.minimum(ids, 255).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
@@ -56,16 +53,12 @@ class CharsTokenizer:
         return len(self.chars)
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids [N], int32.
-
-        Raises:
-          UserError: a character outside the set.
-        """
+        """Ids [N], int32; a UserError for a character outside the set."""
         ids = {char: i for i, char in enumerate(self.chars)}
         try:
             return np.fromiter((ids[char] for char in text), np.int32, len(text))
         except KeyError as error:
-            (char,) = error.args
+            char = error.args[0]
             raise UserError(
                 f"character {char!r} at position {text.index(char)} is not one of the {len(self.chars)} characters "
                 "of the chars tokenizer, which are those of its training text: leave it out, or use the bytes tokenizer"
@@ -108,8 +101,7 @@ Tokenizer = BytesTokenizer | CharsTokenizer | HFTokenizer
 
 
 def make_tokenizer(name: str, texts: Iterable[str] = (), vocab_size: int = 0) -> Tokenizer:
-    """Make the tokenizer of `data.tokenizer`: `bytes`, `chars` (the characters of `texts`), or the path of a JSON file,
-    for which see `load_tokenizer`.
+    """Make the tokenizer of `data.tokenizer`: `bytes`, `chars` (of `texts`), or that of a JSON file (`load_tokenizer`).
 
     Raises:
       UserError: there is no such tokenizer, or the file is not one.
@@ -133,8 +125,7 @@ def load_tokenizer(path: str | Path, vocab_size: int = 0) -> Tokenizer:
     Raises:
       UserError: the file cannot be read or is not a tokenizer, or the `hf` extra is missing.
     """
-    value = read_json(Path(path))
-    match value:
+    match read_json(Path(path)):
         case {"tokenizer": "bytes"}:
             return BytesTokenizer()
         case {"tokenizer": "chars", "chars": str(chars)}:
@@ -169,11 +160,7 @@ def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def encode_files(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the ids of each file, closed like any document, in the dtype of `token_dtype`.
-
-    Raises:
-      UserError: a file cannot be read, is not text, or has a character that the tokenizer does not know.
-    """
+    """Yield the ids of each file, closed like any document, in the dtype of `token_dtype`; an error names the file."""
     for file in files:
         text = read_text(file)
         try:
@@ -188,11 +175,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def read_text(file: Path) -> str:
-    """Read the text of a UTF-8 file and leave its line ends as they are.
-
-    Raises:
-      UserError: the file cannot be read, or it is not text.
-    """
+    """Read the text of a UTF-8 file, with its line ends as they are; a UserError where it cannot be read as text."""
     with reading(file):
         content = file.read_bytes()
     if b"\0" in content:

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,38 +22,27 @@ from rich.progress import track
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.runtime import replacing, write_whole
-from jaxpar.data.tokenizer import (
-    Tokenizer,
-    encode_files,
-    load_tokenizer,
-    make_tokenizer,
-    read_text,
-    token_dtype,
-)
+from jaxpar.data.tokenizer import Tokenizer, encode_files, load_tokenizer, make_tokenizer, read_text, token_dtype
 
 HostBatch = dict[str, np.ndarray]
 """`tokens` and `labels` (the next token; -1 = not counted), and if packed `segments` and `positions`; int32 [B, S]."""
 
 # Folders of the standard library that hold other packages, tests or generated tables, or are often not installed.
-STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests",
+_STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests",
                    "encodings", "pydoc_data", "idlelib", "lib2to3", "turtledemo"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A stream of tokens, in memory or memory-mapped.
-
-    Attributes:
-      tokens: unsigned ids [N].
-      document_starts: where each document begins, sorted int64 [documents], the first at 0; None = not known.
-      origin: the name of the file, folder or corpus, for messages.
-      offset: how many tokens of `origin` come before these.
-    """
+    """A stream of tokens, unsigned ids [N], in memory or memory-mapped."""
 
     tokens: np.ndarray
     document_starts: np.ndarray | None
+    """Where each document begins, sorted int64 [documents], the first at 0; None = not known."""
     origin: str
+    """The name of the file, folder or corpus, for messages."""
     offset: int = 0
+    """How many tokens of `origin` come before these."""
 
     @property
     def size(self) -> int:
@@ -70,15 +59,13 @@ class Tokens:
     def split(self, val_fraction: float) -> tuple[Tokens, Tokens]:
         """Split off the last `val_fraction`; a document may be cut in two, as in nanoGPT's split."""
         cut = int(self.size * (1 - val_fraction))
-        train_starts = val_starts = self.document_starts
-        if train_starts is not None and val_starts is not None:
-            running = np.searchsorted(train_starts, cut, side="right") - 1
-            train_starts = train_starts[: np.searchsorted(train_starts, cut)]
-            val_starts = np.maximum(val_starts[running:] - cut, 0)
-        return (
-            replace(self, tokens=self.tokens[:cut], document_starts=train_starts),
-            replace(self, tokens=self.tokens[cut:], document_starts=val_starts, offset=cut),
-        )
+        starts = train_starts = val_starts = self.document_starts
+        if starts is not None:
+            running = np.searchsorted(starts, cut, side="right") - 1
+            train_starts = starts[: np.searchsorted(starts, cut)]
+            val_starts = np.maximum(starts[running:] - cut, 0)
+        train = replace(self, tokens=self.tokens[:cut], document_starts=train_starts)
+        return train, replace(self, tokens=self.tokens[cut:], document_starts=val_starts, offset=cut)
 
 
 # Text, where each file is a document.
@@ -88,8 +75,12 @@ def load_texts(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple
     """Load text sources; an empty path is the standard library's. The tokenizer `chars` knows the characters of all."""
     sources = [_source_files(path, data) for path in paths]
     texts = (read_text(file) for files, _ in sources for file in files)
-    tokenizer = make_tokenizer(data.tokenizer, texts, vocab_size)
-    return [_encode_files(files, tokenizer, origin) for files, origin in sources], tokenizer
+    tokenizer, streams = make_tokenizer(data.tokenizer, texts, vocab_size), []
+    for files, origin in sources:
+        documents = list(encode_files(files, tokenizer))
+        ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
+        streams.append(Tokens(np.concatenate(documents), np.concatenate([[0], ends[:-1]]), origin))
+    return streams, tokenizer
 
 
 def _source_files(path: str, data: DataConfig) -> tuple[list[Path], str]:
@@ -103,7 +94,7 @@ def stdlib_files(max_bytes: int) -> list[Path]:
     """Return as many of Python's own library sources, sorted by path, as fit in `max_bytes`; no tests, no tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
     # The build of Python writes _sysconfigdata, which has paths of that machine.
-    sources = [file for file in files_below(root, STDLIB_LEFT_OUT) if file.match("*.py")]
+    sources = [file for file in files_below(root, _STDLIB_LEFT_OUT) if file.match("*.py")]
     files = [file for file in sources if not file.name.startswith("_sysconfigdata")]
     total = np.cumsum([file.stat().st_size for file in files])
     files = files[: np.searchsorted(total, max_bytes, side="right")]
@@ -146,12 +137,6 @@ def _looks_binary(file: Path) -> bool:
         return b"\0" in opened.read(8192)
 
 
-def _encode_files(files: Iterable[Path], tokenizer: Tokenizer, origin: str) -> Tokens:
-    documents = list(encode_files(files, tokenizer))
-    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
-    return Tokens(np.concatenate(documents), np.concatenate([[0], ends[:-1]]), origin)
-
-
 # A token file is NAME.bin (raw ids); beside it lie NAME.bin.json (dtype and counts), NAME.bin.docs (raw int64 document
 # starts) and NAME.bin.tokenizer.json. A .bin alone is nanoGPT's: its ids are uint16, documents and tokenizer unknown.
 
@@ -159,10 +144,8 @@ def _encode_files(files: Iterable[Path], tokenizer: Tokenizer, origin: str) -> T
 def tokenize(data: DataConfig, out: str | Path) -> Tokens:
     """Write the text source of a config (`source`, `path`, `tokenizer`, `max_bytes`) as a token file, and open it.
 
-    One document is in memory at a time, progress goes to stderr, and each file appears whole or not at all.
-
-    Raises:
-      UserError: the source is bad, the name does not end in .bin, or a file cannot be written.
+    One document is in memory at a time, progress goes to stderr, and each file appears whole or not at all. A UserError
+    says what is wrong with the source or the name, or why a file cannot be written.
     """
     out = Path(out)
     if out.suffix != ".bin" or data.source == "tokens":
@@ -205,15 +188,14 @@ def load_token_files(paths: Sequence[str], data: DataConfig, vocab_size: int) ->
 
 
 def open_tokens(path: str | Path) -> Tokens:
-    """Open a token file, memory-mapped, with the files that lie beside it.
-
-    Raises:
-      UserError: a file is missing, empty, cut short, or not the one that its .json describes.
-    """
+    """Open a token file, memory-mapped, with those beside it; a UserError if one is missing, cut short or another's."""
     path = Path(path)
     if path.suffix != ".bin":
         raise UserError(f"{path} is not a .bin file, which data.source=tokens reads: for text set data.source=text")
-    meta = _read_meta(path.with_suffix(".bin.json"))
+    described = path.with_suffix(".bin.json")
+    meta: dict[str, Any] = read_json(described) if described.exists() else {"dtype": "uint16"}
+    if meta.get("dtype") not in ("uint16", "uint32"):
+        raise UserError(f'{described} describes a token file, so it must say "dtype": "uint16" or "uint32"')
     tokens = _memory_map(path, np.dtype(meta["dtype"]).newbyteorder("<"))
     docs = path.with_suffix(".bin.docs")
     starts = _memory_map(docs, np.dtype("<i8")) if docs.exists() else None
@@ -224,13 +206,6 @@ def open_tokens(path: str | Path) -> Tokens:
                 "one of them was cut short or is from another run, so write them again with `jaxpar tokenize`"
             )
     return Tokens(tokens, starts, str(path))
-
-
-def _read_meta(path: Path) -> dict[str, Any]:
-    meta = read_json(path) if path.exists() else {"dtype": "uint16"}
-    if meta.get("dtype") not in ("uint16", "uint32"):
-        raise UserError(f'{path} describes a token file, so it must say "dtype": "uint16" or "uint32"')
-    return meta
 
 
 def _memory_map(path: Path, dtype: np.dtype) -> np.ndarray:
