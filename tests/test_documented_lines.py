@@ -21,7 +21,7 @@ import pytest
 
 from jaxpar.base.config import Config, ModelConfig, check, parse
 from jaxpar.base.toml import presets
-from jaxpar.cli import arguments, commands, launch
+from jaxpar.cli import arguments, commands, launch, rehearse
 from jaxpar.cli import main as cli
 from jaxpar.cli.arguments import config_args
 from jaxpar.models import Model
@@ -33,7 +33,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 SCHEMAS = {
     "train": commands.TrainArgs, "verify": commands.VerifyArgs, "show": commands.ShowArgs,
-    "rehearse": commands.RehearseArgs, "sweep": launch.SweepArgs, "watch": lambda _: commands.WatchArgs(),
+    "rehearse": rehearse.RehearseArgs, "sweep": launch.SweepArgs, "watch": lambda _: commands.WatchArgs(),
 }  # fmt: skip
 SMALL = """
 --model.embed 32 --model.mlp 64 --train.steps 20 --train.warmup-steps 2

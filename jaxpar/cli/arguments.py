@@ -13,6 +13,7 @@ import io
 import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
@@ -20,7 +21,7 @@ import tyro
 from jaxpar.base.config import Config, load_config
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.hardware import load_mesh_preset
-from jaxpar.base.toml import flatten
+from jaxpar.base.toml import flatten, presets
 from jaxpar.base.unused_settings import require_effects
 
 if TYPE_CHECKING:
@@ -44,22 +45,6 @@ class ConfigArgs:
     config: Overrides
     on: str = ""
     """Take the [mesh] table from this mesh preset or file instead."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RehearseArgs(ConfigArgs):
-    """The training step compiled for hardware that is not here: does it fit, what takes the time, what is exposed."""
-
-    target: str = ""
-    """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ...: docs/targets.md lists them."""
-    trace: str = ""
-    """Write the timeline as a Chrome trace, which ui.perfetto.dev and TensorBoard open; NAME.json.gz compresses it."""
-    picture: str = ""
-    """Draw the timeline, a row for each lane of a device: FILE.png or FILE.svg."""
-    json: str = ""
-    """Write the report as JSON; - = print it, and nothing else."""
-    fail_on: str = ""
-    """Conditions that exit with 1: unplanned-collective,does-not-fit, or any rule of the linter."""
 
 
 def config_args(
@@ -114,7 +99,7 @@ def positional(usage: str | None, default: DataclassInstance, words: list[str], 
     if {"-h", "--help"}.intersection(words[:count]):
         parse(usage, default, ["--help"])
     if len(words) < count or any(word.startswith("-") for word in words[:count]):
-        raise UserError("usage: " + _line(usage))
+        raise UserError(f"usage: {usage}")
     return words[:count]
 
 
@@ -124,7 +109,7 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
     Raises:
       UserError: a flag or a value that tyro refuses: one line, in place of its box.
     """
-    said, prog = io.StringIO(), _line(usage).partition(" [")[0]
+    said, prog = io.StringIO(), str(usage).partition(" [")[0]
     try:
         with contextlib.redirect_stderr(said):
             args, unknown = tyro.cli(
@@ -143,9 +128,14 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
     return args
 
 
-def _line(usage: str | None) -> str:
-    """The docstring as one line."""
-    return " ".join(str(usage).split())
+def run_folder(name: str, given: str = "") -> Path:
+    """The run folder: the one given, or what the config's name stands for: where it is a run folder, or the config.toml
+    in one, that; else runs/NAME."""
+    path = Path(name)
+    folder = path.parent if path.name == "config.toml" else path
+    is_run = (folder / "config.toml").exists() and (path.is_dir() or (folder / "checkpoints").is_dir())
+    found = folder if is_run and name not in presets("jaxpar.configs") else Path("runs") / path.stem
+    return Path(given) if given else found
 
 
 def _boxed_text(box: str) -> str:

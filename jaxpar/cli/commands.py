@@ -1,16 +1,25 @@
-"""The commands of `jaxpar`: each parses its words, calls the library and prints. `cli` lists and finds them."""
+"""The commands of `jaxpar` that have no module of their own: each parses its words, calls the library and prints."""
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxpar.base.config import Config, check
-from jaxpar.base.console import console
+import jax
+
+from jaxpar.base.config import Config, DataConfig, check
+from jaxpar.base.console import PACKAGES, bytes_text, console
 from jaxpar.base.errors import UserError
-from jaxpar.base.toml import presets
-from jaxpar.cli.arguments import ConfigArgs, Overrides, RehearseArgs, config_args, flag_words, parse, positional
+from jaxpar.base.hardware import hardware_of, load_mesh_preset
+from jaxpar.base.mesh import MeshSpec
+from jaxpar.base.runtime import start, versions
+from jaxpar.cli.arguments import ConfigArgs, Overrides, config_args, parse, positional, run_folder
+
+OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "wandb", "mlflow-skinny",
+            "transformers", "torch")  # fmt: skip
+"""Packages that `doctor` tells of where they are installed."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,7 @@ class TrainArgs(ConfigArgs):
     run: str = ""
     """Run folder; empty = runs/NAME, or the one that the config came from."""
     verify: bool = False
-    """First compare the plan with one device on a small model ; refuse it if it differs."""
+    """First compare the plan with one device on a small model; refuse it if it differs."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ def train_command(words: list[str]) -> int:
     from jaxpar.launch.local import train_config
 
     name, args = config_args(train_command.__doc__, TrainArgs, words)
-    result = train_config(args.config, Path(args.run) if args.run else run_folder(name), args.verify)
+    result = train_config(args.config, run_folder(name, args.run), args.verify)
     return 130 if result.interrupted else 0
 
 
@@ -124,28 +133,8 @@ def verify_command(words: list[str]) -> int:
     return 0 if found.equal else 1
 
 
-def eval_command(words: list[str]) -> int:
-    """jaxpar eval RUN|HF_FOLDER [--step N] [--tasks NAME,NAME] [--json] [--section.key value ...]"""
-    from jaxpar.cli.evaluate import EvalArgs, evaluate_words
-    from jaxpar.train.trained import read_config
-
-    name, args = config_args(eval_command.__doc__, EvalArgs, words, lambda name: read_config(Path(name)))
-    evaluate_words(Path(name), args)
-    return 0
-
-
-def generate_command(words: list[str]) -> int:
-    """jaxpar generate RUN|HF_FOLDER --prompt TEXT | --prompts FILE [--chat] [--temperature T] [--mesh.data N ...]"""
-    from jaxpar.cli.generate import GenerateArgs, generate_words
-
-    (folder,) = positional(generate_command.__doc__, GenerateArgs(), words, 1)
-    generate_words(Path(folder), parse(generate_command.__doc__, GenerateArgs(), flag_words(words[1:])))
-    return 0
-
-
 def show_command(words: list[str]) -> int:
     """jaxpar show CONFIG [--on MESH] [--out PNG] [--schedule] [--section.key value ...]"""
-    from jaxpar.base.hardware import load_mesh_preset
     from jaxpar.show.show import show, show_schedule
 
     name, args = config_args(show_command.__doc__, ShowArgs, words)
@@ -155,14 +144,6 @@ def show_command(words: list[str]) -> int:
     else:
         show(config, picture, load_mesh_preset(args.on)[1].hbm_bytes if args.on else 0)
     return 0
-
-
-def rehearse_command(words: list[str]) -> int:
-    """jaxpar rehearse CONFIG --target T [--trace|--json FILE] [--section.key value ...]"""
-    from jaxpar.cli.rehearse import rehearse_words
-
-    name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
-    return rehearse_words(name, args, "jaxpar rehearse " + " ".join(words))
 
 
 def convert_command(words: list[str]) -> int:
@@ -180,22 +161,19 @@ def convert_command(words: list[str]) -> int:
         step = convert.export_run(args.config, source, target, args.step, args.dtype, args.adapter)
         what = "the adapter, float32" if args.adapter else args.dtype
         console().print(f"exported step {step} of {source} to {target} ({what} safetensors)")
-    else:
-        if args.dtype != ConvertArgs.dtype or args.step or args.adapter:
-            why = f"{source} is no run folder, so this is an import"
-            raise UserError(f"--dtype, --step and --adapter have no effect: {why}")
-        convert.import_run(args.config, source, target)
-        console().print(
-            f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on"
-        )
-        if not (target / convert.TOKENIZER).exists():
-            console().print(f"{source} has no {convert.TOKENIZER}: put it into {target}, or give data.tokenizer")
+        return 0
+    if args.dtype != ConvertArgs.dtype or args.step or args.adapter:
+        why = f"{source} is no run folder, so this is an import"
+        raise UserError(f"--dtype, --step and --adapter have no effect: {why}")
+    convert.import_run(args.config, source, target)
+    console().print(f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on")
+    if not (target / convert.TOKENIZER).exists():
+        console().print(f"{source} has no {convert.TOKENIZER}: put it into {target}, or give data.tokenizer")
     return 0
 
 
 def tokenize_command(words: list[str]) -> int:
     """jaxpar tokenize SOURCE OUT.bin [--tokenizer NAME]"""
-    from jaxpar.base.config import DataConfig
     from jaxpar.data.corpus import unigram_entropy
     from jaxpar.data.tokens import tokenize
 
@@ -205,17 +183,14 @@ def tokenize_command(words: list[str]) -> int:
     if source == "text" and args.max_bytes != TokenizeArgs.max_bytes:
         raise UserError("--max-bytes has no effect: it caps the stdlib corpus alone")
     data = DataConfig(source=source, path=path, tokenizer=args.tokenizer, max_bytes=args.max_bytes)
-    tokens = tokenize(data, out)
-    console().print(
-        f"{out}: {len(tokens.tokens):,} tokens ({tokens.tokens.dtype}), "
-        f"unigram entropy {unigram_entropy(tokens.tokens):.3f} nats a token"
-    )
+    tokens = tokenize(data, out).tokens
+    entropy = f"unigram entropy {unigram_entropy(tokens):.3f} nats a token"
+    console().print(f"{out}: {len(tokens):,} tokens ({tokens.dtype}), {entropy}")
     return 0
 
 
 def bench_command(words: list[str]) -> int:
     """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
-    from jaxpar.base.runtime import start
     from jaxpar.bench.alternate import table
     from jaxpar.bench.step import bench_step
     from jaxpar.train.plans import make_plan
@@ -227,34 +202,45 @@ def bench_command(words: list[str]) -> int:
     return 0
 
 
-def launch_command(words: list[str]) -> int:
-    """jaxpar launch ray|slurm|gke|tpu-vm|skypilot CONFIG ..."""
-    from jaxpar.cli.launch import launch_words
-
-    return launch_words(words, run_folder)
-
-
-def sweep_command(words: list[str]) -> int:
-    """jaxpar sweep CONFIG --over KEY=V,V KEY=V,V [--run DIR] [--per-trial N] [--section.key value ...]"""
-    from jaxpar.cli.launch import sweep_words
-
-    return sweep_words(sweep_command.__doc__, words)
-
-
 def doctor_command(_: list[str]) -> int:
     """jaxpar doctor"""
-    from jaxpar.cli.doctor import examine
+    from jaxpar.parallel.host_memory import memory_kinds
+    from jaxpar.rehearse.targets import compilers
 
-    facts, warnings = examine()
-    for line in [*facts, *(f"warning      {warning}" for warning in warnings)]:
+    found, devices = versions(PACKAGES + OPTIONAL), start(MeshSpec())
+    first, backend = devices[0], jax.default_backend()
+    hardware, stats = hardware_of(first.device_kind), first.memory_stats()
+    limit = f", {bytes_text(stats['bytes_limit'])} usable" if stats and "bytes_limit" in stats else ""
+    for line in (
+        f"python       {platform.python_version()} on {platform.platform()}",
+        f"packages     {', '.join(f'{name} {number}' for name, number in found.items())}",
+        f"backend      {backend}: {len(devices)} x {first.device_kind}{limit}",
+        f"processes    {jax.process_count()}",
+        f"memory kinds {', '.join(memory_kinds(first))}",
+        *(f"compiler     for {name} targets: {what}" for name, what in compilers().items()),
+        f"hardware     {hardware.chip if hardware else 'no preset knows this chip: MFU will not be shown'}",
+        *(f"warning      {warning}" for warning in warnings_for(found, backend)),
+    ):
         console().print(line)
     return 0
 
 
-def run_folder(name: str) -> Path:
-    """The run that a config's name stands for: where it is a run folder, or the config.toml in one, that; else
-    runs/NAME."""
-    path = Path(name)
-    folder = path.parent if path.name == "config.toml" else path
-    is_run = (folder / "config.toml").exists() and (path.is_dir() or (folder / "checkpoints").is_dir())
-    return folder if is_run and name not in presets("jaxpar.configs") else Path("runs") / path.stem
+def warnings_for(versions: dict[str, str], backend: str) -> list[str]:
+    """What is known to go wrong with these versions of packages on a backend (`cpu`, `gpu`, `tpu`), a line each."""
+    from jaxpar.parallel.host_memory import known_problem
+
+    jax_version, jaxlib_version = versions.get("jax", ""), versions.get("jaxlib", "")
+    bad = known_problem(backend, jaxlib_version)
+    found = [bad] if bad else []
+    if jax_version.split(".")[:2] != jaxlib_version.split(".")[:2]:
+        found.append("jax and jaxlib are of different releases: install both at the same version")
+    if backend == "cpu" and any("cuda" in name for name in versions):
+        found.append(
+            "a CUDA plugin is installed and JAX runs on CPU: no driver or no GPU is visible (see `nvidia-smi`); "
+            "all is well if it is there to rehearse"
+        )
+    if versions.get("orbax-checkpoint") == "0.12.8":
+        found.append(
+            "orbax-checkpoint 0.12.8 restores a flipped bit without a word: keep checkpoints on storage that checksums"
+        )
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from jaxpar.base.config import check
 from jaxpar.base.console import console
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.cli.arguments import ConfigArgs, config_args
+from jaxpar.cli.arguments import ConfigArgs, config_args, run_folder
 from jaxpar.launch.scripts import Placement, script
 from jaxpar.rehearse.targets import load_target
 
@@ -60,12 +59,8 @@ KINDS = {
 }
 
 
-def launch_words(words: list[str], run_folder: Callable[[str], Path]) -> int:
-    """The `launch` command: a run, or a script on standard output; its exit code.
-
-    Raises:
-      UserError: the words name no kind of launch, or it cannot be done.
-    """
+def launch_command(words: list[str]) -> int:
+    """jaxpar launch ray|slurm|gke|tpu-vm|skypilot CONFIG ..."""
     if not words or words[0] in ("-h", "--help", "help"):
         print("usage: jaxpar launch KIND CONFIG ...   (jaxpar launch KIND --help lists its flags)\n")
         print("\n".join(f"  {kind:<8}  {text}" for kind, text in KINDS.items()))
@@ -84,18 +79,18 @@ def launch_words(words: list[str], run_folder: Callable[[str], Path]) -> int:
     if args.workers and args.target:
         raise UserError("--workers has no effect: a target has a process for each of its hosts")
     target = load_target(args.target) if args.target else None
-    folder = Path(args.run) if args.run else run_folder(name)
-    result = launch(args.config, folder, args.workers, target, args.max_failures, args.address)
+    result = launch(args.config, run_folder(name, args.run), args.workers, target, args.max_failures, args.address)
     if not result:
         print(f"jaxpar: the processes failed, and {args.max_failures} restarts were allowed", file=sys.stderr)
         return 1
     return 130 if result["interrupted"] else 0
 
 
-def sweep_words(usage: str | None, words: list[str]) -> int:
-    """The `sweep` command: runs, their table and picture; its exit code, 1 where no run was done."""
+def sweep_command(words: list[str]) -> int:
+    """jaxpar sweep CONFIG --over KEY=V,V KEY=V,V [--run DIR] [--per-trial N] [--section.key value ...]"""
     from jaxpar.launch.sweep import grid, results_table, sweep
 
+    usage = sweep_command.__doc__
     over, rest = split_over(words)
     name, args = config_args(usage, SweepArgs, rest)
     trials: dict[str, Any] = {}

@@ -1,11 +1,12 @@
 """`jaxpar`: finds the command that the first word names; a mistake of the user is a line and exit 2.
 
 What needs no JAX imports none: help, a version and a mistyped command take a tenth of a second. Each command's function
-is `NAME_command` of `commands`.
+is `NAME_command` of `commands`, or of the module that `_MODULES` names.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import NoReturn
@@ -29,6 +30,7 @@ COMMANDS = {
     "bench": "the training step beside PyTorch, in turns",
     "doctor": "versions, devices, known-bad combinations",
 }
+_MODULES = {"generate": "trained", "eval": "trained", "rehearse": "rehearse", "launch": "launch", "sweep": "launch"}
 _HELP = ("-h", "--help", "help")
 
 
@@ -80,17 +82,15 @@ def _command(words: list[str]) -> int:
     command, *rest = words
     if command not in COMMANDS:
         raise UserError(f"no command {command!r}{suggest(command, COMMANDS)}: jaxpar --help lists them")
-    if command in ("configs", "meshes", "doctor"):
-        if rest and rest[0] in _HELP:
+    if rest and command in ("configs", "meshes", "doctor"):
+        if rest[0] in _HELP:
             print(f"usage: jaxpar {command}\n\n{COMMANDS[command]}; takes no flags")
             return 0
-        if rest:
-            raise UserError(f"jaxpar {command} takes no arguments, found {' '.join(rest)}")
+        raise UserError(f"jaxpar {command} takes no arguments, found {' '.join(rest)}")
     if command in ("configs", "meshes"):
         return _list_presets(command)
-    from jaxpar.cli import commands
-
-    return getattr(commands, f"{command}_command")(rest)
+    module = importlib.import_module(f"jaxpar.cli.{_MODULES.get(command, 'commands')}")
+    return getattr(module, f"{command}_command")(rest)
 
 
 def fail(message: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -12,7 +13,7 @@ from rich.console import RenderableType
 from jaxpar.base.console import check_folders, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import write_whole
-from jaxpar.cli.arguments import RehearseArgs
+from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import on_target, rehearse
 from jaxpar.rehearse.report.lint import parse_rules
@@ -22,53 +23,52 @@ from jaxpar.rehearse.report.trace import write_trace
 from jaxpar.rehearse.targets import load_target
 
 
-def rehearse_words(name: str, args: RehearseArgs, command: str) -> int:
-    """The `rehearse` command: report and files; its exit code.
+@dataclass(frozen=True)
+class RehearseArgs(ConfigArgs):
+    """The training step compiled for hardware that is not here: does it fit, what takes the time, what is exposed."""
 
-    Args:
-      name: of the config, a preset or a path.
-      args: the flags, with the config and its overrides among them.
-      command: as typed.
+    target: str = ""
+    """v5p-64 (chips), v5e-8, v5p-128x4 (four slices), v5p:4x4x8 (a shape), h100x64, ...: docs/targets.md lists them."""
+    trace: str = ""
+    """Write the timeline as a Chrome trace, which ui.perfetto.dev and TensorBoard open; NAME.json.gz compresses it."""
+    picture: str = ""
+    """Draw the timeline, a row for each lane of a device: FILE.png or FILE.svg."""
+    json: str = ""
+    """Write the report as JSON; - = print it, and nothing else."""
+    fail_on: str = ""
+    """Conditions that exit with 1: unplanned-collective,does-not-fit, or any rule of the linter."""
 
-    Raises:
-      UserError: see `rehearse`; a condition or a file that cannot be read or written.
-    """
+
+def rehearse_command(words: list[str]) -> int:
+    """jaxpar rehearse CONFIG --target T [--trace|--json FILE] [--section.key value ...]"""
+    name, args = config_args(rehearse_command.__doc__, RehearseArgs, words)
     if not args.target:
         raise UserError("rehearse needs --target: v5p-64, v5e-8, h100x64, ...: docs/targets.md lists them")
-    target = load_target(args.target)
-    rules = parse_rules(args.fail_on)
-    quiet = args.json == "-"
-    check_folders(args.trace, args.picture, "" if quiet else args.json)
+    target, rules, quiet = load_target(args.target), parse_rules(args.fail_on), args.json == "-"
+    file = "" if quiet else args.json
+    check_folders(args.trace, args.picture, file)
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     config, program = resolve_and_compile(on_target(args.config, target)[0], target, say)
-    report = rehearse(config, target, Path(name).stem, command, say, program)
+    report = rehearse(config, target, Path(name).stem, " ".join(["jaxpar rehearse", *words]), say, program)
     for part in report_parts(report):
         say(part)
-    for file in _write(report, args):
-        say(f"wrote {file}")
+    if quiet:
+        print(json.dumps(report, allow_nan=False))
+    for asked, write in ((args.trace, write_trace), (args.picture, _draw), (file, _write_json)):
+        if asked:
+            try:
+                write(report, Path(asked))
+            except OSError as error:
+                raise UserError(f"cannot write {asked}: {error.strerror}") from error
+            say(f"wrote {asked}")
     broken = [row for row in report["findings"] if row["rule"] in rules]
     for line in finding_lines(broken):
         print(f"jaxpar: failed: {line}", file=sys.stderr)
     return 1 if broken else 0
 
 
-def _write(report: Rehearsal, args: RehearseArgs) -> list[str]:
-    """Write the files that were asked for, print the JSON if that was, and return the names of the files."""
-    text = json.dumps(report, allow_nan=False) if args.json else ""
-    if args.json == "-":
-        print(text)
-    writers: list[tuple[str, Callable[[Path], None]]] = [
-        (args.trace, lambda file: write_trace(report, file)),
-        (args.picture, lambda file: _draw(report, file)),
-        ("" if args.json == "-" else args.json, lambda file: write_whole(file, text + "\n")),
-    ]
-    asked = [(file, write) for file, write in writers if file]
-    for file, write in asked:
-        try:
-            write(Path(file))
-        except OSError as error:
-            raise UserError(f"cannot write {file}: {error.strerror}") from error
-    return [file for file, _ in asked]
+def _write_json(report: Rehearsal, file: Path) -> None:
+    write_whole(file, json.dumps(report, allow_nan=False) + "\n")
 
 
 def _draw(report: Rehearsal, file: Path) -> None:

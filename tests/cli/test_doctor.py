@@ -4,7 +4,7 @@ import pytest
 
 from jaxpar.base.console import PACKAGES
 from jaxpar.base.runtime import versions
-from jaxpar.cli.doctor import OPTIONAL, examine, warnings_for
+from jaxpar.cli.commands import OPTIONAL, doctor_command, warnings_for
 
 pytestmark = pytest.mark.quick
 
@@ -35,15 +35,16 @@ def test_no_gpu_is_missed_where_no_plugin_is_installed():
     assert warnings_for({name: version for name, version in HEALTHY.items() if "cuda" not in name}, "cpu") == []
 
 
-def test_the_facts_are_those_of_this_process():
-    facts, warnings = examine()
-    text = "\n".join(facts)
+def test_the_facts_are_those_of_this_process(capsys):
+    assert doctor_command([]) == 0
+    text = capsys.readouterr().out
     assert "8 x cpu" in text
     assert f"jax {versions()['jax']}" in text
     assert "pinned_host" in text
     for platform in ("tpu", "cuda"):
-        (line,) = [fact for fact in facts if f"for {platform} targets" in fact]
+        (line,) = [fact for fact in text.splitlines() if f"for {platform} targets" in fact]
         assert "pip install" in line or any(package in line for package in versions(PACKAGES + OPTIONAL))
+    warnings = [line.removeprefix("warning      ") for line in text.splitlines() if line.startswith("warning ")]
     assert warnings == warnings_for(versions(PACKAGES + OPTIONAL), "cpu")
 
 

@@ -1,0 +1,171 @@
+"""`jaxpar generate` and `jaxpar eval`: what a trained model writes, and how good it is, by its loss or by lm-eval."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+
+from jaxpar.base.console import console, count_text
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec, describe
+from jaxpar.base.toml import flatten
+from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse, positional
+from jaxpar.train.evaluate import evaluate_folder
+from jaxpar.train.prompts import continuation, encode_prompts, read_prompts, stop_ids
+from jaxpar.train.sampling import Sampling
+from jaxpar.train.trained import Dtype, Trained, open_trained, read_config, require_tokenizer
+
+
+@dataclass(frozen=True)
+class GenerateArgs:
+    """Continue prompts with the model of a run folder, of a Hugging Face folder or of a PEFT adapter."""
+
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A prompt; may be given several times."""
+    prompts: str = ""
+    """A file with one prompt a line, or .jsonl with "prompt" or "messages" in each line."""
+    chat: bool = False
+    """Take a prompt as the user's message, and write it as the folder's chat template does."""
+    max_tokens: int = 0
+    """New tokens of a prompt at most; 0 = as many as the context has room for, but no more than 128."""
+    temperature: float = 0.0
+    """0 = always the most likely token; above it tokens are drawn."""
+    top_k: int = 0
+    """Draw from this many of the most likely tokens; 0 = from all."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens that together have this probability."""
+    seed: int = 0
+    """Of the draws. A prompt's text does not depend on the others, or on the mesh."""
+    batch: int = 32
+    """Prompts that run at once."""
+    step: int = 0
+    """Checkpoint of a run; 0 = the best one, or the newest when none was evaluated."""
+    dtype: Dtype = "auto"
+    """Of matmuls, parameters and cache; auto = a run's own, else float32 on CPU and bfloat16 elsewhere."""
+    json: bool = False
+    """Print one JSON object a prompt."""
+    mesh: MeshSpec = field(default_factory=MeshSpec)
+
+
+@dataclass(frozen=True)
+class EvalArgs:
+    """Validation loss of a run's checkpoint or of a Hugging Face folder, or tasks of EleutherAI's lm-eval."""
+
+    config: Overrides
+    step: int = 0
+    """Checkpoint of a run; 0 = the best one, or the newest when none was evaluated."""
+    tasks: str = ""
+    """Tasks of lm-eval instead (extra: eval): names and paths of YAML files, with commas between."""
+    limit: int = 0
+    """Examples of a task; 0 = all."""
+    num_fewshot: int = -1
+    """Examples before each question; -1 = as the task says."""
+    chat: bool = False
+    """Write the prompts of tasks by the folder's chat template."""
+    batch: int = 32
+    """Requests of tasks that run at once."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def generate_command(words: list[str]) -> int:
+    """jaxpar generate RUN|HF_FOLDER --prompt TEXT | --prompts FILE [--chat] [--temperature T] [--mesh.data N ...]"""
+    (folder,) = positional(generate_command.__doc__, GenerateArgs(), words, 1)
+    args = parse(generate_command.__doc__, GenerateArgs(), flag_words(words[1:]))
+    if bool(args.prompt) == bool(args.prompts):
+        raise UserError("generate needs --prompt TEXT, once or several times, or --prompts FILE")
+    if args.batch < 1 or args.max_tokens < 0:
+        raise UserError(f"--batch is at least 1 and --max-tokens at least 0, found {args.batch} and {args.max_tokens}")
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    given = list(args.prompt) or read_prompts(Path(args.prompts))
+    trained = open_trained(Path(folder), args.mesh, args.dtype, args.step)
+    prompts, tokenizer = encode_prompts(trained, given, args.chat), require_tokenizer(trained)
+    stop = stop_ids(trained, args.chat or any(isinstance(one, list) for one in given))
+    longest = max(len(prompt.ids) for prompt in prompts)
+    most = args.max_tokens or max(min(128, trained.config.model.max_seq_len - longest), 1)
+    ids, main = [prompt.ids for prompt in prompts], jax.process_index() == 0
+    say = partial(print, end="", flush=True) if main else lambda text: None
+    if len(prompts) == 1 and not args.json:
+        trained.generator.check(ids, most)  # nothing is printed of a prompt that is refused
+        say("" if args.chat else prompts[0].text)
+        printed, new = "", list[int]()
+        for (new,) in trained.generator.stream(ids, most, sampling, stop, chunk=4):
+            text = continuation(tokenizer, ids[0], new, ended=False)
+            say(text[len(printed) :])
+            printed = text
+        say(continuation(tokenizer, ids[0], new)[len(printed) :] + "\n")
+    else:
+        found = trained.generator.generate(ids, most, sampling, stop, args.batch)
+        for number, (prompt, new) in enumerate(zip(prompts, found, strict=True), 1):
+            row = {
+                "prompt": prompt.text, "text": continuation(tokenizer, prompt.ids, new), "tokens": new,
+                "prompt_tokens": len(prompt.ids), "finish": "length" if len(new) == most else "stop",
+            }  # fmt: skip
+            text = f"--- {number} ---\n{'' if args.chat else row['prompt']}{row['text']}"
+            say((json.dumps(row, ensure_ascii=False) if args.json else text) + "\n")
+    if main:
+        print(_speed(trained), file=sys.stderr)
+    return 0
+
+
+def _speed(trained: Trained) -> str:
+    """One line with the tokens per second, and the devices."""
+    plan, spent = trained.generator.plan, trained.generator.spent
+    prefill = count_text(spent.prefill_tokens / max(spent.prefill_seconds, 1e-9))
+    decode = count_text(spent.decode_tokens / max(spent.decode_seconds, 1e-9))
+    return (
+        f"prefill {prefill} tokens/s ({spent.prefill_tokens}), decode {decode} tokens/s ({spent.decode_tokens}), "
+        f"{plan.compute}, on {plan.mesh.size} x {plan.mesh.devices.flat[0].device_kind} "
+        f"({describe(dict(plan.mesh.shape))})"
+    )
+
+
+def eval_command(words: list[str]) -> int:
+    """jaxpar eval RUN|HF_FOLDER [--step N] [--tasks NAME,NAME] [--json] [--section.key value ...]"""
+    name, args = config_args(eval_command.__doc__, EvalArgs, words, lambda name: read_config(Path(name)))
+    out = console()
+    if args.batch < 1 or args.limit < 0:
+        raise UserError(f"--batch is at least 1 and --limit at least 0, found {args.batch} and {args.limit}")
+    if args.tasks:
+        results = _run_tasks(Path(name), args)
+        if args.json:
+            out.print(json.dumps(results, default=str))
+            return 0
+        for task, numbers in results.items():
+            named = {key.removesuffix(",none"): value for key, value in numbers.items() if isinstance(value, float)}
+            values = ", ".join(f"{key} {value:.4f}" for key, value in named.items() if "stderr" not in key)
+            out.print(f"{task}: {values}")
+        return 0
+    for flag in ("limit", "num_fewshot", "chat", "batch"):
+        if getattr(args, flag) != getattr(EvalArgs, flag):
+            raise UserError(f"--{flag.replace('_', '-')} has no effect without --tasks")
+    found = evaluate_folder(args.config, Path(name), args.step, (lambda line: None) if args.json else out.print)
+    bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits a byte"
+    text = f"step {found.step}: validation loss {found.val_loss:.4f} nats a token, perplexity {found.perplexity:.3f}"
+    out.print(json.dumps(found._asdict()) if args.json else text + bits)
+    return 0
+
+
+def _run_tasks(folder: Path, args: EvalArgs) -> dict[str, dict[str, float]]:
+    """The numbers of each task of lm-eval."""
+    before, after = flatten(own := read_config(folder)), flatten(args.config)
+    changed = {key for key in after if after[key] != before[key]}
+    useless = [key for key in changed if not key.startswith("mesh.") and key != "precision.compute"]
+    if useless:
+        raise UserError(f"--{useless[0]} has no effect beside --tasks, which takes a mesh and precision.compute alone")
+    try:
+        from jaxpar.train.harness import run_tasks
+    except ImportError as error:
+        raise UserError(f"--tasks needs the lm-eval package ({error}): pip install 'jaxpar[eval]'") from error
+    mesh = args.config.mesh if args.config.mesh != own.mesh else None
+    dtype = args.config.precision.compute if "precision.compute" in changed else "auto"
+    trained = open_trained(folder, mesh, dtype, args.step)
+    tasks = args.tasks.split(",")
+    return run_tasks(trained, tasks, args.limit, args.num_fewshot, args.chat, args.batch)["results"]
