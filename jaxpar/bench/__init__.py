@@ -1,5 +1,4 @@
-"""Two or more ways to do one thing, timed in turns in one run.
+"""Two or more ways to do one thing, timed in turns in one run: `measure` does so, with a training step for them.
 
-`alternate` times candidates in turns and makes the table of medians and ratios; `step` has a training step for them.
 The measurements of the project itself on a GPU stand with the tests (`tests/on_gpu`).
 """

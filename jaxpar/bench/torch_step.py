@@ -1,4 +1,4 @@
-"""A `transformers` model that trains in PyTorch, in a process of its own to which `jaxpar.bench.step` talks.
+"""A `transformers` model that trains in PyTorch, in a process of its own to which `jaxpar.bench.measure` talks.
 
 It imports nothing of jax, which uses other CUDA libraries. The command line says as JSON what to do. Each line of input
 is then a number of steps, answered when they are done by a line of JSON, which may say what is `missing`.

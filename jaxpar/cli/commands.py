@@ -14,7 +14,7 @@ from jaxpar.base.console import PACKAGES, bytes_text, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import hardware_of, load_mesh_preset
 from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.runtime import start, versions
+from jaxpar.base.runtime import memory_of, start, versions
 from jaxpar.cli.arguments import ConfigArgs, Overrides, config_args, parse, positional, run_folder
 
 OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "wandb", "mlflow-skinny",
@@ -191,8 +191,7 @@ def tokenize_command(words: list[str]) -> int:
 
 def bench_command(words: list[str]) -> int:
     """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
-    from jaxpar.bench.alternate import table
-    from jaxpar.bench.step import bench_step
+    from jaxpar.bench.measure import bench_step, table
     from jaxpar.train.plans import make_plan
 
     _, args = config_args(bench_command.__doc__, BenchArgs, words)
@@ -209,8 +208,8 @@ def doctor_command(_: list[str]) -> int:
 
     found, devices = versions(PACKAGES + OPTIONAL), start(MeshSpec())
     first, backend = devices[0], jax.default_backend()
-    hardware, stats = hardware_of(first.device_kind), first.memory_stats()
-    limit = f", {bytes_text(stats['bytes_limit'])} usable" if stats and "bytes_limit" in stats else ""
+    hardware = hardware_of(first.device_kind)
+    limit = f", {bytes_text(has)} usable" if (has := memory_of(first)) else ""
     for line in (
         f"python       {platform.python_version()} on {platform.platform()}",
         f"packages     {', '.join(f'{name} {number}' for name, number in found.items())}",

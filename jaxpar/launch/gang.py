@@ -31,14 +31,12 @@ if TYPE_CHECKING:
     from ray.util.queue import Queue
 
 _SETTINGS = {
-    "RAY_TRAIN_V2_ENABLED": "1",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_V2_ENABLED": "1", "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a process that reports a row waits until Ray has read the one before
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the behaviour that Ray's warning says will come
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is ours
-}
+}  # fmt: skip
 
 
 @contextmanager
@@ -117,19 +115,12 @@ def launch(
             needed, here = count * places["num_workers"], int(ray.cluster_resources().get(kind, 0))
             if here < needed:  # it may be one that grows
                 lines.put(f"waiting for {needed} {kind}s: the Ray cluster has {here}")
-        job = {
-            "config": to_toml(config, RESOLVED), "folder": folder.absolute(), "here": os.getcwd(), "mark": uuid4().hex,
-            "lines": lines,
-        }  # fmt: skip
+        failures, told = train.FailureConfig(max_failures=max_failures), [_tell_of_failures(lines)]
         trainer = JaxTrainer(
             _work,
-            train_loop_config=job,
+            train_loop_config=job_of(config, folder) | {"mark": uuid4().hex, "lines": lines},
             scaling_config=train.ScalingConfig(**places),
-            run_config=train.RunConfig(
-                storage_path=records,
-                failure_config=train.FailureConfig(max_failures=max_failures),
-                callbacks=[_tell_of_failures(lines)],
-            ),
+            run_config=train.RunConfig(storage_path=records, failure_config=failures, callbacks=told),
         )
         try:
             found = trainer.fit().return_value or {}
@@ -140,6 +131,18 @@ def launch(
     if "error" in found:
         raise UserError(found["error"])
     return found
+
+
+def job_of(config: Config, folder: Path) -> dict[str, Any]:
+    """What a process of Ray needs to train a config: `read_job` reads it there."""
+    return {"config": to_toml(config, RESOLVED), "folder": str(folder.absolute()), "here": os.getcwd()}
+
+
+def read_job(job: dict[str, Any]) -> tuple[Config, Path]:
+    """The config and the run folder of a job. The process goes where paths of data are relative to, if that is here."""
+    if Path(job["here"]).is_dir():
+        os.chdir(job["here"])
+    return parse(job["config"], "the config"), Path(job["folder"])
 
 
 def _print_lines(lines: Queue) -> None:
@@ -197,9 +200,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     Ray would start all processes again."""
     import ray.train
 
-    config, folder, context = parse(job["config"], "the config"), job["folder"], ray.train.get_context()
-    if Path(job["here"]).is_dir():
-        os.chdir(job["here"])  # where paths of data are relative to
+    (config, folder), context = read_job(job), ray.train.get_context()
     try:
         if config.mesh.platform == "cpu":
             _say_who(context.get_world_rank(), context.get_world_size())
@@ -225,10 +226,8 @@ def _say_who(rank: int, count: int) -> None:
         with socket.socket() as free:
             free.bind(("", 0))
             address = f"{get_node_ip_address()}:{free.getsockname()[1]}"
-    address = broadcast_from_rank_zero(address)
-    os.environ |= {
-        "JAX_COORDINATOR_ADDRESS": str(address), "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(rank),
-    }  # fmt: skip
+    names = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+    os.environ |= dict(zip(names, map(str, (broadcast_from_rank_zero(address), count, rank)), strict=True))
 
 
 def _require_shared(folder: Path, mark: str) -> None:
@@ -237,10 +236,8 @@ def _require_shared(folder: Path, mark: str) -> None:
 
     def look() -> None:
         if not file.exists():
-            raise UserError(
-                f"host {socket.gethostname()} does not see what process 0 writes in {folder.parent}: give --run on "
-                "storage that all hosts share"
-            )
+            what = f"host {socket.gethostname()} does not see what process 0 writes in {folder.parent}"
+            raise UserError(f"{what}: give --run on storage that all hosts share")
 
     run_together(lambda: write_whole(file, "") if first else None)
     try:

@@ -3,6 +3,7 @@ and its loss."""
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +20,9 @@ from jaxpar.data.corpus import load_corpus, unigram_entropy
 from jaxpar.models import Model
 from jaxpar.plan import resolve
 from jaxpar.plan.budget import platform_of
-from jaxpar.plan.memory_account import memory_account, out_of_memory
+from jaxpar.plan.memory_account import MemoryPart, memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
-from jaxpar.show.memory import memory_table, write_memory_account
+from jaxpar.show.tables import memory_table
 from jaxpar.train.loop import OutOfMemory, Result, run
 from jaxpar.train.metrics import Report, read_metrics
 from jaxpar.train.plans import make_plan
@@ -49,9 +50,10 @@ def train_config(config: Config, folder: Path, verify: bool = False, report: Rep
 
     def report_memory(config: Config, plan: Plan, compiled: Compiled) -> None:
         if memory := compiled.memory_analysis():
-            device = plan.mesh.devices.flat[0]
-            parts = memory_account(config, plan, platform_of(device))
-            write_memory_account(folder, parts, CompiledBytes.of(memory), memory_of(device))
+            parts, has = _memory_parts(config, plan)
+            predicted, said = [part._asdict() for part in parts], CompiledBytes.of(memory)._asdict()
+            text = json.dumps({"predicted": predicted, "compiled": said, "device_has": has}, indent=1)
+            (folder / "memory.json").write_text(text + "\n", encoding="utf-8")
 
     entropy, drawn = unigram_entropy(corpus.train.sample), time.monotonic()
 
@@ -73,19 +75,19 @@ def train_config(config: Config, folder: Path, verify: bool = False, report: Rep
         with ThreadPoolExecutor(1) as beside:
             result = run(settled, folder, corpus, report_memory, take_row)
     except OutOfMemory as error:
-        raise UserError(_what_would_fit(error, main)) from error
+        parts, has = _memory_parts(error.config, error.plan)
+        say(memory_table(parts))
+        raise UserError(out_of_memory(error.said, parts, error.config, error.plan, has)) from error
     if main and (folder / "metrics.jsonl").exists():
         draw()
         say(f"wrote {folder / 'loss.png'}")
     return result
 
 
-def _what_would_fit(error: OutOfMemory, main: bool) -> str:
-    device = error.plan.mesh.devices.flat[0]
-    parts = memory_account(error.config, error.plan, platform_of(device))
-    if main:
-        console().print(memory_table(parts))
-    return out_of_memory(error.said, parts, error.config, error.plan, memory_of(device))
+def _memory_parts(config: Config, plan: Plan) -> tuple[list[MemoryPart], int]:
+    """The predicted parts of a step's memory on a device of a plan, and the bytes that the device has."""
+    device = plan.mesh.devices.flat[0]
+    return memory_account(config, plan, platform_of(device)), memory_of(device)
 
 
 def _draw_loss(config: Config, folder: Path, entropy: float) -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import csv
 import itertools
-import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.table import Table
 
-from jaxpar.base.config import RESOLVED, Config, parse
+from jaxpar.base.config import Config
 from jaxpar.base.console import count_text
 from jaxpar.base.errors import UserError
-from jaxpar.base.toml import to_toml
-from jaxpar.launch.gang import ray_started
+from jaxpar.launch.gang import job_of, ray_started, read_job
 from jaxpar.launch.local import train_config
 from jaxpar.train.metrics import read_metrics
 
@@ -26,8 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """How the run of one combination of settings ended: losses in nats a token, medians of its rates."""
 
     settings: str
@@ -38,9 +34,6 @@ class Trial:
     step_seconds: float | None = None
     error: str = ""
     """Why the config was refused, or what the run broke off with."""
-
-
-FIELDS = [field.name for field in fields(Trial)]
 
 
 def grid(over: Sequence[str]) -> list[list[str]]:
@@ -75,16 +68,14 @@ def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     found = {settings: Trial(settings, error=str(e)) for settings, e in trials.items() if isinstance(e, UserError)}
-    jobs = {
-        settings: {"config": to_toml(config, RESOLVED), "folder": str(folder / _name(settings)), "here": os.getcwd()}
-        for settings, config in trials.items() if isinstance(config, Config)
-    }  # fmt: skip
-    on_cpu = all(config.mesh.platform == "cpu" for config in trials.values() if isinstance(config, Config))
+    configs = {settings: config for settings, config in trials.items() if isinstance(config, Config)}
+    jobs = {settings: job_of(config, folder / _name(settings)) for settings, config in configs.items()}
+    on_cpu = all(config.mesh.platform == "cpu" for config in configs.values())
     with ray_started(address) as (ray, records, lines):
         from ray import tune
 
         def run(chosen: dict[str, str]) -> None:
-            tune.report(asdict(_run(chosen["settings"], jobs[chosen["settings"]], lines)))
+            tune.report(_run(chosen["settings"], jobs[chosen["settings"]], lines)._asdict())
 
         tuner = tune.Tuner(
             tune.with_resources(run, _resources(ray, on_cpu, per_trial)),
@@ -93,14 +84,12 @@ def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int
         )
         ended: Any = tuner.fit() if jobs else ()
         for result in ended:
-            settings, known = result.config["settings"], {key: result.metrics.get(key) for key in FIELDS}
+            settings, known = result.config["settings"], {key: result.metrics.get(key) for key in Trial._fields}
             last = str(result.error).strip().splitlines()[-1] if result.error else ""
             found[settings] = Trial(settings, error=last) if last else Trial(**known)
     results = [found[settings] for settings in trials]
     with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, FIELDS)
-        table.writeheader()
-        table.writerows([asdict(trial) for trial in results])
+        csv.writer(file).writerows([Trial._fields, *results])
     from jaxpar.show.figures import save_figure  # matplotlib, which no run waits for
 
     rows = {trial.settings: read_metrics(folder / _name(trial.settings)) for trial in results}
@@ -124,11 +113,9 @@ def _resources(ray: Any, on_cpu: bool, count: int) -> dict[str, float]:
 
 def _run(settings: str, job: dict[str, str], lines: Any) -> Trial:
     """What the process of one combination does."""
-    if Path(job["here"]).is_dir():
-        os.chdir(job["here"])  # where paths of data are relative to
-    folder = Path(job["folder"])
+    config, folder = read_job(job)
     try:
-        train_config(parse(job["config"], "the config"), folder)
+        train_config(config, folder)
     except UserError as error:
         lines.put(f"{settings}: {error}")
         return Trial(settings, error=str(error))

@@ -25,9 +25,7 @@ _TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
 # Paul Tol's light scheme, which all kinds of colour vision tell apart under black letters.
 _DEVICES = "#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"
 _FEW = 5  # a curve with fewer points than this shows each as a dot
-_STATE = {
-    "parameters": "#1f4e8c", "optimizer": "#5b8fc9", "gradients": "#a9cbe8", "activations": "#e6842a",
-}  # fmt: skip
+_STATE = {"parameters": "#1f4e8c", "optimizer": "#5b8fc9", "gradients": "#a9cbe8", "activations": "#e6842a"}
 _ROOM, _LETTER = (185, 235), 0.54  # an array's height and width in points; a letter's width by its size
 _SIZES = 10, 6  # of the letters of a shard that names all its devices, and of one that names the first
 
@@ -37,10 +35,8 @@ def loss_figure(
 ) -> Figure:
     """Draw the training and validation loss by step.
 
-    Args:
-      rows: the lines of `metrics.jsonl`.
-      title: the title of the figure.
-      references: the horizontal lines by label, such as the text's unigram entropy (nats a token).
+    `rows` are the lines of `metrics.jsonl`, and `references` horizontal lines by label, such as the text's unigram
+    entropy (nats a token).
     """
     figure = Figure(figsize=(7.5, 4.2), dpi=120, layout="constrained")
     axes = figure.subplots()
@@ -48,10 +44,8 @@ def loss_figure(
         points = [(row["step"], row[key]) for row in rows if key in row]
         if points:
             dot = "." if len(points) < _FEW else marker  # a line through one point cannot be seen
-            line = axes.plot(
-                *zip(*points, strict=True), color=color, marker=dot, markersize=4 if dot == "o" else 8, linewidth=1.3
-            )[0]
-            line.set_label(f"{label} (last {points[-1][1]:.3f})")
+            (line,) = axes.plot(*zip(*points, strict=True), color=color, marker=dot, linewidth=1.3)
+            line.set(label=f"{label} (last {points[-1][1]:.3f})", markersize=4 if dot == "o" else 8)
     for label, value in (references or {}).items():
         axes.axhline(value, color=_REFERENCE, linestyle="--", linewidth=1, label=f"{label} ({value:.3f})")
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
@@ -112,9 +106,7 @@ def memory_figure(bars: Mapping[str, Mapping[str, int]], title: str, has: int = 
       has: the bytes of a device's memory; 0 = no line.
     """
     largest = max(has, *(sum(parts.values()) for parts in bars.values()))
-    unit, letters = next(
-        (2**power, word) for power, word in ((30, "GiB"), (20, "MiB"), (0, "B")) if largest >= 2**power
-    )
+    unit, letters = next((size, word) for size, word in ((2**30, "GiB"), (2**20, "MiB"), (1, "B")) if largest >= size)
     order = dict.fromkeys((*_STATE, *NAMES, "no name", *(name for parts in bars.values() for name in parts)))
     names = [name for name in order if any(parts.get(name, 0) > largest / 500 for parts in bars.values())]
     browns = matplotlib.colormaps["YlOrBr"](np.linspace(0.1, 0.95, len(NAMES)))
@@ -125,9 +117,7 @@ def memory_figure(bars: Mapping[str, Mapping[str, int]], title: str, has: int = 
     left = dict.fromkeys(bars, 0.0)
     for name in names:
         sizes = [parts.get(name, 0) / unit for parts in bars.values()]
-        drawn = axes.barh(
-            list(bars), sizes, 0.7, list(left.values()), color=colors[name], edgecolor="white", label=name
-        )
+        drawn = axes.barh([*bars], sizes, 0.7, [*left.values()], color=colors[name], edgecolor="white", label=name)
         ink = "white" if sum(to_rgb(colors[name])) < 1.4 else "black"
         inside = [name if size * unit > 0.013 * len(name) * largest else "" for size in sizes]
         axes.bar_label(drawn, inside, label_type="center", fontsize=7, color=ink)
@@ -205,8 +195,7 @@ def _draw_array(axes: Axes, row: Placement, layout: Layout) -> None:
     for devices, ((top, bottom), (left, right)), text in zip(holders.values(), spans, texts, strict=True):
         few, place = len(ids) <= len(_DEVICES), devices[0]
         tint = _DEVICES[place] if few else matplotlib.colormaps["turbo"](place / len(ids), alpha=0.75)
-        shard = Rectangle((left, top), right - left, bottom - top, facecolor=tint, edgecolor="white")
-        shard.set_linewidth(edge)
+        shard = Rectangle((left, top), right - left, bottom - top, facecolor=tint, edgecolor="white", linewidth=edge)
         axes.add_patch(shard)
         if text:
             axes.text((left + right) / 2, (top + bottom) / 2, text, ha="center", va="center", fontsize=size)

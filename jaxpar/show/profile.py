@@ -47,15 +47,14 @@ def profile_parts(folder: Path, target: str, say: Callable[[str], None], most: i
             raise
         note += f"; no prediction: {error}"
     order = sorted({*measured, *predicted}, key=lambda line: (-measured[line], -predicted.get(line, 0.0)))
-    times = [measured, predicted] if predicted else [measured]
+    times = {"measured": measured} | ({"predicted": predicted} if predicted else {})
     rows = [
-        [*(seconds_text(time[line]) if time.get(line) else "" for time in times), line[1], line[0], line[2]]
+        [*(seconds_text(time[line]) if time.get(line) else "" for time in times.values()), line[1], line[0], line[2]]
         for line in order
     ]
-    columns = [*("measured", "predicted")[: len(times)], "line", "scope", "phase"]
     first, last = facts["steps"]
     title = f"a step of steps {first} to {last} on one device: {seconds_text(measured.total())} measured on {note}"
-    return titled_table(title, columns, rows, len(times), most)
+    return titled_table(title, [*times, "line", "scope", "phase"], rows, len(times), most)
 
 
 def measured_lines(facts: dict[str, Any], folder: Path) -> Counter[Line]:
@@ -74,9 +73,8 @@ def measured_lines(facts: dict[str, Any], folder: Path) -> Counter[Line]:
                 continue
             for event in line.events:
                 stats = {"hlo_module": facts["module"]} if tpu else dict(event.stats)
-                name = (
-                    event.name.partition(" ")[0].lstrip("%") if tpu else stats.get("hlo_op", "")
-                )  # %add.1 = f32[8] ..
+                # The name of an event of a TPU begins `%add.1 = f32[8] ...`.
+                name = event.name.partition(" ")[0].lstrip("%") if tpu else stats.get("hlo_op", "")
                 place = facts["lines"].get(name)
                 around = name.startswith(("while", "call", "conditional"))  # others, which have events of their own
                 if stats.get("hlo_module") == facts["module"] and (place or not around):
@@ -87,8 +85,8 @@ def measured_lines(facts: dict[str, Any], folder: Path) -> Counter[Line]:
 
 def _target_of(facts: dict[str, Any]) -> str:
     """The name of a target with the devices of a trace."""
-    chips = {name: load_chip(name) for name in presets("jaxpar.meshes.chips")}
-    for name, chip in chips.items():
+    for name in presets("jaxpar.meshes.chips"):
+        chip = load_chip(name)
         if facts["device_kind"] in chip.hardware.device_kinds:
             return f"{name}{'-' if chip.slices.name else 'x'}{facts['devices'] // chip.hardware.devices_per_chip}"
     raise UserError("these devices cannot be rehearsed; --target v5e-8, or another that fits the mesh, can")

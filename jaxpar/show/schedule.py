@@ -21,12 +21,8 @@ _HEIGHT = 0.86  # the height of a bar as a share of its row
 def schedule_figure(table: Table, times: Times, title: str) -> Figure:
     """Draw a schedule in time with a row for each stage, and below it the number of inputs that each stage keeps.
 
-    Each action shows its microbatch where there is room for the number. Later chunks of a stage are lighter.
-
-    Args:
-      table: the schedule to draw.
-      times: the times of one action of one virtual stage.
-      title: the title, to which the idle share is added.
+    Each action shows its microbatch where there is room for the number. Later chunks of a stage are lighter. The times
+    are those of one action of one virtual stage. The idle share is added to the title.
 
     Raises:
       UserError: the table is not valid.
@@ -37,10 +33,16 @@ def schedule_figure(table: Table, times: Times, title: str) -> Figure:
     figure = Figure(figsize=(width, rows + 3.1), dpi=130, layout="constrained")
     gantt, curve = figure.subplots(2, 1, sharex=True, height_ratios=[rows + 0.5, 1.7])
     _draw(gantt, table, times, found, 72 * (width - 1.9))
-    gantt.set_title(f"{title}: {_facts(found)}", fontsize=11)
+    most = max(found.stash)
+    kept = f"at most {most} input{'s' if most > 1 else ''} kept"
+    gantt.set_title(f"{title}: bubble {100 * found.bubble:.1f} %, {kept}", fontsize=11)
     _draw_stash(curve, table, times, found)
     curve.set_xlabel(f"time (a forward {times.forward:.3g}, a backward {times.backward:.3g})")
-    _legend(figure, table)
+    v = table.virtual
+    chunks = {*_even_steps(v, 4), v - 1} if v > 1 else set()
+    keys = [Patch(color=color, label=kind) for kind, color in _COLORS.items()]
+    keys += [Patch(color=_lighten("#666666", chunk, v), label=f"chunk {chunk}") for chunk in sorted(chunks)]
+    figure.legend(handles=keys, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     return figure
 
 
@@ -50,7 +52,7 @@ def _draw(axes: Axes, table: Table, times: Times, found: Simulation, points: flo
     for s in range(table.stages):
         column = [(t, tick[s]) for t, tick in enumerate(table.ticks)]
         actions = [(found.starts[t], action) for t, action in column if action]
-        shades = [_shade(action, table.virtual) for _, action in actions]
+        shades = [_lighten(_COLORS[action.kind], action.chunk, table.virtual) for _, action in actions]
         spans = [(start, times.of(action.kind)) for start, action in actions]
         axes.broken_barh(
             spans, (s - _HEIGHT / 2, _HEIGHT), facecolors=shades, edgecolor="white",
@@ -89,34 +91,13 @@ def _draw_stash(axes: Axes, table: Table, times: Times, found: Simulation) -> No
     axes.tick_params(labelsize=9)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        title="at most", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9, title_fontsize=9
-    )
-
-
-def _facts(found: Simulation) -> str:
-    most = max(found.stash)
-    return f"bubble {100 * found.bubble:.1f} %, at most {most} input{'s' if most > 1 else ''} kept"
-
-
-def _legend(figure: Figure, table: Table) -> None:
-    """Add a legend below with the colours of a table's actions and the shades of its chunks."""
-    virtual = table.virtual
-    chunks = {*_even_steps(virtual, 4), virtual - 1} if virtual > 1 else set()
-    keys = [
-        *(Patch(color=color, label=kind) for kind, color in _COLORS.items()),
-        *(Patch(color=_lighten("#666666", c, virtual), label=f"chunk {c}") for c in sorted(chunks)),
-    ]
-    figure.legend(handles=keys, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    legend = axes.legend(title="at most", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    legend.get_title().set_fontsize(9)
 
 
 def _even_steps(count: int, most: int) -> range:
     """Take at most `most` of the first `count` integers in even steps."""
     return range(0, count, -(-count // most))
-
-
-def _shade(action: Action, virtual: int) -> str:
-    return _lighten(_COLORS[action.kind], action.chunk, virtual)
 
 
 def _lighten(color: str, chunk: int, virtual: int) -> str:
@@ -135,10 +116,7 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
     forward, `B3` the backward, and `F3b` the forward with the second chunk. The most inputs that each stage keeps and
     the bubble follow.
 
-    Args:
-      table: the schedule to write.
-      width: the number of columns; of a longer table the first and the last ticks are shown.
-      times: the times of one action of one virtual stage.
+    Of a table that is longer than `width` columns the first and the last ticks are shown.
     """
     found, ticks = simulate_schedule(table, times), table.ticks
     lettered = 1 < table.virtual <= 26
@@ -150,22 +128,22 @@ def schedule_text(table: Table, width: int = 100, times: Times = UNIT) -> Text:
     head = len(f"stage {table.stages - 1} ")
     room = max((width - head - len(" keeps 999") - 2) // (wide + 1), 2)
     front = len(ticks) if len(ticks) <= room else -(-room // 2)
-    shown = list(range(front)) + list(range(len(ticks) - (room - front), len(ticks)) if front < len(ticks) else [])
+    rest = range(len(ticks) - room + front, len(ticks)) if front < len(ticks) else range(0)
     text = Text()
     for s in range(table.stages):
         text.append(f"stage {s}".ljust(head))
-        for t in shown:
+        for t in (*range(front), *rest):
             action = ticks[t][s]
-            if t == len(ticks) - (room - front) and front < len(ticks):
+            if rest and t == rest[0]:
                 text.append("\u2026 ")
             if action is None:
                 text.append(".".ljust(wide + 1), style="dim")
             else:
-                shade = _shade(action, table.virtual)
+                shade = _lighten(_COLORS[action.kind], action.chunk, table.virtual)
                 text.append(cell(action).ljust(wide), style=f"{'#ffffff' if _is_dark(shade) else '#000000'} on {shade}")
                 text.append(" ")
         text.append(f"keeps {found.stash[s]}\n")
-    cut = f" ({len(shown)} shown)" if len(shown) < len(ticks) else ""
+    cut = f" ({front + len(rest)} shown)" if rest else ""
     text.append(f"{len(ticks)} ticks{cut}, bubble {100 * found.bubble:.1f} %; F forward, B backward")
     text.append(", then the microbatch" + (" and the chunk" if lettered else ""))
     return text

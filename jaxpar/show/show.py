@@ -1,10 +1,9 @@
-"""Tables and pictures show where a config's parameters live, what its devices keep and send, and how its pipeline goes,
-for any mesh and without hardware.
-"""
+"""`jaxpar show`: where a config's parameters live, what its devices keep and send, and how its pipeline goes, for any
+mesh and without hardware."""
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 from jaxpar.base.config import Config
@@ -20,9 +19,8 @@ from jaxpar.plan.choose_overlap import is_open, without_auto
 from jaxpar.plan.communication import step_collectives
 from jaxpar.plan.memory_account import memory_account
 from jaxpar.show.figures import mesh_figure, save_figure
-from jaxpar.show.memory import memory_table
 from jaxpar.show.schedule import schedule_figure, schedule_text
-from jaxpar.show.tables import activation_table, communication_table, sharding_table
+from jaxpar.show.tables import activation_table, communication_table, memory_table, sharding_table
 from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.saved_activations import activations
 from jaxpar.train.state import param_shapes
@@ -42,31 +40,22 @@ def show(config: Config, picture: Path, has: int = 0) -> None:
       UserError: the model does not fit the mesh, or a picture cannot be written.
     """
     check_folders(picture)
-    mesh = dataclasses.replace(config.mesh, platform="cpu", distributed=False)
-    unchosen = is_open(config.overlap)
-    config = dataclasses.replace(config, mesh=mesh, overlap=without_auto(config.overlap))
+    mesh = replace(config.mesh, platform="cpu", distributed=False)
+    auto = "overlap auto: shown as xla, without Domino; train and rehearse choose"
+    notes = [auto] if is_open(config.overlap) else []
+    config = replace(config, mesh=mesh, overlap=without_auto(config.overlap))
     plan, model = make_plan(config, start(mesh)), Model(config.model)
-    rows, named = placements(param_shapes(model, plan), model.axes, plan), activations(config, plan)
-    collectives = step_collectives(config, plan)
-    title = (
-        f"{config.model.family}, {count_text(model.parameter_count())} parameters, on {describe(dict(plan.mesh.shape))}"
-    )
-    out = console()
-    out.print(title)
-    for note in plan_notes(config, plan):
-        out.print(note)
-    if unchosen:
-        out.print("overlap auto: shown as xla, without Domino; train and rehearse choose")
-    out.print(sharding_table(rows))
-    out.print("")
-    out.print(activation_table(named))
-    out.print("")
+    rows, collectives = placements(param_shapes(model, plan), model.axes, plan), step_collectives(config, plan)
+    size, budget = count_text(model.parameter_count()), config.memory.budget
+    title = f"{config.model.family}, {size} parameters, on {describe(dict(plan.mesh.shape))}"
+    solved = f"memory.budget {budget}: shown as policy and keep say; train and rehearse solve it"
     parts = memory_account(config, plan, "tpu")  # a device whose host memory is not its own
-    out.print(memory_table(parts, has=has))
-    if config.memory.budget:
-        out.print(f"memory.budget {config.memory.budget}: shown as policy and keep say; train and rehearse solve it")
-    out.print("")
-    out.print(communication_table(collectives) if collectives else "no collectives: one device")
+    held = memory_table(parts, has), *([solved] if budget else [])
+    sent = communication_table(collectives) if collectives else "no collectives: one device"
+    tables = sharding_table(rows), "", activation_table(activations(config, plan)), "", *held, "", sent
+    out = console()
+    for part in (title, *plan_notes(config, plan), *notes, *tables):
+        out.print(part)
     save_figure(mesh_figure(rows, plan, title), picture)
     out.print(f"picture: {picture}")
 
@@ -78,10 +67,6 @@ def show_schedule(config: Config, picture: Path) -> None:
     It needs no devices, not even simulated ones. A stage's forward takes a time of 1, and its backward 2; a transfer
     takes no time.
 
-    Args:
-      config: the experiment to show.
-      picture: the path that the picture of the mesh would have.
-
     Raises:
       UserError: the mesh has one stage, or there can be no such pipeline.
     """
@@ -92,12 +77,8 @@ def show_schedule(config: Config, picture: Path) -> None:
         raise UserError(f"mesh.stage={mesh.stage}: a pipeline has two stages or more to schedule, try mesh.stage=4")
     table = schedule(name, stages, microbatches(config, total_sizes(mesh)), v)
     layers = layers_of(config.model.layers, stages, config.pipeline)
-    title = (
-        f"{name}, {stages} stages"
-        + (f" x {v} chunks" if v > 1 else "")
-        + f", {table.microbatches} microbatch{'es' if table.microbatches > 1 else ''}"
-    )
-    out = console()
+    chunks, more = f" x {v} chunks" if v > 1 else "", "es" if table.microbatches > 1 else ""
+    title, out = f"{name}, {stages} stages{chunks}, {table.microbatches} microbatch{more}", console()
     counts = " or ".join(map(str, sorted(set(layers.counts))))
     out.print(f"{title}, {counts} layer{'' if counts == '1' else 's'} in each {'chunk' if v > 1 else 'stage'}\n")
     out.print(schedule_text(table, out.width if out.is_terminal else 160, UNIT.chunk(v)))

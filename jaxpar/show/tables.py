@@ -1,25 +1,28 @@
-"""Tables of a plan show where its parameters live, what becomes of its activations and what its devices send."""
+"""Tables of a plan: where its parameters live, what is kept of a layer, what devices send, and what a step holds."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from heapq import nlargest
 from operator import itemgetter
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from jaxpar.base.activation_names import NAMES
 from jaxpar.base.console import bytes_text
 from jaxpar.base.sharding import Placement
 from jaxpar.plan.communication import StepCollective
+from jaxpar.plan.memory_account import MemoryPart
 from jaxpar.train.saved_activations import Activation
+
+_table, _number = partial(Table, box=None, pad_edge=False), partial(Column, justify="right")
 
 
 def sharding_table(rows: Sequence[Placement]) -> Table:
     """List every parameter's name, shape, logical axes, spec and bytes per device, and the sum."""
-    table = Table("parameter", "shape", "logical axes", "spec", "bytes/device", box=None, pad_edge=False)
-    table.columns[-1].justify = "right"
+    table = _table("parameter", "shape", "logical axes", "spec", _number("bytes/device"))
     for column in table.columns:
         column.overflow = "fold"
     for row in rows:
@@ -31,16 +34,12 @@ def sharding_table(rows: Sequence[Placement]) -> Table:
 
 def activation_table(rows: Sequence[Activation]) -> Table:
     """List what becomes of each named activation, and its bytes in one layer and in all that exist at a time."""
-    table = Table(
-        "activation", "what", "a layer's shape", "kept", "bytes/layer", "device", "host", box=None, pad_edge=False
-    )
-    for column in table.columns[4:]:
-        column.justify = "right"
+    table = _table("activation", "what", "a layer's shape", "kept", *map(_number, ("bytes/layer", "device", "host")))
     for row in rows:
-        device, host = (bytes_text(row.kept_bytes) if row.action == action else "" for action in ("save", "offload"))
+        kept = (bytes_text(row.kept_bytes) if row.action == action else "" for action in ("save", "offload"))
         shape = " x ".join(map(str, row.shape)) + f" {row.dtype}"
-        table.add_row(row.name, NAMES[row.name].what, shape, row.action, bytes_text(row.bytes), device, host)
-    sums = [sum(row.kept_bytes for row in rows if row.action == action) for action in ("save", "offload")]
+        table.add_row(row.name, NAMES[row.name].what, shape, row.action, bytes_text(row.bytes), *kept)
+    sums = (sum(row.kept_bytes for row in rows if row.action == action) for action in ("save", "offload"))
     table.add_row("all", f"{rows[0].blocks} layers" if rows else "", "", "", "", *map(bytes_text, sums))
     return table
 
@@ -51,12 +50,20 @@ def communication_table(collectives: Sequence[StepCollective], most: int = 3) ->
     groups: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for one in collectives:
         groups[one.kind, " x ".join(one.axes)][f"{one.scope} {one.phase}"] += one.step_bytes
-    table = Table("collective", "over", "sent a step", "where", box=None, pad_edge=False)
-    table.columns[2].justify = "right"
+    table = _table("collective", "over", _number("sent a step"), "where")
     for (kind, over), parts in sorted(groups.items(), key=lambda item: -sum(item[1].values())):
         whole = sum(parts.values())
         shares = [f"{where} {100 * size / whole:.0f} %" for where, size in nlargest(most, parts.items(), itemgetter(1))]
         table.add_row(kind, over, bytes_text(whole), "; ".join([*shares, *["..."] * (len(parts) > most)]))
     total = bytes_text(sum(one.step_bytes for one in collectives))
     table.add_row("all", "", total, "and what XLA adds for norms and biases")
+    return table
+
+
+def memory_table(parts: Sequence[MemoryPart], has: int = 0) -> Table:
+    """List the parts of what a step holds, their sum, and what a device has (0 = not known)."""
+    table = _table("memory", "what", _number("device"), _number("host"))
+    sums = MemoryPart("predicted", "", sum(part.device for part in parts), sum(part.host for part in parts))
+    for name, what, *sizes in (*parts, sums, *([MemoryPart("a device has", "", has)] if has else [])):
+        table.add_row(name, what, *(bytes_text(size) if size else "" for size in sizes))
     return table

@@ -12,9 +12,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.rehearse.report.schema import Rehearsal, TimelineColumns
 
 _COLORS = {
-    "matmul": "#2b5c9e", "kernel": "#3a9188", "fusion": "#8db4dc", "copy": "#b8b8b8",
-    "all-gather": "#e69f00", "reduce-scatter": "#cc4411", "all-reduce": "#8e44ad", "all-to-all": "#7b5136",
-    "ppermute": "#d16ba5",
+    "matmul": "#2b5c9e", "kernel": "#3a9188", "fusion": "#8db4dc", "copy": "#b8b8b8", "all-gather": "#e69f00",
+    "reduce-scatter": "#cc4411", "all-reduce": "#8e44ad", "all-to-all": "#7b5136", "ppermute": "#d16ba5",
 }  # fmt: skip
 _REST = "#dddddd"  # control, loops
 _PHASES = {"forward": "#cfe3cf", "recomputed": "#f3e3b3", "backward": "#f2cfc4", "update": "#d8cfe8"}

@@ -118,10 +118,8 @@ def _curves(rows: list[dict[str, Any]], width: int, height: int) -> list[Text]:
     for points, color in series:
         at = np.linspace(points[0, 0], points[-1, 0], 100 * width)  # so many that a steep part is a line too
         fallen = (losses.max() - np.interp(at, *points.T)) / max(np.ptp(losses), 1e-9)
-        x, y = (
-            (at / steps.max() * (2 * (width - margin) - 1)).astype(int),
-            (fallen * (4 * height - 1)).round().astype(int),
-        )
+        x = (at / steps.max() * (2 * (width - margin) - 1)).astype(int)
+        y = (fallen * (4 * height - 1)).round().astype(int)
         np.bitwise_or.at(letters, (y // 4, x // 2), _DOTS[y % 4, x % 2])
         styles[y // 4, x // 2] = color
     drawn = [

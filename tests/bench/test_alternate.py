@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpar.bench import alternate as bench
+from jaxpar.bench import measure as bench
 
 
 def test_the_ratio_is_of_neighbouring_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from jaxpar.base.config import Config, load_config, override
 from jaxpar.base.plan import Plan
-from jaxpar.bench import step as bench
-from jaxpar.bench.alternate import Timing
+from jaxpar.bench import measure as bench
+from jaxpar.bench.measure import Timing
 from jaxpar.cli.main import main
 from jaxpar.train.plans import make_plan
 

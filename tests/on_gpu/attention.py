@@ -18,7 +18,7 @@ from on_gpu.pieces import Say
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message
-from jaxpar.bench.alternate import Row, alternate
+from jaxpar.bench.measure import Row, alternate
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.masks import EMPTY, Causal, Full, Mask, Segments, Tiles, Window, bigbird, tile_states

@@ -27,8 +27,7 @@ from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.hardware import CHIPS, load_chip, peak_flops
 from jaxpar.base.jax_compat import NO_CUDA_GRAPHS
 from jaxpar.base.toml import presets
-from jaxpar.bench.alternate import Row
-from jaxpar.bench.step import bench_step
+from jaxpar.bench.measure import Row, bench_step
 from jaxpar.cli.arguments import parse
 from jaxpar.cli.main import fail
 from jaxpar.hlo.tasks import Task, walk

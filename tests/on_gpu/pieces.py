@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.runtime import versions, write_whole
-from jaxpar.bench.alternate import Row, table
+from jaxpar.bench.measure import Row, table
 from jaxpar.kernels.attention.call import Unserved
 
 Found = dict[str, Any]

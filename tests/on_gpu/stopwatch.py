@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.base.config import Config
-from jaxpar.bench.step import random_batch
+from jaxpar.bench.measure import random_batch
 from jaxpar.models import Model
 from jaxpar.train.plans import make_plan
 from jaxpar.train.state import init_state

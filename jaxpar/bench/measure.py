@@ -1,4 +1,5 @@
-"""`jaxpar bench` times a config's training step, in turns with the same step in PyTorch."""
+"""Candidates timed in turns, so that a noisy machine is noisy for all: for `jaxpar bench` a config's training step and
+the same step in PyTorch."""
 
 from __future__ import annotations
 
@@ -6,20 +7,75 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxpar.base.config import Config
 from jaxpar.base.plan import Plan
-from jaxpar.bench.alternate import Row, alternate
 from jaxpar.models import Model
 from jaxpar.models.hf_families import hf_config
 from jaxpar.train.metrics import device_memory, mfu
 from jaxpar.train.state import init_state
 from jaxpar.train.step import make_train_step, put_batch
+
+LEAST_SECONDS = 0.02
+"""Calls are timed together until they take this long, as a small kernel runs for less time than its start takes."""
+
+Cell = str | int | float | None
+Row = dict[str, Cell]
+"""A line of a table, keyed by column."""
+
+
+class Timing(NamedTuple):
+    """The time of one call of a candidate, and its ratio to the first candidate in the same round; below 1 means faster
+    than it. Both are medians over the rounds; `quartiles` are the ratio's."""
+
+    seconds: float
+    ratio: float
+    quartiles: tuple[float, float]
+
+
+def alternate(candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 0) -> dict[str, Timing]:
+    """Time every candidate, one after the other, `rounds` times over; each is called once beforehand.
+
+    The arrays that a call returns are waited for. A turn has `calls` calls; 0 = as many as take LEAST_SECONDS, at most
+    100.
+    """
+    for function in candidates.values():
+        mean_seconds(function, 1)
+    counts = [calls or int(np.clip(LEAST_SECONDS / mean_seconds(f, 1), 1, 100)) for f in candidates.values()]
+    turns = list(zip(candidates.values(), counts, strict=True))
+    seconds = np.array([[mean_seconds(*turn) for turn in turns] for _ in range(rounds)])  # rounds x candidates
+    quartiles = np.percentile(seconds / seconds[:, :1], (25, 50, 75), axis=0)
+    columns = zip(candidates, np.median(seconds, axis=0).tolist(), *quartiles.tolist(), strict=True)
+    return {name: Timing(median, middle, (low, high)) for name, median, low, middle, high in columns}
+
+
+def mean_seconds(function: Callable[[], object], calls: int) -> float:
+    """The mean seconds of a call, over `calls` calls in a row; the arrays that the last one returns are waited for."""
+    began, last = time.perf_counter(), None
+    for _ in range(calls):
+        last = function()
+    jax.block_until_ready(last)
+    return (time.perf_counter() - began) / calls
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table with every column that any row has; empty if there are no rows."""
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [head, ["---"] * len(head), *([_text(row.get(key)) for key in head] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) if head else ""
+
+
+def _text(value: Cell) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
 def bench_step(
@@ -65,18 +121,15 @@ def bench_step(
         rows.append(row | last[by])
         if by != "jaxpar":
             low, high = (1 / ratio for ratio in reversed(timing.quartiles))
-            say(
-                f"jaxpar / torch {1 / timing.ratio:.3f} (quartiles {low:.3f} to {high:.3f}, "
-                f"{rounds} rounds of {steps} steps)"
-            )
+            turns = f"quartiles {low:.3f} to {high:.3f}, {rounds} rounds of {steps} steps"
+            say(f"jaxpar / torch {1 / timing.ratio:.3f} ({turns})")
     return rows
 
 
 def train_steps(config: Config, plan: Plan) -> Callable[[int], float]:
     """`run(n)` takes n training steps on the same random tokens and returns the last loss, which it waits for."""
-    model = Model(config.model)
-    step, batch = make_train_step(model, config, plan), random_batch(config, plan)
-    state = init_state(model, config, plan)
+    model, batch = Model(config.model), random_batch(config, plan)
+    step, state = make_train_step(model, config, plan), init_state(model, config, plan)
 
     def run(n: int) -> float:
         nonlocal state
