@@ -47,10 +47,8 @@ def training(torch: Any, transformers: Any, asked: dict[str, Any], device: str) 
     attention = "sdpa" if cuda else "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(device)
     forward = torch.compile(model) if cuda else model
-    betas = train["beta1"], train["beta2"]
-    adamw = torch.optim.AdamW(
-        model.parameters(), train["learning_rate"], betas, train["eps"], train["weight_decay"], fused=cuda
-    )
+    betas, decay = (train["beta1"], train["beta2"]), train["weight_decay"]
+    adamw = torch.optim.AdamW(model.parameters(), train["learning_rate"], betas, train["eps"], decay, fused=cuda)
     size = train["batch"], asked["seq_len"] + 1
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, asked["vocab_size"], size, np.int32)).long().to(device)
     half = asked["compute"] == "bfloat16"

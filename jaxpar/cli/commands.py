@@ -19,7 +19,6 @@ from jaxpar.cli.arguments import ConfigArgs, Overrides, config_args, parse, posi
 
 OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "wandb", "mlflow-skinny",
             "transformers", "torch")  # fmt: skip
-"""Packages that `doctor` tells of where they are installed."""
 
 
 @dataclass(frozen=True)

@@ -167,5 +167,4 @@ def _run_tasks(folder: Path, args: EvalArgs) -> dict[str, dict[str, float]]:
     mesh = args.config.mesh if args.config.mesh != own.mesh else None
     dtype = args.config.precision.compute if "precision.compute" in changed else "auto"
     trained = open_trained(folder, mesh, dtype, args.step)
-    tasks = args.tasks.split(",")
-    return run_tasks(trained, tasks, args.limit, args.num_fewshot, args.chat, args.batch)["results"]
+    return run_tasks(trained, args.tasks.split(","), args.limit, args.num_fewshot, args.chat, args.batch)["results"]

@@ -7,10 +7,10 @@ import math
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from jaxpar.base.config import Config, check, load_config
 from jaxpar.base.errors import UserError
@@ -46,13 +46,9 @@ _VENV = "/tmp/jaxpar"
 
 
 def script(kind: str, source: str, config: Config, where: Placement) -> str:
-    """Return the text of a script or manifest for one of `TEMPLATES`.
+    """Return the text of a script or manifest of a kind that `TEMPLATES` has.
 
-    Args:
-      kind: a key of `TEMPLATES`.
-      source: the config's name or path, as given.
-      config: the config with its settings.
-      where: the target and the rest.
+    `source` is the config's name or path, as given, and `config` that config with the settings of the command line.
 
     Raises:
       UserError: the mesh does not fit the target, this kind cannot start on it, or something is missing or without
@@ -129,9 +125,7 @@ def _settings(base: Config, config: Config) -> list[str]:
     return words
 
 
-def _kubernetes(
-    where: Placement, target: Target, cloud: Cloud, file: str, values: Mapping[str, object]
-) -> dict[str, object]:
+def _kubernetes(where: Placement, target: Target, cloud: Cloud, file: str, values: dict[str, Any]) -> dict[str, Any]:
     """What the manifests name: a job for each slice, and a pod for each host."""
     name, gpu = values["name"], target.platform == "cuda"
     jobs = target.slices if not gpu else target.hosts if where.ray else 1
@@ -141,11 +135,9 @@ def _kubernetes(
     if gpu:
         volumes["shm"] = ("/dev/shm", "emptyDir: {medium: Memory}")
     text = textwrap.indent(find_toml(file, "jaxpar.configs")[0].strip(), "    ") if file else ""
-    node = f"cloud.google.com/gke-accelerator: {cloud.gke}"
-    if not gpu:
-        node = (
-            f"cloud.google.com/gke-tpu-accelerator: {cloud.gke}\ncloud.google.com/gke-tpu-topology: {target.topology}"
-        )
+    key = "cloud.google.com/gke-tpu"
+    tpu = f"{key}-accelerator: {cloud.gke}\n{key}-topology: {target.topology}"
+    node = f"cloud.google.com/gke-accelerator: {cloud.gke}" if gpu else tpu
     spot = '[{key: cloud.google.com/gke-spot, operator: Equal, value: "true", effect: NoSchedule}]'
     return {
         "image": where.image, "jobs": jobs, "pods": target.hosts // jobs, "grace": 25 if where.spot else 120,
@@ -167,7 +159,7 @@ def _kubernetes(
     }  # fmt: skip
 
 
-def _fill(template: str, values: Mapping[str, object]) -> str:
+def _fill(template: str, values: dict[str, Any]) -> str:
     """The template with its `{{names}}`; several lines keep the indent of the first, and a line of none goes."""
     lines = []
     for line in template.splitlines():

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -18,9 +18,6 @@ from jaxpar.base.errors import UserError
 from jaxpar.launch.gang import job_of, ray_started, read_job
 from jaxpar.launch.local import train_config
 from jaxpar.train.metrics import read_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Trial(NamedTuple):
@@ -90,10 +87,11 @@ def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int
     results = [found[settings] for settings in trials]
     with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([Trial._fields, *results])
-    from jaxpar.show.figures import save_figure  # matplotlib, which no run waits for
+    from jaxpar.show.figures import save_figure, sweep_figure  # matplotlib, which no run waits for
 
-    rows = {trial.settings: read_metrics(folder / _name(trial.settings)) for trial in results}
-    save_figure(_figure(results, rows), folder / "results.png")
+    rates = {trial.settings: trial.tokens_per_second or 0 for trial in results if not trial.error}
+    rows = {settings: read_metrics(folder / _name(settings)) for settings in rates}
+    save_figure(sweep_figure(rows, rates), folder / "results.png")
     return results
 
 
@@ -136,33 +134,6 @@ def results_table(results: Sequence[Trial]) -> Table:
     table = Table(*keys, "loss", "validation", "tok/s", "step", "refused or failed", box=None, pad_edge=False)
     forms = ("{:.4f}", "{:.4f}", "{:,.0f}", "{:.3f} s")
     for trial in results:
-        numbers = (trial.loss, trial.val_loss, trial.tokens_per_second, trial.step_seconds)
-        shown = [form.format(x) if x is not None else "" for form, x in zip(forms, numbers, strict=True)]
+        shown = [form.format(x) if x is not None else "" for form, x in zip(forms, trial[1:5], strict=True)]
         table.add_row(*(word.partition("=")[2] for word in trial.settings.split(" ")), *shown, trial.error)
     return table
-
-
-def _figure(results: Sequence[Trial], rows: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
-    """Draw the loss of each run by step, and beside it how fast each was."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    done = [trial for trial in results if not trial.error]
-    figure = Figure(figsize=(10, 2.4 + 0.35 * max(len(done), 5)), dpi=120, layout="constrained")
-    curves, bars = figure.subplots(1, 2, width_ratios=(4, 3))
-    for place, trial in enumerate(done):
-        behind = 1 - place / max(len(done) - 1, 1)  # the first curves are the widest: one that later ones cover is seen
-        color = matplotlib.colormaps["viridis"](0.9 - 0.9 * behind)
-        points = [(row["step"], row["loss"]) for row in rows[trial.settings] if "loss" in row]
-        curves.plot(*zip(*points, strict=True), color=color, linewidth=1.2 + 4 * behind)
-        label = bars.barh(place, rate := trial.tokens_per_second or 0, color=color, height=0.6)
-        bars.bar_label(label, [f" {rate:,.0f}"])
-    names = [trial.settings.replace(" ", "\n") for trial in done]
-    curves.set(xlabel="step", ylabel="training loss (nats a token)")
-    curves.grid(alpha=0.25)
-    bars.set(xlabel="tokens a second", yticks=range(len(done)), yticklabels=names, xticks=[])
-    bars.margins(x=0.2)
-    bars.invert_yaxis()
-    for axes in (curves, bars):
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure

@@ -1,4 +1,4 @@
-"""Pictures of a run's loss curve, of how arrays lie on the mesh, and of where a device's bytes are."""
+"""Pictures of losses, of a run's and of a sweep's, of how arrays lie on the mesh, and of where a device's bytes are."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from matplotlib.ticker import MaxNLocator
 
 from jaxpar.base.activation_names import NAMES
 from jaxpar.base.errors import UserError
+from jaxpar.base.runtime import replacing
 from jaxpar.base.sharding import Layout, Placement
 from jaxpar.parallel.token_order import chunk_order
 
+_Numbers = Mapping[str, float]
 _TRAIN, _VAL, _REFERENCE = "#4477aa", "#cc3311", "#777777"
 # Paul Tol's light scheme, which all kinds of colour vision tell apart under black letters.
 _DEVICES = "#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00"
-_FEW = 5  # a curve with fewer points than this shows each as a dot
 _STATE = {"parameters": "#1f4e8c", "optimizer": "#5b8fc9", "gradients": "#a9cbe8", "activations": "#e6842a"}
 _ROOM, _LETTER = (185, 235), 0.54  # an array's height and width in points; a letter's width by its size
 _SIZES = 10, 6  # of the letters of a shard that names all its devices, and of one that names the first
 
 
-def loss_figure(
-    rows: Sequence[Mapping[str, float]], title: str, references: Mapping[str, float] | None = None
-) -> Figure:
+def loss_figure(rows: Sequence[_Numbers], title: str, references: _Numbers | None = None) -> Figure:
     """Draw the training and validation loss by step.
 
     `rows` are the lines of `metrics.jsonl`, and `references` horizontal lines by label, such as the text's unigram
@@ -43,7 +42,7 @@ def loss_figure(
     for key, label, color, marker in (("loss", "train", _TRAIN, None), ("val_loss", "validation", _VAL, "o")):
         points = [(row["step"], row[key]) for row in rows if key in row]
         if points:
-            dot = "." if len(points) < _FEW else marker  # a line through one point cannot be seen
+            dot = "." if len(points) < 5 else marker  # a line through one point cannot be seen
             (line,) = axes.plot(*zip(*points, strict=True), color=color, marker=dot, linewidth=1.3)
             line.set(label=f"{label} (last {points[-1][1]:.3f})", markersize=4 if dot == "o" else 8)
     for label, value in (references or {}).items():
@@ -58,20 +57,37 @@ def loss_figure(
     return figure
 
 
+def sweep_figure(rows: Mapping[str, Sequence[_Numbers]], rates: Mapping[str, float]) -> Figure:
+    """Draw the loss of each run by step, of its lines of `metrics.jsonl`, and beside it its tokens a second."""
+    figure = Figure(figsize=(10, 2.4 + 0.35 * max(len(rates), 5)), dpi=120, layout="constrained")
+    curves, bars = figure.subplots(1, 2, width_ratios=(4, 3))
+    for place, (name, rate) in enumerate(rates.items()):
+        behind = 1 - place / max(len(rates) - 1, 1)  # the first curves are widest: one that later ones cover is seen
+        color = matplotlib.colormaps["viridis"](0.9 - 0.9 * behind)
+        points = [(row["step"], row["loss"]) for row in rows[name] if "loss" in row]
+        curves.plot(*zip(*points, strict=True), color=color, linewidth=1.2 + 4 * behind)
+        bars.bar_label(bars.barh(place, rate, color=color, height=0.6), [f" {rate:,.0f}"])
+    curves.set(xlabel="step", ylabel="training loss (nats a token)")
+    curves.grid(alpha=0.25)
+    names = [name.replace(" ", "\n") for name in rates]
+    bars.set(xlabel="tokens a second", yticks=range(len(names)), yticklabels=names, xticks=[])
+    bars.margins(x=0.2)
+    bars.invert_yaxis()
+    for axes in (curves, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG, or the format of the path's suffix, whole or not at all; an SVG has the same bytes each time.
+    """Write a PNG, or an SVG if the path ends so, whole or not at all; an SVG has the same bytes each time.
 
     Raises:
       UserError: the file cannot be written.
     """
-    partial, form = path.with_suffix(".partial"), path.suffix.removeprefix(".")
+    svg = path.suffix == ".svg"
     try:
-        if form == "svg":
-            with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):  # text stays text
-                figure.savefig(partial, format=form, metadata={"Date": None})
-        else:
-            figure.savefig(partial, format="png")
-        partial.replace(path)
+        with replacing(path) as file, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):
+            figure.savefig(file, format="svg" if svg else "png", metadata={"Date": None} if svg else None)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -97,13 +113,11 @@ def mesh_figure(placements: Sequence[Placement], layout: Layout, title: str, mos
 
 
 def memory_figure(bars: Mapping[str, Mapping[str, int]], title: str, has: int = 0) -> Figure:
-    """Draw a bar for each label, of parts one after another, and a dashed line at what a device has.
+    """Draw a bar for each label, of bytes by part one after another, and a dashed line at what a device has (0 = no
+    line).
 
-    Args:
-      bars: bytes by part, by label. Parts of the same name have the same colour: blue for state, brown for the named
-        activations in the order in which a block makes them, grey for the rest.
-      title: the title of the figure.
-      has: the bytes of a device's memory; 0 = no line.
+    Parts of the same name have the same colour: blue for state, brown for the named activations in the order in which a
+    block makes them, grey for the rest.
     """
     largest = max(has, *(sum(parts.values()) for parts in bars.values()))
     unit, letters = next((size, word) for size, word in ((2**30, "GiB"), (2**20, "MiB"), (1, "B")) if largest >= size)

@@ -18,8 +18,7 @@ from jaxpar.rehearse.of_config import rehearse
 from jaxpar.rehearse.report.tables import seconds_text, titled_table
 from jaxpar.train.run_folder import read_run_config
 
-Line = tuple[str, str, str]
-"""The scope, source and phase of a line of the model."""
+Line = tuple[str, str, str]  # the scope, source and phase of a line of the model
 _NOWHERE = ("instructions that are not in the program's text", "", "")
 
 

@@ -29,12 +29,8 @@ from jaxpar.train.state import param_shapes
 def show(config: Config, picture: Path, has: int = 0) -> None:
     """Print where a config's parameters live and what each device sends in a step. Draw the largest arrays on the mesh.
 
-    The devices are simulated on this CPU, however many the mesh needs; an axis of -1 counts as 1.
-
-    Args:
-      config: the experiment to show.
-      picture: the PNG to write.
-      has: the bytes of a device's memory; 0 = not known.
+    The devices are simulated on this CPU, however many the mesh needs; an axis of -1 counts as 1. `has` is the bytes of
+    a device's memory; 0 = not known.
 
     Raises:
       UserError: the model does not fit the mesh, or a picture cannot be written.

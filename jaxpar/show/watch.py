@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jaxpar.base.console import bytes_text, count_text, duration_text
@@ -53,9 +53,8 @@ def page(folder: Path, width: int) -> RenderableType:
     runs = [path.parent for deep in ("*", "*/*") for path in sorted(folder.glob(f"{deep}/config.toml"))]
     if not runs:
         raise UserError(f"{folder} is no run folder, and has none in it: a run folder has a config.toml")
-    table = Table("run", "", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("step", "", "loss", "validation", "tokens/s"):
-        table.add_column(name, justify="right")
+    numbers = (Column(name, justify="right") for name in ("step", "", "loss", "validation", "tokens/s"))
+    table = Table("run", "", *numbers, box=box.SIMPLE_HEAD, pad_edge=False)
     for run in runs:
         name = str(run.relative_to(folder))
         try:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import placements
-from jaxpar.show.figures import loss_figure, memory_figure, mesh_figure, ring_figure, save_figure
+from jaxpar.show.figures import loss_figure, memory_figure, mesh_figure, ring_figure, save_figure, sweep_figure
 
 pytestmark = pytest.mark.quick
 
@@ -51,6 +51,15 @@ def test_parts_of_a_device_stand_one_after_another_in_one_order_and_add_up():
     assert line.get_label() == "a device has 5 GiB" and line.get_xdata()[0] == 5
 
 
+def test_every_run_of_a_sweep_has_a_curve_and_a_bar():
+    rates = {"mesh.tensor=1": 5, "mesh.tensor=2": 7}
+    curves, bars = sweep_figure(dict.fromkeys(rates, ROWS), rates).axes
+    first, second = curves.lines
+    assert first.get_linewidth() > second.get_linewidth() and first.get_color() != second.get_color()
+    assert [bar.get_width() for bar in bars.patches] == [5, 7]
+    assert [tick.get_text() for tick in bars.get_yticklabels()] == ["mesh.tensor=1", "mesh.tensor=2"]
+
+
 def test_a_figure_is_written_as_a_whole_png(tmp_path):
     path = tmp_path / "loss.png"
     save_figure(loss_figure(ROWS, "a run"), path)
@@ -64,14 +73,15 @@ def test_a_failed_write_leaves_the_old_picture(tmp_path, monkeypatch):
     path = tmp_path / "loss.png"
     path.write_bytes(b"old")
 
-    def full_disk(self, partial, **_):
-        partial.write_bytes(b"half")
+    def full_disk(self, file, **_):
+        file.write(b"half")
         raise OSError("No space left on device")
 
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", full_disk)
     with pytest.raises(UserError, match=r"cannot write .*loss\.png: No space left"):
         save_figure(loss_figure(ROWS, "a run"), path)
     assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 ARRAYS = {

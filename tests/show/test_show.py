@@ -46,7 +46,7 @@ def test_the_table_and_the_picture(picture, capsys):
 def test_a_picture_that_cannot_be_written_is_said_first(draw, tmp_path):
     with pytest.raises(UserError, match=r"cannot write .*x\.png: there is no folder .*nowhere"):
         draw(TINY, tmp_path / "nowhere" / "x.png")
-    (tmp_path / "x_layer.partial").mkdir()
+    (tmp_path / "x_layer.svg").mkdir()
     with pytest.raises(UserError, match=r"cannot write .*x_layer\.svg: Is a directory"):
         save_figure(Figure(), tmp_path / "x_layer.svg")
 
