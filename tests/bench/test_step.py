@@ -66,7 +66,7 @@ def test_the_words_reach_the_measuring_and_its_table_is_printed(
 ) -> None:
     """Measuring itself takes minutes."""
     given: list[object] = []
-    monkeypatch.setattr("jaxpar.base.runtime.start", lambda *_: jax.devices())  # which would also turn the cache on
+    monkeypatch.setattr("jaxpar.cli.commands.start", lambda *_: jax.devices())  # which would also turn the cache on
     monkeypatch.setattr(bench, "bench_step", lambda *values, **more: given.extend(values) or [{"ms": 1.5}])
     assert main(["bench", "tiny", "--model.mlp", "32", "--rounds", "2"]) == 0
     config = override(load_config("tiny"), {"model.mlp": 32})
