@@ -53,8 +53,8 @@ def page(folder: Path, width: int) -> RenderableType:
     runs = [path.parent for deep in ("*", "*/*") for path in sorted(folder.glob(f"{deep}/config.toml"))]
     if not runs:
         raise UserError(f"{folder} is no run folder, and has none in it: a run folder has a config.toml")
-    numbers = (Column(name, justify="right") for name in ("step", "", "loss", "validation", "tokens/s"))
-    table = Table("run", "", *numbers, box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = (Column(name, justify="right") for name in ("step", "", "loss", "validation", "tokens/s"))
+    table = Table("run", "", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for run in runs:
         name = str(run.relative_to(folder))
         try:
