@@ -28,8 +28,8 @@ from jaxpar.models.layers import (
     zeros,
 )
 from jaxpar.models.masks import has_window, layer_masks
-from jaxpar.parallel.embedding import dropout
 from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.linear import dropout
 from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.remat import named
 

@@ -3,7 +3,7 @@
     out_BSHh, lse_BHS = kernels.attention(q_BSHh, k_BTKh, v_BTKh, masks.Causal() & masks.Window(1023))
 
 `masks` is an algebra of what a query may see, which the reference, the kernels and context parallelism share.
-`attention.dispatch` takes the first implementation that can serve; each is held against `attention.reference`.
+`attention.dispatch` takes the first implementation that can serve; each is held against `attention.call.reference`.
 """
 
 from jaxpar.kernels.attention.dispatch import attention

@@ -9,8 +9,7 @@ One algebra serves three users. The reference asks `visible` of all places. The 
 left out and which need no mask, and `visible` inside the others. Context parallelism has places that begin anywhere.
 A mask without ids is hashable. All masks are pytrees, and their only arrays are the ids of `Segments`.
 
-Places are int32: i is that of a query, j that of a key, and d = i - j. Shapes: B batch, S queries, T keys, Q and K
-their tiles.
+Places are int32: i of a query, j of a key, and d = i - j. Shapes: B batch, S queries, T keys, Q and K their tiles.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class Mask:
     def visible(self, i: Places, j: Places) -> Places:
         """Whether queries at places `i` may see keys at places `j`, as bool of their broadcast shapes.
 
-        It takes numpy or jax arrays. Inside a kernel, masks that look up an array must first be replaced (see
-        `kernels.visits`).
+        It takes numpy or jax arrays. Inside a kernel, masks that look up an array are first replaced (`visits`).
         """
         raise NotImplementedError
 
@@ -96,8 +94,7 @@ class Mask:
         """`EMPTY`, `PARTIAL` or `FULL` for each tile, int8 [Q, K], or [B, Q, K] where ids make sequences differ.
 
         The result is a numpy array where everything is known while tracing. It is exact for every mask, and for
-        combinations in which only d counts. Other combinations, and ids, may call an empty or full tile `PARTIAL`, but
-        are never wrong otherwise.
+        combinations in which only d counts. Others, and ids, may call an empty or full tile `PARTIAL`, no more.
         """
         raise NotImplementedError
 

@@ -28,18 +28,10 @@ _CAUSAL = Causal()
 
 
 def attention(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BSKh: Float[Array, "B S K h"],
-    v_BSKh: Float[Array, "B S K h"],
-    mask: Mask = _CAUSAL,
-    layout: Layout | None = None,
-    *,
-    context: Strategy = "ring",
-    implementation: str = "auto",
-    dropout_rate: float = 0.0,
-    key: jax.Array | None = None,
-    softcap: float = 0.0,
-) -> Float[Array, "B S H h"]:
+    q_BSHh: Float[Array, "B S H h"], k_BSKh: Float[Array, "B S K h"], v_BSKh: Float[Array, "B S K h"],
+    mask: Mask = _CAUSAL, layout: Layout | None = None, *, context: Strategy = "ring", implementation: str = "auto",
+    dropout_rate: float = 0.0, key: jax.Array | None = None, softcap: float = 0.0,
+) -> Float[Array, "B S H h"]:  # fmt: skip
     """Softmax attention, inside any jitted function.
 
     Args:
@@ -60,8 +52,7 @@ def attention(
       The output, in the layout of q and the dtype of v.
 
     Raises:
-      UserError: the shapes or the mask do not fit together, the implementation cannot serve, or `context.check_split`
-        refuses the call.
+      UserError: the shapes or the mask do not fit together, the implementation cannot serve, or `check_split` refuses.
     """
     dropping = key is not None and dropout_rate > 0
     rate = dropout_rate if dropping else 0.0
@@ -108,16 +99,9 @@ def fit_heads(layout: Layout, heads: int, kv_heads: int) -> Layout:
 
 
 def choose_attention(
-    split: Split,
-    mask: Mask,
-    seq_len: int,
-    head_dim: int,
-    *,
-    dropping: bool = False,
-    packed: bool = False,
-    platform: str = "",
-    batch: int = 1,
-) -> tuple[str, str]:
+    split: Split, mask: Mask, seq_len: int, head_dim: int, *,
+    dropping: bool = False, packed: bool = False, platform: str = "", batch: int = 1,
+) -> tuple[str, str]:  # fmt: skip
     """Which implementation computes `attention`, or its parts where the sequence is split, and why no earlier one does.
 
     Args:
@@ -148,6 +132,5 @@ def _cut_heads(layout: Layout) -> str:
     """Why a device's query heads and kv heads do not fit together whole; empty = they do."""
     if layout.size("head_dim") > 1:
         return "heads are split inside"
-    if layout.mesh_axes("heads") != layout.mesh_axes("kv_heads") and not kv_copy_axes(layout):
-        return "kv heads are split otherwise than heads"
-    return ""
+    otherwise = layout.mesh_axes("heads") != layout.mesh_axes("kv_heads") and not kv_copy_axes(layout)
+    return "kv heads are split otherwise than heads" if otherwise else ""

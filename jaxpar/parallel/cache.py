@@ -65,21 +65,13 @@ class PrefillOps(Ops):
 
 @dataclass(frozen=True)
 class DecodeOps(Ops):
-    """The ops of one new token in each row, which sees the tokens in the cache that its layer's mask shows.
+    """The ops of one new token in each row, which sees the tokens in the cache that its layer's mask shows."""
 
-    Attributes:
-      before: the caches of the layers.
-      slot: the slot that the new tokens take, int32 scalar.
-      places_BT: the place in its row of the token in each slot; EMPTY for none. Later slots have later places.
-      place_B: the places of the new tokens.
-      caches: the caches with the new tokens, appended as each layer runs.
-    """
-
-    before: Sequence[Cache] = ()
-    slot: Int[Array, ""] | int = 0
-    places_BT: Int[Array, "B T"] | None = None
-    place_B: Int[Array, " B"] | None = None
-    caches: list[Cache] = field(default_factory=list)
+    before: Sequence[Cache] = ()  # the caches of the layers
+    slot: Int[Array, ""] | int = 0  # the slot that the new tokens take, int32 scalar
+    places_BT: Int[Array, "B T"] | None = None  # the place in its row of each slot's token, which rises; EMPTY = none
+    place_B: Int[Array, " B"] | None = None  # the places of the new tokens
+    caches: list[Cache] = field(default_factory=list)  # the caches with the new tokens, appended as each layer runs
 
     def attention(
         self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, mask: Mask, segments_BS: Array | None = None,

@@ -27,8 +27,7 @@ def manual(local: Callable[..., Out], layout: Layout, in_axes: PyTree, out_axes:
     """Return a function that runs `local` on every device's own part of the arrays; on one device it is `local` itself.
 
     Inside a `shard_map` over some mesh axes (a pipeline's stages) the parts are those along the other axes, even where
-    these have size 1. If only a part of the mesh were manual, XLA:CPU would abort at a bfloat16 `psum`, and Mosaic
-    kernels would be refused.
+    these have size 1. With only a part manual, XLA:CPU aborts at a bfloat16 `psum`, and Mosaic kernels are refused.
 
     Args:
       local: a function of local arrays that names its collectives.

@@ -48,8 +48,7 @@ def check_split(
 ) -> None:
     """Refuse a sequence or heads that a strategy cannot split.
 
-    Dropout of attention weights is refused too: its random bits follow a token's place in the array, and here that
-    place depends on the layout.
+    Dropout of attention weights is refused too: its bits follow a token's place, which depends on the layout.
 
     Raises:
       UserError: `check_chunks` refuses the sequence, dropout is on, there are too few heads for Ulysses, kv heads are
@@ -78,8 +77,7 @@ def check_split(
 
 
 class Split(NamedTuple):
-    """How attention runs on several devices; `implementation` is one of `kernels.Implementation`, or `auto`, and
-    `softcap` that of the scores."""
+    """How attention runs on several devices; the fields are as for `parallel.attention`."""
 
     layout: Layout
     strategy: Strategy = "ring"
@@ -99,13 +97,9 @@ class Split(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def split_attention(
-    split: Split,
-    mask: Mask,
-    q_BSHh: Float[Array, "B S H h"],
-    k_BSKh: Float[Array, "B S K h"],
-    v_BSKh: Float[Array, "B S K h"],
-    segments_BS: Int[Array, "B S"] | None = None,
-) -> Float[Array, "B S H h"]:
+    split: Split, mask: Mask, q_BSHh: Float[Array, "B S H h"], k_BSKh: Float[Array, "B S K h"],
+    v_BSKh: Float[Array, "B S K h"], segments_BS: Int[Array, "B S"] | None = None,
+) -> Float[Array, "B S H h"]:  # fmt: skip
     """Compute attention by a strategy, as `jaxpar.kernels` does except for the order of the tokens.
 
     Tokens, and the ids of their documents if there are several, are in `chunk_order`. H is a multiple of K, and kv
@@ -183,21 +177,13 @@ def _layouts(split: Split, segments_BS: Array | None) -> tuple[Axes, Axes, Axes,
 
 
 class ContextTask(NamedTuple):
-    """What a strategy has to do, inside `manual`.
+    """What a strategy has to do, inside `manual`."""
 
-    Attributes:
-      layout: mesh and rules.
-      mask: what a query sees, apart from documents: at most the keys at its own place or before.
-      segments_BT: the document of every token, in `chunk_order`.
-      kernel: the implementation of attention, with a forward and a backward: see `jaxpar.kernels.attention.call`.
-      call: how it makes a partial answer, apart from the places.
-    """
-
-    layout: Layout
-    mask: Mask
-    segments_BT: Int[Array, "B T"] | None
-    kernel: Any
-    call: Call = PARTS
+    layout: Layout  # mesh and rules
+    mask: Mask  # what a query sees, apart from documents: at most the keys at its own place or before
+    segments_BT: Int[Array, "B T"] | None  # the document of every token, in `chunk_order`
+    kernel: Any  # the implementation of attention, with a forward and a backward: see `jaxpar.kernels.attention.call`
+    call: Call = PARTS  # how it makes a partial answer, apart from the places
 
     @property
     def axes(self) -> tuple[MeshAxis, ...]:
@@ -360,8 +346,7 @@ def ring_backward(
 def _around(
     work: ContextTask, kv: KeysValues, own: Callable[[], State], visit: Callable[[State, KeysValues, Place], State]
 ) -> State:
-    """Return the state after the keys and values of every device have been here; the next travel while some are at
-    work.
+    """Return the state after the keys and values of every device have been here; the next travel meanwhile.
 
     `own` makes the state from this device's keys and values. `visit` adds the keys and values that have made so many
     hops; the first visit may change the form of the state.
@@ -388,8 +373,7 @@ def _visible(work: ContextTask, hops: Place) -> Sequence[tuple[Place, Place, Arr
 
     Returns:
       For each pair: which half of this device's queries, which half of that device's keys, and the numbers of the
-        chunks. The late queries see its early keys; besides, the early queries see its early keys or the late queries
-        its late keys.
+        chunks. The late queries see its early keys; besides, early queries see its early keys or late its late keys.
     """
     early, late = work.chunks
     behind = (early - hops) % work.size

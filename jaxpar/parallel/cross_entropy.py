@@ -49,7 +49,7 @@ class LossSums(NamedTuple):
 
 
 class LossWeights(NamedTuple):
-    """Weights of the terms that are added to the likelihood; see `jaxpar.base.config.TrainConfig`."""
+    """Weights of what is added to the likelihood; see `jaxpar.base.config.TrainConfig`."""
 
     z_loss: float = 0.0
     balance_loss: float = 0.0
@@ -61,16 +61,9 @@ _SUMS: PyTree = LossSums((), (), ())  # pyright: ignore[reportArgumentType]
 
 
 def linear_cross_entropy(
-    x_BSD: Float[Array, "B S D"],
-    head_VD: Float[Array, "V D"],
-    labels_BS: Int[Array, "B S"],
-    layout: Layout,
-    *,
-    vocab_size: int = 0,
-    z_loss: float = 0.0,
-    softcap: float = 0.0,
-    loss_mib: int = 4096,
-) -> LossSums:
+    x_BSD: Float[Array, "B S D"], head_VD: Float[Array, "V D"], labels_BS: Int[Array, "B S"], layout: Layout, *,
+    vocab_size: int = 0, z_loss: float = 0.0, softcap: float = 0.0, loss_mib: int = 4096,
+) -> LossSums:  # fmt: skip
     """Compute the summed cross-entropy of `x @ head.T` against the labels; a label below zero does not count.
 
     Args:

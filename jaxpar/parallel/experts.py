@@ -4,8 +4,7 @@ The router is Mixtral's (Jiang et al. 2024, arXiv:2401.04088, section 2.1): it t
 keeps its k largest weights and scales them to add up to one. A device routes its own tokens of the residual stream;
 nothing is gathered first. For every chosen expert it writes the token as a row into a buffer for the device that has
 the expert, and an all-to-all over the mesh axes of `experts` exchanges the buffers. There the rows are gathered over
-the axes that split `mlp` and multiplied expert by expert; their sums are scattered, and a second all-to-all brings them
-back.
+the axes that split `mlp` and multiplied expert by expert; a second all-to-all brings their scattered sums back.
 
 No token is dropped. Shapes are static, so buffers have the size of the worst case: all tokens of a device may choose
 experts of the same device, but each of them at most min(k, experts there), so no buffer overflows.
@@ -15,8 +14,8 @@ experts: two all-to-alls forward and two backward, each of R D (X - 1) / X numbe
 min(k, E / X) rows. A block that is recomputed repeats the two of its forward. A layer also exchanges E integers (how
 many rows are meant for each expert), forward only.
 
-Shapes: B batch, S sequence, D embed, F mlp, E experts, K chosen experts of a token, X devices along `experts`, T tokens
-of a device, N = T K, R rows.
+Shapes: B batch, S sequence, D embed, F mlp, E experts, K chosen of a token, X devices along `experts`, T tokens of one,
+N = T K, R rows.
 """
 
 from __future__ import annotations
@@ -62,29 +61,17 @@ class RouterSums(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Which row belongs to which token of one device.
+    """Which row belongs to which token of one device."""
 
-    Attributes:
-      sources: [1, 1, R] the token that each row of the sent buffers copies; -1 = the row is empty.
-      slots: [B, S, K] the row in which a token's choice is sent and its answer comes back.
-      counts: [1, 1, X, E / X] how many rows come from each device for each expert that is here.
-    """
-
-    sources: Array
-    slots: Array
-    counts: Array
+    sources: Array  # [1, 1, R] the token that each row of the sent buffers copies; -1 = the row is empty
+    slots: Array  # [B, S, K] the row in which a token's choice is sent and its answer comes back
+    counts: Array  # [1, 1, X, E / X] how many rows come from each device for each expert that is here
 
 
 def expert_mlp(
-    x_BSD: Float[Array, "B S D"],
-    router_DE: Float[Array, "D E"],
-    gate_EDF: Float[Array, "E D F"],
-    up_EDF: Float[Array, "E D F"],
-    down_EFD: Float[Array, "E F D"],
-    layout: Layout,
-    *,
-    experts_per_token: int,
-) -> tuple[Float[Array, "B S D"], RouterSums]:
+    x_BSD: Float[Array, "B S D"], router_DE: Float[Array, "D E"], gate_EDF: Float[Array, "E D F"],
+    up_EDF: Float[Array, "E D F"], down_EFD: Float[Array, "E F D"], layout: Layout, *, experts_per_token: int,
+) -> tuple[Float[Array, "B S D"], RouterSums]:  # fmt: skip
     """Compute the weighted sum of the SwiGLUs of the experts that each token chooses.
 
     Args:
@@ -252,8 +239,7 @@ def _grouped_product(
     """Multiply rows by the weights of their experts, as `jaxpar.parallel.linear` does for the rows of one weight.
 
     The weights are column linears [E, D, F] that share a gather of the rows. With `sums` there is one row linear [E, F,
-    D], which takes hidden rows in the order of the experts and scatters their sums. An empty row belongs to no expert,
-    and its result is never read.
+    D], which takes hidden rows in the order of the experts and scatters their sums. No result of an empty row is read.
     """
     axes, x_axes, y_axes = (_DOWN, _HIDDEN, _ROWS) if sums else (_UP, _ROWS, _HIDDEN)
 
@@ -288,8 +274,7 @@ def _grouped_product(
 
 
 def _counts_used(counts: Array, layout: Layout) -> Array:
-    """Inside `manual`: return the counts [buffers, E] of the rows as used, gathered over the axes that split the
-    sequence."""
+    """Inside `manual`: return the counts [buffers, E] of the rows as used, where the sequence is gathered."""
     return gather(counts, _ROWS, _USED, layout).reshape(-1, counts.shape[-1])
 
 

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-5
 
 
 KNOWN_BAD = {
-    ("gpu", "0.11.0"): "scan residuals offloaded to the host give silently wrong gradients (openxla/xla#46231)",
+    ("gpu", "0.11.0"): "scan residuals offloaded to the host give silently wrong gradients (openxla/xla#46231)"
 }
 """What happens with a platform and a jaxlib that offload wrongly."""
 
@@ -34,12 +34,9 @@ def known_problem(platform: str, jaxlib: str) -> str:
 
 
 def check_offload(what: str, device: jax.Device, anyway: bool) -> None:
-    """Refuse to offload where it cannot be done, or is known to give wrong results.
+    """Refuse to offload where it cannot be done, or, unless `anyway`, where it is known to give wrong results.
 
-    Args:
-      what: the setting that asks for it, such as `memory.keep.block_input = offload`.
-      device: one of the devices that the plan is for; it may be absent.
-      anyway: use even a version that is known to be wrong.
+    `what` is the setting that asks for it, and the device one that the plan is for, which may be absent.
 
     Raises:
       UserError: the version is known to be wrong, or the device has no host memory.

@@ -1,4 +1,5 @@
-"""Column- and row-parallel linears with their gradients: Megatron's pair, sequence parallelism and FSDP at once.
+"""Column- and row-parallel linears with their gradients: Megatron's pair, sequence parallelism and FSDP at once; the
+lookup in a split table; and dropout that is the same on every mesh.
 
 The caller states logical axes; the layout says where they live. Each op has one layout in which its arrays are *stored*
 between ops (the residual stream split over `residual_seq`) and one in which they are *used* (the sequence gathered,
@@ -6,8 +7,7 @@ heads or mlp split). The forward and the backward are written out, with every co
 gathered in the compute dtype, and weight gradients are summed in float32. `overlap` says how a linear's gather and
 scatter of the sequence run beside its matmul: see `jaxpar.parallel.ring_matmul`.
 
-Shapes: B batch, S sequence, T tokens (B x S), D embed, K kv heads, V vocab, I and O the flattened input and output dims
-of a linear.
+Shapes: B batch, S sequence, T tokens (B x S), D embed, K kv heads, V vocab, I and O a linear's flattened dims.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.plan import Form
 from jaxpar.base.sharding import Axes, Layout, LogicalAxis, kv_copy_axes, output_axis, state_axes
 from jaxpar.kernels.attention.call import MASKED, cap_scores
-from jaxpar.parallel.collectives import gather, manual_vjp, own_piece, platform_of, reduce, split_over
+from jaxpar.parallel.collectives import first_row, gather, manual_vjp, own_piece, platform_of, reduce, split_over
 from jaxpar.parallel.ring_matmul import all_gather_matmul, matmul_reduce_scatter
 
 STORED: Axes = ("batch", "residual_seq", None)
@@ -45,8 +45,7 @@ def column_linear(
 
     Where the rules split heads further than kv heads, the outputs of kv heads are copies, split as heads are. Their
     number is the least common multiple of kv heads and devices, with each kv head several times in a row. A device has
-    the weights of all kv heads and multiplies those that its query heads need; weight gradients are summed over the
-    copies.
+    the weights of all kv heads and multiplies those that its query heads need; gradients are summed over copies.
 
     Args:
       x_BSD: the residual stream, split over `residual_seq`.
@@ -70,9 +69,7 @@ def column_linear(
     for weight, axes_of in zip(weights, stored, strict=True):
         layout.sharding(axes_of, weight.shape, "weight")
     used: Axes = ("batch", seq, None)
-    ys = _columns(
-        x_BSD, tuple(weights), layout, stored=stored, outs=outs, used=used, dtype=layout.compute, overlap=overlap
-    )
+    ys = _columns(x_BSD, tuple(weights), layout, stored=stored, outs=outs, used=used, overlap=overlap)
     return tuple(_plus(y, bias) for y, bias in zip(ys, biases or (None,) * len(ys), strict=True))
 
 
@@ -139,11 +136,7 @@ def rank_linear(
     outs: Axes = ("batch", seq, *used_axes([output_axis(axis, layout) for axis in axes]))
     stored: Axes = ("rank", *axes)
     layout.sharding(stored, weight.shape, "weight")
-    (y,) = _columns(
-        u_BSr, (weight,), layout, stored=(stored,), outs=(outs,), given=used, used=used, dtype=layout.compute,
-        overlap="xla",
-    )  # fmt: skip
-    return y
+    return _columns(u_BSr, (weight,), layout, stored=(stored,), outs=(outs,), given=used, used=used)[0]
 
 
 def logits(
@@ -176,9 +169,10 @@ def _forms(overlap: Overlapping) -> tuple[Form, Form]:
 
 def _columns(
     x: Array, weights: tuple[Array, ...], layout: Layout, *, stored: tuple[Axes, ...], outs: tuple[Axes, ...],
-    used: Axes, dtype: str, overlap: Overlapping, given: Axes = STORED,
+    used: Axes, dtype: str = "", overlap: Overlapping = "xla", given: Axes = STORED,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Column linears that share one gather of x from the layout `given` to `used`, with outputs of `dtype`."""
+    """Column linears that share one gather of x from the layout `given` to `used`; `dtype` is that of their outputs."""
+    dtype = dtype or layout.compute
     gathers, scatters = _forms(overlap)
     copies = [axes.index("kv_heads") if kv_copy_axes(layout) and "kv_heads" in axes else None for axes in stored]
 
@@ -264,3 +258,53 @@ def _weight_gradient(
         (dweight,) = jax.linear_transpose(lambda weight: _own_kv_heads(weight, copied, layout), whole)(dweight)
         tokens += kv_copy_axes(layout)
     return reduce(dweight, tokens, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
+
+
+def lookup(
+    table_VD: Float[Array, "V D"], ids_BS: Int[Array, "B S"], axis: LogicalAxis | None, layout: Layout
+) -> Float[Array, "B S D"]:
+    """Look up rows of an embedding table; they are in the compute dtype and the residual stream's layout.
+
+    Args:
+      table_VD: the table, with logical axes (axis, "embed").
+      axis: logical axis of the table's rows: "vocab", or None for a table that is never split by rows.
+
+    Raises:
+      UserError: the rules split tokens and rows over the same mesh axis.
+    """
+    layout.sharding((*GATHERED[:2], axis), name="lookup")
+    stored: Axes = (axis, "embed")
+
+    # XLA by itself would gather the whole table. Here each device looks up the rows it has, and the rest are zeros.
+    def forward(table_VD: Array, ids_BS: Array) -> Array:
+        table_VD = use(table_VD, stored, layout)
+        ids_BS, here_BS = _local_ids(ids_BS, table_VD.shape[0], axis, layout)
+        rows_BSD = jnp.where(here_BS[..., None], table_VD[ids_BS], 0)
+        return reduce(rows_BSD, layout.mesh_axes(axis), GATHERED, STORED, layout)
+
+    def backward(table_VD: Array, ids_BS: Array, dx_BSD: Array) -> tuple[Array, None]:
+        dx_BSD, rows = gather(dx_BSD, STORED, GATHERED, layout), table_VD.shape[0]
+        ids_BS, here_BS = _local_ids(ids_BS, rows, axis, layout)
+        dx_BSD = jnp.where(here_BS[..., None], dx_BSD.astype(jnp.float32), 0)
+        dtable_VD = jnp.zeros((rows, dx_BSD.shape[-1]), jnp.float32).at[ids_BS].add(dx_BSD)
+        dtable_VD = reduce(dtable_VD, split_over(GATHERED[:2], layout), (axis, None), state_axes(stored), layout)
+        return dtable_VD.astype(table_VD.dtype), None
+
+    return manual_vjp(forward, backward, layout, (stored, GATHERED[:2]), STORED)(table_VD, ids_BS)
+
+
+def _local_ids(ids_BS: Array, rows: int, axis: LogicalAxis | None, layout: Layout) -> tuple[Array, Array]:
+    """Inside `manual`: count ids from this device's first row, and say which of them it has."""
+    ids_BS = ids_BS - first_row(axis, rows, layout)
+    here_BS = (ids_BS >= 0) & (ids_BS < rows)
+    return jnp.where(here_BS, ids_BS, 0), here_BS
+
+
+def dropout(x: Array, rate: float, key: jax.Array | None) -> Array:
+    """Zero a share `rate` of the entries of `x` and scale up the rest; `x` itself when key is None.
+
+    The bits depend on the key and the position in the global array only, so they are the same on every mesh.
+    """
+    if key is None or rate == 0:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)

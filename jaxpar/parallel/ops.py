@@ -1,7 +1,6 @@
 """The ops of a model, bound to a plan: here the plan's choices become the ops' keyword options.
 
-A model calls these and knows no plan. Whoever calls the model chooses these or others of the same signatures
-(`jaxpar.verify.reference_ops`).
+A model calls these and knows no plan. Whoever calls it chooses these or others like them (`verify.reference_ops`).
 
 Shapes: B batch, S sequence, D embed, H heads, K kv heads, h head_dim, F mlp, V vocab, E experts.
 """
@@ -16,7 +15,7 @@ from jax import Array
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, LogicalAxis, output_axis
 from jaxpar.kernels.masks import Mask, Segments
-from jaxpar.parallel import _attention, cross_entropy, embedding, experts, linear
+from jaxpar.parallel import _attention, cross_entropy, experts, linear
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import Split
 from jaxpar.parallel.cross_entropy import LossSums
@@ -52,7 +51,7 @@ class Ops:
 
     def lookup(self, table_VD: Array, ids_BS: Array, axis: LogicalAxis | None) -> Array:
         """See `jaxpar.parallel.lookup`."""
-        return embedding.lookup(table_VD, ids_BS, axis, self.plan)
+        return linear.lookup(table_VD, ids_BS, axis, self.plan)
 
     def attention(
         self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, mask: Mask, segments_BS: Array | None = None,

@@ -3,8 +3,7 @@
 Following Wang et al. 2023, "Overlap communication with dependent computation via decomposition in large deep learning
 models" (ASPLOS), chunks of a gathered array are multiplied as they arrive, and each chunk of a product is added to a
 sum that passes by on its way to the device it belongs to. The loops are unrolled, and a hop is written before the work
-that should hide it, so that the compiler's scheduler sees every step. `jaxpar.parallel.linear` makes each op the
-other's transpose.
+that should hide it, so that the compiler's scheduler sees every step. In `linear` each op is the other's transpose.
 
 Everything here runs inside `manual`, on local arrays whose dim 1 is the sequence.
 """
@@ -103,16 +102,11 @@ def _ring(stored: Axes, used: Axes, form: Form, layout: Layout) -> _Ring | None:
 
 
 class _Ring(NamedTuple):
-    """Devices that hand chunks on to their neighbours.
+    """Devices that hand chunks on to their neighbours."""
 
-    Attributes:
-      axes: mesh axes, treated as one.
-      size: number of devices along them.
-      form: `ring` sends whole chunks one way, `bidirectional` sends one half of each chunk either way.
-    """
-
-    axes: tuple[MeshAxis, ...]
-    size: int
+    axes: tuple[MeshAxis, ...]  # mesh axes, treated as one
+    size: int  # number of devices along them
+    # `ring` sends whole chunks one way, `bidirectional` one half of each chunk either way.
     form: Literal["ring", "bidirectional"]
 
     def lanes(self, rows: int) -> list[tuple[int, int, int]]:
@@ -147,8 +141,7 @@ def _gather_chunks(x: jax.Array, ring: _Ring) -> Iterator[tuple[jax.Array, jax.A
 def _scatter_sums(
     summand: Callable[[jax.Array, int], jax.Array], rows: int, dtype: jnp.dtype, ring: _Ring
 ) -> jax.Array:
-    """The reduce-scatter of an array whose local summand is made piece by piece, in float32, by `summand(first,
-    count)`.
+    """The reduce-scatter of an array whose local summand `summand(first, count)` makes piece by piece, in float32.
 
     Sums travel in `dtype`; `rows` is the length of the chunk that stays here.
     """

@@ -70,8 +70,8 @@ def in_order(
     """Put a batch's tokens in the order in which attention splits the sequence; `positions` says where they stood.
 
     Args:
-      batch: int arrays [B, S] by name, `tokens` among them, with each sequence whole on every device. `positions` are
-        made if the batch has none.
+      batch: int arrays [B, S] by name, `tokens` among them, each sequence whole on every device. `positions` are made
+      if missing.
       context: how attention runs where the sequence is split, as for `attention`.
 
     Raises:

@@ -27,7 +27,7 @@ from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, Program, Task, walk
 from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.attention.libraries import kernel_cost
-from jaxpar.kernels.attention.triton_tiles import sizes_for
+from jaxpar.kernels.attention.triton import sizes_for
 from jaxpar.kernels.masks import FULL, PARTIAL, Causal, Tiles, tile_states
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target

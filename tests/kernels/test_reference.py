@@ -11,8 +11,7 @@ import pytest
 from attention_cases import EVERY_MASK, SIZES, Answer, Case, answer, assert_right, inputs
 from tiers import some
 
-from jaxpar.kernels.attention.call import Call
-from jaxpar.kernels.attention.reference import reference
+from jaxpar.kernels.attention.call import Call, reference
 
 pytestmark = pytest.mark.quick
 

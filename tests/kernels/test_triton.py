@@ -24,9 +24,8 @@ from tiers import needs_cuda, some
 
 from jaxpar.base.hardware import load_chip
 from jaxpar.kernels.attention import triton
-from jaxpar.kernels.attention.call import Call, Unserved
-from jaxpar.kernels.attention.reference import reference
-from jaxpar.kernels.attention.triton_tiles import Sizes, Tile, sizes_for, sizes_here
+from jaxpar.kernels.attention.call import Call, Unserved, reference
+from jaxpar.kernels.attention.triton import Sizes, Tile, sizes_for, sizes_here
 from jaxpar.kernels.masks import EMPTY, BlockSparse, Causal, Mask, Segments, Tiles, Window, bigbird, tile_states
 from jaxpar.rehearse.targets import load_target
 

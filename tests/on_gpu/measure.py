@@ -32,8 +32,7 @@ from jaxpar.cli.arguments import parse
 from jaxpar.cli.main import fail
 from jaxpar.hlo.tasks import Task, walk
 from jaxpar.kernels.attention import dispatch
-from jaxpar.kernels.attention.call import Call, Unserved
-from jaxpar.kernels.attention.reference import reference
+from jaxpar.kernels.attention.call import Call, Unserved, reference
 from jaxpar.kernels.masks import Causal, Mask
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.simulate import simulate

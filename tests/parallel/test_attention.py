@@ -1,6 +1,6 @@
 """Attention as it is called: which implementation serves, the libraries', gradients of all that comes out, and plans.
 
-`jaxpar.kernels.attention.reference` is what they are held against (tests/kernels/test_reference.py has it against the
+`kernels.attention.call.reference` is what they are held against (tests/kernels/test_reference.py has it against the
 definition); tolerances are those of tests/attention_cases.py.
 """
 
@@ -24,9 +24,8 @@ from jaxpar.base.plan import Context, Plan
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.hlo.origin import decode
 from jaxpar.kernels.attention import chunked, dispatch, libraries
-from jaxpar.kernels.attention.call import DEFAULT, Call, Unserved
+from jaxpar.kernels.attention.call import DEFAULT, Call, Unserved, reference
 from jaxpar.kernels.attention.libraries import kernel_cost
-from jaxpar.kernels.attention.reference import reference
 from jaxpar.kernels.masks import Causal, First, Full, Mask, Segments, Window, bigbird
 from jaxpar.models.masks import layer_masks
 from jaxpar.parallel import choose_attention

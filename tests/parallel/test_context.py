@@ -23,8 +23,7 @@ from jaxpar.base.sharding import ShardingRules, kv_copy_axes
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.kernels.attention import chunked
-from jaxpar.kernels.attention.call import Call
-from jaxpar.kernels.attention.reference import reference
+from jaxpar.kernels.attention.call import Call, reference
 from jaxpar.kernels.masks import Causal, Full, Mask, Segments, Window
 from jaxpar.parallel import context
 from jaxpar.parallel.context import check_split, split_attention

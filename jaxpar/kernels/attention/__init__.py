@@ -1,1 +1,1 @@
-"""Attention by the fastest implementation that serves a device, each held against `reference`."""
+"""Attention by the fastest implementation that serves a device, each held against `call.reference`."""

@@ -1,4 +1,4 @@
-"""What every implementation of attention is given, and what it returns.
+"""What every implementation of attention is given, what it returns, and the definition that it is held against.
 
 An implementation is a pair of functions on local arrays, with no gradient of their own:
 
@@ -9,7 +9,7 @@ An implementation is a pair of functions on local arrays, with no gradient of th
 most `BLIND`, and the output is zeros. `delta` is the sum over h of the output times its gradient, less the gradient of
 lse. The backward computes the weights again from lse, which may cover more keys than these (ring attention).
 
-Shapes: B batch, S queries, T keys, H heads, K kv heads (H a multiple of K; head n has kv head n // (H // K)), h
+Shapes: B batch, S queries, T keys, H heads, K kv heads (head n has kv head n // (H // K)), G heads a kv head, h
 head_dim.
 """
 
@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from jaxpar.kernels.masks import Start
+from jaxpar.kernels.masks import Mask, Start
 
 Arrays: TypeAlias = Array | jax.ShapeDtypeStruct
 """An array, or its shape and dtype."""
@@ -41,25 +41,15 @@ class Unserved(Exception):
 
 
 class Call(NamedTuple):
-    """How attention is to be computed.
+    """How attention is to be computed."""
 
-    Attributes:
-      scale: the factor of the scores; 0 = 1 / sqrt(h).
-      softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = no cap.
-      q_start: the place of the first query for the mask.
-      k_start: the place of the first key for the mask.
-      multiple: a number that traced starts are multiples of.
-      out_dtype: the dtype of the output or of the gradients; None = those of the inputs.
-      interpret: whether a kernel is interpreted, which tests it on any device.
-    """
-
-    scale: float = 0.0
-    softcap: float = 0.0
-    q_start: Start = 0
-    k_start: Start = 0
-    multiple: int = 1
-    out_dtype: DTypeLike | None = None
-    interpret: bool = False
+    scale: float = 0.0  # the factor of the scores; 0 = 1 / sqrt(h)
+    softcap: float = 0.0  # scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = no cap
+    q_start: Start = 0  # the place of the first query for the mask
+    k_start: Start = 0  # the place of the first key for the mask
+    multiple: int = 1  # a number that traced starts are multiples of
+    out_dtype: DTypeLike | None = None  # the dtype of the output or of the gradients; None = those of the inputs
+    interpret: bool = False  # whether a kernel is interpreted, which tests it on any device
 
     def scale_of(self, q_BSHh: Arrays) -> float:
         """The factor of the scores of these queries."""
@@ -114,3 +104,39 @@ def ungroup_heads(x_BKGSh: Array) -> Array:
     """The inverse of `group_heads`."""
     B, K, G, S, h = x_BKGSh.shape
     return x_BKGSh.transpose(0, 3, 1, 2, 4).reshape(B, S, K * G, h)
+
+
+def reference(
+    q_BSHh: Float[Array, "B S H h"], k_BTKh: Float[Array, "B T K h"], v_BTKh: Float[Array, "B T K h"], mask: Mask,
+    call: Call = DEFAULT, dropout_rate: float = 0.0, key: jax.Array | None = None,
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:  # fmt: skip
+    """Attention by its definition, all scores at once: (out, lse), which jax differentiates.
+
+    Scores and softmax are float32, or float64 for float64 inputs. No weights are dropped out when `key` is None.
+    """
+    (B, S, H, h), (T, K) = q_BSHh.shape, k_BTKh.shape[1:3]
+    exact = jnp.promote_types(q_BSHh.dtype, jnp.float32)
+    q_BSKGh = q_BSHh.reshape(B, S, K, H // K, h)
+    scores_BKGST = jnp.einsum("BSKGh,BTKh->BKGST", q_BSKGh, k_BTKh, preferred_element_type=exact)
+    scores_BKGST = cap_scores(scores_BKGST * call.scale_of(q_BSHh), call.softcap)
+    seen = mask.visible(jnp.arange(S)[:, None] + call.q_start, jnp.arange(T)[None] + call.k_start)
+    seen = seen if seen.ndim == 2 else seen[:, None, None]
+    scores_BKGST = jnp.where(seen, scores_BKGST, MASKED)
+    most_BKGS1 = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores_BKGST, axis=-1, keepdims=True), BLIND))
+    weights_BKGST = jnp.exp(scores_BKGST - most_BKGS1)
+    total_BKGS1 = jnp.sum(weights_BKGST, axis=-1, keepdims=True)
+    total_BKGS1 = jnp.where(total_BKGS1 == 0, 1, total_BKGS1)
+    weights_BKGST = drop_weights(weights_BKGST / total_BKGS1, dropout_rate, key).astype(v_BTKh.dtype)
+    out_BSKGh = jnp.einsum("BKGST,BTKh->BSKGh", weights_BKGST, v_BTKh, preferred_element_type=exact)
+    lse_BHS = (most_BKGS1 + jnp.log(total_BKGS1)).reshape(B, H, S)
+    return out_BSKGh.reshape(B, S, H, h).astype(call.out_dtype or q_BSHh.dtype), lse_BHS
+
+
+def drop_weights(weights: Array, rate: float, key: jax.Array | None) -> Array:
+    """The weights [B, K, G, R, C], with a share `rate` of them zeroed and the rest scaled up."""
+    if key is None or rate == 0:
+        return weights
+    B, K, G, R, C = weights.shape
+    # A draw over five dims gives the same bits, but takes XLA:CPU three times as long to compile.
+    kept = jax.random.bernoulli(key, 1 - rate, (B, K * G, R * C)).reshape(weights.shape)
+    return jnp.where(kept, weights / (1 - rate), 0)

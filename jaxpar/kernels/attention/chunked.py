@@ -22,13 +22,13 @@ from jaxpar.kernels.attention.call import (
     MASKED,
     Call,
     cap_scores,
+    drop_weights,
     group_heads,
     pad_to,
     product,
     through_cap,
     ungroup_heads,
 )
-from jaxpar.kernels.attention.reference import drop_weights
 from jaxpar.kernels.attention.visits import possible_states
 from jaxpar.kernels.masks import EMPTY, FULL, Mask, Segments, Tiles, tile_states
 

@@ -1,10 +1,5 @@
 """Attention behind one function, which takes the fastest implementation that can serve what is asked.
 
-    out_BSHh, lse_BHS = attention(q_BSHh, k_BTKh, v_BTKh, Causal() & Window(1023))
-
-It is softmax attention with grouped query heads (arXiv:2305.13245). The mask says what a query sees, whichever
-implementation serves.
-
 Shapes: as in `jaxpar.kernels.attention.call`.
 """
 
@@ -24,8 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError
 from jaxpar.kernels.attention import chunked, libraries
-from jaxpar.kernels.attention.call import Arrays, Call, Unserved
-from jaxpar.kernels.attention.reference import reference
+from jaxpar.kernels.attention.call import Arrays, Call, Unserved, reference
 from jaxpar.kernels.masks import Mask, segments_in
 
 Implementation = Literal["pallas_gpu", "pallas_tpu", "cudnn", "splash", "chunked", "reference"]
@@ -41,45 +35,25 @@ log = logging.getLogger(__name__)
 
 
 class Asked(NamedTuple):
-    """What the choice of an implementation depends on.
+    """What the choice of an implementation depends on."""
 
-    Attributes:
-      q, k: the arrays [B, S, H, h] and [B, T, K, h], or their shapes and dtypes.
-      mask: what a query sees.
-      call: the scale, the soft cap and so on.
-      with_lse: whether the log-sum-exp is asked for too.
-      dropping: whether weights are dropped out.
-      parts: whether the answers are parts, to be merged or added up.
-      cut: why the arrays are not whole heads of one device, so that only plain XLA takes them; empty = they are whole.
-    """
-
-    q: Arrays
-    k: Arrays
-    mask: Mask
-    call: Call
-    with_lse: bool = True
-    dropping: bool = False
-    parts: bool = False
-    cut: str = ""
+    q: Arrays  # [B, S, H, h], or its shape and dtype
+    k: Arrays  # [B, T, K, h], likewise
+    mask: Mask  # what a query sees
+    call: Call  # the scale, the soft cap and so on
+    with_lse: bool = True  # whether the log-sum-exp is asked for too
+    dropping: bool = False  # whether weights are dropped out
+    parts: bool = False  # whether the answers are parts, to be merged or added up
+    cut: str = ""  # why they are not whole heads of one device, so that only plain XLA takes them; empty = they are
 
 
 def attention(
-    q_BSHh: Float[Array, "B S H h"],
-    k_BTKh: Float[Array, "B T K h"],
-    v_BTKh: Float[Array, "B T K h"],
-    mask: Mask,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    implementation: str | None = None,
-    platform: str | None = None,
-    dropout_rate: float = 0.0,
-    key: jax.Array | None = None,
-    with_lse: bool = True,
-) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"] | None]:
-    """Return (out, lse): softmax attention and the log-sum-exp of each query's scores. Both have gradients.
-
-    A query that sees nothing has an output of zeros and an lse of about -1e30.
+    q_BSHh: Float[Array, "B S H h"], k_BTKh: Float[Array, "B T K h"], v_BTKh: Float[Array, "B T K h"], mask: Mask, *,
+    scale: float | None = None, softcap: float = 0.0, implementation: str | None = None, platform: str | None = None,
+    dropout_rate: float = 0.0, key: jax.Array | None = None, with_lse: bool = True,
+) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"] | None]:  # fmt: skip
+    """Return (out, lse): softmax attention with grouped query heads (arXiv:2305.13245), and the log-sum-exp of each
+    query's scores. Both have gradients. A query that sees nothing has an output of zeros and an lse of about -1e30.
 
     Args:
       q_BSHh: queries, float32 or bfloat16; scores and softmax are float32.

@@ -1,5 +1,4 @@
-"""Attention by libraries: cuDNN on NVIDIA GPUs and jax's splash kernel on TPUs. They serve bands of keys, and their
-log-sum-exp has no gradient.
+"""Attention by libraries: cuDNN on NVIDIA GPUs and jax's splash kernel on TPUs. They serve bands of keys without lse.
 
 Shapes: as in `jaxpar.kernels.attention.call`.
 """
@@ -102,7 +101,9 @@ def splash(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask, call: Call) 
 
     # The kernel does not scale. We scale in float32, because the scale itself may not fit the dtype.
     q_BHSh = (q_BSHh.swapaxes(1, 2).astype(jnp.float32) * call.scale_of(q_BSHh)).astype(q_BSHh.dtype)
-    with jax.named_scope(f"{_COMPUTED}{_computed_share(mask, Tiles(S, T, block_q, block_k))}"):
+    # Splash skips the tiles that the band leaves out, but none because of documents.
+    computed = np.mean(tile_states(without_segments(mask), Tiles(S, T, block_q, block_k)) != EMPTY)
+    with jax.named_scope(f"{_COMPUTED}{float(computed)}"):
         out_BHSh = jax.vmap(of_sequence)(q_BHSh, k_BTKh.swapaxes(1, 2), v_BTKh.swapaxes(1, 2), band.segments)
     return out_BHSh.swapaxes(1, 2)
 
@@ -112,12 +113,6 @@ def _splash_block(q_BSHh: Array, call: Call) -> int:
     as tried with the compilers for v4 and v5e, with documents in a window."""
     row = q_BSHh.shape[-1] * q_BSHh.dtype.itemsize
     return 1024 if row <= 256 and not call.softcap else 512 if row <= 1024 else 256
-
-
-def _computed_share(mask: Mask, tiles: Tiles) -> float:
-    """The share of all pairs of a query and a key that lie in tiles that splash computes. It skips the tiles that the
-    band leaves out, but none because of documents."""
-    return float(np.mean(tile_states(without_segments(mask), tiles) != EMPTY))
 
 
 def _band_of(mask: Mask) -> _Band | None:
@@ -144,11 +139,9 @@ def _band_of(mask: Mask) -> _Band | None:
 def kernel_cost(name: str, path: str, shapes: list[tuple[int, ...]]) -> float | None:
     """The FLOPs of one call of a kernel, which the compiled program does not state; None for a kernel not from here.
 
-    Args:
-      name: the call's instruction name: `splash_mha_fwd_residuals.3`.
-      path: jax's path of the operation, in which `splash` leaves the share of the scores that are computed; where
-        something else called the kernel the share is taken as half, that of a causal mask.
-      shapes: the shapes of its operands.
+    `name` is that of the call's instruction (`splash_mha_fwd_residuals.3`), and `shapes` are those of its operands. In
+    jax's `path` of the operation `splash` leaves the share of the scores that are computed; where something else called
+    the kernel the share is taken as half, that of a causal mask.
     """
     matmuls = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
     count = next((n for prefix, n in matmuls.items() if name.startswith(prefix)), None)

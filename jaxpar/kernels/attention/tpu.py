@@ -7,24 +7,21 @@ goes to SMEM ahead of the kernel (scalar prefetch), so that the arrays of a step
 
 A row's sums stay in VMEM from its first step to its last; dk and dv sum over the query heads of a kv head there too.
 Scores lie as [keys, queries], so that a number for each query, such as its maximum, lies along the lanes, and sums over
-keys need no shuffles between lanes. In this layout libtpu 0.0.42 makes 1,440 bundles of instructions on v5e and 1,058
-on v6e for the forward of a tile of 512 x 512 with head_dim 128; for [queries, keys] it makes 1,832 and 1,779.
+keys need no shuffles between lanes: for the forward of a tile of 512 x 512 with head_dim 128, libtpu 0.0.42 makes 1,440
+bundles of instructions on v5e and 1,058 on v6e, in place of 1,832 and 1,779.
 
 Arrays whose head_dim fills no whole tiles of 128 lanes lie with their places along the lanes instead, as [h, S]. They
-then take no padding in HBM, half the room of [S, 64], and XLA's matmuls read and write them as they are, whereas XLA
-copied every array of the other kind to a layout without gaps. A visited tile of 512 x 512 with head_dim 64 takes 1,166,
-1,155 and 1,899 bundles on v5e (forward, dq, dkv), against 1,196, 1,287 and 1,902 with [S, 64]. To pack two heads of 64
-into one tile of lanes gained nothing: 1,178 bundles a head on v5e and 953 on v6e, against 1,197 and 942.
+then take no padding in HBM, half the room of [S, 64], and XLA's matmuls read and write them as they are, without a
+copy. To pack two heads of 64 into one tile of lanes gained nothing.
 
-Shapes: as in `jaxpar.kernels.attention.call`; Q tiles of q queries, N tiles of t keys; R rows of up to W visits; L
-steps.
+Shapes: as in `jaxpar.kernels.attention.call`; Q tiles of q queries, N tiles of t keys; R rows of up to W; L steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,14 +83,12 @@ def forward(
     B, S, H, h = q_BSHh.shape
     walk = _walk(q_BSHh, k_BTKh, mask, call, tile)
     q, t = walk.tiles.block_q, walk.tiles.block_k
-    out, lse_BHQ1q = _launch(
-        _forward_kernel,
-        walk,
-        {"queries": [walk.by_head(q_BSHh, q)], "keys": [walk.by_head(k_BTKh, t), walk.by_head(v_BTKh, t)]},
-        outputs=[("queries", call.out_dtype or q_BSHh.dtype), ("per_query", jnp.float32)],
-        sums=[(1, q), (1, q), (h, q)],
-        products=2,
-    )
+    arrays: dict[Kind, list[Array]] = {
+        "queries": [walk.by_head(q_BSHh, q)], "keys": [walk.by_head(k_BTKh, t), walk.by_head(v_BTKh, t)]
+    }  # fmt: skip
+    outputs: list[tuple[Kind, DTypeLike]] = [("queries", call.out_dtype or q_BSHh.dtype), ("per_query", jnp.float32)]
+    sums = [(1, q), (1, q), (h, q)]
+    out, lse_BHQ1q = _launch(_forward_kernel, walk, arrays, outputs, sums, products=2)
     return walk.by_place(out, S), lse_BHQ1q.reshape(B, H, -1)[:, :, :S]
 
 
@@ -189,22 +184,15 @@ _Shown = Callable[[Array, float], Array]
 
 
 class _Step(NamedTuple):
-    """A step of a kernel.
-
-    Attributes:
-      first, last: whether it is the first or the last of its row, where sums begin and are written.
-      state: whether its tile is EMPTY, PARTIAL or FULL.
-      seen: gives which places of a partial tile are seen, [t, q].
-      across: as in `_Walk`.
-    """
+    """A step of a kernel."""
 
     call: Call
     scale: float
-    first: Array
-    last: Array
-    state: Array
-    seen: Callable[[], Array]
-    across: bool
+    first: Array  # whether it is the first of its row, where sums begin
+    last: Array  # whether it is the last of its row, where sums are written
+    state: Array  # whether its tile is EMPTY, PARTIAL or FULL
+    seen: Callable[[], Array]  # gives which places of a partial tile are seen, [t, q]
+    across: bool  # as in `_Walk`
 
     def rows(self, x: Ref) -> Array:
         """Turn an array as it lies into [places, h], or turn such rows into an array that lies so."""
@@ -230,28 +218,18 @@ class _Step(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """The steps of a grid.
-
-    Attributes:
-      scale: the factor of the scores.
-      of_keys: whether rows are tiles of keys.
-      rows: the row of each step, int32 [L], or [B * L] where sequences differ.
-      codes: for each step `entry << 2 | state`, with the entry of `Visits` and the state of its tile.
-      count: how many steps there are; it is on the device where ids or places are.
-      stride: how many steps each sequence has in the lists; 0 = all sequences share one list.
-      across: whether arrays lie with their places along the lanes.
-    """
+    """The steps of a grid."""
 
     mask: Mask
     call: Call
-    scale: float
+    scale: float  # the factor of the scores
     tiles: Tiles
-    of_keys: bool
-    rows: Array | np.ndarray
-    codes: Array | np.ndarray
-    count: int | Array
-    stride: int
-    across: bool
+    of_keys: bool  # whether rows are tiles of keys
+    rows: Array | np.ndarray  # the row of each step, int32 [L], or [B * L] where sequences differ
+    codes: Array | np.ndarray  # for each step `entry << 2 | state`: the entry of `Visits`, and its tile's state
+    count: int | Array  # how many steps there are; it is on the device where ids or places are
+    stride: int  # how many steps each sequence has in the lists; 0 = all sequences share one list
+    across: bool  # whether arrays lie with their places along the lanes
 
     def by_head(self, x_BSHh: Array, block: int) -> Array:
         """Turn [B, S, H, h] into [B, H, S, h], or across into [B, H, h, S], with zeros up to whole tiles."""
@@ -349,20 +327,12 @@ def _step(walk: _Walk, G: int, lists: Sequence[Ref], q_ids: Sequence[Ref], kv_id
 
 
 def _launch(
-    kernel: Callable[..., None],
-    walk: _Walk,
-    arrays: dict[Kind, list[Array]],
-    outputs: list[tuple[Kind, DTypeLike]],
-    sums: list[tuple[int, int]],
-    products: int,
-) -> list[Array]:
-    """Run a kernel.
+    kernel: Callable[..., None], walk: _Walk, arrays: dict[Kind, list[Array]],
+    outputs: list[tuple[Kind, DTypeLike]], sums: list[tuple[int, int]], products: int,
+) -> list[Array]:  # fmt: skip
+    """Run a kernel that reads arrays filled up to whole tiles, writes `outputs` and has float32 `sums` of these shapes.
 
-    Args:
-      arrays: the arrays that it reads, filled up to whole tiles.
-      outputs: the kind and dtype of each array that it writes.
-      sums: the shapes of its float32 sums.
-      products: how many matrix products it makes for a tile, for XLA's estimate of its time.
+    It makes `products` matrix products for a tile, which is for XLA's estimate of its time.
     """
     (B, H, *last), (K, tiles) = arrays["queries"][0].shape, (arrays["keys"][0].shape[1], walk.tiles)
     h = last[0 if walk.across else 1]
@@ -381,6 +351,7 @@ def _launch(
 
     shapes: dict[Kind, tuple[int, ...]] = {kind: found[0].shape for kind, found in arrays.items()}
     shapes["per_query"] = B, H, tiles.shape[0], 1, tiles.block_q
+    moved = sum(x.size * x.dtype.itemsize for x in inputs)
     places = B * H * (walk.stride or len(walk.rows)) * tiles.block_q * tiles.block_k
     return pl.pallas_call(
         body,
@@ -395,11 +366,7 @@ def _launch(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary" if walk.of_keys else "parallel", "arbitrary")
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * products * places * h,
-            transcendentals=places,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in inputs),
-        ),
+        cost_estimate=pl.CostEstimate(flops=2 * products * places * h, transcendentals=places, bytes_accessed=moved),
         interpret=walk.call.interpret,
         name=f"attention{kernel.__name__.removesuffix('_kernel')}",
     )(walk.rows, walk.codes, walk.call.starts(), *inputs)
@@ -412,9 +379,8 @@ def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
     def spec(shape: tuple[int | None, ...], index: Callable[..., tuple[Index, ...]]) -> pl.BlockSpec:
         """Make a spec; `index` takes a sequence, a kv head, a query head, a tile of queries and a tile of keys."""
 
-        def of_step(
-            b: Index, kv_head: Index, outer: Index, inner: Index, rows: Ref, codes: Ref, _: Ref
-        ) -> tuple[Index, ...]:
+        def of_step(b: Index, kv_head: Index, *grid_and_lists: Any) -> tuple[Index, ...]:
+            outer, inner, rows, codes, _ = grid_and_lists
             n, g = (outer, inner) if walk.of_keys else (inner, outer)
             return index(b, kv_head, kv_head * G + g, *walk.at(b, n, rows, codes))
 

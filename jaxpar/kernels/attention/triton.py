@@ -2,8 +2,7 @@
 
 There are three kernels. One gives the output and its log-sum-exp, and one gives dq; both have a program for each tile
 of queries of a head. The third gives dk and dv: it has a program for each tile of keys of a kv head, which walks the
-query heads of that kv head, so that nothing is added atomically. A program visits the tiles that `visits` lists, first
-those that need no mask.
+query heads of that kv head, so that nothing is added atomically. A program walks a row of `visits`.
 
 Arrays are read where they lie. The part of a tile past the end of the sequence, or past a head_dim that is no power of
 two, is masked out of loads and stores, and costs no copy. Exponentials are in base 2, the base that the hardware has.
@@ -31,7 +30,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Arrays, Call, Index, Ref, Unserved
-from jaxpar.kernels.attention.triton_tiles import Sizes, Tile, sizes_here
 from jaxpar.kernels.attention.visits import block_units, in_tile, visits
 from jaxpar.kernels.masks import Mask, Tiles, segments_in
 
@@ -44,9 +42,7 @@ ONLY = np.int32(0)
 """The head in a program that has only one. It is a numpy integer, as the interpreter asks an index for its shape."""
 
 
-def refusal(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: DTypeLike, mask: Mask, call: Call = DEFAULT
-) -> str:
+def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, mask: Mask, call: Call = DEFAULT) -> str:
     """Why these arrays cannot be served; empty = they can."""
     capability = getattr(jax.devices()[0], "compute_capability", "")
     if re.fullmatch(r"[1-7]\.\d", capability):
@@ -68,11 +64,9 @@ def forward(
     """See `jaxpar.kernels.attention.call`; `sizes` are those of the tiles, None = as suits the chip."""
     B, S, H, h = q_BSHh.shape
     tile = (sizes or sizes_here(h, q_BSHh.dtype)).forward
-    outs = [
-        jax.ShapeDtypeStruct(q_BSHh.shape, call.out_dtype or q_BSHh.dtype),
-        jax.ShapeDtypeStruct((B, H, S), jnp.float32),
-    ]
-    out_BSHh, lse_BHS = _run(attention_forward, 2, tile, [q_BSHh, k_BTKh, v_BTKh], outs, mask, call)
+    out = jax.ShapeDtypeStruct(q_BSHh.shape, call.out_dtype or q_BSHh.dtype)
+    lse = jax.ShapeDtypeStruct((B, H, S), jnp.float32)
+    out_BSHh, lse_BHS = _run(attention_forward, 2, tile, [q_BSHh, k_BTKh, v_BTKh], [out, lse], mask, call)
     return out_BSHh, lse_BHS
 
 
@@ -90,20 +84,13 @@ def backward(
 
 
 class _Plan(NamedTuple):
-    """What a kernel knows while it is traced.
-
-    Attributes:
-      tiles: the tiles, with places counted within the arrays; the kernel adds where queries and keys start.
-      h: head_dim.
-      scale: the factor of the scores.
-      softcap: see `Call`.
-    """
+    """What a kernel knows while it is traced."""
 
     mask: Mask
-    tiles: Tiles
-    h: int
-    scale: float
-    softcap: float
+    tiles: Tiles  # the tiles, with places counted within the arrays; the kernel adds where queries and keys start
+    h: int  # head_dim
+    scale: float  # the factor of the scores
+    softcap: float  # see `Call`
 
     @property
     def unit(self) -> float:
@@ -112,15 +99,9 @@ class _Plan(NamedTuple):
 
 
 def _run(
-    kernel: Callable[..., None],
-    products: int,
-    tile: Tile,
-    arrays: Sequence[Array],
-    outs: Sequence[jax.ShapeDtypeStruct],
-    mask: Mask,
-    call: Call,
-    of_keys: bool = False,
-) -> list[Array]:
+    kernel: Callable[..., None], products: int, tile: Tile, arrays: Sequence[Array],
+    outs: Sequence[jax.ShapeDtypeStruct], mask: Mask, call: Call, of_keys: bool = False,
+) -> list[Array]:  # fmt: skip
     """Run a program for each tile of queries of each head; with `of_keys`, for each tile of keys of each kv head.
 
     A visited tile takes `products` matrix products. The program states their FLOPs, which with ids are an upper bound.
@@ -275,15 +256,11 @@ def _walk(lists: Ref, row: Index, visit: Callable[[Array, bool, Carry], Carry], 
 
 
 class _Part(NamedTuple):
-    """The places of a sequence that a tile has.
-
-    Attributes:
-      end: the end of the sequence where the tile may go past it, else None.
-    """
+    """The places of a sequence that a tile has."""
 
     start: int | Array
     size: int
-    end: int | None
+    end: int | None  # the end of the sequence where the tile may go past it, else None
     h: int
 
     @property
@@ -372,3 +349,67 @@ def _dscores(plan: _Plan, scores: Array, weights: Array, dweights: Array, delta:
 
 def _zeros(shape: tuple[int, ...]) -> Array:
     return jnp.zeros(shape, jnp.float32)
+
+
+# The sizes of tiles.
+
+
+class Tile(NamedTuple):
+    """One kernel's queries and keys in a tile, warps in a program, and stages of its software pipeline."""
+
+    block_q: int
+    block_k: int
+    warps: int = 4
+    stages: int = 2
+
+
+class Sizes(NamedTuple):
+    """The tiles of the three kernels."""
+
+    forward: Tile
+    dq: Tile
+    dkv: Tile
+
+
+# The forward's sizes start from the defaults of PyTorch's FlexAttention, which were measured. All were compiled for
+# their chip: they fit its shared memory (227 KB a block on an H100, 163 KB on an A100, 99 KB on smaller chips), and
+# of the larger tiles tried they are the ones whose registers spill hardly or not at all. float32 is multiplied outside
+# the tensor cores, so it has the same sizes on all chips.
+_FLOAT32 = {
+    64: ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    128: ((32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2)),
+    256: ((32, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 2)),
+}
+_BFLOAT16 = {
+    "hopper": {
+        64: ((128, 128, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+        128: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
+        256: ((64, 32, 4, 3), (64, 64, 8, 2), (32, 64, 8, 2)),
+    },
+    "ampere": {
+        64: ((128, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+        128: ((128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2)),
+        256: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+    },
+    "small": {
+        64: ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
+        128: ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
+        256: ((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    },
+}
+_KINDS = {"H100": "hopper", "H200": "hopper", "GH200": "hopper", "B200": "hopper", "A100": "ampere"}
+"""Parts of a `device_kind`, and the family of chips that each one names."""
+
+
+def sizes_for(h: int, dtype: DTypeLike, chip: str) -> Sizes:
+    """The sizes for a head_dim `h` and a chip, which is given by its `device_kind`."""
+    family = next((family for part, family in _KINDS.items() if part in chip), "small")
+    width = next(width for width in (64, 128, 256) if h <= width)  # head_dims of one row take as much room
+    rows = _FLOAT32 if jnp.dtype(dtype) == jnp.float32 else _BFLOAT16[family]
+    return Sizes(*(Tile(*tile) for tile in rows[width]))
+
+
+def sizes_here(h: int, dtype: DTypeLike) -> Sizes:
+    """The sizes for the devices of the mesh that a function is traced for; without a mesh, for JAX's own devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return sizes_for(h, dtype, device.device_kind if device else jax.devices()[0].device_kind)

@@ -38,17 +38,11 @@ from jaxpar.kernels.masks import (
 
 
 class Visits(NamedTuple):
-    """The tiles to visit, numpy or jax int32.
+    """The tiles to visit, numpy or jax int32."""
 
-    Attributes:
-      entries: [B, Q, W], the numbers of the tiles of keys. Past `some` they repeat the row's last one or are zero.
-      full: [B, Q], how many tiles of a row are seen in full; they come first.
-      some: [B, Q], how many tiles of a row are visited.
-    """
-
-    entries: Int[Array, "B Q W"]
-    full: Int[Array, "B Q"]
-    some: Int[Array, "B Q"]
+    entries: Int[Array, "B Q W"]  # the tiles of keys, by number; past `some`, a row's last one again or zero
+    full: Int[Array, "B Q"]  # how many tiles of a row are seen in full; they come first
+    some: Int[Array, "B Q"]  # how many tiles of a row are visited
 
 
 def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
@@ -90,8 +84,7 @@ def _most_visits(mask: Mask, tiles: Tiles, of_keys: bool) -> Int[np.ndarray, " Q
 
 
 def most_steps(mask: Mask, tiles: Tiles, of_keys: bool = False) -> int:
-    """How many entries all rows have in one list: at least one each, and as many as the longest row where there are
-    ids."""
+    """How many entries all rows have in one list: at least one each; with ids as many as in the longest row."""
     most = np.maximum(_most_visits(mask, tiles, of_keys), 1)
     return int(len(most) * np.max(most) if segments_in(mask) else np.sum(most))
 

@@ -8,8 +8,7 @@ backward tick. Buffers are as deep as the schedule needs, for any number of micr
 No single stage runs the ends of the model, since all others would wait for it. The output of the last stage is shared
 out, a part of its tokens to each stage, for the final norm, the loss and their gradients (Yeung et al. 2024,
 arXiv:2411.05288, share out the vocabulary instead, and wait for its sums). These gradients are summed over the stages
-once, at the end, with those of the embedding, so that a tied table gets both. The embedding is a lookup, so every stage
-does it.
+once, at the end, with those of the embedding, so that a tied table gets both. Every stage does the embedding, a lookup.
 
 Shapes: M microbatches, B batch, S sequence, T pieces of the sequence that a device has, P stages, D embed.
 """
@@ -308,8 +307,7 @@ class _Stage:
         )
 
     def _backward(self, carry: _Carry, row: Rows, shares: _Shares) -> _Carry:
-        """Take the cotangent through the layers; then it is ready to leave, or at the first virtual stage it goes into
-        the embedding's gradient."""
+        """Take the cotangent through the layers, to leave, or at the first virtual stage into the embedding."""
         i, on_first = row.microbatch, row.ends > 0
         dy_BSD, stash = read(carry.cotangents, row.taken), carry.stash
         if self.by_stage:  # only the stage's input is kept, and its layers are run again

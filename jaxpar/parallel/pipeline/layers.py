@@ -1,5 +1,4 @@
-"""Which layers each stage of a pipeline has, where they are stored, how many microbatches there are, and what the log
-says of it all.
+"""Which layers each stage of a pipeline has, where they are stored, how many microbatches, and lines for the log.
 
 A stacked parameter is stored with its layers in the order of the stages that have them, so that each stage's layers are
 together. With several virtual stages, or where stages do not divide the layers, this is not the model's order.
@@ -28,15 +27,11 @@ _LONG = 0.25  # an idle share that is worth a line in the log
 
 
 class Layers(NamedTuple):
-    """The places where a pipeline has the layers of a model.
+    """The places where a pipeline has the layers of a model."""
 
-    Attributes:
-      counts: the number of layers of each virtual stage, in the model's order.
-      order: for each place in a stacked parameter, the layer that is stored there; -1 = none, all zeros. A stage's
-        places are together; its chunks follow one another, and all have the same number of places.
-    """
-
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # the number of layers of each virtual stage, in the model's order
+    # For each place in a stacked parameter, the layer that is stored there; -1 = none, all zeros. A stage's places are
+    # together; its chunks follow one another, and all have the same number of places.
     order: tuple[int, ...]
 
     @property

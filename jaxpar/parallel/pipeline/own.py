@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +22,12 @@ from jaxpar.parallel.pipeline.stage import Places
 Params = Mapping[str, PyTree]
 
 
-class _Sizes(NamedTuple):
-    """The `config` of a model that consists of three functions."""
-
-    layers: int
-    experts: int = 0
-    scan_layers: bool = True
-    kinds: int = 1
-
-
 class _Functions:
     """Three functions in the form of a `PipelinedModel`."""
 
     def __init__(self, functions: Sequence[Callable[..., Array]], axes: PyTree, layers: int):
         (self._embed, self._block, self._score), self.axes = functions, axes
-        self.config = _Sizes(layers)
+        self.config = SimpleNamespace(layers=layers, experts=0, scan_layers=True, kinds=1)
 
     def trained(self, tree: PyTree) -> PyTree:
         return tree
@@ -55,30 +47,22 @@ class _Functions:
 
 
 def value_and_grad(
-    embed: Callable[[Params, Array, Array], Array],
-    block: Callable[[Any, Array, Array], Array],
-    score: Callable[[Params, Array, Array], Array],
-    axes: Params,
-    layout: Layout,
-    *,
-    microbatches: int,
-    schedule: Schedule | Table = "1f1b",
-    virtual: int = 1,
-) -> Callable[[Params, Mapping[str, Array]], tuple[Array, Params]]:
+    embed: Callable[[Params, Array, Array], Array], block: Callable[[Any, Array, Array], Array],
+    score: Callable[[Params, Array, Array], Array], axes: Params, layout: Layout, *,
+    microbatches: int, schedule: Schedule | Table = "1f1b", virtual: int = 1,
+) -> Callable[[Params, Mapping[str, Array]], tuple[Array, Params]]:  # fmt: skip
     """Return the mean loss and the gradients of a model whose blocks are stages of a pipeline.
 
     It all runs inside one jit: `shard_map` over the layout's `stage` axis, and the rest of the layout inside a stage,
     where the ops of `jaxpar.parallel` and sharding constraints work as usual. Forward and backward ticks of the
     microbatches follow each other as the schedule's table says, and so the schedule sets the memory. Use
-    `jaxpar.parallel` for lookups in split tables and for the loss: XLA's partitioner aborts at plain indexing of a
-    split table in here.
+    `jaxpar.parallel` for lookups in split tables and for the loss: XLA aborts at plain indexing of a split table.
 
     Args:
       embed: `(params, tokens [B, S], positions [B, S]) -> x [B, S, D]`; params are all parameters but `blocks`.
-      block: `(layer, x, positions) -> x`; a layer is a slice of `params["blocks"]`. Wrap it in `jax.checkpoint` to have
-        it recomputed.
-      score: `(params, x, labels [B, S]) -> ` the loss *summed* over the labels that are not below zero. It is called on
-        some of the tokens at a time.
+      block: `(layer, x, positions) -> x`; a layer is a slice of `params["blocks"]`. `jax.checkpoint` has it recomputed.
+      score: `(params, x, labels [B, S]) -> ` the loss *summed* over labels not below zero. It sees some tokens at a
+      time.
       axes: logical axes of each parameter, in a tree of the parameters' form; those of `blocks` begin with "layers".
       layout: a layout with more than one device along `stage`.
       microbatches: how many microbatches the batch's rows are cut into.

@@ -19,35 +19,21 @@ _BUFFERS = ("stash", "inbox", "cotangents")
 
 
 class Rows(NamedTuple):
-    """One kind of tick, as int32 arrays [rounds, stages].
+    """One kind of tick, as int32 arrays [rounds, stages]."""
 
-    Attributes:
-      on: whether the stage does anything.
-      microbatch, chunk: those of the action; 0 where there is none.
-      kept: the slot of the stash, which a forward writes and a backward reads.
-      taken: the slot of what has arrived: the activation for a forward, the cotangent for a backward.
-      arrives: the slot that a neighbour's message goes to: the activation after the round of a forward, or before a
-        backward the cotangent of the round before.
-      ends: whether the action is the first virtual stage's; there a forward begins with the embedding and a backward
-        ends with it.
-      scores: whether the action is the last virtual stage's forward, which the loss follows.
-      cotangent: the slot for the cotangent that the loss gives back.
-      some_end, some_score: [rounds], whether there is any such stage.
-      scored: [rounds], the microbatch that is scored.
-    """
-
-    on: _Array
-    microbatch: _Array
-    chunk: _Array
-    kept: _Array
-    taken: _Array
+    on: _Array  # whether the stage does anything
+    microbatch: _Array  # that of the action; 0 where there is none
+    chunk: _Array  # likewise
+    kept: _Array  # the slot of the stash, which a forward writes and a backward reads
+    taken: _Array  # the slot of what has arrived: the activation for a forward, the cotangent for a backward
+    # The slot of a neighbour's message: the activation after a forward's round, the cotangent before a backward.
     arrives: _Array
-    ends: _Array
-    scores: _Array
-    cotangent: _Array
-    some_end: _Array
-    some_score: _Array
-    scored: _Array
+    ends: _Array  # whether it is the first virtual stage's, where a forward begins and a backward ends: the embedding
+    scores: _Array  # whether it is the last virtual stage's forward, which the loss follows
+    cotangent: _Array  # the slot for the cotangent that the loss gives back
+    some_end: _Array  # [rounds], whether there is any such stage
+    some_score: _Array  # likewise
+    scored: _Array  # [rounds], the microbatch that is scored
 
 
 class Segment(NamedTuple):
@@ -58,18 +44,12 @@ class Segment(NamedTuple):
 
 
 class TickProgram(NamedTuple):
-    """A table in the form in which it is run.
+    """A table in the form in which it is run."""
 
-    Attributes:
-      segments: the scans, one after another.
-      stash, inbox, cotangents: depths of the buffers, which hold inputs kept for a backward, activations that have
-        arrived, and cotangents that have arrived.
-    """
-
-    segments: tuple[Segment, ...]
-    stash: int
-    inbox: int
-    cotangents: int
+    segments: tuple[Segment, ...]  # the scans, one after another
+    stash: int  # depth of the buffer of inputs kept for a backward
+    inbox: int  # of activations that have arrived
+    cotangents: int  # of cotangents that have arrived
 
 
 def program(table: Table, backward: bool = True) -> TickProgram:
@@ -120,8 +100,7 @@ def _assign_slots(table: Table, rounds: list[list[Tick]], fields: dict[str, np.n
     """Write the slot of everything that is written and read into the fields of `Rows`, and return each buffer's depth.
 
     The rounds are gone through as they will run. A stage writes in every tick, into the lowest free slot; what it
-    writes while it is idle, or what nobody waits for, holds no slot. What is held is known by its microbatch and
-    virtual stage.
+    writes while it is idle, or what nobody waits for, holds no slot. What is held is known by its pair.
     """
     P, last = table.stages, table.stages * table.virtual - 1
     backward = any(_kind(tick) == "backward" for part in rounds for tick in part)

@@ -1,5 +1,4 @@
-"""Pipeline schedules as data: which microbatch each stage works on in each tick, whether that is valid, and how long it
-takes.
+"""Pipeline schedules as data: which microbatch each stage works on in each tick; proved valid, and timed.
 
 One jitted program is the same on all stages, and no collective may stand in a branch that only some of them take. So
 each tick is of one kind: in it all stages that are not idle run a forward, or all of them run a backward. GPipe, 1F1B,
@@ -112,8 +111,7 @@ def _groups(P: int, M: int) -> list[int]:
 def _positions(P: int, groups: list[int], v: int) -> dict[tuple[int, int], int]:
     """For each microbatch and chunk, return the round of its forward on stage 0; stage s follows s rounds later.
 
-    A group goes through one chunk, then through the next. Backwards go the same way, starting from the last stage and
-    the last chunk.
+    A group goes through one chunk, then through the next. Backwards start from the last stage and the last chunk.
     """
     found, at, first = {}, 0, 0
     for size in groups:
@@ -160,20 +158,12 @@ UNIT = Times()
 
 
 class Simulation(NamedTuple):
-    """What `simulate_schedule` found.
+    """What `simulate_schedule` found."""
 
-    Attributes:
-      makespan: time from the first start to the last end.
-      bubble: the idle share of all stages' time.
-      starts: when each tick starts.
-      stash: the most inputs that each stage keeps at a time, each from the start of its forward to the end of its
-        backward.
-    """
-
-    makespan: float
-    bubble: float
-    starts: tuple[float, ...]
-    stash: tuple[int, ...]
+    makespan: float  # time from the first start to the last end
+    bubble: float  # the idle share of all stages' time
+    starts: tuple[float, ...]  # when each tick starts
+    stash: tuple[int, ...]  # the most inputs each stage keeps at a time, from a forward's start to its backward's end
 
 
 def check(table: Table) -> None:

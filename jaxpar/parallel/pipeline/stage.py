@@ -41,8 +41,7 @@ _Shape = Any  # a ShapeDtypeStruct; of an array in host memory an abstract value
 
 
 class PipelinedModel(Protocol):
-    """What a pipeline needs from a model: see `jaxpar.models.Model`. Of its config it reads `layers`, `experts`,
-    `scan_layers` and `kinds`."""
+    """What a pipeline needs of a `models.Model`, and of its config: `layers`, `experts`, `scan_layers` and `kinds`."""
 
     @property
     def axes(self) -> PyTree: ...
@@ -111,17 +110,11 @@ def _shape(var: core.Var) -> _Shape:
 
 
 class LayerContext(NamedTuple):
-    """What a layer is given besides its weights and its input.
+    """What a layer is given besides its weights and its input."""
 
-    Attributes:
-      places: the places of the tokens.
-      key: the key of its dropout, or None.
-      there: whether there is a layer at this place; None = at all places.
-    """
-
-    places: Places
-    key: Array | None
-    there: Array | None
+    places: Places  # the places of the tokens
+    key: Array | None  # the key of its dropout, or None
+    there: Array | None  # whether there is a layer at this place; None = at all places
 
 
 @dataclass
@@ -130,22 +123,15 @@ class Stack:
 
     Place j of every chunk has a layer of kind j % `kinds`. With several kinds the places are unrolled, and what layers
     keep is in buffers of its own for each kind.
-
-    Attributes:
-      weights: this stage's stacked weights [virtual x places, ...].
-      context: a function of (microbatch, chunk, place in it) that returns what the layer is told.
-      places: the number of places of a virtual stage.
-      added: the cotangents of a layer's router sums, or None.
-      kept: which arrays of its `jax.vjp` function a layer of each kind keeps, and how to get it back; after `prepare`.
     """
 
     model: PipelinedModel
     plan: Plan
-    weights: PyTree
-    context: Callable[[ArrayLike, ArrayLike, ArrayLike], LayerContext]
-    places: int
-    added: RouterSums | None
-    kept: list[Kept] = field(default_factory=list)
+    weights: PyTree  # this stage's stacked weights [virtual x places, ...]
+    context: Callable[[ArrayLike, ArrayLike, ArrayLike], LayerContext]  # of a microbatch, a chunk and a place in it
+    places: int  # the number of places of a virtual stage
+    added: RouterSums | None  # the cotangents of a layer's router sums, or None
+    kept: list[Kept] = field(default_factory=list)  # what a layer of each kind keeps of its vjp, after `prepare`
 
     @property
     def kinds(self) -> int:
