@@ -13,7 +13,7 @@ from jaxpar.parallel.ops import Ops
 from jaxpar.parallel.token_order import in_natural_order, in_order
 
 __all__ = [
-    "LossSums", "Ops", "RouterSums", "attention", "choose_attention", "column_linear", "dropout",
-    "expert_mlp", "fit_heads",
-    "in_natural_order", "in_order", "linear_cross_entropy", "logits", "lookup", "rank_linear", "row_linear",
+    "LossSums", "Ops", "RouterSums", "attention", "choose_attention", "column_linear", "dropout", "expert_mlp",
+    "fit_heads", "in_natural_order", "in_order", "linear_cross_entropy", "logits", "lookup", "rank_linear",
+    "row_linear",
 ]  # fmt: skip

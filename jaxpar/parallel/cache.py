@@ -98,10 +98,8 @@ def attend(
 ) -> tuple[Float[Array, "B 1 H h"], Cache]:  # fmt: skip
     """Write the new tokens' keys and values into a slot, and attend with one query a row; softmax is float32."""
     (B, _, H, h), K = q_BSHh.shape, k_BSKh.shape[2]
-    k_NTh, v_NTh = (
-        jax.lax.dynamic_update_slice_in_dim(old, new.reshape(B * K, 1, h), slot, axis=1)
-        for old, new in zip(cache, (k_BSKh, v_BSKh), strict=True)
-    )
+    put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=slot, axis=1)
+    k_NTh, v_NTh = put(cache[0], k_BSKh.reshape(B * K, 1, h)), put(cache[1], v_BSKh.reshape(B * K, 1, h))
     q_NGh = q_BSHh.reshape(B * K, H // K, h)
     scores_NGT = jnp.einsum("NGh,NTh->NGT", q_NGh, k_NTh, preferred_element_type=jnp.float32)
     scores_NGT = cap_scores(scores_NGT / h**0.5, softcap)

@@ -263,11 +263,8 @@ def _grouped_product(
         # All tokens of an expert are on its device, except those along axes that do not split experts.
         others = drop_axes(split_over(GATHERED[:2], layout), layout.mesh_axes("experts"))
         sums_EIO = (grouped_weight_gradient(x_RI, dy, counts_ME) for dy in dys_RO)
-        dweights = tuple(
-            reduce(dweight, others, used_axes(axes), state_axes(axes), layout).astype(weight.dtype)
-            for dweight, weight in zip(sums_EIO, weights, strict=True)
-        )
-        return dx, None, dweights
+        stored = (reduce(dweight, others, used_axes(axes), state_axes(axes), layout) for dweight in sums_EIO)
+        return dx, None, tuple(x.astype(weight.dtype) for x, weight in zip(stored, weights, strict=True))
 
     in_axes = x_axes, _ROWS, (axes,) * len(weights)
     return manual_vjp(forward, backward, layout, in_axes, (y_axes,) * len(weights))(x, counts, weights)

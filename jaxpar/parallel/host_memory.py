@@ -21,9 +21,7 @@ HOST = "pinned_host"
 _TOLERANCE = 1e-5
 
 
-KNOWN_BAD = {
-    ("gpu", "0.11.0"): "scan residuals offloaded to the host give silently wrong gradients (openxla/xla#46231)"
-}
+KNOWN_BAD = {("gpu", "0.11.0"): "scan residuals in host memory give silently wrong gradients (openxla/xla#46231)"}
 """What happens with a platform and a jaxlib that offload wrongly."""
 
 
@@ -104,9 +102,8 @@ def lower_for(
     assert len(attributes) == len(flags), "an argument that is not used would shift those after it"
     with module.context:
         kind: dict[str, ir.Attribute] = {"mhlo.memory_kind": ir.StringAttr.get(HOST)}
-        main.arg_attrs = ir.ArrayAttr.get(
-            [ir.DictAttr.get(own | kind if flag else own) for own, flag in zip(attributes, flags, strict=True)]
-        )
+        noted = (own | kind if flag else own for own, flag in zip(attributes, flags, strict=True))
+        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(own) for own in noted])
     return traced, lowered
 
 
@@ -136,9 +133,8 @@ def require_right_gradients(device: jax.Device, say: Callable[[str], None]) -> N
 def gradient_error(device: jax.Device) -> float:
     """The error of a small scan's gradient with activations in host memory, relative to its largest entry."""
     rng = np.random.default_rng(0)
-    weights_LDD, x_BD = (
-        jax.device_put(rng.standard_normal(shape, np.float32), device) for shape in ((5, 64, 64), (8, 64))
-    )
+    arrays = (rng.standard_normal(shape, np.float32) for shape in ((5, 64, 64), (8, 64)))
+    weights_LDD, x_BD = (jax.device_put(x, device) for x in arrays)
 
     def gradient(policy: Callable[..., Any] | None) -> np.ndarray:
         def body(x_BD: jax.Array, weight_DD: jax.Array) -> tuple[jax.Array, None]:

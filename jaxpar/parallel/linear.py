@@ -104,9 +104,7 @@ def row_linear(
 
     def forward(h: Array, weight: Array) -> Array:
         products = [(h.astype(layout.dtype), use(weight, stored, layout))]
-        return matmul_reduce_scatter(
-            products, split_over(used_axes(axes), layout), used, STORED, layout.compute, layout, scatters
-        )
+        return matmul_reduce_scatter(products, split_over(used_axes(axes), layout), used, STORED, layout, scatters)
 
     def backward(h: Array, weight: Array, dy: Array) -> tuple[Array, Array]:
         swapped = _swap_dims(use(weight, stored, layout), len(axes))
@@ -190,10 +188,7 @@ def _columns(
         groups: dict[tuple[MeshAxis, ...], list[tuple[Array, Array]]] = {}
         for dy, weight, axes in zip(dys, use_all(weights), outs, strict=True):
             groups.setdefault(split_over(axes[2:], layout), []).append((dy, _swap_dims(weight, 1)))
-        parts = (
-            matmul_reduce_scatter(products, over, used, given, layout.compute, layout, scatters)
-            for over, products in groups.items()
-        )
+        parts = (matmul_reduce_scatter(group, over, used, given, layout, scatters) for over, group in groups.items())
         dx = functools.reduce(jnp.add, parts).astype(x.dtype)
         x, _ = all_gather_matmul(x.astype(layout.dtype), (), given, used, layout.compute, layout, gathers)
         dweights = tuple(

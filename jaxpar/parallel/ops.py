@@ -99,9 +99,8 @@ def overlap_notes(plan: Plan) -> list[str]:
         return []
     flags, moves = " and ".join(f"overlap.{name}" for name in asked), further_split(STORED, GATHERED, plan)
     if not moves:
-        return [
-            f"{flags}: no ring, since rules.residual_seq splits the sequence no further than rules.seq on this mesh"
-        ]
+        why = "rules.residual_seq splits the sequence no further than rules.seq on this mesh"
+        return [f"{flags}: no ring, since {why}"]
     attention, notes = further_split(STORED, ATTENDED, plan), []
     if attention != moves:
         ring = f"the ring is {' x '.join(attention[0][1])}" if attention else "no ring"

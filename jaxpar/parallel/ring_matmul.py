@@ -45,37 +45,30 @@ def all_gather_matmul(
     for first, chunk in _gather_chunks(x, ring):
         parts = (chunk, *(matmul(chunk, weight, dtype) for weight in weights))
         wholes = wholes or [jax.lax.empty((len(part), rows, *part.shape[2:]), part.dtype) for part in parts]
-        wholes = [
-            jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=1)
-            for whole, part in zip(wholes, parts, strict=True)
-        ]
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=1)
+        wholes = [put(whole, part) for whole, part in zip(wholes, parts, strict=True)]
     return wholes[0], wholes[1:]
 
 
 def matmul_reduce_scatter(
     products: Sequence[tuple[jax.Array, jax.Array]], partial: Collection[MeshAxis], used: Axes, stored: Axes,
-    dtype: str, layout: Layout, form: Form,
+    layout: Layout, form: Form,
 ) -> jax.Array:  # fmt: skip
     """Sum some matmuls, where the sum is partial over mesh axes, into the layout that the sum is stored in.
 
-    Args:
-      products: pairs of an array [B, S, *in] and a weight [*in, *out].
-      partial: mesh axes over which the sum is partial.
-      used, stored: layouts of the sum before and after.
-      dtype: dtype of the result and of what travels. In a ring, sums are added in float32 and rounded at each hop.
-
-    Returns:
-      An array [B, S, *out].
+    The products are pairs of an array [B, S, *in] and a weight [*in, *out]. The sum [B, S, *out] has the layout `used`
+    before and `stored` after. It is in the compute dtype, and so is what travels: in a ring, sums are added in float32
+    and rounded at each hop.
     """
     ring = _ring(stored, used, form, layout)
     if ring is None or set(partial) != set(ring.axes):
-        return reduce(_sum(matmul(x, weight, dtype) for x, weight in products), partial, used, stored, layout)
+        return reduce(_sum(matmul(x, weight, layout.compute) for x, weight in products), partial, used, stored, layout)
 
     def summand(first: jax.Array, count: int) -> jax.Array:
         rows = [(jax.lax.dynamic_slice_in_dim(x, first, count, axis=1), weight) for x, weight in products]
         return _sum(matmul(x, weight, "float32") for x, weight in rows)
 
-    return _scatter_sums(summand, products[0][0].shape[1] // ring.size, jnp.dtype(dtype), ring)
+    return _scatter_sums(summand, products[0][0].shape[1] // ring.size, layout.dtype, ring)
 
 
 def matmul(x: jax.Array, weight: jax.Array, dtype: str) -> jax.Array:

@@ -83,27 +83,10 @@ def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Arra
     return shares[0] * first_out + shares[1] * second_out, most + jnp.log(total)
 
 
-def product(subscripts: str, a: Array, b: Array) -> Array:
-    """An einsum that sums in float32."""
-    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
-
-
 def pad_to(x: Array, dim: int, multiple: int) -> Array:
     """Pad one dim with zeros at its end, up to a multiple."""
     missing = -x.shape[dim] % multiple
     return jnp.pad(x, [(0, missing if n == dim % x.ndim else 0) for n in range(x.ndim)]) if missing else x
-
-
-def group_heads(x_BSHh: Array, K: int) -> Array:
-    """Turn [B, S, H, h] into [B, K, G, S, h]."""
-    B, S, H, h = x_BSHh.shape
-    return x_BSHh.reshape(B, S, K, H // K, h).transpose(0, 2, 3, 1, 4)
-
-
-def ungroup_heads(x_BKGSh: Array) -> Array:
-    """The inverse of `group_heads`."""
-    B, K, G, S, h = x_BKGSh.shape
-    return x_BKGSh.transpose(0, 3, 1, 2, 4).reshape(B, S, K * G, h)
 
 
 def reference(

@@ -17,18 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxpar.kernels.attention.call import (
-    BLIND,
-    MASKED,
-    Call,
-    cap_scores,
-    drop_weights,
-    group_heads,
-    pad_to,
-    product,
-    through_cap,
-    ungroup_heads,
-)
+from jaxpar.kernels.attention.call import BLIND, MASKED, Call, cap_scores, drop_weights, pad_to, through_cap
 from jaxpar.kernels.attention.visits import possible_states
 from jaxpar.kernels.masks import EMPTY, FULL, Mask, Segments, Tiles, tile_states
 
@@ -57,7 +46,7 @@ def forward(
             scores = at.scores(q_BKGSh, k_BKTh)
             highest = jnp.maximum(most, jnp.max(scores, axis=-1))
             weights, kept = jnp.exp(scores - highest[..., None]), jnp.exp(most - highest)
-            added = product("BKGrc,BKch->BKGrh", at.drop(weights).astype(v_BKch.dtype), v_BKch)
+            added = _product("BKGrc,BKch->BKGrh", at.drop(weights).astype(v_BKch.dtype), v_BKch)
             return out * kept[..., None] + added, highest, total * kept + jnp.sum(weights, axis=-1)
 
         out, most, total = old = tuple(at.rows_of(x) for x in state)
@@ -66,7 +55,7 @@ def forward(
     nothing = jnp.zeros(q_BKGSh.shape, jnp.float32), jnp.full(rows, BLIND, jnp.float32), jnp.zeros(rows, jnp.float32)
     out, most, total = (x[:, :, :, : work.tiles.S] for x in work.visit_all(visit, nothing))
     total = jnp.where(total == 0, 1, total)
-    out_BSHh = ungroup_heads(out / total[..., None]).astype(call.out_dtype or q_BSHh.dtype)
+    out_BSHh = _ungroup_heads(out / total[..., None]).astype(call.out_dtype or q_BSHh.dtype)
     return out_BSHh, (most + jnp.log(total)).reshape(out.shape[0], -1, out.shape[3])
 
 
@@ -77,7 +66,7 @@ def backward(
     """Return (dq, dk, dv) as `jaxpar.kernels.attention.call` defines them."""
     work = _Work.of(q_BSHh, k_BTKh, mask, call, dropout)
     q_BKGSh, k_BKTh, v_BKTh = work.lay_out(q_BSHh, k_BTKh, v_BTKh)
-    dout_BKGSh = work.pad_rows(group_heads(dout_BSHh.astype(v_BTKh.dtype), k_BTKh.shape[2]))
+    dout_BKGSh = work.pad_rows(_group_heads(dout_BSHh.astype(v_BTKh.dtype), k_BTKh.shape[2]))
     of_rows = (*q_BKGSh.shape[:3], lse_BHS.shape[-1])
     lse, delta = (work.pad_rows(x.reshape(of_rows)) for x in (jnp.maximum(lse_BHS, BLIND), delta_BHS))
 
@@ -87,13 +76,13 @@ def backward(
             k_BKch, v_BKch = at.columns_of(k_BKTh), at.columns_of(v_BKTh)
             scores = at.scores(q_BKGSh, k_BKTh)
             weights = jnp.exp(scores - at.rows_of(lse)[..., None])
-            dweights = at.drop(product("BKGrh,BKch->BKGrc", dout_BKGrh, v_BKch))
+            dweights = at.drop(_product("BKGrh,BKch->BKGrc", dout_BKGrh, v_BKch))
             dscores = through_cap(weights * (dweights - at.rows_of(delta)[..., None]), scores, call.softcap)
             dscores, weights = dscores.astype(k_BKch.dtype), at.drop(weights).astype(v_BKch.dtype)
             return (
-                dq + product("BKGrc,BKch->BKGrh", dscores, k_BKch),
-                dk + product("BKGrc,BKGrh->BKch", dscores, q_BKGrh),
-                dv + product("BKGrc,BKGrh->BKch", weights, dout_BKGrh),
+                dq + _product("BKGrc,BKch->BKGrh", dscores, k_BKch),
+                dk + _product("BKGrc,BKGrh->BKch", dscores, q_BKGrh),
+                dv + _product("BKGrc,BKGrh->BKch", weights, dout_BKGrh),
             )
 
         dq, dk, dv = old = at.rows_of(state[0]), at.columns_of(state[1]), at.columns_of(state[2])
@@ -103,7 +92,7 @@ def backward(
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_BKGSh, k_BKTh, v_BKTh))
     dq, dk, dv = work.visit_all(visit, zeros)
     scale = call.scale_of(q_BSHh)
-    dq_BSHh = ungroup_heads(dq[:, :, :, : work.tiles.S] * scale)
+    dq_BSHh = _ungroup_heads(dq[:, :, :, : work.tiles.S] * scale)
     dk_BTKh, dv_BTKh = (x[:, :, : work.tiles.T].swapaxes(1, 2) for x in (dk * scale, dv))
     gradients = (dq_BSHh, q_BSHh), (dk_BTKh, k_BTKh), (dv_BTKh, v_BTKh)
     dq, dk, dv = (x.astype(call.out_dtype or of.dtype) for x, of in gradients)
@@ -128,7 +117,7 @@ class _Work(NamedTuple):
     def lay_out(self, q_BSHh: Array, k_BTKh: Array, v_BTKh: Array) -> tuple[Array, Array, Array]:
         """Lay the arrays out as [B, K, G, S, h] and [B, K, T, h], filled up to whole tiles."""
         k_BKTh, v_BKTh = (pad_to(x.swapaxes(1, 2), 2, self.tiles.block_k) for x in (k_BTKh, v_BTKh))
-        return self.pad_rows(group_heads(q_BSHh, k_BTKh.shape[2])), k_BKTh, v_BKTh
+        return self.pad_rows(_group_heads(q_BSHh, k_BTKh.shape[2])), k_BKTh, v_BKTh
 
     def pad_rows(self, x: Array) -> Array:
         return pad_to(x, 3, self.tiles.block_q)
@@ -187,7 +176,7 @@ class _Tile(NamedTuple):
     def scores(self, q_BKGSh: Array, k_BKTh: Array) -> Float[Array, "B K G r c"]:
         """The float32 scores as the softmax takes them, with the places that may not be seen masked out."""
         work = self.work
-        scores = product("BKGrh,BKch->BKGrc", self.rows_of(q_BKGSh), self.columns_of(k_BKTh)) * work.scale
+        scores = _product("BKGrh,BKch->BKGrc", self.rows_of(q_BKGSh), self.columns_of(k_BKTh)) * work.scale
         scores = cap_scores(scores, work.call.softcap)
         if not self.masked:
             return scores
@@ -217,3 +206,20 @@ class _Tile(NamedTuple):
 def _even_part(size: int, most: int) -> int:
     """The size of the fewest equal parts that are no larger than `most`; the last part may be smaller."""
     return -(-size // -(-size // most))
+
+
+def _product(subscripts: str, a: Array, b: Array) -> Array:
+    """An einsum that sums in float32."""
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def _group_heads(x_BSHh: Array, K: int) -> Array:
+    """Turn [B, S, H, h] into [B, K, G, S, h]."""
+    B, S, H, h = x_BSHh.shape
+    return x_BSHh.reshape(B, S, K, H // K, h).transpose(0, 2, 3, 1, 4)
+
+
+def _ungroup_heads(x_BKGSh: Array) -> Array:
+    """The inverse of `_group_heads`."""
+    B, K, G, S, h = x_BKGSh.shape
+    return x_BKGSh.transpose(0, 3, 1, 2, 4).reshape(B, S, K * G, h)

@@ -104,12 +104,9 @@ def choose(asked: Asked, platform: str, implementation: str | None = None) -> tu
         if implementation not in get_args(Implementation):
             known = ", ".join(get_args(Implementation))
             raise UserError(f"no implementation of attention is called {implementation!r}: try one of {known}")
-        why = refusal(implementation, asked, platform)
-        if why:
-            others = [name for name in get_args(Implementation) if not refusal(name, asked, platform)]
-            raise UserError(
-                f"attention by {implementation} was asked for, but: {why}; what serves: {', '.join(others)}"
-            )
+        if why := refusal(implementation, asked, platform):
+            serve = ", ".join(name for name in get_args(Implementation) if not refusal(name, asked, platform))
+            raise UserError(f"attention by {implementation} was asked for, but: {why}; what serves: {serve}")
         return implementation, ""
     name, reasons = "chunked", list[str]()
     for kernel in (name for name in _KERNELS.get(platform, ()) if name in PAIRS or not asked.parts):

@@ -130,9 +130,8 @@ def _band_of(mask: Mask) -> _Band | None:
     bands = _band_of(mask.left), _band_of(mask.right)
     if bands[0] is None or bands[1] is None or (bands[0].segments is not None and bands[1].segments is not None):
         return None
-    left, right = (
-        [x for x in ends if x is not None] for ends in zip(*(band[:2] for band in bands if band), strict=True)
-    )
+    ends = zip(bands[0][:2], bands[1][:2], strict=True)
+    left, right = ([x for x in both if x is not None] for both in ends)
     return _Band(min(left, default=None), min(right, default=None), bands[0].segments or bands[1].segments)
 
 

@@ -32,18 +32,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxpar.base.hardware import LANES
-from jaxpar.kernels.attention.call import (
-    BLIND,
-    DEFAULT,
-    MASKED,
-    Call,
-    Index,
-    Ref,
-    Unserved,
-    cap_scores,
-    pad_to,
-    through_cap,
-)
+from jaxpar.kernels.attention.call import BLIND, DEFAULT, MASKED, Call, Ref, Unserved, cap_scores, pad_to, through_cap
 from jaxpar.kernels.attention.visits import block_units, in_tile, most_steps, visits
 from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, Mask, Tiles, numpy_for, segments_in
 
@@ -240,7 +229,7 @@ class _Walk(NamedTuple):
         """The inverse of `by_head`."""
         return x[..., :S].transpose(0, 3, 1, 2) if self.across else x[:, :, :S].swapaxes(1, 2)
 
-    def at(self, b: Index, n: Index, rows: Ref, codes: Ref) -> tuple[Array, Array]:
+    def at(self, b: int | Array, n: int | Array, rows: Ref, codes: Ref) -> tuple[Array, Array]:
         """The tile of queries and the tile of keys of a step, read from the lists in SMEM."""
         row, tile = rows[self.stride * b + n], codes[self.stride * b + n] >> 2
         return (tile, row) if self.of_keys else (row, tile)
@@ -353,6 +342,7 @@ def _launch(
     shapes["per_query"] = B, H, tiles.shape[0], 1, tiles.block_q
     moved = sum(x.size * x.dtype.itemsize for x in inputs)
     places = B * H * (walk.stride or len(walk.rows)) * tiles.block_q * tiles.block_k
+    semantics = ("parallel", "parallel", "arbitrary" if walk.of_keys else "parallel", "arbitrary")
     return pl.pallas_call(
         body,
         out_shape=[jax.ShapeDtypeStruct(shapes[kind], dtype) for kind, dtype in outputs],
@@ -363,9 +353,7 @@ def _launch(
             out_specs=[specs[kind] for kind, _ in outputs],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in sums],
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary" if walk.of_keys else "parallel", "arbitrary")
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         cost_estimate=pl.CostEstimate(flops=2 * products * places * h, transcendentals=places, bytes_accessed=moved),
         interpret=walk.call.interpret,
         name=f"attention{kernel.__name__.removesuffix('_kernel')}",
@@ -376,10 +364,10 @@ def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
     """The block of each kind of array that a step takes."""
     q, t = walk.tiles.block_q, walk.tiles.block_k
 
-    def spec(shape: tuple[int | None, ...], index: Callable[..., tuple[Index, ...]]) -> pl.BlockSpec:
+    def spec(shape: tuple[int | None, ...], index: Callable[..., tuple[int | Array, ...]]) -> pl.BlockSpec:
         """Make a spec; `index` takes a sequence, a kv head, a query head, a tile of queries and a tile of keys."""
 
-        def of_step(b: Index, kv_head: Index, *grid_and_lists: Any) -> tuple[Index, ...]:
+        def of_step(b: int | Array, kv_head: int | Array, *grid_and_lists: Any) -> tuple[int | Array, ...]:
             outer, inner, rows, codes, _ = grid_and_lists
             n, g = (outer, inner) if walk.of_keys else (inner, outer)
             return index(b, kv_head, kv_head * G + g, *walk.at(b, n, rows, codes))
@@ -389,7 +377,7 @@ def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
     def lying(block: int) -> tuple[int | None, ...]:
         return (None, None, h, block) if walk.across else (None, None, block, h)
 
-    def place(tile: Index) -> tuple[Index, Index]:
+    def place(tile: int | Array) -> tuple[int | Array, int | Array]:
         return (0, tile) if walk.across else (tile, 0)
 
     return {

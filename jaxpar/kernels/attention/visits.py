@@ -17,24 +17,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxpar.kernels import masks
 from jaxpar.kernels.attention.call import Call, Unserved
-from jaxpar.kernels.masks import (
-    EMPTY,
-    FULL,
-    PARTIAL,
-    And,
-    BlockSparse,
-    Full,
-    Mask,
-    Or,
-    Places,
-    Segments,
-    Tiles,
-    numpy_for,
-    segments_in,
-    tile_states,
-    without_segments,
-)
+from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, And, BlockSparse, Full, Mask, Or, Places, Segments, Tiles
 
 
 class Visits(NamedTuple):
@@ -55,8 +40,8 @@ def visits(mask: Mask, tiles: Tiles, of_keys: bool = False) -> Visits:
     """
     if cuts_blocks(mask, tiles):
         raise Unserved(f"tiles of {tiles.block_q} x {tiles.block_k} cut the blocks of {mask}")
-    states = tile_states(mask, tiles)
-    xp = numpy_for(states)
+    states = masks.tile_states(mask, tiles)
+    xp = masks.numpy_for(states)
     states = states if states.ndim == 3 else states[None]
     if tiles.T % tiles.block_k:
         states = xp.where(np.arange(tiles.shape[1]) == tiles.shape[1] - 1, xp.minimum(states, PARTIAL), states)
@@ -75,7 +60,7 @@ def possible_states(mask: Mask, tiles: Tiles) -> Int[np.ndarray, "Q K"]:
     """The greatest state that each tile can have, whatever the ids and places: a mask only grows with its parts."""
     if tiles.traced:
         return np.full(tiles.shape, PARTIAL, np.int8)
-    return np.array(tile_states(without_segments(mask), tiles))
+    return np.array(masks.tile_states(masks.without_segments(mask), tiles))
 
 
 def _most_visits(mask: Mask, tiles: Tiles, of_keys: bool) -> Int[np.ndarray, " Q"]:
@@ -86,7 +71,7 @@ def _most_visits(mask: Mask, tiles: Tiles, of_keys: bool) -> Int[np.ndarray, " Q
 def most_steps(mask: Mask, tiles: Tiles, of_keys: bool = False) -> int:
     """How many entries all rows have in one list: at least one each; with ids as many as in the longest row."""
     most = np.maximum(_most_visits(mask, tiles, of_keys), 1)
-    return int(len(most) * np.max(most) if segments_in(mask) else np.sum(most))
+    return int(len(most) * np.max(most) if masks.segments_in(mask) else np.sum(most))
 
 
 def block_units(mask: Mask, places: Call | Tiles) -> tuple[int, int]:

@@ -112,7 +112,9 @@ def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tu
         stage = _Stage(task, arrays, layers)
         carry = stage.start()
         for segment, mine in zip(task.steps.segments, ticks, strict=True):
-            shares = {kind: (np.mean(rows.some_end), np.mean(rows.some_score)) for kind, rows in segment.ticks.items()}
+            shares: dict[Kind, _Shares] = {
+                kind: (np.mean(rows.some_end), np.mean(rows.some_score)) for kind, rows in segment.ticks.items()
+            }
             body = partial(stage.round, shares=shares)
             carry, _ = jax.lax.scan(lambda carry, row, body=body: (body(carry, row), None), carry, mine)
         return stage.finish(carry)
@@ -202,14 +204,11 @@ class _Stage:
         self.layers.prepare(x)
         axes = self.model.trained(self.model.axes)
         trained = self.model.trained({"blocks": self.arrays.blocks})["blocks"]
-        of_blocks = jax.tree.map(lambda x, axes: self._zeros(x, (None, *axes[1:])), trained, axes["blocks"])
-        return carry._replace(
-            stash=messages(steps.stash) if self.by_stage else self.layers.empty_stash(steps.stash),
-            cotangents=messages(steps.cotangents),
-            leaving=messages(1)[0],
-            blocks=of_blocks,
-            ends={name: jax.tree.map(self._zeros, end, axes[name]) for name, end in self.trained_ends.items()},
-        )
+        blocks = jax.tree.map(lambda x, axes: self._zeros(x, (None, *axes[1:])), trained, axes["blocks"])
+        ends = {name: jax.tree.map(self._zeros, end, axes[name]) for name, end in self.trained_ends.items()}
+        stash = messages(steps.stash) if self.by_stage else self.layers.empty_stash(steps.stash)
+        cotangents, leaving = messages(steps.cotangents), messages(1)[0]
+        return carry._replace(stash=stash, cotangents=cotangents, leaving=leaving, blocks=blocks, ends=ends)
 
     def _zeros(self, weight: Array, axes: Axes) -> Array:
         """Return a zero gradient to add to, laid out as gradients are."""
@@ -300,11 +299,8 @@ class _Stage:
             return carry._replace(sums=_add_sums(carry.sums, score(self.ends, part_BSD)[1]))
         (_, sums), (dends, dpart_BSD) = jax.value_and_grad(score, (0, 1), has_aux=True)(self.trained_ends, part_BSD)
         dy_BSD = _gather_tokens(dpart_BSD, y_BSD.shape[1], self.plan)
-        return carry._replace(
-            sums=_add_sums(carry.sums, sums),
-            ends=_add_gradients(carry.ends, dends),
-            cotangents=write(carry.cotangents, dy_BSD, row.cotangent),
-        )
+        ends, cotangents = _add_gradients(carry.ends, dends), write(carry.cotangents, dy_BSD, row.cotangent)
+        return carry._replace(sums=_add_sums(carry.sums, sums), ends=ends, cotangents=cotangents)
 
     def _backward(self, carry: _Carry, row: Rows, shares: _Shares) -> _Carry:
         """Take the cotangent through the layers, to leave, or at the first virtual stage into the embedding."""
@@ -340,7 +336,7 @@ def _add_gradients(total: Params, more: Params) -> Params:
 
 
 def _add_sums(total: LossSums, more: LossSums) -> LossSums:
-    return LossSums(*map(jnp.add, total[:3], more[:3]), total.routed)
+    return total._replace(loss=total.loss + more.loss, nll=total.nll + more.nll, tokens=total.tokens + more.tokens)
 
 
 def _share_tokens(y_BSD: Array, plan: Plan) -> Array:

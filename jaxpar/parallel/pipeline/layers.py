@@ -73,10 +73,8 @@ def layers_of(layers: int, stages: int, pipeline: Pipeline) -> Layers:
         )
     counts = given or _even_layers(layers, stages * v)
     places, starts = max(counts), [sum(counts[:k]) for k in range(len(counts))]
-    order = [
-        starts[k] + j if j < counts[k] else -1
-        for s in range(stages) for k in range(s, stages * v, stages) for j in range(places)
-    ]  # fmt: skip
+    stored = (k for s in range(stages) for k in range(s, stages * v, stages))
+    order = [starts[k] + j if j < counts[k] else -1 for k in stored for j in range(places)]
     return Layers(tuple(counts), tuple(order))
 
 
@@ -161,9 +159,8 @@ def microbatches(config: Config, sizes: Mapping[Any, int]) -> int:
     train, asked = config.train, config.pipeline.microbatches
     if asked < 0:
         raise UserError(f"pipeline.microbatches={asked} is below 0: 0 is as many as the batch allows")
-    shards, stages = (
-        math.prod(sizes[mesh_axis] for mesh_axis in named_axes(axis, config.rules)) for axis in ("batch", "stage")
-    )
+    names = (named_axes(axis, config.rules) for axis in ("batch", "stage"))
+    shards, stages = (math.prod(sizes[mesh_axis] for mesh_axis in mesh_axes) for mesh_axes in names)
     rows = train.batch // train.accumulation
     allowed = [n for n in range(1, rows // shards + 1) if rows % (n * shards) == 0]
     if not asked:
