@@ -101,7 +101,7 @@ MUTATIONS = [
              "jaxpar/parallel/pipeline/schedules.py",
              "stride = max(P, size)", "stride = P", "tests/parallel/test_schedules.py"),
     # A step.
-    Mutation("norm_tokens", "a dropped scale: the norm that clips is of sums, not of means", "jaxpar/train/update.py",
+    Mutation("norm_tokens", "a dropped scale: the norm that clips is of sums, not means", "jaxpar/train/optimizer.py",
              "jnp.sqrt(squares) / sums.tokens", "jnp.sqrt(squares)",
              "tests/train/test_optimizer.py tests/train/test_update.py -k clipped"),
     Mutation("dropout_key", "every microbatch drops the same", "jaxpar/train/step.py",

@@ -1,15 +1,31 @@
-"""Builds AdamW with a decay mask and a learning-rate schedule from the config, with optax."""
+"""AdamW from the config: its schedule, what decays, how its moments are stored, and its step on the mesh.
+
+Arrays in host memory pass through the device a layer at a time: a layer's parameters, gradients and moments are
+fetched, updated and sent back, in a loop over the stacked layers whose buffers stay in place.
+
+Arrays stacked over layers are [layers, ...]; a pipeline's stage has its own layers, and loops over them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
 
 from jaxpar.base.config import TrainConfig
-from jaxpar.base.plan import is_matrix
-from jaxpar.base.sharding import is_axes
+from jaxpar.base.plan import Plan, is_matrix
+from jaxpar.base.sharding import is_axes, state_axes
 from jaxpar.models import Params
+from jaxpar.parallel.collectives import first_turn, gather, manual, turn_after, waits
+from jaxpar.parallel.cross_entropy import LossSums
+from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
 
 
 def learning_rate(train: TrainConfig) -> optax.Schedule:
@@ -24,9 +40,8 @@ def learning_rate(train: TrainConfig) -> optax.Schedule:
     if train.schedule == "constant":
         after: optax.Schedule = optax.constant_schedule(peak)
     elif train.schedule == "cosine":
-        after = optax.cosine_decay_schedule(
-            peak, max(train.decay_steps or steps - warmup, 1), floor / peak if peak else 0.0
-        )
+        decay = max(train.decay_steps or steps - warmup, 1)
+        after = optax.cosine_decay_schedule(peak, decay, floor / peak if peak else 0.0)
     else:
         decay = train.decay_steps or max(steps // 5, 1)
         hold = max(steps - warmup - decay, 0)
@@ -56,3 +71,163 @@ def make_optimizer(train: TrainConfig, axes: Params) -> optax.GradientTransforma
         learning_rate(train), train.beta1, train.beta2, train.eps,
         weight_decay=train.weight_decay, mask=decay_mask(axes),
     )  # fmt: skip
+
+
+def pack_moments(state: optax.OptState, matrices: Params, precision: Literal["float32", "bfloat16"]) -> optax.OptState:
+    """Convert the moments of matrices in a state of `optax.adamw` from float32 to this precision.
+
+    `matrices` says whether each parameter is a matrix; the moments of vectors stay float32.
+    """
+    return map_moments(lambda x, matrix: x.astype(precision) if matrix else x, state, matrices)
+
+
+def moments_of(state: optax.OptState) -> tuple[Params, Params]:
+    """Return the first and second moments in an optimizer's state, each as a tree like the parameters'."""
+    return optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
+
+
+def map_moments(
+    change: Callable[..., Any], state: optax.OptState, *trees: Params, others: Callable[[Any], Any] = lambda x: x
+) -> optax.OptState:
+    """Return an optimizer's state with `change(moment, *leaves)` for each moment, and `others(x)` for every other leaf.
+
+    The leaves are at the moment's place in each of `trees`, which have the structure of the parameters.
+    """
+    moments = (jax.tree.map(change, moment, *trees) for moment in moments_of(state))
+    scalars = jax.tree.map(others, optax.tree.set(state, mu={}, nu={}))
+    return optax.tree.set(scalars, mu=next(moments), nu=next(moments))
+
+
+class Updated(NamedTuple):
+    """The new parameters and optimizer state, and the global norm of gradients before clipping (float32 scalar)."""
+
+    params: Params
+    opt_state: optax.OptState
+    norm: Float[Array, ""]
+
+
+_Scale = tuple[Array, Array]
+"""The factor of a step's gradients, and whether the step is to be made."""
+
+
+class _Part(NamedTuple):
+    """The parameters of a part of the model, or of one of its layers, and their packed moments."""
+
+    params: Params
+    mu: Params
+    nu: Params
+
+
+def update(
+    params: Params, opt_state: optax.OptState, grads: Params, sums: LossSums, axes: Params, train: TrainConfig,
+    plan: Plan,
+) -> Updated:  # fmt: skip
+    """Make one step of the optimizer in float32, unless the loss or the gradients' norm is not finite.
+
+    In that case parameters and optimizer state stay the same to the bit, so a finite state always stays finite. The new
+    or old number is chosen entry by entry where both are at hand, which takes no memory, no pass and no collective.
+
+    `params`, those that are trained, are by part of the model, with `blocks` stacked over layers; `axes` are theirs;
+    `opt_state` is as `pack_moments` returns it; `grads` and `sums` are summed over the tokens that counted.
+    """
+    streamed = [name for name in params if name == "blocks" and plan.streams]
+    whole = [name for name in params if name not in streamed]
+    # On CPU `turn_after` puts a loop over layers after all sums over devices, and what follows after the loop.
+    said = (sums.nll, sums.tokens, sums.routed)
+    turn = turn_after(first_turn(plan) if plan.streams else None, said, jax.tree.map(lambda _: (), said), plan)
+    squares = jnp.zeros(())
+    for name in (*whole, *streamed):
+        squares = _squares(grads[name], squares, turn)
+    norm = jnp.sqrt(squares) / sums.tokens
+    clip = jnp.where(norm < train.clip_norm, 1.0, train.clip_norm / norm) if train.clip_norm else 1.0
+    scale = clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll)
+    mu, nu = moments_of(opt_state)
+    new, scalars = dict[str, _Part](), opt_state
+    for name in (*streamed, *whole):
+        run = _update_by_layer if name in streamed else _update_part
+        part = _Part(params[name], mu[name], nu[name])
+        new[name], scalars = run(part, grads[name], opt_state, waits(scale, turn), axes[name], train, plan)
+        turn = turn_after(turn, jax.tree.map(on_device, new[name].params), axes[name], plan)
+    params, mu, nu = ({name: part[i] for name, part in new.items()} for i in range(3))
+    return Updated(params, optax.tree.set(scalars, mu=mu, nu=nu), norm)
+
+
+def _update_part(
+    part: _Part, grads: Params, opt_state: optax.OptState, scale: _Scale, axes: Params, train: TrainConfig, plan: Plan
+) -> tuple[_Part, optax.OptState]:
+    """Return the new parameters and moments, and the optimizer's state, of which only the scalars are used."""
+    (part, grads), matrices, (factor, finite) = jax.tree.map(on_device, (part, grads)), decay_mask(axes), scale
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+    # ZeRO-1: where the optimizer's state is split over more devices than the parameters, each device updates its piece.
+    split_further = plan.mesh_axes("state_embed") != plan.mesh_axes("embed")
+    stored = part.params
+    if split_further:
+        stored = jax.tree.map(lambda x, names: plan.constrain(x, state_axes(names)), stored, axes)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
+    before = optax.tree.set(opt_state, mu=part.mu, nu=part.nu)
+    float32 = map_moments(lambda x: x.astype(jnp.float32), before)
+    updates, state = make_optimizer(train, axes).update(grads, float32, exact)
+    new = jax.tree.map(lambda x, more, old: (x + more).astype(old.dtype), exact, updates, stored)
+    # Moments of finite gradients are finite. A parameter may still overflow, and then it keeps its old value.
+    new = jax.tree.map(lambda x, old: jnp.where(finite & jnp.isfinite(x), x, old), new, stored)
+    state = pack_moments(state, matrices, plan.moments)
+    state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), state, before)
+
+    new, moments = _gather_params(new, axes, plan) if split_further else new, moments_of(state)
+    if plan.optimizer == "offload":
+        moments = (jax.tree.map(lambda x, matrix: on_host(x) if matrix else x, of, matrices) for of in moments)
+    return _Part(new, *moments), state
+
+
+def _update_by_layer(
+    part: _Part, grads: Params, opt_state: optax.OptState, scale: _Scale, axes: Params, train: TrainConfig, plan: Plan
+) -> tuple[_Part, optax.OptState]:
+    """Do the same a layer at a time, each stage with its own layers; the scalars stay as they are."""
+    of_layer = jax.tree.map(lambda names: names[1:], axes, is_leaf=is_axes)
+    scalars = optax.tree.set(opt_state, mu={}, nu={})
+
+    def local(arrays: tuple[_Part, Params], scalars: optax.OptState, scale: _Scale) -> _Part:
+        part, grads = arrays
+
+        def body(kept: _Part, i: Array) -> tuple[_Part, None]:
+            layer, layer_grads = jax.tree.map(lambda x: _take(x, i), (kept, grads))
+            new, _ = _update_part(layer, layer_grads, scalars, scale, of_layer, train, plan)
+            if plan.parameters == "offload":
+                new = new._replace(params=jax.tree.map(on_host, new.params))
+            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), kept, new), None
+
+        return jax.lax.scan(body, part, jnp.arange(len(jax.tree.leaves(grads)[0])))[0]
+
+    if stages := plan.mesh_axes("layers"):
+        local = jax.shard_map(
+            local, mesh=plan.mesh, in_specs=(P(stages), P(), P()), out_specs=P(stages), axis_names=set(stages),
+            check_vma=False,
+        )  # fmt: skip
+    return local((part, grads), scalars, scale), opt_state
+
+
+def _squares(grads: Params, total: Array, turn: Array | None) -> Array:
+    """Add the squares of gradients to `total`; those in host memory are fetched a layer at a time, after `turn`."""
+    leaves = jax.tree.leaves(grads)
+    if not any(in_host_memory(leaf) for leaf in leaves):
+        return total + sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves)
+
+    def body(total: Array, i: Array) -> tuple[Array, None]:
+        layer = [on_device(_take(leaf, i)).astype(jnp.float32) for leaf in leaves]
+        return total + sum(jnp.sum(jnp.square(x)) for x in layer), None
+
+    return jax.lax.scan(body, waits(total, turn), jnp.arange(len(leaves[0])))[0]
+
+
+def _take(x: Array, i: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def _gather_params(updated: Params, axes: Params, plan: Plan) -> Params:
+    """Gather updated parameters from the layout of the optimizer's state to their own layout."""
+    stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
+
+    def local(updated: Params) -> Params:
+        return jax.tree.map(lambda x, state, own: gather(x, state, own, plan), updated, stored, axes)
+
+    return manual(local, plan, (stored,), axes)(updated)

@@ -19,8 +19,7 @@ from jaxpar.base.sharding import Axes, is_axes, replicated_sharding, state_axes
 from jaxpar.models import Model, Params
 from jaxpar.parallel.host_memory import HOST
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
-from jaxpar.train.moments import map_moments, pack_moments
-from jaxpar.train.optimizer import decay_mask, make_optimizer
+from jaxpar.train.optimizer import decay_mask, make_optimizer, map_moments, pack_moments
 
 Leaf = TypeVar("Leaf")
 

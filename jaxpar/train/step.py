@@ -25,9 +25,8 @@ from jaxpar.parallel.cross_entropy import LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.token_order import TOKENS
-from jaxpar.train.optimizer import learning_rate
+from jaxpar.train.optimizer import learning_rate, update
 from jaxpar.train.state import TrainState, gradient_axes, state_shapes, state_shardings
-from jaxpar.train.update import update
 
 
 def put_batch(rows: Mapping[str, np.ndarray], plan: Plan) -> dict[str, jax.Array]:
