@@ -1,18 +1,24 @@
-"""Measures a run's throughput, MFU and device memory, and writes the file of its metrics."""
+"""Measures a run's throughput, MFU and device memory, and writes its metrics: into `metrics.jsonl`, and where sinks are
+asked for to TensorBoard, Weights & Biases or MLflow, each of which is imported then."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
+from jaxpar.base.config import Config
+from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.hardware import peak_flops
-from jaxpar.train.sinks import Sink
+from jaxpar.base.runtime import write_whole
+from jaxpar.base.toml import flatten
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, devices: list[jax.Device], dtype: str) -> float | None:
@@ -29,10 +35,8 @@ def device_memory(devices: list[jax.Device]) -> int | None:
 
 
 class Meter:
-    """Measures the speed of the steps after `step` by the clock, without the time spent aside from training.
-
-    `flops_per_token` is `Model.flops_per_token`, and `dtype` is that of the matmuls.
-    """
+    """Measures the speed of the steps after `step` by the clock, without the time spent aside from training; `dtype` is
+    that of the matmuls."""
 
     def __init__(self, step: int, flops_per_token: float, devices: list[jax.Device], dtype: str):
         self._flops, self._devices, self._dtype = flops_per_token, devices, dtype
@@ -56,16 +60,15 @@ class Meter:
         self._step, self._time, self._spent = step, now, dict.fromkeys(("waiting", "aside"), 0.0)
         self.trained += elapsed
         return {
-            "tokens_per_second": rate,
-            "step_seconds": elapsed / steps,
+            "tokens_per_second": rate, "step_seconds": elapsed / steps,
             "tflops_per_device": None if on_cpu else rate * self._flops / len(self._devices) / 1e12,
             "mfu": mfu(rate, self._flops, self._devices, self._dtype),
-            "device_memory": device_memory(self._devices),
-            "data_wait": waited,
-        }
+            "device_memory": device_memory(self._devices), "data_wait": waited,
+        }  # fmt: skip
 
 
-Report = Callable[[int, dict[str, float]], None]
+Row = dict[str, float]
+Report = Callable[[int, Row], None]
 """A function that takes each row of metrics.jsonl: the step, and what was measured at it."""
 
 
@@ -118,3 +121,90 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
+
+
+Opened = tuple[Callable[[int, Row], object], Callable[[bool], object], str]
+"""Functions that write a row of a step and that end the run, failed or not; and the run's id."""
+
+
+class Sink:
+    """Writes rows in a thread of its own, so that no step waits for a network.
+
+    A row that fails is said, kept, and sent again with the next: the run goes on, because metrics.jsonl has every row.
+    `name` is one of `metrics.sinks`; the run goes on after `first_step`, also there, by the id in `sinks.json`.
+
+    Raises:
+      UserError: the library is not installed, or it cannot begin its run.
+    """
+
+    def __init__(self, name: str, config: Config, folder: Path, first_step: int, say: Callable[[str], None]):
+        self._name, self._say, self._rows = name, say, deque[tuple[int, Row]]()
+        ids = read_json(folder / "sinks.json") if (folder / "sinks.json").exists() else {}
+        try:
+            self._write, self._end, ids[name] = _OPEN[name](config, folder, first_step, ids.get(name))
+        except ImportError as error:
+            raise UserError(f"metrics.sinks={name} needs the extra: pip install 'jaxpar[{name}]'") from error
+        except Exception as error:  # whatever a library raises where there is no login, server or such a run
+            raise UserError(f"metrics.sinks={name} cannot begin its run: {_line(error)}") from error
+        write_whole(folder / "sinks.json", json.dumps(ids) + "\n")
+        self._thread = ThreadPoolExecutor(1)
+
+    def write(self, step: int, row: Row) -> None:
+        """Send a row, after those that are still unsent."""
+        self._rows.append((step, row))
+        self._thread.submit(self._send)
+
+    def _send(self, end: Callable[[], object] = lambda: None) -> None:
+        try:
+            while self._rows:
+                self._write(*self._rows[0])
+                self._rows.popleft()
+            end()
+        except Exception as error:
+            lacks = f" lacks {len(self._rows)} rows from step {self._rows[0][0]}" if self._rows else ""
+            self._say(f"warning: {self._name}{lacks}, metrics.jsonl has them all: {_line(error)}")
+
+    def close(self, failed: bool) -> None:
+        """Send what is left, once, and end the run there; `failed` says whether an error ends it here."""
+        self._thread.shutdown(cancel_futures=True)  # each sends all rows, so one is as good as many
+        self._send(lambda: self._end(failed))
+
+
+def _tensorboard(_: Config, folder: Path, first_step: int, run_id: str | None) -> Opened:
+    from tensorboardX import SummaryWriter
+
+    board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+    return lambda step, row: [board.add_scalar(*item, step) for item in row.items()], lambda failed: board.close(), ""
+
+
+def _wandb(config: Config, folder: Path, first_step: int, run_id: str | None) -> Opened:
+    import wandb
+
+    run = wandb.init(id=run_id, resume="allow", name=folder.name, dir=folder, config=flatten(config))
+    run.define_metric("*", step_metric="step")  # W&B's own step may not go back, as it does after a crash
+    return lambda step, row: run.log({"step": step, **row}), lambda failed: run.finish(int(failed)), run.id
+
+
+def _mlflow(config: Config, folder: Path, first_step: int, run_id: str | None) -> Opened:
+    import mlflow
+    from mlflow.entities import Metric
+
+    run = mlflow.start_run(run_id=run_id, run_name=folder.name)
+    known, values = run.data.params, {key: str(value) for key, value in flatten(config).items()}
+    mlflow.log_params({key: value for key, value in values.items() if key not in known})
+    mlflow.set_tags({key: value for key, value in values.items() if known.get(key, value) != value})  # cannot change
+    client, run_id = mlflow.MlflowClient(), run.info.run_id  # the run of `start_run` is that of its thread alone
+
+    def write(step: int, row: Row) -> None:
+        now = int(1000 * time.time())
+        client.log_batch(run_id, [Metric(key, value, now, step) for key, value in row.items()])
+
+    return write, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED"), run_id
+
+
+_OPEN = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error's text, which may be a page."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -14,8 +14,7 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
-from jaxpar.train.generation import Generator, bucket
-from jaxpar.train.sampling import Sampling, draw
+from jaxpar.train.generation import Generator, Sampling, bucket, draw
 
 CONFIG = ModelConfig(
     "llama", vocab_size=31, vocab_multiple=8, layers=4, embed=16, heads=4, kv_heads=2, mlp=32, max_seq_len=64,

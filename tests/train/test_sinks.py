@@ -8,9 +8,8 @@ import pytest
 
 from jaxpar.base.config import Config, check, override
 from jaxpar.base.errors import UserError
-from jaxpar.train import sinks
-from jaxpar.train.metrics import MetricsLog, read_metrics
-from jaxpar.train.sinks import Sink
+from jaxpar.train import metrics
+from jaxpar.train.metrics import MetricsLog, Sink, read_metrics
 
 
 def run(folder: Path, name: str, config: Config, first: int, last: int, says: list[str] | None = None) -> None:
@@ -31,7 +30,7 @@ def fake(monkeypatch):
             raise ConnectionError("no route to host\nand a page of advice")
         taken["rows"].append((step, dict(row)))
 
-    monkeypatch.setitem(sinks._OPEN, "fake", lambda *_: (write, taken["ended"].append, "an id"))
+    monkeypatch.setitem(metrics._OPEN, "fake", lambda *_: (write, taken["ended"].append, "an id"))
     return taken
 
 
@@ -79,7 +78,7 @@ def test_a_sink_that_cannot_begin_is_one_line(tmp_path, monkeypatch):
     def refuse(*_):
         raise RuntimeError("no API key\nand a page of advice")
 
-    monkeypatch.setitem(sinks._OPEN, "fake", refuse)
+    monkeypatch.setitem(metrics._OPEN, "fake", refuse)
     with pytest.raises(UserError, match=r"^metrics.sinks=fake cannot begin its run: no API key$"):
         Sink("fake", Config(), tmp_path, 0, print)
     with pytest.raises(UserError, match="names one of them twice"):
