@@ -20,8 +20,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.hf_families import hf_config
 from jaxpar.train.metrics import device_memory, mfu
-from jaxpar.train.state import init_state
-from jaxpar.train.step import make_train_step, put_batch
+from jaxpar.train.step import init_state, make_train_step, put_batch
 
 LEAST_SECONDS = 0.02
 """Calls are timed together until they take this long, as a small kernel runs for less time than its start takes."""

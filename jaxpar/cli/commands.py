@@ -147,27 +147,27 @@ def show_command(words: list[str]) -> int:
 
 def convert_command(words: list[str]) -> int:
     """jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT [--dtype D] [--adapter]"""
-    from jaxpar.train import convert
-    from jaxpar.train.run_folder import read_run_config
+    from jaxpar.train import restore
+    from jaxpar.train.run_folder import TOKENIZER, read_run_config
 
     source, target = map(Path, positional(convert_command.__doc__, ConvertArgs(Config()), words, 2))
     exporting = (source / "config.toml").exists()
-    base = read_run_config(source) if exporting else convert.config_of(source, target)
+    base = read_run_config(source) if exporting else restore.config_of(source, target)
     args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
     if exporting:
         if args.adapter and args.dtype != ConvertArgs.dtype:
             raise UserError("--dtype has no effect: an adapter is float32, as it was trained")
-        step = convert.export_run(args.config, source, target, args.step, args.dtype, args.adapter)
+        step = restore.export_run(args.config, source, target, args.step, args.dtype, args.adapter)
         what = "the adapter, float32" if args.adapter else args.dtype
         console().print(f"exported step {step} of {source} to {target} ({what} safetensors)")
         return 0
     if args.dtype != ConvertArgs.dtype or args.step or args.adapter:
         why = f"{source} is no run folder, so this is an import"
         raise UserError(f"--dtype, --step and --adapter have no effect: {why}")
-    convert.import_run(args.config, source, target)
+    restore.import_run(args.config, source, target)
     console().print(f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on")
-    if not (target / convert.TOKENIZER).exists():
-        console().print(f"{source} has no {convert.TOKENIZER}: put it into {target}, or give data.tokenizer")
+    if not (target / TOKENIZER).exists():
+        console().print(f"{source} has no {TOKENIZER}: put it into {target}, or give data.tokenizer")
     return 0
 
 

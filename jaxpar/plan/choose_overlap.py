@@ -26,7 +26,7 @@ from jaxpar.parallel.token_order import TOKENS
 from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target
 from jaxpar.train.plans import make_plan
-from jaxpar.train.state import gradient_axes
+from jaxpar.train.step import gradient_axes
 
 LAYERS = 4
 """The number of blocks in the program that is tried: a block's collectives also hide behind its neighbours."""

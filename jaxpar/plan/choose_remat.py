@@ -25,7 +25,7 @@ from jaxpar.models import Model
 from jaxpar.models.masks import reach
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.plan.communication import recompute_bytes, step_collectives
-from jaxpar.train.saved_activations import Activation, activations, loss_cut, microbatches_of
+from jaxpar.train.memory import Activation, activations, loss_cut, microbatches_of
 
 _UNKNOWN = Hardware(peak_flops=PeakFlops(1e12, 1e12), hbm_bandwidth=1e11, host_link_bandwidth=1e10)
 """Figures for a device that has none, such as a CPU. They are no particular device's; a matmul outweighs a copy."""

@@ -26,7 +26,7 @@ from jaxpar.hlo.tasks import CollectiveKind, Phase, sent_bytes
 from jaxpar.models import Model, Params
 from jaxpar.parallel.remat import remat
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
-from jaxpar.train.saved_activations import OneBlock, one_block
+from jaxpar.train.memory import OneBlock, one_block
 from jaxpar.train.step import make_train_step, step_shapes
 
 

@@ -13,9 +13,8 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.jax_compat import compiler_message
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
-from jaxpar.train.saved_activations import activations, loss_cut, unnamed_bytes
-from jaxpar.train.state import param_shapes
-from jaxpar.train.state_bytes import state_bytes
+from jaxpar.train.memory import activations, loss_cut, state_bytes, unnamed_bytes
+from jaxpar.train.step import param_shapes
 
 
 class MemoryPart(NamedTuple):

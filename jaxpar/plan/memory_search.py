@@ -28,10 +28,9 @@ from jaxpar.rehearse.report.refusal import needs_and_has
 from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target
 from jaxpar.rehearse.timeline.timeline import Timeline
+from jaxpar.train.memory import state_bytes
 from jaxpar.train.plans import make_plan
-from jaxpar.train.state import in_host
-from jaxpar.train.state_bytes import state_bytes
-from jaxpar.train.step import make_train_step, step_shapes
+from jaxpar.train.step import in_host, make_train_step, step_shapes
 
 _AWAY = 1.1  # factor on the predicted seconds with host memory: rehearsals took longer (docs/benchmarks.md)
 

@@ -30,7 +30,7 @@ from jaxpar.rehearse.requested_collectives import Requested
 from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target, load_target
 from jaxpar.rehearse.timeline.timeline import TaskTime, Timeline
-from jaxpar.train.state_bytes import local_bytes
+from jaxpar.train.memory import local_bytes
 
 PyTree = Any
 _DRAWN_TRIPS, _MOST_EVENTS = 100, 60_000

@@ -20,10 +20,9 @@ from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.schema import Memory, Rehearsal
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
 from jaxpar.rehearse.targets import Target, check_mesh, load_target
+from jaxpar.train.memory import state_bytes
 from jaxpar.train.plans import make_plan, plan_notes
-from jaxpar.train.state import in_host, param_shapes
-from jaxpar.train.state_bytes import state_bytes
-from jaxpar.train.step import make_train_step, step_shapes
+from jaxpar.train.step import in_host, make_train_step, param_shapes, step_shapes
 
 
 class CompiledStep(NamedTuple):

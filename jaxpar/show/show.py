@@ -21,9 +21,9 @@ from jaxpar.plan.memory_account import memory_account
 from jaxpar.show.figures import mesh_figure, save_figure
 from jaxpar.show.schedule import schedule_figure, schedule_text
 from jaxpar.show.tables import activation_table, communication_table, memory_table, sharding_table
+from jaxpar.train.memory import activations
 from jaxpar.train.plans import make_plan, plan_notes
-from jaxpar.train.saved_activations import activations
-from jaxpar.train.state import param_shapes
+from jaxpar.train.step import param_shapes
 
 
 def show(config: Config, picture: Path, has: int = 0) -> None:

@@ -15,7 +15,7 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.sharding import Placement
 from jaxpar.plan.communication import StepCollective
 from jaxpar.plan.memory_account import MemoryPart
-from jaxpar.train.saved_activations import Activation
+from jaxpar.train.memory import Activation
 
 _table, _number = partial(Table, box=None, pad_edge=False), partial(Column, justify="right")
 

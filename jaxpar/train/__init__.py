@@ -13,23 +13,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxpar.train.convert import config_of, export_run
     from jaxpar.train.generation import generate
     from jaxpar.train.loop import run
     from jaxpar.train.plans import make_plan
-    from jaxpar.train.state import init_state
-    from jaxpar.train.step import batch_rows, make_eval_step, make_train_step, put_batch
+    from jaxpar.train.restore import config_of, export_run
+    from jaxpar.train.step import batch_rows, init_state, make_eval_step, make_train_step, put_batch
     from jaxpar.train.trained import open_trained
 
-_NAMES = {
-    "convert": ("config_of", "export_run"),
-    "generation": ("generate",),
-    "loop": ("run",),
-    "plans": ("make_plan",),
-    "state": ("init_state",),
-    "step": ("batch_rows", "make_eval_step", "make_train_step", "put_batch"),
-    "trained": ("open_trained",),
-}
+_MODULES = {
+    "batch_rows": "step", "config_of": "restore", "export_run": "restore", "generate": "generation",
+    "init_state": "step", "make_eval_step": "step", "make_plan": "plans", "make_train_step": "step",
+    "open_trained": "trained", "put_batch": "step", "run": "loop",
+}  # fmt: skip
 __all__ = [
     "batch_rows", "config_of", "export_run", "generate", "init_state", "make_eval_step", "make_plan",
     "make_train_step", "open_trained", "put_batch", "run",
@@ -38,7 +33,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is first asked for, because `run` imports data and checkpoints."""
-    for module, names in _NAMES.items():
-        if name in names:
-            return getattr(import_module(f"jaxpar.train.{module}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"jaxpar.train.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

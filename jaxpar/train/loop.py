@@ -25,17 +25,24 @@ from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
-from jaxpar.train.checkpoint import METRIC, Checkpoints
 from jaxpar.train.evaluate import evaluate
+from jaxpar.train.memory import local_bytes
 from jaxpar.train.metrics import Meter, MetricsLog, Report, Sink
 from jaxpar.train.optimizer import schedule_note
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
 from jaxpar.train.profile import Profile
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
-from jaxpar.train.run_folder import TOKENIZER, carry_tokenizer, open_run
-from jaxpar.train.state import TrainState, init_state
-from jaxpar.train.state_bytes import local_bytes
-from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, make_train_step, put_batch, step_shapes
+from jaxpar.train.run_folder import METRIC, TOKENIZER, Checkpoints, carry_tokenizer, open_run
+from jaxpar.train.step import (
+    TrainState,
+    batch_rows,
+    compile_eval_step,
+    empty_batch,
+    init_state,
+    make_train_step,
+    put_batch,
+    step_shapes,
+)
 
 
 class Result(NamedTuple):

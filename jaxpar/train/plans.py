@@ -20,8 +20,8 @@ from jaxpar.parallel.host_memory import check_offload
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 from jaxpar.parallel.ops import overlap_notes, split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
-from jaxpar.train.saved_activations import check_names
-from jaxpar.train.state import gradient_axes, param_shapes
+from jaxpar.train.memory import check_names
+from jaxpar.train.step import gradient_axes, param_shapes
 
 
 def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:

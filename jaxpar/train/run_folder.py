@@ -1,15 +1,23 @@
-"""Reads a run folder's `config.toml`, and writes it when a run begins or goes on."""
+"""A run's folder: its `config.toml`, the files of its tokenizer, and its checkpoints, by Orbax's manager."""
 
 from __future__ import annotations
 
+import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
 
-from jaxpar.base.config import RESOLVED, Config, incompatible_changes, parse
+from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import run_together
+from jaxpar.base.sharding import path_name
 from jaxpar.base.toml import to_toml
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
@@ -69,3 +77,119 @@ def _open_run(folder: Path, config: Config) -> Config | None:
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(to_toml(config, RESOLVED), encoding="utf-8")
     return before
+
+
+METRIC = "val_loss"
+PyTree = Any  # a TrainState or any other tree, because Orbax looks only at the leaves
+
+
+def _worst_first(metrics: dict[str, float]) -> float:
+    return -metrics[METRIC] if math.isfinite(metrics[METRIC]) else -math.inf  # a NaN has no place in an order
+
+
+class Checkpoints:
+    """The checkpoints of one run, which are written in the background; the newest few and the best one are kept.
+
+    Args:
+      folder: the folder of the checkpoints; if it is absent, a writer makes it.
+      config: how many to keep; None = only read: nothing in the folder is made or removed. A training run may be
+        writing there, and a second writer would clear away its unfinished checkpoint as a leftover.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig | None = None):
+        self._writes = config is not None
+        # The policies say what is kept; without `best_fn` Orbax would not store the metric at all.
+        policies: list[Any] = [managers.LatestN(config.keep if config else None)]
+        if config and config.keep_best:
+            policies.append(managers.BestN(get_metric_fn=_worst_first, n=1, keep_checkpoints_without_metrics=False))
+        # Orbax's `read_only` is not used: it writes a warning on every opening, and silently skips a save.
+        options = ocp.CheckpointManagerOptions(
+            best_fn=lambda metrics: metrics[METRIC],
+            best_mode="min",
+            preservation_policy=managers.AnyPreservationPolicy(policies),
+            create=self._writes,
+            cleanup_tmp_directories=self._writes,
+            enable_async_checkpointing=True,
+        )
+        self.folder = folder.absolute()
+        handlers: dict[str, Any] = {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+
+    def latest(self) -> int | None:
+        """Return the newest finished step, or None."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Return every finished step, sorted."""
+        return sorted(self._manager.all_steps())
+
+    def best(self) -> int | None:
+        """Return the step with the lowest validation loss among those kept, or None."""
+        scored = [(self._manager.metrics(step), step) for step in self._manager.all_steps()]
+        losses = [(metrics[METRIC], step) for metrics, step in scored if metrics and math.isfinite(metrics[METRIC])]
+        return min(losses, default=(None, None))[1]
+
+    def save(self, step: int, state: PyTree, data_state: dict[str, Any], val_loss: float | None) -> None:
+        """Save in the background, unless the step is already saved. A step that was not evaluated is never the best."""
+        assert self._writes, "opened for reading"
+        if step in self._manager.all_steps():
+            return
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state))
+        self._manager.save(step, args=items, metrics={METRIC: math.inf if val_loss is None else val_loss})
+
+    def data(self, step: int) -> dict[str, Any]:
+        """Return what `save` was given beside the state; raise a UserError where it cannot be read."""
+        return self._read(step, data=ocp.args.JsonRestore()).data
+
+    def restore(self, step: int, shapes: PyTree, part: bool = False) -> PyTree:
+        """Return the state of a finished step, with the shardings of `shapes`.
+
+        These are ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved. A `part` is a
+        dictionary of some fields of the state; nothing else is read.
+
+        Raises:
+          UserError: files are missing or cut short, or the state is of another model or precision.
+        """
+        self._check(step, shapes, part)
+        arguments = ocp.checkpoint_utils.construct_restore_args(shapes)
+        return self._read(step, state=ocp.args.PyTreeRestore(shapes, arguments, partial_restore=part)).state
+
+    def _check(self, step: int, shapes: PyTree, part: bool) -> None:
+        """Compare names, shapes and dtypes with what was saved before anything is read: Orbax casts silently."""
+        self._manager.wait_until_finished()
+        with self._readable(step):
+            found: Any = self._manager.item_metadata(step)
+            saved, wanted = (
+                {path_name(path): f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}" for path, leaf in leaves}
+                for leaves in map(jax.tree_util.tree_leaves_with_path, (found.state, shapes))
+            )
+            if not saved:
+                raise ValueError("it holds no state")
+        for name in [*wanted, *([] if part else sorted(saved.keys() - wanted.keys()))]:
+            there, here = saved.get(name, "absent"), wanted.get(name, "absent")
+            if there != here:
+                raise UserError(
+                    f"checkpoint {self.folder / str(step)} is of another model or precision ({name} is {there} there "
+                    f"and {here} here): take those of its run's config.toml"
+                )
+
+    def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
+        with self._readable(step):
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+
+    @contextmanager
+    def _readable(self, step: int) -> Iterator[None]:
+        """Turn Orbax's failure to read into a UserError that names a way out."""
+        try:
+            yield
+        except (ValueError, KeyError, OSError) as error:
+            reason = str(error).strip().splitlines()[0][:200]
+            raise UserError(
+                f"checkpoint {self.folder / str(step)} cannot be read ({reason}): "
+                "delete that folder to fall back to an older one"
+            ) from error
+
+    def close(self) -> None:
+        """Wait for what is being written, and raise what went wrong in the background (a full disk, say)."""
+        self._manager.wait_until_finished()
+        self._manager.close()

@@ -14,9 +14,8 @@ from jaxpar.base.runtime import start
 from jaxpar.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from jaxpar.models import Model, peft
 from jaxpar.models.lora import base_config
-from jaxpar.train.convert import config_of
 from jaxpar.train.generation import Generator, decode_plan
-from jaxpar.train.restore import load_params
+from jaxpar.train.restore import config_of, load_params
 from jaxpar.train.run_folder import TOKENIZER, read_run_config
 
 Dtype = Literal["auto", "float32", "bfloat16"]

@@ -19,8 +19,7 @@ from jaxpar.models import Model
 from jaxpar.parallel.ops import Ops
 from jaxpar.rehearse.targets import load_target
 from jaxpar.train.plans import make_plan
-from jaxpar.train.state import state_shapes
-from jaxpar.train.step import batch_shapes, make_train_step
+from jaxpar.train.step import batch_shapes, make_train_step, state_shapes
 
 pytest.importorskip("libtpu", reason="the TPU compiler is not here: pip install 'jaxpar[rehearse]'")
 pytestmark = pytest.mark.slow

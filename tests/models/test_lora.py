@@ -16,10 +16,9 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.models.lora import base_config, merge_lora
+from jaxpar.train.memory import state_bytes
 from jaxpar.train.plans import make_plan
-from jaxpar.train.state import init_state
-from jaxpar.train.state_bytes import state_bytes
-from jaxpar.train.step import make_train_step, put_batch
+from jaxpar.train.step import init_state, make_train_step, put_batch
 from jaxpar.verify.of_config import checks as verify
 from jaxpar.verify.of_config.losses_and_gradients import random_batch, random_params
 

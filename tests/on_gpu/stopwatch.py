@@ -18,8 +18,7 @@ from jaxpar.base.config import Config
 from jaxpar.bench.measure import random_batch
 from jaxpar.models import Model
 from jaxpar.train.plans import make_plan
-from jaxpar.train.state import init_state
-from jaxpar.train.step import make_train_step
+from jaxpar.train.step import init_state, make_train_step
 
 Instruction = tuple[str, str]
 """A (module, name) pair, as the profiler reports it: `("jit_step", "dot.3")`."""

@@ -26,7 +26,7 @@ from jaxpar.parallel.pipeline.stage import choose_residuals
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
 from jaxpar.train.plans import make_plan, plan_notes
-from jaxpar.train.state import param_shapes
+from jaxpar.train.step import param_shapes
 from jaxpar.verify.of_config.losses_and_gradients import random_batch, random_params
 
 SMALL = {"model.vocab_size": 90, "model.embed": 16, "model.heads": 2, "model.mlp": 24, "model.layers": 4,

@@ -15,8 +15,8 @@ from jaxpar.base.errors import UserError
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.stage import choose_residuals
 from jaxpar.parallel.remat import remat
+from jaxpar.train.memory import activations
 from jaxpar.train.plans import make_plan
-from jaxpar.train.saved_activations import activations
 
 pytestmark = pytest.mark.quick
 

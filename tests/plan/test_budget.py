@@ -23,8 +23,8 @@ from jaxpar.plan.memory_search import MemorySearch, Tried, compiled_bytes
 from jaxpar.rehearse.of_config import compile_step
 from jaxpar.rehearse.report.memory import allocated_bytes, saved_bytes
 from jaxpar.rehearse.targets import load_target
+from jaxpar.train.memory import activations
 from jaxpar.train.plans import make_plan
-from jaxpar.train.saved_activations import activations
 
 
 @pytest.mark.parametrize(

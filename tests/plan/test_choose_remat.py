@@ -15,8 +15,8 @@ from jaxpar.base.config import override
 from jaxpar.base.hardware import Hardware
 from jaxpar.plan.choose_remat import ActionCosts, Item, Option, Solution, costs_of, frontier, items_of, solve
 from jaxpar.rehearse.targets import load_target
+from jaxpar.train.memory import activations
 from jaxpar.train.plans import make_plan
-from jaxpar.train.saved_activations import activations
 
 pytestmark = pytest.mark.quick
 

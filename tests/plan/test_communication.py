@@ -16,8 +16,8 @@ from jaxpar.base.plan import Overlap
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
 from jaxpar.plan.communication import StepCollective, bytes_by_collective, recompute_bytes, step_collectives
+from jaxpar.train.memory import activations
 from jaxpar.train.plans import make_plan
-from jaxpar.train.saved_activations import activations
 
 FSDP_TENSOR = config_of("llama", "full", fsdp=4, tensor=2)
 ZERO1 = dataclasses.replace(config_of("llama", data=8), rules=ShardingRules(embed=(), state_embed=("data",)))

@@ -18,9 +18,8 @@ from jaxpar.base.plan import Plan
 from jaxpar.hlo.parse import Module, parse
 from jaxpar.models import Model
 from jaxpar.rehearse.report.memory import account, saved_bytes
+from jaxpar.train.memory import activations, local_bytes, unnamed_bytes
 from jaxpar.train.plans import make_plan
-from jaxpar.train.saved_activations import activations, unnamed_bytes
-from jaxpar.train.state_bytes import local_bytes
 from jaxpar.train.step import make_train_step, step_shapes
 
 LAYERS, BATCH, SEQ, EMBED = 3, 16, 32, 64

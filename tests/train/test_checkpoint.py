@@ -16,7 +16,7 @@ from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import replicated_sharding
-from jaxpar.train.checkpoint import Checkpoints
+from jaxpar.train.run_folder import Checkpoints
 
 pytestmark = pytest.mark.quick
 

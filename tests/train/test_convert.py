@@ -16,7 +16,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model
 from jaxpar.models.hf_export import export_hf
-from jaxpar.train.convert import config_of, export_run, import_run
+from jaxpar.train.restore import config_of, export_run, import_run
 
 MODEL = ModelConfig(family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32)
 

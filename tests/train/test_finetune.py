@@ -20,9 +20,8 @@ from jaxpar.models import Model, peft
 from jaxpar.models.hf import import_hf
 from jaxpar.models.hf_export import export_hf
 from jaxpar.models.lora import base_config
-from jaxpar.train.convert import config_of, export_run, import_run
 from jaxpar.train.plans import make_plan
-from jaxpar.train.restore import drop_stages, frozen_folder, load_params, load_run
+from jaxpar.train.restore import config_of, drop_stages, export_run, frozen_folder, import_run, load_params, load_run
 from jaxpar.train.run_folder import read_run_config
 
 MODEL = ModelConfig(family="llama", vocab_size=256, layers=2, embed=32, heads=4, kv_heads=2, mlp=48, max_seq_len=32)

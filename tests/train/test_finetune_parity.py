@@ -16,12 +16,10 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.models import Model, peft
 from jaxpar.models.lora import base_config
-from jaxpar.train.convert import config_of
 from jaxpar.train.optimizer import learning_rate
 from jaxpar.train.plans import make_plan
-from jaxpar.train.restore import load_params
-from jaxpar.train.state import init_state
-from jaxpar.train.step import make_train_step, put_batch
+from jaxpar.train.restore import config_of, load_params
+from jaxpar.train.step import init_state, make_train_step, put_batch
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

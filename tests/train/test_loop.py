@@ -20,13 +20,12 @@ from jaxpar.base.mesh import MeshSpec
 from jaxpar.kernels.attention import dispatch
 from jaxpar.launch import local
 from jaxpar.launch.local import train_config as train
-from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.optimizer import learning_rate
 from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import restore_state
-from jaxpar.train.run_folder import read_run_config
+from jaxpar.train.run_folder import Checkpoints, read_run_config
 
 
 @pytest.fixture(scope="module")

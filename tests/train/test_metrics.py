@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.hardware import peak_flops
+from jaxpar.train.memory import local_bytes
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
-from jaxpar.train.state_bytes import local_bytes
 
 pytestmark = pytest.mark.quick
 

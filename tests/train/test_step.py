@@ -28,14 +28,16 @@ from jaxpar.rehearse.report.collectives import axes_of
 from jaxpar.rehearse.requested_collectives import requested_collectives
 from jaxpar.train.optimizer import decay_mask
 from jaxpar.train.plans import make_plan, plan_notes
-from jaxpar.train.state import init_state, state_shapes, state_shardings
 from jaxpar.train.step import (
     batch_rows,
     batch_shapes,
     gradients,
+    init_state,
     make_eval_step,
     make_train_step,
     put_batch,
+    state_shapes,
+    state_shardings,
     step_shapes,
 )
 

@@ -20,12 +20,11 @@ from jaxpar.base.plan import Plan
 from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device, on_host
-from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer, moments_of, pack_moments, update
 from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import restore_state
-from jaxpar.train.state import TrainState, init_state
-from jaxpar.train.step import make_train_step, put_batch
+from jaxpar.train.run_folder import Checkpoints
+from jaxpar.train.step import TrainState, init_state, make_train_step, put_batch
 
 OPTIMIZER = {"memory.optimizer": "offload"}
 PARAMETERS = {"memory.parameters": "offload", "memory.policy": "full"}

@@ -18,7 +18,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.parallel import Ops
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
-from jaxpar.train.saved_activations import microbatches_of
+from jaxpar.train.memory import microbatches_of
 from jaxpar.verify.comparison import Answer, compare, relative_error
 from jaxpar.verify.explain import Alteration, Partition, explain, shards
 from jaxpar.verify.of_config.losses_and_gradients import (

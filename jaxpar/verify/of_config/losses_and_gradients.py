@@ -32,7 +32,7 @@ from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train import step
 from jaxpar.train.plans import make_plan
-from jaxpar.train.state import param_shapes, param_shardings
+from jaxpar.train.step import param_shapes, param_shardings
 from jaxpar.verify.comparison import Answer, answer_of, by_name, copies
 from jaxpar.verify.reference_ops import ReferenceOps
 

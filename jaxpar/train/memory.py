@@ -1,4 +1,5 @@
-"""Lists what a plan keeps on a device for its backward pass, activation by activation, by tracing one block.
+"""Counts what a training step holds on a device, as its plan says: the state, from shapes and shardings alone, and the
+activations that are kept for the backward pass, by tracing one block.
 
 Shapes: B batch, S sequence, D embed.
 """
@@ -6,7 +7,7 @@ Shapes: B batch, S sequence, D embed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,16 +20,123 @@ from jaxpar.base.activation_names import NAMES, Action, Keep
 from jaxpar.base.config import Config, ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import NAME, SHARD_MAP
-from jaxpar.base.plan import Plan
-from jaxpar.base.sharding import Axes, output_axis
+from jaxpar.base.plan import Plan, gradient_dtype
+from jaxpar.base.sharding import Axes, output_axis, state_axes
 from jaxpar.models import Model, Params
 from jaxpar.parallel.cross_entropy import Tiling, tiling
 from jaxpar.parallel.experts import RouterSums
+from jaxpar.parallel.host_memory import HOST
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.schedules import schedule
 from jaxpar.parallel.token_order import TOKENS, halves
+from jaxpar.train.step import step_shapes
+
+
+class Held(NamedTuple):
+    """The bytes of one device in its own memory and in the host's."""
+
+    device: int
+    host: int = 0
+
+
+class StateBytes(NamedTuple):
+    """What one device holds of a training state.
+
+    Attributes:
+      parameters, optimizer, gradients, batch: the bytes of each, by memory.
+      update: the bytes that the optimizer's step works with on the device.
+      streamed: the bytes that go to host memory or come from there in a step, without activations.
+    """
+
+    parameters: Held
+    optimizer: Held
+    gradients: Held
+    batch: Held
+    update: int
+    streamed: int
+
+    @property
+    def device(self) -> int:
+        return sum(held.device for held in self[:4])
+
+    @property
+    def host(self) -> int:
+        return sum(held.host for held in self[:4])
+
+
+def local_bytes(tree: Any) -> int:
+    """Return the bytes of a device's part of a pytree of ShapeDtypeStructs (or arrays) with shardings."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def state_bytes(config: Config, plan: Plan, platform: str) -> StateBytes:
+    """Count the bytes of a step's state from shapes alone.
+
+    Args:
+      config: the experiment.
+      plan: the plan of the config.
+      platform: the platform of the devices; on `cpu` host memory is the device's own.
+    """
+    model, parts = Model(config.model), config.train.accumulation
+    state, batch = step_shapes(model, config, plan)
+    parameters, optimizer = _by_memory(state.params, platform), _by_memory(state.opt_state, platform)
+    adds_up = parts > 1 or plan.size("stage") > 1
+    trained = model.trained(state.params)
+    own = _gradient_bytes(trained, model, plan, sums=False)
+    gradients = _gradient_bytes(trained, model, plan, sums=True) if adds_up else own
+    gradients += own if parts > 1 and plan.size("stage") == 1 else 0
+    updated = _by_memory(trained, platform).host
+    in_host = 0 if adds_up else updated  # gradients of layers in host memory are made there
+    # Parameters are fetched for every forward and backward pass, and those that are trained fetched and sent back for
+    # the update. Gradients that are made in host memory are sent there, and fetched for their norm and for the update.
+    streamed = 2 * parts * parameters.host + (2 + (0 if adds_up else 3)) * updated + 2 * optimizer.host
+    return StateBytes(
+        parameters, optimizer, Held(max(gradients - in_host, 0), in_host), Held(local_bytes(batch)),
+        _update_bytes(trained, model, plan), streamed,
+    )  # fmt: skip
+
+
+def _by_memory(tree: Any, platform: str) -> Held:
+    """Count the bytes of a pytree of ShapeDtypeStructs, whose shardings say in which memory each array lies."""
+    whole = local_bytes(tree)
+    host = local_bytes([leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST])
+    return Held(whole) if platform == "cpu" else Held(whole - host, host)
+
+
+def _local_entries(shape: tuple[int, ...], axes: Axes, plan: Plan) -> int:
+    """Count the entries of one device's part of a parameter's gradient or moment."""
+    return math.prod(plan.sharding(state_axes(axes), shape).shard_shape(shape))
+
+
+def _update_bytes(params: Mapping[str, Any], model: Model, plan: Plan) -> int:
+    """Return the bytes that the update needs besides the state: the float32 moments of one layer and of the tables.
+
+    A state that stays on the device is updated in place and needs none.
+    """
+    if not plan.streams:
+        return 0
+    axes = model.trained(model.axes)
+    entries = {
+        name: jax.tree.leaves(jax.tree.map(lambda p, axes: _local_entries(p.shape, axes, plan), part, axes[name]))
+        for name, part in params.items()
+    }
+    tables = [size for name, found in entries.items() if name != "blocks" for size in found]
+    layer = sum(entries["blocks"]) // model.config.layers
+    # All offloaded tables fetch two moments and a parameter at once.
+    return (12 * sum(tables) if plan.optimizer == "offload" else 0) + 8 * layer
+
+
+def _gradient_bytes(params: Mapping[str, Any], model: Model, plan: Plan, sums: bool) -> int:
+    """Return the bytes on a device of a microbatch's gradients, in the parameters' dtypes, or of their sums."""
+
+    def one(param: jax.ShapeDtypeStruct, axes: Axes) -> int:
+        width = (gradient_dtype(axes, plan) if sums else param.dtype).itemsize
+        return _local_entries(param.shape, axes, plan) * width
+
+    return sum(jax.tree.leaves(jax.tree.map(one, params, model.trained(model.axes))))
+
 
 _OF_ROWS: Axes = ("batch", "seq", None, "mlp")  # the axes of the experts' hidden rows
 
@@ -63,10 +171,10 @@ def activations(config: Config, plan: Plan) -> list[Activation]:
 
     Args:
       config: the config, of which model, batch and sequence length are used.
-      plan: the plan from `jaxpar.train.plans.make_plan`, or one on an `AbstractMesh`.
+      plan: the plan from `plans.make_plan`, or one on an `AbstractMesh`.
     """
     found, blocks = dict[str, Activation](), blocks_kept(config, plan)
-    for name, aval, local in _named_arrays(traced_block(config, plan)[0].jaxpr, False):
+    for name, aval, local in _named_arrays(_trace_forward(one_block(config, plan))[0].jaxpr, False):
         axes = _OF_ROWS if len(aval.shape) == 4 and NAMES[name].axes[-1] == "mlp" else NAMES[name].axes
         pieces = 1 if local else math.prod(plan.size(output_axis(axis, plan)) for axis in axes)
         size = math.prod(aval.shape) * aval.dtype.itemsize // pieces
@@ -82,7 +190,7 @@ def unnamed_bytes(config: Config, plan: Plan) -> int:
     """
     if plan.recomputes:
         return 0
-    traced, made = traced_block(config, plan)
+    traced, made = _trace_forward(one_block(config, plan))
     given = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
     kept = {var for var in traced.jaxpr.outvars[made:] if isinstance(var, core.Var)} - given
     total = sum(math.prod(array.shape) * array.dtype.itemsize for array in map(_array_of, kept))
@@ -158,14 +266,11 @@ def one_block(config: Config, plan: Plan) -> OneBlock:
     return OneBlock(config.model, rows, config.data.seq_len, config.data.pack, plan)
 
 
-def traced_block(config: Config, plan: Plan) -> tuple[core.ClosedJaxpr, int]:
-    """Trace one block's forward of a microbatch as autodiff runs it, with everything kept. The results are the block's
-    outputs, whose number is returned too, and then what the backward pass is given."""
-    return _trace_forward(one_block(config, plan))
-
-
 @lru_cache(maxsize=16)
 def _trace_forward(block: OneBlock) -> tuple[core.ClosedJaxpr, int]:
+    """Trace a block's forward as autodiff runs it, with everything kept. The results are the block's outputs, whose
+    number is returned too, and then what the backward pass is given."""
+
     def forward(layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None) -> Any:
         trained = Model(block.config).trained({"blocks": layer})["blocks"]
         return jax.vjp(lambda part, x_BSD: block(layer | part, x_BSD, positions_BS, segments_BS), trained, x_BSD)
