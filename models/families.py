@@ -7,7 +7,6 @@ from typing import Literal
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.models.layers import LayerNorm, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Family:
       scaled_embedding: token embeddings are multiplied by sqrt(embed).
     """
 
-    norm: type[LayerNorm] | type[RMSNorm]
+    norm: Literal["layer", "rms"]
     positions: Literal["learned", "rotary"]
     biases: tuple[str, ...] = ()
     gated: bool = True
@@ -42,19 +41,19 @@ class Family:
 FAMILIES: dict[str, Family] = {
     # Radford et al. 2019, "Language models are unsupervised multitask learners".
     "gpt2": Family(
-        norm=LayerNorm, positions="learned", biases=("q", "k", "v", "out", "up", "down"), gated=False,
+        norm="layer", positions="learned", biases=("q", "k", "v", "out", "up", "down"), gated=False,
         activation="gelu", grouped=False,
     ),
     # LLaMA 2 and 3 (arXiv:2307.09288, arXiv:2407.21783); with windows Mistral (arXiv:2310.06825), with experts Mixtral
     # (arXiv:2401.04088).
-    "llama": Family(norm=RMSNorm, positions="rotary", experts=True),
+    "llama": Family(norm="rms", positions="rotary", experts=True),
     # Qwen 2 and 2.5 (arXiv:2407.10671, arXiv:2412.15115), and Qwen 3 (arXiv:2505.09388).
-    "qwen2": Family(norm=RMSNorm, positions="rotary", biases=("q", "k", "v")),
-    "qwen3": Family(norm=RMSNorm, positions="rotary", qk_norm=True),
+    "qwen2": Family(norm="rms", positions="rotary", biases=("q", "k", "v")),
+    "qwen3": Family(norm="rms", positions="rotary", qk_norm=True),
     # Gemma 2 and 3 (arXiv:2408.00118, arXiv:2503.19786), of which 3 is its text part.
-    "gemma2": Family(norm=RMSNorm, positions="rotary", activation="gelu", post_norms=True, scaled_embedding=True),
+    "gemma2": Family(norm="rms", positions="rotary", activation="gelu", post_norms=True, scaled_embedding=True),
     "gemma3": Family(
-        norm=RMSNorm, positions="rotary", activation="gelu", qk_norm=True, post_norms=True, scaled_embedding=True
+        norm="rms", positions="rotary", activation="gelu", qk_norm=True, post_norms=True, scaled_embedding=True,
     ),
 }  # fmt: skip
 
@@ -67,9 +66,8 @@ def family_of(config: ModelConfig) -> Family:
     """
     name, standard = config.family, ModelConfig()
     if name not in FAMILIES:
-        raise UserError(
-            f"no model family {name!r}{suggest(name, FAMILIES)}: model.family is one of {', '.join(FAMILIES)}"
-        )
+        known = ", ".join(FAMILIES)
+        raise UserError(f"no model family {name!r}{suggest(name, FAMILIES)}: model.family is one of {known}")
     family = FAMILIES[name]
     if config.experts and not family.experts:
         raise UserError(f"{name} has no experts, found model.experts={config.experts}: set it to 0")

@@ -24,8 +24,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan, param_dtype
 from jaxpar.base.sharding import Axes, KeyPath, LogicalAxis, path_name
 from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf, model_type
-from jaxpar.models.lora import base_config
-from jaxpar.models.model import Model, Params
+from jaxpar.models.model import Model, Params, base_config
 
 __all__ = ["hf_config", "import_hf", "model_config_from_hf"]
 

@@ -21,9 +21,8 @@ from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.sharding import path_name
 from jaxpar.models.hf import Dtype, Tensor, dim_letters, dim_sizes, hf_layout, shift_norms
 from jaxpar.models.hf_families import HF_FAMILIES, Json, hf_config, model_type
-from jaxpar.models.layers import lora_scale
-from jaxpar.models.lora import base_config
-from jaxpar.models.model import Model, Params
+from jaxpar.models.model import Model, Params, base_config
+from jaxpar.models.transformer import lora_scale
 
 _WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 

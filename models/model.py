@@ -2,7 +2,7 @@
 
 The modules are split once into a graph (static) and parameters; jit, scan and shard_map see only the parameters.
 
-Shapes: B batch, S sequence, D embed, V vocab, L layers.
+Shapes: B batch, S sequence, D embed, V vocab, L layers, r rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import jax
@@ -18,11 +19,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpar.base.config import ModelConfig
+from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import PyTree
 from jaxpar.models.masks import reach
-from jaxpar.models.transformer import Block, Embed, Head
+from jaxpar.models.transformer import Block, Embed, Head, lora_scale
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device
@@ -283,3 +284,26 @@ def _shapes(config: ModelConfig, order: tuple[int, ...] | None) -> Params:
 
 def _count(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def base_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of the same model without LoRA."""
+    return replace(config, lora=Lora())
+
+
+def merge_lora(params: Params, config: ModelConfig) -> Params:
+    """Return the parameters of `base_config`: W + (alpha / rank) A B in place of W, A and B (arXiv:2106.09685, section
+    4.1), computed in float32. The arrays of W are donated."""
+    blocks = dict(params["blocks"])
+    for name in config.lora.targets if config.lora.rank else ():
+        pair = (blocks.pop(f"{name}_lora_{x}", None) for x in "ab")
+        if (a := next(pair)) is not None:  # a target may be named twice
+            blocks[name] = _add_product(blocks[name], a, next(pair), lora_scale(config))
+    return params | {"blocks": blocks}
+
+
+@partial(jax.jit, donate_argnums=0, static_argnames="scale")
+def _add_product(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """Add the products of pairs [L, *in, r] and [L, r, *out] to a stacked weight [L, *in, *out]."""
+    product = jax.vmap(partial(jnp.tensordot, axes=1, precision="highest"))(a, b)
+    return (weight.astype(jnp.float32) + scale * product).astype(weight.dtype)

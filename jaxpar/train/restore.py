@@ -19,7 +19,7 @@ from jaxpar.base.toml import flatten
 from jaxpar.models import Model, Params, peft
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.models.hf_export import export_hf
-from jaxpar.models.lora import base_config, merge_lora
+from jaxpar.models.model import base_config, merge_lora
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.plans import make_plan

@@ -13,7 +13,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
 from jaxpar.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from jaxpar.models import Model, peft
-from jaxpar.models.lora import base_config
+from jaxpar.models.model import base_config
 from jaxpar.train.generation import Generator, decode_plan
 from jaxpar.train.restore import config_of, load_params
 from jaxpar.train.run_folder import TOKENIZER, read_run_config

@@ -18,7 +18,7 @@ from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import ShardingRules
 from jaxpar.models import Model
-from jaxpar.models.layers import _quarter_turn, _quarter_turn_by_matmul
+from jaxpar.models.transformer import _quarter_turn, _quarter_turn_by_matmul
 from jaxpar.parallel.cross_entropy import LossSums
 
 pytestmark = pytest.mark.quick

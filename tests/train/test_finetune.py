@@ -19,7 +19,7 @@ from jaxpar.launch.local import train_config as train
 from jaxpar.models import Model, peft
 from jaxpar.models.hf import import_hf
 from jaxpar.models.hf_export import export_hf
-from jaxpar.models.lora import base_config
+from jaxpar.models.model import base_config
 from jaxpar.train.plans import make_plan
 from jaxpar.train.restore import config_of, drop_stages, export_run, frozen_folder, import_run, load_params, load_run
 from jaxpar.train.run_folder import read_run_config

@@ -24,7 +24,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import is_axes, path_name, replicated_sharding
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import PARTS, Batch, Model, Params
-from jaxpar.models.layers import lora_scale
+from jaxpar.models.transformer import lora_scale
 from jaxpar.parallel import Ops
 from jaxpar.parallel.cross_entropy import LossSums
 from jaxpar.parallel.host_memory import on_device
