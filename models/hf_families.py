@@ -71,27 +71,17 @@ class HfFamily(NamedTuple):
 
 
 _GPT2 = HfFamily(  # its matrices are [in, out]
-    family="gpt2",
-    architecture="GPT2LMHeadModel",
+    family="gpt2", architecture="GPT2LMHeadModel", rope_theta=None, prefix="transformer.",
+    ignored=(".attn.bias", ".attn.masked_bias"),
     sizes={
-        "vocab_size": ("vocab_size", REQUIRED),
-        "layers": ("n_layer", REQUIRED),
-        "embed": ("n_embd", REQUIRED),
-        "heads": ("n_head", REQUIRED),
-        "mlp": ("n_inner", 0),
-        "max_seq_len": ("n_positions", REQUIRED),
-        "norm_eps": ("layer_norm_epsilon", 1e-5),
-        "tied_head": ("tie_word_embeddings", True),
+        "vocab_size": ("vocab_size", REQUIRED), "layers": ("n_layer", REQUIRED), "embed": ("n_embd", REQUIRED),
+        "heads": ("n_head", REQUIRED), "mlp": ("n_inner", 0), "max_seq_len": ("n_positions", REQUIRED),
+        "norm_eps": ("layer_norm_epsilon", 1e-5), "tied_head": ("tie_word_embeddings", True),
     },
     fixed={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
     },
-    rope_theta=None,
-    prefix="transformer.",
-    ignored=(".attn.bias", ".attn.masked_bias"),
     tensors={
         "transformer.wte.weight": ("V D", "embed.tokens"),
         "transformer.wpe.weight": ("P D", "embed.positions"),
@@ -111,160 +101,122 @@ _GPT2 = HfFamily(  # its matrices are [in, out]
         "transformer.ln_f.bias": ("D", "head.norm.bias"),
         "lm_head.weight": ("V D", "head.table"),
     },
-)
+)  # fmt: skip
 
+_LAYER = "model.layers.{layer}."
 _LLAMA = HfFamily(  # its matrices are [out, in]
-    family="llama",
-    architecture="LlamaForCausalLM",
+    family="llama", architecture="LlamaForCausalLM", rope_theta=10000.0, prefix="model.",
+    ignored=(".rotary_emb.inv_freq",),
     sizes={
-        "vocab_size": ("vocab_size", REQUIRED),
-        "layers": ("num_hidden_layers", REQUIRED),
-        "embed": ("hidden_size", REQUIRED),
-        "heads": ("num_attention_heads", REQUIRED),
-        "kv_heads": ("num_key_value_heads", 0),
-        "head_dim": ("head_dim", 0),
-        "mlp": ("intermediate_size", REQUIRED),
-        "max_seq_len": ("max_position_embeddings", REQUIRED),
-        "norm_eps": ("rms_norm_eps", 1e-6),
+        "vocab_size": ("vocab_size", REQUIRED), "layers": ("num_hidden_layers", REQUIRED),
+        "embed": ("hidden_size", REQUIRED), "heads": ("num_attention_heads", REQUIRED),
+        "kv_heads": ("num_key_value_heads", 0), "head_dim": ("head_dim", 0), "mlp": ("intermediate_size", REQUIRED),
+        "max_seq_len": ("max_position_embeddings", REQUIRED), "norm_eps": ("rms_norm_eps", 1e-6),
         "tied_head": ("tie_word_embeddings", False),
     },
     fixed={"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
-    rope_theta=10000.0,
-    prefix="model.",
-    ignored=(".rotary_emb.inv_freq",),
     tensors={
         "model.embed_tokens.weight": ("V D", "embed.tokens"),
-        "model.layers.{layer}.input_layernorm.weight": ("D", "blocks.attention_norm.scale"),
-        "model.layers.{layer}.self_attn.q_proj.weight": ("Hh D", "blocks.q"),
-        "model.layers.{layer}.self_attn.k_proj.weight": ("Kh D", "blocks.k"),
-        "model.layers.{layer}.self_attn.v_proj.weight": ("Kh D", "blocks.v"),
-        "model.layers.{layer}.self_attn.o_proj.weight": ("D Hh", "blocks.out"),
-        "model.layers.{layer}.post_attention_layernorm.weight": ("D", "blocks.mlp_norm.scale"),
-        "model.layers.{layer}.mlp.gate_proj.weight": ("F D", "blocks.gate"),
-        "model.layers.{layer}.mlp.up_proj.weight": ("F D", "blocks.up"),
-        "model.layers.{layer}.mlp.down_proj.weight": ("D F", "blocks.down"),
+        _LAYER + "input_layernorm.weight": ("D", "blocks.attention_norm.scale"),
+        _LAYER + "self_attn.q_proj.weight": ("Hh D", "blocks.q"),
+        _LAYER + "self_attn.k_proj.weight": ("Kh D", "blocks.k"),
+        _LAYER + "self_attn.v_proj.weight": ("Kh D", "blocks.v"),
+        _LAYER + "self_attn.o_proj.weight": ("D Hh", "blocks.out"),
+        _LAYER + "post_attention_layernorm.weight": ("D", "blocks.mlp_norm.scale"),
+        _LAYER + "mlp.gate_proj.weight": ("F D", "blocks.gate"),
+        _LAYER + "mlp.up_proj.weight": ("F D", "blocks.up"),
+        _LAYER + "mlp.down_proj.weight": ("D F", "blocks.down"),
         "model.norm.weight": ("D", "head.norm.scale"),
         "lm_head.weight": ("V D", "head.table"),
     },
-)
+)  # fmt: skip
 
 _SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
 _MISTRAL = _LLAMA._replace(
-    architecture="MistralForCausalLM",
+    architecture="MistralForCausalLM", fixed=_SILU, local=Local(absent=4096),
     sizes=_LLAMA.sizes | {"kv_heads": ("num_key_value_heads", 8, 0)},
-    fixed=_SILU,
-    local=Local(absent=4096),
-)
+)  # fmt: skip
 
-_EXPERT = "model.layers.{layer}.block_sparse_moe.experts.{expert}."
+_EXPERT = _LAYER + "block_sparse_moe.experts.{expert}."
 _MIXTRAL = _LLAMA._replace(
-    architecture="MixtralForCausalLM",
-    sizes=_LLAMA.sizes
-    | {
-        "kv_heads": ("num_key_value_heads", 8, 0),
-        "norm_eps": ("rms_norm_eps", 1e-5),
-        "experts": ("num_local_experts", 8),
-        "experts_per_token": ("num_experts_per_tok", 2),
-    },
-    fixed=_SILU | {"router_jitter_noise": (0.0,)},
-    rope_theta=1e6,
+    architecture="MixtralForCausalLM", fixed=_SILU | {"router_jitter_noise": (0.0,)}, rope_theta=1e6,
     local=Local(absent=None),
-    tensors={name: row for name, row in _LLAMA.tensors.items() if ".mlp." not in name}
-    | {
-        "model.layers.{layer}.block_sparse_moe.gate.weight": ("E D", "blocks.router"),
+    sizes=_LLAMA.sizes | {
+        "kv_heads": ("num_key_value_heads", 8, 0), "norm_eps": ("rms_norm_eps", 1e-5),
+        "experts": ("num_local_experts", 8), "experts_per_token": ("num_experts_per_tok", 2),
+    },
+    tensors={name: row for name, row in _LLAMA.tensors.items() if ".mlp." not in name} | {
+        _LAYER + "block_sparse_moe.gate.weight": ("E D", "blocks.router"),
         _EXPERT + "w1.weight": ("F D", "blocks.gate"),
         _EXPERT + "w2.weight": ("D F", "blocks.down"),
         _EXPERT + "w3.weight": ("F D", "blocks.up"),
     },
-)
+)  # fmt: skip
 
-_ATTENTION = "model.layers.{layer}.self_attn."
 _QWEN2 = _LLAMA._replace(
-    family="qwen2",
-    architecture="Qwen2ForCausalLM",
+    family="qwen2", architecture="Qwen2ForCausalLM", fixed=_SILU,
     sizes=_LLAMA.sizes | {"kv_heads": ("num_key_value_heads", 32, 0)},
-    fixed=_SILU,
     local=Local(
         absent=4096,
         where=lambda hf, layer: bool(hf.get("use_sliding_window")) and layer >= hf.get("max_window_layers", 28),
         extra=({"use_sliding_window": True, "max_window_layers": 0}, {"use_sliding_window": False}),
     ),
-    tensors=_LLAMA.tensors
-    | {
-        _ATTENTION + "q_proj.bias": ("Hh", "blocks.q_bias"),
-        _ATTENTION + "k_proj.bias": ("Kh", "blocks.k_bias"),
-        _ATTENTION + "v_proj.bias": ("Kh", "blocks.v_bias"),
+    tensors=_LLAMA.tensors | {
+        _LAYER + "self_attn.q_proj.bias": ("Hh", "blocks.q_bias"),
+        _LAYER + "self_attn.k_proj.bias": ("Kh", "blocks.k_bias"),
+        _LAYER + "self_attn.v_proj.bias": ("Kh", "blocks.v_bias"),
     },
-)
+)  # fmt: skip
 _QK_NORMS: dict[str, tuple[str, ...]] = {
-    _ATTENTION + "q_norm.weight": ("h", "blocks.q_norm.scale"),
-    _ATTENTION + "k_norm.weight": ("h", "blocks.k_norm.scale"),
+    _LAYER + "self_attn.q_norm.weight": ("h", "blocks.q_norm.scale"),
+    _LAYER + "self_attn.k_norm.weight": ("h", "blocks.k_norm.scale"),
 }
 _QWEN3 = _QWEN2._replace(
-    family="qwen3",
-    architecture="Qwen3ForCausalLM",
-    sizes=_QWEN2.sizes | {"head_dim": ("head_dim", 128)},
-    fixed=_SILU | {"attention_bias": (False,)},
-    tensors=_LLAMA.tensors | _QK_NORMS,
-)
+    family="qwen3", architecture="Qwen3ForCausalLM", fixed=_SILU | {"attention_bias": (False,)},
+    sizes=_QWEN2.sizes | {"head_dim": ("head_dim", 128)}, tensors=_LLAMA.tensors | _QK_NORMS,
+)  # fmt: skip
 
 _GEMMA2 = _LLAMA._replace(
-    family="gemma2",
-    architecture="Gemma2ForCausalLM",
-    sizes=_LLAMA.sizes
-    | {
-        "kv_heads": ("num_key_value_heads", 4, 0),
-        "head_dim": ("head_dim", 256),
-        "tied_head": ("tie_word_embeddings", True),
-        "attention_softcap": ("attn_logit_softcapping", 50.0, 0.0),
+    family="gemma2", architecture="Gemma2ForCausalLM", query_scalar=256, norm_offset=1.0,
+    local=Local(absent=4096, where=lambda hf, layer: layer % 2 == 0),
+    sizes=_LLAMA.sizes | {
+        "kv_heads": ("num_key_value_heads", 4, 0), "head_dim": ("head_dim", 256),
+        "tied_head": ("tie_word_embeddings", True), "attention_softcap": ("attn_logit_softcapping", 50.0, 0.0),
         "logit_softcap": ("final_logit_softcapping", 30.0, 0.0),
     },
     fixed={
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attention_bias": (False,),
+        "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
         "use_bidirectional_attention": (None, False),
     },
-    local=Local(absent=4096, where=lambda hf, layer: layer % 2 == 0),
-    query_scalar=256,
-    norm_offset=1.0,
-    tensors=_LLAMA.tensors
-    | {
-        "model.layers.{layer}.post_attention_layernorm.weight": ("D", "blocks.attention_post_norm.scale"),
-        "model.layers.{layer}.pre_feedforward_layernorm.weight": ("D", "blocks.mlp_norm.scale"),
-        "model.layers.{layer}.post_feedforward_layernorm.weight": ("D", "blocks.mlp_post_norm.scale"),
+    tensors=_LLAMA.tensors | {
+        _LAYER + "post_attention_layernorm.weight": ("D", "blocks.attention_post_norm.scale"),
+        _LAYER + "pre_feedforward_layernorm.weight": ("D", "blocks.mlp_norm.scale"),
+        _LAYER + "post_feedforward_layernorm.weight": ("D", "blocks.mlp_post_norm.scale"),
     },
-)
+)  # fmt: skip
 _GEMMA3 = _GEMMA2._replace(
-    family="gemma3",
-    architecture="Gemma3ForCausalLM",
+    family="gemma3", architecture="Gemma3ForCausalLM", rope_theta=1e6, local_theta=1e4,
+    local=Local(absent=4096, where=lambda hf, layer: (layer + 1) % hf.get("sliding_window_pattern", 6) > 0),
     sizes={key: row for key, row in _GEMMA2.sizes.items() if key != "attention_softcap"}
     | {"logit_softcap": ("final_logit_softcapping", 0.0, 0.0)},
     fixed=_GEMMA2.fixed | {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
-    rope_theta=1e6,
-    local=Local(absent=4096, where=lambda hf, layer: (layer + 1) % hf.get("sliding_window_pattern", 6) > 0),
-    local_theta=1e4,
     tensors=_GEMMA2.tensors | _QK_NORMS,
-)
+)  # fmt: skip
 
 HF_FAMILIES = {"gpt2": _GPT2, "llama": _LLAMA, "mistral": _MISTRAL, "mixtral": _MIXTRAL, "qwen2": _QWEN2,
                "qwen3": _QWEN3, "gemma2": _GEMMA2, "gemma3_text": _GEMMA3}  # fmt: skip
 
 # Our fields -> the keys of the llama3 context extension.
 _ROPE = {
-    "rope_factor": "factor",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
+    "rope_factor": "factor", "rope_low_freq_factor": "low_freq_factor", "rope_high_freq_factor": "high_freq_factor",
     "rope_original_seq_len": "original_max_position_embeddings",
-}
+}  # fmt: skip
 
 
 def model_type(config: ModelConfig) -> str:
     """Return Hugging Face's name for such a model: a LLaMA with windows is a Mistral, with experts a Mixtral."""
-    names = [
-        name
-        for name, table in HF_FAMILIES.items()
-        if table.family == config.family and ("experts" in table.sizes) == bool(config.experts)
-    ]
+    tables = [(name, table) for name, table in HF_FAMILIES.items() if table.family == config.family]
+    names = [name for name, table in tables if ("experts" in table.sizes) == bool(config.experts)]
     return (names or [config.family])[0 if set(config.masks) == {"causal"} else -1]
 
 
@@ -337,9 +289,8 @@ def hf_config(config: ModelConfig) -> Json:
     Raises:
       UserError: the family's config.json cannot express the sizes.
     """
-    name = model_type(config)
+    name, head_dim = model_type(config), config.head_size
     family = hf_family(name, "model.family")
-    head_dim = config.head_size
     if "head_dim" not in family.sizes and head_dim * config.heads != config.embed:
         raise UserError(
             f"a {config.family} checkpoint cannot say model.head_dim={head_dim}: with model.heads={config.heads} "
@@ -358,11 +309,9 @@ def hf_config(config: ModelConfig) -> Json:
         "logit_softcap": config.logit_softcap and "logit_softcap" not in family.sizes,
         "attention_softcap": config.attention_softcap and "attention_softcap" not in family.sizes,
     }
-    for field in (field for field, wrong in unsaid.items() if wrong):
-        raise UserError(
-            f"a {name} checkpoint cannot say model.{field}={getattr(config, field)}: it would be read as that of a "
-            f"model without"
-        )
+    for field in filter(unsaid.get, unsaid):
+        said = f"model.{field}={getattr(config, field)}"
+        raise UserError(f"a {name} checkpoint cannot say {said}: it would be read as that of a model without")
     values = dataclasses.asdict(config) | {"kv_heads": config.kv_head_count, "head_dim": head_dim}
     hf: Json = {"architectures": [family.architecture], "model_type": name}
     for field, (key, _, *null) in family.sizes.items():
