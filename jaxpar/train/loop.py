@@ -169,9 +169,8 @@ class _Run:
     def _metrics(self) -> MetricsLog:
         """Open the log and the sinks, before anything is compiled: where one is refused, no process waits for it."""
         names = self.config.metrics.sinks if self.main else ()
-        sinks = run_together(
-            lambda: [Sink(name, self.config, self.folder, self.first, self.show.say) for name in names]
-        )
+        place = self.config, self.folder, self.first, self.show.say
+        sinks = run_together(lambda: [Sink(name, *place) for name in names])
         return MetricsLog(self.folder, self.first, self.main, sinks, self.report)
 
     @contextmanager
@@ -230,12 +229,9 @@ class _Run:
         return compiled, f"compiled the training step in {time.perf_counter() - began:.1f} s{used}"
 
     def _loop(
-        self,
-        step_fn: Compiled,
-        state: TrainState[jax.Array],
-        data: DatasetIterator[HostBatch],
+        self, step_fn: Compiled, state: TrainState[jax.Array], data: DatasetIterator[HostBatch],
         stop_after: Callable[[int], bool],
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Run the steps after `first`; return the last one that finished."""
         config, train, text = self.config, self.config.train, self.corpus.train
         flops, devices = self.model.flops_per_token(config.data.seq_len), list(self.plan.mesh.devices.ravel())

@@ -72,13 +72,7 @@ def local_bytes(tree: Any) -> int:
 
 
 def state_bytes(config: Config, plan: Plan, platform: str) -> StateBytes:
-    """Count the bytes of a step's state from shapes alone.
-
-    Args:
-      config: the experiment.
-      plan: the plan of the config.
-      platform: the platform of the devices; on `cpu` host memory is the device's own.
-    """
+    """Count the bytes of a step's state from shapes alone; on the `platform` cpu host memory is the device's own."""
     model, parts = Model(config.model), config.train.accumulation
     state, batch = step_shapes(model, config, plan)
     parameters, optimizer = _by_memory(state.params, platform), _by_memory(state.opt_state, platform)
@@ -117,15 +111,11 @@ def _update_bytes(params: Mapping[str, Any], model: Model, plan: Plan) -> int:
     """
     if not plan.streams:
         return 0
-    axes = model.trained(model.axes)
-    entries = {
-        name: jax.tree.leaves(jax.tree.map(lambda p, axes: _local_entries(p.shape, axes, plan), part, axes[name]))
-        for name, part in params.items()
-    }
-    tables = [size for name, found in entries.items() if name != "blocks" for size in found]
-    layer = sum(entries["blocks"]) // model.config.layers
+    entries = jax.tree.map(lambda p, axes: _local_entries(p.shape, axes, plan), params, model.trained(model.axes))
+    layers = sum(jax.tree.leaves(entries["blocks"]))
+    tables = sum(jax.tree.leaves(entries)) - layers
     # All offloaded tables fetch two moments and a parameter at once.
-    return (12 * sum(tables) if plan.optimizer == "offload" else 0) + 8 * layer
+    return (12 * tables if plan.optimizer == "offload" else 0) + 8 * (layers // model.config.layers)
 
 
 def _gradient_bytes(params: Mapping[str, Any], model: Model, plan: Plan, sums: bool) -> int:
@@ -167,12 +157,8 @@ class Activation(NamedTuple):
 
 
 def activations(config: Config, plan: Plan) -> list[Activation]:
-    """Return the named activations of a block, in the order in which it makes them.
-
-    Args:
-      config: the config, of which model, batch and sequence length are used.
-      plan: the plan from `plans.make_plan`, or one on an `AbstractMesh`.
-    """
+    """Return the named activations of a block, in the order in which it makes them. The plan is the config's, by
+    `plans.make_plan`, or one on an `AbstractMesh`."""
     found, blocks = dict[str, Activation](), blocks_kept(config, plan)
     for name, aval, local in _named_arrays(_trace_forward(one_block(config, plan))[0].jaxpr, False):
         axes = _OF_ROWS if len(aval.shape) == 4 and NAMES[name].axes[-1] == "mlp" else NAMES[name].axes

@@ -20,7 +20,7 @@ from jaxpar.parallel.host_memory import check_offload
 from jaxpar.parallel.linear import ATTENDED, GATHERED, STORED
 from jaxpar.parallel.ops import overlap_notes, split_of
 from jaxpar.parallel.pipeline import check_stages, microbatches, pipeline_notes
-from jaxpar.train.memory import check_names
+from jaxpar.train.memory import check_names, microbatches_of
 from jaxpar.train.step import gradient_axes, param_shapes
 
 
@@ -38,22 +38,11 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     rules, _ = fit_rules(config.rules, config.model.heads, config.model.kv_head_count, mesh.shape)
     memory, precision = config.memory, config.precision
     plan = Plan(
-        mesh,
-        rules,
-        compute=precision.compute,
-        remat=memory.policy,
-        overlap=config.overlap,
-        context=config.context,
-        loss_mib=memory.loss_mib,
-        attention=config.kernels.attention,
-        pipeline=config.pipeline,
-        keep=memory.keep,
-        parameters=memory.parameters,
-        optimizer=memory.optimizer,
-        params=precision.params,
-        gradients=precision.gradients,
-        moments=precision.moments,
-    )
+        mesh, rules, compute=precision.compute, params=precision.params, gradients=precision.gradients,
+        moments=precision.moments, overlap=config.overlap, context=config.context, attention=config.kernels.attention,
+        pipeline=config.pipeline, remat=memory.policy, keep=memory.keep, loss_mib=memory.loss_mib,
+        parameters=memory.parameters, optimizer=memory.optimizer,
+    )  # fmt: skip
     if plan.size("stage") > 1:
         count = microbatches(config, mesh.shape)
         check_stages(plan, config.model.layers, count, config.model.kinds)
@@ -81,9 +70,7 @@ def check_parameters(config: Config, plan: Plan) -> None:
 def check_batch(config: Config, plan: Plan) -> None:
     """Refuse a batch or a sequence that the mesh does not divide."""
     train, sizes, seq_len, shards = config.train, config.model, config.data.seq_len, plan.size("batch")
-    microbatch = train.batch // train.accumulation
-    if plan.size("stage") > 1:
-        microbatch //= plan.pipeline.microbatches
+    microbatch = train.batch // train.accumulation // microbatches_of(plan)
     if microbatch % shards:
         fitting = -(-microbatch // shards) * shards * train.accumulation
         raise UserError(

@@ -28,14 +28,9 @@ from jaxpar.train.step import TrainState, init_state, reorder_state, state_shape
 
 ORDER, FROZEN = "layer_order", "frozen"
 # What a config may set freely although its weights come from another: how the model runs, not what its weights mean.
-_FREE = (
-    "vocab_multiple",
-    "dropout",
-    "init_std",
-    "scan_layers",
-    "max_seq_len",
-    *(f"lora.{key}" for key in vars(Lora())),
-)
+_FREE = {
+    "vocab_multiple", "dropout", "init_std", "scan_layers", "max_seq_len", *(f"lora.{key}" for key in vars(Lora())),
+}  # fmt: skip
 
 
 def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, Params]:
@@ -186,10 +181,10 @@ def load_params(source: Path, config: Config, plan: Plan, step: int = 0) -> Para
 def require_model(theirs: ModelConfig, ours: ModelConfig, source: Path) -> None:
     """Refuse weights of a model other than the config's, with a UserError that says what differs."""
     there, here = flatten(theirs), flatten(ours)
-    differing = [f"{key} is {there[key]} there and {here[key]} here" for key in here if here[key] != there[key]]
-    differing = [text for text in differing if text.split()[0] not in _FREE]
+    differing = [key for key in here if here[key] != there[key] and key not in _FREE]
     if differing:
-        raise UserError(f"{source} is not the model of this config: {'; '.join(differing)}")
+        found = "; ".join(f"{key} is {there[key]} there and {here[key]} here" for key in differing)
+        raise UserError(f"{source} is not the model of this config: {found}")
 
 
 def drop_stages(plan: Plan) -> Plan:

@@ -68,10 +68,8 @@ def _open_run(folder: Path, config: Config) -> Config | None:
             changed = [text for text in changed if text.startswith(("model.", "precision."))]
         if changed:
             differences = "; ".join(changed[:3] + ["..."] * (len(changed) > 3))
-            raise UserError(
-                f"{folder} holds a run of another config ({differences}): "
-                "use another --run folder, or give the old values"
-            )
+            why = f"{folder} holds a run of another config ({differences})"
+            raise UserError(f"{why}: use another --run folder, or give the old values")
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and is no run folder (it has no config.toml): use another --run folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,13 +102,10 @@ class Checkpoints:
             policies.append(managers.BestN(get_metric_fn=_worst_first, n=1, keep_checkpoints_without_metrics=False))
         # Orbax's `read_only` is not used: it writes a warning on every opening, and silently skips a save.
         options = ocp.CheckpointManagerOptions(
-            best_fn=lambda metrics: metrics[METRIC],
-            best_mode="min",
-            preservation_policy=managers.AnyPreservationPolicy(policies),
-            create=self._writes,
+            best_fn=lambda metrics: metrics[METRIC], best_mode="min", enable_async_checkpointing=True,
+            preservation_policy=managers.AnyPreservationPolicy(policies), create=self._writes,
             cleanup_tmp_directories=self._writes,
-            enable_async_checkpointing=True,
-        )
+        )  # fmt: skip
         self.folder = folder.absolute()
         handlers: dict[str, Any] = {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
@@ -184,10 +179,8 @@ class Checkpoints:
             yield
         except (ValueError, KeyError, OSError) as error:
             reason = str(error).strip().splitlines()[0][:200]
-            raise UserError(
-                f"checkpoint {self.folder / str(step)} cannot be read ({reason}): "
-                "delete that folder to fall back to an older one"
-            ) from error
+            why = f"checkpoint {self.folder / str(step)} cannot be read ({reason})"
+            raise UserError(f"{why}: delete that folder to fall back to an older one") from error
 
     def close(self) -> None:
         """Wait for what is being written, and raise what went wrong in the background (a full disk, say)."""

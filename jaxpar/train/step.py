@@ -71,11 +71,14 @@ def state_shapes(
         return TrainState(jnp.zeros((), jnp.int32), _as_stored(params, model, plan), opt_state)
 
     shapes, everywhere = jax.eval_shape(start, model.shapes(order)), replicated_sharding(plan)
-    place = lambda moment, axes: plan.sharding(axes, moment.shape)  # noqa: E731
-    opt_state = map_moments(place, shapes.opt_state, gradient_axes(model), others=lambda _: everywhere)
-    opt_state = jax.tree.map(_in_memory, opt_state, in_host(shapes, model, plan).opt_state)
-    shardings = TrainState(everywhere, param_shardings(shapes.params, model, plan), opt_state)
-    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, shardings)
+
+    def place(shape: jax.ShapeDtypeStruct, at: NamedSharding, host: bool) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=_in_memory(at, host))
+
+    of_moment = lambda moment, axes: plan.sharding(axes, moment.shape)  # noqa: E731
+    opt_state = map_moments(of_moment, shapes.opt_state, gradient_axes(model), others=lambda _: everywhere)
+    shardings = TrainState(everywhere, plan.sharding(model.axes, shapes.params), opt_state)
+    return jax.tree.map(place, shapes, shardings, in_host(shapes, model, plan))
 
 
 def state_shardings(model: Model, config: Config, plan: Plan) -> TrainState[NamedSharding]:
@@ -90,15 +93,13 @@ def param_shardings(shapes: Params, model: Model, plan: Plan) -> Params:
 
 def in_host(state: TrainState, model: Model, plan: Plan) -> TrainState[bool]:
     """Tell whether each array of a state is in host memory; stacked layers and moments of matrices may be."""
-    matrices = decay_mask(model.trained(model.axes))
-    away = plan.optimizer == "offload"
+    matrices, away = decay_mask(model.trained(model.axes)), plan.optimizer == "offload"
     opt_state = map_moments(lambda _, matrix: matrix and away, state.opt_state, matrices, others=lambda _: False)
     return TrainState(False, _params_in_host(state.params, plan), opt_state)
 
 
 def _params_in_host(params: Params, plan: Plan) -> Params:
-    host = {name: name == "blocks" and plan.parameters == "offload" for name in params}
-    return jax.tree.broadcast(host, params)
+    return jax.tree.broadcast({name: name == "blocks" and plan.parameters == "offload" for name in params}, params)
 
 
 def _in_memory(sharding: NamedSharding, host: bool) -> NamedSharding:
@@ -119,12 +120,11 @@ def init_state(model: Model, config: Config, plan: Plan, params: Params | None =
     shapes, order = state_shapes(model, config, plan), stored_order(plan, model.config.layers)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes.params)
     if params is None:
-        key = jax.random.key(config.train.seed)
-        made = jax.jit(
-            lambda: _as_stored(model.init(key, order), model, plan),
-            out_shardings=shardings,
-            compiler_options=once_options(plan.mesh),
-        )()
+        key, options = jax.random.key(config.train.seed), once_options(plan.mesh)
+        init = jax.jit(
+            lambda: _as_stored(model.init(key, order), model, plan), out_shardings=shardings, compiler_options=options
+        )
+        made = init()
     else:
 
         def start(params: Params) -> Params:
@@ -179,11 +179,8 @@ def batch_rows(batch: int, plan: Plan) -> list[int]:
 
 def empty_batch(config: Config, plan: Plan) -> dict[str, np.ndarray]:
     """Return this process's rows of a batch in which no label counts."""
-    rows = len(batch_rows(config.train.batch, plan))
-    return {
-        name: np.full((rows, config.data.seq_len), -1 if name == "labels" else 0, np.int32)
-        for name in batch_shapes(config, plan)
-    }
+    shape = len(batch_rows(config.train.batch, plan)), config.data.seq_len
+    return {name: np.full(shape, -1 if name == "labels" else 0, np.int32) for name in batch_shapes(config, plan)}
 
 
 def batch_shapes(config: Config, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
@@ -217,24 +214,17 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
         with jax.named_scope("update"):
             trained = model.trained(state.params), state.opt_state, grads
             new = update(*trained, sums, model.trained(model.axes), train, plan)
-        metrics = {
-            "loss": sums.nll / sums.tokens,
-            "grad_norm": new.norm,
-            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
-            "tokens": sums.tokens,
-        }
+        rate = jnp.asarray(schedule(state.step), jnp.float32)
+        metrics = {"loss": sums.nll / sums.tokens, "grad_norm": new.norm, "learning_rate": rate, "tokens": sums.tokens}
         if sums.routed is not None:
             routed = batch["tokens"].size
             metrics |= {"router_balance": sums.routed.balance / routed, "router_z": sums.routed.z / routed}
         return TrainState(state.step + 1, model.merge(state.params, new.params), new.opt_state), metrics
 
     return jax.jit(
-        step,
-        in_shardings=(shardings, plan.sharding(TOKENS)),
-        out_shardings=(shardings, replicated_sharding(plan)),
-        donate_argnums=0,
-        compiler_options=compiler_options(plan.mesh),
-    )
+        step, in_shardings=(shardings, plan.sharding(TOKENS)), out_shardings=(shardings, replicated_sharding(plan)),
+        donate_argnums=0, compiler_options=compiler_options(plan.mesh),
+    )  # fmt: skip
 
 
 def loss_weights(train: TrainConfig) -> LossWeights:
