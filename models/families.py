@@ -59,11 +59,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family of a model.
-
-    Raises:
-      UserError: there is no such family, or the family has no use for some of the sizes.
-    """
+    """Return the family of a model; raise a UserError where there is none, or it has no use for some of the sizes."""
     name, standard = config.family, ModelConfig()
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)

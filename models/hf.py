@@ -35,8 +35,7 @@ Read = Callable[[Bounds], np.ndarray]  # reads a block of a parameter, or of one
 _READABLE = ("F32", "BF16", "F16")
 _FIT = "build the model from model_config_from_hf of the same checkpoint"
 _LETTERS: dict[LogicalAxis | None, str] = {
-    "vocab": "V", "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "h", "mlp": "F",
-    "rank": "r",
+    "vocab": "V", "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "h", "mlp": "F", "rank": "r",
 }  # fmt: skip
 _NEVER_SPLIT = {"embed.positions": "P", "blocks.router": "E"}  # the dim of a parameter that has no logical axis
 
@@ -92,9 +91,9 @@ def hf_layout(model: Model) -> list[Tensor]:
 def dim_sizes(model: Model) -> dict[str, int]:
     """Give the size of each dim in a checkpoint by its letter; V is the vocabulary without our padding."""
     config = model.config
-    head_dim, kv_heads = config.head_size, config.kv_head_count
-    return {"V": config.vocab_size, "P": config.max_seq_len, "D": config.embed, "H": config.heads, "K": kv_heads,
-            "h": head_dim, "F": config.mlp, "E": config.experts, "r": config.lora.rank}  # fmt: skip
+    return {"V": config.vocab_size, "P": config.max_seq_len, "D": config.embed, "H": config.heads,
+            "K": config.kv_head_count, "h": config.head_size, "F": config.mlp, "E": config.experts,
+            "r": config.lora.rank}  # fmt: skip
 
 
 def dim_letters(model: Model) -> dict[str, str]:
@@ -241,11 +240,9 @@ def _check_tied(head: Source, table: Source, origin: str) -> None:
     """Check the head of a tied model: a checkpoint may hold its vocabulary table twice, but not two different ones."""
     rows, step = table.shape[0], 1024  # compared in pieces, because either table may have gigabytes
     pieces = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    same = head.shape == table.shape and all(np.array_equal(head.read(cut), table.read(cut)) for cut in pieces)
-    if not same:
-        raise UserError(
-            f"{origin}: lm_head.weight is not the embedding, but the model ties them: set model.tied_head = false"
-        )
+    if head.shape != table.shape or not all(np.array_equal(head.read(cut), table.read(cut)) for cut in pieces):
+        why = "lm_head.weight is not the embedding, but the model ties them"
+        raise UserError(f"{origin}: {why}: set model.tied_head = false")
 
 
 def _read(source: Source, tensor: Tensor, part: int, letters: str, sizes: dict[str, int], bounds: Bounds) -> np.ndarray:

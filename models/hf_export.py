@@ -53,7 +53,7 @@ def export_hf(
 
     def write(unfinished: Path) -> None:
         write_json(unfinished / "config.json", config)
-        _write_files(unfinished, _split(hf_layout(model), dtype, max_shard_bytes), arrays, dtype)
+        _write_files(unfinished, hf_layout(model), max_shard_bytes, arrays, dtype)
 
     write_folder(Path(folder), write, arrays)
 
@@ -91,66 +91,57 @@ def hf_tensors(
     for tensor in hf_layout(model) if layout is None else layout:
         parts = []
         for name in tensor.params:
-            pair = [leaves[f"{name}_lora_{x}"] for x in "ab" if f"{name}_lora_{x}" in leaves]
-            what = leaves[name], *pair, tensor.index, dtype
-            host = _fetch(_merged_piece(*what, scale) if pair else _piece(*what))
+            group = [leaves[key] for key in (name, f"{name}_lora_a", f"{name}_lora_b") if key in leaves]
+            piece = _piece(group, tensor.index, dtype, scale)
+            whole = piece if piece.is_fully_addressable else multihost_utils.process_allgather(piece, tiled=True)
+            host = np.asarray(whole)
             host = host[tuple(slice(sizes[c]) for c in letters[name])]  # without the vocabulary's padding
             host = host.transpose([letters[name].index(c) for c in "".join(tensor.dims)])
             parts.append(host.reshape([math.prod(sizes[c] for c in merged) for merged in tensor.dims]))
         yield tensor.name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
-def _fetch(piece: jax.Array) -> np.ndarray:
-    return np.asarray(piece if piece.is_fully_addressable else multihost_utils.process_allgather(piece, tiled=True))
+@partial(jax.jit, static_argnames=("dtype", "scale"))
+def _piece(group: list[jax.Array], index: tuple[int, ...], dtype: Dtype, scale: float) -> jax.Array:
+    """Slice a stacked parameter, or take all of another, as a new array: jax keeps what numpy has seen of an array. A
+    LoRA pair that follows it in the group is merged into it, in float32."""
 
+    def cut(leaf: jax.Array) -> jax.Array:
+        for number in index:
+            # Indexing a dim that is split over devices would gather all slices on each device. A sum moves only one
+            # slice, and a sum of bits leaves it unchanged.
+            here = (jnp.arange(len(leaf)) == number).reshape(-1, *[1] * (leaf.ndim - 1))
+            bits = jnp.dtype(f"int{8 * leaf.dtype.itemsize}")
+            leaf = jnp.sum(leaf.view(bits), axis=0, where=here, dtype=bits).view(leaf.dtype)
+        return leaf
 
-@partial(jax.jit, static_argnames="dtype")
-def _piece(leaf: jax.Array, index: tuple[int, ...], dtype: Dtype) -> jax.Array:
-    """Slice a stacked parameter, or take all of another, as a new array: jax keeps what numpy has seen of an array."""
-    for number in index:
-        # Indexing a dim that is split over devices would gather all slices on each device. A sum moves only one slice,
-        # and a sum of bits leaves it unchanged.
-        here = (jnp.arange(len(leaf)) == number).reshape(-1, *[1] * (leaf.ndim - 1))
-        bits = jnp.dtype(f"int{8 * leaf.dtype.itemsize}")
-        leaf = jnp.sum(leaf.view(bits), axis=0, where=here, dtype=bits).view(leaf.dtype)
+    leaf, *pair = map(cut, group)
+    if pair:
+        a, b = (x.astype("float32") for x in pair)
+        leaf = leaf.astype("float32") + scale * jnp.tensordot(a, b, 1, precision="highest")
     return leaf.astype(dtype)
 
 
-@partial(jax.jit, static_argnames=("dtype", "scale"))
-def _merged_piece(
-    leaf: jax.Array, a: jax.Array, b: jax.Array, index: tuple[int, ...], dtype: Dtype, scale: float
-) -> jax.Array:
-    """Take the same slice of a parameter and of the LoRA pair beside it, and merge them."""
-    leaf, a, b = (_piece(x, index, "float32") for x in (leaf, a, b))
-    return (leaf + scale * jnp.tensordot(a, b, 1, precision="highest")).astype(dtype)
-
-
-def _split(tensors: list[Tensor], dtype: Dtype, max_bytes: int) -> list[list[Tensor]]:
-    """Choose the tensors of each file, in order."""
-    files, room = [], 0
+def _write_files(
+    folder: Path, tensors: list[Tensor], max_bytes: int, arrays: Iterator[tuple[str, np.ndarray]], dtype: Dtype
+) -> None:
+    """Write the safetensors files, each filled in order, and their index when there are several."""
+    files, room = list[list[Tensor]](), 0
     for tensor in tensors:
-        size = tensor.bytes(dtype)
-        if size > room:
+        if (size := tensor.bytes(dtype)) > room:
             files.append([])
             room = max_bytes
         files[-1].append(tensor)
         room -= size
-    return files
-
-
-def _write_files(
-    folder: Path, files: list[list[Tensor]], arrays: Iterator[tuple[str, np.ndarray]], dtype: Dtype
-) -> None:
-    """Write the safetensors files, and their index when there are several."""
     if len(files) == 1:
-        return write_tensors(folder / "model.safetensors", files[0], arrays, dtype)
+        return write_tensors(folder / "model.safetensors", tensors, arrays, dtype)
     weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(files, 1):
+    for number, group in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        write_tensors(folder / name, tensors, islice(arrays, len(tensors)), dtype)
-        weight_map |= {tensor.name: name for tensor in tensors}
-    total = sum(tensor.bytes(dtype) for tensors in files for tensor in tensors)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_tensors(folder / name, group, islice(arrays, len(group)), dtype)
+        weight_map |= dict.fromkeys((tensor.name for tensor in group), name)
+    index = {"metadata": {"total_size": sum(tensor.bytes(dtype) for tensor in tensors)}, "weight_map": weight_map}
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def write_tensors(file: Path, tensors: list[Tensor], arrays: Iterable[tuple[str, np.ndarray]], dtype: Dtype) -> None:

@@ -239,9 +239,6 @@ def model_config_from_hf(path: str | Path) -> ModelConfig:
     Dropout and `vocab_multiple` are choices of the training run, not of the checkpoint, and so keep our defaults.
     Change them with `dataclasses.replace`.
 
-    Args:
-      path: the checkpoint's folder.
-
     Raises:
       UserError: config.json cannot be read or lacks a key, or `jaxpar.models` cannot compute the model.
     """
@@ -284,10 +281,8 @@ def _model_config(hf: Json, family: HfFamily, file: Path) -> ModelConfig:
 def hf_config(config: ModelConfig) -> Json:
     """Return the config.json of a model, in a form that transformers 4.43 and later (llama3 RoPE) can read.
 
-    Token ids are null: a ModelConfig knows no tokenizer, and transformers' defaults belong to another vocabulary.
-
-    Raises:
-      UserError: the family's config.json cannot express the sizes.
+    Token ids are null: a ModelConfig knows no tokenizer, and transformers' defaults belong to another vocabulary. Sizes
+    that the family's config.json cannot express are refused with a UserError.
     """
     name, head_dim = model_type(config), config.head_size
     family = hf_family(name, "model.family")

@@ -32,11 +32,7 @@ _SHRINKS = {"window": "tokens", "longformer": "window", "bigbird": "block"}
 
 
 def layer_masks(config: ModelConfig) -> tuple[Mask, ...]:
-    """Return the mask of each kind of layer; layer i is of kind i % config.kinds.
-
-    Raises:
-      UserError: a word is unknown or has wrong numbers.
-    """
+    """Return the mask of each kind of layer; layer i is of kind i % config.kinds. Words are checked as by `parse`."""
     return tuple(_mask(word, config.max_seq_len) for word in config.masks)
 
 
@@ -54,11 +50,8 @@ def _mask(word: str, length: int) -> Mask:
 
 
 def parse(word: str) -> tuple[str, dict[str, int]]:
-    """Return the name of a word and its numbers, those left out too: `("window", {"tokens": 4096})`.
-
-    Raises:
-      UserError: the word is unknown or has wrong numbers.
-    """
+    """Return the name of a word and its numbers, those left out too: `("window", {"tokens": 4096})`. A word that is
+    unknown or has wrong numbers is refused with a UserError."""
     found = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", word)
     name = found[1] if found else word
     if found is None or name not in _WORDS:

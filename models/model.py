@@ -63,17 +63,12 @@ class Model:
         embed_key, blocks_key, head_key = jax.random.split(key, 3)
         layer_keys = jax.random.split(blocks_key, self.config.layers)
         blocks = jax.vmap(lambda layer_key: self._init_part("blocks", layer_key))
-        if order is None:
-            stacked = blocks(layer_keys)
-        else:
-            stacked, there = blocks(layer_keys[jnp.maximum(jnp.asarray(order), 0)]), jnp.asarray(order) >= 0
-            if min(order) < 0:
-                stacked = jax.tree.map(lambda x: x * there.reshape(-1, *[1] * (x.ndim - 1)), stacked)
-        return {
-            "embed": self._init_part("embed", embed_key),
-            "blocks": stacked,
-            "head": self._init_part("head", head_key),
-        }
+        stacked = blocks(layer_keys if order is None else layer_keys[jnp.maximum(jnp.asarray(order), 0)])
+        if order is not None and min(order) < 0:
+            there = jnp.asarray(order) >= 0
+            stacked = jax.tree.map(lambda x: x * there.reshape(-1, *[1] * (x.ndim - 1)), stacked)
+        part = self._init_part
+        return {"embed": part("embed", embed_key), "blocks": stacked, "head": part("head", head_key)}
 
     def _init_part(self, name: str, key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(PARTS[name](self.config, nnx.Rngs(key))))
@@ -223,25 +218,18 @@ class Model:
 
 
 def over_layers(
-    config: ModelConfig, body: Callable[[Any, Any, int], tuple[Any, Any]], carry: Any, xs: PyTree,
-    plan: Plan | None = None,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Run `body(carry, x, kind) -> (carry, y)` over stacked layers, and return the last carry and the stacked ys.
+    config: ModelConfig, body: Callable[[Any, Any, int], tuple[Any, Any]], carry: Any, xs: PyTree, plan: Plan
+) -> tuple[Any, Any]:
+    """Run `body(carry, x, kind) -> (carry, y)` over layers stacked in `xs` [L, ...], each of which keeps for its
+    backward what the plan says, and return the last carry and the stacked ys.
 
     It is one scan, or unrolled where `config.scan_layers` is false. Layers of several kinds are scanned in groups of
     one of each, and those that are left over are unrolled.
-
-    Args:
-      xs: arrays [L, ...], of which `body` is given a slice, as the `kind` of layer that a model's layer has there.
-      plan: each layer keeps for its backward what this plan says; None = everything.
     """
     L, p = len(jax.tree.leaves(xs)[0]), config.kinds
 
     def of(kind: int, looped: bool) -> Callable[[Any, Any], tuple[Any, Any]]:
-        def one(carry: Any, x: Any) -> tuple[Any, Any]:
-            return body(carry, x, kind)
-
-        return one if plan is None else remat(one, plan, looped)
+        return remat(lambda carry, x: body(carry, x, kind), plan, looped)
 
     if config.scan_layers and p == 1:
         return jax.lax.scan(of(0, True), carry, xs)

@@ -37,11 +37,7 @@ def is_adapter(folder: Path) -> bool:
 
 def base_folder(folder: Path) -> Path:
     """Return the folder of the model that an adapter belongs to: `base_model_name_or_path`, seen from the adapter's
-    folder, or from here.
-
-    Raises:
-      UserError: the config cannot be read, or there is no such folder.
-    """
+    folder, or from here; raise a UserError where there is no such folder, or the config cannot be read."""
     name = str(read_json(folder / CONFIG).get("base_model_name_or_path") or "")
     found = [path for path in (folder / name, Path(name)) if name and path.is_dir()]
     if not found:
@@ -53,12 +49,8 @@ def base_folder(folder: Path) -> Path:
 
 
 def lora_of(folder: Path, base: ModelConfig) -> Lora:
-    """Return the rank, alpha and targets of an adapter of a model.
-
-    Raises:
-      UserError: the config cannot be read, or asks for what the model does not compute; a tensor is beside no matrix of
-        a block.
-    """
+    """Return the rank, alpha and targets of an adapter of a model. A UserError says that the config cannot be read or
+    asks for what the model does not compute, or that a tensor is beside no matrix of a block."""
     config = read_json(folder / CONFIG)
     for key, accepted in _COMPUTED.items():
         if config.get(key, accepted[0]) not in accepted:
@@ -76,21 +68,15 @@ def lora_of(folder: Path, base: ModelConfig) -> Lora:
 
 
 def import_adapter(folder: Path, model: Model, plan: Plan) -> Params:
-    """Read the LoRA matrices of a model, each straight into its sharding; the rest of the parameters is not there.
-
-    Raises:
-      UserError: the adapter cannot be read or does not fit the model.
-    """
+    """Read the LoRA matrices of a model, each straight into its sharding; the rest of the parameters is not there. An
+    adapter that cannot be read, or does not fit the model, is a UserError."""
     pairs = pair_up({tensor.name: tensor for tensor in _layout(model)}, _tensors(folder), str(folder / WEIGHTS))
     return read_params(pairs, model, plan, model.trained(model.shapes()))
 
 
 def export_adapter(params: Params, model: Model, folder: Path, base: str) -> None:
-    """Write a folder that PEFT loads; `base` is the folder of the model. See `export_hf` for the rest.
-
-    Raises:
-      UserError: the folder has files in it, a write failed, or PEFT has one pair for matrices that have their own here.
-    """
+    """Write a folder that PEFT loads; `base` is the folder of the model. See `export_hf` for the rest. A UserError says
+    that the folder has files, a write failed, or PEFT has one pair for matrices that have their own here."""
     layout = [tensor._replace(name=_PREFIX + tensor.name) for tensor in _layout(model)]
     lora, linears = model.config.lora, _linears(model.config)
     for module, ours in linears.items():
@@ -139,19 +125,15 @@ def _linears(config: ModelConfig) -> dict[str, list[str]]:
 def _layout(model: Model) -> list[Tensor]:
     """List the tensors of an adapter."""
     letters, sizes, targets, tensors = dim_letters(model), dim_sizes(model), model.config.lora.targets, list[Tensor]()
-
-    def size(dims: str) -> int:
-        return math.prod(sizes[c] for c in dims)
-
     for layer in range(model.config.layers):
         for module, ours in _linears(model.config).items():
             if not set(ours) <= set(targets):
                 continue
             a, b = ([f"blocks.{our}_lora_{x}" for our in ours] for x in "ab")
             name, ins, outs = module.format(layer=layer), letters[a[0]][:-1], letters[b[0]][1:]
-            shapes = (sizes["r"], size(ins)), (len(ours) * size(outs), sizes["r"])
-            tensors.append(Tensor(name + _A, shapes[0], ("r", ins), tuple(a), (layer,), None))
-            tensors.append(Tensor(name + _B, shapes[1], (outs, "r"), tuple(b), (layer,), 0))
+            size_in, size_out = (math.prod(sizes[c] for c in dims) for dims in (ins, outs))
+            tensors.append(Tensor(name + _A, (sizes["r"], size_in), ("r", ins), tuple(a), (layer,), None))
+            tensors.append(Tensor(name + _B, (len(ours) * size_out, sizes["r"]), (outs, "r"), tuple(b), (layer,), 0))
     return tensors
 
 

@@ -204,7 +204,10 @@ class Block(nnx.Module):
         weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
         x_BSD = named(x_BSD, "block_input")
         with jax.named_scope("attention"):
-            q_BSHh, k_BSKh, v_BSKh = self._project(named(self.attention_norm(x_BSD), "attention_norm"), ops)
+            kv_heads = _KV_HEADS if family.grouped else _HEADS
+            outputs: dict[str, Axes] = {"q": _HEADS, "k": kv_heads, "v": kv_heads}
+            normed_BSD = named(self.attention_norm(x_BSD), "attention_norm")
+            q_BSHh, k_BSKh, v_BSKh = self._columns(normed_BSD, outputs, ops, "attention_seq")
             if family.qk_norm:  # whose backward starts from what the matmul made, so that is what bears the name
                 q_BSHh, k_BSKh = self.q_norm(named(q_BSHh, "q")), self.k_norm(named(k_BSKh, "k"))
             if family.positions == "rotary":
@@ -227,10 +230,6 @@ class Block(nnx.Module):
             if family.post_norms:
                 y_BSD = self.mlp_post_norm(named(y_BSD, "mlp_out"))
             return x_BSD + dropout(y_BSD, rate, mlp_key), routed
-
-    def _project(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> tuple[Array, ...]:
-        kv_heads = _KV_HEADS if self.family.grouped else _HEADS
-        return self._columns(x_BSD, {"q": _HEADS, "k": kv_heads, "v": kv_heads}, ops, "attention_seq")
 
     def _mlp(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         if not self.family.gated:

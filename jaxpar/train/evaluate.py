@@ -21,15 +21,15 @@ from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import Model, Params
 from jaxpar.train.plans import kernel_notes, make_plan
 from jaxpar.train.restore import load_params, load_run
+from jaxpar.train.run_folder import is_run
 from jaxpar.train.step import batch_rows, compile_eval_step, empty_batch, put_batch
-from jaxpar.train.trained import is_run
 
 
 class Evaluation(NamedTuple):
     """The validation loss (nats a token) and perplexity of the checkpoint of a step, 0 for a Hugging Face folder.
 
-    `bits_per_byte` is the loss of all tokens that were scored, in bits, over the bytes of their text. It
-    can be compared between tokenizers, and is None where the tokens have none.
+    `bits_per_byte` is the loss of all tokens in bits over the bytes of their text, which can be compared between
+    tokenizers; it is None where the tokens have none.
     """
 
     step: int
@@ -55,10 +55,8 @@ def evaluate_folder(
     """Evaluate a run's checkpoint (0 = the best, or the newest where none was evaluated) or a Hugging Face folder.
 
     The mesh may be any. The batches are those that a run uses at its end (`train.final_eval_batches`, by default all),
-    and `say` receives each note on how they run.
-
-    Raises:
-      UserError: there is no checkpoint or no validation data, or the mesh does not fit.
+    and `say` receives each note on how they run. A UserError says that there is no checkpoint or no validation data, or
+    that the mesh does not fit.
     """
     plan = make_plan(check(config), start(config.mesh))
     for note in kernel_notes(config, plan, training=False):

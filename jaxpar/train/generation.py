@@ -51,13 +51,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises:
-        UserError: a value is out of range, or has no effect.
-        """
+        """Refuse a value that is out of range, or has no effect, with a UserError."""
         if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.seed < 2**32:
-            raise UserError(
-                f"sampling takes temperature, top_k >= 0, 0 < top_p <= 1 and 0 <= seed < 2**32, found {self}"
-            )
+            want = "temperature, top_k >= 0, 0 < top_p <= 1 and 0 <= seed < 2**32"
+            raise UserError(f"sampling takes {want}, found {self}")
         if self.temperature == 0 and (self.top_k or self.top_p < 1 or self.seed):
             raise UserError("top_k, top_p and seed have no effect at temperature 0, which is greedy: set a temperature")
 
@@ -134,9 +131,7 @@ class Generator:
     """
 
     def __init__(self, model: Model, params: Params, plan: Plan, consume: bool = False):
-        """Raises:
-        UserError: the plan has stages.
-        """
+        """Take the model onto the plan; raise a UserError where that has stages."""
         self.plan, self.spent = decode_plan(plan, model.config), Spent()
         self.config = replace(model.config, dropout=0.0)
         self.params = layer_by_layer(model, params, self.plan, consume)
@@ -213,11 +208,8 @@ class Generator:
 
     def score(self, sequences: Prompts, counted: Sequence[int]) -> list[tuple[float, bool]]:
         """Return the log-likelihood in nats of the last `counted` tokens of each sequence after those before them, and
-        whether each of these is the most likely one. All sequences run at once.
-
-        Raises:
-          UserError: as for `generate`.
-        """
+        whether each of these is the most likely one. All sequences run at once, and are refused as by
+        `generate`."""
         self.check([sequence[:-1] for sequence in sequences], 0)
         shards = self.plan.size("batch")
         B = -(-len(sequences) // shards) * shards
@@ -233,27 +225,25 @@ class Generator:
 
     def check(self, prompts: Prompts, max_tokens: int) -> None:
         """Refuse prompts that the model cannot continue by so many tokens, with a UserError."""
-        sizes = self.config
+        vocab, context = self.config.vocab_size, self.config.max_seq_len
         for number, prompt in enumerate(prompts, 1):
-            if not len(prompt) or not 0 <= min(prompt) <= max(prompt) < sizes.vocab_size:
-                raise UserError(f"prompt {number} needs at least one token id, all in 0..{sizes.vocab_size - 1}")
-            if len(prompt) + max_tokens > sizes.max_seq_len:
-                left = sizes.max_seq_len - len(prompt)
+            if not len(prompt) or not 0 <= min(prompt) <= max(prompt) < vocab:
+                raise UserError(f"prompt {number} needs at least one token id, all in 0..{vocab - 1}")
+            if (left := context - len(prompt)) < max_tokens:
                 fits = f"at most {left} new ones fit" if left > 0 else "shorten it"
-                raise UserError(
-                    f"prompt {number} has {len(prompt)} tokens, and {max_tokens} more are beyond the context of "
-                    f"{sizes.max_seq_len} (model.max_seq_len): {fits}"
-                )
+                more = f"{max_tokens} more are beyond the context of {context} (model.max_seq_len)"
+                raise UserError(f"prompt {number} has {len(prompt)} tokens, and {more}: {fits}")
 
     def _compiled(self, function: Callable[..., Any], shape: tuple[Any, ...], *args: Any) -> Compiled:
         """Return the program for arguments of these shapes, compiled when it is first asked for."""
         key = (function, shape)
         if key not in self._programs:
             whole, known = replicated_sharding(self.plan), shape[1:4]
-            places: Any = dict.fromkeys(State._fields, whole) | {
-                "caches": NamedSharding(self.plan.mesh, cache_spec(self.plan))
-            }
-            places = (whole, whole) if function is _score else State(**places)
+            places: Any = (whole, whole)
+            if function is not _score:
+                caches = NamedSharding(self.plan.mesh, cache_spec(self.plan))
+                shardings: Any = dict.fromkeys(State._fields, whole) | {"caches": caches}
+                places = State(**shardings)
             program = jax.jit(
                 partial(function, self.config, self.plan, *known), out_shardings=places,
                 donate_argnums=(1,) if function is _decode else (), compiler_options=compiler_options(self.plan.mesh),
@@ -270,11 +260,8 @@ def bucket(length: int) -> int:
 
 
 def decode_plan(plan: Plan, model: ModelConfig) -> Plan:
-    """Return the plan for generating: no sequence is split, and nothing is kept or moved for a backward.
-
-    Raises:
-      UserError: the plan has stages, which keep the layers in an order of their own.
-    """
+    """Return the plan for generating: no sequence is split, and nothing is kept or moved for a backward. Stages, which
+    keep the layers in an order of their own, are refused with a UserError."""
     if plan.size("stage") > 1:
         raise UserError(f"a pipeline of {plan.size('stage')} stages trains, and does not generate: use mesh.stage=1")
     rules = replace(plan.rules, seq=(), residual_seq=(), attention_seq=())
@@ -293,11 +280,8 @@ def layer_by_layer(model: Model, params: Params, plan: Plan, consume: bool = Fal
         stacked = axes[:1] == ("layers",)
         # The router and learned positions are read in float32.
         dtype = plan.dtype if is_matrix(axes) and None not in axes else x.dtype
-        cut = jax.jit(
-            lambda x: [layer.astype(dtype) for layer in x] if stacked else x.astype(dtype),
-            out_shardings=plan.sharding(axes[stacked:]),
-        )
-        found = cut(x)
+        cut = lambda x: [layer.astype(dtype) for layer in x] if stacked else x.astype(dtype)  # noqa: E731
+        found = jax.jit(cut, out_shardings=plan.sharding(axes[stacked:]))(x)
         if consume:
             x.delete()
         return found

@@ -36,16 +36,10 @@ def run_tasks(
 ) -> dict[str, Any]:
     """Run tasks of the harness, and return its results.
 
-    Args:
-      trained: the model.
-      tasks: names of tasks, groups or tags, with `*`, or paths of YAML files.
-      limit: how many examples of a task; 0 = all.
-      few_shot: how many examples come before a question; -1 = as the task says.
-      chat: write the prompts by the folder's chat template.
-      batch: how many requests run at once.
-
-    Raises:
-      UserError: there is no such task, its data cannot be had, or the model has no tokenizer.
+    `tasks` are names of tasks, groups or tags, with `*`, or paths of YAML files; `limit` is how many examples of each
+    are run (0 = all), and `few_shot` how many come before a question (-1 = as the task says). `chat` writes the prompts
+    by the folder's chat template, and `batch` requests run at once. A UserError says that there is no such task, that
+    its data cannot be had, or that the model has no tokenizer.
     """
     manager, names = TaskManager(), []
     for task in tasks:

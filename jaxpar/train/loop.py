@@ -27,10 +27,9 @@ from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.evaluate import evaluate
 from jaxpar.train.memory import local_bytes
-from jaxpar.train.metrics import Meter, MetricsLog, Report, Sink
+from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink
 from jaxpar.train.optimizer import schedule_note
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
-from jaxpar.train.profile import Profile
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
 from jaxpar.train.run_folder import METRIC, TOKENIZER, Checkpoints, carry_tokenizer, open_run
 from jaxpar.train.step import (

@@ -132,16 +132,9 @@ _OF_ROWS: Axes = ("batch", "seq", None, "mlp")  # the axes of the experts' hidde
 
 
 class Activation(NamedTuple):
-    """A named activation under a plan.
-
-    Attributes:
-      name: one of `activations.NAMES`.
-      action: what the plan does with the activation.
-      shape: its global shape for one microbatch in one block.
-      dtype: the dtype of its entries.
-      bytes: its size in one block on one device.
-      blocks: for how many blocks it exists at a time: all layers, or those of a stage for its microbatches.
-    """
+    """A named activation under a plan, and what is done with it: its global shape for one microbatch in one block, its
+    bytes in one block on one device, and for how many blocks it exists at a time: all layers, or those of a stage for
+    its microbatches."""
 
     name: str
     action: Action
@@ -196,11 +189,7 @@ def blocks_kept(config: Config, plan: Plan) -> int:
 
 
 def check_names(config: Config, plan: Plan) -> None:
-    """Refuse a `memory.keep` that is impossible, or that names activations which the model does not have.
-
-    Raises:
-      UserError: the model does not have a named activation, or a block's input would be recomputed.
-    """
+    """Refuse, with a UserError, a `memory.keep` that recomputes a block's input or names what the model has not."""
     asked = [name for name, choice in vars(plan.keep).items() if choice != "policy"]
     if not asked:
         return
@@ -209,13 +198,11 @@ def check_names(config: Config, plan: Plan) -> None:
             "memory.keep.block_input = recompute: a block is made again from its input, which has to be kept: save or "
             "offload it (with stages, pipeline.stash = stage keeps the input of a whole stage alone)"
         )
-    there = [one.name for one in activations(config, plan)]
+    there, family = [one.name for one in activations(config, plan)], config.model.family
     for name in asked:
         if name not in there:
-            raise UserError(
-                f"memory.keep.{name}: {config.model.family} under this plan has no activation of that name: it has "
-                f"{', '.join(there)}"
-            )
+            why = f"{family} under this plan has no activation of that name: it has {', '.join(there)}"
+            raise UserError(f"memory.keep.{name}: {why}")
 
 
 class OneBlock(NamedTuple):
@@ -237,9 +224,8 @@ class OneBlock(NamedTuple):
 
     def shapes(self) -> tuple[Params, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]:
         """Return the arguments as global ShapeDtypeStructs without shardings."""
-        layer = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), Model(self.config).shapes()["blocks"]
-        )
+        blocks = Model(self.config).shapes()["blocks"]
+        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), blocks)
         x_BSD = jax.ShapeDtypeStruct((self.rows, self.seq_len, self.config.embed), self.plan.dtype)
         ids_BS = jax.ShapeDtypeStruct((self.rows, self.seq_len), jnp.int32)
         return layer, x_BSD, ids_BS, ids_BS if self.packed else None

@@ -1,5 +1,5 @@
-"""Measures a run's throughput, MFU and device memory, and writes its metrics: into `metrics.jsonl`, and where sinks are
-asked for to TensorBoard, Weights & Biases or MLflow, each of which is imported then."""
+"""Measures a run's throughput, MFU and device memory, traces a few of its steps, and writes its metrics: into
+`metrics.jsonl`, and where sinks are asked for to TensorBoard, Weights & Biases or MLflow, which are imported then."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+from jax.stages import Compiled
 
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.runtime import write_whole
 from jaxpar.base.toml import flatten
+from jaxpar.hlo.read import read_program
+from jaxpar.hlo.tasks import Loop, Node, Place, Task
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, devices: list[jax.Device], dtype: str) -> float | None:
@@ -131,10 +134,8 @@ class Sink:
     """Writes rows in a thread of its own, so that no step waits for a network.
 
     A row that fails is said, kept, and sent again with the next: the run goes on, because metrics.jsonl has every row.
-    `name` is one of `metrics.sinks`; the run goes on after `first_step`, also there, by the id in `sinks.json`.
-
-    Raises:
-      UserError: the library is not installed, or it cannot begin its run.
+    `name` is one of `metrics.sinks`; the run goes on after `first_step`, also there, by the id in `sinks.json`. A
+    UserError says that the library is not installed, or cannot begin its run.
     """
 
     def __init__(self, name: str, config: Config, folder: Path, first_step: int, say: Callable[[str], None]):
@@ -208,3 +209,55 @@ _OPEN = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
 def _line(error: Exception) -> str:
     """The first line of an error's text, which may be a page."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+class Profile:
+    """Traces `steps` on this process's devices into `profile/` of a run that goes on after the step `done`, by JAX's
+    profiler, which XProf opens, and has the line of the model of every instruction.
+
+    Steps that are traced already are not traced again: the same command resumes a run. Steps that are done and were not
+    traced are refused with a UserError.
+    """
+
+    def __init__(self, steps: range, folder: Path, done: int):
+        self._folder, self._running = folder / "profile", False
+        self.file = self._folder / f"steps_{steps.start}_{steps.stop - 1}.json"
+        left = range(max(steps.start, done + 1), steps.stop)
+        if steps and not left and not self.file.exists():
+            raise UserError(f"metrics.profile: the run goes on after step {done}, try {done + 2}:{done + 6}")
+        self.first, self.last = (left[0], left[-1]) if left and not self.file.exists() else (0, 0)
+
+    def start(self) -> None:
+        """Begin the trace, without Python's own calls, which would slow the steps."""
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(self._folder, profiler_options=options)
+        self._running = True
+
+    def close(self) -> None:
+        """End the trace and write it, if one is running."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+    def write_lines(self, compiled: Compiled, devices: list[jax.Device]) -> None:
+        """Write beside the trace where in the model each instruction of the step is."""
+        program = read_program(compiled.as_text() or "")
+        trace = max(self._folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+        found = {
+            "steps": [self.first, self.last], "trace": str(trace.relative_to(self._folder)), "module": program.name,
+            "device_kind": devices[0].device_kind, "devices": len(devices), "traced": jax.local_device_count(),
+            "lines": {name: [place.scope, place.source, place.phase] for name, place in _places(program.nodes)},
+        }  # fmt: skip
+        write_whole(self.file, json.dumps(found) + "\n")
+
+
+def _places(nodes: tuple[Node, ...]) -> Iterator[tuple[str, Place]]:
+    """Yield the name and place of every instruction that takes time; a wait is where what it waits for was started."""
+    for node in nodes:
+        if isinstance(node, Loop):
+            yield from _places(node.body)
+        elif isinstance(node, Task):
+            yield node.name, node.place
+        elif isinstance(task := nodes[node.task], Task):
+            yield node.name, task.place

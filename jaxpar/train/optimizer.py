@@ -226,8 +226,5 @@ def _take(x: Array, i: Array) -> Array:
 def _gather_params(updated: Params, axes: Params, plan: Plan) -> Params:
     """Gather updated parameters from the layout of the optimizer's state to their own layout."""
     stored = jax.tree.map(state_axes, axes, is_leaf=is_axes)
-
-    def local(updated: Params) -> Params:
-        return jax.tree.map(lambda x, state, own: gather(x, state, own, plan), updated, stored, axes)
-
-    return manual(local, plan, (stored,), axes)(updated)
+    one = lambda x, state, own: gather(x, state, own, plan)  # noqa: E731
+    return manual(lambda new: jax.tree.map(one, new, stored, axes), plan, (stored,), axes)(updated)

@@ -92,13 +92,9 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
     """Return what a plan does differently from what its config asks for, a line for each in the log."""
     asked = offload_asked(plan)
     useless = asked and plan.mesh.devices.flat[0].platform == "cpu"
-    return [
-        *fit_rules(config.rules, config.model.heads, config.model.kv_head_count, plan.mesh.shape)[1],
-        *overlap_notes(plan),
-        *pipeline_notes(config, plan),
-        *([f"{asked}: on CPU host memory is the device's own, nothing is saved by moving it"] if useless else []),
-        *kernel_notes(config, plan),
-    ]
+    offload = [f"{asked}: on CPU host memory is the device's own, nothing is saved by moving it"] if useless else []
+    fitted = fit_rules(config.rules, config.model.heads, config.model.kv_head_count, plan.mesh.shape)[1]
+    return [*fitted, *overlap_notes(plan), *pipeline_notes(config, plan), *offload, *kernel_notes(config, plan)]
 
 
 def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]:

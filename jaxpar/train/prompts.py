@@ -10,8 +10,8 @@ from typing import NamedTuple
 from jaxpar.base.errors import UserError, read_json
 from jaxpar.data.chat import Message, load_template, render, special_tokens
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, read_text
-from jaxpar.train.run_folder import GENERATION, TOKENIZER
-from jaxpar.train.trained import Trained, is_run, require_tokenizer
+from jaxpar.train.run_folder import GENERATION, TOKENIZER, is_run
+from jaxpar.train.trained import Trained, require_tokenizer
 
 Given = str | list[Message]
 """A text, or the messages of a conversation."""
@@ -25,11 +25,8 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(file: Path) -> list[Given]:
-    """Read one prompt a line; in a .jsonl file each line is an object with `prompt` or `messages`.
-
-    Raises:
-      UserError: the file cannot be read or has no prompt, or a line is not such an object.
-    """
+    """Read one prompt a line; in a .jsonl file each line is an object with `prompt` or `messages`. A UserError says
+    that the file cannot be read or has no prompt, or that a line is not such an object."""
     lines = [(number, line) for number, line in enumerate(read_text(file).split("\n"), 1) if line.strip()]
     if not lines:
         raise UserError(f"{file} has no prompt in it: it has one a line")
@@ -52,18 +49,15 @@ def read_prompts(file: Path) -> list[Given]:
 def encode_prompts(trained: Trained, given: Sequence[Given], chat: bool) -> list[Prompt]:
     """Turn prompts into token ids. `chat` takes a text as the user's message.
 
-    Messages are written by the folder's chat template, and any other text is encoded with special tokens.
-
-    Raises:
-      UserError: there is no tokenizer or no chat template, or a prompt is empty.
+    Messages are written by the folder's chat template, and any other text is encoded with special tokens. A UserError
+    says that there is no tokenizer or no chat template, or that a prompt is empty.
     """
     found: list[Prompt] = []
     for number, prompt in enumerate(given, 1):
         messages = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
-        if isinstance(messages, str):
-            text = messages
-        else:
-            text = render(messages, load_template(trained.folder / TOKENIZER), add_generation_prompt=True)
+        text = messages
+        if not isinstance(text, str):
+            text = render(text, load_template(trained.folder / TOKENIZER), add_generation_prompt=True)
         ids = encode_text(trained, text, special=isinstance(messages, str))
         if not ids:
             raise UserError(f"prompt {number} is empty: give at least one character")
@@ -75,10 +69,8 @@ def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
     """Turn a text into token ids.
 
     With `special` the tokenizer of a Hugging Face folder adds the tokens that `transformers` would add, such as LLaMA's
-    begin of text. That of a run never does, because the run has been trained without.
-
-    Raises:
-      UserError: there is no tokenizer, it does not know a character, or the text is not Unicode.
+    begin of text. That of a run never does, because the run has been trained without. A UserError says that there is no
+    tokenizer, that it does not know a character, or that the text is not Unicode.
     """
     tokenizer = require_tokenizer(trained)
     try:

@@ -23,7 +23,7 @@ from jaxpar.models.model import base_config, merge_lora
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.plans import make_plan
-from jaxpar.train.run_folder import TOKENIZER, Checkpoints, carry_tokenizer, open_run, read_run_config
+from jaxpar.train.run_folder import TOKENIZER, Checkpoints, carry_tokenizer, is_run, open_run, read_run_config
 from jaxpar.train.step import TrainState, init_state, reorder_state, state_shapes, state_shardings
 
 ORDER, FROZEN = "layer_order", "frozen"
@@ -35,11 +35,8 @@ _FREE = {
 
 def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, Params]:
     """Load the parameters of a run's checkpoint on this plan's mesh and return its step and them; 0 = the best, or the
-    newest where none was evaluated. The optimizer's state is not read.
-
-    Raises:
-      UserError: there is no such checkpoint, or it cannot be read.
-    """
+    newest where none was evaluated. The optimizer's state is not read. A checkpoint that is not there, or cannot be
+    read, is a UserError."""
     checkpoints = Checkpoints(folder / "checkpoints")
     steps = checkpoints.steps()
     if not steps:
@@ -58,10 +55,7 @@ def restore_state(
     """Restore the training state of a checkpoint on this plan's mesh (any mesh), and what was saved beside it.
 
     Where not the `whole` of it is asked for, only parameters are read. Those that are frozen are loaded from
-    `train.init`.
-
-    Raises:
-      UserError: the checkpoint cannot be read, or `train.init` cannot, or its weights are no longer those of the run.
+    `train.init`. A UserError says that one of both cannot be read, or that the frozen weights are no longer the run's.
     """
     model, data = Model(config.model), checkpoints.data(step)
     trained = _restore_trained(model, checkpoints, step, config, plan, data, whole)
@@ -125,12 +119,9 @@ def beside_state(plan: Plan, config: Config, iterator: Any, tokens: int | None, 
 
 
 def model_of(source: Path) -> ModelConfig:
-    """Return the model of a run folder, of a Hugging Face folder, or of the folder of a PEFT adapter.
-
-    Raises:
-      UserError: it is none of these, or the model is one that is not computed here.
-    """
-    if (source / "config.toml").exists():
+    """Return the model of a run folder, of a Hugging Face folder, or of the folder of a PEFT adapter. A UserError says
+    that it is none of these, or that the model is one that is not computed here."""
+    if is_run(source):
         return read_run_config(source).model
     if not peft.is_adapter(source):
         return model_config_from_hf(source)
@@ -151,15 +142,13 @@ def load_params(source: Path, config: Config, plan: Plan, step: int = 0) -> Para
     of a PEFT adapter. They are on this plan's mesh, with the model's order of layers, as `init_state` takes them.
 
     An adapter of the config's own rank, alpha and targets stays beside its matrices; another is merged into them. LoRA
-    that the source does not have begins as PEFT begins it, from `train.seed`.
-
-    Raises:
-      UserError: there is no such folder, it is of another model, or its weights cannot be read.
+    that the source does not have begins as PEFT begins it, from `train.seed`. A UserError says that there is no such
+    folder, that it is of another model, or that its weights cannot be read.
     """
     theirs, plan = model_of(source), drop_stages(plan)
     require_model(theirs, config.model, source)
     lora, there = config.model.lora, replace(config, model=replace(config.model, lora=theirs.lora))
-    if (source / "config.toml").exists():
+    if is_run(source):
         run = read_run_config(source)  # parameters are read in the dtype in which they were saved
         there = replace(there, train=run.train)
         params = load_run(source, step, there, replace(plan, params=run.precision.params))[1]
@@ -207,11 +196,8 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     """Make a run folder whose checkpoint at step 0 holds the weights of a Hugging Face folder.
 
     With LoRA, of a PEFT adapter or of the config, it holds LoRA's matrices alone, and `train.init` names the folder of
-    the model.
-
-    Raises:
-      UserError: the config has another model, the target holds another run or has already trained, or the checkpoint
-        is bad (see `import_hf`).
+    the model. A UserError says that the config has another model, that the target holds another run or has already
+    trained, or what is wrong with the checkpoint.
     """
     if config.model.lora.rank:
         base = frozen_folder(source, config.model.lora)

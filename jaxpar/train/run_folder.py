@@ -32,12 +32,13 @@ def carry_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def read_run_config(folder: Path) -> Config:
-    """Read the config that a run folder was made with, or last went on with.
+def is_run(folder: Path) -> bool:
+    """Whether it is a run folder."""
+    return (folder / "config.toml").exists()
 
-    Raises:
-      UserError: the folder has no config.
-    """
+
+def read_run_config(folder: Path) -> Config:
+    """Read the config that a run folder was made with, or last went on with; without one it is refused (UserError)."""
     path = folder / "config.toml"
     if not path.exists():
         raise UserError(f"{folder} is no run folder: it has no config.toml")
@@ -47,13 +48,9 @@ def read_run_config(folder: Path) -> Config:
 def open_run(folder: Path, config: Config) -> Config | None:
     """Make a run folder with its `config.toml`, or check that the existing one belongs to the same experiment.
 
-    Only process 0 does this and tells the others whether it succeeded, because they might see a half-written file.
-
-    Returns:
-      On process 0 the config that was there; None where there was none.
-
-    Raises:
-      UserError: the folder belongs to another experiment, or is not a run folder.
+    Only process 0 does this and tells the others whether it succeeded, because they might see a half-written file. It
+    returns there the config that was in the folder, or None. A folder of another experiment, or one that is no run
+    folder, is refused with a UserError.
     """
     return run_together(lambda: _open_run(folder, config) if jax.process_index() == 0 else None)
 
@@ -88,10 +85,8 @@ def _worst_first(metrics: dict[str, float]) -> float:
 class Checkpoints:
     """The checkpoints of one run, which are written in the background; the newest few and the best one are kept.
 
-    Args:
-      folder: the folder of the checkpoints; if it is absent, a writer makes it.
-      config: how many to keep; None = only read: nothing in the folder is made or removed. A training run may be
-        writing there, and a second writer would clear away its unfinished checkpoint as a leftover.
+    Without a config they are only read: nothing in the folder is made or removed. A training run may be writing there,
+    and a second writer would clear away its unfinished checkpoint as a leftover.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig | None = None):
@@ -140,10 +135,8 @@ class Checkpoints:
         """Return the state of a finished step, with the shardings of `shapes`.
 
         These are ShapeDtypeStructs, whose names, shapes and dtypes must be those that were saved. A `part` is a
-        dictionary of some fields of the state; nothing else is read.
-
-        Raises:
-          UserError: files are missing or cut short, or the state is of another model or precision.
+        dictionary of some fields of the state; nothing else is read. A UserError says that files are missing or cut
+        short, or that the state is of another model or precision.
         """
         self._check(step, shapes, part)
         arguments = ocp.checkpoint_utils.construct_restore_args(shapes)

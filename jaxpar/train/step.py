@@ -34,6 +34,7 @@ from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer, map_moments, pack_moments, update
 
 Leaf = TypeVar("Leaf")
+Shape = jax.ShapeDtypeStruct
 
 
 class TrainState(NamedTuple, Generic[Leaf]):
@@ -54,9 +55,7 @@ def param_shapes(model: Model, plan: Plan) -> Params:
     return jax.eval_shape(lambda params: _as_stored(params, model, plan), shapes)
 
 
-def state_shapes(
-    model: Model, config: Config, plan: Plan, order: Sequence[int] | None = None
-) -> TrainState[jax.ShapeDtypeStruct]:
+def state_shapes(model: Model, config: Config, plan: Plan, order: Sequence[int] | None = None) -> TrainState[Shape]:
     """Return the state as ShapeDtypeStructs with shardings; its layers are in this order (None = the plan's).
 
     Moments are split like their parameters or further; every scalar is replicated. (A scalar made outside jit would sit
@@ -72,8 +71,8 @@ def state_shapes(
 
     shapes, everywhere = jax.eval_shape(start, model.shapes(order)), replicated_sharding(plan)
 
-    def place(shape: jax.ShapeDtypeStruct, at: NamedSharding, host: bool) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=_in_memory(at, host))
+    def place(shape: Shape, at: NamedSharding, host: bool) -> Shape:
+        return Shape(shape.shape, shape.dtype, sharding=_in_memory(at, host))
 
     of_moment = lambda moment, axes: plan.sharding(axes, moment.shape)  # noqa: E731
     opt_state = map_moments(of_moment, shapes.opt_state, gradient_axes(model), others=lambda _: everywhere)
@@ -145,7 +144,7 @@ def _as_stored(params: Params, model: Model, plan: Plan) -> Params:
     return jax.tree.map(lambda x, axes: x.astype(param_dtype(axes, plan)), params, model.axes)
 
 
-def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def _zeros(leaf: Shape) -> jax.Array:
     """Make zeros without compiling a program, one array at a time, since all at once could fill the host's memory."""
     zeros = np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
     return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda _: zeros))
@@ -183,17 +182,15 @@ def empty_batch(config: Config, plan: Plan) -> dict[str, np.ndarray]:
     return {name: np.full(shape, -1 if name == "labels" else 0, np.int32) for name in batch_shapes(config, plan)}
 
 
-def batch_shapes(config: Config, plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_shapes(config: Config, plan: Plan) -> dict[str, Shape]:
     """Return a training batch as ShapeDtypeStructs with shardings, for which the step is compiled."""
     shape = (config.train.batch, config.data.seq_len)
-    leaf = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=plan.sharding(TOKENS, shape, "batch"))
+    leaf = Shape(shape, jnp.int32, sharding=plan.sharding(TOKENS, shape, "batch"))
     names = ("tokens", "labels", "positions", "segments") if config.data.pack else ("tokens", "labels")
     return dict.fromkeys(names, leaf)
 
 
-def step_shapes(
-    model: Model, config: Config, plan: Plan
-) -> tuple[TrainState[jax.ShapeDtypeStruct], dict[str, jax.ShapeDtypeStruct]]:
+def step_shapes(model: Model, config: Config, plan: Plan) -> tuple[TrainState[Shape], dict[str, Shape]]:
     """Return the arguments of a training step as ShapeDtypeStructs with shardings, for tracing and compiling it."""
     return state_shapes(model, config, plan), batch_shapes(config, plan)
 
@@ -314,11 +311,7 @@ def make_eval_step(model: Model, plan: Plan) -> Wrapped:
 
 
 def compile_eval_step(model: Model, config: Config, plan: Plan) -> Compiled:
-    """Compile `make_eval_step` for a config's parameters and batches.
-
-    Raises:
-      UserError: on CPU, collectives may be mixed up (`require_order`).
-    """
+    """Compile `make_eval_step` for a config's parameters and batches; on CPU `require_order` may refuse the program."""
     state, batch = step_shapes(model, config, plan)
     compiled = make_eval_step(model, plan).lower(state.params, batch).compile()
     require_order(compiled, plan.mesh.devices.flat)

@@ -16,7 +16,7 @@ from jaxpar.models import Model, peft
 from jaxpar.models.model import base_config
 from jaxpar.train.generation import Generator, decode_plan
 from jaxpar.train.restore import config_of, load_params
-from jaxpar.train.run_folder import TOKENIZER, read_run_config
+from jaxpar.train.run_folder import TOKENIZER, is_run, read_run_config
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -63,17 +63,9 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
     return Trained(words, config, Generator(model, params, plan, consume=True), tokenizer)
 
 
-def is_run(folder: Path) -> bool:
-    """Whether it is a run folder."""
-    return (folder / "config.toml").exists()
-
-
 def read_config(folder: Path) -> Config:
-    """Return the config of a run, or one with the model and the tokenizer of a Hugging Face folder.
-
-    Raises:
-      UserError: it is neither.
-    """
+    """Return the config of a run, or one with the model and the tokenizer of a Hugging Face folder; raise a UserError
+    where it is neither."""
     if is_run(folder):
         return read_run_config(folder)
     names = ("config.json", peft.CONFIG)
@@ -96,11 +88,7 @@ def decode_mesh(model: ModelConfig, devices: int) -> MeshSpec:
 
 
 def folder_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
-    """Load the tokenizer of a folder, and check it against the model's vocabulary.
-
-    Raises:
-      UserError: it cannot be read, or has more tokens than the model.
-    """
+    """Load the tokenizer of a folder; raise a UserError where it cannot be read, or has more tokens than the model."""
     if not (folder / TOKENIZER).exists():
         return BytesTokenizer() if is_run(folder) and config.data.tokenizer == "bytes" else None
     tokenizer = load_tokenizer(folder / TOKENIZER, config.model.vocab_size)
@@ -113,11 +101,7 @@ def folder_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
 
 
 def require_tokenizer(trained: Trained) -> Tokenizer:
-    """Return the tokenizer.
-
-    Raises:
-      UserError: there is none.
-    """
+    """Return the tokenizer, or raise a UserError where there is none."""
     if trained.tokenizer is None:
         raise UserError(f"{trained.folder} has no {TOKENIZER}, which turns text into token ids: put it there")
     return trained.tokenizer

@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.base.config import Config, check, override
 from jaxpar.base.errors import UserError
-from jaxpar.train.profile import Profile
+from jaxpar.train.metrics import Profile
 
 pytestmark = pytest.mark.quick
 
