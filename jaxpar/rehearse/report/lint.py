@@ -75,10 +75,8 @@ def whole_residual_stream(plan: Plan) -> list[LintFinding]:
     names: list[LogicalAxis] = ["batch", "residual_seq", "stage"]  # a stage has a microbatch of its own
     used = {axis for name in names for axis in plan.mesh_axes(name)}
     return [
-        _finding(
-            "replicated-activation", "warning",
-            f"the residual stream is whole over {axis}={size}: add it to rules.residual_seq",
-        )
+        _finding("replicated-activation", "warning",
+                 f"the residual stream is whole over {axis}={size}: add it to rules.residual_seq")
         for axis, size in plan.mesh.shape.items() if size > 1 and axis not in used
     ]  # fmt: skip
 
