@@ -14,9 +14,9 @@ from jaxpar.base.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.parallel.ops import Ops
-from jaxpar.rehearse.cost.cost import Cost
+from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.requested_collectives import Requested, requested_collectives
-from jaxpar.rehearse.timeline.timeline import TaskTime
+from jaxpar.rehearse.timeline import TaskTime
 
 BATCH, SEQ, WIDTH, MLP = 16, 24, 512, 1024
 BYTES = 4 * WIDTH * MLP
@@ -64,7 +64,7 @@ def tasks_of(form: Callable[..., Any], plan: Plan) -> tuple[list[TaskTime], list
     text = traced.lower().compile().as_text()
     assert text
     found = [
-        TaskTime(task, Cost(1e-9 * task.bytes, (), "bytes"), count, 0.0)
+        TaskTime(task, Cost(1e-9 * task.bytes, ()), count, 0.0)
         for task, count in walk(read_program(text, [(str(Path(__file__).parent), "tests")]).nodes)
     ]
     return found, requested_collectives(traced.jaxpr, plan.mesh)

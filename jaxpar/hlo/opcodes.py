@@ -6,15 +6,10 @@ from jaxpar.hlo.parse import Instruction, Module, words
 from jaxpar.hlo.tasks import CollectiveKind
 
 COLLECTIVES: dict[str, CollectiveKind] = {
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "all-reduce": "all-reduce",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "all-to-all",
-    "collective-permute": "ppermute",
-    "send": "ppermute",
-    "recv": "ppermute",
-}
+    "all-gather": "all-gather", "reduce-scatter": "reduce-scatter", "all-reduce": "all-reduce",
+    "all-to-all": "all-to-all", "ragged-all-to-all": "all-to-all",
+    "collective-permute": "ppermute", "send": "ppermute", "recv": "ppermute",
+}  # fmt: skip
 CALLERS = ("fusion", "call", "async")
 """These opcodes run the computation that they call once, as their own work."""
 FREE = words(

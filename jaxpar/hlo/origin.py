@@ -25,7 +25,7 @@ from jaxpar.hlo.tasks import Loop, Node, Phase, Place, Task, Wait
 
 PackageDirs = Sequence[tuple[str, str]]
 """(directory, name shown) pairs, the most telling first: ("/home/me/jaxpar/models", "models"). `OWN` stands for all
-files that belong to no installed package, nor to Python, nor to this library."""
+files that belong to no installed package, nor to Python, nor to this library: those of somebody else's program."""
 OWN = ("", "")
 
 _WRAPPERS = words(
@@ -49,11 +49,6 @@ def default_dirs() -> PackageDirs:
     return tuple(found)
 
 
-def own_dirs() -> PackageDirs:
-    """Return the directories for a program that somebody else wrote, whose own files come first."""
-    return OWN, *default_dirs()
-
-
 def place_of(module: Module, instruction: Instruction, dirs: PackageDirs) -> Place:
     """Find the scope, line and phase of one instruction; they are empty where the compiler kept nothing.
 
@@ -75,8 +70,7 @@ def _telling(module: Module, instruction: Instruction) -> Instruction:
     matmuls = [one for one in named if one.opcode in ("dot", "convolution")]
     if matmuls or instruction.op_name:
         return next(iter(matmuls), instruction)
-    roots = [one for one in named if one.name == inner.root]
-    return next(iter(roots or named[::-1]), instruction)
+    return next((one for one in named if one.name == inner.root), named[-1] if named else instruction)
 
 
 @lru_cache(maxsize=100_000)
@@ -128,13 +122,13 @@ def _decode_path(pieces: list[str]) -> tuple[list[str], Phase]:
 
 def _pieces(path: str, separator: str = "/") -> list[str]:
     """Split a path at the separators that stand in no bracket."""
-    pieces, depth, start = [], 0, 0
-    for at, sign in enumerate(path):
+    pieces, depth = [""], 0
+    for sign in path:
         depth += (sign == "(") - (sign == ")")
         if sign == separator and depth == 0:
-            pieces.append(path[start:at])
-            start = at + 1
-    pieces.append(path[start:])
+            pieces.append("")
+        else:
+            pieces[-1] += sign
     return pieces
 
 
@@ -178,8 +172,7 @@ def inherit(nodes: list[Node], around: Place) -> list[Node]:
 
     def given(neighbours: Iterable[int]) -> list[Place]:
         """Return the places of neighbours, except bookkeeping on scalars and whole loops."""
-        tasks = [(at, nodes[at]) for at in neighbours]
-        return [places[at] for at, node in tasks if isinstance(node, Task) and node.kind != "control"]
+        return [places[at] for at in neighbours if isinstance(node := nodes[at], Task) and node.kind != "control"]
 
     tasks = {position: node for position, node in enumerate(nodes) if isinstance(node, Task)}
     for position in reversed(tasks):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
@@ -32,20 +32,16 @@ _CALLS = ("calls", "to_apply", "condition", "body", "branch_computations", "true
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of an array, or a tuple of shapes.
-
-    Attributes:
-      dtype: the dtype, such as `bf16`; `tuple` for a tuple; `token` and the like carry no data.
-      dims: the sizes; empty for a scalar or a tuple.
-      tiled: whether the layout has tiles, which only the TPU compiler writes.
-      space: the memory space, the n of `S(n)`; 0 = the device's main memory.
-      parts: the shapes in a tuple.
-    """
+    """The shape of an array, or a tuple of shapes."""
 
     dtype: str
+    """The dtype, such as `bf16`; `tuple` for a tuple; `token` and the like carry no data."""
     dims: tuple[int, ...] = ()
+    """The sizes; empty for a scalar or a tuple."""
     tiled: bool = False
+    """Whether the layout has tiles, which only the TPU compiler writes."""
     space: int = 0
+    """The memory space, the n of `S(n)`; 0 = the device's main memory."""
     parts: tuple[Shape, ...] = ()
 
     @cached_property
@@ -58,7 +54,9 @@ class Shape:
         """The bytes of data, without the padding of tiles."""
         if self.dtype == "tuple":
             return sum(part.bytes for part in self.parts)
-        return -(-self.elements * _bits(self.dtype) // 8)
+        width = _WIDTH.match("u8" if self.dtype == "pred" else self.dtype)
+        bits = int(width[1]) if width else 0  # a type without data has no width
+        return -(-self.elements * bits // 8)
 
     def leaves(self) -> Iterator[Shape]:
         """Yield the shapes of the arrays in it, in order."""
@@ -76,19 +74,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation; `operands` name instructions of the same computation.
-
-    Attributes:
-      literal: the value or number in the brackets of a constant, a parameter or an iota.
-      tail: the attributes as text.
-    """
+    """One line of a computation; `operands` name instructions of the same computation."""
 
     name: str
     opcode: str
     shape: Shape
     operands: tuple[str, ...]
     literal: str
+    """The value or number in the brackets of a constant, a parameter or an iota."""
     tail: str
+    """The attributes as text."""
 
     @cached_property
     def attributes(self) -> dict[str, str]:
@@ -162,13 +157,13 @@ class Computation:
         return found
 
     @cached_property
-    def users(self) -> dict[str, tuple[Instruction, ...]]:
+    def users(self) -> Mapping[str, list[Instruction]]:
         """The users of each instruction within the computation."""
-        found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        found: defaultdict[str, list[Instruction]] = defaultdict(list)
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
-                found.setdefault(operand, []).append(instruction)
-        return {name: tuple(users) for name, users in found.items()}
+                found[operand].append(instruction)
+        return found
 
 
 @dataclass(frozen=True)
@@ -182,21 +177,16 @@ class Frame:
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled module.
-
-    Attributes:
-      name: the module's name, such as `jit_step`.
-      header: the attributes of its first line.
-      computations: the computations by name.
-      entry: the name of the computation that is run.
-      frames: the stack frames by number, from the tables at the module's top.
-    """
+    """A compiled module, such as `jit_step`."""
 
     name: str
     header: dict[str, str]
+    """The attributes of its first line."""
     computations: dict[str, Computation]
     entry: str
+    """The name of the computation that is run."""
     frames: dict[int, Frame]
+    """The stack frames by number, from the tables at the module's top."""
 
     @cached_property
     def tiled(self) -> bool:
@@ -243,7 +233,7 @@ def parse(text: str) -> Module:
     Raises:
       UserError: there is no module or no entry computation, so this is not the text of a compiled program.
     """
-    first, _, _ = text.lstrip().partition("\n")
+    first = text.lstrip().partition("\n")[0]
     if not first.startswith("HloModule "):
         raise UserError(f"not the text of a compiled module: it starts with {first[:40]!r}, try compiled.as_text()")
     name, _, header = first.removeprefix("HloModule ").partition(",")
@@ -272,12 +262,11 @@ def _instruction(line: str) -> Instruction:
     start = rest.index("(")
     end = _closing(rest, start)
     opcode, inside, tail = rest[:start], rest[start + 1 : end - 1], rest[end:].lstrip(", ")
-    literal, operands = inside, ()
-    if opcode not in ("constant", "parameter", "iota"):
-        # Older texts put each operand's shape before its name.
-        operands = tuple(operand.split(" ")[-1].lstrip("%") for operand in split(inside))
-        literal = ""
-    return Instruction(name.lstrip("%"), opcode, parse_shape(shape), operands, literal, tail)
+    if opcode in ("constant", "parameter", "iota"):
+        return Instruction(name.lstrip("%"), opcode, parse_shape(shape), (), inside, tail)
+    # Older texts put each operand's shape before its name.
+    operands = tuple(operand.split(" ")[-1].lstrip("%") for operand in split(inside))
+    return Instruction(name.lstrip("%"), opcode, parse_shape(shape), operands, "", tail)
 
 
 @lru_cache(maxsize=100_000)
@@ -286,8 +275,7 @@ def parse_shape(text: str) -> Shape:
     text = _COMMENT.sub("", text).strip()
     if text.startswith("("):
         return Shape("tuple", parts=tuple(parse_shape(part) for part in split(text[1 : text.rindex(")")])))
-    match = _ARRAY.match(text)
-    if match is None:
+    if (match := _ARRAY.match(text)) is None:
         return Shape(text)
     layout = match[3] or ""
     space = _SPACE.search(layout)
@@ -300,11 +288,8 @@ def split(text: str) -> list[str]:
     pieces, depth, start = [], 0, 0
     for mark in _MARK.finditer(text):
         sign = text[mark.start()]
-        if sign in _OPEN:
-            depth += 1
-        elif sign in _CLOSE:
-            depth -= 1
-        elif sign == "," and depth == 0:
+        depth += (sign in _OPEN) - (sign in _CLOSE)
+        if sign == "," and depth == 0:
             pieces.append(text[start : mark.start()])
             start = mark.end()
     pieces.append(text[start:])
@@ -333,14 +318,6 @@ def words_of(text: str) -> dict[str, str]:
     return {key: _unquote(value) for key, value in _WORD.findall(text.strip("{}"))}
 
 
-def _bits(dtype: str) -> int:
-    """Return the bits of one element: `bf16` has 16, `f8e4m3fn` 8, `pred` 8, and a type without data 0."""
-    if dtype == "pred":
-        return 8
-    width = _WIDTH.match(dtype)
-    return int(width[1]) if width else 0
-
-
 def _unquote(value: str) -> str:
     return re.sub(r"\\(.)", r"\1", value[1:-1]) if value.startswith('"') else value
 
@@ -365,11 +342,8 @@ def _frames(lines: list[str]) -> dict[int, Frame]:
     frames = {}
     for number, row in stacks.items():
         place = places.get(int(row.get("file_location_id", 0)), {})
-        frames[number] = Frame(
-            _unquote(files.get(int(place.get("file_name_id", 0)), "")),
-            int(place.get("line", 0)),
-            int(row.get("parent_frame_id", 0)) - shift,
-        )
+        file = _unquote(files.get(int(place.get("file_name_id", 0)), ""))
+        frames[number] = Frame(file, int(place.get("line", 0)), int(row.get("parent_frame_id", 0)) - shift)
     return frames
 
 

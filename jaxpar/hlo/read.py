@@ -3,7 +3,7 @@
 Every instruction of the schedule that takes time becomes a task, in order. Those that cost nothing (tuples, bitcasts,
 parameters) vanish, and dependencies go through them. Loops keep their bodies and get trip counts, calls are inlined,
 and the most expensive branch of a conditional is taken. Other modules know the details: `trips` counts those of loops,
-`flops` and `traffic` count work, `collectives` and `groups` read communication, `origin` finds where a task comes from.
+`work` counts FLOPs and bytes, `collectives` reads communication, `origin` finds where a task comes from.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpar.hlo import opcodes
-from jaxpar.hlo.classify import KernelCost, task_of
-from jaxpar.hlo.groups import Devices, devices_of, paired_send
+from jaxpar.hlo.collectives import Devices, collective_of, devices_of, paired_send
 from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, place_of
-from jaxpar.hlo.parse import Computation, Instruction, Module, parse
-from jaxpar.hlo.tasks import Loop, Node, Place, Program, Task, Wait, walk
+from jaxpar.hlo.parse import Computation, Instruction, Module, Shape, parse
+from jaxpar.hlo.tasks import Kind, Loop, Node, Place, Program, Task, Wait, walk
 from jaxpar.hlo.trips import Scalar, initial_state, invariant, trip_count
+from jaxpar.hlo.work import HOST, KernelCost, Multiplied, copied_bytes, kernel_work, result_of, traffic, work_of
 
 _PAIRED = ("recv", "recv-done", "send-done")
 _ALIAS = re.compile(r"\{(\d+)\}: \((\d+),")
 """This finds in `output_to_operand_aliasing={{1}: (0, {}), ...}` which result of a fusion is which operand."""
+_NO_ARITHMETIC = opcodes.MOVES | opcodes.FREE
+_HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")  # sends between devices are collectives
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')  # as the TPU compiler writes its estimate of one execution
 
 
 def read_program(
-    text: str,
-    package_dirs: PackageDirs | None = None,
-    slice_of: Sequence[int] | None = None,
+    text: str, package_dirs: PackageDirs | None = None, slice_of: Sequence[int] | None = None,
     kernel_cost: KernelCost | None = None,
-) -> Program:
+) -> Program:  # fmt: skip
     """Read the task graph of a compiled module.
 
     Args:
@@ -56,50 +57,43 @@ def read_program(
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """What an instruction's result depends on.
-
-    Attributes:
-      tasks: the positions, in the list being read, of the tasks that make it.
-      state: the index of the part of the loop's state that it is, made before this trip; None if it is none.
-      start: the position of the asynchronous task whose result it will be; None for a finished result.
-      parts: the values of a tuple's parts.
-    """
+class _Value:
+    """What an instruction's result depends on."""
 
     tasks: frozenset[int] = frozenset()
+    """The positions, in the list being read, of the tasks that make it."""
     state: int | None = None
+    """The index of the part of the loop's state that it is, made before this trip; None if it is none."""
     start: int | None = None
-    parts: tuple[Value, ...] = ()
+    """The position of the asynchronous task whose result it will be; None for a finished result."""
+    parts: tuple[_Value, ...] = ()
+    """The values of a tuple's parts."""
 
-    def part(self, index: int) -> Value:
+    def part(self, index: int) -> _Value:
         """Return an element of a tuple, or the whole where its parts are not known separately."""
         return self.parts[index] if index < len(self.parts) else self
 
 
-_NOTHING = Value()
+_NOTHING = _Value()
 
 
-def _merge(values: Sequence[Value]) -> Value:
+def _merge(values: Sequence[_Value]) -> _Value:
     """Make the value that depends on all of these."""
     tasks = frozenset[int]().union(*(value.tasks for value in values))
     state = next((value.state for value in values if value.state is not None), None)
     start = next((value.start for value in values if value.start is not None), None)
-    return Value(tasks, state, start)
+    return _Value(tasks, state, start)
 
 
 @dataclass(slots=True)
 class _Nodes:
-    """A list of nodes that is being read.
-
-    Attributes:
-      nodes: the nodes so far.
-      waits: (position, index) pairs: the node there waits for what the loop state holds under that index.
-      sent: the position of each send to another device, by its name.
-    """
+    """A list of nodes that is being read."""
 
     nodes: list[Node] = field(default_factory=list)
     waits: list[tuple[int, int]] = field(default_factory=list)
+    """(position, index) pairs: the node there waits for what the loop state holds under that index."""
     sent: dict[str, int] = field(default_factory=dict)
+    """The position of each send to another device, by its name."""
 
     def add(self, node: Node) -> int:
         """Append a node and return its position."""
@@ -116,14 +110,14 @@ class _Reader:
     notes: list[str] = field(default_factory=list)
 
     def read(
-        self, computation: Computation, known: Mapping[int, Scalar], arguments: list[Value], into: _Nodes
-    ) -> Value:
+        self, computation: Computation, known: Mapping[int, Scalar], arguments: list[_Value], into: _Nodes
+    ) -> _Value:
         """Append the tasks of a computation and return what its result depends on.
 
         `known` holds the scalars of its one tuple parameter (a loop's state) that never change, for the trip counts
         of loops inside.
         """
-        values: dict[str, Value] = {}
+        values: dict[str, _Value] = {}
         for instruction in computation.instructions.values():
             operands = [values.get(name, _NOTHING) for name in instruction.operands]
             opcode = instruction.opcode
@@ -151,10 +145,10 @@ class _Reader:
             values[instruction.name] = value
         return values.get(computation.root, _NOTHING)
 
-    def _task(self, computation: Computation, instruction: Instruction, operands: list[Value], into: _Nodes) -> Value:
+    def _task(self, computation: Computation, instruction: Instruction, operands: list[_Value], into: _Nodes) -> _Value:
         place = place_of(self.module, instruction, self.dirs)
         try:
-            task = task_of(self.module, self.devices, computation, instruction, place, self.kernel_cost)
+            task = self._classify(computation, instruction, place)
         except (IndexError, KeyError, ValueError):  # unknown attributes
             task = Task(instruction.name, instruction.opcode, "fusion", place, shape=str(instruction.shape))
             self.notes.append(f"{task.name}: {task.opcode} in an unknown form, its work is not counted")
@@ -165,7 +159,7 @@ class _Reader:
             self.notes.append(f"{kernel}: a kernel without a cost estimate, its FLOPs are not counted")
         finished = [operand for operand in operands if operand.start is None]
         position = into.add(replace(task, depends=tuple(sorted(_merge(finished).tasks))))
-        made = Value(frozenset({position}))
+        made = _Value(frozenset({position}))
         if instruction.opcode == "send":
             into.sent[instruction.name] = position
         if task.asynchronous:
@@ -178,51 +172,68 @@ class _Reader:
         parts = tuple(handed_on.get(index, made) for index in range(len(instruction.shape.parts)))
         return replace(made, parts=parts if handed_on else ())
 
-    def _branch(self, instruction: Instruction, operands: list[Value], into: _Nodes) -> Value:
+    def _classify(self, computation: Computation, instruction: Instruction, place: Place) -> Task:
+        """Make a task, without its dependencies, which says of what kind it is and how much work it does.
+
+        Raises:
+          IndexError, KeyError, ValueError: an attribute has an unknown form.
+        """
+        module = self.module
+        collective = collective_of(module, self.devices, computation, instruction)
+        if collective and not opcodes.owns_collective(module, instruction):
+            collective = None
+        cycles = _CYCLES.search(instruction.tail)
+        work, bytes_ = work_of(module, computation, instruction), traffic(module, computation, instruction)
+        if instruction.target and not work.flops:
+            work, bytes_ = kernel_work(computation, instruction, bytes_, self.kernel_cost)
+        kind = "collective" if collective else _kind(module, computation, instruction, work)
+        shape = result_of(instruction)
+        return Task(
+            instruction.name, instruction.opcode, kind, place, flops=work.flops,
+            bytes=copied_bytes(module, computation, instruction) if kind == "host_copy" else bytes_,
+            cycles=int(cycles[1]) if cycles and 0 < int(cycles[1]) < 2**60 else None,
+            dtype=work.dtype or next(shape.leaves(), instruction.shape).dtype, shape=_shape_text(shape),
+            collective=collective, asynchronous=opcodes.is_start(module, instruction),
+        )  # fmt: skip
+
+    def _branch(self, instruction: Instruction, operands: list[_Value], into: _Nodes) -> _Value:
         """Inline the most expensive branch (by FLOPs, then by bytes)."""
 
         def cost(name: str) -> tuple[float, float]:
-            silent = _Reader(self.module, self.dirs, self.devices, self.kernel_cost)
-            trial = _Nodes()
+            silent, trial = replace(self, notes=[]), _Nodes()
             silent.read(self.module.computations[name], {}, [], trial)
             tasks = list(walk(tuple(trial.nodes)))
             return sum(task.flops * count for task, count in tasks), sum(task.bytes * count for task, count in tasks)
 
-        best = max(instruction.called, key=cost)
-        count = len(instruction.called)
+        best, count = max(instruction.called, key=cost), len(instruction.called)
         self.notes.append(f"{instruction.name}: of {count} branches the most expensive, {best}, is taken")
         operand = operands[1 + instruction.called.index(best) :][:1]  # the first operand selects the branch
         return self.read(self.module.computations[best], {}, operand, into)
 
     def _loop(
-        self,
-        computation: Computation,
-        instruction: Instruction,
-        known: Mapping[int, Scalar],
-        operand: Value,
+        self, computation: Computation, instruction: Instruction, known: Mapping[int, Scalar], operand: _Value,
         into: _Nodes,
-    ) -> Value:
+    ) -> _Value:  # fmt: skip
         state = initial_state(self.module, computation, instruction, known)
         trips = trip_count(self.module, instruction, state)
         if trips is None:
             self.notes.append(f"{instruction.name}: no trip count in the text, taken as 1")
         width = len(instruction.shape.parts)
-        argument = Value(parts=tuple(Value(state=index) for index in range(width))) if width else Value(state=0)
+        argument = _Value(parts=tuple(_Value(state=index) for index in range(width))) if width else _Value(state=0)
         inside = _Nodes()
         unchanged = invariant(self.module, instruction, state)
         root = self.read(self.module.body(instruction), unchanged, [argument], inside)
         ends = [root.part(index) for index in range(max(1, width))]
         self._close_waits(inside, ends)
         place = place_of(self.module, instruction, self.dirs)
+        depends = sorted(_merge([start for start in operand.parts or (operand,) if start.start is None]).tasks)
         nodes = tuple(inherit(inside.nodes, place))
-        depends = _merge([start for start in operand.parts or (operand,) if start.start is None]).tasks
-        loop = Loop(instruction.name, 1 if trips is None else trips, nodes, tuple(sorted(depends)), place)
-        position = into.add(loop)
-        made = Value(frozenset({position}))
+        position = into.add(Loop(instruction.name, 1 if trips is None else trips, nodes, tuple(depends), place))
+        made = _Value(frozenset({position}))
         parts = tuple(made if end.start is None else replace(made, start=position) for end in ends)
         return replace(made, parts=parts)
 
-    def _close_waits(self, inside: _Nodes, ends: list[Value]) -> None:
+    def _close_waits(self, inside: _Nodes, ends: list[_Value]) -> None:
         """Point waits for loop state at the previous trip's task; a task from before the loop is not waited for."""
         for position, index in inside.waits:
             name, start = inside.nodes[position].name, ends[index].start
@@ -232,7 +243,7 @@ class _Reader:
             inside.nodes[position] = wait
 
 
-def _finish(instruction: Instruction, operands: list[Value], into: _Nodes) -> Value:
+def _finish(instruction: Instruction, operands: list[_Value], into: _Nodes) -> _Value:
     """Add a wait if the operand is a started task; otherwise add nothing, since the task was not asynchronous."""
     operand = operands[0] if len(operands) == 1 else _merge(operands)
     if operand.start is not None:
@@ -240,12 +251,45 @@ def _finish(instruction: Instruction, operands: list[Value], into: _Nodes) -> Va
     elif operand.state is not None:
         position = into.add(Wait(instruction.name, -1, previous_trip=True))
         into.waits.append((position, operand.state))
-    return Value(operand.tasks, operand.state)
+    return _Value(operand.tasks, operand.state)
 
 
-def _receive(instruction: Instruction, sent: int | None, into: _Nodes) -> Value:
+def _receive(instruction: Instruction, sent: int | None, into: _Nodes) -> _Value:
     """Read the receiving half of a transfer whose task is the send, and wait for its end where the data is needed."""
     if instruction.opcode != "recv-done" or sent is None:
         return _NOTHING
     into.add(Wait(instruction.name, sent))
-    return Value(frozenset({sent}))
+    return _Value(frozenset({sent}))
+
+
+def _shape_text(shape: Shape) -> str:
+    """Write a shape for people to read; a long tuple is described by its largest array."""
+    if len(shape.parts) <= 2:
+        return str(shape)
+    largest = max(shape.leaves(), key=lambda leaf: leaf.bytes)
+    return f"{largest} and {len(list(shape.leaves())) - 1} more"
+
+
+def _kind(module: Module, computation: Computation, instruction: Instruction, work: Multiplied) -> Kind:
+    if instruction.target:
+        return "matmul" if instruction.target.startswith(opcodes.GEMM_TARGETS) else "kernel"
+    if work.flops:
+        return "matmul"
+    results = list(instruction.shape.leaves())
+    leaves = [*results, *(leaf for operand in computation.operands(instruction) for leaf in operand.shape.leaves())]
+    slices = instruction.opcode in ("dynamic-slice", "slice")
+    if all(leaf.elements <= 1 for leaf in (results if slices else leaves)):
+        return "control"  # bookkeeping on scalars, such as loop counters and offsets of slices
+    moves = _only_moves(module, instruction)
+    if (moves and any(leaf.space == HOST for leaf in leaves)) or instruction.opcode in _HOST_TRANSFERS:
+        return "host_copy"
+    return "copy" if moves else "fusion"
+
+
+def _only_moves(module: Module, instruction: Instruction) -> bool:
+    """Return whether nothing is computed: a copy, a change of layout, a slice, or a fusion of these and offsets."""
+    if instruction.base not in opcodes.CALLERS:
+        return instruction.base in opcodes.MOVES
+    inner = module.called(instruction)
+    called = [i for computation in inner for i in computation.instructions.values() if i.shape.elements > 1]
+    return bool(called) and all(i.opcode in _NO_ARITHMETIC or _only_moves(module, i) for i in called)

@@ -1,8 +1,8 @@
 """A program describes what a compiled step does: tasks in schedule order, loops with their trip counts, and waits.
 
-A `Program` is read from scheduled HLO (`jaxpar.hlo.read`), priced (`jaxpar.rehearse.cost.cost`) and replayed
-(`jaxpar.rehearse.timeline.timeline`). Nothing here knows a model or a mesh: a collective names its devices by their
-position in the program's device assignment, which is the mesh's devices in row-major order.
+A `Program` is read from scheduled HLO (`jaxpar.hlo.read`), priced (`jaxpar.rehearse.cost`) and replayed
+(`jaxpar.rehearse.timeline`). Nothing here knows a model or a mesh: a collective names its devices by their position in
+the program's device assignment, which is the mesh's devices in row-major order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Literal
 Kind = Literal["matmul", "fusion", "kernel", "collective", "copy", "host_copy", "control"]
 Phase = Literal["forward", "recomputed", "backward", "update", "other"]
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ppermute"]
+Groups = tuple[tuple[int, ...], ...]
+Path = tuple[int, ...]
+"""Where a node stands: its position in the program, then in the loop's body, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Collective:
     """What moves between which devices in one execution."""
 
     kind: CollectiveKind
-    groups: tuple[tuple[int, ...], ...]
+    groups: Groups
     """The positions of the devices that take part together; for a ppermute, the (source, target) pairs."""
     bytes: int
     """The bytes of one group's whole array: the gathered output, the input to be scattered, or the array summed; for
@@ -47,14 +50,9 @@ class Collective:
     dtype: str
 
     @property
-    def group_size(self) -> int:
-        """The number of devices in a group; 2 for a ppermute."""
-        return len(self.groups[0]) if self.groups else 1
-
-    @property
     def sent_bytes(self) -> float:
         """The bytes one device sends in a bandwidth-optimal algorithm (ring), as a plan's closed form predicts."""
-        return sent_bytes(self.kind, self.bytes, self.group_size)
+        return sent_bytes(self.kind, self.bytes, len(self.groups[0]) if self.groups else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +116,15 @@ class Program:
     """What was assumed while reading: `while.7: no trip count, taken as 1`."""
 
 
-def walk(nodes: tuple[Node, ...], times: int = 1) -> Iterator[tuple[Task, int]]:
+def walk(nodes: tuple[Node, ...]) -> Iterator[tuple[Task, int]]:
     """Yield every task of a program (or loop body) with how often it runs in one step: `(task, count)` pairs."""
-    for node in nodes:
+    return ((task, count) for _, task, count in walk_paths(nodes))
+
+
+def walk_paths(nodes: tuple[Node, ...], times: int = 1, path: Path = ()) -> Iterator[tuple[Path, Task, int]]:
+    """Yield every task with its path and how often it runs in one step."""
+    for i, node in enumerate(nodes):
         if isinstance(node, Loop):
-            yield from walk(node.body, times * node.trips)
+            yield from walk_paths(node.body, times * node.trips, (*path, i))
         elif isinstance(node, Task):
-            yield node, times
+            yield (*path, i), node, times

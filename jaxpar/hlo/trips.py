@@ -13,31 +13,22 @@ from collections.abc import Callable, Mapping
 
 from jaxpar.hlo.parse import Computation, Instruction, Module
 
-Scalar = int
-"""An integer, or a bool."""
+Scalar = int  # or a bool
 State = Mapping[int, Scalar]
 """The known scalars of a loop's tuple, by index."""
 
 _STATED = re.compile(r'"known_trip_count":\{"n":"(\d+)"')  # as the CPU and GPU compilers write it
 _MOST = 2**16
 """A loop that still runs after so many trips has no count."""
-_SAME = ("copy", "bitcast", "reshape", "convert", "broadcast", "optimization-barrier")
-_COMPARE = {"EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt,
-            "GE": operator.ge}  # fmt: skip
-_ARITHMETIC: dict[str, Callable[..., Scalar]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "negate": lambda a: -a,
-    "maximum": max,
-    "minimum": min,
-    "clamp": lambda low, value, high: min(max(value, low), high),
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "not": operator.not_,
+_COMPUTE: dict[str, Callable[..., Scalar]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "negate": lambda a: -a,
+    "maximum": max, "minimum": min, "clamp": lambda low, value, high: min(max(value, low), high),
+    "and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": operator.not_,
     "select": lambda chosen, yes, no: yes if chosen else no,
-}
+    "EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
+}  # fmt: skip
+"""What opcodes make of scalars, and comparisons by their direction."""
+_COMPUTE |= dict.fromkeys(("copy", "bitcast", "reshape", "convert", "broadcast", "optimization-barrier"), lambda a: a)
 
 
 def initial_state(module: Module, computation: Computation, loop: Instruction, state: State) -> dict[int, Scalar]:
@@ -83,12 +74,11 @@ def trip_count(module: Module, loop: Instruction, initial: State) -> int | None:
 def evaluate(
     module: Module, computation: Computation, name: str, state: State, arguments: tuple[Scalar | None, ...] = ()
 ) -> Scalar | None:
-    """Compute a scalar's value as the hardware would (but integers do not wrap); None where it is not known.
+    """Compute the scalar that an instruction makes (integers do not wrap here); None where it is not known.
 
     Args:
       module: the module in which called computations are found.
-      computation: the computation in which `name` stands.
-      name: the name of the instruction that makes the scalar.
+      computation: the computation in which the instruction `name` stands.
       state: the known elements of the computation's one tuple parameter, or the parameter itself under 0.
       arguments: the values of the parameters of a fusion or call; then there is no state.
     """
@@ -119,21 +109,11 @@ def evaluate(
         if instruction.opcode in ("fusion", "call"):
             inner = module.called(instruction)
             return evaluate(module, inner[0], inner[0].root, {}, values) if inner else None
-        known = [value for value in values if value is not None]
-        return _apply(instruction, known) if len(known) == len(values) else None
+        name = instruction.attributes.get("direction", "") if instruction.opcode == "compare" else instruction.opcode
+        compute = None if None in values else _COMPUTE.get(name)
+        return compute(*values) if compute else None
 
     return value(name)
-
-
-def _apply(instruction: Instruction, values: list[Scalar]) -> Scalar | None:
-    """Compute what an instruction makes of scalars; None where it is unknown."""
-    opcode = instruction.opcode
-    if opcode in _SAME:
-        return values[0]
-    if opcode == "compare":
-        compare = _COMPARE.get(instruction.attributes.get("direction", ""))
-        return compare(*values) if compare else None
-    return _ARITHMETIC[opcode](*values) if opcode in _ARITHMETIC else None
 
 
 def _literal(text: str) -> Scalar | None:

@@ -23,8 +23,8 @@ from jaxpar.models import Model, Params
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.linear import GATHERED, STORED
 from jaxpar.parallel.token_order import TOKENS
-from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target
+from jaxpar.rehearse.timeline import simulate
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import gradient_axes
 
@@ -111,7 +111,7 @@ def trial(config: Config, plan: Plan, target: Target | None) -> float:
         seconds = _time(traced.lower().compile(), arguments) / layers
         return float(multihost_utils.broadcast_one_to_all(np.float64(seconds)))
     compiled = traced.lower(lowering_platforms=(target.platform,)).compile()
-    return simulate(compiled.as_text() or "", plan.mesh, target).timeline.seconds / layers
+    return simulate(compiled.as_text() or "", plan.mesh, target).seconds / layers
 
 
 def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced, BlockArguments]:

@@ -23,11 +23,9 @@ from jaxpar.models import Model
 from jaxpar.parallel.host_memory import check_offload, compile_absent, lower_for
 from jaxpar.plan.choose_remat import ActionCosts, Solution, costs_of, frontier, items_of, other_seconds, solve
 from jaxpar.plan.memory_account import work_bytes
-from jaxpar.rehearse.report.memory import allocated_bytes
-from jaxpar.rehearse.report.refusal import needs_and_has
-from jaxpar.rehearse.simulate import simulate
+from jaxpar.rehearse.report.memory import allocated_bytes, needs_and_has
 from jaxpar.rehearse.targets import Target
-from jaxpar.rehearse.timeline.timeline import Timeline
+from jaxpar.rehearse.timeline import Timeline, simulate
 from jaxpar.train.memory import state_bytes
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import in_host, make_train_step, step_shapes
@@ -138,7 +136,7 @@ class MemorySearch:
             self.work = found - self.state.device - solution.device
         else:
             self.update = found - self.state.device
-        played = simulate(text, self.plan.mesh, target).timeline if target is not None and text else None
+        played = simulate(text, self.plan.mesh, target) if target is not None and text else None
         return Tried(config, solution, predicted, found, self.moved, played, program)
 
 

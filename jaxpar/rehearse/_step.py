@@ -18,44 +18,35 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import versions
-from jaxpar.hlo.origin import PackageDirs, own_dirs
+from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
+from jaxpar.hlo.tasks import Place
 from jaxpar.parallel.host_memory import compile_absent, lower_for
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.collectives import collective_rows
-from jaxpar.rehearse.report.drawing import timeline_of
-from jaxpar.rehearse.report.refusal import refusal
 from jaxpar.rehearse.report.schema import SCHEMA, Line, Memory, Rehearsal, Time
 from jaxpar.rehearse.report.tables import seconds_text
+from jaxpar.rehearse.report.trace import timeline_of
 from jaxpar.rehearse.requested_collectives import Requested
-from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target, load_target
-from jaxpar.rehearse.timeline.timeline import TaskTime, Timeline
+from jaxpar.rehearse.timeline import MOVING, TaskTime, Timeline, simulate
 from jaxpar.train.memory import local_bytes
 
 PyTree = Any
 _DRAWN_TRIPS, _MOST_EVENTS = 100, 60_000
-_KINDS = {"cuda": "gpu"}  # a device's own platform name, by that of the compiler
-_MOVING = ("collective", "host_copy")
 
 
 class Compiled(NamedTuple):
-    """A jitted function compiled for a target.
-
-    Attributes:
-      target: the target that it is compiled for.
-      mesh: the mesh of its arguments.
-      jaxpr: the jaxpr of the traced function.
-      text: the scheduled HLO.
-      stats: the result of `compiled.memory_analysis()`.
-      seconds: how long the compiler took.
-    """
+    """A jitted function compiled for a target, with the mesh of its arguments and the jaxpr of its trace."""
 
     target: Target
     mesh: Mesh
     jaxpr: core.ClosedJaxpr
     text: str
+    """The scheduled HLO."""
     stats: Any
+    """The result of `compiled.memory_analysis()`."""
     seconds: float
+    """How long the compiler took."""
 
 
 def step(
@@ -91,11 +82,12 @@ def step(
     mesh = mesh_of(arguments, target)
     say(f"compiling for {target.name}")
     compiled = compile_for(jitted, arguments, mesh, target)
-    given = zip(_names(jitted, len(arguments)), arguments, strict=True)
-    sizes = {name: local_bytes([leaf for leaf in jax.tree.leaves(tree) if _has_sharding(leaf)]) for name, tree in given}
-    known = {name: size for name, size in sizes.items() if size}
+    given = zip(_names(jitted, len(arguments)), map(jax.tree.leaves, arguments), strict=True)
+    sizes = {key: local_bytes([leaf for leaf in leaves if getattr(leaf, "sharding", None)]) for key, leaves in given}
+    known = {key: size for key, size in sizes.items() if size}
     taken = memory.account(compiled.stats, known, target.hardware.hbm_bytes)
-    return report_of(compiled, taken, say, own_dirs(), name=name, tokens=tokens, model_flops=model_flops)
+    dirs = (OWN, *default_dirs())
+    return report_of(compiled, taken, say, dirs, name=name, tokens=tokens, model_flops=model_flops)
 
 
 def mesh_of(arguments: PyTree, target: Target) -> Mesh:
@@ -113,7 +105,7 @@ def mesh_of(arguments: PyTree, target: Target) -> Mesh:
         raise UserError(f"rehearse.step needs arguments on one mesh, and {found}: {how}")
     (mesh,) = meshes
     devices = list(mesh.devices.flat)
-    platforms = {target.platform, _KINDS.get(target.platform)}
+    platforms = ("cuda", "gpu") if target.platform == "cuda" else (target.platform,)  # a device says `gpu`
     if devices[0].platform not in platforms or len(devices) != target.device_count:
         raise UserError(
             f"the arguments lie on {len(devices)} devices ({devices[0].device_kind}) and {target.name} has "
@@ -124,15 +116,13 @@ def mesh_of(arguments: PyTree, target: Target) -> Mesh:
 
 def compile_for(
     jitted: jax.stages.Wrapped, arguments: tuple[PyTree, ...], mesh: Mesh, target: Target,
-    program: jax.stages.Compiled | None = None, advice: str = "",
-    host: PyTree = None,
+    program: jax.stages.Compiled | None = None, advice: str = "", host: PyTree = None,
 ) -> Compiled:  # fmt: skip
     """Compile a jitted function with the target's own compiler.
 
     Args:
-      jitted, arguments: as for `step`.
+      jitted, arguments, target: as for `step`.
       mesh: the mesh of the arguments.
-      target: the target to compile for.
       program: the compiled function if it is compiled already.
       advice: what would help a step that does not fit.
       host: whether each argument lies in host memory, in a tree of their form; None = as their shardings say.
@@ -146,7 +136,7 @@ def compile_for(
         traced, lowered = lower_for(jitted, arguments, host, target.platform)
         compiled = program or compile_absent(lowered)
     except jax.errors.JaxRuntimeError as error:
-        raise UserError(refusal(str(error), target.name, advice)) from error
+        raise UserError(memory.refusal(str(error), target.name, advice)) from error
     seconds = time.perf_counter() - began
     return Compiled(target, mesh, traced.jaxpr, compiled.as_text() or "", compiled.memory_analysis(), seconds)
 
@@ -160,48 +150,32 @@ def report_of(
     Args:
       compiled: the function.
       taken: a device's memory.
-      say: is called with a line before the work.
       package_dirs: where lines are looked for: see `read_program`.
-      name, tokens, model_flops: see `step`.
+      say, name, tokens, model_flops: see `step`.
       requested: the collectives that were asked for; None = not known, and none is called unplanned.
       dtype: the dtype of the matmuls; MFU and HFU are shares of its peak.
     """
     say(f"compiled in {compiled.seconds:.0f} s; reading and playing the schedule")
-    timeline, assumed = simulate(
-        compiled.text, compiled.mesh, compiled.target, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs
-    )
     target, mesh, hardware = compiled.target, compiled.mesh, compiled.target.hardware
+    timeline = simulate(compiled.text, mesh, target, _DRAWN_TRIPS, _MOST_EVENTS, package_dirs)
     peak = getattr(hardware.peak_flops, dtype) or hardware.peak_flops.bfloat16 or None
     collectives = collective_rows(timeline.tasks, requested, dict(mesh.shape))
-    found = [
-        *lint.does_not_fit(taken),
-        *lint.unplanned_collectives(collectives),
-        *lint.large_copies(timeline.tasks, timeline.seconds),
-    ]
+    copies = lint.large_copies(timeline.tasks, timeline.seconds)
+    found = [*lint.does_not_fit(taken), *lint.unplanned_collectives(collectives), *copies]
     return {
-        "schema": SCHEMA, "config": name, "command": "",
-        "date": datetime.date.today().isoformat(),
+        "schema": SCHEMA, "config": name, "command": "", "date": datetime.date.today().isoformat(),
         "versions": versions(),
         "target": {
-            "name": target.name, "chip": hardware.chip or target.chip,
-            "chips": hardware.chips,
+            "name": target.name, "chip": hardware.chip or target.chip, "chips": hardware.chips,
             "slices": target.slices, "topology": target.topology, "hbm_bytes": hardware.hbm_bytes,
             "peak_flops": peak, "dtype": dtype, "note": target.note,
         },
         "mesh": {str(axis): size for axis, size in mesh.shape.items() if size > 1},
-        "compile_seconds": compiled.seconds,
-        "memory": taken,
+        "compile_seconds": compiled.seconds, "memory": taken,
         "time": _time(timeline, tokens, model_flops / mesh.size, peak),
-        "lines": _lines(timeline.tasks),
-        "collectives": collectives,
-        "timeline": timeline_of(timeline.events),
-        "findings": lint.by_weight(found),
-        "notes": [*_notes(timeline), *assumed],
+        "lines": _lines(timeline.tasks), "collectives": collectives, "timeline": timeline_of(timeline.events),
+        "findings": lint.by_weight(found), "notes": [*_notes(timeline), *timeline.notes],
     }  # fmt: skip
-
-
-def _has_sharding(leaf: Any) -> bool:
-    return getattr(leaf, "sharding", None) is not None
 
 
 def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:
@@ -216,24 +190,22 @@ def _names(jitted: jax.stages.Wrapped, count: int) -> list[str]:
 def _time(timeline: Timeline, tokens: int, model_flops: float, peak: float | None) -> Time:
     """The step's seconds by what takes them, and its rates where FLOPs, tokens and the peak are known."""
     seconds = timeline.seconds
-    by_category: dict[str, float] = dict(timeline.busy)
-    for kind in _MOVING:
-        by_category[kind] = sum(row.seconds for row in timeline.tasks if row.task.kind == kind)
-    computed = [row for row in timeline.tasks if row.task.kind not in _MOVING]
+    moved = {kind: sum(row.seconds for row in timeline.tasks if row.task.kind == kind) for kind in MOVING}
+    computed = [row for row in timeline.tasks if row.task.kind not in MOVING]
     whole = sum(row.seconds for row in computed)
-    known = sum(row.seconds for row in computed if row.cost.basis == "cycles")
+    known = sum(row.seconds for row in computed if row.task.cycles is not None)
     done = sum(row.task.flops * row.count for row in timeline.tasks)
     possible = peak * seconds if peak else 0.0
     found: Time = {
         "step": seconds,
-        "compute": sum(spent for kind, spent in timeline.busy.items() if kind not in _MOVING),
+        "compute": sum(spent for kind, spent in timeline.busy.items() if kind not in MOVING),
         "exposed_communication": timeline.exposed_communication,
         "host_stall": timeline.host_stall,
-        "copy_stall": sum(spent for kind, spent in timeline.stalls.items() if kind not in _MOVING),
+        "copy_stall": sum(spent for kind, spent in timeline.stalls.items() if kind not in MOVING),
         "idle": timeline.idle,
         "mfu": model_flops / possible if possible and model_flops else None,
         "hfu": done / possible if possible else None,
-        "by_category": {kind: spent for kind, spent in by_category.items() if spent},
+        "by_category": {kind: spent for kind, spent in (timeline.busy | moved).items() if spent},
         "estimated_without_cycles": 1 - known / whole if whole else 0.0,
     }
     if tokens and seconds:
@@ -243,14 +215,14 @@ def _time(timeline: Timeline, tokens: int, model_flops: float, peak: float | Non
 
 def _lines(tasks: Iterable[TaskTime]) -> list[Line]:
     """The time by line of the model and phase, the longest first."""
-    lines: dict[tuple[str, str, str], Line] = {}
+    lines: dict[Place, Line] = {}
     for row in tasks:
         place, task = row.task.place, row.task
-        line = lines.setdefault((place.scope, place.source, place.phase), {
+        line = lines.setdefault(place, {
             "scope": place.scope, "source": place.source, "phase": place.phase, "compute": 0.0, "communication": 0.0,
             "exposed": 0.0, "flops": 0.0, "bytes": 0, "count": 0,
         })  # fmt: skip
-        if task.kind in _MOVING:
+        if task.kind in MOVING:
             line["communication"] += row.seconds
         elif not task.asynchronous:
             line["compute"] += row.seconds
@@ -270,8 +242,6 @@ def _notes(timeline: Timeline) -> list[str]:
         notes.append(f"{100 * lost / timeline.seconds:.1f} % of the step could not be tied to a line of the model")
     kernels = [row for row in timeline.tasks if row.task.kind == "kernel" and row.task.cycles is None]
     if kernels:
-        seconds = sum(row.seconds for row in kernels)
-        notes.append(
-            f"{len(kernels)} kernels carry no cycles: {seconds_text(seconds)} by their FLOPs at the peak, a lower bound"
-        )
+        took = seconds_text(sum(row.seconds for row in kernels))
+        notes.append(f"{len(kernels)} kernels carry no cycles: {took} by their FLOPs at the peak, a lower bound")
     return notes

@@ -26,15 +26,15 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import Hardware
-from jaxpar.hlo.tasks import Collective, CollectiveKind
+from jaxpar.hlo.tasks import Collective, CollectiveKind, Groups
 from jaxpar.rehearse.targets import Position, Target
 
-Groups = tuple[tuple[int, ...], ...]
-AXES = "xyz"
+Seats = tuple[tuple[Position, ...], ...]
+"""Where the members of each group sit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,6 @@ def _routes(kind: CollectiveKind, groups: Groups, places: tuple[Position, ...], 
     return _on_switches(kind, seats, hardware)
 
 
-Seats = tuple[tuple[Position, ...], ...]
-
-
 # Switches connect the GPUs of a node.
 
 
@@ -134,12 +131,8 @@ def _on_switches(kind: CollectiveKind, groups: Seats, hardware: Hardware) -> tup
     few, many = min(min(count) for count in counts), max(max(count) for count in counts)
 
     def legs(in_node: float, across: float, hops: float, net_hops: float) -> Legs:
-        found = []
-        if many > 1:
-            found.append(_Leg(("nvlink",), in_node, inside, hops))
-        if nodes > 1:
-            found.append(_Leg(("dcn",), across, hardware.dcn_bandwidth, net_hops))
-        return tuple(found)
+        near = (_Leg(("nvlink",), in_node, inside, hops),) if many > 1 else ()
+        return near + ((_Leg(("dcn",), across, hardware.dcn_bandwidth, net_hops),) if nodes > 1 else ())
 
     if kind == "all-to-all":
         return (legs((many - 1) / size, (size - few) / size, many - 1, nodes - 1),)
@@ -219,8 +212,8 @@ class _Load:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        ways = [sorted({step for _, step, *_ in links}, reverse=True) for links in self.axes]
-        return tuple(f"ici:{AXES[axis]}{'+' if step > 0 else '-'}" for axis, steps in enumerate(ways) for step in steps)
+        ways = {(axis, -step) for axis, links in enumerate(self.axes) for _, step, *_ in links}
+        return tuple(f"ici:{'xyz'[axis]}{'+' if step < 0 else '-'}" for axis, step in sorted(ways))
 
 
 def _sides(group: tuple[Position, ...]) -> tuple[tuple[int, ...], ...] | None:
@@ -234,15 +227,11 @@ def _gather(groups: Seats, part: float, hardware: Hardware) -> _Leg:
     size = max(map(len, groups))
     load, bandwidth = _Load(hardware), hardware.ici.link_bandwidth
     boxes = [_sides(group) for group in groups]
-    if any(box is None for box in boxes):
-        for group in groups:
-            _ring(load, group)
-        busiest = max(load.busiest.values())
-        hops = max(_ring(_Load(hardware), group) for group in groups) / 2
-        return _Leg(load.lanes, part * (size - 1) / size * busiest, bandwidth, hops)
-    for group in groups:
-        for line in _lines(group):
-            _ring(load, line)
+    if None in boxes:
+        hops = max([_ring(load, group) for group in groups]) / 2
+        return _Leg(load.lanes, part * (size - 1) / size * max(load.busiest.values()), bandwidth, hops)
+    for line in (line for group in groups for line in _lines(group)):
+        _ring(load, line)
     # Each axis takes data in proportion to what it can carry.
     share = sum(1 / busiest for busiest in load.busiest.values())
     hops = max(_reach(box, hardware) for box in boxes if box)
@@ -252,10 +241,8 @@ def _gather(groups: Seats, part: float, hardware: Hardware) -> _Leg:
 def _reach(box: tuple[tuple[int, ...], ...], hardware: Hardware) -> int:
     """Count the hops between the two members that are farthest from one another."""
     spans = [side[-1] - side[0] for side in box]
-    return sum(
-        min(span, -(-size // 2)) if wraps else span
-        for span, size, wraps in zip(spans, hardware.ici.shape, hardware.ici.wraps, strict=True)
-    )
+    axes = zip(spans, hardware.ici.shape, hardware.ici.wraps, strict=True)
+    return sum(min(span, -(-size // 2)) if wraps else span for span, size, wraps in axes)
 
 
 def _lines(group: tuple[Position, ...]) -> list[tuple[Position, ...]]:
@@ -285,10 +272,8 @@ def _all_to_all(groups: Seats, part: float, hardware: Hardware) -> _Leg:
         box = _sides(group)
         # In a box each axis can be taken alone: a message moves along it once, whatever its other coordinates are.
         for line in _lines(group) if box else [group]:
-            for here in line:
-                for there in line:
-                    if here != there:
-                        hops = max(hops, load.send(here, there, part / len(line)))
+            for here, there in permutations(line, 2):
+                hops = max(hops, load.send(here, there, part / len(line)))
         hops = max(hops, _reach(box, hardware) if box else 0)
     return _Leg(load.lanes, max(load.busiest.values()), hardware.ici.link_bandwidth, hops)
 

@@ -66,10 +66,8 @@ def rehearse(
     )  # fmt: skip
     report["command"] = command
     report["model"] = {"family": config.model.family, "parameters": model.parameter_count()}
-    report["batch"] = {
-        "sequences": config.train.batch, "seq_len": config.data.seq_len, "tokens": of_a_step,
-        "accumulation": config.train.accumulation,
-    }  # fmt: skip
+    report["batch"] = {"sequences": config.train.batch, "seq_len": config.data.seq_len, "tokens": of_a_step,
+                       "accumulation": config.train.accumulation}  # fmt: skip
     rows = placements(param_shapes(model, plan), model.axes, plan)
     found = [*report["findings"], *lint.replicated_parameters(rows, plan), *lint.whole_residual_stream(plan)]
     report["findings"] = lint.by_weight(found)
@@ -104,8 +102,7 @@ def compile_step(
     host = in_host(state, model, plan)
     compiled = compile_for(
         make_train_step(model, config, plan), (state, batch), plan.mesh, target, program,
-        advice(config, plan, target.platform),
-        host=(host, jax.tree.map(lambda _: False, batch)),
+        advice(config, plan, target.platform), host=(host, jax.tree.map(lambda _: False, batch)),
     )  # fmt: skip
     notes = plan_notes(config, plan)
     asked = requested_collectives(compiled.jaxpr, plan.mesh, notes.append)
@@ -118,9 +115,12 @@ def advice(config: Config, plan: Plan, platform: str) -> str:
     state = bytes_text(mesh.size * (held.parameters.device + held.optimizer.device + held.gradients.device))
     tries = ["memory.budget=auto"] if stages == 1 else ["pipeline.stash=stage"] * (plan.pipeline.stash != "stage")
     tries += ["memory.policy=full"] * (plan.remat != "full") + [f"mesh.fsdp={2 * config.mesh.fsdp}"]
-    part = "pipeline.microbatches" if stages > 1 else "train.accumulation"
-    count = plan.pipeline.microbatches if stages > 1 else config.train.accumulation
-    if config.train.batch // config.train.accumulation // (count if stages > 1 else 1) > plan.size("batch"):
+    part, count = "train.accumulation", config.train.accumulation
+    at_once = config.train.batch // count
+    if stages > 1:
+        part, count = "pipeline.microbatches", plan.pipeline.microbatches
+        at_once //= count
+    if at_once > plan.size("batch"):
         tries.append(f"{part}={2 * count}")
     return f"try {', '.join(tries)}; parameters, optimizer and gradients are {state} over all {mesh.size} devices"
 

@@ -37,8 +37,6 @@ class Requested:
     """The name stack of jax, with the wrappers that jax adds: `transpose(jvp())/block/attention`."""
     dtype: str
     """The dtype of what is sent: `bfloat16`."""
-    shape: tuple[int, ...] = ()
-    """The shape of the array whose bytes count."""
 
 
 @dataclass(eq=False)
@@ -51,10 +49,7 @@ class _Value:
 
 
 def requested_collectives(
-    jaxpr: core.ClosedJaxpr,
-    mesh: Mesh,
-    say: Callable[[str], None] = lambda line: None,
-    given: Collection[str] = (),
+    jaxpr: core.ClosedJaxpr, mesh: Mesh, say: Callable[[str], None] = lambda line: None, given: Collection[str] = ()
 ) -> list[Requested]:
     """List the collectives of a traced function: `requested_collectives(jax.jit(step).trace(*args).jaxpr, mesh)`.
 
@@ -96,13 +91,11 @@ class _Reader:
             self._print(line)
 
     def read(self, jaxpr: _AnyJaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
-        """The values of the results of a jaxpr that brings its own constants."""
+        """The values of the results of a jaxpr that brings its own constants, or has them among its inputs."""
         constants = [self._values_of(("constant", id(array)), 1)[0] for array in getattr(jaxpr, "consts", ())]
-        return self._run(_open(jaxpr), [*constants, *inputs], scope)
-
-    def _run(self, jaxpr: core.Jaxpr, inputs: Sequence[_Value], scope: str) -> list[_Value]:
-        """Run a jaxpr; `inputs` are the values of its constvars and invars."""
-        values: dict[core.Var, _Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+        inner = _open(jaxpr)
+        given = zip((*inner.constvars, *inner.invars), (*constants, *inputs), strict=True)
+        values: dict[core.Var, _Value] = dict(given)
 
         def value(atom: core.Var | core.Literal) -> _Value:
             if not isinstance(atom, core.Literal):
@@ -110,11 +103,11 @@ class _Reader:
             scalar = not getattr(atom.val, "shape", ())
             return self._values_of(("literal", str(atom) if scalar else id(atom.val)), 1)[0]
 
-        for eqn in jaxpr.eqns:
-            arguments = [value(atom) for atom in eqn.invars]
-            results = self._results(eqn, arguments, _join(scope, str(eqn.source_info.name_stack)))
+        for eqn in inner.eqns:
+            at = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+            results = self._results(eqn, [value(atom) for atom in eqn.invars], at)
             values.update(zip(eqn.outvars, results, strict=True))
-        return [value(atom) for atom in jaxpr.outvars]
+        return [value(atom) for atom in inner.outvars]
 
     def _values_of(self, key: Hashable, count: int, needs: Sequence[_Value] = ()) -> list[_Value]:
         """The `count` results of the work that this key describes, which are the same ones each time."""
@@ -126,10 +119,12 @@ class _Reader:
         name, params = eqn.primitive.name, eqn.params
         if read := {SCAN: self._scan, WHILE: self._while, COND: self._cond}.get(name):
             return read(eqn, arguments, scope)
-        inner = next((value for value in params.values() if _is_jaxpr(value)), None)
+        inner = next((value for value in params.values() if isinstance(value, core.Jaxpr | core.ClosedJaxpr)), None)
         if inner is not None and _fits(inner, eqn):
-            fresh = [_Value((argument,)) for argument in arguments] if _is_kept_apart(params) else arguments
-            return self.read(inner, fresh, scope)
+            # The compiler may not merge a recomputation with the forward pass: `jax.checkpoint(prevent_cse=True)`.
+            barred = params.get("prevent_cse")
+            apart = params.get("differentiated") and (any(barred) if isinstance(barred, tuple) else barred)
+            return self.read(inner, [_Value((argument,)) for argument in arguments] if apart else arguments, scope)
         axes = self._axes(params)
         if axes and name in COLLECTIVES:
             return self._collectives(eqn, axes, arguments, scope)
@@ -153,7 +148,7 @@ class _Reader:
         for argument, before, after in zip(arguments, eqn.invars, eqn.outvars, strict=True):
             aval: Any = after.aval if COLLECTIVES[name] == "all-gather" else before.aval
             size = math.prod(aval.shape) * aval.dtype.itemsize
-            sent = Requested(COLLECTIVES[name], axes, size, self._trips, scope, str(aval.dtype), aval.shape)
+            sent = Requested(COLLECTIVES[name], axes, size, self._trips, scope, str(aval.dtype))
             results.append(_Value((argument,), sent))
         self.made += results
         self._known[key] = results
@@ -171,9 +166,8 @@ class _Reader:
         """Read a scan's body once: its constants are the values outside, its carries and slices are new ones."""
         params, body = eqn.params, _open(eqn.params["jaxpr"])
         # Ranks tell the carries in every jax version: a stacked result has one dim more than its slice.
-        carries = sum(_rank(out) == _rank(inner) for out, inner in zip(eqn.outvars, body.outvars, strict=True))
-        whole = sum(_rank(given) == _rank(inner) for given, inner in zip(eqn.invars, body.invars, strict=True))
-        consts = whole - carries
+        carries = _of_one_rank(eqn.outvars, body.outvars)
+        consts = _of_one_rank(eqn.invars, body.invars) - carries
         fresh = [_Value((argument,)) for argument in arguments[consts:]]
         results = self._read_body(params["jaxpr"], [*arguments[:consts], *fresh], scope, params["length"])
         _carry(fresh[:carries], results)
@@ -197,15 +191,15 @@ class _Reader:
             before = len(self.made)
             results = self._read_body(branch, arguments[1:], scope)
             sent = [value.collective for value in self.made[before:] if value.collective]
-            moved = sum(one.bytes * one.count for one in sent)
-            read.append((moved, results))
+            read.append((sum(one.bytes * one.count for one in sent), results))
         best, *others = (results for _, results in sorted(read, key=lambda branch: -branch[0]))
         if len(self.made) > made:
             self._say(f"{scope or 'the step'}: of {len(read)} branches the one that sends most is counted")
         # What the other branches need counts, but what they send does not.
-        merged = []
+        merged, stop = [], {id(argument) for argument in arguments[1:]}
         for result, *alternatives in zip(best, *others, strict=True):
-            needs = [x for other in alternatives for x in _needed_arguments(arguments[1:], other)]
+            needed = [_needed_ids([other], stop) for other in alternatives]
+            needs = [argument for ids in needed for argument in arguments[1:] if id(argument) in ids]
             merged.append(_Value((result, arguments[0], *needs)))
         return merged
 
@@ -241,18 +235,13 @@ def _needed_ids(outputs: Sequence[_Value], stop: Collection[int] = (), given: Co
     return seen
 
 
-def _needed_arguments(arguments: Sequence[_Value], result: _Value) -> list[_Value]:
-    """The arguments of a branch that one of its results needs."""
-    needed = _needed_ids([result], stop=set(map(id, arguments)))
-    return [argument for argument in arguments if id(argument) in needed]
+def _of_one_rank(outside: Sequence[core.Var | core.Literal], inside: Sequence[core.Var | core.Literal]) -> int:
+    """Count the variables of an equation that have as many dims as those of its body."""
 
+    def rank(atom: core.Var | core.Literal) -> int:
+        return len(getattr(atom.aval, "shape", ()))
 
-def _rank(atom: core.Var | core.Literal) -> int:
-    return len(getattr(atom.aval, "shape", ()))
-
-
-def _is_jaxpr(value: object) -> bool:
-    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+    return sum(rank(outer) == rank(inner) for outer, inner in zip(outside, inside, strict=True))
 
 
 def _open(jaxpr: _AnyJaxpr) -> core.Jaxpr:
@@ -265,13 +254,3 @@ def _fits(inner: _AnyJaxpr, eqn: core.JaxprEqn) -> bool:
     jaxpr, closed_over = _open(inner), len(getattr(inner, "consts", ()))
     takes = len(jaxpr.constvars) + len(jaxpr.invars) - closed_over
     return (takes, len(jaxpr.outvars)) == (len(eqn.invars), len(eqn.outvars))
-
-
-def _is_kept_apart(params: Mapping[str, Any]) -> bool:
-    """Whether the compiler may not merge a recomputation with the forward pass: `jax.checkpoint(prevent_cse=True)`."""
-    barred = params.get("prevent_cse")
-    return bool(params.get("differentiated")) and (any(barred) if isinstance(barred, tuple) else bool(barred))
-
-
-def _join(scope: str, names: str) -> str:
-    return f"{scope}/{names}" if scope and names else scope or names

@@ -10,9 +10,8 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from jax.experimental import topologies
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, load_chip
 from jaxpar.base.mesh import MeshSpec, describe, resolve
-from jaxpar.base.runtime import without_chips
+from jaxpar.base.runtime import versions, without_chips
 from jaxpar.base.toml import presets
 
 Platform = Literal["tpu", "cuda"]
@@ -86,14 +85,10 @@ class Target:
             with without_chips():
                 found = (_tpu_topology if self.platform == "tpu" else _gpu_topology)(self).devices
         except (RuntimeError, NotImplementedError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"the compiler for {self.name} does not start ({reason}): `jaxpar doctor` lists what is here"
-            ) from error
-        if len(found) != self.device_count:
-            raise UserError(
-                f"the compiler for {self.name} gives {len(found)} devices, {self.device_count} are expected"
-            )
+            what = f"does not start ({str(error).splitlines()[0]}): `jaxpar doctor` lists what is here"
+            raise UserError(f"the compiler for {self.name} {what}") from error
+        if len(found) != (expected := self.device_count):
+            raise UserError(f"the compiler for {self.name} gives {len(found)} devices, {expected} are expected")
         return list(found)
 
 
@@ -156,9 +151,8 @@ def _shape_of(name: str, rules: Slices, count: int) -> tuple[int, ...]:
     nearby = [f"{name}-{size}" for size in near if size]
     if count > rules.most_chips:
         nearby.append(f"two slices of that, {nearby[0]}x2")
-    raise UserError(
-        f"target '{name}-{count}': no {name} slice has {count} chips, the nearest are {' and '.join(nearby)}"
-    )
+    near = " and ".join(nearby)
+    raise UserError(f"target '{name}-{count}': no {name} slice has {count} chips, the nearest are {near}")
 
 
 def _slice(name: str, chip: Chip, shape: tuple[int, ...], count: int, named_by_shape: bool = False) -> Target:
@@ -195,26 +189,18 @@ def _gpus(name: str, chip: Chip, count: int) -> Target:
     return Target(f"{name}x{count}", name, "cuda", hardware, nodes, f"{nodes}x{per_node}")
 
 
-def _slice_indices(devices: Sequence[jax.Device]) -> list[int]:
-    """Return the slice or node of each device. GPUs that are not here are all in slice 0, with one process per node."""
-    found = [getattr(device, "slice_index", None) or 0 for device in devices]
-    if len(set(found)) == 1 and devices[0].platform != "tpu":
-        return [device.process_index for device in devices]
-    return found
-
-
 # Devices to compile for.
 
 
 def _tpu_topology(target: Target) -> topologies.TopologyDescription:
-    rules, ici = load_chip(target.chip).slices, target.hardware.ici
-    options: dict[str, object] = {"chips_per_host_bounds": target.host_shape, "wrap": (*ici.wraps, False)[:3]}
-    if rules.config:
-        options["chip_config_name"] = rules.config
+    rules = load_chip(target.chip).slices
+    options: dict[str, object] = {"chip_config_name": rules.config} if rules.config else {}
     if target.slices > 1:
         options["num_slices"] = target.slices
-    name = f"{rules.name}:{target.topology}"
-    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=f"{rules.name}:{target.topology}", chips_per_host_bounds=target.host_shape,
+        wrap=(*target.hardware.ici.wraps, False)[:3], **options,
+    )  # fmt: skip
 
 
 def _gpu_topology(target: Target) -> topologies.TopologyDescription:
@@ -245,41 +231,29 @@ device_description_str: "{hardware.device_kinds[0]}"
     )
 
 
-_CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+_COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 
 
 def compilers() -> dict[str, str]:
     """Say for each platform what compiles for it here, `libtpu 0.0.42`, or what is missing and how to install it."""
-    found = {"tpu": ("libtpu",), "cuda": _CUDA_PLUGINS}
-    return {platform: _missing(platform) or ", ".join(_installed(names)) for platform, names in found.items()}
-
-
-def _installed(packages: Sequence[str]) -> list[str]:
-    """List the packages that are installed, with their versions."""
-    return [f"{name} {found}" for name in packages if (found := _version(name))]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return {platform: _missing(platform) or _listed(versions(names)) for platform, names in _COMPILERS.items()}
 
 
 def _missing(platform: str) -> str:
     """Say what must be installed to compile for a platform; empty if nothing is missing."""
-    wanted = jax.__version__
-    if platform == "tpu" and not (_version("libtpu") or os.environ.get("TPU_LIBRARY_PATH")):
+    wanted, found = jax.__version__, versions(_COMPILERS.get(platform, ()))
+    if platform == "tpu" and not (found or os.environ.get("TPU_LIBRARY_PATH")):
         return f"libtpu, the TPU compiler: pip install 'jax[tpu]=={wanted}' (Linux on x86-64 only)"
-    if platform != "cuda":
+    if platform != "cuda" or wanted in found.values():
         return ""
     fix = f"pip install jax-cuda12-plugin=={wanted} jax-cuda12-pjrt=={wanted} (Linux only)"
-    plugins = _installed(_CUDA_PLUGINS)
-    if not plugins:
+    if not found:
         return f"jax's CUDA plugin, the GPU compiler (no driver, no GPU): {fix}"
-    if not any(_version(name) == wanted for name in _CUDA_PLUGINS):
-        return f"a CUDA plugin of jax's own version, {wanted} (found {', '.join(plugins)}): {fix}"
-    return ""
+    return f"a CUDA plugin of jax's own version, {wanted} (found {_listed(found)}): {fix}"
+
+
+def _listed(found: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in found.items())
 
 
 # The mesh on the target.
@@ -303,19 +277,20 @@ def check_mesh(spec: MeshSpec, target: Target) -> None:
     resolve(spec, target.device_count, f"{target.name} has {target.device_count} ({of})")
 
 
-def places(devices: Sequence[jax.Device], target: Target) -> tuple[Position, ...]:
+def places(devices: Iterable[jax.Device], target: Target) -> tuple[Position, ...]:
     """Find where each device sits, in the given order; `places(mesh.devices.flat, target)` is a program's order."""
     devices = list(devices)
-    slices = _slice_indices(devices)
+    slices = [getattr(device, "slice_index", None) or 0 for device in devices]
     if target.platform == "tpu":
         axes = len(target.hardware.ici.shape)
         return tuple(
             Position(slice, tuple(device.coords[:axes]), device.core_on_chip)  # pyright: ignore[reportAttributeAccessIssue]
             for device, slice in zip(devices, slices, strict=True)
         )
+    if len(set(slices)) == 1:  # GPUs that are not here are all in slice 0, with one process per node
+        slices = [device.process_index for device in devices]
     members: defaultdict[int, list[int]] = defaultdict(list)  # the devices' ids by node
     for device, node in zip(devices, slices, strict=True):
         members[node].append(device.id)
-    return tuple(
-        Position(node, (sorted(members[node]).index(device.id),)) for device, node in zip(devices, slices, strict=True)
-    )
+    seats = zip(devices, slices, strict=True)
+    return tuple(Position(node, (sorted(members[node]).index(device.id),)) for device, node in seats)

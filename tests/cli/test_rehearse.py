@@ -53,7 +53,7 @@ def test_mistakes_are_told_in_a_line_before_anything_is_compiled(words, message,
 
 @pytest.mark.parametrize(("target", "package"), [("v5e-8", "libtpu"), ("h100x8", "jax-cuda12-plugin")])
 def test_a_missing_compiler_is_named_with_how_to_install_it(target, package, capsys, monkeypatch):
-    monkeypatch.setattr(targets, "_version", lambda name: "")
+    monkeypatch.setattr(targets, "versions", lambda names: {})
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     line = refused(capsys, "tiny", "--target", target)
     assert line.startswith(f"target {target} needs ") and "pip install" in line and package in line

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.hlo.collectives import collective_of
-from jaxpar.hlo.groups import Devices, devices_of, paired_send
+from jaxpar.hlo.collectives import Devices, collective_of, devices_of, paired_send
 from jaxpar.hlo.parse import parse
 from jaxpar.hlo.tasks import Collective
 

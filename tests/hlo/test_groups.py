@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.hlo.groups import Groups, replica_groups, source_target_pairs
+from jaxpar.hlo.collectives import Groups, replica_groups, source_target_pairs
 from jaxpar.hlo.parse import parse
 
 pytestmark = pytest.mark.quick

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.hlo.parse import parse
-from jaxpar.hlo.traffic import result_of, traffic
+from jaxpar.hlo.work import result_of, traffic
 
 pytestmark = pytest.mark.quick
 

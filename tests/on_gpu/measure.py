@@ -30,13 +30,13 @@ from jaxpar.base.toml import presets
 from jaxpar.bench.measure import Row, bench_step
 from jaxpar.cli.arguments import parse
 from jaxpar.cli.main import fail
-from jaxpar.hlo.tasks import Task, walk
+from jaxpar.hlo.tasks import Task
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call, Unserved, reference
 from jaxpar.kernels.masks import Causal, Mask
 from jaxpar.rehearse.report.memory import CompiledBytes
-from jaxpar.rehearse.simulate import simulate
 from jaxpar.rehearse.targets import Target, load_target
+from jaxpar.rehearse.timeline import simulate
 from jaxpar.train.metrics import device_memory
 from jaxpar.train.plans import make_plan
 
@@ -166,7 +166,7 @@ def _step(changes: Changes, beside_torch: bool, small: bool, out: Path, say: Say
 def _prediction(preset: str, changes: Changes, small: bool, out: Path, say: Say) -> list[Row]:
     """The time and memory of a step as a rehearsal for this GPU has them, beside those of a second of steps."""
     target, step = _target(small), ready_step(_config(preset, changes, small))
-    predicted, taken = simulate(step.text, step.mesh, target).timeline.seconds, CompiledBytes.of(step.stats).total
+    predicted, taken = simulate(step.text, step.mesh, target).seconds, CompiledBytes.of(step.stats).total
     times = [time_once(step.run) for _ in range(int(np.clip(1 / step.seconds, 5, 100)))]
     peak = device_memory(jax.devices()[:1])
     return [{
@@ -201,7 +201,7 @@ def _trace(small: bool, out: Path, say: Say) -> list[Row]:
     if not measured:
         raise UserError(f"the profiler named no instruction that ran: look at {out / 'profile'}")
     seconds = {name: sum(times) / count for (_, name), times in measured.items()}
-    program, _, timeline, *_ = simulate(step.text, step.mesh, target)
+    timeline = simulate(step.text, step.mesh, target)
     lines: defaultdict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def line(task: Task) -> list[float]:
@@ -209,8 +209,7 @@ def _trace(small: bool, out: Path, say: Say) -> list[Row]:
 
     for row in timeline.tasks:
         line(row.task)[1] += row.seconds
-    for task, _ in walk(program.nodes):
-        line(task)[0] += seconds.pop(task.name, 0.0)
+        line(row.task)[0] += seconds.pop(row.task.name, 0.0)
     lines["no task", "", "", ""] = [sum(seconds.values()), 0.0]
     took, price = (1e3 * sum(times) for times in zip(*lines.values(), strict=True))
     say(

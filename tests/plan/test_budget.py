@@ -145,7 +145,7 @@ def test_what_the_rehearsal_waits_for_decides(monkeypatch: pytest.MonkeyPatch) -
 
     def played(text: str, *_: Any) -> Any:
         waits = 2 * int(text) / link
-        return SimpleNamespace(timeline=SimpleNamespace(seconds=1 + waits, host_stall=waits))
+        return SimpleNamespace(seconds=1 + waits, host_stall=waits)
 
     monkeypatch.setattr(subject, "compiled_bytes", compiled)
     monkeypatch.setattr(subject, "simulate", played)

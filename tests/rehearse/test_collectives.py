@@ -14,7 +14,7 @@ from traced_steps import FAST, config_of, staged, traced
 from jaxpar.base.plan import Plan
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Collective, CollectiveKind, Place, Task, walk
-from jaxpar.rehearse.cost.cost import Cost
+from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.report import collectives as subject
 from jaxpar.rehearse.report.collectives import (
     SMALL,
@@ -25,7 +25,7 @@ from jaxpar.rehearse.report.collectives import (
     sent_bytes,
 )
 from jaxpar.rehearse.requested_collectives import Requested
-from jaxpar.rehearse.timeline.timeline import TaskTime
+from jaxpar.rehearse.timeline import TaskTime
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 3}
 GRID = np.arange(24).reshape(2, 4, 3)
@@ -46,7 +46,7 @@ def collective(kind: CollectiveKind, axes: tuple[str, ...], size: int) -> Collec
 
 def row(found: Collective, scope: str = "block/mlp", count: int = 1) -> TaskTime:
     task = Task("x", found.kind, "collective", Place(scope, "models/llama.py:1", "forward"), collective=found)
-    return TaskTime(task, Cost(1e-3, (), "link"), count, 0.0)
+    return TaskTime(task, Cost(1e-3, ()), count, 0.0)
 
 
 def asks(kind: CollectiveKind, axes: str, size: int, count: int = 1, scope: str = "jvp(block)/mlp") -> Requested:
@@ -240,7 +240,7 @@ def test_a_pipeline_sends_what_it_asks_for(monkeypatch):
     config = staged(config_of("llama", "full", stage=2, fsdp=2, tensor=2), "1f1b", 4)
     step, asked, mesh = traced(config, jax.devices())
     program = read_program(step.lower().compile(compiler_options=FAST["cpu"]).as_text())
-    tasks = [TaskTime(task, Cost(0.0, (), "link"), count, 0.0) for task, count in walk(program.nodes)]
+    tasks = [TaskTime(task, Cost(0.0, ()), count, 0.0) for task, count in walk(program.nodes)]
     rows = collective_rows(tasks, asked, mesh)
     assert [row for row in rows if not row["planned"]] == []
     stages = Counter[tuple[str, str]]()

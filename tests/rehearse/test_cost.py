@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.base.hardware import Hardware, PeakFlops
 from jaxpar.hlo.tasks import Collective, Loop, Program, Task, Wait
-from jaxpar.rehearse.cost.cost import Cost, Costs, price
+from jaxpar.rehearse.cost import Cost, Costs, price
 from jaxpar.rehearse.targets import load_target
 
 pytestmark = pytest.mark.quick
@@ -32,12 +32,12 @@ def links(collective: Collective) -> Moved:
     return Moved(collective.bytes / 1e11, ("ici:x",))
 
 
-def costs(*nodes: Task | Loop | Wait, hardware: Hardware = GPU) -> Costs:
+def costs(*nodes: Task | Loop | Wait, hardware: Hardware = GPU) -> tuple[Costs, tuple[str, ...]]:
     return price(Program("test", nodes), hardware, links)  # type: ignore[arg-type]
 
 
 def cost(task: Task, hardware: Hardware = GPU) -> Cost:
-    return costs(task, hardware=hardware).of[0,]
+    return costs(task, hardware=hardware)[0][0,]
 
 
 def dot(**changes: object) -> Task:
@@ -47,27 +47,25 @@ def dot(**changes: object) -> Task:
 
 def test_the_compilers_cycles_come_first():
     found = cost(dot(cycles=1_750_000), TPU)
-    assert found == Cost(pytest.approx(1e-3), ("compute",), "cycles")
+    assert found == Cost(pytest.approx(1e-3), ("compute",))
 
 
 @pytest.mark.parametrize(
     ("dtype", "peak"),
-    [("bf16", 1e15), ("f16", 1e15), ("float32", 4e14), ("f32", 4e14), ("f8e4m3fn", 2e15), ("s8", 2e15)],
+    [("bf16", 1e15), ("f16", 1e15), ("f32", 4e14), ("f8e4m3fn", 2e15), ("s8", 2e15)],
 )
 def test_arithmetic_at_the_peak_of_its_dtype(dtype, peak):
-    assert cost(dot(dtype=dtype)) == Cost(pytest.approx(1e12 / peak + 1e-6), ("compute",), "flops", launch=1e-6)
+    assert cost(dot(dtype=dtype)) == Cost(pytest.approx(1e12 / peak + 1e-6), ("compute",), launch=1e-6)
 
 
 def test_traffic_where_it_takes_longer():
-    assert cost(dot(flops=1e9, bytes=10**9)) == Cost(pytest.approx(5e-4 + 1e-6), ("compute",), "bytes", launch=1e-6)
+    assert cost(dot(flops=1e9, bytes=10**9)) == Cost(pytest.approx(5e-4 + 1e-6), ("compute",), launch=1e-6)
 
 
 def test_a_tpu_kernel_without_cycles_is_an_estimate():
-    kernel = Task("attention", "custom-call", "kernel", flops=459e9, dtype="bf16")
-    found = costs(Loop("layers", 10, (dot(cycles=1_750_000), kernel)), hardware=TPU).of
-    assert [(found[0, i].basis, found[0, i].seconds) for i in (0, 1)] == [
-        ("cycles", pytest.approx(0.001)), ("flops", pytest.approx(0.001)),
-    ]  # fmt: skip
+    kernel = Task("attention", "custom-call", "kernel", flops=918e9, dtype="bf16")
+    found, _ = costs(Loop("layers", 10, (dot(cycles=1_750_000), kernel)), hardware=TPU)
+    assert [found[0, i].seconds for i in (0, 1)] == [pytest.approx(0.001), pytest.approx(0.002)]
 
 
 def test_float32_without_a_figure_is_multiplied_in_bfloat16():
@@ -75,36 +73,36 @@ def test_float32_without_a_figure_is_multiplied_in_bfloat16():
 
 
 def test_collectives_are_priced_by_the_network_and_block_compute_unless_asynchronous():
-    assert cost(GATHER) == Cost(pytest.approx((1 << 20) / 1e11), ("compute", "ici:x"), "link")
+    assert cost(GATHER) == Cost(pytest.approx((1 << 20) / 1e11), ("compute", "ici:x"))
     started = Task("ag", "all-gather-start", "collective", collective=GATHER.collective, asynchronous=True, cycles=7)
-    assert cost(started, TPU) == Cost(pytest.approx((1 << 20) / 1e11), ("ici:x",), "link")
+    assert cost(started, TPU) == Cost(pytest.approx((1 << 20) / 1e11), ("ici:x",))
 
 
 @pytest.mark.parametrize(("asynchronous", "lanes"), [(True, ("host",)), (False, ("compute", "host"))])
 def test_host_copies_take_the_host_link(asynchronous, lanes):
     task = Task("offload", "copy", "host_copy", bytes=5 * 10**9, asynchronous=asynchronous)
-    assert cost(task) == Cost(pytest.approx(0.1 + 1e-5), lanes, "host link")
+    assert cost(task) == Cost(pytest.approx(0.1 + 1e-5), lanes)
 
 
 def test_copies_beside_compute_have_a_lane_of_their_own():
     copy = Task("prefetch", "copy-start", "copy", bytes=2 * 10**9, asynchronous=True)
-    assert cost(copy) == Cost(pytest.approx(1e-3), ("dma",), "bytes")
+    assert cost(copy) == Cost(pytest.approx(1e-3), ("dma",))
     assert cost(Task("apart", "async-start", "fusion", bytes=2 * 10**9, asynchronous=True)).lanes == ("side",)
 
 
 def test_what_had_to_be_assumed_is_said_once_with_its_count():
-    found = costs(dot(dtype="f64"), dot(dtype="f64"), Task("call", "custom-call", "kernel"))
-    assert found.notes == (
+    found, notes = costs(dot(dtype="f64"), dot(dtype="f64"), Task("call", "custom-call", "kernel"))
+    assert notes == (
         "no peak for f64: its arithmetic is taken to cost nothing (2 x)",
         "custom-call says nothing of its work: taken to cost a launch",
     )
-    assert [found.of[i,].basis for i in range(3)] == ["bytes", "bytes", "none"]
-    nothing_known = costs(dot(), Task("out", "copy", "host_copy", bytes=8), hardware=Hardware())
-    assert len(nothing_known.notes) == 3
-    assert sum(item.seconds for item in nothing_known.of.values()) == 0.0
+    assert [found[i,].seconds - 1e-6 for i in range(3)] == pytest.approx([1e6 / 2e12, 1e6 / 2e12, 0.0])
+    nothing_known, notes = costs(dot(), Task("out", "copy", "host_copy", bytes=8), hardware=Hardware())
+    assert len(notes) == 3
+    assert sum(item.seconds for item in nothing_known.values()) == 0.0
 
 
 def test_control_costs_nothing_and_says_nothing():
-    found = costs(Task("token", "after-all", "control"))
-    assert found.of[0,].seconds == 0.0
-    assert found.notes == ()
+    found, notes = costs(Task("token", "after-all", "control"))
+    assert found[0,].seconds == 0.0
+    assert notes == ()

@@ -3,12 +3,11 @@
 import pytest
 from report_types import problems
 
-from jaxpar.hlo.tasks import Collective, Loop, Place, Program, Task, Wait
-from jaxpar.rehearse.cost.cost import Cost, Costs, tasks
-from jaxpar.rehearse.report.drawing import timeline_of
+from jaxpar.hlo.tasks import Collective, Loop, Place, Program, Task, Wait, walk_paths
+from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.report.schema import TimelineColumns
-from jaxpar.rehearse.timeline.player import Event
-from jaxpar.rehearse.timeline.timeline import replay
+from jaxpar.rehearse.report.trace import timeline_of
+from jaxpar.rehearse.timeline import Event, replay
 
 pytestmark = pytest.mark.quick
 
@@ -30,8 +29,8 @@ PROGRAM = Program("step", (DOT, OUTER, dot()))
 def drawn(program: Program, drawn_trips: int) -> TimelineColumns:
     """Every task a microsecond, the gather on a link."""
     lanes = {"ag": ("ici:x",)}
-    costs = {path: Cost(1e-6, lanes.get(task.name, ("compute",)), "cycles") for path, task, _ in tasks(program.nodes)}
-    return timeline_of(replay(program, Costs(costs), drawn_trips).events)
+    costs = {path: Cost(1e-6, lanes.get(task.name, ("compute",))) for path, task, _ in walk_paths(program.nodes)}
+    return timeline_of(replay(program, costs, drawn_trips).events)
 
 
 def test_columns_come_from_the_instructions():

@@ -17,11 +17,11 @@ from jaxpar.base.plan import Pipeline, Plan
 from jaxpar.base.sharding import ShardingRules, placements
 from jaxpar.hlo.tasks import Place, Task
 from jaxpar.models import Model
-from jaxpar.rehearse.cost.cost import Cost
+from jaxpar.rehearse.cost import Cost
 from jaxpar.rehearse.report import lint
 from jaxpar.rehearse.report.collectives import collective_rows
 from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding, Memory
-from jaxpar.rehearse.timeline.timeline import TaskTime
+from jaxpar.rehearse.timeline import TaskTime
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_a_transposed_copy_is_named(plan):
 def copied(seconds: float, asynchronous: bool = False) -> TaskTime:
     place = Place("update", "jaxpar/train/step.py:1", "update")
     task = Task("copy.7", "copy", "copy", place, bytes=100, shape="bf16[2,128]{1,0}", asynchronous=asynchronous)
-    return TaskTime(task, Cost(seconds / 3, ("compute",), "bytes"), 3, 0.0)
+    return TaskTime(task, Cost(seconds / 3, ("compute",)), 3, 0.0)
 
 
 def test_copies_of_a_line_count_together_and_only_a_share_of_the_step():

@@ -20,7 +20,7 @@ from jaxpar.base.toml import to_toml
 from jaxpar.cli.main import main
 from jaxpar.models import Model
 from jaxpar.rehearse import of_config as subject
-from jaxpar.rehearse.of_config import compile_step, rehearse
+from jaxpar.rehearse.of_config import CompiledStep, compile_step, rehearse
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.targets import Target, load_target
 

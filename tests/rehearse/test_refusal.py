@@ -8,7 +8,7 @@ import pytest
 from jaxpar.base.config import Config, override
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
 from jaxpar.rehearse.of_config import advice
-from jaxpar.rehearse.report.refusal import needs_and_has, refusal
+from jaxpar.rehearse.report.memory import needs_and_has, refusal
 from jaxpar.train.plans import make_plan
 
 pytestmark = pytest.mark.quick

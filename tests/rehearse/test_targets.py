@@ -141,7 +141,9 @@ def test_mistakes_name_what_exists(name, message):
     ],
 )
 def test_a_missing_compiler_is_named_with_its_install(installed, name, message, monkeypatch):
-    monkeypatch.setattr(targets, "_version", lambda package: installed.get(package, ""))
+    monkeypatch.setattr(
+        targets, "versions", lambda names: {name: installed[name] for name in names if name in installed}
+    )
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(UserError, match=message):
         load_target(name).devices()

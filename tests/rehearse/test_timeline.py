@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.hlo.read import read_program
-from jaxpar.hlo.tasks import Collective, Loop, Node, Program, Task, Wait
-from jaxpar.rehearse.cost.cost import Cost, Costs, tasks
-from jaxpar.rehearse.timeline.timeline import Timeline, replay
+from jaxpar.hlo.tasks import Collective, Loop, Node, Program, Task, Wait, walk_paths
+from jaxpar.rehearse.cost import Cost, Costs
+from jaxpar.rehearse.timeline import Timeline, replay
 
 pytestmark = pytest.mark.quick
 
@@ -45,9 +45,9 @@ def program(*nodes: Node) -> Program:
 def costs_of(subject: Program) -> Costs:
     def cost(task: Task) -> Cost:
         lanes = ((task.shape,) if task.asynchronous else ("compute", task.shape)) if task.shape else ("compute",)
-        return Cost(task.flops, lanes, "cycles")
+        return Cost(task.flops, lanes)
 
-    return Costs({path: cost(task) for path, task, _ in tasks(subject.nodes)})
+    return {path: cost(task) for path, task, _ in walk_paths(subject.nodes)}
 
 
 def played(*nodes: Node, **options: Any) -> Timeline:
@@ -157,7 +157,7 @@ def test_host_offload_behind_compute_costs_nothing_until_the_link_is_too_slow():
 
 def test_a_launch_is_idle_time():
     subject = program(matmul(3.0))
-    found = replay(subject, Costs({(0,): Cost(3.0, ("compute",), "flops", launch=1.0)}))
+    found = replay(subject, {(0,): Cost(3.0, ("compute",), launch=1.0)})
     assert (found.seconds, found.busy, found.idle) == (3.0, {"matmul": 2.0}, 1.0)
 
 
@@ -223,9 +223,9 @@ def played_text(name: str, **seconds: float) -> Timeline:
 
     def cost(task: Task) -> Cost:
         own = (lane[task.kind],) if task.kind in lane and (task.asynchronous or task.kind != "copy") else ()
-        return Cost(prices[task.kind], own if task.asynchronous else ("compute", *own), "cycles")
+        return Cost(prices[task.kind], own if task.asynchronous else ("compute", *own))
 
-    found = replay(subject, Costs({path: cost(task) for path, task, _ in tasks(subject.nodes)}))
+    found = replay(subject, {path: cost(task) for path, task, _ in walk_paths(subject.nodes)})
     assert_adds_up(found)
     return found
 

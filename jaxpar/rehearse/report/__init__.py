@@ -1,1 +1,1 @@
-"""The report of a rehearsal: its schema, tables, findings, comparison and page."""
+"""The report of a rehearsal: its schema, memory, collectives, findings, tables and trace."""

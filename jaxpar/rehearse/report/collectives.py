@@ -13,7 +13,7 @@ from jaxpar.hlo.origin import decode
 from jaxpar.hlo.tasks import Collective
 from jaxpar.rehearse.report.schema import CollectiveRow
 from jaxpar.rehearse.requested_collectives import Requested
-from jaxpar.rehearse.timeline.timeline import TaskTime
+from jaxpar.rehearse.timeline import TaskTime
 
 SMALL = 2**20
 """Below these bytes a collective that no op wrote passes: XLA moves scalars, norms and biases by itself."""
@@ -21,12 +21,7 @@ _SLACK = 1.05  # XLA pads arrays that do not divide evenly, and adds small ones
 
 
 def axes_of(collective: Collective, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the members of a group differ, in mesh order.
-
-    Args:
-      collective: a collective that names devices by their position in the mesh's row-major order.
-      mesh: the size of every mesh axis, in order.
-    """
+    """The axes of a mesh along which the members of a group differ, in mesh order; devices are numbered row by row."""
     sizes = tuple(mesh.values())
     differ = np.zeros(len(sizes), bool)
     for group in collective.groups:
@@ -41,13 +36,7 @@ def sent_bytes(planned: Requested, mesh: Mapping[str, int]) -> float:
 
 
 class RequestedRows:
-    """The plan's collectives, in which those of a program can be looked up.
-
-    Args:
-      plan: the collectives from `jaxpar.rehearse.requested_collectives`.
-      mesh: the size of every mesh axis, in order.
-      tasks: the tasks of the replayed program.
-    """
+    """The collectives that a plan asks for, in which those of the tasks of a replayed program can be looked up."""
 
     def __init__(self, plan: Sequence[Requested], mesh: Mapping[str, int], tasks: Sequence[TaskTime] = ()):
         self._mesh = mesh
@@ -67,8 +56,8 @@ class RequestedRows:
         collective, scope = row.task.collective, row.task.place.scope
         assert collective is not None
         kind, axes = collective.kind, frozenset(axes_of(collective, self._mesh))
-        anywhere = [planned for _, planned in self._plan if (planned.kind, planned.axes) == (kind, axes)]
-        here = [planned for at, planned in self._plan if at == scope and (planned.kind, planned.axes) == (kind, axes)]
+        alike = [(at, planned) for at, planned in self._plan if (planned.kind, planned.axes) == (kind, axes)]
+        anywhere, here = [planned for _, planned in alike], [planned for at, planned in alike if at == scope]
         whole = [planned for _, planned in self._plan if planned.kind != "ppermute" and axes <= planned.axes]
         if (
             collective.bytes < SMALL
@@ -95,15 +84,13 @@ class RequestedRows:
 
 
 def collective_rows(
-    tasks: Sequence[TaskTime],
-    plan: Sequence[Requested] | None,
-    mesh: Mapping[str, int],
+    tasks: Sequence[TaskTime], plan: Sequence[Requested] | None, mesh: Mapping[str, int]
 ) -> list[CollectiveRow]:
     """The program's collectives for the report, grouped by kind, size and line, with the most exposed first.
 
     Args:
       tasks: the tasks of the replayed program.
-      plan: the collectives from `jaxpar.rehearse.requested_collectives`; None = not known.
+      plan: the collectives that were asked for; None = not known.
       mesh: the size of every mesh axis, in order.
     """
     asked = None if plan is None else RequestedRows(plan, mesh, tasks)

@@ -10,8 +10,9 @@ from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import LogicalAxis, Placement
+from jaxpar.hlo.tasks import Place
 from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding, Memory
-from jaxpar.rehearse.timeline.timeline import TaskTime
+from jaxpar.rehearse.timeline import TaskTime
 
 RULES = ("does-not-fit", "unplanned-collective", "replicated-parameter", "replicated-activation", "large-copy")
 _LARGE_PARAMETER = 2**20  # bytes
@@ -27,8 +28,8 @@ def parse_rules(text: str) -> list[str]:
     names = [part for part in map(str.strip, text.split(",")) if part]
     for name in names:
         if name not in RULES:
-            known = ", ".join(RULES)
-            raise UserError(f"--fail-on {name}: unknown condition{suggest(name, RULES)}: it may be {known}")
+            guess = suggest(name, RULES)
+            raise UserError(f"--fail-on {name}: unknown condition{guess}: it may be {', '.join(RULES)}")
     return names
 
 
@@ -53,7 +54,7 @@ def unplanned_collectives(rows: Iterable[CollectiveRow]) -> list[LintFinding]:
 
 def replicated_parameters(placements: Iterable[Placement], plan: Plan) -> list[LintFinding]:
     """Find parameters larger than a vector that no mesh axis splits, on a mesh whose rules could split them."""
-    usable = set(plan.mesh_axes("embed")) | set(plan.mesh_axes("mlp")) | set(plan.mesh_axes("vocab"))
+    usable = {*plan.mesh_axes("embed"), *plan.mesh_axes("mlp"), *plan.mesh_axes("vocab")}
     found = []
     for row in placements:
         stages = plan.size("stage") if "layers" in row.axes else 1
@@ -83,22 +84,21 @@ def whole_residual_stream(plan: Plan) -> list[LintFinding]:
 
 def large_copies(tasks: Iterable[TaskTime], step_seconds: float) -> list[LintFinding]:
     """Find the lines whose synchronous copies and layout changes take more than half a percent of the step."""
-    lines: defaultdict[tuple[str, str, str], list[TaskTime]] = defaultdict(list)
+    lines: defaultdict[Place, list[TaskTime]] = defaultdict(list)
     for row in tasks:
         if row.task.kind == "copy" and not row.task.asynchronous:
-            place = row.task.place
-            lines[place.scope, place.source, place.phase].append(row)
+            lines[row.task.place].append(row)
     found = []
-    for (scope, source, phase), rows in lines.items():
+    for place, rows in lines.items():
         seconds = sum(row.seconds for row in rows)
         if seconds < _COPY_SHARE * step_seconds:
             continue
-        largest = max(rows, key=lambda row: row.seconds)
+        largest, moved = max(rows, key=lambda row: row.seconds), sum(row.task.bytes * row.count for row in rows)
         found.append(_finding(
             "large-copy", "warning",
-            f"copies of the {phase} pass take {100 * seconds / step_seconds:.1f} % of the step, most of it "
+            f"copies of the {place.phase} pass take {100 * seconds / step_seconds:.1f} % of the step, most of it "
             f"{largest.task.name}, {largest.task.shape}, {largest.count} times",
-            scope=scope, source=source, size=sum(row.task.bytes * row.count for row in rows), seconds=seconds,
+            scope=place.scope, source=place.source, size=moved, seconds=seconds,
         ))  # fmt: skip
     return found
 

@@ -1,10 +1,13 @@
-"""The compiler's account of device memory, divided into parts that a user knows, such as parameters."""
+"""The compiler's account of device memory, in parts that a user knows, and its refusal where memory is too small."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxpar.base.console import bytes_text
+from jaxpar.base.jax_compat import compiler_message
 from jaxpar.hlo.parse import Computation, Module
 from jaxpar.rehearse.report.schema import Memory
 
@@ -38,14 +41,10 @@ _FRAGMENTED = 1.05
 
 
 def allocated_bytes(stats: Any, platform: str) -> int:
-    """The bytes of a device that a program allocates.
+    """The bytes of a device that a program for a platform allocates; `stats` is `compiled.memory_analysis()`.
 
     On a TPU `temp_size_in_bytes` is more than buffer assignment lays out, by half where a loop over microbatches
     contains loops over layers. The result for a TPU is the peak of what is alive plus what gaps between arrays add.
-
-    Args:
-      stats: the result of `compiled.memory_analysis()`.
-      platform: the platform that the program is compiled for.
     """
     total, peak = CompiledBytes.of(stats).total, getattr(stats, "peak_memory_in_bytes", 0)
     known = platform == "tpu" and peak > stats.argument_size_in_bytes
@@ -62,15 +61,13 @@ def saved_bytes(module: Module, layers: int) -> int:
             state = computation.instructions.get(loop.operands[0])
             names = state.operands if state is not None and state.opcode == "tuple" else ()
             same = module.handed_on(loop)
-            shapes = [
-                computation.instructions[name].shape
-                for at, name in enumerate(names) if at not in same and _empty(computation, name)
-            ]  # fmt: skip
+            filled = [name for at, name in enumerate(names) if at not in same and _is_empty(computation, name)]
+            shapes = [computation.instructions[name].shape for name in filled]
             total += sum(shape.bytes for shape in shapes if shape.dims[:1] == (layers,) and not shape.space)
     return total
 
 
-def _empty(computation: Computation, name: str) -> bool:
+def _is_empty(computation: Computation, name: str) -> bool:
     """Whether a loop's array starts out empty."""
     made = computation.behind(name, ("copy", "bitcast", "get-tuple-element"))
     if made is None:
@@ -80,9 +77,8 @@ def _empty(computation: Computation, name: str) -> bool:
 
 
 def account(
-    stats: Any, arguments: Mapping[str, int], hbm_bytes: int, activations: int = 0,
-    gradients: int = 0,
-) -> Memory:  # fmt: skip
+    stats: Any, arguments: Mapping[str, int], hbm_bytes: int, activations: int = 0, gradients: int = 0
+) -> Memory:
     """Make the report's account of memory.
 
     Args:
@@ -95,25 +91,45 @@ def account(
     compiled, temporaries = CompiledBytes.of(stats), stats.temp_size_in_bytes
     if sum(arguments.values()) > compiled.arguments:  # the program leaves out unused arguments
         arguments = {}
-    left = compiled.arguments - sum(arguments.values())
     activations = min(activations, temporaries)
     gradients = min(gradients, temporaries - activations)
     known = {"activations": activations, "gradients": gradients} if activations or gradients else {}
-    on_host = {
-        "arguments": stats.host_argument_size_in_bytes,
-        "temporaries": stats.host_temp_size_in_bytes,
-    }
+    on_host = {"arguments": stats.host_argument_size_in_bytes, "temporaries": stats.host_temp_size_in_bytes}
     return {
-        "hbm_bytes": hbm_bytes,
-        "total": compiled.total,
-        "fits": not hbm_bytes or compiled.total <= hbm_bytes,
+        "hbm_bytes": hbm_bytes, "total": compiled.total, "fits": not hbm_bytes or compiled.total <= hbm_bytes,
         "categories": {
-            **arguments,
-            **known,
+            **arguments, **known,
             "temporaries": compiled.temporaries - activations - gradients,
             "program": compiled.program,
-            "padding" if arguments else "arguments": left,
+            "padding" if arguments else "arguments": compiled.arguments - sum(arguments.values()),
         },
-        "host": {name: size for name, size in on_host.items() if size},
-        "advice": [],
-    }
+        "host": {name: size for name, size in on_host.items() if size}, "advice": [],
+    }  # fmt: skip
+
+
+_SIZE = r"([\d.]+)([KMGT]?)"
+# XLA:TPU has one message for when it sees before scheduling that nothing will help (its "temporaries" count the
+# arguments too), and another for when it has tried.
+_MESSAGES = (
+    rf"required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)",
+    rf"Used {_SIZE} of {_SIZE} hbm",
+)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def needs_and_has(message: str) -> tuple[int, int] | None:
+    """The bytes that a step takes and those that a device has, by a compiler's refusal; None if it names none."""
+    for pattern in _MESSAGES:
+        if match := re.search(pattern, message):
+            return round(float(match[1]) * _UNITS[match[2]]), round(float(match[3]) * _UNITS[match[4]])
+    return None
+
+
+def refusal(message: str, target: str, advice: str = "") -> str:
+    """Tell the user of a compiler's refusal in one line; `advice` is what would help a step that does not fit."""
+    found = needs_and_has(message)
+    if found is None:
+        return f"the compiler for {target} refuses this step: {compiler_message(message)}"
+    needs, has = found
+    over = f"it needs {bytes_text(needs)} a device, {bytes_text(needs - has)} more than its {bytes_text(has)}"
+    return f"this step does not fit {target}: {over}" + (f"; {advice}" if advice else "")

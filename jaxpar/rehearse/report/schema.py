@@ -1,4 +1,4 @@
-"""The types of what `jaxpar rehearse --json` writes. `docs/rehearse_json.md` explains them.
+"""The types of what `jaxpar rehearse --json` writes. `docs/rehearse_json.md` explains each key.
 
 Seconds, bytes and FLOPs are those of one step on one device, except where a name or line says otherwise.
 """
@@ -10,7 +10,7 @@ SCHEMA = 4
 
 
 class TargetFacts(TypedDict):
-    """The hardware that was rehearsed."""
+    """The hardware that was rehearsed; `hbm_bytes` and `peak_flops` (a second, in `dtype`) are those of one device."""
 
     name: str
     chip: str
@@ -18,9 +18,7 @@ class TargetFacts(TypedDict):
     slices: int
     topology: str
     hbm_bytes: int
-    """The memory of one device."""
     peak_flops: float | None
-    """The FLOPs a second of one device in `dtype`."""
     dtype: str
     note: NotRequired[str]
 
@@ -45,31 +43,23 @@ class Memory(TypedDict):
     """The device memory by the compiler's account, and what it put into the host's memory."""
 
     hbm_bytes: int
-    """The bytes that the device has."""
     total: int
-    """The bytes that the step takes at its peak."""
+    """The bytes that the step takes at its peak; `categories` are its parts."""
     fits: bool
     categories: dict[str, int]
-    """The parts of `total`; what they leave over is shown as `other`."""
     host: dict[str, int]
-    """The bytes in the host's memory for this device, by the same names."""
     advice: list[str]
 
 
 class Time(TypedDict):
-    """The replayed timeline in seconds, where step = compute + exposed_communication + host_stall + copy_stall +
-    idle."""
+    """The replayed timeline in seconds: step = compute + exposed_communication + host_stall + copy_stall + idle."""
 
     step: float
     compute: float
     exposed_communication: float
-    """The time in which the compute units wait for a collective."""
     host_stall: float
-    """The time in which they wait for a copy to or from the host's memory."""
     copy_stall: float
-    """The time in which they wait for asynchronous work of the device itself: a copy, or a fusion beside them."""
     idle: float
-    """The rest of the step, which is launches."""
     mfu: float | None
     hfu: float | None
     tokens_per_second: NotRequired[float]
@@ -93,15 +83,13 @@ class Line(TypedDict):
     flops: float
     bytes: int
     count: int
-    """The number of tasks that run."""
 
 
 class CollectiveRow(TypedDict):
-    """The collectives of one kind, over the same axes, from the same line."""
+    """The collectives of one kind, over the same mesh axes, from the same line."""
 
     kind: str
     axes: list[str]
-    """The mesh axes that the groups span."""
     bytes: int
     """The bytes of one execution, which are those of one group's whole array."""
     sent_bytes: float
@@ -113,9 +101,8 @@ class CollectiveRow(TypedDict):
     source: str
     phase: str
     planned: NotRequired[bool]
-    """Whether the plan asked for it; absent where no plan is known."""
+    """Whether the plan asked for it; absent where no plan is known. If it did not, `reason` says why."""
     reason: NotRequired[str]
-    """Why it is not the plan's; absent where it is."""
 
 
 class TimelineColumns(TypedDict):
@@ -147,7 +134,7 @@ class LintFinding(TypedDict):
 
 
 class Rehearsal(TypedDict):
-    """The whole report."""
+    """The whole report. The model and the batch are there for a config's step only."""
 
     schema: int
     config: str
@@ -158,7 +145,6 @@ class Rehearsal(TypedDict):
     mesh: dict[str, int]
     model: NotRequired[ModelFacts]
     batch: NotRequired[Batch]
-    """The model and the batch are there for a config's step only."""
     compile_seconds: float
     memory: Memory
     time: Time

@@ -12,12 +12,8 @@ from jaxpar.base.console import bytes_text, console, count_text
 from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
 
 _NOTHING = 1e-9  # seconds; what is less is rounding
-_WAITS = {
-    "exposed communication": "exposed_communication",
-    "waits for the host": "host_stall",
-    "waits for copies": "copy_stall",
-    "idle": "idle",
-}
+_WAITS = {"exposed communication": "exposed_communication", "waits for the host": "host_stall",
+          "waits for copies": "copy_stall", "idle": "idle"}  # fmt: skip
 """The names of what the compute units wait for, with the keys of the report's `time`."""
 _MOST = 12  # the rows that a terminal shows of a long table
 
@@ -62,10 +58,8 @@ def lines_table(report: Rehearsal, most: int) -> list[RenderableType]:
     """The lines of the model, the most exposed first."""
     exposed = sum(row["exposed"] for row in report["lines"])
     rows = [
-        [
-            *(_cell(row[key], seconds_text) for key in ("exposed", "communication", "compute")),
-            _cell(row["flops"], count_text), row["source"], row["scope"], row["phase"],
-        ]
+        [*(_cell(row[key], seconds_text) for key in ("exposed", "communication", "compute")),
+         _cell(row["flops"], count_text), row["source"], row["scope"], row["phase"]]
         for row in sorted(report["lines"], key=lambda row: (-row["exposed"], -row["compute"]))
     ]  # fmt: skip
     columns = ["exposed", "comm", "compute", "FLOPs", "line", "scope", "phase"]
@@ -75,12 +69,10 @@ def lines_table(report: Rehearsal, most: int) -> list[RenderableType]:
 def collectives_table(report: Rehearsal, most: int) -> list[RenderableType]:
     """The collectives: those that the plan did not ask for, then the most exposed."""
     found = sorted(report["collectives"], key=lambda row: (row.get("planned", True), -row["exposed"], -row["seconds"]))
+    plan = {None: "", True: "planned", False: "UNPLANNED"}
     rows = [
-        [
-            *(_cell(row[key], seconds_text) for key in ("exposed", "seconds")),
-            _cell(row["sent_bytes"], bytes_text), str(row["count"]), row["kind"], ", ".join(row["axes"]),
-            "" if "planned" not in row else "planned" if row["planned"] else "UNPLANNED", row["phase"], row["source"],
-        ]
+        [*(_cell(row[key], seconds_text) for key in ("exposed", "seconds")), _cell(row["sent_bytes"], bytes_text),
+         str(row["count"]), row["kind"], ", ".join(row["axes"]), plan[row.get("planned")], row["phase"], row["source"]]
         for row in found
     ]  # fmt: skip
     unplanned = sum(not row.get("planned", True) for row in found)
@@ -116,11 +108,10 @@ def titled_table(
     Words fold where there is no room, an empty cell is a dash, and a last row counts the rows beyond `most`.
     """
     table = Table(box=None, pad_edge=False, show_header=any(columns))
-    for at, name in enumerate(columns):
-        if at < numbers:
-            table.add_column(name, justify="right", no_wrap=True)
-        else:
-            table.add_column(name, overflow="fold", min_width=14 if name in ("line", "scope") else 6)
+    for name in columns[:numbers]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in columns[numbers:]:
+        table.add_column(name, overflow="fold", min_width=14 if name in ("line", "scope") else 6)
     for row in rows[:most]:
         table.add_row(*(cell or "-" for cell in row))
     if len(rows) > most:
@@ -157,11 +148,9 @@ def _size(report: Rehearsal) -> str:
     """The size of what a config's step computes; an empty string for another function."""
     if "model" not in report or "batch" not in report:
         return ""
-    batch = report["batch"]
-    return (
-        f"{count_text(report['model']['parameters'])} parameters, {batch['sequences']} x {batch['seq_len']} tokens, "
-        f"accumulation {batch['accumulation']}, {report['target']['dtype']}; "
-    )
+    batch, parameters = report["batch"], count_text(report["model"]["parameters"])
+    tokens = f"{batch['sequences']} x {batch['seq_len']} tokens, accumulation {batch['accumulation']}"
+    return f"{parameters} parameters, {tokens}, {report['target']['dtype']}; "
 
 
 def memory_verdict(memory: Memory) -> str:
@@ -187,8 +176,6 @@ def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
 def note_lines(report: Rehearsal) -> list[str]:
     """Lines on what was assumed."""
     lines = [f"note: {note}" for note in report["notes"]]
-    if (estimated := report["time"]["estimated_without_cycles"]) >= _NOTHING:
-        lines.append(
-            f"note: {percent_text(estimated)} of the compute time is a roofline estimate, not the compiler's own"
-        )
+    if (share := report["time"]["estimated_without_cycles"]) >= _NOTHING:
+        lines.append(f"note: {percent_text(share)} of the compute time is a roofline estimate, not the compiler's own")
     return lines

@@ -1,18 +1,54 @@
-"""The timeline as a Chrome trace, which Perfetto (ui.perfetto.dev), chrome://tracing and TensorBoard open.
+"""A replayed timeline as the report keeps it, in columns of instructions and events by number, and as a Chrome trace.
 
-Its form is the JSON of Google's "Trace Event Format", with complete events (`X`) and metadata (`M`) that names threads.
+Perfetto (ui.perfetto.dev), chrome://tracing and TensorBoard open the trace. Its form is the JSON of Google's "Trace
+Event Format", with complete events (`X`) and metadata (`M`) that names threads.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import write_whole
-from jaxpar.rehearse.report.schema import Rehearsal
+from jaxpar.hlo.tasks import Loop, Task
+from jaxpar.rehearse.cost import COMPUTE, DMA, HOST, SIDE
+from jaxpar.rehearse.report.schema import Rehearsal, TimelineColumns
+from jaxpar.rehearse.timeline import Event
+
+_ORDER = {COMPUTE: 0, DMA: 2, SIDE: 3, HOST: 4}
+"""Compute comes first, then the links by name (1), then local lanes, then the host."""
+
+
+def timeline_of(events: Sequence[Event]) -> TimelineColumns:
+    """Make the report's timeline of a replay's events, which are in seconds.
+
+    It has the lanes that are in use, columns with an entry for each instruction that ran (a bar that stands for trips
+    of a loop has the loop's), and events in microseconds to the nearest nanosecond.
+    """
+    lanes = sorted({event.lane for event in events}, key=lambda lane: (_ORDER.get(lane, 1), lane))
+    nodes = {id(event.node): event.node for event in events}  # by identity: two instructions may be equal
+    number = {key: at for at, key in enumerate(nodes)}
+    rows: list[list[float]] = []
+    for event in events:
+        start, end = round(1e6 * event.start, 3), round(1e6 * (event.start + event.duration), 3)
+        rows.append([lanes.index(event.lane), start, round(end - start, 3), number[id(event.node)], event.repeats])
+    kinds = [_kind_and_bytes(node) for node in nodes.values()]
+    places = [node.place for node in nodes.values()]
+    return {
+        "lanes": lanes, "names": [node.name for node in nodes.values()], "kinds": [kind for kind, _ in kinds],
+        "scopes": [place.scope for place in places], "sources": [place.source for place in places],
+        "phases": [place.phase for place in places], "bytes": [size for _, size in kinds], "events": rows,
+    }  # fmt: skip
+
+
+def _kind_and_bytes(node: Task | Loop) -> tuple[str, int]:
+    if isinstance(node, Loop):
+        return "loop", 0
+    return (node.collective.kind, node.collective.bytes) if node.collective else (node.kind, int(node.bytes))
 
 
 def write_trace(report: Rehearsal, path: Path | str) -> None:
@@ -34,25 +70,21 @@ def chrome_trace(report: Rehearsal) -> dict[str, Any]:
     if "timeline" not in report:
         raise UserError("this report was kept without its timeline, so there is no trace of it: rehearse again")
     timeline, name = report["timeline"], f"{report['config'] or 'step'} on a device of {report['target']['name']}"
-    events = [_metadata("process_name", 0, name=name)]
-    for number, lane in enumerate(timeline["lanes"]):
-        events += [
-            _metadata("thread_name", number, name=lane),
-            _metadata("thread_sort_index", number, sort_index=number),
-        ]
+
+    def metadata(what: str, thread: int, **facts: str | int) -> dict[str, Any]:
+        return {"ph": "M", "pid": 0, "tid": thread, "name": what, "args": facts}
+
+    events = [metadata("process_name", 0, name=name)]
+    for at, lane in enumerate(timeline["lanes"]):
+        events += [metadata("thread_name", at, name=lane), metadata("thread_sort_index", at, sort_index=at)]
     for lane, start, duration, instruction, repeats in timeline["events"]:
         at = int(instruction)
         facts = {
             "scope": timeline["scopes"][at], "line": timeline["sources"][at], "phase": timeline["phases"][at],
             "bytes": timeline["bytes"][at], "stands for so many more trips": int(repeats),
         }  # fmt: skip
-        known = {key: value for key, value in facts.items() if value}
         events.append({
             "ph": "X", "pid": 0, "tid": int(lane), "ts": start, "dur": duration, "name": timeline["names"][at],
-            "cat": timeline["kinds"][at], "args": known,
+            "cat": timeline["kinds"][at], "args": {key: value for key, value in facts.items() if value},
         })  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _metadata(what: str, thread: int, **facts: str | int) -> dict[str, Any]:
-    return {"ph": "M", "pid": 0, "tid": thread, "name": what, "args": facts}

@@ -1,1 +1,0 @@
-"""This package finds how many seconds each instruction of a compiled program takes."""

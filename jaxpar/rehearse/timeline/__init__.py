@@ -1,1 +1,0 @@
-"""This package plays a priced program out: it finds what runs when, and what waits."""
