@@ -35,7 +35,7 @@ lint: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/typecheck .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Three tiers of tests, each a marker (pyproject.toml): every change, CI, by hand.
+# Three tiers of tests: those without a marker for every change, `slow` in CI too, `long` by hand (pyproject.toml).
 test: lint
 	$(PYTEST)
 

@@ -38,7 +38,8 @@ def notebooks() -> str:
     """The list of colab/: of each notebook its title, its first sentences, and where it runs."""
     found = [
         "# Notebooks",
-        "Each runs as it stands on a free Colab TPU or T4, and on a laptop, which simulates the devices.",
+        "Each runs as it stands on a free Colab runtime or a laptop. "
+        "With fewer than eight chips the CPU plays eight devices.",
     ]
     for path in sorted((ROOT / "colab").glob("*.ipynb")):
         first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])

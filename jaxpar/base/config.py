@@ -201,10 +201,10 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """The dtypes. Norms, softmax, the loss, sums over devices and the optimizer's arithmetic are always float32."""
+    """The dtypes. Norms, softmax, the loss, gradients' sums over devices and the optimizer are always in float32."""
 
     compute: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of matmuls and activations."""
+    """The dtype of matmuls and activations, and of the sums of activations over devices."""
     params: Literal["float32", "bfloat16"] = "float32"
     """The dtype that matrices are stored in. In bfloat16 an update below a 256th of a parameter is rounded away, and a
     microbatch's gradients are bfloat16 too."""

@@ -152,7 +152,8 @@ class Layout:
     """The device mesh, from `make_mesh`."""
     rules: ShardingRules = ShardingRules()
     compute: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of matmuls and activations. Norms, softmax, the loss and sums over devices stay float32."""
+    """The dtype of matmuls, activations and their sums over devices. Norms, softmax, the loss and the sums of
+    parameters' gradients stay float32."""
 
     def __post_init__(self) -> None:
         """Raise a UserError for mesh axes other than those of `make_mesh`, or a dtype that no op computes in."""

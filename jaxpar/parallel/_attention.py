@@ -43,7 +43,7 @@ def attention(
         splits the sequence, it must be causal, and the tokens must be `in_order`.
       layout: mesh, rules and compute dtype; None = one device, or a device's own part inside a `shard_map`.
       context: how keys and values come together where the layout splits the sequence: see `jaxpar.parallel.context`.
-      implementation: one of `kernels.attention.Implementation`; `auto` = the first that can serve, which the log names.
+      implementation: a value of the setting `kernels.attention`; `auto` = the first that serves, which the log names.
       dropout_rate: dropout of the attention weights.
       key: of the dropout; there is none when it is None.
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
