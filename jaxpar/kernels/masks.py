@@ -96,13 +96,7 @@ class Mask:
         The result is a numpy array where everything is known while tracing. It is exact for every mask, and for
         combinations in which only d counts. Others, and ids, may call an empty or full tile `PARTIAL`, no more.
         """
-        # Here are those of a mask, or of a combination of masks, in which only d counts: every d is looked at once.
-        (least, most), ahead = tiles._replace(q_start=0, k_start=0).ahead(), tiles.q_start - tiles.k_start
-        first, xp = np.min(least), numpy_for(ahead)
-        seen = self.visible(xp.arange(first, np.max(most) + 1) + ahead, 0)
-        before = xp.concatenate([np.zeros(1, np.int32), xp.cumsum(seen, dtype=np.int32)])
-        count = before[most - first + 1] - before[least - first]
-        return _state(count > 0, count == most - least + 1)
+        raise NotImplementedError
 
     def leaves(self) -> Iterator[Mask]:
         """The masks that this one combines, from the left."""
@@ -142,6 +136,19 @@ class Full(Mask):
 
 class _OfDistance(Mask):
     """A mask in which only d counts."""
+
+    def states(self, tiles: Tiles) -> Places:
+        return _distance_states(self, tiles)
+
+
+def _distance_states(mask: Mask, tiles: Tiles) -> Places:
+    """The exact states of a mask, or of a combination of masks, in which only d counts: every d is looked at once."""
+    (least, most), ahead = tiles._replace(q_start=0, k_start=0).ahead(), tiles.q_start - tiles.k_start
+    first, xp = np.min(least), numpy_for(ahead)
+    seen = mask.visible(xp.arange(first, np.max(most) + 1) + ahead, 0)
+    before = xp.concatenate([np.zeros(1, np.int32), xp.cumsum(seen, dtype=np.int32)])
+    count = before[most - first + 1] - before[least - first]
+    return _state(count > 0, count == most - least + 1)
 
 
 @_static
@@ -340,7 +347,7 @@ class _Pair(Mask):
 
     def states(self, tiles: Tiles) -> Places:
         if of_distance(self):
-            return super().states(tiles)
+            return _distance_states(self, tiles)
         both = self.left.states(tiles), self.right.states(tiles)
         xp = numpy_for(*both)
         return (xp.minimum if isinstance(self, And) else xp.maximum)(*both)

@@ -67,11 +67,16 @@ class PrefillOps(Ops):
 class DecodeOps(Ops):
     """The ops of one new token in each row, which sees the tokens in the cache that its layer's mask shows."""
 
-    before: Sequence[Cache] = ()  # the caches of the layers
-    slot: Int[Array, ""] | int = 0  # the slot that the new tokens take, int32 scalar
-    places_BT: Int[Array, "B T"] | None = None  # the place in its row of each slot's token, which rises; EMPTY = none
-    place_B: Int[Array, " B"] | None = None  # the places of the new tokens
-    caches: list[Cache] = field(default_factory=list)  # the caches with the new tokens, appended as each layer runs
+    before: Sequence[Cache] = ()
+    """The caches of the layers."""
+    slot: Int[Array, ""] | int = 0
+    """The slot that the new tokens take, int32 scalar."""
+    places_BT: Int[Array, "B T"] | None = None
+    """The place in its row of the token in each slot; EMPTY for none. Later slots have later places."""
+    place_B: Int[Array, " B"] | None = None
+    """The places of the new tokens."""
+    caches: list[Cache] = field(default_factory=list)
+    """The caches with the new tokens, appended as each layer runs."""
 
     def attention(
         self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, mask: Mask, segments_BS: Array | None = None,

@@ -63,9 +63,12 @@ class RouterSums(NamedTuple):
 class _Places(NamedTuple):
     """Which row belongs to which token of one device."""
 
-    sources: Array  # [1, 1, R] the token that each row of the sent buffers copies; -1 = the row is empty
-    slots: Array  # [B, S, K] the row in which a token's choice is sent and its answer comes back
-    counts: Array  # [1, 1, X, E / X] how many rows come from each device for each expert that is here
+    sources: Array
+    """The token that each row of the sent buffers copies, [1, 1, R]; -1 = the row is empty."""
+    slots: Array
+    """The row in which a token's choice is sent and its answer comes back, [B, S, K]."""
+    counts: Array
+    """How many rows come from each device for each expert that is here, [1, 1, X, E / X]."""
 
 
 def expert_mlp(

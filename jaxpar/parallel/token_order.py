@@ -71,7 +71,7 @@ def in_order(
 
     Args:
       batch: int arrays [B, S] by name, `tokens` among them, each sequence whole on every device. `positions` are made
-      if missing.
+        if missing.
       context: how attention runs where the sequence is split, as for `attention`.
 
     Raises:

@@ -43,13 +43,20 @@ class Unserved(Exception):
 class Call(NamedTuple):
     """How attention is to be computed."""
 
-    scale: float = 0.0  # the factor of the scores; 0 = 1 / sqrt(h)
-    softcap: float = 0.0  # scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = no cap
-    q_start: Start = 0  # the place of the first query for the mask
-    k_start: Start = 0  # the place of the first key for the mask
-    multiple: int = 1  # a number that traced starts are multiples of
-    out_dtype: DTypeLike | None = None  # the dtype of the output or of the gradients; None = those of the inputs
-    interpret: bool = False  # whether a kernel is interpreted, which tests it on any device
+    scale: float = 0.0
+    """The factor of the scores; 0 = 1 / sqrt(h)."""
+    softcap: float = 0.0
+    """Scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = no cap."""
+    q_start: Start = 0
+    """The place of the first query for the mask."""
+    k_start: Start = 0
+    """The place of the first key for the mask."""
+    multiple: int = 1
+    """A number that traced starts are multiples of."""
+    out_dtype: DTypeLike | None = None
+    """The dtype of the output or of the gradients; None = those of the inputs."""
+    interpret: bool = False
+    """Whether a kernel is interpreted, which tests it on any device."""
 
     def scale_of(self, q_BSHh: Arrays) -> float:
         """The factor of the scores of these queries."""

@@ -37,14 +37,22 @@ log = logging.getLogger(__name__)
 class Asked(NamedTuple):
     """What the choice of an implementation depends on."""
 
-    q: Arrays  # [B, S, H, h], or its shape and dtype
-    k: Arrays  # [B, T, K, h], likewise
-    mask: Mask  # what a query sees
-    call: Call  # the scale, the soft cap and so on
-    with_lse: bool = True  # whether the log-sum-exp is asked for too
-    dropping: bool = False  # whether weights are dropped out
-    parts: bool = False  # whether the answers are parts, to be merged or added up
-    cut: str = ""  # why they are not whole heads of one device, so that only plain XLA takes them; empty = they are
+    q: Arrays
+    """The queries, [B, S, H, h], or their shape and dtype."""
+    k: Arrays
+    """The keys, [B, T, K, h], or their shape and dtype."""
+    mask: Mask
+    """What a query sees."""
+    call: Call
+    """The scale, the soft cap and so on."""
+    with_lse: bool = True
+    """Whether the log-sum-exp is asked for too."""
+    dropping: bool = False
+    """Whether weights are dropped out."""
+    parts: bool = False
+    """Whether the answers are parts, to be merged or added up."""
+    cut: str = ""
+    """Why the arrays are not whole heads of one device, so that only plain XLA takes them; empty = they are."""
 
 
 def attention(

@@ -7,12 +7,15 @@ goes to SMEM ahead of the kernel (scalar prefetch), so that the arrays of a step
 
 A row's sums stay in VMEM from its first step to its last; dk and dv sum over the query heads of a kv head there too.
 Scores lie as [keys, queries], so that a number for each query, such as its maximum, lies along the lanes, and sums over
-keys need no shuffles between lanes: for the forward of a tile of 512 x 512 with head_dim 128, libtpu 0.0.42 makes 1,440
-bundles of instructions on v5e and 1,058 on v6e, in place of 1,832 and 1,779.
+keys need no shuffles between lanes. In this layout libtpu 0.0.42 makes 1,440 bundles of instructions on v5e and 1,058
+on v6e for the forward of a tile of 512 x 512 with head_dim 128; for [queries, keys] it makes 1,832 and 1,779.
 
 Arrays whose head_dim fills no whole tiles of 128 lanes lie with their places along the lanes instead, as [h, S]. They
-then take no padding in HBM, half the room of [S, 64], and XLA's matmuls read and write them as they are, without a
-copy. To pack two heads of 64 into one tile of lanes gained nothing.
+then take no padding in HBM, half the room of [S, 64], and XLA's matmuls read and write them as they are, whereas XLA
+copied every array of the other kind to a layout without gaps. A visited tile of 512 x 512 with head_dim 64 takes 1,166,
+1,155 and 1,899 bundles on v5e (forward, dq, dkv), against 1,196, 1,287 and 1,902 with [S, 64]. To pack two heads of 64
+into one tile of lanes gained nothing: for the forward 1,178 bundles a head on v5e and 953 on v6e, against 1,197 and
+942.
 
 Shapes: as in `jaxpar.kernels.attention.call`; Q tiles of q queries, N tiles of t keys; R rows of up to W; L steps.
 """
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -177,11 +180,16 @@ class _Step(NamedTuple):
 
     call: Call
     scale: float
-    first: Array  # whether it is the first of its row, where sums begin
-    last: Array  # whether it is the last of its row, where sums are written
-    state: Array  # whether its tile is EMPTY, PARTIAL or FULL
-    seen: Callable[[], Array]  # gives which places of a partial tile are seen, [t, q]
-    across: bool  # as in `_Walk`
+    first: Array
+    """Whether it is the first of its row, where sums begin."""
+    last: Array
+    """Whether it is the last of its row, where sums are written."""
+    state: Array
+    """Whether its tile is EMPTY, PARTIAL or FULL."""
+    seen: Callable[[], Array]
+    """Gives which places of a partial tile are seen, [t, q]."""
+    across: bool
+    """As in `_Walk`."""
 
     def rows(self, x: Ref) -> Array:
         """Turn an array as it lies into [places, h], or turn such rows into an array that lies so."""
@@ -211,14 +219,21 @@ class _Walk(NamedTuple):
 
     mask: Mask
     call: Call
-    scale: float  # the factor of the scores
+    scale: float
+    """The factor of the scores."""
     tiles: Tiles
-    of_keys: bool  # whether rows are tiles of keys
-    rows: Array | np.ndarray  # the row of each step, int32 [L], or [B * L] where sequences differ
-    codes: Array | np.ndarray  # for each step `entry << 2 | state`: the entry of `Visits`, and its tile's state
-    count: int | Array  # how many steps there are; it is on the device where ids or places are
-    stride: int  # how many steps each sequence has in the lists; 0 = all sequences share one list
-    across: bool  # whether arrays lie with their places along the lanes
+    of_keys: bool
+    """Whether rows are tiles of keys."""
+    rows: Array | np.ndarray
+    """The row of each step, int32 [L], or [B * L] where sequences differ."""
+    codes: Array | np.ndarray
+    """For each step `entry << 2 | state`: the entry of `Visits`, and the state of its tile."""
+    count: int | Array
+    """How many steps there are; it is on the device where ids or places are."""
+    stride: int
+    """How many steps each sequence has in the lists; 0 = all sequences share one list."""
+    across: bool
+    """Whether arrays lie with their places along the lanes."""
 
     def by_head(self, x_BSHh: Array, block: int) -> Array:
         """Turn [B, S, H, h] into [B, H, S, h], or across into [B, H, h, S], with zeros up to whole tiles."""
@@ -367,8 +382,9 @@ def _specs(walk: _Walk, G: int, h: int) -> dict[Kind, pl.BlockSpec]:
     def spec(shape: tuple[int | None, ...], index: Callable[..., tuple[int | Array, ...]]) -> pl.BlockSpec:
         """Make a spec; `index` takes a sequence, a kv head, a query head, a tile of queries and a tile of keys."""
 
-        def of_step(b: int | Array, kv_head: int | Array, *grid_and_lists: Any) -> tuple[int | Array, ...]:
-            outer, inner, rows, codes, _ = grid_and_lists
+        def of_step(
+            b: int | Array, kv_head: int | Array, outer: int | Array, inner: int | Array, rows: Ref, codes: Ref, _: Ref
+        ) -> tuple[int | Array, ...]:
             n, g = (outer, inner) if walk.of_keys else (inner, outer)
             return index(b, kv_head, kv_head * G + g, *walk.at(b, n, rows, codes))
 

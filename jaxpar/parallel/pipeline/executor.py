@@ -40,8 +40,6 @@ from jaxpar.parallel.token_order import TOKENS, halves, in_order
 
 Batch = Mapping[str, Array]
 _X = TypeVar("_X")
-_Shares = tuple[Any, Any]
-"""The share of some rounds in which a stage works at the first virtual stage, and the share at the last."""
 
 
 def gradients(
@@ -87,11 +85,16 @@ class _Task(NamedTuple):
 class _Arrays(NamedTuple):
     """The arrays that a stage is given."""
 
-    blocks: PyTree  # the stacked weights of its layers [virtual x places, ...]
-    ends: PyTree  # the parameters of the embedding and the head
-    rows: PyTree  # the batch [M, B, S]
-    key: PyTree  # of the dropout, or None
-    order: PyTree  # the layer at each of its places [virtual x places]; -1 = none
+    blocks: PyTree
+    """The stacked weights of its layers, [virtual x places, ...]."""
+    ends: PyTree
+    """The parameters of the embedding and the head."""
+    rows: PyTree
+    """The batch, [M, B, S]."""
+    key: PyTree
+    """The key of the dropout, or None."""
+    order: PyTree
+    """The layer at each of its places, [virtual x places]; -1 = none."""
 
 
 def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tuple[LossSums, Any]:
@@ -113,7 +116,8 @@ def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tu
         carry = stage.start()
         for segment, mine in zip(task.steps.segments, ticks, strict=True):
             shares: dict[Kind, _Shares] = {
-                kind: (np.mean(rows.some_end), np.mean(rows.some_score)) for kind, rows in segment.ticks.items()
+                kind: _Shares(float(np.mean(rows.some_end)), float(np.mean(rows.some_score)))
+                for kind, rows in segment.ticks.items()
             }
             body = partial(stage.round, shares=shares)
             carry, _ = jax.lax.scan(lambda carry, row, body=body: (body(carry, row), None), carry, mine)
@@ -129,18 +133,34 @@ def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tu
     return run(arrays, ticks)
 
 
+class _Shares(NamedTuple):
+    """The share of some rounds in which a stage works at the first virtual stage, and the share at the last."""
+
+    first: float
+    last: float
+
+
 class _Carry(NamedTuple):
     """What one stage carries from tick to tick; the fields of the backward are None where there is none."""
 
-    inbox: Array  # activations that have arrived [slots, B, S, D]
-    sums: LossSums  # for this stage's part
-    turn: Array | None  # what the next op with a collective waits for, on CPU (`turn_after`)
-    stash: Any = None  # what the forward keeps for the backward: a stack's buffers, or a stage's input [slots, ...]
-    cotangents: Any = None  # those that have arrived [slots, B, S, D]
-    leaving: Any = None  # the cotangent that is sent next [B, S, D]
-    entering: Any = None  # the activation that is on its way to the inbox inside a round [B, S, D]
-    blocks: Any = None  # gradients of this stage's layers [virtual x places, ...], in the plan's dtype for such sums
-    ends: Any = None  # gradients of embedding and head, for this stage's part, if these are trained
+    inbox: Array
+    """The activations that have arrived, [slots, B, S, D]."""
+    sums: LossSums
+    """The sums of the loss, for this stage's part."""
+    turn: Array | None
+    """What the next op with a collective waits for, on CPU (`turn_after`)."""
+    stash: Any = None
+    """What the forward keeps for the backward: a stack's buffers, or a stage's input [slots, ...]."""
+    cotangents: Any = None
+    """The cotangents that have arrived, [slots, B, S, D]."""
+    leaving: Any = None
+    """The cotangent that is sent next, [B, S, D]."""
+    entering: Any = None
+    """The activation that is on its way to the inbox inside a round, [B, S, D]."""
+    blocks: Any = None
+    """The gradients of this stage's layers, [virtual x places, ...], in the plan's dtype for such sums."""
+    ends: Any = None
+    """The gradients of embedding and head, for this stage's part, if these are trained."""
 
 
 class _Stage:
@@ -269,14 +289,14 @@ class _Stage:
         def embedded(x_BSD: Array) -> Array:
             return jnp.where(row.ends > 0, self._embed(self.ends, row.microbatch), x_BSD)
 
-        x_BSD = _if_some(shares[0], row.some_end, embedded, read(carry.inbox, row.taken))
+        x_BSD = _if_some(shares.first, row.some_end, embedded, read(carry.inbox, row.taken))
         y_BSD, stash, routed = self.layers.forward(x_BSD, row, None if self.by_stage else carry.stash)
         carry = carry._replace(stash=write(carry.stash, x_BSD, row.kept) if self.by_stage else stash)
         if routed is not None:
             carry = carry._replace(sums=self._add_routed(carry.sums, routed, row.on))
         carry = self._set_turn(carry._replace(entering=self._send(y_BSD, 1)), "entering")
         row = waits(row, carry.turn)
-        carry = _if_some(shares[1], row.some_score, lambda carry: self._score(carry, y_BSD, row), carry)
+        carry = _if_some(shares.last, row.some_score, lambda carry: self._score(carry, y_BSD, row), carry)
         return self._set_turn(carry, "sums", "cotangents")
 
     def _add_routed(self, sums: LossSums, routed: RouterSums, on: Array) -> LossSums:
@@ -315,7 +335,7 @@ class _Stage:
             _, pull = jax.vjp(lambda trained: self._embed(self.ends | trained, i), self.trained_ends)
             return _add_gradients(ends, *pull(jnp.where(on_first, dx_BSD, 0)))
 
-        ends = _if_some(shares[0], row.some_end, embedded, carry.ends)
+        ends = _if_some(shares.first, row.some_end, embedded, carry.ends)
         carry = carry._replace(blocks=blocks, leaving=dx_BSD, ends=ends)
         return self._set_turn(carry, "leaving", "ends")
 

@@ -29,10 +29,13 @@ _LONG = 0.25  # an idle share that is worth a line in the log
 class Layers(NamedTuple):
     """The places where a pipeline has the layers of a model."""
 
-    counts: tuple[int, ...]  # the number of layers of each virtual stage, in the model's order
-    # For each place in a stacked parameter, the layer that is stored there; -1 = none, all zeros. A stage's places are
-    # together; its chunks follow one another, and all have the same number of places.
+    counts: tuple[int, ...]
+    """The number of layers of each virtual stage, in the model's order."""
     order: tuple[int, ...]
+    """For each place in a stacked parameter, the layer that is stored there; -1 = none, all zeros.
+
+    A stage's places are together; its chunks follow one another, and all have the same number of places.
+    """
 
     @property
     def places(self) -> int:

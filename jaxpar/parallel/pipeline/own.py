@@ -62,7 +62,7 @@ def value_and_grad(
       embed: `(params, tokens [B, S], positions [B, S]) -> x [B, S, D]`; params are all parameters but `blocks`.
       block: `(layer, x, positions) -> x`; a layer is a slice of `params["blocks"]`. `jax.checkpoint` has it recomputed.
       score: `(params, x, labels [B, S]) -> ` the loss *summed* over labels not below zero. It sees some tokens at a
-      time.
+        time.
       axes: logical axes of each parameter, in a tree of the parameters' form; those of `blocks` begin with "layers".
       layout: a layout with more than one device along `stage`.
       microbatches: how many microbatches the batch's rows are cut into.

@@ -21,19 +21,30 @@ _BUFFERS = ("stash", "inbox", "cotangents")
 class Rows(NamedTuple):
     """One kind of tick, as int32 arrays [rounds, stages]."""
 
-    on: _Array  # whether the stage does anything
-    microbatch: _Array  # that of the action; 0 where there is none
-    chunk: _Array  # likewise
-    kept: _Array  # the slot of the stash, which a forward writes and a backward reads
-    taken: _Array  # the slot of what has arrived: the activation for a forward, the cotangent for a backward
-    # The slot of a neighbour's message: the activation after a forward's round, the cotangent before a backward.
+    on: _Array
+    """Whether the stage does anything."""
+    microbatch: _Array
+    """The microbatch of the action; 0 where there is none."""
+    chunk: _Array
+    """The chunk of the action; 0 where there is none."""
+    kept: _Array
+    """The slot of the stash, which a forward writes and a backward reads."""
+    taken: _Array
+    """The slot of what has arrived: the activation for a forward, the cotangent for a backward."""
     arrives: _Array
-    ends: _Array  # whether it is the first virtual stage's, where a forward begins and a backward ends: the embedding
-    scores: _Array  # whether it is the last virtual stage's forward, which the loss follows
-    cotangent: _Array  # the slot for the cotangent that the loss gives back
-    some_end: _Array  # [rounds], whether there is any such stage
-    some_score: _Array  # likewise
-    scored: _Array  # [rounds], the microbatch that is scored
+    """The slot of a neighbour's message: the activation after a forward's round, the cotangent before a backward."""
+    ends: _Array
+    """Whether it is the first virtual stage's, where a forward begins and a backward ends: the embedding."""
+    scores: _Array
+    """Whether it is the last virtual stage's forward, which the loss follows."""
+    cotangent: _Array
+    """The slot for the cotangent that the loss gives back."""
+    some_end: _Array
+    """Whether `ends` holds for any stage, [rounds]."""
+    some_score: _Array
+    """Whether `scores` holds for any stage, [rounds]."""
+    scored: _Array
+    """The microbatch that is scored, [rounds]."""
 
 
 class Segment(NamedTuple):

@@ -160,10 +160,14 @@ UNIT = Times()
 class Simulation(NamedTuple):
     """What `simulate_schedule` found."""
 
-    makespan: float  # time from the first start to the last end
-    bubble: float  # the idle share of all stages' time
-    starts: tuple[float, ...]  # when each tick starts
-    stash: tuple[int, ...]  # the most inputs each stage keeps at a time, from a forward's start to its backward's end
+    makespan: float
+    """The time from the first start to the last end."""
+    bubble: float
+    """The idle share of all stages' time."""
+    starts: tuple[float, ...]
+    """When each tick starts."""
+    stash: tuple[int, ...]
+    """The most inputs that each stage keeps at a time, from a forward's start to its backward's end."""
 
 
 def check(table: Table) -> None:

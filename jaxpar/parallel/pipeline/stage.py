@@ -127,11 +127,16 @@ class Stack:
 
     model: PipelinedModel
     plan: Plan
-    weights: PyTree  # this stage's stacked weights [virtual x places, ...]
-    context: Callable[[ArrayLike, ArrayLike, ArrayLike], LayerContext]  # of a microbatch, a chunk and a place in it
-    places: int  # the number of places of a virtual stage
-    added: RouterSums | None  # the cotangents of a layer's router sums, or None
-    kept: list[Kept] = field(default_factory=list)  # what a layer of each kind keeps of its vjp, after `prepare`
+    weights: PyTree
+    """This stage's stacked weights, [virtual x places, ...]."""
+    context: Callable[[ArrayLike, ArrayLike, ArrayLike], LayerContext]
+    """A function of (microbatch, chunk, place in it) that returns what the layer is told."""
+    places: int
+    """The number of places of a virtual stage."""
+    added: RouterSums | None
+    """The cotangents of a layer's router sums, or None."""
+    kept: list[Kept] = field(default_factory=list)
+    """What a layer of each kind keeps of its vjp, after `prepare`."""
 
     @property
     def kinds(self) -> int:
