@@ -92,13 +92,16 @@ def hf_tensors(
         parts = []
         for name in tensor.params:
             group = [leaves[key] for key in (name, f"{name}_lora_a", f"{name}_lora_b") if key in leaves]
-            piece = _piece(group, tensor.index, dtype, scale)
-            whole = piece if piece.is_fully_addressable else multihost_utils.process_allgather(piece, tiled=True)
-            host = np.asarray(whole)
+            host = _fetch(_piece(group, tensor.index, dtype, scale))
             host = host[tuple(slice(sizes[c]) for c in letters[name])]  # without the vocabulary's padding
             host = host.transpose([letters[name].index(c) for c in "".join(tensor.dims)])
             parts.append(host.reshape([math.prod(sizes[c] for c in merged) for merged in tensor.dims]))
         yield tensor.name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+
+def _fetch(piece: jax.Array) -> np.ndarray:
+    """Copy a piece to this host. In a function of its own, so that nothing holds the piece while the next is made."""
+    return np.asarray(piece if piece.is_fully_addressable else multihost_utils.process_allgather(piece, tiled=True))
 
 
 @partial(jax.jit, static_argnames=("dtype", "scale"))

@@ -304,8 +304,9 @@ def hf_config(config: ModelConfig) -> Json:
         "logit_softcap": config.logit_softcap and "logit_softcap" not in family.sizes,
         "attention_softcap": config.attention_softcap and "attention_softcap" not in family.sizes,
     }
-    for field in filter(unsaid.get, unsaid):
-        said = f"model.{field}={getattr(config, field)}"
+    lost = [field for field, wrong in unsaid.items() if wrong]
+    if lost:
+        said = f"model.{lost[0]}={getattr(config, lost[0])}"
         raise UserError(f"a {name} checkpoint cannot say {said}: it would be read as that of a model without")
     values = dataclasses.asdict(config) | {"kv_heads": config.kv_head_count, "head_dim": head_dim}
     hf: Json = {"architectures": [family.architecture], "model_type": name}

@@ -116,7 +116,7 @@ MUTATIONS = [
     Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/base/config.py",
              '"data.prefetch",', '"data",', "tests/base/test_config.py -k resumes"),
     # Compiled programs read and priced.
-    Mutation("loop_once", "a cost that counts a loop once", "jaxpar/rehearse/cost.py",
+    Mutation("loop_once", "a cost that counts a loop once", "jaxpar/hlo/tasks.py",
              "times * node.trips", "times",
              "tests/rehearse/test_cost.py tests/rehearse/test_timeline.py tests/hlo/test_programs.py"),
     Mutation("group_axis", "a wrong axis: groups of devices are not transposed", "jaxpar/hlo/collectives.py",

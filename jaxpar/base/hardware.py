@@ -77,6 +77,7 @@ class Hardware:
     chips_per_host: int = 0
     """Chips that share one machine's NICs and memory; a virtual machine, and so a JAX process, may have fewer."""
     devices_per_chip: int = 1
+    """JAX devices of one chip."""
     clock_hz: float = 0.0
     """The clock of the matmul units, which turns a compiler's cycles into seconds."""
     hbm_bytes: int = 0
@@ -181,12 +182,18 @@ def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
-    """The figures of this `jax.Device.device_kind`, or None for an unknown one. They do not say how many there are."""
+    """The figures of the chip with this `jax.Device.device_kind`, or None for an unknown one.
+
+    They do not say how many chips there are: `chips`, `ici.shape` and `ici.wraps` are empty.
+    """
     known = (load_chip(name).hardware for name in presets(CHIPS))
     return next((hardware for hardware in known if device_kind in hardware.device_kinds), None)
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense matmul FLOP/s of one device, or None where there is no figure: an unknown chip, a CPU, another dtype."""
+    """Dense matmul FLOP/s of one device, or None where there is no figure: an unknown chip, a CPU, another dtype.
+
+    `dtype` is a field of `PeakFlops`: float32, bfloat16, float8 or int8.
+    """
     hardware = hardware_of(device_kind)
     return getattr(hardware.peak_flops, dtype, None) or None if hardware else None

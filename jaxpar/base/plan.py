@@ -95,23 +95,35 @@ class Pipeline:
 class Plan(Layout):
     """How a model runs on devices, and nothing about what it computes: a layout, and how its ops are done.
 
-    Its other fields are settings of a config, which says more of each (`base.config`): those of `memory` that concern
-    the step, where `policy` is called `remat` here, those of `precision`, and `kernels.attention`.
+    It is hashable, so it may be a static argument. Its fields beside the layout's are settings of a config, which says
+    more of each (`base.config`): those of `memory` that concern the step, where `policy` is called `remat` here, those
+    of `precision`, and `kernels.attention`.
     """
 
     remat: Policy = "none"
     """What a block keeps for its backward: one of `activation_names.PRESETS`."""
     overlap: Overlap = Overlap()
+    """How the linears gather and scatter the sequence."""
     context: Context = Context()
+    """How attention sees a sequence that is split."""
     loss_mib: int = 4096
+    """MiB of a device that the loss may hold: some tokens' scores, the gathered vocabulary matrix and its gradient."""
     attention: str = "auto"
+    """One of `kernels.attention.dispatch.Implementation`, or `auto`: the first of them that serves."""
     pipeline: Pipeline = Pipeline()
+    """How microbatches go through stages."""
     keep: Keep = field(default_factory=Keep)
+    """What becomes of single named activations, in place of what `remat` says."""
     parameters: Literal["device", "offload"] = "device"
+    """`offload` keeps the parameters of the stacked layers in host memory."""
     optimizer: Literal["device", "offload"] = "device"
+    """`offload` keeps the moments of matrices in host memory."""
     params: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of matrices as they are stored."""
     gradients: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of gradients that are added up over microbatches."""
     moments: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the optimizer's state of matrices."""
 
     @property
     def recomputes(self) -> bool:

@@ -92,7 +92,9 @@ def _join(platform: str) -> None:
     """
     count, index = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
     try:
-        jax.distributed.initialize(None, None if count is None else int(count), None if index is None else int(index))
+        jax.distributed.initialize(
+            num_processes=None if count is None else int(count), process_id=None if index is None else int(index)
+        )
     except (RuntimeError, ValueError) as error:
         if platform in _DEVICES and not _device_files(platform):
             raise UserError(
@@ -211,6 +213,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that takes the name `path` once all of it is written, and is removed if that fails.
 
     Readers see the file whole or not at all, also while others write it; its folder is made.
+
+    Raises:
+      OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

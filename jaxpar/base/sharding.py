@@ -66,7 +66,11 @@ class ShardingRules:
     stage: tuple[MeshAxis, ...] = ("stage",)
 
     def __post_init__(self) -> None:
-        """Accept a bare mesh axis in place of a tuple of one, and None in place of an empty tuple; check the names."""
+        """Accept a bare mesh axis in place of a tuple of one, and None in place of an empty tuple.
+
+        Raises:
+          UserError: a name is not a mesh axis.
+        """
         for rule in fields(self):
             given: str | Sequence[str] | None = getattr(self, rule.name)
             axes = (given,) if isinstance(given, str) else tuple(given or ())

@@ -53,7 +53,11 @@ def load_template(tokenizer: str | Path) -> ChatTemplate:
 
 
 def special_tokens(tokenizer: str | Path) -> dict[str, str]:
-    """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may be none."""
+    """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may be none.
+
+    Raises:
+      UserError: tokenizer_config.json cannot be read.
+    """
     file = Path(tokenizer).with_name(SPECIAL_TOKENS)
     config = read_json(file) if file.exists() else {}
     # A token is its text, or an object with it as `content`.

@@ -226,8 +226,9 @@ def _say_who(rank: int, count: int) -> None:
         with socket.socket() as free:
             free.bind(("", 0))
             address = f"{get_node_ip_address()}:{free.getsockname()[1]}"
-    names = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-    os.environ |= dict(zip(names, map(str, (broadcast_from_rank_zero(address), count, rank)), strict=True))
+    os.environ["JAX_COORDINATOR_ADDRESS"] = str(broadcast_from_rank_zero(address))
+    os.environ["JAX_NUM_PROCESSES"] = str(count)
+    os.environ["JAX_PROCESS_ID"] = str(rank)
 
 
 def _require_shared(folder: Path, mark: str) -> None:

@@ -111,8 +111,8 @@ def _resources(ray: Any, on_cpu: bool, count: int) -> dict[str, float]:
 
 def _run(settings: str, job: dict[str, str], lines: Any) -> Trial:
     """What the process of one combination does."""
-    config, folder = read_job(job)
     try:
+        config, folder = read_job(job)
         train_config(config, folder)
     except UserError as error:
         lines.put(f"{settings}: {error}")
@@ -134,6 +134,7 @@ def results_table(results: Sequence[Trial]) -> Table:
     table = Table(*keys, "loss", "validation", "tok/s", "step", "refused or failed", box=None, pad_edge=False)
     forms = ("{:.4f}", "{:.4f}", "{:,.0f}", "{:.3f} s")
     for trial in results:
-        shown = [form.format(x) if x is not None else "" for form, x in zip(forms, trial[1:5], strict=True)]
+        numbers = (trial.loss, trial.val_loss, trial.tokens_per_second, trial.step_seconds)
+        shown = [form.format(x) if x is not None else "" for form, x in zip(forms, numbers, strict=True)]
         table.add_row(*(word.partition("=")[2] for word in trial.settings.split(" ")), *shown, trial.error)
     return table

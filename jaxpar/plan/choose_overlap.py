@@ -99,7 +99,8 @@ def words(overlap: Overlap) -> str:
     gather, scatter = overlap.gather, overlap.scatter
     common = gather if scatter == gather else f"gather {gather}, scatter {scatter}"
     sites = [f"{site} {getattr(overlap, site)}" for site in SITES if getattr(overlap, site) != "same"]
-    return ", ".join([*["domino"] * (overlap.domino == "on"), *sites, f"else {common}" if sites else common])
+    text = ", ".join([*sites, f"else {common}"] if sites else [common])
+    return f"domino, {text}" if overlap.domino == "on" else text
 
 
 def trial(config: Config, plan: Plan, target: Target | None) -> float:

@@ -212,8 +212,9 @@ class _Load:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        ways = {(axis, -step) for axis, links in enumerate(self.axes) for _, step, *_ in links}
-        return tuple(f"ici:{'xyz'[axis]}{'+' if step < 0 else '-'}" for axis, step in sorted(ways))
+        """The directions of axes that are used, each axis's `+` before its `-`."""
+        ways = [sorted({step for _, step, *_ in links}, reverse=True) for links in self.axes]
+        return tuple(f"ici:{'xyz'[axis]}{'+' if step > 0 else '-'}" for axis, used in enumerate(ways) for step in used)
 
 
 def _sides(group: tuple[Position, ...]) -> tuple[tuple[int, ...], ...] | None:

@@ -17,6 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from jaxpar.base.activation_names import NAMES
+from jaxpar.base.console import check_folders
 from jaxpar.base.errors import UserError
 from jaxpar.base.runtime import replacing
 from jaxpar.base.sharding import Layout, Placement
@@ -82,8 +83,9 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Write a PNG, or an SVG if the path ends so, whole or not at all; an SVG has the same bytes each time.
 
     Raises:
-      UserError: the file cannot be written.
+      UserError: the file cannot be written, or its folder is not there.
     """
+    check_folders(path)
     svg = path.suffix == ".svg"
     try:
         with replacing(path) as file, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):

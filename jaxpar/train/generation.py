@@ -157,8 +157,8 @@ class Generator:
         found: list[list[int]] = []
         for first in range(0, len(prompts), rows):
             some = prompts[first : first + rows]
-            *_, last = self.stream(some, max_tokens, sampling, stop, first=first, rows=min(rows, len(prompts)))
-            found += last
+            # Without chunks the stream has one item: all new tokens.
+            found += next(self.stream(some, max_tokens, sampling, stop, first=first, rows=min(rows, len(prompts))))
         return found
 
     def stream(

@@ -156,7 +156,9 @@ def _update_part(
     part: _Part, grads: Params, opt_state: optax.OptState, scale: _Scale, axes: Params, train: TrainConfig, plan: Plan
 ) -> tuple[_Part, optax.OptState]:
     """Return the new parameters and moments, and the optimizer's state, of which only the scalars are used."""
-    (part, grads), matrices, (factor, finite) = jax.tree.map(on_device, (part, grads)), decay_mask(axes), scale
+    part, grads = jax.tree.map(on_device, (part, grads))
+    matrices = decay_mask(axes)
+    factor, finite = scale
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
     # ZeRO-1: where the optimizer's state is split over more devices than the parameters, each device updates its piece.
     split_further = plan.mesh_axes("state_embed") != plan.mesh_axes("embed")
@@ -173,10 +175,12 @@ def _update_part(
     state = pack_moments(state, matrices, plan.moments)
     state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), state, before)
 
-    new, moments = _gather_params(new, axes, plan) if split_further else new, moments_of(state)
+    if split_further:
+        new = _gather_params(new, axes, plan)
+    mu, nu = moments_of(state)
     if plan.optimizer == "offload":
-        moments = (jax.tree.map(lambda x, matrix: on_host(x) if matrix else x, of, matrices) for of in moments)
-    return _Part(new, *moments), state
+        mu, nu = (jax.tree.map(lambda x, matrix: on_host(x) if matrix else x, of, matrices) for of in (mu, nu))
+    return _Part(new, mu, nu), state
 
 
 def _update_by_layer(

@@ -75,7 +75,7 @@ def explain(
             layers = tuple(layer for layer, error in enumerate(off) if not error <= most)
         finding = diagnose(evidence, layers)
         if not finding.fits:
-            finding = diagnose(evidence._replace(guesses=guesses + _predictions(name, others())), layers)
+            finding = diagnose(replace(evidence, guesses=guesses + _predictions(name, others())), layers)
         return row._replace(finding=finding, layers=layers)
 
     return replace(verdict, rows=tuple(row if row.ok else explain_row(row) for row in verdict.rows))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
@@ -28,7 +29,8 @@ Guess = tuple[Kind, str, np.ndarray]
 """A hypothesis: its kind, what it says, and what the gradient would be if it were true."""
 
 
-class Evidence(NamedTuple):
+@dataclass(frozen=True)
+class Evidence:
     """One wrong gradient, and what it may be compared with. All arrays have the same shape unless stated.
 
     Attributes:
@@ -43,18 +45,18 @@ class Evidence(NamedTuple):
 
     got: np.ndarray
     want: np.ndarray
-    axis_sizes: Mapping[str, int] = {}
-    sizes: Mapping[str, int] = {}
+    axis_sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
     split: Sequence[tuple[str, ...]] = ()
     guesses: Sequence[Guess] = ()
-    copies: Mapping[str, np.ndarray] = {}
+    copies: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def of_layers(self, layers: Sequence[int]) -> Evidence:
         """Return the evidence of some layers only, which dim 0 counts."""
         pick = list(layers)
         guesses = [(kind, says, value[pick]) for kind, says, value in self.guesses]
         copies = {axis: value[:, pick] for axis, value in self.copies.items()}
-        return self._replace(got=self.got[pick], want=self.want[pick], guesses=guesses, copies=copies)
+        return replace(self, got=self.got[pick], want=self.want[pick], guesses=guesses, copies=copies)
 
 
 class Finding(NamedTuple):

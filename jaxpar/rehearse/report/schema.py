@@ -48,6 +48,7 @@ class Memory(TypedDict):
     fits: bool
     categories: dict[str, int]
     host: dict[str, int]
+    """The bytes in the host's memory for this device, by the same names."""
     advice: list[str]
 
 
@@ -57,9 +58,13 @@ class Time(TypedDict):
     step: float
     compute: float
     exposed_communication: float
+    """The time in which the compute units wait for a collective."""
     host_stall: float
+    """The time in which they wait for a copy to or from the host's memory."""
     copy_stall: float
+    """The time in which they wait for asynchronous work of the device itself: a copy, or a fusion beside them."""
     idle: float
+    """The rest of the step, which is launches."""
     mfu: float | None
     hfu: float | None
     tokens_per_second: NotRequired[float]
@@ -83,6 +88,7 @@ class Line(TypedDict):
     flops: float
     bytes: int
     count: int
+    """The number of tasks that run."""
 
 
 class CollectiveRow(TypedDict):
