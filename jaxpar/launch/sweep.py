@@ -130,11 +130,12 @@ def _run(settings: str, job: dict[str, str], lines: Any) -> Trial:
 
 def results_table(results: Sequence[Trial]) -> Table:
     """The table of a sweep, a row for each combination."""
-    keys = [word.partition("=")[0] for word in results[0].settings.split(" ")]
+    words = [re.split(r" (?=\w+\.[\w.]+=)", trial.settings) for trial in results]  # a value may have spaces
+    keys = [word.partition("=")[0] for word in words[0]]
     table = Table(*keys, "loss", "validation", "tok/s", "step", "refused or failed", box=None, pad_edge=False)
     forms = ("{:.4f}", "{:.4f}", "{:,.0f}", "{:.3f} s")
-    for trial in results:
+    for trial, settings in zip(results, words, strict=True):
         numbers = (trial.loss, trial.val_loss, trial.tokens_per_second, trial.step_seconds)
         shown = [form.format(x) if x is not None else "" for form, x in zip(forms, numbers, strict=True)]
-        table.add_row(*(word.partition("=")[2] for word in trial.settings.split(" ")), *shown, trial.error)
+        table.add_row(*(word.partition("=")[2] for word in settings), *shown, trial.error)
     return table

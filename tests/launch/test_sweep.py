@@ -26,3 +26,9 @@ def test_a_refused_combination_has_its_reason_in_the_table():
     columns = {str(column.header): list(column.cells) for column in table.columns}
     assert columns["mesh.tensor"] == ["1", "3"]
     assert columns["loss"] == ["2.0000", ""] and columns["refused or failed"] == ["", "too odd"]
+
+
+def test_a_value_with_spaces_is_one_cell():
+    table = results_table([Trial("model.masks=[a(1, 2)] mesh.tensor=2", 2.0), Trial("model.masks=[b] mesh.tensor=1")])
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["model.masks"] == ["[a(1, 2)]", "[b]"] and columns["mesh.tensor"] == ["2", "1"]
