@@ -112,8 +112,9 @@ def test_a_flag_without_an_effect_is_refused(words: str, message: str) -> None:
 @pytest.mark.parametrize("preset", presets("jaxpar.configs"))
 def test_a_preset_may_hold_what_a_flag_or_a_mesh_switches_off(preset: str) -> None:
     one = [word for axis in ("data", "fsdp", "context", "tensor", "stage") for word in (f"--mesh.{axis}", "1")]
-    parsed(preset, "--on", "h100_8")
-    parsed(preset, *one, "--data.source", "stdlib", "--train.schedule", "constant", "--pipeline.virtual", "1")
+    assert parsed(preset, "--on", "h100_8").mesh.platform == "gpu"
+    alone = parsed(preset, *one, "--data.source", "stdlib", "--train.schedule", "constant", "--pipeline.virtual", "1")
+    assert (alone.mesh.stage, alone.pipeline.virtual) == (1, 1)
 
 
 def test_of_a_file_what_never_had_an_effect_is_refused(tmp_path: Path) -> None:

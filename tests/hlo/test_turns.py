@@ -96,4 +96,4 @@ def test_an_update_a_layer_at_a_time_has_one_order() -> None:
 def test_an_evaluation_in_a_pipeline_has_one_order() -> None:
     config = override(Config(), PLAN | RINGS | {"pipeline.schedule": "1f1b"})
     model, plan = Model(config.model), make_plan(config, jax.devices()[:4])
-    step.compile_eval_step(model, config, plan)
+    assert find_unordered(step.compile_eval_step(model, config, plan).as_text()) == []
