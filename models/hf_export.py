@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError, require_local, suggest
 from jaxpar.base.sharding import path_name
 from jaxpar.models.hf import Dtype, Tensor, dim_letters, dim_sizes, hf_layout, shift_norms
 from jaxpar.models.hf_families import HF_FAMILIES, Json, hf_config, model_type
@@ -60,6 +60,7 @@ def export_hf(
 
 def write_folder(folder: Path, write: Callable[[Path], None], arrays: Iterator[object]) -> None:
     """Let process 0 `write` a new folder, which appears whole or not at all, from `arrays` that all processes make."""
+    require_local(folder)
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
         raise UserError(f"{folder} is there already and not an empty folder: export into a new one")
     if jax.process_index() == 0:

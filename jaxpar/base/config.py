@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError, require_local, suggest
 from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.plan import Context, Overlap, Pipeline
 from jaxpar.base.sharding import ShardingRules, fit_rules
@@ -331,9 +331,16 @@ def incompatible_changes(old: Config, new: Config) -> list[str]:
     ]
 
 
+def require_local_data(data: DataConfig) -> None:
+    """Raise a UserError where a path of the data or of the tokenizer is a URL."""
+    require_local(data.path, data.val_path, data.tokenizer, *data.mixture)
+
+
 def check(config: Config) -> Config:
     """Return the config, or raise a UserError where its sizes contradict each other; no device or file is looked at."""
     model, train, data = config.model, config.train, config.data
+    require_local(train.init)
+    require_local_data(data)
     for key, value in flatten(config).items():
         least = 1 if key in _AT_LEAST_ONE else 0
         if isinstance(value, int | float) and value < least and not key.startswith("mesh."):  # where -1 has a meaning

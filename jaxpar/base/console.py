@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.mesh import describe
 from jaxpar.base.plan import Plan
 
@@ -28,6 +28,7 @@ def console() -> Console:
 
 def check_folders(*files: str | Path) -> None:
     """Raise a UserError, before minutes of work, if the folder of an output file is not there; empty = no file."""
+    require_local(*files)
     for file in files:
         if file and not Path(file).parent.is_dir():
             raise UserError(f"cannot write {file}: there is no folder {Path(file).parent}")

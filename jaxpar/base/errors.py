@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,32 @@ def suggest(word: str, choices: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+# `Path` makes one slash of two.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def require_local(*paths: str | Path) -> None:
+    """Refuse a URL where a path of this machine is wanted: `Path("s3://bucket/run")` is a local folder named `s3:`.
+
+    Args:
+      paths: files and folders that are about to be read or written; an empty one is none.
+
+    Raises:
+      UserError: one of them begins with a scheme, such as `gs://`, `s3://`, `az://`, `hf://` or `https://`.
+    """
+    for path in paths:
+        if _URL.match(str(path)):
+            scheme, _, rest = str(path).partition(":/")
+            raise UserError(
+                f"{scheme}://{rest.lstrip('/')} is a URL, and only paths of this machine are read and written: copy "
+                "the files here, or mount the bucket as a folder (gcsfuse, s3fs, blobfuse2) and give that"
+            )
+
+
 @contextmanager
 def reading(file: str | Path) -> Iterator[None]:
     """Turn an error of the system inside into a UserError that names the file."""
+    require_local(file)
     try:
         yield
     except OSError as error:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.mesh import MeshSpec, devices_needed
 
 T = TypeVar("T")
@@ -216,7 +216,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     Raises:
       OSError: the file cannot be written.
+      UserError: the path is a URL.
     """
+    require_local(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:

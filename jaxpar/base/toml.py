@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError, require_local, suggest
 
 T = TypeVar("T")
 
@@ -29,6 +29,7 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
     known = presets(package)
     if name in known:
         return known[name].read_text(encoding="utf-8"), name
+    require_local(name)
     path = Path(name)
     if path.is_dir() and (path / "config.toml").exists():
         path = path / "config.toml"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import tyro
 
 from jaxpar.base.config import Config, load_config
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError, require_local, suggest
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.toml import flatten, presets
 from jaxpar.base.unused_settings import require_effects
@@ -94,12 +94,13 @@ def positional(usage: str | None, default: DataclassInstance, words: list[str], 
     Where help is asked for in their place, it is shown, with the values of `default`.
 
     Raises:
-      UserError: there are fewer words than `count`.
+      UserError: there are fewer words than `count`, or one of them is a URL.
     """
     if {"-h", "--help"}.intersection(words[:count]):
         parse(usage, default, ["--help"])
     if len(words) < count or any(word.startswith("-") for word in words[:count]):
         raise UserError(f"usage: {usage}")
+    require_local(*words[:count])
     return words[:count]
 
 
@@ -107,7 +108,7 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
     """`default` with the values of the flags, typed by tyro.
 
     Raises:
-      UserError: a flag or a value that tyro refuses: one line, in place of its box.
+      UserError: a flag or a value that tyro refuses: one line, in place of its box; or a path that is a URL.
     """
     said, prog = io.StringIO(), str(usage).partition(" [")[0]
     try:
@@ -125,7 +126,19 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
         hint = suggest(word, known) if word.startswith("--") else ""
         name = " ".join(itertools.takewhile(lambda part: part.isalpha() and part.islower(), prog.split()))
         raise UserError(f"{name} takes no {word}{hint}: {name} --help lists its flags")
+    _require_local_flags(args)
     return args
+
+
+_NO_PATHS = ("address", "image")
+"""Flags whose value may be a URL: a Ray cluster's address, and a container's image."""
+
+
+def _require_local_flags(args: DataclassInstance) -> None:
+    """Raise a UserError where a flag's value is a URL. Prompts, which are text, are tuples, and not looked at."""
+    flags = flatten(args)
+    require_local(*(value for key, value in flags.items() if isinstance(value, str) and key not in _NO_PATHS))
+    require_local(*flags.get("config.data.mixture", ()))
 
 
 def run_folder(name: str, given: str = "") -> Path:

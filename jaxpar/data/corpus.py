@@ -14,7 +14,7 @@ import grain
 import grain.experimental
 import numpy as np
 
-from jaxpar.base.config import DataConfig
+from jaxpar.base.config import DataConfig, require_local_data
 from jaxpar.base.errors import UserError
 from jaxpar.data.chat import Examples, load_examples
 from jaxpar.data.documents import Documents, load_documents
@@ -72,6 +72,7 @@ def load_corpus(data: DataConfig, vocab_size: int) -> Corpus:
       UserError: the source is missing, empty, broken or too short for one window, lacks the document offsets that
         `data.pack` needs, or has more tokens in its vocabulary than the model.
     """
+    require_local_data(data)
     shares = [_share(entry) for entry in data.mixture] or [(data.path, 1.0)]
     paths = [path for path, _ in shares] + [data.val_path] * bool(data.val_path)
     if data.source == "stdlib":

@@ -19,8 +19,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from rich.console import Console
 from rich.progress import track
 
-from jaxpar.base.config import DataConfig
-from jaxpar.base.errors import UserError, read_json, reading
+from jaxpar.base.config import DataConfig, require_local_data
+from jaxpar.base.errors import UserError, read_json, reading, require_local
 from jaxpar.base.runtime import replacing, write_whole
 from jaxpar.data.tokenizer import Tokenizer, encode_files, load_tokenizer, make_tokenizer, read_text, token_dtype
 
@@ -147,6 +147,8 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
     One document is in memory at a time, progress goes to stderr, and each file appears whole or not at all. A UserError
     says what is wrong with the source or the name, or why a file cannot be written.
     """
+    require_local_data(data)
+    require_local(out)
     out = Path(out)
     if out.suffix != ".bin" or data.source == "tokens":
         raise UserError(f"tokenize writes text to a .bin file, found source={data.source} and {out}: try tokens.bin")

@@ -20,7 +20,7 @@ import jax
 
 from jaxpar.base.config import RESOLVED, Config, check, parse
 from jaxpar.base.console import console
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.mesh import devices_needed
 from jaxpar.base.runtime import run_together, start, write_whole
 from jaxpar.base.toml import to_toml
@@ -99,6 +99,7 @@ def launch(
     Raises:
       UserError: see `jaxpar.train.run`.
     """
+    require_local(folder)
     platform = {"tpu": "tpu", "cuda": "gpu"}[target.platform] if target else "cpu"
     config = check(replace(config, mesh=replace(config.mesh, platform=platform, distributed=True)))
     if target:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from jaxpar.base.config import Config
 from jaxpar.base.console import count_text
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, require_local
 from jaxpar.launch.gang import job_of, ray_started, read_job
 from jaxpar.launch.local import train_config
 from jaxpar.train.metrics import read_metrics
@@ -62,6 +62,7 @@ def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int
     Raises:
       UserError: Ray is not here, or has too few chips.
     """
+    require_local(folder)
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     found = {settings: Trial(settings, error=str(e)) for settings, e in trials.items() if isinstance(e, UserError)}

@@ -21,7 +21,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import describe, total_sizes
 from jaxpar.rehearse.report.tables import percent_text, seconds_text
 from jaxpar.train.metrics import read_metrics
-from jaxpar.train.run_folder import read_run_config
+from jaxpar.train.run_folder import is_run, read_run_config
 
 _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])  # the bits of a braille letter's dots
 _NUMBERS = {
@@ -48,7 +48,7 @@ def page(folder: Path, width: int) -> RenderableType:
     Raises:
       UserError: there is no run.
     """
-    if (folder / "config.toml").exists():
+    if is_run(folder):
         return _run_page(folder, min(width, 100))
     runs = [path.parent for deep in ("*", "*/*") for path in sorted(folder.glob(f"{deep}/config.toml"))]
     if not runs:

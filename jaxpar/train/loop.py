@@ -16,7 +16,7 @@ from jax.stages import Compiled
 
 from jaxpar.base.config import Config, check, require_settled
 from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count_text, duration_text
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import Batches, ask_to_stop, run_together, start, stop_signals
@@ -88,6 +88,7 @@ def run(
       OutOfMemory: a device has too little memory for the step.
       UserError: the user can mend it: config, devices or data are bad, the folder has another config, or it diverged.
     """
+    require_local(folder)
     require_settled(check(config))
     if config.model.lora.rank and not config.train.init:
         raise UserError("model.lora trains beside frozen weights, and there are none: name their folder in train.init")

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, parse
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.runtime import run_together
 from jaxpar.base.sharding import path_name
 from jaxpar.base.toml import to_toml
@@ -33,14 +33,15 @@ def carry_tokenizer(source: Path, target: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether it is a run folder."""
+    """Whether it is a run folder; a URL is refused (UserError)."""
+    require_local(folder)
     return (folder / "config.toml").exists()
 
 
 def read_run_config(folder: Path) -> Config:
     """Read the config that a run folder was made with, or last went on with; without one it is refused (UserError)."""
     path = folder / "config.toml"
-    if not path.exists():
+    if not is_run(folder):
         raise UserError(f"{folder} is no run folder: it has no config.toml")
     return parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -50,8 +51,9 @@ def open_run(folder: Path, config: Config) -> Config | None:
 
     Only process 0 does this and tells the others whether it succeeded, because they might see a half-written file. It
     returns there the config that was in the folder, or None. A folder of another experiment, or one that is no run
-    folder, is refused with a UserError.
+    folder, is refused with a UserError, and so is a URL.
     """
+    require_local(folder)
     return run_together(lambda: _open_run(folder, config) if jax.process_index() == 0 else None)
 
 
@@ -91,6 +93,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: CheckpointConfig | None = None):
         self._writes = config is not None
+        require_local(folder)
         # The policies say what is kept; without `best_fn` Orbax would not store the metric at all.
         policies: list[Any] = [managers.LatestN(config.keep if config else None)]
         if config and config.keep_best:

@@ -1,8 +1,10 @@
-"""The hint in an error message."""
+"""The hint in an error message, and paths that are URLs."""
+
+from pathlib import Path
 
 import pytest
 
-from jaxpar.base.errors import suggest
+from jaxpar.base.errors import UserError, require_local, suggest
 
 pytestmark = pytest.mark.quick
 
@@ -15,3 +17,15 @@ def test_the_closest_choice_is_named(word, hint):
 def test_nothing_is_named_when_nothing_is_close():
     assert suggest("xyz", ["train", "eval"]) == ""
     assert suggest("train", []) == ""
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket", "hf://datasets/x", "file:///tmp/x", "HTTPS://x.y/z"])
+def test_a_url_is_refused_also_where_it_has_become_a_path(url):
+    scheme, rest = url.split("://")
+    for path in (url, Path(url)):
+        with pytest.raises(UserError, match=f"^{scheme}://{rest.lstrip('/')} is a URL"):
+            require_local("here", path)
+
+
+def test_names_with_a_colon_are_paths():
+    require_local("", "wikitext:wikitext-103-raw-v1:train", "data/:train", Path("C:/texts"), "a b 0.7", "/tmp/s3:/x")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,24 @@ def run(capsys):
         return capsys.readouterr().out
 
     return call
+
+
+URLS = [
+    "train gs://b/run", "train tiny --run s3://b/run", "train tiny --data.source text --data.path hf://b",
+    "train tiny --data.val-path gs://b/v", "train tiny --data.mixture 'az://b/x 0.5'", "train tiny --train.init s3://b",
+    "train tiny --data.tokenizer https://b/tokenizer.json", "tokenize s3://b out.bin", "tokenize stdlib gs://b/t.bin",
+    "convert gs://b run", "convert run gs://b", "generate gs://b --prompt x", "generate run --prompts s3://b/p",
+    "eval s3://b", "watch gs://b", "sweep tiny --over train.seed=1 --run gs://b", "show tiny --out gs://b/p.png",
+    "launch slurm tiny --target h100x8 --run s3://b", "launch ray tiny --workers 2 --run gs://b",
+    "rehearse tiny --target v5e-8 --json gs://b/r.json", "verify gs://b/c.toml",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", URLS)
+def test_a_bucket_is_refused_wherever_a_path_is_taken(words, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "://b" in (line := refused(*shlex.split(words))) and "is a URL" in line
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
