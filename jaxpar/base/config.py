@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
 from jaxpar.base.errors import UserError, require_local, suggest
 from jaxpar.base.mesh import MeshAxis, MeshSpec
+from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.plan import Context, Overlap, Pipeline
 from jaxpar.base.sharding import ShardingRules, fit_rules
-from jaxpar.base.toml import find_toml, flatten, from_dict, from_toml
+from jaxpar.base.toml import find_toml, flatten, from_dict, read_tables
 
 
 @dataclass(frozen=True)
@@ -148,11 +149,14 @@ class TrainConfig:
     """Start from the weights of this run folder or Hugging Face folder, with a fresh optimizer; empty = from `seed`."""
     seed: int = 0
     learning_rate: float = 1e-3
-    min_learning_rate: float = 1e-4
+    """The highest rate, which the warm-up ends at."""
+    min_learning_rate_ratio: float = 0.1
+    """The rate that the decay ends at, as a share of `learning_rate`; 0 = it decays to zero."""
     warmup_steps: int = 100
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     decay_steps: int = 0
-    """Steps of the final decay: wsd decays over the last of them (0 = a fifth of `steps`); cosine takes all."""
+    """Steps of the decay. wsd decays over the last of them; 0 = a fifth of `steps`, or what the warm-up leaves. cosine
+    decays over the first after the warm-up and stays at its end; 0 = all that the warm-up leaves."""
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -300,7 +304,8 @@ def load_config(name: str) -> Config:
 
 def parse(text: str, origin: str = "config") -> Config:
     """A config from TOML text; `origin` names it in messages."""
-    return from_toml(Config, text, origin)
+    tables = renew_tables(read_tables(text, origin), TrainConfig.learning_rate, origin)
+    return from_dict(Config, tables, origin)
 
 
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -310,6 +315,7 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
       UserError: a key is not known, or a value has the wrong type.
     """
     known, tree = flatten(config), {}
+    changes = renew_changes(changes, config.train.learning_rate, "override")
     for key in changes:
         if key not in known:
             raise UserError(f"override: unknown key {key}{suggest(key, known)}")
@@ -373,6 +379,13 @@ def check(config: Config) -> Config:
         (train.warmup_steps >= train.steps and train.warmup_steps > 0,
          f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
          f"try train.warmup_steps={train.steps // 10}"),
+        (train.min_learning_rate_ratio > 1,
+         f"train.min_learning_rate_ratio={train.min_learning_rate_ratio:g} is not in [0, 1]: the floor (once "
+         "train.min_learning_rate) would be above train.learning_rate, and the rate would climb to it"),
+        (train.schedule != "constant" and train.decay_steps > train.steps - train.warmup_steps,
+         f"train.decay_steps={train.decay_steps} is more than train.steps={train.steps} leave after "
+         f"train.warmup_steps={train.warmup_steps}, so the rate would not come down to its floor: try "
+         f"train.decay_steps={train.steps - train.warmup_steps}"),
         (train.stop_at > train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
         (bool(traced) and traced[-1] > last, f"metrics.profile={asked} goes beyond the last step, which is {last}"),
         (between > 0, f"metrics.profile={asked}: the evaluation after step {between} would be among them, try steps "
@@ -383,6 +396,31 @@ def check(config: Config) -> Config:
         if broken:
             raise UserError(message)
     return config
+
+
+def fit_schedule(config: Config, given: Collection[str]) -> tuple[Config, str]:
+    """Return the config with the warm-up and the decay shortened where `train.steps` alone was made smaller.
+
+    Args:
+      config: the config with the settings that were given.
+      given: their dotted keys. A warm-up or a decay among them stays as it is; `check` refuses one that is too long.
+
+    Returns:
+      The config, and what was changed in a line; empty = nothing.
+    """
+    train, changes = config.train, dict[str, int]()
+    if "train.steps" not in given or train.steps < 1:
+        return config, ""
+    if train.warmup_steps >= train.steps and "train.warmup_steps" not in given:
+        changes["train.warmup_steps"] = train.steps // 10
+    left = train.steps - changes.get("train.warmup_steps", train.warmup_steps)
+    if train.decay_steps > left > 0 and "train.decay_steps" not in given:
+        changes["train.decay_steps"] = 0
+    if not changes:
+        return config, ""
+    before = flatten(config)
+    said = ", ".join(f"{key} {before[key]} -> {value}" for key, value in changes.items())
+    return override(config, changes), f"train.steps={train.steps} is shorter than the schedule was: {said}"
 
 
 def rules_of(config: Config, sizes: Mapping[MeshAxis, int]) -> ShardingRules:

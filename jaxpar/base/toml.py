@@ -43,13 +43,17 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
         raise UserError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def from_toml(schema: type[T], text: str, origin: str) -> T:
-    """An instance of the dataclass `schema` from TOML text; see `from_dict`."""
+def read_tables(text: str, origin: str) -> dict[str, Any]:
+    """The tables of TOML text, as nested dicts; a UserError, in which `origin` names the text, where it is no TOML."""
     try:
-        value = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{origin} is not valid TOML: {error}") from error
-    return from_dict(schema, value, origin)
+
+
+def from_toml(schema: type[T], text: str, origin: str) -> T:
+    """An instance of the dataclass `schema` from TOML text; see `from_dict`."""
+    return from_dict(schema, read_tables(text, origin), origin)
 
 
 def from_dict(schema: type[T], value: Mapping[str, Any], origin: str, prefix: str = "") -> T:

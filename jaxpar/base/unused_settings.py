@@ -70,7 +70,7 @@ EFFECTS = (
     Effect(("train.eval_every", "train.eval_batches", "train.final_eval_batches"),
            lambda c: bool(c.data.val_path) or (c.data.val_fraction > 0 and _holds_out(c)),
            "there is no validation set: set data.val_fraction or data.val_path"),
-    Effect(("train.min_learning_rate", "train.decay_steps"), lambda c: c.train.schedule != "constant",
+    Effect(("train.min_learning_rate_ratio", "train.decay_steps"), lambda c: c.train.schedule != "constant",
            "train.schedule is constant: add --train.schedule cosine, or wsd"),
     Effect(("model.lora.alpha", "model.lora.targets"), lambda c: c.model.lora.rank > 0,
            "model.lora.rank is 0, no LoRA: add --model.lora.rank 8"),

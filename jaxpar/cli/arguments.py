@@ -12,15 +12,17 @@ import functools
 import io
 import itertools
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from jaxpar.base.config import Config, load_config
+from jaxpar.base.config import RESOLVED, Config, fit_schedule, load_config, override
 from jaxpar.base.errors import UserError, require_local, suggest
 from jaxpar.base.hardware import load_mesh_preset
+from jaxpar.base.old_keys import FLOOR, OLD_FLOOR
 from jaxpar.base.toml import flatten, presets
 from jaxpar.base.unused_settings import require_effects
 
@@ -61,14 +63,39 @@ def config_args(
     words = [*words[:1], *flag_words(words[1:])]
     (name,) = positional(usage, schema(Config()), words, 1)
     args: Any = parse(usage, schema(load(name)), words[1:])  # a type variable's fields are not known
-    keys = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    keys = given_keys(words)
     if getattr(args, "on", ""):
         if any(key.startswith("mesh.") for key in keys):
             raise UserError("--on replaces the whole mesh: leave out the --mesh. flags, or leave out --on")
         mesh, _ = load_mesh_preset(args.on)
         args = dataclasses.replace(args, config=dataclasses.replace(args.config, mesh=mesh))
+    if not is_resolved(name):
+        args = shorten_schedule(args, keys)
     require_effects(name if load is load_config else "", args.config, keys)
     return name, args
+
+
+def given_keys(words: list[str]) -> set[str]:
+    """The dotted keys of the flags among some words, and the names of a command's own."""
+    return {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+
+
+def shorten_schedule(args: Any, keys: set[str]) -> Any:
+    """A command's arguments with the schedule of `fit_schedule`, which is said on standard error if it is another."""
+    config, note = fit_schedule(args.config, keys)
+    if note:
+        print(f"jaxpar: note: {note}", file=sys.stderr)
+    return dataclasses.replace(args, config=config)
+
+
+def is_resolved(name: str) -> bool:
+    """Whether a name is that of a run folder or of its config.toml, whose schedule is the run's own."""
+    path = Path(name)
+    file = path / "config.toml" if path.is_dir() else path
+    try:
+        return file.is_file() and file.read_text(encoding="utf-8").startswith(f"# {RESOLVED}")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def flag_words(words: list[str]) -> list[str]:
@@ -111,6 +138,7 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
       UserError: a flag or a value that tyro refuses: one line, in place of its box; or a path that is a URL.
     """
     said, prog = io.StringIO(), str(usage).partition(" [")[0]
+    words, old = _take_old_flags(words) if hasattr(default, "config") else (words, {})
     try:
         with contextlib.redirect_stderr(said):
             args, unknown = tyro.cli(
@@ -126,6 +154,9 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
         hint = suggest(word, known) if word.startswith("--") else ""
         name = " ".join(itertools.takewhile(lambda part: part.isalpha() and part.islower(), prog.split()))
         raise UserError(f"{name} takes no {word}{hint}: {name} --help lists its flags")
+    if old:
+        settings: Any = args  # a type variable's fields are not known
+        args = dataclasses.replace(args, config=override(settings.config, old))
     _require_local_flags(args)
     return args
 
@@ -139,6 +170,26 @@ def _require_local_flags(args: DataclassInstance) -> None:
     flags = flatten(args)
     require_local(*(value for key, value in flags.items() if isinstance(value, str) and key not in _NO_PATHS))
     require_local(*flags.get("config.data.mixture", ()))
+
+
+def _take_old_flags(words: list[str]) -> tuple[list[str], dict[str, float]]:
+    """Return the words without the flags of keys that have another name now, and their values by dotted key."""
+    kept, old = list[str](), dict[str, float]()
+    rest = iter(words)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        key = flag.removeprefix("--").replace("-", "_")
+        if not (word.startswith("--") and key == OLD_FLOOR):
+            kept.append(word)
+            continue
+        value = value if equals else next(rest, "")
+        try:
+            old[key] = float(value)
+        except ValueError as error:
+            raise UserError(f"{flag} is a number, found {value!r}") from error
+    if old and any(word[2:].partition("=")[0].replace("-", "_") == FLOOR for word in kept):
+        raise UserError(f"{OLD_FLOOR} and {FLOOR} say the same thing: keep {FLOOR}")
+    return kept, old
 
 
 def run_folder(name: str, given: str = "") -> Path:

@@ -15,7 +15,16 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import hardware_of, load_mesh_preset
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.runtime import memory_of, start, versions
-from jaxpar.cli.arguments import ConfigArgs, Overrides, config_args, parse, positional, run_folder
+from jaxpar.cli.arguments import (
+    ConfigArgs,
+    Overrides,
+    config_args,
+    given_keys,
+    parse,
+    positional,
+    run_folder,
+    shorten_schedule,
+)
 
 OPTIONAL = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokenizers", "tensorboardX", "wandb", "mlflow-skinny",
             "transformers", "torch")  # fmt: skip
@@ -164,6 +173,7 @@ def convert_command(words: list[str]) -> int:
     if args.dtype != ConvertArgs.dtype or args.step or args.adapter:
         why = f"{source} is no run folder, so this is an import"
         raise UserError(f"--dtype, --step and --adapter have no effect: {why}")
+    args = shorten_schedule(args, given_keys(words))
     restore.import_run(args.config, source, target)
     console().print(f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on")
     if not (target / TOKENIZER).exists():

@@ -31,21 +31,24 @@ from jaxpar.parallel.host_memory import in_host_memory, on_device, on_host
 def learning_rate(train: TrainConfig) -> optax.Schedule:
     """Return the learning rate by step (0-based): a linear warm-up, then cosine, warm-up-stable-decay, or constant.
 
-    cosine: half a cosine from `learning_rate` to `min_learning_rate` over the remaining steps (arXiv:1608.03983).
-    wsd: constant (stable), then linear to `min_learning_rate` over the last `decay_steps` (arXiv:2404.06395).
+    cosine: half a cosine down to the floor over the remaining steps, or over `decay_steps` (arXiv:1608.03983).
+    wsd: constant (stable), then linear down to the floor over the last `decay_steps` (arXiv:2404.06395).
+    The floor is `min_learning_rate_ratio` of `learning_rate`.
     """
-    peak, floor, warmup, steps = train.learning_rate, train.min_learning_rate, train.warmup_steps, train.steps
+    peak, ratio, warmup, steps = train.learning_rate, train.min_learning_rate_ratio, train.warmup_steps, train.steps
     # Step 0 is the first of warmup + 1 equal rises, so no step is spent at rate zero.
     ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     if train.schedule == "constant":
         after: optax.Schedule = optax.constant_schedule(peak)
     elif train.schedule == "cosine":
         decay = max(train.decay_steps or steps - warmup, 1)
-        after = optax.cosine_decay_schedule(peak, decay, floor / peak if peak else 0.0)
+        after = optax.cosine_decay_schedule(peak, decay, ratio)
     else:
-        decay = train.decay_steps or max(steps // 5, 1)
-        hold = max(steps - warmup - decay, 0)
-        after = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, floor, decay)], [hold])
+        left = max(steps - warmup, 1)
+        decay = train.decay_steps or max(min(steps // 5, left), 1)
+        hold = max(left - decay, 0)
+        fall = optax.linear_schedule(peak, ratio * peak, decay)
+        after = optax.join_schedules([optax.constant_schedule(peak), fall], [hold])
     return optax.join_schedules([ramp, after], [warmup])
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.base.config import Config, check, incompatible_changes, load_config, override, parse
+from jaxpar.base.config import Config, check, fit_schedule, incompatible_changes, load_config, override, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import flatten, to_toml
 
@@ -138,6 +138,10 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
         ({"train.accumulation": 0}, "train.accumulation=0 is below 1"),
         ({"train.accumulation": 5}, "try train.batch=35"),
         ({"train.steps": 50}, "try train.warmup_steps=5"),
+        ({"train.decay_steps": 950}, "train.decay_steps=950 is more than train.steps=1000 leave"),
+        ({"train.decay_steps": 950, "train.schedule": "wsd"}, "try train.decay_steps=900"),
+        ({"train.min_learning_rate_ratio": 1.5}, "train.min_learning_rate_ratio=1.5 is not in [0, 1]"),
+        ({"train.min_learning_rate": 1e-2}, "train.min_learning_rate_ratio=10 is not in [0, 1]"),
         ({"train.stop_at": 1001}, "train.stop_at=1001 is not in 0..1000"),
         ({"metrics.log_every": 0}, "metrics.log_every=0 is below 1"),
         ({"checkpoint.keep": 0}, "checkpoint.keep=0 is below 1"),
@@ -158,6 +162,32 @@ def test_the_suggested_batch_splits_into_the_microbatches(batch, accumulation):
     except UserError as error:
         suggested = int(str(error).rpartition("train.batch=")[2])
         check(override(config, {"train.batch": suggested}))
+
+
+def test_the_floor_of_an_earlier_version_is_a_share_of_the_rate_beside_it():
+    """In a file, in changes, and in a run folder of a constant rate, whose floor was never reached."""
+    assert parse("[train]\nlearning_rate = 6e-4\nmin_learning_rate = 6e-5").train.min_learning_rate_ratio == 0.1
+    assert parse("[train]\nmin_learning_rate = 5e-4").train.min_learning_rate_ratio == 0.5
+    assert override(Config(), {"train.min_learning_rate": 0.0}).train.min_learning_rate_ratio == 0
+    changes = {"train.min_learning_rate": 1e-5, "train.learning_rate": 2e-5}
+    assert override(Config(), changes).train.min_learning_rate_ratio == 0.5
+    constant = parse('[train]\nschedule = "constant"\nlearning_rate = 2e-5\nmin_learning_rate = 1e-4')
+    assert check(constant).train.learning_rate == 2e-5
+    with pytest.raises(UserError, match=r"say the same thing: keep train\.min_learning_rate_ratio"):
+        parse("[train]\nmin_learning_rate = 1e-5\nmin_learning_rate_ratio = 0.1")
+    with pytest.raises(UserError, match=r"train\.min_learning_rate is a number, found 'low'"):
+        parse('[train]\nmin_learning_rate = "low"')
+
+
+def test_fewer_steps_shorten_a_warm_up_and_a_decay_that_were_not_given():
+    config = override(Config(), {"train.steps": 50, "train.decay_steps": 60})
+    fitted, note = fit_schedule(config, {"train.steps"})
+    assert check(fitted).train.warmup_steps == 5 and fitted.train.decay_steps == 0
+    assert note == (
+        "train.steps=50 is shorter than the schedule was: train.warmup_steps 100 -> 5, train.decay_steps 60 -> 0"
+    )
+    for keys in ({"train.batch"}, {"train.steps", "train.warmup_steps", "train.decay_steps"}):
+        assert fit_schedule(config, keys) == (config, "")
 
 
 def test_an_unknown_preset_names_the_nearest():

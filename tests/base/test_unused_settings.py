@@ -30,7 +30,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "train.eval_every": (5, {"data.val_fraction": 0.0}, {"data.val_path": "b.txt"}),
     "train.eval_batches": (5, {"data.val_fraction": 0.0}, {"data.val_fraction": 0.1}),
     "train.final_eval_batches": (5, {"data.val_fraction": 0.0}, {"data.val_fraction": 0.1}),
-    "train.min_learning_rate": (0.0, {"train.schedule": "constant"}, {"train.schedule": "cosine"}),
+    "train.min_learning_rate_ratio": (0.0, {"train.schedule": "constant"}, {"train.schedule": "cosine"}),
     "train.decay_steps": (5, {"train.schedule": "constant"}, {"train.schedule": "wsd"}),
     "model.lora.alpha": (8.0, {}, {"model.lora.rank": 4}),
     "model.lora.targets": (["q"], {}, {"model.lora.rank": 4}),

@@ -193,7 +193,7 @@ def test_a_diverging_run_stops_with_the_reason_and_saves_nothing_that_is_not_fin
     config: Config, tmp_path: Path
 ) -> None:
     """Between log lines too: no step of this run is logged before its last."""
-    wild = override(config, {"train.learning_rate": 1e30, "train.min_learning_rate": 1e30, "train.clip_norm": 0.0})
+    wild = override(config, {"train.learning_rate": 1e30, "train.clip_norm": 0.0})
     wild = override(wild, {"metrics.log_every": 100, "checkpoint.every": 1})
     with pytest.raises(UserError, match=r"at step 2: the run diverged; .* the checkpoint of step 1 is kept"):
         train(wild, tmp_path / "wild")
@@ -238,7 +238,7 @@ def test_weights_of_another_run_on_another_mesh(config: Config, whole: Path, tmp
         "mesh.tensor": 1,
         "precision.params": "bfloat16",
     }
-    changes |= {"train.learning_rate": 0.0, "train.min_learning_rate": 0.0, "train.steps": 1, "train.warmup_steps": 0}
+    changes |= {"train.learning_rate": 0.0, "train.steps": 1, "train.warmup_steps": 0}
     changes |= {"train.accumulation": 1}
     started = override(config, changes)
     assert train(started, tmp_path / "tuned").step == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer
 
 pytestmark = pytest.mark.quick
 
-TRAIN = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)
+TRAIN = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate_ratio=0.1)
 
 
 def rates(train: TrainConfig) -> np.ndarray:
@@ -35,6 +36,22 @@ def test_wsd_holds_and_decays_over_the_last_steps() -> None:
     assert np.all(found[10:70] == 1.0)
     np.testing.assert_allclose(found[70:], 1 - 0.9 * np.arange(30) / 30, rtol=1e-5)
     assert rates(dataclasses.replace(TRAIN, schedule="wsd"))[79] == 1.0 > rates(TRAIN)[79]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("peak", [1e-2, 2e-5])
+def test_the_rate_comes_down_to_a_share_of_its_peak_and_never_climbs(schedule: Any, peak: float) -> None:
+    """The default floor, with a peak that is below the old one (1e-4) and one above it."""
+    train = TrainConfig(steps=200, warmup_steps=20, learning_rate=peak, schedule=schedule)
+    found = np.array([float(learning_rate(train)(step)) for step in range(train.steps + 1)])
+    assert np.all(np.diff(found[20:]) <= 1e-6 * peak)  # sums of float32
+    np.testing.assert_allclose([found.max(), found[-1]], [peak, 0.1 * peak], rtol=1e-5)
+
+
+def test_a_long_warm_up_leaves_wsd_a_shorter_decay() -> None:
+    """A fifth of the steps is more than the warm-up leaves: it still ends at the floor."""
+    train = TrainConfig(steps=100, warmup_steps=90, learning_rate=1.0, schedule="wsd")
+    assert float(learning_rate(train)(100)) == pytest.approx(0.1)
 
 
 def test_constant_stays() -> None:

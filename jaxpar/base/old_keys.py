@@ -1,0 +1,77 @@
+"""Keys of earlier versions that files, run folders, programs and command lines may still have, as what they mean now.
+
+`train.min_learning_rate` was the rate at which the schedule ended. It stayed where it was when `train.learning_rate`
+was lowered, and then the rate rose to it. `train.min_learning_rate_ratio` is a share of `train.learning_rate` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpar.base.errors import UserError
+
+OLD_FLOOR = "train.min_learning_rate"
+FLOOR = "train.min_learning_rate_ratio"
+_DIGITS = 12  # of a ratio: 6e-5 / 6e-4 is 0.1 and not 0.09999999999999999
+
+
+def floor_ratio(floor: Any, peak: Any, origin: str) -> float:
+    """Return an old `train.min_learning_rate` as a share of `train.learning_rate`.
+
+    Args:
+      floor: the old value, and `peak` the learning rate beside it; any type, as a file gives them.
+      peak: see `floor`.
+      origin: what a message calls the place of the old key.
+
+    Raises:
+      UserError: the floor is not a number.
+    """
+    if isinstance(floor, bool) or not isinstance(floor, int | float):
+        raise UserError(f"{origin}: {OLD_FLOOR} is a number, found {floor!r}")
+    if isinstance(peak, bool) or not isinstance(peak, int | float) or peak == 0:
+        return 0.0  # the learning rate is what is refused
+    return float(f"{floor / peak:.{_DIGITS}g}")
+
+
+def renew_tables(tables: Mapping[str, Any], default_peak: float, origin: str) -> Mapping[str, Any]:
+    """Return the tables of a TOML file with the keys of today.
+
+    Args:
+      tables: the file's tables, by name.
+      default_peak: the learning rate of a file that gives none.
+      origin: what a message calls the file.
+
+    Raises:
+      UserError: the file has the old key and the new one, or the old one is not a number.
+    """
+    train = tables.get("train")
+    old, new = OLD_FLOOR.partition(".")[2], FLOOR.partition(".")[2]
+    if not isinstance(train, Mapping) or old not in train:
+        return tables
+    if new in train:
+        raise UserError(f"{origin}: {OLD_FLOOR} and {FLOOR} say the same thing: keep {FLOOR}")
+    ratio = floor_ratio(train[old], train.get("learning_rate", default_peak), origin)
+    if train.get("schedule") == "constant":  # which never comes to its floor
+        ratio = min(ratio, 1.0)
+    kept = {key: value for key, value in train.items() if key != old}
+    return {**tables, "train": {**kept, new: ratio}}
+
+
+def renew_changes(changes: Mapping[str, Any], peak: float, origin: str) -> Mapping[str, Any]:
+    """Do the same for dotted keys, such as `{"train.min_learning_rate": 1e-5}`.
+
+    Args:
+      changes: values by dotted key.
+      peak: the learning rate where the changes give none.
+      origin: what a message calls them.
+
+    Raises:
+      UserError: see `renew_tables`.
+    """
+    if OLD_FLOOR not in changes:
+        return changes
+    if FLOOR in changes:
+        raise UserError(f"{origin}: {OLD_FLOOR} and {FLOOR} say the same thing: keep {FLOOR}")
+    ratio = floor_ratio(changes[OLD_FLOOR], changes.get("train.learning_rate", peak), origin)
+    return {**{key: value for key, value in changes.items() if key != OLD_FLOOR}, FLOOR: ratio}
