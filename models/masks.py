@@ -6,7 +6,9 @@
     bigbird(window=3, globals=2, random=3, block=64, seed=0)   blocks near, first and at random
 
 `longformer` is Beltagy et al. 2020, arXiv:2004.05150, section 3.1; `bigbird` is Zaheer et al. 2020, arXiv:2007.14062,
-section 2, whose blocks are drawn for `model.max_seq_len` tokens.
+section 2, whose random blocks are drawn from those before a query's own, the same for every `model.max_seq_len`.
+
+In packed documents windows, first tokens and blocks are those of each document, as if it were alone.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def _mask(word: str, length: int) -> Mask:
             near = Window(window - 1) if stride == 1 else Dilated(window, stride)
             return Causal() & (near | First(count) if count else near)
         case "bigbird", numbers:
-            return Causal() & bigbird(length, **numbers)
+            return Causal() & bigbird(length, **numbers, causal=True)
     return Causal()
 
 

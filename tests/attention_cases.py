@@ -79,6 +79,11 @@ def _blocks(rng: np.random.Generator, S: int, T: int, block: int) -> BlockSparse
     return BlockSparse(seen, block, block)
 
 
+def _moving(rng: np.random.Generator, S: int, T: int) -> BlockSparse:
+    """A map of small blocks that is laid on each document."""
+    return BlockSparse(rng.random((-(-S // 2), -(-T // 3))) < 0.6, 2, 3, per_document=True)
+
+
 MASKS: dict[str, Callable[[np.random.Generator, Case], Mask]] = {
     "full": lambda rng, c: Full(),
     "causal": lambda rng, c: Causal(),
@@ -99,6 +104,8 @@ MASKS: dict[str, Callable[[np.random.Generator, Case], Mask]] = {
     "prefix_or_blocks": lambda rng, c: (Causal() & Window(5)) | _blocks(rng, c.S, c.T, c.block),
     "documents_or_blocks": lambda rng, c: Causal() & (_documents(rng, c.B, c.S, c.T) | _blocks(rng, c.S, c.T, c.block)),
     "two_documents": lambda rng, c: _unsorted(rng, c.B, c.S, c.T) & (Causal() | _documents(rng, c.B, c.S, c.T)),
+    "first_of_documents": lambda rng, c: Causal() & (Window(4) | First(3)) & _documents(rng, c.B, c.S, c.T),
+    "blocks_of_documents": lambda rng, c: Causal() & _moving(rng, c.S, c.T) & _documents(rng, c.B, c.S, c.T),
     "dilated_or_prefix": lambda rng, c: Causal() & (Dilated(4, 8) | First(5) | Window(3, 0)),
     "nothing": lambda rng, c: Causal(-c.T - c.S),
 }
@@ -208,8 +215,9 @@ def assert_right(found: Answer, want: Answer, dtype: str) -> None:
         assert error <= bound, f"{name}: {error:.1e} of its largest entry, {bound:.1e} allowed"
 
 
-KERNEL_MASKS = [mask for mask in MASKS if not mask.endswith("or_blocks")]
-"""Those that kernels serve: in a union a tile that is visited need not be seen in its blocks."""
+KERNEL_MASKS = [mask for mask in MASKS if not mask.endswith("or_blocks") and mask != "blocks_of_documents"]
+"""Those that kernels serve: in a union a tile that is visited need not be seen in its blocks, and the blocks of a
+document begin anywhere in a tile."""
 EVERY_MASK = [Case(mask) for mask in MASKS]
 """Each mask in float32, heads as many as kv heads."""
 KERNEL_CASES = [case for case in EVERY_MASK if case.mask in KERNEL_MASKS]

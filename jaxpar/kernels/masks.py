@@ -9,6 +9,10 @@ One algebra serves three users. The reference asks `visible` of all places. The 
 left out and which need no mask, and `visible` inside the others. Context parallelism has places that begin anywhere.
 A mask without ids is hashable. All masks are pytrees, and their only arrays are the ids of `Segments`.
 
+Places count from the start of the sequence. In packed documents, which is what joining `Segments` by `&` says, `First`
+counts from the start of each document, so that a document sees what it would see alone. The map of a `BlockSparse` is
+laid on the whole sequence, unless it says `per_document`.
+
 Places are int32: i of a query, j of a key, and d = i - j. Shapes: B batch, S queries, T keys, Q and K their tiles.
 """
 
@@ -107,7 +111,7 @@ class Mask:
         return of_leaf(self)
 
     def __and__(self, other: Mask) -> Mask:
-        return And(self, other)
+        return _join(self, other)
 
     def __or__(self, other: Mask) -> Mask:
         return Or(self, other)
@@ -179,7 +183,10 @@ class Window(_OfDistance):
 
 @_static
 class First(Mask):
-    """Every query sees the first `n` keys; `Causal() | First(n)` is a prefix LM (arXiv:1910.10683, section 3.2.1)."""
+    """Every query sees the first `n` keys; `Causal() | First(n)` is a prefix LM (arXiv:1910.10683, section 3.2.1).
+
+    Joined to `Segments` by `&`, it becomes `FirstOfDocument`: the first `n` keys of each document.
+    """
 
     n: int
 
@@ -219,11 +226,15 @@ class BlockSparse(Mask):
 
     Args:
       block_map: bool [M, N], given as an array or as nested lists.
+      block_q: how many queries a block has.
+      block_k: how many keys a block has.
+      per_document: joined to `Segments` by `&`, the map is laid on each document and not on the whole sequence.
     """
 
     block_map: ArrayLike | tuple[tuple[int, ...], bytes]
     block_q: int = 128
     block_k: int = 128
+    per_document: bool = False
 
     def __post_init__(self) -> None:
         blocks = np.asarray(self.block_map, dtype=bool)
@@ -266,8 +277,9 @@ class BlockSparse(Mask):
 
 
 def bigbird(
-    length: int, window: int = 3, globals: int = 2, random: int = 3, seed: int = 0, block: int = 64
-) -> BlockSparse:
+    length: int, window: int = 3, globals: int = 2, random: int = 3, seed: int = 0, block: int = 64,
+    causal: bool = False,
+) -> BlockSparse:  # fmt: skip
     """A window of blocks, some global blocks and some random ones (arXiv:2007.14062, section 2).
 
     Args:
@@ -277,15 +289,19 @@ def bigbird(
       random: how many blocks each block of queries sees besides, or all that are left if they are fewer.
       seed: the seed of the random draw.
       block: how many places a block has.
+      causal: the random blocks of a query lie before its own, for use with `Causal()`. The map of a shorter sequence is
+        then the beginning of that of a longer one, and is laid on each document where there are any.
     """
     n = -(-length // block)
     row, column = np.arange(n)[:, None], np.arange(n)
     seen = (abs(row - column) <= window // 2) | (row < globals) | (column < globals)
     rng = np.random.default_rng(seed)
-    for blocks in seen[globals:]:
-        left = np.flatnonzero(~blocks)
-        blocks[rng.choice(left, min(random, len(left)), replace=False)] = True
-    return BlockSparse(seen, block, block)
+    for number in range(globals, n):
+        if causal:  # each row has a draw of its own, which knows of nothing after it
+            rng = np.random.default_rng((seed, number))
+        left = np.flatnonzero(~seen[number, : number if causal else n])
+        seen[number, rng.choice(left, min(random, len(left)), replace=False)] = True
+    return BlockSparse(seen, block, block, per_document=causal)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["q_ids", "kv_ids"], meta_fields=[])
@@ -323,6 +339,80 @@ class Segments(Mask):
 
     def __repr__(self) -> str:
         return f"Segments({_shape_of(self.q_ids)}, {_shape_of(self.kv_ids)})"
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["q_ids", "kv_ids"], meta_fields=["n"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class FirstOfDocument(Segments):
+    """What `First(n)` becomes where it is joined to `Segments`: a query sees the first `n` keys of each document.
+
+    To a kernel it is a comparison of ids like any other: all queries have the id 0, and so have those first keys.
+    """
+
+    n: int = 0
+
+    @classmethod
+    def at(cls, q_places: Array, kv_places: Array, n: int) -> FirstOfDocument:
+        """Make the mask of tokens at these places of their documents, [B, S] and [B, T]."""
+        return cls(0 * q_places, (kv_places >= n).astype(np.int32), n)
+
+    def __repr__(self) -> str:
+        return f"First(n={self.n}) of each document"
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["q_ids", "kv_ids"], meta_fields=["blocks"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlocksOfDocument(Segments):
+    """What a `BlockSparse` that is `per_document` becomes where it is joined to `Segments`; the ids are places in the
+    documents. No kernel takes it, since the blocks of a document begin anywhere in a tile."""
+
+    blocks: BlockSparse = dataclasses.field(kw_only=True)
+
+    def visible(self, i: Places, j: Places) -> Places:
+        return self.blocks.visible(self.q_ids[..., :, None], self.kv_ids[..., None, :])
+
+    def states(self, tiles: Tiles) -> Places:
+        return np.full(tiles.shape, PARTIAL, np.int8)
+
+    def __repr__(self) -> str:
+        return f"{self.blocks} of each document"
+
+
+def places_in_documents(ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Count the tokens before each one in its document; those of a document lie together, in their own order."""
+    xp, place_T = numpy_for(ids_BT), np.arange(ids_BT.shape[1], dtype=np.int32)
+    begins_BT = xp.pad(ids_BT[:, 1:] != ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    starts_BT = xp.where(begins_BT, place_T, 0)
+    return place_T - (np.maximum.accumulate(starts_BT, 1) if xp is np else jax.lax.cummax(starts_BT, 1))
+
+
+def in_documents(mask: Mask, q_places: Array, kv_places: Array) -> Mask:
+    """The mask of tokens at these places of their documents [B, S] and [B, T], `Segments` not yet joined to it."""
+
+    def of_document(leaf: Mask) -> Mask:
+        if isinstance(leaf, First):
+            return FirstOfDocument.at(q_places, kv_places, leaf.n)
+        if isinstance(leaf, BlockSparse) and leaf.per_document:
+            return BlocksOfDocument(q_places, kv_places, blocks=leaf)
+        return leaf
+
+    return mask.replaced(of_document)
+
+
+def _join(left: Mask, right: Mask) -> Mask:
+    """Join two masks by `&`; where one has documents, what counts from the start does so from each document's."""
+    documents = [part for part in (*_conjuncts(left), *_conjuncts(right)) if type(part) is Segments]
+    if not documents or not any(_counts_from_start(leaf) for side in (left, right) for leaf in side.leaves()):
+        return And(left, right)
+    ids = documents[0].q_ids, documents[0].kv_ids
+    # Where a kernel is chosen only shapes are known, and what the ids are does not matter.
+    known = not isinstance(ids[0], jax.ShapeDtypeStruct)
+    q_places, kv_places = map(places_in_documents, ids) if known else (jnp.zeros(x.shape, jnp.int32) for x in ids)
+    return And(in_documents(left, q_places, kv_places), in_documents(right, q_places, kv_places))
+
+
+def _counts_from_start(leaf: Mask) -> bool:
+    return isinstance(leaf, First) or (isinstance(leaf, BlockSparse) and leaf.per_document)
 
 
 def _shape_of(ids: object) -> object:
@@ -401,6 +491,11 @@ def without_segments(mask: Mask) -> Mask:
     return mask.replaced(lambda leaf: Full() if isinstance(leaf, Segments) else leaf)
 
 
+def follows_documents(mask: Mask) -> bool:
+    """Whether a mask joined to `Segments` shows a document what it would show it alone: no map is of the sequence."""
+    return not any(isinstance(leaf, BlockSparse) and not leaf.per_document for leaf in mask.leaves())
+
+
 def looks_back(mask: Mask) -> bool:
     """Whether no query sees a key after its own place, as far as the mask's form says."""
     if isinstance(mask, And):
@@ -413,16 +508,25 @@ def looks_back(mask: Mask) -> bool:
 def apart_from_segments(mask: Mask) -> tuple[Mask, Int[Array, "B S"] | None]:
     """A mask without its `Segments`, and their ids [B, S], or None where it has none.
 
+    What `&` made to count from the start of each document is as it was before.
+
     Raises:
       UserError: segments are combined otherwise than by `&`, or have other ids for keys than for queries.
     """
     parts = list(_conjuncts(mask))
-    ids = [part for part in parts if isinstance(part, Segments)]
-    if len(ids) > 1 or len(segments_in(mask)) > len(ids):
+    ids = [part for part in parts if type(part) is Segments]
+    joined = [leaf for leaf in mask.leaves() if isinstance(leaf, FirstOfDocument | BlocksOfDocument)]
+    if len(ids) > 1 or len(segments_in(mask)) > len(ids) + len(joined) or (joined and not ids):
         raise UserError(f"over several devices a mask has its Segments once, joined by &, and was given {mask}")
     if ids and ids[0].q_ids is not ids[0].kv_ids:
         raise UserError("over several devices queries and keys are of one sequence: write Segments(ids, ids)")
-    rest = [part for part in parts if not isinstance(part, Segments)]
+
+    def before(leaf: Mask) -> Mask:
+        if isinstance(leaf, FirstOfDocument):
+            return First(leaf.n)
+        return leaf.blocks if isinstance(leaf, BlocksOfDocument) else leaf
+
+    rest = [part.replaced(before) for part in parts if type(part) is not Segments]
     return reduce(And, rest) if rest else Full(), ids[0].q_ids if ids else None
 
 

@@ -27,10 +27,19 @@ from jaxpar.base.plan import Strategy
 from jaxpar.base.sharding import Axes, Layout, PyTree, output_axis
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call, merge
-from jaxpar.kernels.masks import Causal, Full, Mask, Segments, of_distance
+from jaxpar.kernels.masks import (
+    And,
+    Causal,
+    Full,
+    Mask,
+    Segments,
+    in_documents,
+    of_distance,
+    places_in_documents,
+)
 from jaxpar.parallel.collectives import further_split, manual, platform_of
 from jaxpar.parallel.remat import named
-from jaxpar.parallel.token_order import check_chunks, context_sizes
+from jaxpar.parallel.token_order import check_chunks, chunk_order, context_sizes, inverse, reorder
 
 _Shaped = Array | jax.ShapeDtypeStruct
 _Q: Axes = ("batch", "attention_seq", "heads", None)
@@ -218,16 +227,31 @@ class ContextTask(NamedTuple):
 
     def pair(self, q_chunk: Any, k_chunk: Any, C: int) -> tuple[Mask, Call]:
         """Return what the queries of one chunk see of the keys of an earlier one."""
-        ids = self.segments_of(q_chunk, C), self.segments_of(k_chunk, C)
         if self.mask == Causal():
-            return with_documents(Full(), *ids), self.call
-        return with_documents(self.mask, *ids), self.call._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
+            return self.in_documents(Full(), q_chunk, k_chunk, C), self.call
+        places = self.call._replace(q_start=q_chunk * C, k_start=k_chunk * C, multiple=C)
+        return self.in_documents(self.mask, q_chunk, k_chunk, C), places
 
     def diagonal(self, chunk: Any, C: int) -> tuple[Mask, Call]:
         """Return what the queries of a chunk see of its own keys."""
-        ids = [self.segments_of(chunk, C)] * 2
         start = 0 if of_distance(self.mask) else chunk * C
-        return with_documents(self.mask, *ids), self.call._replace(q_start=start, k_start=start, multiple=C)
+        places = self.call._replace(q_start=start, k_start=start, multiple=C)
+        return self.in_documents(self.mask, chunk, chunk, C), places
+
+    def in_documents(self, mask: Mask, q_chunk: Any, k_chunk: Any, C: int) -> Mask:
+        """Return the mask of two chunks, limited to a token's own document where there are documents.
+
+        `&` does not serve here: where a chunk begins, its documents need not begin.
+        """
+        q_ids, kv_ids = self.segments_of(q_chunk, C), self.segments_of(k_chunk, C)
+        if self.segments_BT is None or q_ids is None or kv_ids is None:
+            return mask
+        natural_BT = reorder(self.segments_BT, inverse(chunk_order(self.layout, "ring")), 1)
+        places_BT = places_in_documents(natural_BT)
+        q_places, kv_places = (
+            jax.lax.dynamic_slice_in_dim(places_BT, chunk * C, C, axis=1) for chunk in (q_chunk, k_chunk)
+        )
+        return And(in_documents(mask, q_places, kv_places), Segments(q_ids, kv_ids))
 
 
 def with_documents(mask: Mask, q_ids: Array | None, kv_ids: Array | None) -> Mask:

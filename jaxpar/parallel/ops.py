@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from jax import Array
 
+from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import Axes, LogicalAxis, output_axis
-from jaxpar.kernels.masks import Mask, Segments
+from jaxpar.kernels.masks import Mask, Segments, follows_documents
 from jaxpar.parallel import _attention, cross_entropy, experts, linear
 from jaxpar.parallel.collectives import further_split
 from jaxpar.parallel.context import Split
@@ -57,9 +58,20 @@ class Ops:
         self, q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, mask: Mask, segments_BS: Array | None = None,
         dropout_rate: float = 0.0, key: Array | None = None, softcap: float = 0.0,
     ) -> Array:  # fmt: skip
-        """See `jaxpar.parallel.attention`. A token sees only its own document of `segments_BS`."""
+        """See `jaxpar.parallel.attention`. A token sees what the mask shows it of its own document of `segments_BS`, as
+        if that were alone.
+
+        Raises:
+          UserError: as there; or there are documents, and the map of a `BlockSparse` is of the whole sequence.
+        """
         plan = self.plan
-        mask = mask if segments_BS is None else mask & Segments(segments_BS, segments_BS)
+        if segments_BS is not None:
+            if not follows_documents(mask):
+                raise UserError(
+                    f"packed documents begin anywhere in a sequence, and the map of {mask} begins where that does: "
+                    "give BlockSparse per_document=True if it is to begin with each document"
+                )
+            mask = mask & Segments(segments_BS, segments_BS)
         return _attention.attention(
             q_BSHh, k_BSKh, v_BSKh, mask, plan, context=plan.context.strategy, implementation=plan.attention,
             dropout_rate=dropout_rate, key=key, softcap=softcap,

@@ -70,15 +70,19 @@ class ReferenceOps:
     ) -> Array:  # fmt: skip
         """Compute attention over all scores at once, S = T; dropout is never on here.
 
-        A token sees what the mask shows it of its own document (`segments_BS`).
+        A token sees what the mask shows it of its own document (`segments_BS`), as if that were alone: places count
+        from the document's first token.
         """
         S, H, h = q_BSHh.shape[1:]
         k_BTHh, v_BTHh = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k_BSKh, v_BSKh))
         scores_BHST = jnp.einsum("BSHh,BTHh->BHST", q_BSHh, k_BTHh, preferred_element_type=jnp.float32) / math.sqrt(h)
         scores_BHST = softcap * jnp.tanh(scores_BHST / softcap) if softcap else scores_BHST
-        visible = mask.visible(jnp.arange(S)[:, None] + self.offset, jnp.arange(S))
-        if segments_BS is not None:
-            visible = visible & (segments_BS[:, None, :, None] == segments_BS[:, None, None, :])
+        if segments_BS is None:
+            visible = mask.visible(jnp.arange(S)[:, None] + self.offset, jnp.arange(S))
+        else:
+            places_BS = _places_in_document(segments_BS)
+            of_document = mask.visible(places_BS[:, :, None] + self.offset, places_BS[:, None, :])
+            visible = (of_document & (segments_BS[:, :, None] == segments_BS[:, None, :]))[:, None]
         weights_BHST = jax.nn.softmax(jnp.where(visible, scores_BHST, -1e30), axis=-1)
         return jnp.einsum("BHST,BTHh->BSHh", weights_BHST.astype(v_BTHh.dtype), v_BTHh)
 
@@ -120,3 +124,10 @@ class ReferenceOps:
         x_BSD, head_VD = x_BSD.astype(self.plan.dtype), head_VD[:vocab_size].astype(self.plan.dtype)
         logits_BSV = jnp.einsum("BSD,VD->BSV", x_BSD, head_VD, preferred_element_type=jnp.float32)
         return softcap * jnp.tanh(logits_BSV / softcap) if softcap else logits_BSV
+
+
+def _places_in_document(segments_BS: Array) -> Array:
+    """Count the tokens before each one in its document, whose tokens lie together."""
+    row_S = jnp.arange(segments_BS.shape[1])
+    begins_BS = jnp.diff(segments_BS, axis=1, prepend=segments_BS[:, :1] - 1) != 0
+    return row_S - jax.lax.cummax(jnp.where(begins_BS, row_S, 0), axis=1)

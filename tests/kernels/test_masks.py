@@ -30,6 +30,7 @@ from jaxpar.kernels.masks import (
     bigbird,
     dense,
     of_distance,
+    places_in_documents,
     tile_states,
 )  # fmt: skip
 
@@ -118,6 +119,43 @@ def test_ids_are_exact_where_they_rise_and_never_wrongly_empty(
         assert np.all((found == want) | ((not exact) & (found == PARTIAL)))
 
 
+FOLLOWING = st.one_of(
+    st.builds(First, st.integers(0, 12)),
+    st.builds(Window, reaches, reaches),
+    st.builds(bigbird, st.just(30), st.just(1), sizes, sizes, sizes, st.integers(1, 4), st.just(True)),
+)
+
+
+@settings(max_examples=40)
+@given(
+    st.recursive(FOLLOWING, lambda masks: st.builds(And, masks, masks) | st.builds(Or, masks, masks), max_leaves=3),
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),
+)
+def test_a_document_in_a_row_sees_what_it_sees_alone(mask: Mask, lengths: list[int]) -> None:
+    documents: Any = np.repeat(np.arange(len(lengths)), lengths)[None].astype(np.int32)
+    S, want = sum(lengths), np.zeros((sum(lengths),) * 2, bool)
+    for start, n in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+        want[start : start + n, start : start + n] = dense(mask, Tiles(n, n, n, n))
+    for packed in (mask & Segments(documents, documents), Segments(documents, documents) & mask):
+        np.testing.assert_array_equal(dense(packed, Tiles(S, S, S, S))[0], want)
+        tiles = Tiles(S, S, 3, 5)
+        found, states = np.asarray(tile_states(packed, tiles)), from_dense(want[None], tiles)
+        assert np.all((found == states) | (found == PARTIAL))
+
+
+def test_places_in_documents_are_counted_on_the_device_too() -> None:
+    documents, places = [[4, 4, 4, 7, 2, 2]], [[0, 1, 2, 0, 0, 1]]
+    assert places_in_documents(jnp.array(documents)).tolist() == places
+    numbers: Any = np.array(documents)
+    assert places_in_documents(numbers).tolist() == places
+
+
+def test_a_map_of_the_whole_sequence_stays_where_it_is() -> None:
+    documents: Any = np.array([[0, 0, 1, 1]])
+    found = dense(BlockSparse([[1], [0]], 2, 4) & Segments(documents, documents), Tiles(4, 4, 4, 4))
+    assert found.astype(int).tolist() == [[[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]]
+
+
 LOCAL = 5 / 1024
 
 
@@ -139,6 +177,13 @@ def test_bigbird_has_the_blocks_that_it_names() -> None:
     np.testing.assert_array_equal(blocks[6:-1].sum(axis=1), 2 + 3 + 3)
     assert (blocks == bigbird(1024, 3, 2, 3, 1, 64).map).all()
     assert (blocks != bigbird(1024, 3, 2, 3, 2, 64).map).any()
+
+
+def test_a_causal_bigbird_of_a_shorter_sequence_is_the_beginning_of_a_longer_one() -> None:
+    long, short = (bigbird(length, window=3, globals=2, random=3, block=64, causal=True).map for length in (2048, 700))
+    np.testing.assert_array_equal(long[:11, :11], short)
+    chosen = np.tril(long, -2)[8:, 2:]  # neither near nor global: the random ones, all before the query's own
+    assert np.all(chosen.sum(axis=1) == 3)
 
 
 def test_masks_are_values() -> None:

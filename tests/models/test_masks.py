@@ -40,6 +40,14 @@ def test_random_blocks_are_drawn_by_their_seed() -> None:
     assert not np.array_equal(first, other)
 
 
+@pytest.mark.parametrize("word", ["window(3)", "longformer(3, 2)", "bigbird(3, 1, 2, block=2)"])
+def test_a_longer_context_shows_the_same_tokens(word: str) -> None:
+    """`train.restore.require_model` takes weights of another `max_seq_len`."""
+    short, long = (layer_masks(ModelConfig(masks=(word,), max_seq_len=length))[0] for length in (32, 500))
+    i, j = np.arange(32)[:, None], np.arange(32)[None]
+    np.testing.assert_array_equal(short.visible(i, j), long.visible(i, j))
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [

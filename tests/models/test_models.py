@@ -85,6 +85,8 @@ def test_a_position_depends_on_itself_and_the_past_only(config: ModelConfig) -> 
 
 
 def test_packed_documents_give_the_loss_of_separate_ones(config: ModelConfig) -> None:
+    """Whatever a layer's mask is; first tokens and blocks are those of each document."""
+    config = dataclasses.replace(config, masks=("causal", "longformer(2, 1)", "bigbird(1, 1, 1, block=2)"))
     params = fresh(config, 1)
     a, b = tokens(config, 1, 8, seed=1), tokens(config, 1, 12, seed=2)
     packed_tokens = jnp.concatenate([a[:, :-1], b[:, :-1]], axis=1)

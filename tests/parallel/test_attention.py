@@ -413,6 +413,11 @@ def test_splash_on_a_mesh_is_the_reference_on_one_device(
     assert_close(ours, values_and_gradients(by_reference(mask), args))
 
 
+def test_a_map_of_the_whole_sequence_is_refused_with_documents() -> None:
+    with pytest.raises(UserError, match=r"the map of BlockSparse.* begins where that does: give .*per_document=True"):
+        Ops(plan_on(MeshSpec())).attention(*projections(2, 33, 4, 2, 6), bigbird(33), documents(2, 33))
+
+
 @pytest.mark.parametrize("word", ["window(5)", "window(40)", "longformer(3, stride=2)", "bigbird(1, 1, 1, block=4)"])
 def test_a_mask_and_a_soft_cap_are_those_of_the_definition(word: str) -> None:
     """`ReferenceOps.attention` is the definition."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import walk
 from jaxpar.kernels.attention import chunked
 from jaxpar.kernels.attention.call import Call, reference
-from jaxpar.kernels.masks import Causal, Full, Mask, Segments, Window
+from jaxpar.kernels.masks import Causal, First, Full, Mask, Segments, Window, bigbird
 from jaxpar.parallel import context
 from jaxpar.parallel.context import check_split, split_attention
 from jaxpar.parallel.ops import split_of
@@ -128,6 +129,28 @@ def test_a_strategy_gives_the_answer_of_one_device(strategy, mesh, rules, H, K, 
 
     found = values_and_gradients(ours, args)
     assert_close(found, values_and_gradients(lambda *x: whole(*x, segments=segments, window=window), args))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_document_of_a_split_row_is_computed_as_if_it_were_alone(strategy: str, monkeypatch) -> None:
+    """Documents begin and end within chunks, and reach over several."""
+    monkeypatch.setattr(chunked, "COLUMNS", 7)
+    args, plan, bounds = projections(1, 48, 4, 2, 6), plan_on(strategy, context=2), [0, 5, 31, 48]
+    mask = Causal() & (Window(1) | First(2) | bigbird(48, 1, 0, 1, block=3, causal=True))
+    documents = jnp.repeat(jnp.arange(3), jnp.diff(jnp.array(bounds)), total_repeat_length=48)
+    segments, order = documents[None], chunk_order(plan, strategy)
+
+    def packed(*args: jax.Array) -> jax.Array:
+        found = split_attention(
+            split_of(plan), mask, *(reorder(x, order, 1) for x in args), reorder(segments, order, 1)
+        )
+        return reorder(found, inverse(order), 1)
+
+    def one_by_one(*args: jax.Array) -> jax.Array:
+        alone = (reference(*(x[:, a:b] for x in args), mask)[0] for a, b in pairwise(bounds))
+        return jnp.concatenate(list(alone), axis=1)
+
+    assert_close(values_and_gradients(packed, args), values_and_gradients(one_by_one, args))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -10,6 +10,7 @@ Shapes: as in `jaxpar.kernels.attention.call`; G query heads per kv head, r quer
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -189,7 +190,8 @@ class _Tile(NamedTuple):
                 return leaf
             # Places past the end read as the last one: their rows are dropped, and their columns are hidden below.
             rows, columns = jnp.minimum(row, tiles.S - 1), jnp.minimum(column, tiles.T - 1)
-            return Segments(jnp.asarray(leaf.q_ids)[:, rows], jnp.asarray(leaf.kv_ids)[:, columns])
+            q_ids, kv_ids = jnp.asarray(leaf.q_ids)[:, rows], jnp.asarray(leaf.kv_ids)[:, columns]
+            return replace(leaf, q_ids=q_ids, kv_ids=kv_ids)
 
         visible = work.mask.replaced(of_tile).visible(row[:, None] + tiles.q_start, column + tiles.k_start)
         visible = visible & (column < tiles.T)

@@ -123,7 +123,7 @@ def _band_of(mask: Mask) -> _Band | None:
         return _Band(right=mask.offset)
     if isinstance(mask, Window):
         return _Band(mask.left, mask.right)
-    if isinstance(mask, Segments):
+    if type(mask) is Segments:
         return _Band(segments=mask)
     if not isinstance(mask, And):
         return None

@@ -19,7 +19,20 @@ from jaxtyping import Array, Int
 
 from jaxpar.kernels import masks
 from jaxpar.kernels.attention.call import Call, Unserved
-from jaxpar.kernels.masks import EMPTY, FULL, PARTIAL, And, BlockSparse, Full, Mask, Or, Places, Segments, Tiles
+from jaxpar.kernels.masks import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    And,
+    BlocksOfDocument,
+    BlockSparse,
+    Full,
+    Mask,
+    Or,
+    Places,
+    Segments,
+    Tiles,
+)
 
 
 class Visits(NamedTuple):
@@ -78,8 +91,11 @@ def block_units(mask: Mask, places: Call | Tiles) -> tuple[int, int]:
     """The numbers of queries and keys that tiles must divide so as to cut no block of a mask; 0 = any tiles will do.
 
     Raises:
-      Unserved: a mask of blocks is joined by `|`, so that a tile which is visited need not be seen in it.
+      Unserved: a mask of blocks is joined by `|`, so that a tile which is visited need not be seen in it, or it is laid
+        on each document.
     """
+    if any(isinstance(leaf, BlocksOfDocument) for leaf in mask.leaves()):
+        raise Unserved("blocks are laid on each document, which begins anywhere in a tile")
     if _joins_blocks(mask):
         raise Unserved(f"a mask of blocks is joined by | in {mask}")
     starts = (places.multiple if isinstance(x, jax.Array) else x for x in (places.q_start, places.k_start))
