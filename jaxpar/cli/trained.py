@@ -87,6 +87,8 @@ def generate_command(words: list[str]) -> int:
     given = list(args.prompt) or read_prompts(Path(args.prompts))
     trained = open_trained(Path(folder), args.mesh, args.dtype, args.step)
     prompts, tokenizer = encode_prompts(trained, given, args.chat), require_tokenizer(trained)
+    for note in tokenizer.notes if jax.process_index() == 0 else ():
+        print(note, file=sys.stderr)
     stop = stop_ids(trained, args.chat or any(isinstance(one, list) for one in given))
     longest = max(len(prompt.ids) for prompt in prompts)
     most = args.max_tokens or max(min(128, trained.config.model.max_seq_len - longest), 1)

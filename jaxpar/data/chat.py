@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, read_json
+from jaxpar.data.special_tokens import beside, read_special_tokens
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, make_tokenizer, read_text
 from jaxpar.data.tokens import HostBatch, text_files
 
@@ -39,31 +40,32 @@ class ChatTemplate(NamedTuple):
 
 def load_template(tokenizer: str | Path) -> ChatTemplate:
     """Load the chat template beside a tokenizer.json, or in tokenizer_config.json; a UserError where there is none."""
-    file, own = (Path(tokenizer).with_name(name) for name in (SPECIAL_TOKENS, TEMPLATE))
+    found = find_template(tokenizer)
+    if found is None:
+        places = f"{TEMPLATE}, or chat_template in {SPECIAL_TOKENS}"
+        raise UserError(f"{tokenizer} has no chat template beside it ({places}): take those of the model's own folder")
+    return found
+
+
+def find_template(tokenizer: str | Path) -> ChatTemplate | None:
+    """Return the chat template beside a tokenizer.json, or None; a UserError where a file cannot be read."""
+    file, own = (beside(tokenizer, name) for name in (SPECIAL_TOKENS, TEMPLATE))
     special = special_tokens(tokenizer)
     if own.exists():
         return ChatTemplate(read_text(own), special, str(own))
     template = read_json(file).get("chat_template") if file.exists() else None
     if isinstance(template, list):  # several by name
         template = next((item["template"] for item in template if item["name"] == "default"), None)
-    if not isinstance(template, str):
-        places = f"{TEMPLATE}, or chat_template in {SPECIAL_TOKENS}"
-        raise UserError(f"{tokenizer} has no chat template beside it ({places}): take those of the model's own folder")
-    return ChatTemplate(template, special, str(file))
+    return ChatTemplate(template, special, str(file)) if isinstance(template, str) else None
 
 
 def special_tokens(tokenizer: str | Path) -> dict[str, str]:
     """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may be none.
 
     Raises:
-      UserError: tokenizer_config.json cannot be read.
+      UserError: a file that names them cannot be read.
     """
-    file = Path(tokenizer).with_name(SPECIAL_TOKENS)
-    config = read_json(file) if file.exists() else {}
-    # A token is its text, or an object with it as `content`.
-    named = {key: value for key, value in config.items() if key.endswith("_token")}
-    named = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
-    return {key: value for key, value in named.items() if isinstance(value, str)}
+    return read_special_tokens(tokenizer).names
 
 
 def render(

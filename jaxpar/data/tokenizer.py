@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from jaxpar.base.errors import UserError, read_json, reading, suggest
+from jaxpar.data.special_tokens import Bos, find_ends, read_special_tokens
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra
-
-# These separate documents in GPT-2 and Qwen, in LLaMA 3, in LLaMA 2 and Mistral, and in Gemma.
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class BytesTokenizer:
@@ -26,6 +24,10 @@ class BytesTokenizer:
     """One more than the largest id."""
     end_of_text: int | None = None
     """The id that closes a document; None where no id is free for this."""
+    begin_of_text: int | None = None
+    """The id that is put before each text."""
+    notes: tuple[str, ...] = ()
+    """What is to be said of the two."""
 
     def encode(self, text: str) -> np.ndarray:
         """Ids [N], int32."""
@@ -47,6 +49,8 @@ class CharsTokenizer:
 
     chars: str
     end_of_text: ClassVar[None] = None
+    begin_of_text: ClassVar[None] = None
+    notes: ClassVar[tuple[str, ...]] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -78,6 +82,12 @@ class HFTokenizer:
     inner: tokenizers.Tokenizer
     vocab_size: int
     end_of_text: int | None
+    """The id that closes a document, by what the files beside it say (`jaxpar.data.special_tokens`)."""
+    begin_of_text: int | None = None
+    """The id that is put before each text; None = none is (`data.bos`)."""
+    file: Path | None = None
+    notes: tuple[str, ...] = ()
+    """What was guessed of the two, or could not be used."""
 
     def encode(self, text: str) -> np.ndarray:
         return self.known(self.inner.encode(text, add_special_tokens=False).ids)
@@ -100,12 +110,14 @@ class HFTokenizer:
 Tokenizer = BytesTokenizer | CharsTokenizer | HFTokenizer
 
 
-def make_tokenizer(name: str, texts: Iterable[str] = (), vocab_size: int = 0) -> Tokenizer:
+def make_tokenizer(name: str, texts: Iterable[str] = (), vocab_size: int = 0, bos: Bos = "auto") -> Tokenizer:
     """Make the tokenizer of `data.tokenizer`: `bytes`, `chars` (of `texts`), or that of a JSON file (`load_tokenizer`).
 
     Raises:
-      UserError: there is no such tokenizer, or the file is not one.
+      UserError: there is no such tokenizer, the file is not one, or `bos` asks for a begin of text that it lacks.
     """
+    if bos is True and name in ("bytes", "chars"):
+        raise _no_begin(name)
     if name == "bytes":
         return BytesTokenizer()
     if name == "chars":
@@ -113,29 +125,38 @@ def make_tokenizer(name: str, texts: Iterable[str] = (), vocab_size: int = 0) ->
     if not name.endswith(".json"):
         hint = suggest(name, ("bytes", "chars"))
         raise UserError(f"no tokenizer {name!r}{hint}: bytes, chars, or a path ending in .json")
-    return load_tokenizer(name, vocab_size)
+    return load_tokenizer(name, vocab_size, bos)
 
 
-def load_tokenizer(path: str | Path, vocab_size: int = 0) -> Tokenizer:
+def _no_begin(kind: str) -> UserError:
+    return UserError(f"data.bos=true: the tokenizer {kind} has no token that begins a text: leave data.bos out")
+
+
+def load_tokenizer(path: str | Path, vocab_size: int = 0, bos: Bos = "auto") -> Tokenizer:
     """Load a tokenizer from a file that holds its `to_json`, or from a Hugging Face tokenizer.json.
+
+    What begins and ends its texts is read from the files beside it; `bos` is `data.bos`.
 
     Special tokens beyond a `vocab_size` other than 0 do not count, and a text that has one is refused: Gemma 3 has one
     for images, for which its models of text alone have no row.
 
     Raises:
-      UserError: the file cannot be read or is not a tokenizer, or the `hf` extra is missing.
+      UserError: the file cannot be read or is not a tokenizer, the `hf` extra is missing, or `bos` asks for a begin of
+        text that it lacks.
     """
     match read_json(Path(path)):
+        case {"tokenizer": "bytes" | "chars" as kind} if bos is True:
+            raise _no_begin(kind)
         case {"tokenizer": "bytes"}:
             return BytesTokenizer()
         case {"tokenizer": "chars", "chars": str(chars)}:
             return CharsTokenizer(chars)
         case {"model": dict()}:
-            return _hf_tokenizer(path, vocab_size)
+            return _hf_tokenizer(path, vocab_size, bos)
     raise UserError(f"{path} is no tokenizer: expected a tokenizer.json of Hugging Face, or one that jaxpar saved")
 
 
-def _hf_tokenizer(path: str | Path, vocab_size: int) -> HFTokenizer:
+def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
     try:
         import tokenizers
     except ImportError as error:
@@ -149,8 +170,15 @@ def _hf_tokenizer(path: str | Path, vocab_size: int) -> HFTokenizer:
     inner.no_padding()
     beyond = {id for id, token in inner.get_added_tokens_decoder().items() if token.special and id >= vocab_size > 0}
     vocab = {token: id for token, id in inner.get_vocab().items() if id not in beyond}
-    end_of_text = next((vocab[token] for token in END_OF_TEXT if token in vocab), None)
-    return HFTokenizer(inner, max(vocab.values(), default=-1) + 1, end_of_text)
+    ends = find_ends(inner, read_special_tokens(path), vocab_size, str(path), bos)
+    return HFTokenizer(
+        inner,
+        max(vocab.values(), default=-1) + 1,
+        end_of_text=ends.end_of_text,
+        begin_of_text=ends.begin_of_text,
+        file=Path(path),
+        notes=ends.notes,
+    )
 
 
 def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:

@@ -155,9 +155,12 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
     files, _ = _source_files(data.path if data.source == "text" else "", data)
     tokenizer = make_tokenizer(data.tokenizer, map(read_text, files))
     dtype, count = token_dtype(tokenizer.vocab_size), 0
+    said = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    for note in tokenizer.notes:
+        said.print(note)
     try:
         with replacing(out.with_suffix(".bin.docs")) as starts, replacing(out) as ids:
-            progress = track(files, "tokenizing", console=Console(stderr=True))
+            progress = track(files, "tokenizing", console=said)
             for document in encode_files(progress, tokenizer):
                 starts.write(np.array(count, "<i8").tobytes())
                 ids.write(document.tobytes())

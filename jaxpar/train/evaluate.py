@@ -63,6 +63,8 @@ def evaluate_folder(
         say(note)
     data = replace(config.data, path=config.data.path or config.data.val_path)
     corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
+    for note in corpus.tokenizer.notes if corpus.tokenizer else ():
+        say(note)
     if corpus.val is None:
         raise UserError("there is no validation data: set data.val_path, or data.val_fraction")
     if is_run(folder):

@@ -97,7 +97,7 @@ def run(
     plan = make_plan(config, devices)
     if corpus is None:
         corpus = run_together(lambda: load_corpus(config.data, config.model.vocab_size))
-    for note in plan_notes(config, plan):
+    for note in (*plan_notes(config, plan), *(corpus.tokenizer.notes if corpus.tokenizer else ())):
         say(note)
     if offload_asked(plan):
         run_together(lambda: require_right_gradients(jax.local_devices()[0], say))

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxpar.base.errors import UserError, read_json
-from jaxpar.data.chat import Message, load_template, render, special_tokens
+from jaxpar.base.errors import UserError
+from jaxpar.data.chat import Message, find_template, load_template, render
+from jaxpar.data.end_of_turn import end_of_turn
+from jaxpar.data.special_tokens import read_special_tokens
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, read_text
-from jaxpar.train.run_folder import GENERATION, TOKENIZER, is_run
+from jaxpar.models import peft
+from jaxpar.train.run_folder import TOKENIZER, is_run
 from jaxpar.train.trained import Trained, require_tokenizer
 
 Given = str | list[Message]
@@ -83,18 +86,19 @@ def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
 
 
 def stop_ids(trained: Trained, chat: bool) -> list[int]:
-    """Return the ids that end a text: the tokenizer's end of text, the `eos_token_id` of the folder's files, and a chat
-    template's end of turn."""
-    tokenizer = require_tokenizer(trained)
-    found = {tokenizer.end_of_text}
-    for name in (GENERATION, "config.json"):
-        file = trained.folder / name
-        value = read_json(file).get("eos_token_id") if file.exists() else None
-        found.update(value if isinstance(value, list) else [value])
-    if chat and (ending := special_tokens(trained.folder / TOKENIZER).get("eos_token")):
-        ids = tokenizer.encode(ending).tolist()
-        found.update(ids if len(ids) == 1 else ())
-    return sorted(id for id in found if isinstance(id, int))
+    """Return the ids that end a text: the tokenizer's end of text, those that the folder's files declare, and for a
+    `chat` the token with which the template, if there is one, closes a turn.
+
+    Raises:
+      UserError: there is no tokenizer, or one of the files cannot be read.
+    """
+    tokenizer, file = require_tokenizer(trained), trained.folder / TOKENIZER
+    found = {tokenizer.end_of_text, *read_special_tokens(file).ends}
+    if peft.is_adapter(trained.folder):  # one that has a tokenizer of its own, beside none of the model's files
+        found.update(read_special_tokens(peft.base_folder(trained.folder) / TOKENIZER).ends)
+    if chat and (template := find_template(file)):
+        found.add(end_of_turn(template, tokenizer))
+    return sorted(id for id in found if id is not None and 0 <= id < trained.config.model.vocab_size)
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int], ended: bool = True) -> str:

@@ -1,0 +1,203 @@
+"""What the folder of a tokenizer declares of its special tokens: which begin a text, and which end one.
+
+This is the one place that knows them, for data, prompts, the end of what is generated, evaluation and export. An id
+that is declared by its token stands in tokenizer_config.json and special_tokens_map.json, one that is declared as a
+number in generation_config.json and config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from jaxpar.base.errors import UserError, read_json
+
+if TYPE_CHECKING:
+    import tokenizers  # from the hf extra
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
+GENERATION, MODEL_CONFIG = "generation_config.json", "config.json"
+TOKEN_IDS = "token_ids.json"
+"""In a run folder: the token ids of the config.json of the Hugging Face folder that it came from."""
+
+Bos = Literal["auto", True, False]
+"""Whether a text begins with the tokenizer's begin of text; auto = as the tokenizer does it in `transformers`."""
+
+END_OF_TEXT = (
+    "<|endoftext|>",  # GPT-2, Qwen
+    "<|end_of_text|>",  # LLaMA 3
+    "</s>",  # LLaMA 2, Mistral
+    "<eos>",  # Gemma
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
+    "<|eos|>",
+    "[EOS]",
+)
+"""Names of the token that ends a text. One of them is guessed where no file says which, and only a special token."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """What the files beside a tokenizer.json say; ids are in the order in which they are to be believed."""
+
+    names: dict[str, str]
+    """The tokens by their name in `transformers`: `{"bos_token": "<s>"}`."""
+    add_bos: bool | None
+    """Whether the tokenizer is to put its begin of text before a text; None = its own post-processor decides."""
+    begins: tuple[int, ...]
+    """The ids that are said to begin a text."""
+    ends: tuple[int, ...]
+    """The ids that are said to end one."""
+
+
+@dataclass(frozen=True)
+class TextEnds:
+    """The ids that a tokenizer's texts begin and end with, each None where there is none."""
+
+    begin_of_text: int | None
+    """Put before each text."""
+    end_of_text: int | None
+    """Closes a document."""
+    notes: tuple[str, ...]
+    """What was guessed, or could not be used, a sentence each."""
+
+
+def beside(tokenizer: str | Path, name: str) -> Path:
+    """Return where the file `name` lies beside a tokenizer.
+
+    Beside `train.bin.tokenizer.json`, which a token file brings, `tokenizer_config.json` is
+    `train.bin.tokenizer_config.json`; beside any other it has its own name.
+    """
+    path = Path(tokenizer)
+    prefix = path.name.removesuffix(TOKENIZER)
+    return path.with_name(prefix + name if prefix.endswith(".bin.") else name)
+
+
+def read_special_tokens(tokenizer: str | Path) -> SpecialTokens:
+    """Read what the files beside a tokenizer.json say of its special tokens; any of them may be missing.
+
+    Raises:
+      UserError: one of them cannot be read, or is no JSON object.
+    """
+    config = _read(beside(tokenizer, TOKENIZER_CONFIG))
+    names = _names(config)
+    also = _names(_read(beside(tokenizer, TOKENS_MAP)))
+    # As in transformers: a config that lists its added tokens was written whole, beside an older one the map counts.
+    names = also | names if "added_tokens_decoder" in config else names | also
+    add_bos = config.get("add_bos_token")
+    files = [_read(beside(tokenizer, name)) for name in (GENERATION, TOKEN_IDS, MODEL_CONFIG)]
+    return SpecialTokens(
+        names=names,
+        add_bos=add_bos if isinstance(add_bos, bool) else None,
+        begins=_ids(files, "bos_token_id"),
+        ends=_ids(files, "eos_token_id"),
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.exists() else {}
+
+
+def _names(config: dict[str, Any]) -> dict[str, str]:
+    """Return the tokens that a file names; each is its text, or an object that has it as `content`."""
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _ids(files: Iterable[dict[str, Any]], key: str) -> tuple[int, ...]:
+    """Return the ids that some files give a key, one or a list, each once; a Gemma 3's also in its `text_config`."""
+    found: dict[int, None] = {}
+    for file in files:
+        inner = file.get("text_config")
+        value = file.get(key, inner.get(key) if isinstance(inner, dict) else None)
+        values = value if isinstance(value, list) else [value]
+        found |= dict.fromkeys(id for id in values if isinstance(id, int) and not isinstance(id, bool))
+    return tuple(found)
+
+
+def find_ends(inner: tokenizers.Tokenizer, declared: SpecialTokens, vocab_size: int, origin: str, bos: Bos) -> TextEnds:
+    """Find which ids a tokenizer's texts begin and end with.
+
+    The end is the tokenizer's `eos_token`, as in `transformers`. Where no file names one that the model has, it is the
+    first of the ids that end what is generated, and where there is none either, a special token of a usual name.
+
+    Args:
+      inner: the tokenizer.
+      declared: what the files beside it say.
+      vocab_size: the model has the ids below this; 0 = all of the tokenizer's.
+      origin: the tokenizer's file, for messages.
+      bos: whether a text begins with the tokenizer's begin of text.
+
+    Raises:
+      UserError: `bos` is True, and the tokenizer has no begin of text.
+    """
+    known = _Known(inner, vocab_size)
+    notes = [
+        f"{origin}: its {name} {declared.names[name]!r} is no token of the model, and is not used"
+        for name in ("bos_token", "eos_token")
+        if name in declared.names and known.id_of(declared.names[name]) is None
+    ]
+    end = known.first(known.id_of(declared.names.get("eos_token")), *declared.ends)
+    if end is None:
+        end = _guess_end(known)
+        what = "none of its special tokens has a usual name for it, so documents are not closed"
+        if end is not None:
+            what = f"its special token {inner.id_to_token(end)!r} (id {end}) is taken"
+        notes.append(f"{origin}: no file beside it says what ends a text; {what}")
+    begin = _find_begin(known, declared, bos)
+    if begin is None and bos is True:
+        raise UserError(f"data.bos=true: no file beside {origin} names a bos_token that it has: leave data.bos out")
+    return TextEnds(begin, end, tuple(notes))
+
+
+class _Known(NamedTuple):
+    """The tokens of a tokenizer that its model has."""
+
+    inner: tokenizers.Tokenizer
+    vocab_size: int
+
+    def first(self, *ids: int | None) -> int | None:
+        """The first id that the model has."""
+        return next((id for id in ids if id is not None and self._has(id)), None)
+
+    def id_of(self, token: str | None) -> int | None:
+        return None if token is None else self.first(self.inner.token_to_id(token))
+
+    def _has(self, id: int) -> bool:
+        below = id < self.vocab_size or not self.vocab_size
+        return id >= 0 and below and self.inner.id_to_token(id) is not None
+
+
+def _guess_end(known: _Known) -> int | None:
+    """Return the special token that has a usual name of an end of text; a plain word, as `</s>` of HTML, is none."""
+    added = known.inner.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special}
+    return known.first(*(known.id_of(name) for name in END_OF_TEXT if name in special))
+
+
+def _find_begin(known: _Known, declared: SpecialTokens, bos: Bos) -> int | None:
+    """Return the id that is put before each text: by default that which the tokenizer puts there in `transformers`,
+    where `add_bos_token` of the tokenizer's config comes before its post-processor."""
+    if bos is False or (bos == "auto" and declared.add_bos is False):
+        return None
+    named = known.id_of(declared.names.get("bos_token"))
+    put = known.first(_put_before(known.inner, named))
+    if bos == "auto" and declared.add_bos is None:
+        return put
+    return known.first(named, put, *(declared.begins if bos is True else ()))
+
+
+def _put_before(inner: tokenizers.Tokenizer, named: int | None) -> int | None:
+    """Return the id that the tokenizer's post-processor puts before a text; None where it puts none, or several."""
+    try:
+        found = inner.encode("a")
+    except Exception:  # a tokenizer of words may not know this one; the package raises no narrower exception
+        found = inner.encode("")
+    before = [id for id, _ in takewhile(lambda pair: pair[1], zip(found.ids, found.special_tokens_mask, strict=True))]
+    if len(before) == len(found.ids):  # nothing is left of the text, so what follows it may stand here as well
+        before = [id for id in before[:1] if id == named]
+    return before[0] if len(before) == 1 else None
