@@ -7,9 +7,13 @@ another jax, run `tests/base/test_jax_compat.py` first: it has a test of each.
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, TypeAlias
 
+from jax.extend import core
 from jax.sharding import Mesh
+
+# jax 0.12.0.1 has one type of traced functions, `Jaxpr`, and `ClosedJaxpr` as an unexported name of it.
+ClosedJaxpr: TypeAlias = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 # Private modules. Each import stands in a function, so that one that is gone breaks only what needs it.
 

@@ -28,7 +28,7 @@ from jaxpar.launch.local import train_config
 from jaxpar.rehearse.targets import Target, check_mesh
 
 if TYPE_CHECKING:
-    from ray.util.queue import Queue
+    from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
 
 _SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1", "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -54,9 +54,9 @@ def ray_started(address: str, cpus: int = 0) -> Iterator[tuple[Any, str, Queue]]
     for key, value in _SETTINGS.items():
         os.environ.setdefault(key, value)
     try:
-        import ray.train
-        import ray.tune
-        from ray.util.queue import Queue
+        import ray.train  # pyright: ignore[reportMissingImports]
+        import ray.tune  # pyright: ignore[reportMissingImports]
+        from ray.util.queue import Queue  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(f"this needs Ray, and {error}: pip install 'jaxpar[ray]'") from error
     address = address or os.environ.get("RAY_ADDRESS", "local")
@@ -109,7 +109,7 @@ def launch(
     elif devices_needed(config.mesh) % workers:
         raise UserError(f"--workers {workers} does not divide the {devices_needed(config.mesh)} devices of the mesh")
     with ray_started(address, workers) as (ray, records, lines):
-        from ray.train.v2.jax import JaxTrainer
+        from ray.train.v2.jax import JaxTrainer  # pyright: ignore[reportMissingImports]
 
         train, places = ray.train, _places(target, workers)
         for kind, count in places.get("resources_per_worker", {"CPU": 1}).items():
@@ -161,7 +161,7 @@ def _print_lines(lines: Queue) -> None:
 
 def _tell_of_failures(lines: Queue) -> Any:
     """Make what Ray calls when processes have failed: it says which, with the last line of what they said."""
-    from ray.train import UserCallback
+    from ray.train import UserCallback  # pyright: ignore[reportMissingImports]
 
     class Failures(UserCallback):
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
@@ -199,7 +199,7 @@ def _places(target: Target | None, workers: int) -> dict[str, Any]:
 def _work(job: dict[str, Any]) -> dict[str, Any]:
     """What each process does; Ray hands the first one's dict back. A mistake of the user's is returned, not raised:
     Ray would start all processes again."""
-    import ray.train
+    import ray.train  # pyright: ignore[reportMissingImports]
 
     (config, folder), context = read_job(job), ray.train.get_context()
     try:
@@ -219,8 +219,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
 
 def _say_who(rank: int, count: int) -> None:
     """Set what `base.runtime.start` joins by; on TPUs and GPUs Ray has joined the processes already."""
-    from ray.train.collective import broadcast_from_rank_zero
-    from ray.util import get_node_ip_address
+    from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]
+    from ray.util import get_node_ip_address  # pyright: ignore[reportMissingImports]
 
     address = ""
     if rank == 0:

@@ -70,7 +70,7 @@ def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int
     jobs = {settings: job_of(config, folder / _name(settings)) for settings, config in configs.items()}
     on_cpu = all(config.mesh.platform == "cpu" for config in configs.values())
     with ray_started(address) as (ray, records, lines):
-        from ray import tune
+        from ray import tune  # pyright: ignore[reportMissingImports]
 
         def run(chosen: dict[str, str]) -> None:
             tune.report(_run(chosen["settings"], jobs[chosen["settings"]], lines)._asdict())

@@ -184,7 +184,9 @@ def _by_chunks(
         dhead_VD += jnp.matmul(dlogits_TV.T, x_TD, preferred_element_type=jnp.float32)
         return (total, dhead_VD), jnp.matmul(dlogits_TV, used_VD, preferred_element_type=layout.dtype)
 
-    zeros: PyTree = LossSums(*jnp.zeros(3)), jnp.zeros(used_VD.shape, jnp.float32) if wanted else None
+    nothing = jnp.zeros(())
+    dhead_zeros_VD = jnp.zeros(used_VD.shape, jnp.float32) if wanted else None
+    zeros: PyTree = LossSums(nothing, nothing, nothing), dhead_zeros_VD
     (total, dhead_VD), dx_NTD = jax.lax.scan(add, zeros, _chunks(x_TD, labels_T, chunks))
     if not wanted:
         return total, None

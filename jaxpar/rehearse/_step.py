@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.base.errors import UserError
+from jaxpar.base.jax_compat import ClosedJaxpr
 from jaxpar.base.runtime import versions
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
 from jaxpar.hlo.tasks import Place
@@ -40,7 +40,7 @@ class Compiled(NamedTuple):
 
     target: Target
     mesh: Mesh
-    jaxpr: core.ClosedJaxpr
+    jaxpr: ClosedJaxpr
     text: str
     """The scheduled HLO."""
     stats: Any

@@ -16,10 +16,10 @@ from typing import Any
 from jax.extend import core
 from jax.sharding import Mesh
 
-from jaxpar.base.jax_compat import COLLECTIVES, COND, NAME, SCAN, STILL, WHILE
+from jaxpar.base.jax_compat import COLLECTIVES, COND, NAME, SCAN, STILL, WHILE, ClosedJaxpr
 from jaxpar.hlo.tasks import CollectiveKind
 
-_AnyJaxpr = core.Jaxpr | core.ClosedJaxpr
+_AnyJaxpr = core.Jaxpr | ClosedJaxpr
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Value:
 
 
 def requested_collectives(
-    jaxpr: core.ClosedJaxpr, mesh: Mesh, say: Callable[[str], None] = lambda line: None, given: Collection[str] = ()
+    jaxpr: ClosedJaxpr, mesh: Mesh, say: Callable[[str], None] = lambda line: None, given: Collection[str] = ()
 ) -> list[Requested]:
     """List the collectives of a traced function: `requested_collectives(jax.jit(step).trace(*args).jaxpr, mesh)`.
 
@@ -119,7 +119,7 @@ class _Reader:
         name, params = eqn.primitive.name, eqn.params
         if read := {SCAN: self._scan, WHILE: self._while, COND: self._cond}.get(name):
             return read(eqn, arguments, scope)
-        inner = next((value for value in params.values() if isinstance(value, core.Jaxpr | core.ClosedJaxpr)), None)
+        inner = next((value for value in params.values() if isinstance(value, core.Jaxpr | ClosedJaxpr)), None)
         if inner is not None and _fits(inner, eqn):
             # The compiler may not merge a recomputation with the forward pass: `jax.checkpoint(prevent_cse=True)`.
             barred = params.get("prevent_cse")

@@ -19,7 +19,7 @@ from jax.extend import core
 from jaxpar.base.activation_names import NAMES, Action, Keep
 from jaxpar.base.config import Config, ModelConfig
 from jaxpar.base.errors import UserError
-from jaxpar.base.jax_compat import NAME, SHARD_MAP
+from jaxpar.base.jax_compat import NAME, SHARD_MAP, ClosedJaxpr
 from jaxpar.base.plan import Plan, gradient_dtype
 from jaxpar.base.sharding import Axes, output_axis, state_axes
 from jaxpar.models import Model, Params
@@ -239,7 +239,7 @@ def one_block(config: Config, plan: Plan) -> OneBlock:
 
 
 @lru_cache(maxsize=16)
-def _trace_forward(block: OneBlock) -> tuple[core.ClosedJaxpr, int]:
+def _trace_forward(block: OneBlock) -> tuple[ClosedJaxpr, int]:
     """Trace a block's forward as autodiff runs it, with everything kept. The results are the block's outputs, whose
     number is returned too, and then what the backward pass is given."""
 
@@ -285,6 +285,6 @@ def _named_arrays(jaxpr: core.Jaxpr, local: bool) -> Iterator[tuple[str, jax.Sha
         if eqn.primitive.name == NAME and eqn.params["name"] in NAMES:
             yield eqn.params["name"], _array_of(eqn.outvars[0]), local
         for value in eqn.params.values():
-            if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+            if isinstance(value, core.Jaxpr | ClosedJaxpr):
                 inner: Any = getattr(value, "jaxpr", value)  # newer JAX has one class for both
                 yield from _named_arrays(inner, local or eqn.primitive.name == SHARD_MAP)

@@ -126,7 +126,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-Opened = tuple[Callable[[int, Row], object], Callable[[bool], object], str]
+Opened = tuple[Callable[[int, Row], object], Callable[[bool], object], str | None]
 """Functions that write a row of a step and that end the run, failed or not; and the run's id."""
 
 
@@ -179,7 +179,7 @@ def _tensorboard(_: Config, folder: Path, first_step: int, run_id: str | None) -
 
 
 def _wandb(config: Config, folder: Path, first_step: int, run_id: str | None) -> Opened:
-    import wandb
+    import wandb  # pyright: ignore[reportMissingImports]
 
     run = wandb.init(id=run_id, resume="allow", name=folder.name, dir=folder, config=flatten(config))
     run.define_metric("*", step_metric="step")  # W&B's own step may not go back, as it does after a crash
@@ -187,8 +187,8 @@ def _wandb(config: Config, folder: Path, first_step: int, run_id: str | None) ->
 
 
 def _mlflow(config: Config, folder: Path, first_step: int, run_id: str | None) -> Opened:
-    import mlflow
-    from mlflow.entities import Metric
+    import mlflow  # pyright: ignore[reportMissingImports]
+    from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
     run = mlflow.start_run(run_id=run_id, run_name=folder.name)
     known, values = run.data.params, {key: str(value) for key, value in flatten(config).items()}

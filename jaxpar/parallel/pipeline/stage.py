@@ -20,6 +20,7 @@ from jax.extend import core
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from jaxpar.base.jax_compat import ClosedJaxpr
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import PyTree
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights
@@ -79,7 +80,7 @@ def choose_residuals(function: Callable[..., PyTree], *shapes: PyTree) -> Kept:
     places = tuple(sorted(first.values()))
     again = [out for out, flag in zip(jaxpr.outvars, depends, strict=True) if not flag]
     part = jaxpr.replace(invars=list(others), outvars=again, eqns=_reaching(jaxpr.eqns, again))
-    compute = core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
+    compute = core.jaxpr_as_fun(ClosedJaxpr(part, closed.consts))
 
     def restore(arrays: Sequence[jax.Array], *given: PyTree) -> PyTree:
         stashed = dict(zip(places, arrays, strict=True))
@@ -104,7 +105,7 @@ def _vars(atoms: Iterable[_Atom]) -> list[core.Var]:
     return [atom for atom in atoms if isinstance(atom, core.Var)]
 
 
-def _shape(var: core.Var) -> _Shape:
+def _shape(var: _Atom) -> _Shape:
     aval: Any = var.aval
     return aval if aval.memory_space == jax.memory.Space.Host else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
