@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import SafetensorError, safe_open
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UTF8, UserError
 from jaxpar.base.plan import Plan, param_dtype
 from jaxpar.base.sharding import Axes, KeyPath, LogicalAxis, path_name
 from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf, model_type
@@ -187,7 +187,7 @@ def _files(folder: Path) -> list[Path]:
 def _index_files(index: Path) -> list[Path]:
     """Return the files that an index names, after checking that all of them are present."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding=UTF8))["weight_map"].values()))
         files = [index.parent / name for name in names]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{index} has no readable weight_map ({error!r}): download it again") from error

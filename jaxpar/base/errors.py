@@ -10,6 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+UTF8 = "utf-8-sig"
+"""The encoding of every text that is read: UTF-8, with or without the byte order mark that Windows puts in front."""
+BYTE_ORDER_MARK = "\ufeff"
+"""That mark as a character, in a text that another library has read."""
+
 
 class UserError(Exception):
     """A mistake in a config, a file, or a request, in one sentence: what was wrong, what was found, what to try."""
@@ -57,7 +62,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file, whose values may be anything; a UserError if it cannot be read or holds no object."""
     try:
         with reading(file):
-            value = json.loads(file.read_text(encoding="utf-8"))
+            value = json.loads(file.read_text(encoding=UTF8))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):

@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from jaxpar.base.errors import UserError, require_local, suggest
+from jaxpar.base.errors import UTF8, UserError, require_local, suggest
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
     """The text of a preset of a data package or of a file, and the name that messages give it."""
     known = presets(package)
     if name in known:
-        return known[name].read_text(encoding="utf-8"), name
+        return known[name].read_text(encoding=UTF8), name
     require_local(name)
     path = Path(name)
     if path.is_dir() and (path / "config.toml").exists():
@@ -38,7 +38,7 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
         wanted = f"{listed}; a path ends in .toml, or is that of a run folder"
         raise UserError(f"no preset {name!r}{suggest(name, known)}: {wanted}")
     try:
-        return path.read_text(encoding="utf-8"), str(path)
+        return path.read_text(encoding=UTF8), str(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
 

@@ -192,9 +192,10 @@ def tokenize_command(words: list[str]) -> int:
     if source == "text" and args.max_bytes != TokenizeArgs.max_bytes:
         raise UserError("--max-bytes has no effect: it caps the stdlib corpus alone")
     data = DataConfig(source=source, path=path, tokenizer=args.tokenizer, max_bytes=args.max_bytes)
-    tokens = tokenize(data, out).tokens
-    entropy = f"unigram entropy {unigram_entropy(tokens):.3f} nats a token"
-    console().print(f"{out}: {len(tokens):,} tokens ({tokens.dtype}), {entropy}")
+    written = tokenize(data, out)
+    dtype = written.tokens.dtype
+    entropy = f"unigram entropy {unigram_entropy(written.tokens):.3f} nats a token"
+    console().print(f"{out}: {written.size:,} tokens ({dtype}), {entropy}{written.note}")
     return 0
 
 

@@ -5,6 +5,7 @@ Shapes: n tokens of a document, S sequence length, T = S + 1.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,11 +21,13 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.console import console
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import BYTE_ORDER_MARK, UTF8, UserError
 from jaxpar.data.tokenizer import Tokenizer, encode_document, make_tokenizer
-from jaxpar.data.tokens import HostBatch, files_below
+from jaxpar.data.tokens import NOTHING_IN_IT, HostBatch, files_below, left_out
 
 SAMPLE = 2**20
+_ENDLESS = 2**62
+"""The number of documents of a stream that does not say it: more than any has."""
 Source = grain.MapDataset | Callable[[], Any]
 """Documents in random access, or what opens a stream of them: an `IterableDataset` of Hugging Face."""
 
@@ -42,25 +45,26 @@ class Documents:
     """How many documents there are; None = not known."""
     sample: np.ndarray
     """Ids [N] of the first documents: of all, or at least SAMPLE tokens."""
+    note: str = ""
+    """What is left out, as far as the sample shows it."""
 
     @property
     def amount(self) -> str:
-        return "a stream of documents" if self.size is None else f"{self.size:,} documents"
+        what = "a stream of documents" if self.size is None else f"{self.size:,} documents"
+        return what + self.note
 
     def encoded(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset:
-        """Return the documents as ids; see `rows`. Those without any are left out."""
+        """Return every document as ids, of which one without text has none; see `rows`."""
         source = self.source
         if isinstance(source, grain.MapDataset):
             ordered = source.seed(seed).shuffle().repeat() if endless else source
             ahead = grain.ReadOptions(num_threads=min(data.prefetch, 4), prefetch_buffer_size=16 * data.prefetch)
-            encoded = ordered.map(self.encode).to_iter_dataset(ahead)
-        else:
-            stream = _Stream(source, self.origin, data.source, endless)
-            if endless and data.shuffle_window:
-                window = {"window_size": data.shuffle_window, "seed": seed}
-                stream = grain.experimental.WindowShuffleIterDataset(stream, **window)
-            encoded = stream.map(self.encode)
-        return encoded.filter(lambda document: len(document["tokens"]) > 0)
+            return ordered.map(self.encode).to_iter_dataset(ahead)
+        stream = _Stream(source, self.origin, data.source, endless)
+        if endless and data.shuffle_window:
+            window = {"window_size": data.shuffle_window, "seed": seed}
+            stream = grain.experimental.WindowShuffleIterDataset(stream, **window)
+        return stream.map(self.encode)
 
     def rows(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
         """Return the rows [S] of documents that lie end to end; the label of a row's last token is the T-th it took.
@@ -79,7 +83,8 @@ class Documents:
                 batch |= {"segments": segments_T[:-1], "positions": packed["tokens_positions"][:-1]}
             return batch
 
-        return _Packed(self.encoded(data, seed, endless), length_struct={"tokens": data.seq_len + 1}).map(row)
+        documents = self.encoded(data, seed, endless).filter(lambda document: len(document["tokens"]) > 0)
+        return _Packed(documents, length_struct={"tokens": data.seq_len + 1}).map(row)
 
 
 def load_documents(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Documents], Tokenizer]:
@@ -95,13 +100,13 @@ def load_documents(paths: Sequence[str], data: DataConfig, vocab_size: int) -> t
 def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
     def encode(element: Any) -> dict[str, np.ndarray]:
         if isinstance(element, bytes):  # a record
-            element = {data.column: element.decode("utf-8", "replace")}
+            element = {data.column: element.decode(UTF8, "replace")}
         if data.column not in element:
             raise UserError(f"{path} has no column {data.column!r}, set data.column: it has {', '.join(element)}")
         text = element[data.column]
         if not isinstance(text, str):
             raise UserError(f"{path}: column {data.column!r} has a value that is no text: {str(text)[:40]!r}")
-        return {"tokens": encode_document(text, tokenizer)}
+        return {"tokens": encode_document(text.removeprefix(BYTE_ORDER_MARK), tokenizer)}
 
     with _reading(path, data.source):
         source, size = _OPEN[data.source](path, data)
@@ -113,8 +118,9 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
             if count > max(SAMPLE, data.seq_len):
                 break
     if not count:
-        raise UserError(f"{path} is empty: there is no document with text in it")
-    return replace(documents, sample=np.concatenate(first))
+        raise UserError(f"{path} {NOTHING_IN_IT}")
+    empty = sum(not len(ids) for ids in first)
+    return replace(documents, sample=np.concatenate(first), note=left_out(empty, of=len(first)))
 
 
 @contextmanager
@@ -132,27 +138,81 @@ def _reading(path: str, source: str) -> Iterator[None]:
 
 
 def _open_hf(name: str, data: DataConfig) -> tuple[Source, int | None]:
-    """Open `path`, `path:split` or `path:config:split`: a data set of the hub, a folder or a file."""
-    import datasets
+    """Open `path`, `path:split` or `path:config:split`: a data set of the hub, a folder or a file.
 
-    path, *config, split = name.split(":") if ":" in name and not Path(name).exists() else (name, "train")
+    The split may be a slice or a sum of some, as `datasets` writes them: `train[:50%]`, `train[:10]+test`.
+    """
+    path, config, split = _split_name(name)
     place = Path(path)
 
     def opened() -> Any:
-        load: Any = datasets.load_dataset
         if (place / "dataset_dict.json").exists() or (place / "state.json").exists():  # from save_to_disk
-            found = datasets.load_from_disk(path)
-            found = found[split] if isinstance(found, datasets.DatasetDict) else found
+            found = _saved_slices(path, split)
             found = found.to_iterable_dataset() if data.streaming else found
         else:
-            where, files = (str(place.absolute().parent), place.name) if place.is_file() else (path, None)
-            found = load(where, *config, data_files=files, split=split, streaming=data.streaming)
+            folder, file = (str(place.absolute().parent), place.name) if place.is_file() else (path, None)
+            found = _loaded_slices(partial(_load_split, folder, config, file), split, data.streaming)
         return found.select_columns(data.column) if data.column in (found.column_names or ()) else found
 
     if data.streaming:
         return opened, None
     found = opened()
     return grain.MapDataset.source(found), len(found)
+
+
+def _split_name(name: str) -> tuple[str, list[str], str]:
+    """Return the path, the config if there is one, and the split; a colon in a slice, or of a URL, parts nothing."""
+    if Path(name).exists():
+        return name, [], "train"
+    path, *others = re.split(r":(?!//)(?![^\[]*\])", name)
+    if len(others) > 2:
+        raise UserError(f"{name} is not path, path:split or path:config:split: it has {len(others)} colons")
+    split = re.sub(r"\s*\+\s*", "+", others[-1]) if others else "train"
+    return path, others[:-1], split
+
+
+def _load_split(folder: str, config: Sequence[str], file: str | None, split: str, streaming: bool) -> Any:
+    import datasets
+
+    load: Any = datasets.load_dataset
+    return load(folder, *config, data_files=file, split=split, streaming=streaming)
+
+
+def _loaded_slices(load: Callable[[str, bool], Any], split: str, streaming: bool) -> Any:
+    """Load a split, or slices of some; `datasets` itself takes no slice of a stream."""
+    import datasets
+
+    if not streaming or not re.search(r"[\[+]", split):
+        return load(split, streaming)
+    instruction = datasets.ReadInstruction.from_spec(split)
+    names = [part.split("[")[0].strip() for part in split.split("+")]
+    streams = {name: load(name, True) for name in names}
+    known = {name: (stream.info.splits or {}).get(name) for name, stream in streams.items()}
+    sizes = {name: info.num_examples if info else 0 for name, info in known.items()}
+    if not all(sizes.values()):
+        if re.search(r"%|\[-|:-", split):
+            raise UserError(
+                f"{split} counts from the end of a stream, whose length is not known: set data.streaming=false, or "
+                "count in documents from its beginning, as in train[1000:]"
+            )
+        sizes = dict.fromkeys(sizes, _ENDLESS)
+    slices = [
+        streams[part.splitname].skip(part.from_).take(part.to - part.from_) for part in instruction.to_absolute(sizes)
+    ]
+    return datasets.concatenate_datasets(slices)
+
+
+def _saved_slices(path: str, split: str) -> Any:
+    """Open a split, or slices of some, of what `save_to_disk` wrote: several splits by name, or one."""
+    import datasets
+
+    found = datasets.load_from_disk(path)
+    if not isinstance(found, datasets.DatasetDict):
+        found = {str(found.split or split.split("[")[0]): found}
+    instruction = datasets.ReadInstruction.from_spec(split)
+    parts = instruction.to_absolute({name: len(part) for name, part in found.items()})
+    slices = [found[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return datasets.concatenate_datasets(slices)
 
 
 def _open_parquet(path: str, data: DataConfig) -> tuple[Source, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from jaxpar.base.errors import UserError, read_json, reading, suggest
+from jaxpar.base.errors import UTF8, UserError, read_json, reading, suggest
 from jaxpar.data.special_tokens import Bos, find_ends, read_special_tokens
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra
+
+
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class BytesTokenizer:
@@ -162,7 +166,9 @@ def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
     except ImportError as error:
         raise UserError(f"tokenizer {path} needs the tokenizers package: pip install 'jaxpar[hf]'") from error
     try:
-        inner = tokenizers.Tokenizer.from_file(str(path))
+        inner = tokenizers.Tokenizer.from_str(read_text(Path(path)))  # `from_file` refuses a byte order mark
+    except UserError:
+        raise
     except Exception as error:  # the package raises no narrower exception
         raise UserError(f"tokenizers cannot load {path}: {error}") from error
     # Files made for a classifier cut and pad a text to its length, which would lose the rest of a document.
@@ -182,13 +188,23 @@ def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
 
 
 def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids [N] of a text, int32, closed by the end-of-text id if there is one."""
+    """Ids [N] of a text, int32, closed by the end-of-text id if there is one.
+
+    There are none of a text without anything but white space, or of which the tokenizer leaves nothing: to learn that
+    one document's end follows another's is to learn to write nothing.
+    """
+    ids = tokenizer.encode(text) if text.strip() else np.zeros(0, np.int32)
+    if not len(ids):
+        return ids
     closing = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    return np.concatenate([tokenizer.encode(text), np.array(closing, np.int32)])
+    return np.concatenate([ids, np.array(closing, np.int32)])
 
 
 def encode_files(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the ids of each file, closed like any document, in the dtype of `token_dtype`; an error names the file."""
+    """Yield the ids of each file by `encode_document`, in the dtype of `token_dtype`; an error names the file.
+
+    A file that is a document without text yields no ids.
+    """
     for file in files:
         text = read_text(file)
         try:
@@ -203,12 +219,18 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def read_text(file: Path) -> str:
-    """Read the text of a UTF-8 file, with its line ends as they are; a UserError where it cannot be read as text."""
+    """Read the text of a UTF-8 file, with its line ends as they are and without a byte order mark.
+
+    Raises:
+      UserError: it cannot be read as text.
+    """
     with reading(file):
         content = file.read_bytes()
+    if content.startswith(UTF16_MARKS):
+        raise UserError(f"{file} is UTF-16 text, as some programs of Windows write it: save it as UTF-8")
     if b"\0" in content:
         raise UserError(f"{file} is binary (NUL at byte {content.index(0)}), not text: is it data.source=tokens?")
     try:
-        return content.decode("utf-8")
+        return content.decode(UTF8)
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first") from error

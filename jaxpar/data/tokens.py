@@ -22,7 +22,15 @@ from rich.progress import track
 from jaxpar.base.config import DataConfig, require_local_data
 from jaxpar.base.errors import UserError, read_json, reading, require_local
 from jaxpar.base.runtime import replacing, write_whole
-from jaxpar.data.tokenizer import Tokenizer, encode_files, load_tokenizer, make_tokenizer, read_text, token_dtype
+from jaxpar.data.tokenizer import (
+    UTF16_MARKS,
+    Tokenizer,
+    encode_files,
+    load_tokenizer,
+    make_tokenizer,
+    read_text,
+    token_dtype,
+)
 
 HostBatch = dict[str, np.ndarray]
 """`tokens` and `labels` (the next token; -1 = not counted), and if packed `segments` and `positions`; int32 [B, S]."""
@@ -43,6 +51,8 @@ class Tokens:
     """The name of the file, folder or corpus, for messages."""
     offset: int = 0
     """How many tokens of `origin` come before these."""
+    note: str = ""
+    """What was left out."""
 
     @property
     def size(self) -> int:
@@ -54,7 +64,7 @@ class Tokens:
 
     @property
     def amount(self) -> str:
-        return f"{self.size:,} tokens"
+        return f"{self.size:,} tokens{self.note}"
 
     def split(self, val_fraction: float) -> tuple[Tokens, Tokens]:
         """Split off the last `val_fraction`; a document may be cut in two, as in nanoGPT's split."""
@@ -65,7 +75,8 @@ class Tokens:
             train_starts = starts[: np.searchsorted(starts, cut)]
             val_starts = np.maximum(starts[running:] - cut, 0)
         train = replace(self, tokens=self.tokens[:cut], document_starts=train_starts)
-        return train, replace(self, tokens=self.tokens[cut:], document_starts=val_starts, offset=cut)
+        held_out = self.tokens[cut:]
+        return train, replace(self, tokens=held_out, document_starts=val_starts, offset=cut, note="")
 
 
 # Text, where each file is a document.
@@ -77,10 +88,23 @@ def load_texts(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple
     texts = (read_text(file) for files, _ in sources for file in files)
     tokenizer, streams = make_tokenizer(data.tokenizer, texts, vocab_size), []
     for files, origin in sources:
-        documents = list(encode_files(files, tokenizer))
+        documents = [document for document in encode_files(files, tokenizer) if len(document)]
+        if not documents:
+            raise UserError(f"{origin} {NOTHING_IN_IT}")
         ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
-        streams.append(Tokens(np.concatenate(documents), np.concatenate([[0], ends[:-1]]), origin))
+        starts = np.concatenate([[0], ends[:-1]])
+        note = left_out(len(files) - len(documents))
+        streams.append(Tokens(np.concatenate(documents), starts, origin, note=note))
     return streams, tokenizer
+
+
+NOTHING_IN_IT = "is empty: there is no document with text in it"
+
+
+def left_out(empty: int, of: int = 0) -> str:
+    """Return the note on so many documents without text, which may be those `of` the first that were read."""
+    among = f" of the first {of:,}" if of else ""
+    return f" (documents without text, left out: {empty:,}{among})" if empty else ""
 
 
 def _source_files(path: str, data: DataConfig) -> tuple[list[Path], str]:
@@ -134,7 +158,8 @@ def files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
 
 def _looks_binary(file: Path) -> bool:
     with reading(file), file.open("rb") as opened:
-        return b"\0" in opened.read(8192)
+        beginning = opened.read(8192)
+    return b"\0" in beginning and not beginning.startswith(UTF16_MARKS)  # text, which `read_text` says is to convert
 
 
 # A token file is NAME.bin (raw ids); beside it lie NAME.bin.json (dtype and counts), NAME.bin.docs (raw int64 document
@@ -154,7 +179,7 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
         raise UserError(f"tokenize writes text to a .bin file, found source={data.source} and {out}: try tokens.bin")
     files, _ = _source_files(data.path if data.source == "text" else "", data)
     tokenizer = make_tokenizer(data.tokenizer, map(read_text, files))
-    dtype, count = token_dtype(tokenizer.vocab_size), 0
+    dtype, count, documents = token_dtype(tokenizer.vocab_size), 0, 0
     said = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
     for note in tokenizer.notes:
         said.print(note)
@@ -162,15 +187,20 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
         with replacing(out.with_suffix(".bin.docs")) as starts, replacing(out) as ids:
             progress = track(files, "tokenizing", console=said)
             for document in encode_files(progress, tokenizer):
+                if not len(document):
+                    continue
                 starts.write(np.array(count, "<i8").tobytes())
                 ids.write(document.tobytes())
                 count += len(document)
-        meta = {"dtype": dtype.name, "tokens": count, "documents": len(files)}
+                documents += 1
+            if not documents:
+                raise UserError(f"{data.path} {NOTHING_IN_IT}")
+        meta = {"dtype": dtype.name, "tokens": count, "documents": documents}
         write_whole(out.with_suffix(".bin.json"), json.dumps(meta))
         write_whole(out.with_suffix(".bin.tokenizer.json"), tokenizer.to_json())
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
-    return open_tokens(out)
+    return replace(open_tokens(out), note=left_out(len(files) - documents))
 
 
 def load_token_files(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Tokens], Tokenizer | None]:

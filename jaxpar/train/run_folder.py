@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, parse
-from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.errors import UTF8, UserError, require_local
 from jaxpar.base.runtime import run_together
 from jaxpar.base.sharding import path_name
 from jaxpar.base.toml import to_toml
@@ -43,7 +43,7 @@ def read_run_config(folder: Path) -> Config:
     path = folder / "config.toml"
     if not is_run(folder):
         raise UserError(f"{folder} is no run folder: it has no config.toml")
-    return parse(path.read_text(encoding="utf-8"), str(path))
+    return parse(path.read_text(encoding=UTF8), str(path))
 
 
 def open_run(folder: Path, config: Config) -> Config | None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.base.config import Config, check, fit_schedule, incompatible_changes, load_config, override, parse
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, read_json
 from jaxpar.base.toml import flatten, to_toml
 
 pytestmark = pytest.mark.quick
@@ -206,6 +206,13 @@ def test_an_unreadable_file_is_named(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as error:
         load_config(str(path))
     assert str(path) in str(error.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path):
+    (tmp_path / "mine.toml").write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 7\r\n")
+    assert load_config(str(tmp_path / "mine.toml")).train.steps == 7
+    (tmp_path / "one.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert read_json(tmp_path / "one.json") == {"a": 1}
 
 
 def test_a_folder_is_no_config(tmp_path):

@@ -327,6 +327,20 @@ def test_tokenized_text_reads_back_equal(folder, tmp_path, capfd):
     ]  # fmt: skip
 
 
+def test_documents_without_text_are_left_out_and_counted(folder, tmp_path):
+    (folder / "b" / "blank.txt").write_text("\n \n")
+    plain = load_corpus(text_config(folder, val_fraction=0), 256).train
+    written = tokenize(text_config(folder), tmp_path / "a.bin")
+    for stream in (plain, written):
+        assert stream.document_starts.tolist() == [0, len("apple é".encode())]
+        assert stream.amount == "13 tokens (documents without text, left out: 1)"
+    (tmp_path / "blank.txt").write_text(" \n")
+    for refused in (load_corpus, lambda config, _: tokenize(config, tmp_path / "b.bin")):
+        with pytest.raises(UserError, match=r"blank\.txt is empty: there is no document with text in it"):
+            refused(text_config(tmp_path / "blank.txt"), 256)
+    assert not (tmp_path / "b.bin").exists()
+
+
 def test_token_files_are_memory_mapped(folder, tmp_path):
     tokenize(text_config(folder), tmp_path / "a.bin")
     corpus = load_corpus(text_config(tmp_path / "a.bin", source="tokens", val_fraction=0.4), 256)

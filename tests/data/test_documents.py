@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import itertools
 import json
 import signal
 import subprocess
@@ -26,6 +27,8 @@ DOCUMENTS = [f"{i} {line} " * (i % 4) for i, line in enumerate([*argparse.__doc_
 KINDS = {
     "hf": {"source": "hf", "path": "jsonl"},
     "hf saved": {"source": "hf", "path": "saved:train"},
+    "hf slices": {"source": "hf", "path": "jsonl:train[40%:]+train[:9]"},
+    "hf streaming slices": {"source": "hf", "path": "jsonl:train[5:20] + train[22:]", "streaming": True},
     "hf streaming": {"source": "hf", "path": "jsonl:train", "streaming": True},
     "hf streaming, shuffled": {"source": "hf", "path": "jsonl", "streaming": True, "shuffle_window": 5},
     "parquet": {"source": "parquet", "path": "parquet"},
@@ -127,6 +130,66 @@ def test_random_access_reads_every_document_once_an_epoch_in_a_new_order():
     assert not np.array_equal(other, batches(data, 1)[0][0]["tokens"])
     words = [text.split()[0].encode() for text in DOCUMENTS if len(text) > 20]
     assert sum(word in texts for word in words) > 0.9 * len(words)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("split", "kept"),
+    [
+        ("train[:50%]", slice(20)),
+        ("train[30:]", slice(30, 40)),
+        ("train[-3:]", slice(37, 40)),
+        ("train[10%:20%](closest)", slice(4, 8)),
+    ],
+)
+def test_a_split_may_be_a_slice_as_datasets_writes_it(tmp_path, split, kept, streaming):
+    texts = [f"{i:02d}" for i in range(40)]
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": texts})}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for name in ("saved", "a.jsonl"):
+        data = DataConfig(source="hf", path=f"{tmp_path}/{name}:{split}", seq_len=2, streaming=streaming)
+        if streaming and name == "a.jsonl" and split != "train[30:]":
+            with pytest.raises(UserError, match=r"counts from the end of a stream, .* as in train\[1000:\]"):
+                load_corpus(data, 256)
+        else:
+            assert bytes(load_corpus(data, 256).train.sample.astype(np.uint8)).decode() == "".join(texts[kept])
+
+
+def test_a_slice_that_datasets_does_not_know_is_refused(folder):
+    for name, message in (
+        ("jsonl:train[x]", "Unrecognized"),
+        ("saved:no[:3]", "Unknown split"),
+        ("a:b:c:d", "3 colons"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_corpus(DataConfig(source="hf", path=name), 256)
+
+
+@pytest.mark.parametrize("kind", ["hf", "hf streaming", "parquet", "arrayrecord"])
+def test_a_document_without_text_leaves_no_end_of_text(kind, tmp_path, monkeypatch):
+    """As `encode_document`, which every source calls: two ends side by side would teach that one follows the other."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    texts = ["", "a a", "", " \n", "\ufeffa", "\ufeff", ""]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    parquet.write_table(arrow.table({"text": texts}), tmp_path / "parquet")
+    writer = record.ArrayRecordWriter(str(tmp_path / "records"), "group_size:1")
+    for text in texts:
+        writer.write(text.encode())
+    writer.close()
+    data = config_of(kind, path=str(KINDS[kind]["path"]).partition(":")[0], seq_len=4, prefetch=0)
+    data = replace(data, tokenizer=str(tmp_path / "tokenizer.json"))
+    if kind.startswith("hf"):
+        (tmp_path / "jsonl").rename(tmp_path / "a.jsonl")
+        data = replace(data, path="a.jsonl")
+    corpus = load_corpus(data, 2)
+    assert corpus.train.sample.tolist() == [0, 0, 1, 0, 1]
+    assert "(documents without text, left out: 5 of the first 7)" in corpus.train.amount
+    row = next(train_batches(corpus.train, data, 1, range(1), 2))["tokens"][0].tolist()
+    assert (1, 1) not in itertools.pairwise(row)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

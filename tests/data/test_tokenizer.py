@@ -10,6 +10,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.tokenizer import (
     BytesTokenizer,
     CharsTokenizer,
+    encode_document,
     encode_files,
     load_tokenizer,
     make_tokenizer,
@@ -173,6 +174,27 @@ def test_unknown_character_names_the_file(tmp_path):
 
 def test_ids_are_stored_in_the_smallest_of_two_dtypes():
     assert (token_dtype(2**16), token_dtype(2**16 + 1)) == (np.uint16, np.uint32)
+
+
+def test_a_document_without_text_has_no_end(hf_file, tmp_path):
+    """White space is no text, nor is what a tokenizer takes nothing of."""
+    tokenizer = load_tokenizer(hf_file)
+    assert [len(encode_document(text, tokenizer)) for text in ("", " \n\t", "\u3000", "hello")] == [0, 0, 0, 2]
+    inner = tokenizer.inner
+    inner.normalizer = pytest.importorskip("tokenizers").normalizers.Replace("\u200b", "")
+    assert len(encode_document("\u200b", tokenizer)) == 0
+    (tmp_path / "blank.txt").write_text("\n")
+    assert [ids.tolist() for ids in encode_files([tmp_path / "blank.txt"], tokenizer)] == [[]]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(hf_file, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhi\r\n")
+    assert read_text(tmp_path / "a.txt") == "hi\r\n"
+    hf_file.write_bytes(b"\xef\xbb\xbf" + hf_file.read_bytes())
+    assert load_tokenizer(hf_file).encode("hello").tolist() == [0]
+    (tmp_path / "a.txt").write_bytes("hi".encode("utf-16"))
+    with pytest.raises(UserError, match=r"a\.txt is UTF-16 text.*: save it as UTF-8"):
+        read_text(tmp_path / "a.txt")
 
 
 def test_text_is_read_as_it_is(tmp_path):
