@@ -171,6 +171,7 @@ def test_a_document_without_text_leaves_no_end_of_text(kind, tmp_path, monkeypat
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<|endoftext|>"])
     words.save(str(tmp_path / "tokenizer.json"))
     texts = ["", "a a", "", " \n", "\ufeffa", "\ufeff", ""]
     monkeypatch.chdir(tmp_path)
