@@ -112,7 +112,7 @@ MUTATIONS = [
     Mutation("val_fill", "off by one: a row that fills the last batch is counted", "jaxpar/data/corpus.py",
              "place_B >= count", "place_B > count", "tests/data/test_corpus.py -k validation"),
     Mutation("keep_best", "a wrong sign: the worst checkpoint is kept", "jaxpar/train/run_folder.py",
-             "return -metrics[METRIC]", "return metrics[METRIC]", "tests/train/test_checkpoint.py"),
+             "return min((step for", "return max((step for", "tests/train/test_checkpoint.py"),
     Mutation("resume_data", "a run goes on with other data as if it were the same", "jaxpar/base/config.py",
              '"data.prefetch",', '"data",', "tests/base/test_config.py -k resumes"),
     # Compiled programs read and priced.

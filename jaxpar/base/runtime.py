@@ -260,19 +260,28 @@ def run_together(run: Callable[[], T]) -> T:
     said = "" if error is None else str(error) or repr(error)
     rows = multihost_utils.process_allgather(np.frombuffer(said.encode()[:500].ljust(500), np.uint8))
     failed = [(index, text) for index, row in enumerate(rows) if (text := bytes(row).decode(errors="ignore").strip())]
+    if error is None and failed:
+        error = UserError(f"process {failed[0][0]} cannot go on, so none can: {failed[0][1]}")
     if error is not None:
+        setattr(error, _TOGETHER, True)
         raise error
-    if failed:
-        raise UserError(f"process {failed[0][0]} cannot go on, so none can: {failed[0][1]}")
     return result  # pyright: ignore[reportReturnType]
+
+
+_TOGETHER = "raised_on_all_processes"
+
+
+def raised_together(error: BaseException) -> bool:
+    """Whether every process leaves with an error now, as from `run_together`, so that they can still save together."""
+    return jax.process_count() == 1 or getattr(error, _TOGETHER, False)
 
 
 class Batches(Generic[T]):
     """This process's batches, which end together with the other processes' where one cannot be read.
 
     A single process raises the error at once. Of several, the one that fails calls `failing`, keeps its error for
-    `require` and goes on with `empty` batches, whose labels do not count, until all stop. The steps until then count
-    for nothing, so call `require` before saving.
+    `require` and goes on with `empty` batches until all stop. What is computed of those counts for nothing, so call
+    `require` before it is used.
     """
 
     def __init__(self, source: Iterator[T], empty: T, failing: Callable[[], object] = lambda: None):
@@ -292,6 +301,11 @@ class Batches(Generic[T]):
                 self._error = error
                 self._failing()
         return self._empty
+
+    @property
+    def failed(self) -> bool:
+        """Whether this process can read no more."""
+        return self._error is not None
 
     def require(self) -> None:
         """Raise on every process the error that kept one from reading."""

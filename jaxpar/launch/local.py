@@ -15,7 +15,7 @@ from jaxpar.base.config import Config, check
 from jaxpar.base.console import console, count_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import memory_of, run_together, start
+from jaxpar.base.runtime import memory_of, run_together, start, write_whole
 from jaxpar.data.corpus import load_corpus, unigram_entropy
 from jaxpar.models import Model
 from jaxpar.plan import resolve
@@ -53,7 +53,7 @@ def train_config(config: Config, folder: Path, verify: bool = False, report: Rep
             parts, has = _memory_parts(config, plan)
             predicted, said = [part._asdict() for part in parts], CompiledBytes.of(memory)._asdict()
             text = json.dumps({"predicted": predicted, "compiled": said, "device_has": has}, indent=1)
-            (folder / "memory.json").write_text(text + "\n", encoding="utf-8")
+            write_whole(folder / "memory.json", text + "\n")
 
     entropy, drawn = unigram_entropy(corpus.train.sample), time.monotonic()
 

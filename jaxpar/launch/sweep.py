@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from rich.table import Table
 from jaxpar.base.config import Config
 from jaxpar.base.console import count_text
 from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.runtime import write_whole
 from jaxpar.launch.gang import job_of, ray_started, read_job
 from jaxpar.launch.local import train_config
 from jaxpar.train.metrics import read_metrics
@@ -86,8 +88,9 @@ def sweep(trials: Mapping[str, Config | UserError], folder: Path, per_trial: int
             last = str(result.error).strip().splitlines()[-1] if result.error else ""
             found[settings] = Trial(settings, error=last) if last else Trial(**known)
     results = [found[settings] for settings in trials]
-    with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([Trial._fields, *results])
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([Trial._fields, *results])
+    write_whole(folder / "results.csv", text.getvalue())
     from jaxpar.show.figures import save_figure, sweep_figure  # matplotlib, which no run waits for
 
     rates = {trial.settings: trial.tokens_per_second or 0 for trial in results if not trial.error}

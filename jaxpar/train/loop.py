@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
 from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import Batches, ask_to_stop, run_together, start, stop_signals
+from jaxpar.base.runtime import Batches, ask_to_stop, raised_together, run_together, start, stop_signals, write_whole
 from jaxpar.data.corpus import Corpus, HostBatch, load_corpus, train_batches, unigram_entropy
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.hlo.turns import require_order
@@ -63,6 +63,10 @@ class OutOfMemory(UserError):
             "or memory.budget=auto"
         )
         self.config, self.plan, self.said = config, plan, said
+
+
+class Diverged(UserError):
+    """The loss, the gradients or the update of a step are not finite."""
 
 
 Watch = Callable[[Config, Plan, Compiled], None]
@@ -109,15 +113,22 @@ def run(
     if before is not None and (note := schedule_note(before.train, config.train, checkpoints.latest() or 0)):
         say(note)
     try:
-        return _Run(config, folder, plan, corpus, checkpoints, watch, report).go()
-    finally:
-        checkpoints.close()
+        result = _Run(config, folder, plan, corpus, checkpoints, watch, report).go()
+    except BaseException:
+        try:
+            checkpoints.close()
+        except Exception as error:  # the first error is the one to tell
+            say(f"warning: {error}")
+        raise
+    checkpoints.remove_old()
+    checkpoints.close()
+    return result
 
 
 def _keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path) -> None:
     if config.data.tokenizer.endswith(".json"):
         carry_tokenizer(Path(config.data.tokenizer).parent, folder)
-    (folder / TOKENIZER).write_text(tokenizer.to_json(), "utf-8")
+    write_whole(folder / TOKENIZER, tokenizer.to_json())
 
 
 class _Run:
@@ -171,7 +182,7 @@ class _Run:
         names = self.config.metrics.sinks if self.main else ()
         place = self.config, self.folder, self.first, self.show.say
         sinks = run_together(lambda: [Sink(name, *place) for name in names])
-        return MetricsLog(self.folder, self.first, self.main, sinks, self.report)
+        return MetricsLog(self.folder, self.first, self.main, sinks, self.report, self.show.say)
 
     @contextmanager
     def _out_of_memory(self) -> Iterator[None]:
@@ -232,21 +243,32 @@ class _Run:
         self, step_fn: Compiled, state: TrainState[jax.Array], data: DatasetIterator[HostBatch],
         stop_after: Callable[[int], bool],
     ) -> int:  # fmt: skip
-        """Run the steps after `first`; return the last one that finished."""
-        config, train, text = self.config, self.config.train, self.corpus.train
+        """Run the steps after `first`, and return the last one that finished. What is good is saved before an error
+        leaves, where all processes leave by it."""
+        self.state, self.data = state, data
+        self.positions: dict[int, Any] = {}  # the state of the data's iterator, by step
+        self.batches = Batches(data, empty_batch(self.config, self.plan, absent=True), ask_to_stop)
+        try:
+            return self._steps(step_fn, stop_after)
+        except Exception as error:
+            if raised_together(error) and not isinstance(error, Diverged):
+                self._save_good()
+            raise
+
+    def _steps(self, step_fn: Compiled, stop_after: Callable[[int], bool]) -> int:
+        config, train = self.config, self.config.train
         flops, devices = self.model.flops_per_token(config.data.seq_len), list(self.plan.mesh.devices.ravel())
         self.meter = Meter(self.first, flops, devices, self.plan.compute)
         step = logged = self.first
         metrics: dict[str, jax.Array] = {}
-        batches = Batches(data, empty_batch(config, self.plan), ask_to_stop)
         for step in range(self.first + 1, self.last + 1):
             before = metrics
             if step == self.profile.first:
                 self._aside(metrics, self.profile.start)
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 with self.meter.timed("waiting"):
-                    batch = put_batch(next(batches), self.plan)
-                state, metrics = step_fn(state, batch)
+                    batch = put_batch(self._next_rows(step), self.plan)
+                self.state, metrics = step_fn(self.state, batch)
             if step == self.profile.last:
                 self._aside(metrics, self.profile.close)
                 self.lines = self.beside.submit(self.profile.write_lines, step_fn, devices)
@@ -266,24 +288,53 @@ class _Run:
             if not (evaluating or saving):
                 continue
             jax.block_until_ready(metrics)  # a step that is still running counts as training time
-            batches.require()
+            self.batches.require()
+            self.positions = {step: self.positions[step]}
             if step % config.metrics.log_every == 0 or stop:
                 self._log(step, metrics)
                 logged = step
             self._require_finite(step)
             with self.meter.timed("aside"):
-                if evaluating:
-                    self.val_loss = self._evaluate(step, state, train.eval_batches)
                 if saving:
-                    beside = beside_state(self.plan, config, data.get_state(), text.size, self.frozen)
-                    saved, loss = saved_part(state, self.model), self.val_loss if evaluating else None
-                    self.checkpoints.save(step, saved, beside, loss)
+                    self._save(step)
+                if evaluating:
+                    self.val_loss = self._evaluate(step, train.eval_batches)
+                    self.checkpoints.record(step, self.val_loss)
             if stop:
                 break
         final = train.final_eval_batches
         if step == train.steps and self.corpus.val is not None and final != train.eval_batches:
-            self.val_loss = self._evaluate(step, state, final, "final_")
+            self.val_loss = self._evaluate(step, final, "final_")
         return step
+
+    def _next_rows(self, step: int) -> HostBatch:
+        """Read this process's rows of a step's batch, and keep the position after it for a checkpoint of that step."""
+        rows = next(self.batches)
+        if jax.process_count() == 1:
+            self.positions.clear()  # of several, which steps are void is known later
+        if not self.batches.failed:
+            self.positions[step] = self.data.get_state()
+        return rows
+
+    def _save(self, step: int) -> None:
+        size, position = self.corpus.train.size, self.positions[step]
+        beside = beside_state(self.plan, self.config, position, size, self.frozen)
+        self.checkpoints.save(step, saved_part(self.state, self.model), beside)
+
+    def _save_good(self) -> None:
+        """Save what was trained until now, and say so, unless the last step failed or diverged."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+            return  # the step that failed had taken the state
+        try:
+            step = int(jax.device_get(self.state.step))
+            trained = jax.device_get([row[1:] for row in self._unread if row[0] <= step])
+            if step == self.first or not np.isfinite(trained).all():
+                return
+            self._save(step)
+        except Exception as error:  # the first error is the one to tell
+            self.show.say(f"warning: the steps since the last checkpoint are lost: {error}")
+            return
+        self.show.say(f"an error ends this run after step {step}, which is saved: the same command goes on from there")
 
     def _aside(self, metrics: dict[str, jax.Array], do: Callable[[], None]) -> None:
         """Wait for the steps until now, and do something that is no part of them."""
@@ -294,6 +345,8 @@ class _Run:
     def _log(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Fetch a step's metrics, and print and write them with the speed since the last time."""
         numbers = {key: float(value) for key, value in jax.device_get(metrics).items()}
+        if not np.isfinite(numbers["loss"]):
+            self.batches.require()  # which is why, where a process had no rows
         speed = self.meter.read(step, numbers.pop("tokens"))
         self.loss = numbers["loss"]
         left = (self.config.train.steps - step) * (speed["step_seconds"] or 0.0)
@@ -310,17 +363,18 @@ class _Run:
         del self._unread[: len(read)]
         for step, loss, norm in jax.device_get(read):
             if not (np.isfinite(loss) and np.isfinite(norm)):
+                self.batches.require()
                 saved = self.checkpoints.latest()
-                raise UserError(
+                raise Diverged(
                     f"loss {loss} and gradient norm {norm} at step {step}: the run diverged; try a lower "
                     "train.learning_rate or a longer train.warmup_steps; "
                     + ("no checkpoint was saved before" if saved is None else f"the checkpoint of step {saved} is kept")
                 )
 
-    def _evaluate(self, step: int, state: TrainState[jax.Array], limit: int, prefix: str = "") -> float:
+    def _evaluate(self, step: int, limit: int, prefix: str = "") -> float:
         assert self.corpus.val is not None
-        began = time.perf_counter()
-        loss = evaluate(self.eval_step.result(), state.params, self.corpus.val, self.config, self.plan, limit)
+        began, eval_step = time.perf_counter(), run_together(self.eval_step.result)
+        loss = evaluate(eval_step, self.state.params, self.corpus.val, self.config, self.plan, limit)
         self.log.write(step, **{prefix + METRIC: loss})
         over = f"{limit} batches" if limit else "the whole set"
         self.show.say(f"step {step}  validation loss {loss:.4f}  ({over}, {time.perf_counter() - began:.1f} s)")

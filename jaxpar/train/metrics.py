@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.stages import Compiled
 
 from jaxpar.base.config import Config
-from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.runtime import write_whole
 from jaxpar.base.toml import flatten
@@ -76,21 +77,30 @@ Report = Callable[[int, Row], None]
 
 
 class MetricsLog:
-    """Writes `metrics.jsonl`, one object a line, flushed at once. On resume it drops the lines of steps to run again.
+    """Writes `metrics.jsonl`, one object a line, flushed at once. On resume it drops the lines of steps to run again,
+    and moves those that cannot be read to `metrics_damaged.jsonl`.
 
     It is a context manager. The run goes on after `first_step`. Where it is not `active` (on all processes but the
-    first) it writes nothing. `sinks` get each row too, and so does `report`, on every process.
+    first) it writes nothing. `sinks` get each row too, and so does `report`, on every process. `say` takes a line where
+    something was moved aside.
     """
 
     def __init__(
         self, folder: Path, first_step: int = 0, active: bool = True, sinks: Sequence[Sink] = (),
-        report: Report | None = None,
+        report: Report | None = None, say: Callable[[str], None] = lambda line: None,
     ):  # fmt: skip
         self._file, self._sinks, self._report = None, sinks, report
         if active:
-            path = folder / "metrics.jsonl"
-            kept = [row for row in read_metrics(folder) if row["step"] <= first_step]
-            path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            path = folder / METRICS
+            found = _read_lines(path)
+            if found.damaged:
+                aside = folder / _DAMAGED
+                before = aside.read_bytes() if aside.exists() else b""
+                write_whole(aside, before + b"".join(line + b"\n" for line in found.damaged))
+                count, last = len(found.damaged), found.damaged[-1][:40]
+                say(f"warning: damaged lines of {path} were moved to {aside.name}: {count}, the last is {last!r}")
+            kept = [row for row in found.rows if row["step"] <= first_step]
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, **values: float | None) -> None:
@@ -115,15 +125,46 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the lines of a run's `metrics.jsonl`; a last line that a crash cut short is left out."""
-    path = folder / "metrics.jsonl"
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """Read the lines of a run's `metrics.jsonl`; one that cannot be read, or that a crash cut short, is left out."""
+    return _read_lines(folder / METRICS).rows
+
+
+METRICS, _DAMAGED = "metrics.jsonl", "metrics_damaged.jsonl"
+
+
+class _Lines(NamedTuple):
+    """The rows of a file of metrics, in order, and the lines that are damaged, as they are."""
+
+    rows: list[dict[str, Any]]
+    damaged: list[bytes]
+
+
+def _read_lines(path: Path) -> _Lines:
+    found = _Lines([], [])
+    with reading(path):
+        content = path.read_bytes() if path.exists() else b""
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        row = _row_of(line)
+        if row is not None:
+            found.rows.append(row)
+        elif line.strip():
+            # Where the end of a line is what was damaged, the line has several rows. A row has no object inside.
+            inside = [row for text in re.findall(rb"{[^{}]*}", line) if (row := _row_of(text)) is not None]
+            found.rows.extend(inside)
+            if number < len(lines) or inside:  # a last line without an end is one that a crash cut short
+                found.damaged.append(line)
+    return found
+
+
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line of metrics; None where it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    numbers = isinstance(row, dict) and all(type(value) in (int, float) for value in row.values())
+    return row if numbers and type(row.get("step")) is int else None
 
 
 Opened = tuple[Callable[[int, Row], object], Callable[[bool], object], str | None]

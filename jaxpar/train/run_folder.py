@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, parse
-from jaxpar.base.errors import UTF8, UserError, require_local
-from jaxpar.base.runtime import run_together
+from jaxpar.base.errors import UTF8, UserError, reading, require_local
+from jaxpar.base.runtime import run_together, write_whole
 from jaxpar.base.sharding import path_name
 from jaxpar.base.toml import to_toml
 
@@ -29,7 +29,9 @@ def carry_tokenizer(source: Path, target: Path) -> None:
     """Copy a tokenizer's files, as far as they are there, to another folder."""
     for name in _BESIDE:
         if (source / name).exists() and source.resolve() != target.resolve():
-            shutil.copyfile(source / name, target / name)
+            with reading(source / name):
+                content = (source / name).read_bytes()
+            write_whole(target / name, content)
 
 
 def is_run(folder: Path) -> bool:
@@ -71,8 +73,10 @@ def _open_run(folder: Path, config: Config) -> Config | None:
             raise UserError(f"{why}: use another --run folder, or give the old values")
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and is no run folder (it has no config.toml): use another --run folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_toml(config, RESOLVED), encoding="utf-8")
+    try:
+        write_whole(path, to_toml(config, RESOLVED))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}: look at --run, and at the space there") from error
     return before
 
 
@@ -80,8 +84,21 @@ METRIC = "val_loss"
 PyTree = Any  # a TrainState or any other tree, because Orbax looks only at the leaves
 
 
-def _worst_first(metrics: dict[str, float]) -> float:
-    return -metrics[METRIC] if math.isfinite(metrics[METRIC]) else -math.inf  # a NaN has no place in an order
+class _Best:
+    """For Orbax, keeps the checkpoint with the lowest of some losses by step, which grow while the run goes on."""
+
+    def __init__(self, losses: dict[int, float]):
+        self._losses = losses
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Return for each checkpoint whether it is the best; Orbax asks this before it removes any."""
+        best = _lowest(self._losses, [info.step for info in checkpoints])
+        return [info.step == best for info in checkpoints]
+
+
+def _lowest(losses: Mapping[int, float], steps: Iterable[int]) -> int | None:
+    """Return the step with the lowest loss, or None where none of the steps has one."""
+    return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
 
 
 class Checkpoints:
@@ -92,19 +109,20 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig | None = None):
-        self._writes = config is not None
+        self._config = config
         require_local(folder)
-        # The policies say what is kept; without `best_fn` Orbax would not store the metric at all.
+        self.folder = folder.absolute()
+        # Orbax takes a metric with its checkpoint only, and here a step is saved before it is evaluated.
+        self._losses = {} if config is None else self._read_losses()
+        self._unwritten: dict[int, float] = {}
         policies: list[Any] = [managers.LatestN(config.keep if config else None)]
         if config and config.keep_best:
-            policies.append(managers.BestN(get_metric_fn=_worst_first, n=1, keep_checkpoints_without_metrics=False))
+            policies.append(_Best(self._losses))
         # Orbax's `read_only` is not used: it writes a warning on every opening, and silently skips a save.
         options = ocp.CheckpointManagerOptions(
-            best_fn=lambda metrics: metrics[METRIC], best_mode="min", enable_async_checkpointing=True,
-            preservation_policy=managers.AnyPreservationPolicy(policies), create=self._writes,
-            cleanup_tmp_directories=self._writes,
+            enable_async_checkpointing=True, preservation_policy=managers.AnyPreservationPolicy(policies),
+            create=config is not None, cleanup_tmp_directories=config is not None,
         )  # fmt: skip
-        self.folder = folder.absolute()
         handlers: dict[str, Any] = {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
@@ -118,17 +136,51 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """Return the step with the lowest validation loss among those kept, or None."""
-        scored = [(self._manager.metrics(step), step) for step in self._manager.all_steps()]
-        losses = [(metrics[METRIC], step) for metrics, step in scored if metrics and math.isfinite(metrics[METRIC])]
-        return min(losses, default=(None, None))[1]
+        losses = self._losses if self._config else self._read_losses()
+        return _lowest(losses, self._manager.all_steps())
 
-    def save(self, step: int, state: PyTree, data_state: dict[str, Any], val_loss: float | None) -> None:
-        """Save in the background, unless the step is already saved. A step that was not evaluated is never the best."""
-        assert self._writes, "opened for reading"
-        if step in self._manager.all_steps():
-            return
-        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state))
-        self._manager.save(step, args=items, metrics={METRIC: math.inf if val_loss is None else val_loss})
+    def save(self, step: int, state: PyTree, data_state: dict[str, Any], val_loss: float | None = None) -> None:
+        """Save in the background, unless the step is already saved; `val_loss` may also follow, see `record`."""
+        assert self._config, "opened for reading"
+        if step not in self._manager.all_steps():
+            # The save waits for the one before, and then removes old checkpoints: no loss is written into those.
+            with self._writing():
+                self._manager.wait_until_finished()
+                self._write_losses()
+                self._losses.pop(step, None)  # of a checkpoint that was there before and is not
+                items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data_state))
+                self._manager.save(step, args=items)
+        if val_loss is not None:
+            self.record(step, val_loss)
+
+    def record(self, step: int, val_loss: float) -> None:
+        """Keep the validation loss of a step that was saved. A step without one, or with NaN, is never the best."""
+        if step in self._manager.all_steps() and math.isfinite(val_loss):
+            self._losses[step] = self._unwritten[step] = val_loss
+            self._write_losses()
+
+    def _loss_file(self, step: int) -> Path:
+        """Where a checkpoint has its validation loss: where Orbax writes a metric that is saved with it."""
+        return self.folder / str(step) / "metrics" / "metrics"
+
+    def _read_losses(self) -> dict[int, float]:
+        """Read the validation losses of the checkpoints that are there; one that cannot be read is none."""
+        found: dict[int, float] = {}
+        for folder in self.folder.glob("[0-9]*"):
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                step = int(folder.name)
+                loss = json.loads(self._loss_file(step).read_bytes())[METRIC]
+                if math.isfinite(loss):
+                    found[step] = loss
+        return found
+
+    def _write_losses(self) -> None:
+        """Write the losses of those checkpoints that have been written to their end; the others wait for it."""
+        there = [step for step in self._unwritten if (self.folder / str(step)).exists()]
+        for step in there:
+            loss = self._unwritten.pop(step)
+            if jax.process_index() == 0:
+                write_whole(self._loss_file(step), json.dumps({METRIC: loss}))
 
     def data(self, step: int) -> dict[str, Any]:
         """Return what `save` was given beside the state; raise a UserError where it cannot be read."""
@@ -180,5 +232,28 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what is being written, and raise what went wrong in the background (a full disk, say)."""
+        with self._writing():
+            self._manager.wait_until_finished()
+            self._write_losses()
+            self._manager.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn Orbax's failure to write into a UserError; it raises what its threads, storage and JSON raise."""
+        try:
+            yield
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            why = f"a checkpoint could not be written to {self.folder} ({reason})"
+            raise UserError(f"{why}: look at the space that is left, and start again from the last one") from error
+
+    def remove_old(self) -> None:
+        """Remove what is neither among the newest nor the best: a save cannot know how its own step evaluates."""
+        if self._config is None:
+            return
         self._manager.wait_until_finished()
-        self._manager.close()
+        steps = self.steps()
+        kept = {*steps[-self._config.keep :], self.best() if self._config.keep_best else None}
+        for step in steps:
+            if step not in kept:
+                self._manager.delete(step)

@@ -176,10 +176,15 @@ def batch_rows(batch: int, plan: Plan) -> list[int]:
     return local_rows(plan.sharding(TOKENS, (batch, 1), "batch"), batch)
 
 
-def empty_batch(config: Config, plan: Plan) -> dict[str, np.ndarray]:
-    """Return this process's rows of a batch in which no label counts."""
+_ABSENT = -2
+"""The labels of rows that a process could not read; -1 are those that do not count."""
+
+
+def empty_batch(config: Config, plan: Plan, absent: bool = False) -> dict[str, np.ndarray]:
+    """Return this process's rows of a batch in which no label counts; a training step with `absent` rows is void."""
     shape = len(batch_rows(config.train.batch, plan)), config.data.seq_len
-    return {name: np.full(shape, -1 if name == "labels" else 0, np.int32) for name in batch_shapes(config, plan)}
+    label = _ABSENT if absent else -1
+    return {name: np.full(shape, label if name == "labels" else 0, np.int32) for name in batch_shapes(config, plan)}
 
 
 def batch_shapes(config: Config, plan: Plan) -> dict[str, Shape]:
@@ -201,6 +206,9 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
     Metrics are float32 scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping), `learning_rate`
     and `tokens` (labels that count). With experts there are also `router_balance` (1 = all alike) and `router_z` (per
     token), which are means over the layers.
+
+    Where a process had no rows (see `empty_batch`), the loss is NaN, and the state stays as it was, its step too: the
+    other processes learn of it by the loss, and all can save what they have.
     """
     schedule, train = learning_rate(config.train), config.train
     shardings = state_shardings(model, config, plan)
@@ -208,6 +216,11 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
     def step(state: TrainState[jax.Array], batch: Batch) -> tuple[TrainState[jax.Array], dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(train.seed), state.step) if config.model.dropout else None
         sums, grads = gradients(model, state.params, batch, plan, key, train.accumulation, loss_weights(train))
+        done: jax.Array | int = 1
+        if jax.process_count() > 1:
+            absent = jnp.any(batch["labels"] == _ABSENT)
+            sums = jax.tree.map(lambda x: jnp.where(absent, jnp.nan, x), sums)
+            done = jnp.where(absent, 0, 1)
         with jax.named_scope("update"):
             trained = model.trained(state.params), state.opt_state, grads
             new = update(*trained, sums, model.trained(model.axes), train, plan)
@@ -216,7 +229,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
         if sums.routed is not None:
             routed = batch["tokens"].size
             metrics |= {"router_balance": sums.routed.balance / routed, "router_z": sums.routed.z / routed}
-        return TrainState(state.step + 1, model.merge(state.params, new.params), new.opt_state), metrics
+        return TrainState(state.step + done, model.merge(state.params, new.params), new.opt_state), metrics
 
     return jax.jit(
         step, in_shardings=(shardings, plan.sharding(TOKENS)), out_shardings=(shardings, replicated_sharding(plan)),

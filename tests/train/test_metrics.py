@@ -1,6 +1,7 @@
 """Numbers of a run, and the file that keeps them through crashes and resumes."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -9,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpar.base.config import Config
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.hardware import peak_flops
+from jaxpar.base.toml import to_toml
 from jaxpar.train.memory import local_bytes
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
+from jaxpar.train.run_folder import carry_tokenizer, open_run, read_run_config
 
 pytestmark = pytest.mark.quick
 
@@ -49,6 +53,56 @@ def test_a_last_line_cut_short_is_left_out(folder, data):
     assert read_metrics(folder) == rows[: (whole[:keep] + whole[keep : keep + 1]).count(b"\n")]
     write(folder, [4], first_step=3)
     assert read_metrics(folder)[-1]["step"] == 4
+
+
+@given(st.data())
+def test_a_flipped_bit_costs_one_row_at_most_and_the_damaged_line_is_kept_aside(folder, data):
+    """It may fall into a number, which cannot be seen, or into the end of a line, after which no row is lost."""
+    path, aside, said = folder / "metrics.jsonl", folder / "metrics_damaged.jsonl", []
+    for file in (path, aside):
+        file.unlink(missing_ok=True)
+    write(folder, range(1, 9))
+    whole, rows = path.read_bytes(), read_metrics(folder)
+    at, bit = data.draw(st.integers(0, len(whole) - 2)), data.draw(st.integers(0, 7))
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+    found = read_metrics(folder)
+    assert len(found) >= 7 and sum(row in found for row in rows) >= (8 if whole[at] == ord("\n") else 7)
+    MetricsLog(folder, first_step=10**9, say=said.append).__exit__(None)
+    assert read_metrics(folder) == [row for row in found if row["step"] <= 10**9]
+    assert len(said) == aside.exists() == (len(found) == 7 or whole[at] == ord("\n"))
+    if said:
+        assert "metrics_damaged.jsonl: 1, the last is" in said[0] and aside.read_bytes().count(b"\n") >= 1
+
+
+def test_what_is_damaged_twice_is_kept_twice(tmp_path):
+    for step in (1, 2):
+        write(tmp_path, [step], first_step=step - 1)
+        with (tmp_path / "metrics.jsonl").open("ab") as file:
+            file.write(b"\xff\xfe no row\n")
+    write(tmp_path, [3], first_step=2)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert (tmp_path / "metrics_damaged.jsonl").read_bytes() == 2 * b"\xff\xfe no row\n"
+
+
+def test_a_link_out_of_the_run_folder_is_replaced_and_not_written_through(tmp_path):
+    mine, run = tmp_path / "mine.txt", tmp_path / "run"
+    mine.write_text("do not touch")
+    config = Config()
+    open_run(run, config)
+    for name in ("metrics.jsonl", "config.toml", "tokenizer.json"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(mine)
+    write(run, [1])
+    carried = tmp_path / "source"
+    carried.mkdir()
+    (carried / "tokenizer.json").write_text("{}")
+    carry_tokenizer(carried, run)
+    (run / "config.toml").unlink()
+    (run / "config.toml").symlink_to(tmp_path / "config.toml")
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    open_run(run, replace(config, train=replace(config.train, steps=5)))
+    assert (tmp_path / "config.toml").read_text() == to_toml(config) and read_run_config(run).train.steps == 5
+    assert mine.read_text() == "do not touch" and not any(path.is_symlink() for path in run.iterdir())
 
 
 def test_a_line_is_there_as_soon_as_it_is_written_without_what_is_unknown(tmp_path):

@@ -1,0 +1,161 @@
+"""What was trained is saved before an error leaves: of data, of an evaluation, of what is done with a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxpar.train.loop as loop
+from jaxpar.base.config import CheckpointConfig, Config, ModelConfig, override
+from jaxpar.base.errors import UserError
+from jaxpar.base.mesh import MeshSpec
+from jaxpar.models import Model
+from jaxpar.train.metrics import read_metrics
+from jaxpar.train.plans import make_plan
+from jaxpar.train.run_folder import Checkpoints
+from jaxpar.train.step import empty_batch, init_state, make_train_step, put_batch
+
+pytestmark = pytest.mark.quick
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    file = tmp_path_factory.mktemp("data") / "ids.bin"
+    np.random.default_rng(0).integers(0, 64, 4000).astype("<u2").tofile(file)
+    sizes = {"vocab_size": 64, "layers": 1, "embed": 16, "heads": 2, "mlp": 16, "max_seq_len": 16}
+    return override(
+        Config(model=ModelConfig(**sizes), mesh=MeshSpec(platform="cpu")),
+        {
+            "data.source": "tokens", "data.path": str(file), "data.seq_len": 16, "train.steps": STEPS,
+            "train.batch": 4, "train.warmup_steps": 1, "train.eval_every": 4, "train.eval_batches": 1,
+            "train.final_eval_batches": 1, "checkpoint.every": 0, "metrics.log_every": 1,
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a run without an error."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    loop.run(config, folder)
+    return losses(folder)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
+
+
+class Breaking:
+    """Batches that end with an error in place of the fourth; what had been read ahead is lost with it."""
+
+    def __init__(self, real: Any):
+        self.real, self.count = real, 0
+
+    def __next__(self) -> Any:
+        self.count += 1
+        rows = next(self.real)
+        if self.count == 4:
+            raise OSError("the disk is gone")
+        return rows
+
+    def get_state(self) -> Any:
+        return self.real.get_state()
+
+
+def evaluate_nothing(*_: Any) -> Iterator[Any]:
+    raise ValueError("no evaluation today")
+
+
+def stop_at_row_two(step: int, row: dict[str, float]) -> None:
+    if step == 2:
+        raise KeyError("whoever reads the rows")
+
+
+@pytest.mark.parametrize(("what", "saved"), [("data", 3), ("evaluation", 4), ("rows", 3)])
+def test_the_steps_before_an_error_are_saved_and_the_run_goes_on_as_if_there_had_been_none(
+    config: Config, whole: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, saved: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    report, real = None, loop.train_batches
+    if what == "data":
+        monkeypatch.setattr(loop, "train_batches", lambda *args: Breaking(real(*args)))
+    elif what == "evaluation":
+        monkeypatch.setattr(loop, "evaluate", evaluate_nothing)
+    else:
+        report = stop_at_row_two
+    with pytest.raises((OSError, ValueError, KeyError), match=r"gone|today|reads"):
+        loop.run(config, tmp_path / "run", report=report)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [saved]
+    assert f"after step {saved}, which is saved" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert loop.run(config, tmp_path / "run").step == STEPS
+    found = losses(tmp_path / "run")
+    assert found == {step: loss for step, loss in whole.items() if step in found}
+    assert {*range(saved + 1, STEPS + 1)} <= found.keys()
+
+
+def test_a_step_is_saved_before_it_is_evaluated_and_the_best_is_still_known(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses rise, so that the first checkpoint is the best; it stays beside the newest."""
+    there, rising = list[list[int]](), iter(range(1, 9))
+
+    def evaluate(*_: Any) -> float:
+        there.append(sorted(int(path.name.split(".")[0]) for path in (tmp_path / "run/checkpoints").iterdir()))
+        return float(next(rising))
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    changes = {"train.eval_every": 2, "checkpoint.every": 2, "checkpoint.keep": 1}
+    loop.run(override(config, changes), tmp_path / "run")
+    assert [steps[-1] for steps in there] == [2, 4, 6], "an evaluation came before the save of its step"
+    checkpoints = Checkpoints(tmp_path / "run/checkpoints")
+    assert checkpoints.best() == 2 and checkpoints.steps() == [2, 6]
+
+
+def test_a_loss_may_follow_its_checkpoint_and_what_it_makes_old_is_removed(tmp_path: Path) -> None:
+    state = {"w": jax.numpy.ones(4)}
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
+        checkpoints.save(step, state, {})
+        checkpoints.record(step, loss)
+    checkpoints.record(9, 0.0)  # was not saved
+    checkpoints.remove_old()
+    checkpoints.close()
+    again = Checkpoints(tmp_path)
+    assert again.steps() == [3] and again.best() == 3
+
+
+def test_a_step_with_rows_that_a_process_lacks_changes_nothing_and_says_so(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several processes; with one, there is nothing to look at."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
+    state, before = (init_state(model, config, plan) for _ in range(2))
+    rows = empty_batch(config, plan) | {"labels": np.ones((4, 16), np.int32)}
+    rows["labels"][3] = empty_batch(config, plan, absent=True)["labels"][3]
+    step = make_train_step(model, config, plan)
+    after, metrics = step(state, put_batch(rows, plan))
+    assert np.isnan(metrics["loss"])
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    rows["labels"][3] = -1
+    after, metrics = step(after, put_batch(rows, plan))
+    assert np.isfinite(metrics["loss"]) and after.step == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fail)
+    with pytest.raises(UserError, match=r"could not be written to .*No space left.*: look at the space"):
+        checkpoints.close()
