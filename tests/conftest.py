@@ -12,6 +12,14 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a test compiles what it 
 import hypothesis
 import jax
 import pytest
+from slow_tier import (  # noqa: F401 (pytest calls them)
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_configure_node,
+    pytest_runtest_setup,
+    pytest_terminal_summary,
+)
 
 from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh
 from jaxpar.base.plan import Plan

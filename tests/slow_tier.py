@@ -1,0 +1,133 @@
+"""The order and the deadline of the slow tier, for a machine that cannot run all of it in the time there is.
+
+With `--deadline MINUTES` the tests of what the last commits changed come first, the others after them in an order drawn
+from the commit's hash, so that each has its turn over some commits. No test is begun after the deadline, and the names
+of those that were not run are printed. What shares a fixture of a module stays in one process; all else is dealt out
+test by test, so that the processes end together (`--dist loadgroup --no-loadscope-reorder`).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import subprocess
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMMITS = 30
+PACKAGES = {"models": "models", "meshes": "meshes", "configs": "configs"}
+"""The packages of `jaxpar` that lie at the top of the repository, and their folders there."""
+NOT_BEGUN = "not begun: the deadline has passed"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--deadline", type=float, metavar="MINUTES", help="begin no test after this many minutes, and name the others"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    minutes = config.getoption("--deadline")
+    if minutes is not None and not hasattr(config, "workerinput"):
+        config.stash[_END] = time.time() + 60 * minutes
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hand the deadline to a process of xdist, whose own start is later."""
+    if _END in node.config.stash:
+        node.workerinput["deadline"] = node.config.stash[_END]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the items into the order of a tier with a deadline, and say which of them stay together."""
+    if config.getoption("--deadline") is None:
+        return
+    commit, changed = _git("rev-parse", "HEAD").strip(), changed_files()
+    shared = {item.path for item in items if _shares_a_fixture(item)}
+
+    def place(item: pytest.Item) -> tuple[bool, str]:
+        group = str(item.path) if item.path in shared else item.nodeid
+        drawn = hashlib.sha256(f"{commit} {group}".encode()).hexdigest()
+        return not covers(item, changed), drawn
+
+    items.sort(key=place)
+    for item in items:
+        if item.path in shared:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    given = getattr(item.config, "workerinput", {})
+    end = given.get("deadline") or item.config.stash.get(_END, None)
+    if end is not None and time.time() > end:
+        pytest.skip(NOT_BEGUN)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.getreports("skipped")
+    names = [report.nodeid.partition("@")[0] for report in skipped if NOT_BEGUN in str(report.longrepr)]
+    if names:
+        terminalreporter.section(f"{len(names)} tests were not begun before the deadline")
+        for name in sorted(names):
+            terminalreporter.line(name)
+
+
+_END = pytest.StashKey[float]()
+"""The time after which no test is begun."""
+
+
+def changed_files() -> frozenset[Path]:
+    """Find the files that the last commits changed; none where there is no git."""
+    names = _git("log", f"-{COMMITS}", "--name-only", "--format=").split("\n")
+    return frozenset(ROOT / name for name in names if name)
+
+
+def covers(item: pytest.Item, changed: frozenset[Path]) -> bool:
+    """Whether a test is of a changed file: it stands in one, imports one, or has one as its parameter."""
+    callspec = getattr(item, "callspec", None)
+    paths = [value for value in callspec.params.values() if isinstance(value, Path)] if callspec else []
+    if paths:
+        return not changed.isdisjoint(paths)
+    return not changed.isdisjoint({item.path} | _imported(item.path))
+
+
+@cache
+def _imported(test: Path) -> frozenset[Path]:
+    """Find the files of the library that a test imports itself."""
+    found = set[Path]()
+    for node in ast.walk(ast.parse(test.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            modules = [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
+        elif isinstance(node, ast.Import):
+            modules = [name.name for name in node.names]
+        else:
+            continue
+        found.update(_file_of(module) for module in modules if module.startswith("jaxpar."))
+    return frozenset(found)
+
+
+def _file_of(module: str) -> Path:
+    """Give the file of a module; one that is a name inside a module has none, and is never found changed."""
+    _, wing, *rest = module.split(".")
+    folder = ROOT / PACKAGES[wing] if wing in PACKAGES else ROOT / "jaxpar" / wing
+    return folder.joinpath(*rest).with_suffix(".py")
+
+
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    """Whether a fixture that the item uses is made once for its module."""
+    info = getattr(item, "_fixtureinfo", None)
+    definitions = info.name2fixturedefs.values() if info else ()
+    return any(fixture[-1].scope in ("module", "package") for fixture in definitions)
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, check=False, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else ""
