@@ -265,6 +265,7 @@ def _model_config(hf: Json, family: HfFamily, file: Path) -> ModelConfig:
     if family.local:
         values["masks"] = _masks(hf, family.local, values["layers"], file)
     config = from_dict(ModelConfig, {"family": family.family, **values}, str(file))
+    _require_several_experts(config, str(file))
     if family.query_scalar:
         scalar = float(_value(hf, "query_pre_attn_scalar", family.query_scalar, file=file))
         scale = 0.0 if scalar == config.head_size else 1 / math.sqrt(scalar)
@@ -286,6 +287,7 @@ def hf_config(config: ModelConfig) -> Json:
     """
     name, head_dim = model_type(config), config.head_size
     family = hf_family(name, "model.family")
+    _require_several_experts(config, f"a {name} checkpoint")
     if "head_dim" not in family.sizes and head_dim * config.heads != config.embed:
         raise UserError(
             f"a {config.family} checkpoint cannot say model.head_dim={head_dim}: with model.heads={config.heads} "
@@ -329,6 +331,15 @@ def hf_config(config: ModelConfig) -> Json:
             words = [config.masks[i % config.kinds] for i in range(config.layers)]
             hf["layer_types"] = [_TYPES["causal" if word == "causal" else "window"] for word in words]
     return hf
+
+
+def _require_several_experts(config: ModelConfig, origin: str) -> None:
+    """Refuse a single expert for each token, whose weight is 1 in a Mixtral and its probability here."""
+    if config.experts > 1 and config.experts_per_token == 1:
+        raise UserError(
+            f"{origin}: one expert for each token (num_experts_per_tok, model.experts_per_token=1) has the weight 1 in "
+            "a Mixtral and its probability here, so it would be another model: only 2 or more are read and written"
+        )
 
 
 _TYPES = {"causal": "full_attention", "window": "sliding_attention"}

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.base.config import Lora, ModelConfig
 from jaxpar.base.plan import Plan
@@ -29,8 +29,9 @@ from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.ops import Ops
+from jaxpar.parallel.padding import TokenCounts, count_tokens, text_tokens
 from jaxpar.parallel.remat import remat
-from jaxpar.parallel.token_order import TOKENS, halves, in_natural_order, in_order, whole_batch
+from jaxpar.parallel.token_order import Places, halves, in_natural_order, in_order, places_of_halves, whole_batch
 
 PARTS: dict[str, Callable[[ModelConfig, nnx.Rngs], nnx.Module]] = {"embed": Embed, "blocks": Block, "head": Head}
 """The parts of a model, by their names among its parameters."""
@@ -100,12 +101,13 @@ class Model:
     def block(
         self, layer: Params, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None, kind: int = 0,
+        text_BS: Bool[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:  # fmt: skip
         """Run one block; `layer` is one slice of `params["blocks"]`, and `kind` its index modulo `config.kinds`. The
-        sums are its router's, if it has one."""
+        sums are its router's, if it has one, over the tokens that are text (None = all are)."""
         with jax.named_scope("block"):
             module = nnx.merge(self._graphs["blocks"], layer)
-            return module(x_BSD, positions_BS, segments_BS, self.ops(plan), key, kind)
+            return module(x_BSD, positions_BS, segments_BS, self.ops(plan), key, kind, text_BS)
 
     def head(self, params: Params, x_BSD: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Float[Array, "V D"]]:
         """Return the final norm's output and the vocabulary matrix that multiplies it."""
@@ -116,19 +118,21 @@ class Model:
         self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         """Return the residual stream after the last block and, for a model with routers, their sums as means over the
-        layers. The batch is as for `loss`, but `in_order`."""
+        layers. The batch is as for `loss`, but `in_order`, and may have `text` (see `Places`)."""
         tokens_BS, positions_BS, segments_BS = batch["tokens"], batch["positions"], batch.get("segments")
         embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
         x_BSD = self.embed(params, tokens_BS, positions_BS, plan, embed_key)
-        return self.blocks(params["blocks"], x_BSD, positions_BS, segments_BS, plan, blocks_key)
+        text_BS = batch.get("text")
+        return self.blocks(params["blocks"], x_BSD, positions_BS, segments_BS, plan, blocks_key, text_BS)
 
     def blocks(
         self, layers: Params, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"],
         segments_BS: Int[Array, "B S"] | None, plan: Plan, key: jax.Array | None = None,
+        text_BS: Bool[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:  # fmt: skip
         """Run all blocks in turn, and add up their routers' sums; `layers` is `params["blocks"]`, or slices of it."""
         layer_keys = None if key is None else jax.random.split(key, len(jax.tree.leaves(layers)[0]))
-        places = list(zip(halves(positions_BS, TOKENS, plan), halves(segments_BS, TOKENS, plan), strict=True))
+        places = places_of_halves(Places(positions_BS, segments_BS, text_BS), plan)
 
         def body(xs, layer, kind):
             layer_params, layer_key = layer
@@ -138,33 +142,49 @@ class Model:
         return whole_batch(xs, STORED, plan), jax.tree.map(jnp.mean, routed)
 
     def layer(
-        self, layer: Params, xs: tuple[Array, ...], places: Sequence[tuple[Array, Array | None]], plan: Plan,
-        key: jax.Array | None, kind: int = 0,
+        self, layer: Params, xs: tuple[Array, ...], places: Sequence[Places], plan: Plan, key: jax.Array | None,
+        kind: int = 0,
     ) -> tuple[tuple[Array, ...], RouterSums | None]:  # fmt: skip
-        """Run one block on the `halves` of a batch, and add up its router's sums; `places` are the halves' positions
-        and segments, and `kind` is as for `block`."""
-        parts = [self.block(layer, x_BSD, *place, plan, key, kind) for x_BSD, place in zip(xs, places, strict=True)]
+        """Run one block on the `halves` of a batch, and add up its router's sums; `places` are those of the halves,
+        and `kind` is as for `block`."""
+        parts = [
+            self.block(layer, x_BSD, place.positions, place.segments, plan, key, kind, place.text)
+            for x_BSD, place in zip(xs, places, strict=True)
+        ]
         return tuple(x_BSD for x_BSD, _ in parts), jax.tree.map(lambda *sums: sum(sums), *(sums for _, sums in parts))
 
     def loss(
         self, params: Params, batch: Batch, plan: Plan, key: jax.Array | None = None,
-        weights: LossWeights = LIKELIHOOD,
+        weights: LossWeights = LIKELIHOOD, counts: TokenCounts | None = None,
     ) -> LossSums:  # fmt: skip
         """Compute the summed next-token loss of a batch.
+
+        The losses of routers are means over the tokens that are text (`jaxpar.parallel.padding`), of which the sum has
+        one for each label that counts: divided by those, it is the mean likelihood plus the weighted means.
 
         Args:
           batch: int32 arrays [B, S]: `tokens`, `labels` (one below zero does not count), and for packed documents
             `positions` and `segments`.
           key: the dropout key; None = no dropout.
           weights: the weights of the terms that are added to the likelihood.
+          counts: the tokens of the whole step, of which the batch is a microbatch; None = it is all of the step.
+
+        Returns:
+          The sums over the batch.
         """
-        batch = in_order(batch, plan, plan.context.strategy)
-        x_BSD, routed = self.hidden_states(params, batch, plan, key)
-        sums = self.score(params, x_BSD, batch["labels"], plan, weights)
+        ordered = in_order(self.with_text(batch), plan, plan.context.strategy)
+        x_BSD, routed = self.hidden_states(params, ordered, plan, key)
+        sums = self.score(params, x_BSD, ordered["labels"], plan, weights)
         if routed is None:
             return sums
-        added = weights.balance_loss * routed.balance + weights.router_z_loss * routed.z
-        return sums._replace(loss=sums.loss + added, routed=jax.lax.stop_gradient(routed))
+        counts = count_tokens(batch) if counts is None else counts
+        means = weights.balance_loss * routed.balance + weights.router_z_loss * routed.z
+        loss = sums.loss + counts.labels_per_token * means
+        return sums._replace(loss=loss, routed=jax.lax.stop_gradient(routed))
+
+    def with_text(self, batch: Batch) -> Batch:
+        """Return a batch that says which of its tokens are `text`, if the model has routers, which need to know."""
+        return {**batch, "text": text_tokens(batch)} if self.config.experts else batch
 
     def score(
         self, params: Params, x_BSD: Float[Array, "B S D"], labels_BS: Int[Array, "B S"], plan: Plan,

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, suggest
@@ -198,7 +198,7 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BSD: Float[Array, "B S D"], positions_BS: Int[Array, "B S"], segments_BS: Int[Array, "B S"] | None,
-        ops: Ops, key: jax.Array | None, kind: int = 0,
+        ops: Ops, key: jax.Array | None, kind: int = 0, text_BS: Bool[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], RouterSums | None]:  # fmt: skip
         config, family, rate = self.config, self.family, self.config.dropout
         weights_key, attention_key, mlp_key = (None,) * 3 if key is None else jax.random.split(key, 3)
@@ -226,18 +226,20 @@ class Block(nnx.Module):
                 out_BSD = self.attention_post_norm(named(out_BSD, "attention_proj"))
             x_BSD = named(x_BSD + dropout(out_BSD, rate, attention_key), "mlp_input")
         with jax.named_scope("mlp"):
-            y_BSD, routed = self._mlp(named(self.mlp_norm(x_BSD), "mlp_norm"), ops)
+            y_BSD, routed = self._mlp(named(self.mlp_norm(x_BSD), "mlp_norm"), text_BS, ops)
             if family.post_norms:
                 y_BSD = self.mlp_post_norm(named(y_BSD, "mlp_out"))
             return x_BSD + dropout(y_BSD, rate, mlp_key), routed
 
-    def _mlp(self, x_BSD: Float[Array, "B S D"], ops: Ops) -> tuple[Float[Array, "B S D"], RouterSums | None]:
+    def _mlp(
+        self, x_BSD: Float[Array, "B S D"], text_BS: Bool[Array, "B S"] | None, ops: Ops
+    ) -> tuple[Float[Array, "B S D"], RouterSums | None]:
         if not self.family.gated:
             (up_BSF,) = self._columns(x_BSD, {"up": ("mlp",)}, ops)
             hidden_BSF = jax.nn.gelu(named(up_BSF, "up"), approximate=True)
         elif self.config.experts:
             weights = self.router[...], self.gate[...], self.up[...], self.down[...]
-            return ops.expert_mlp(x_BSD, *weights, self.config.experts_per_token)
+            return ops.expert_mlp(x_BSD, *weights, self.config.experts_per_token, text_BS)
         else:
             gate_BSF, up_BSF = self._columns(x_BSD, {"gate": ("mlp",), "up": ("mlp",)}, ops)
             activation = jax.nn.silu if self.family.activation == "silu" else jax.nn.gelu

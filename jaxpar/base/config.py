@@ -49,7 +49,7 @@ class ModelConfig:
     experts: int = 0
     """Experts of a block, each an MLP (LLaMA: Mixtral, arXiv:2401.04088); 0 = one MLP for every token."""
     experts_per_token: int = 2
-    """How many experts a token is sent to."""
+    """How many experts a token is sent to. Their weights add up to 1; that of a single one is its probability."""
     max_seq_len: int = 1024
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
     masks: tuple[str, ...] = ("causal",)
@@ -167,9 +167,10 @@ class TrainConfig:
     z_loss: float = 0.0
     """Weight of the squared log-normaliser (PaLM, arXiv:2204.02311, section 5)."""
     balance_loss: float = 0.0
-    """Weight of the experts' load balance, sequence by sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+    """Weight of the experts' load balance, sequence by sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), as a
+    mean over all tokens but padding, whether their labels count or not."""
     router_z_loss: float = 0.0
-    """Weight of the router's squared log-normaliser (ST-MoE, arXiv:2202.08906, section 3.3)."""
+    """Weight of the router's squared log-normaliser (ST-MoE, arXiv:2202.08906, section 3.3), a mean likewise."""
     eval_every: int = 250
     eval_batches: int = 20
     """Validation batches of an evaluation while training, spread evenly over the validation set, the same each time;

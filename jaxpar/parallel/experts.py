@@ -26,7 +26,7 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.sharding import Axes, Layout, PyTree, drop_axes, state_axes
@@ -47,7 +47,7 @@ _SCALAR: Axes = ()
 
 
 class RouterSums(NamedTuple):
-    """Sums over the tokens of a batch, or over its sequences, each weighted by its number of tokens.
+    """Sums over the text of a batch, without its padding, or over its sequences, each weighted by its tokens of text.
 
     Attributes:
       balance: load balance of a sequence, E sum_e f_e P_e, where f is the share of its choices that fall on an expert
@@ -74,8 +74,13 @@ class _Places(NamedTuple):
 def expert_mlp(
     x_BSD: Float[Array, "B S D"], router_DE: Float[Array, "D E"], gate_EDF: Float[Array, "E D F"],
     up_EDF: Float[Array, "E D F"], down_EFD: Float[Array, "E F D"], layout: Layout, *, experts_per_token: int,
+    text_BS: Bool[Array, "B S"] | None = None,
 ) -> tuple[Float[Array, "B S D"], RouterSums]:  # fmt: skip
     """Compute the weighted sum of the SwiGLUs of the experts that each token chooses.
+
+    The weights of several experts are their probabilities, scaled to add up to one (Mixtral, arXiv:2401.04088, section
+    2.1). That of a single one is its probability as it is (Switch, arXiv:2101.03961, section 2.1): scaled, it would be
+    one, and no gradient would reach the router.
 
     Args:
       x_BSD: the normed residual stream, in its own layout.
@@ -83,6 +88,7 @@ def expert_mlp(
       gate_EDF: logical axes ("experts", "embed", "mlp").
       up_EDF: the same.
       down_EFD: logical axes ("experts", "mlp", "embed").
+      text_BS: which tokens are text; the others, padding, have no part in the router's sums. None = all are.
 
     Returns:
       The output [B, S, D] in the compute dtype and the residual stream's layout, and the router's sums.
@@ -97,8 +103,10 @@ def expert_mlp(
                 f"rules.experts splits the experts over {axis}={layout.mesh.shape[axis]}, which splits no tokens, so "
                 f"its devices would all send the same: add {axis} to rules.batch, or take it out of rules.experts"
             )
+    if text_BS is None:
+        text_BS = jnp.ones(x_BSD.shape[:2], bool)
     with jax.named_scope("router"):
-        routed = cast(tuple[Array, ...], _route(layout, experts_per_token, x_BSD, router_DE))
+        routed = cast(tuple[Array, ...], _route(layout, experts_per_token, x_BSD, router_DE, text_BS))
         weights_BSK, chosen_BSK, balance, z = routed
         places = _find_places(chosen_BSK, router_DE.shape[1], layout)
     with jax.named_scope("dispatch"):
@@ -115,41 +123,45 @@ def expert_mlp(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _route(layout: Layout, k: int, x_BSD: Array, router_DE: Array) -> tuple[Array, ...]:
+def _route(layout: Layout, k: int, x_BSD: Array, router_DE: Array, text_BS: Array) -> tuple[Array, ...]:
     """Return float32 weights [B, S, K], the chosen experts [B, S, K], and the sums of balance and z."""
-    return _route_forward(layout, k, x_BSD, router_DE)[0]
+    return _route_forward(layout, k, x_BSD, router_DE, text_BS)[0]
 
 
-def _route_forward(layout, k, x_BSD, router_DE):
-    def local(x_BSD: Array, router_DE: Array) -> tuple[tuple[Array, ...], Array]:
+def _route_forward(layout, k, x_BSD, router_DE, text_BS):
+    def local(x_BSD: Array, router_DE: Array, text_BS: Array) -> tuple[tuple[Array, ...], Array]:
         logits_BSE = _router_logits(x_BSD, _whole_router(router_DE, layout))
         chosen_BSK = jax.lax.top_k(logits_BSE, k)[1]
-        choices_BE = jnp.sum(jax.nn.one_hot(chosen_BSK, logits_BSE.shape[-1]), axis=(1, 2))
+        choices_BSE = jnp.sum(jax.nn.one_hot(chosen_BSK, logits_BSE.shape[-1]), axis=2)
+        choices_BE = jnp.sum(choices_BSE * text_BS[..., None], axis=1)
         along, tokens = layout.mesh_axes("residual_seq"), split_over(STORED[:2], layout)
         choices_BE = jax.lax.psum(choices_BE, along) if along else choices_BE
-        share_BE = choices_BE / (x_BSD.shape[1] * layout.size("residual_seq") * k)
-        weights_BSK, *sums = _weigh(logits_BSE, chosen_BSK, share_BE)
+        # Each token of text makes k choices; a row of padding alone makes none.
+        share_BE = choices_BE / jnp.maximum(jnp.sum(choices_BE, axis=1, keepdims=True), 1)
+        weights_BSK, *sums = _weigh(logits_BSE, chosen_BSK, share_BE, text_BS)
         balance, z = jax.lax.psum(jnp.stack(sums), tokens) if tokens else sums
         return (weights_BSK, chosen_BSK, balance, z), share_BE
 
     outs = ((STORED, STORED, _SCALAR, _SCALAR), ("batch", None))
-    found, share_BE = manual(local, layout, (STORED, _ROUTER), outs)(x_BSD, router_DE)
-    return found, (x_BSD, router_DE, found[1], share_BE)
+    found, share_BE = manual(local, layout, (STORED, _ROUTER, STORED[:2]), outs)(x_BSD, router_DE, text_BS)
+    return found, (x_BSD, router_DE, found[1], share_BE, text_BS)
 
 
 def _route_backward(layout, k, residuals, cotangents):
-    def local(x_BSD: Array, router_DE: Array, chosen_BSK: Array, share_BE: Array, given: PyTree) -> tuple[Array, Array]:
+    def local(
+        x_BSD: Array, router_DE: Array, chosen_BSK: Array, share_BE: Array, text_BS: Array, given: PyTree
+    ) -> tuple[Array, Array]:
         def weigh(x_BSD: Array, whole_DE: Array) -> tuple[Array, Array, Array]:
-            return _weigh(_router_logits(x_BSD, whole_DE), chosen_BSK, share_BE)
+            return _weigh(_router_logits(x_BSD, whole_DE), chosen_BSK, share_BE, text_BS)
 
         _, pull = jax.vjp(weigh, x_BSD, _whole_router(router_DE, layout))
         dx_BSD, drouter_DE = pull(given)
         return dx_BSD, reduce(drouter_DE, split_over(STORED[:2], layout), (None, None), state_axes(_ROUTER), layout)
 
     dweights, _, dbalance, dz = cotangents
-    layouts = (STORED, _ROUTER, STORED, ("batch", None), (STORED, _SCALAR, _SCALAR))
+    layouts = (STORED, _ROUTER, STORED, ("batch", None), STORED[:2], (STORED, _SCALAR, _SCALAR))
     run = manual(local, layout, layouts, (STORED, state_axes(_ROUTER)))
-    return run(*residuals, (dweights, dbalance, dz))
+    return *run(*residuals, (dweights, dbalance, dz)), None
 
 
 _route.defvjp(_route_forward, _route_backward)
@@ -164,13 +176,15 @@ def _router_logits(x_BSD: Array, router_DE: Array) -> Array:
     return jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
 
 
-def _weigh(logits_BSE: Array, chosen_BSK: Array, share_BE: Array) -> tuple[Array, Array, Array]:
-    """The weights of the chosen experts, and the sums of balance and z over a device's tokens for constant shares."""
+def _weigh(logits_BSE: Array, chosen_BSK: Array, share_BE: Array, text_BS: Array) -> tuple[Array, Array, Array]:
+    """The weights of the chosen experts, and the sums of balance and z over a device's text for constant shares."""
     probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
     weights_BSK = jnp.take_along_axis(probabilities_BSE, chosen_BSK, axis=-1)
-    weights_BSK /= jnp.sum(weights_BSK, axis=-1, keepdims=True)
-    balance = logits_BSE.shape[-1] * jnp.sum(probabilities_BSE * share_BE[:, None])
-    return weights_BSK, balance, jnp.sum(jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)))
+    if weights_BSK.shape[-1] > 1:
+        weights_BSK /= jnp.sum(weights_BSK, axis=-1, keepdims=True)
+    balance_BS = logits_BSE.shape[-1] * jnp.sum(probabilities_BSE * share_BE[:, None], axis=-1)
+    z_BS = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1))
+    return weights_BSK, jnp.sum(balance_BS * text_BS), jnp.sum(z_BS * text_BS)
 
 
 def _find_places(chosen_BSK: Array, experts: int, layout: Layout) -> _Places:

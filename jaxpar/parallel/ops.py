@@ -78,11 +78,12 @@ class Ops:
         )  # fmt: skip
 
     def expert_mlp(
-        self, x_BSD: Array, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int
-    ) -> tuple[Array, RouterSums]:
+        self, x_BSD: Array, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int,
+        text_BS: Array | None = None,
+    ) -> tuple[Array, RouterSums]:  # fmt: skip
         """See `jaxpar.parallel.expert_mlp`."""
         weights = router_DE, gate_EDF, up_EDF, down_EFD
-        return experts.expert_mlp(x_BSD, *weights, self.plan, experts_per_token=experts_per_token)
+        return experts.expert_mlp(x_BSD, *weights, self.plan, experts_per_token=experts_per_token, text_BS=text_BS)
 
     def linear_cross_entropy(
         self, x_BSD: Array, head_VD: Array, labels_BS: Array, vocab_size: int, z_loss: float = 0.0, softcap: float = 0.0

@@ -9,10 +9,10 @@ Shapes: B batch, S sequence, V vocab.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import describe
@@ -90,6 +90,26 @@ def in_natural_order(x_BSV: Float[Array, "B S V"], layout: Layout, context: Stra
     """Put what a model made of a batch `in_order` back into the tokens' own order; the arguments are as there."""
     order = chunk_order(layout, context)
     return x_BSV if len(order) == 1 else reorder(x_BSV, inverse(order), 1)
+
+
+class Places(NamedTuple):
+    """What a block is told of the tokens of a batch, or of one of its `halves`.
+
+    Attributes:
+      positions: int [B, S], where a token stands in its document.
+      segments: int [B, S], the number of its document; None = one in each row.
+      text: bool [B, S], false for padding, which routers leave out of their sums; None = all are text.
+    """
+
+    positions: Int[Array, "B S"]
+    segments: Int[Array, "B S"] | None = None
+    text: Bool[Array, "B S"] | None = None
+
+
+def places_of_halves(places: Places, plan: Plan) -> list[Places]:
+    """Return the places of the `halves` of a batch that is `in_order`."""
+    parts = (halves(x_BS, TOKENS, plan) for x_BS in places)
+    return [Places(*half) for half in zip(*parts, strict=True)]
 
 
 def halves(x: Array | None, axes: Axes, plan: Plan) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.layers import layers_in
 from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.schedules import schedule
-from jaxpar.parallel.token_order import TOKENS, halves
+from jaxpar.parallel.token_order import Places, halves, places_of_halves
 from jaxpar.train.step import step_shapes
 
 
@@ -219,8 +219,9 @@ class OneBlock(NamedTuple):
         self, layer: Params, x_BSD: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array | None
     ) -> tuple[tuple[jax.Array, ...], RouterSums | None]:
         plan, key = self.plan, jax.random.key(0) if self.config.dropout else None
-        places = zip(halves(positions_BS, TOKENS, plan), halves(segments_BS, TOKENS, plan), strict=True)
-        return Model(self.config).layer(layer, halves(x_BSD, STORED, plan), list(places), plan, key)
+        text_BS = jnp.ones(positions_BS.shape, bool) if self.config.experts else None
+        places = places_of_halves(Places(positions_BS, segments_BS, text_BS), plan)
+        return Model(self.config).layer(layer, halves(x_BSD, STORED, plan), places, plan, key)
 
     def shapes(self) -> tuple[Params, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]:
         """Return the arguments as global ShapeDtypeStructs without shardings."""

@@ -29,6 +29,7 @@ from jaxpar.parallel.collectives import manual
 from jaxpar.parallel.cross_entropy import LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import HOST, on_device
+from jaxpar.parallel.padding import TokenCounts, count_tokens
 from jaxpar.parallel.pipeline import reorder_layers, stored_order
 from jaxpar.parallel.token_order import TOKENS
 from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer, map_moments, pack_moments, update
@@ -204,8 +205,8 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
     """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state.
 
     Metrics are float32 scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping), `learning_rate`
-    and `tokens` (labels that count). With experts there are also `router_balance` (1 = all alike) and `router_z` (per
-    token), which are means over the layers.
+    and `tokens` (labels that count). With experts there are also `router_balance` (1 = all alike) and `router_z`, which
+    are means over the tokens that are text and over the layers.
 
     Where a process had no rows (see `empty_batch`), the loss is NaN, and the state stays as it was, its step too: the
     other processes learn of it by the loss, and all can save what they have.
@@ -227,8 +228,8 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
         rate = jnp.asarray(schedule(state.step), jnp.float32)
         metrics = {"loss": sums.nll / sums.tokens, "grad_norm": new.norm, "learning_rate": rate, "tokens": sums.tokens}
         if sums.routed is not None:
-            routed = batch["tokens"].size
-            metrics |= {"router_balance": sums.routed.balance / routed, "router_z": sums.routed.z / routed}
+            text = count_tokens(batch).text
+            metrics |= {"router_balance": sums.routed.balance / text, "router_z": sums.routed.z / text}
         return TrainState(state.step + done, model.merge(state.params, new.params), new.opt_state), metrics
 
     return jax.jit(
@@ -250,18 +251,20 @@ def gradients(
 
     The gradient is that of the parameters that are trained (`Model.trained`), and no other is made.
     They are sums and not means, so that dividing by the total token count weighs every token alike, however they were
-    split. Where each device can add up its own, devices are summed after the last microbatch (`late_sum_axes`).
+    split; the losses of routers take their weight from the counts of the whole batch (see `Model.loss`). Where each
+    device can add up its own, devices are summed after the last microbatch (`late_sum_axes`).
     """
     over = late_sum_axes(plan, accumulation, key is not None or bool(model.config.experts))
     if not over:
-        return _accumulate(model, params, batch, plan, key, accumulation, weights)
+        counts = count_tokens(batch) if model.config.experts else None
+        return _accumulate(model, params, batch, plan, key, accumulation, weights, counts)
     one, axes = plan_of_one_place(plan, over), (LossSums(*[()] * 3), gradient_axes(model))  # pyright: ignore[reportArgumentType]
 
     def total(x: jax.Array) -> jax.Array:
         return jax.lax.psum(x.astype(jnp.float32), over).astype(x.dtype)
 
     def local(params: Params, batch: Batch) -> tuple[LossSums, Params]:
-        parts = _accumulate(model, params, batch, one, None, accumulation, weights)
+        parts = _accumulate(model, params, batch, one, None, accumulation, weights, None)
         with jax.named_scope("accumulate"):
             return manual(lambda parts: jax.tree.map(total, parts), one, (axes,), axes)(parts)
 
@@ -274,14 +277,14 @@ def gradients(
 
 def _accumulate(
     model: Model, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, accumulation: int,
-    weights: LossWeights,
+    weights: LossWeights, counts: TokenCounts | None,
 ) -> tuple[LossSums, Params]:  # fmt: skip
     def of_microbatch(rows: Batch, key: jax.Array | None) -> tuple[LossSums, Params]:
         if plan.size("stage") > 1:
-            return pipeline.gradients(model, params, rows, plan, key, weights)
+            return pipeline.gradients(model, params, rows, plan, key, weights, counts=counts)
 
         def loss(trained: Params) -> tuple[jax.Array, LossSums]:
-            sums = model.loss(model.merge(params, trained), rows, plan, key, weights)
+            sums = model.loss(model.merge(params, trained), rows, plan, key, weights, counts)
             return sums.loss, sums
 
         (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(model.trained(params))

@@ -87,24 +87,30 @@ class ReferenceOps:
         return jnp.einsum("BHST,BTHh->BSHh", weights_BHST.astype(v_BTHh.dtype), v_BTHh)
 
     def expert_mlp(
-        self, x_BSD: Array, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int
-    ) -> tuple[Array, RouterSums]:
-        """Run every expert on every token, with weight zero where it is not chosen."""
+        self, x_BSD: Array, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int,
+        text_BS: Array | None = None,
+    ) -> tuple[Array, RouterSums]:  # fmt: skip
+        """Run every expert on every token, with weight zero where it is not chosen; padding is in no sum."""
         E = router_DE.shape[1]
         logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
         probabilities_BSE = jax.nn.softmax(logits_BSE, axis=-1)
         largest_BSK, chosen_BSK = jax.lax.top_k(probabilities_BSE, experts_per_token)
         choices_BSKE = jax.nn.one_hot(chosen_BSK, E)
-        weights_BSK = largest_BSK / jnp.sum(largest_BSK, axis=-1, keepdims=True)
+        total_BS1 = jnp.sum(largest_BSK, axis=-1, keepdims=True)
+        weights_BSK = largest_BSK if experts_per_token == 1 else largest_BSK / total_BS1
         weights_BSE = jnp.einsum("BSK,BSKE->BSE", weights_BSK, choices_BSKE)
         x_BSD, gate_EDF, up_EDF, down_EFD = (a.astype(self.plan.dtype) for a in (x_BSD, gate_EDF, up_EDF, down_EFD))
         gates_BSEF, ups_BSEF = (jnp.einsum("BSD,EDF->BSEF", x_BSD, weight) for weight in (gate_EDF, up_EDF))
         answers_BSED = jnp.einsum("BSEF,EFD->BSED", jax.nn.silu(gates_BSEF) * ups_BSEF, down_EFD)
         y_BSD = jnp.sum(weights_BSE[..., None] * answers_BSED.astype(jnp.float32), axis=2).astype(self.plan.dtype)
-        shares_BE = jnp.mean(choices_BSKE, axis=(1, 2))
-        balances_B = E * jnp.sum(shares_BE * jnp.mean(probabilities_BSE, axis=1), axis=-1)
-        z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1)))
-        return y_BSD, RouterSums(x_BSD.shape[1] * jnp.sum(balances_B), z)
+        if text_BS is None:
+            text_BS = jnp.ones(x_BSD.shape[:2], bool)
+        sizes_B = jnp.sum(text_BS, axis=1)
+        mean_BS = text_BS / jnp.maximum(sizes_B, 1)[:, None]
+        shares_BE = jnp.einsum("BS,BSKE->BE", mean_BS, choices_BSKE) / experts_per_token
+        balances_B = E * jnp.sum(shares_BE * jnp.einsum("BS,BSE->BE", mean_BS, probabilities_BSE), axis=-1)
+        z_BS = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1))
+        return y_BSD, RouterSums(jnp.sum(sizes_B * balances_B), jnp.sum(jnp.where(text_BS, z_BS, 0)))
 
     def linear_cross_entropy(
         self, x_BSD: Array, head_VD: Array, labels_BS: Array, vocab_size: int, z_loss: float = 0.0, softcap: float = 0.0

@@ -96,6 +96,11 @@ def test_absent_keys_mean_what_transformers_means(tmp_path):
         (GEMMA2, {"layer_types": ["linear_attention"] * 3}, "has 3 entries, linear_attention: only full_attention and"),
         (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         (GEMMA3, {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}}, "'yarn' is"),
+        (
+            MIXTRAL,
+            {"num_experts_per_tok": 1},
+            "config.json: one expert for each token .* has the weight 1 in a Mixtral",
+        ),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1"),
         (LLAMA, {"rope_scaling": 8}, "has a value that no such model has .*no attribute 'get'"),
         (MISTRAL, {"num_hidden_layers": "3"}, "has a value that no such model has"),
@@ -165,5 +170,7 @@ def test_gpt2_has_no_free_head_dim():
         hf_config(dataclasses.replace(GEMMA3, rope_factor=2.0, rope_local_theta=0.0))
     with pytest.raises(UserError, match=r"a gemma2 checkpoint cannot say model.query_scale=0.8"):
         hf_config(dataclasses.replace(GEMMA2, query_scale=0.8))
+    with pytest.raises(UserError, match=r"a mixtral checkpoint: one expert for each token .*model.experts_per_token=1"):
+        hf_config(dataclasses.replace(MIXTRAL, experts_per_token=1))
     with pytest.raises(UserError, match=r"a gpt2 checkpoint cannot say model.head_dim=8.*it must be 4"):
         hf_config(dataclasses.replace(GPT2, head_dim=8))

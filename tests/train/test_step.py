@@ -291,7 +291,7 @@ def test_dropout_gives_the_same_losses_on_every_mesh(one_device: dict[str, list[
 def test_every_microbatch_drops_by_a_key_of_its_own() -> None:
     """In a model whose loss is nothing but a random number, and so its gradient."""
 
-    def loss(params: Any, rows: Any, plan: Any, key: jax.Array, weights: Any) -> LossSums:
+    def loss(params: Any, rows: Any, plan: Any, key: jax.Array, *_: Any) -> LossSums:
         drawn = params["scale"][0] * jax.random.uniform(key)
         return LossSums(drawn, drawn, jnp.ones(()))
 

@@ -17,9 +17,11 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import path_name
 from jaxpar.models import FAMILIES, Model
 from jaxpar.parallel.cross_entropy import LossWeights
+from jaxpar.parallel.padding import TokenCounts
 from jaxpar.train import step
 from jaxpar.verify.comparison import copies
-from jaxpar.verify.of_config.losses_and_gradients import Case, parameter_order, under_plan
+from jaxpar.verify.of_config.checks import FLOAT32_LOSS
+from jaxpar.verify.of_config.losses_and_gradients import Case, one_device, parameter_order, under_plan
 from jaxpar.verify.of_config.shrink import shrink
 
 pytestmark = pytest.mark.quick
@@ -48,6 +50,23 @@ def test_every_copy_is_fetched(plan_of: Callable[..., Plan]) -> None:
     wrong = jax.jit(jax.shard_map(local, mesh=plan.mesh, in_specs=P("tensor"), out_specs=P("tensor"), check_vma=False))
     np.testing.assert_array_equal(copies(wrong(x)), [x, x + 10])
     np.testing.assert_array_equal(copies(x), [x])
+
+
+def test_the_reference_weighs_the_losses_of_routers_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake in their weight, which every layout would share, is no part of it."""
+    changes = {"model.family": "llama", "model.experts": 4, "train.balance_loss": 0.1, "train.router_z_loss": 0.05}
+    small, _ = shrink(override(Config(), changes), MeshSpec())
+    case = Case.draw(small, jax.devices()[:1])
+    plan, weights = case.plan("float32"), step.loss_weights(small.train)
+
+    def loss() -> float:
+        return float(jax.jit(lambda batch: case.model.loss(case.params, batch, plan, None, weights).loss)(case.batch))
+
+    right = loss()
+    monkeypatch.setattr(TokenCounts, "labels_per_token", 1.0)
+    wrong = loss()
+    reference = float(one_device(case, "float32", exact=True)(case.params, case.batch).losses[0])
+    assert abs(right - reference) < FLOAT32_LOSS * reference < 0.1 * abs(wrong - reference)
 
 
 def test_the_plan_is_run_as_in_training() -> None:

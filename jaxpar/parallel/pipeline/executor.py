@@ -32,11 +32,12 @@ from jaxpar.parallel.collectives import first_turn, manual, reduce_scatter, turn
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import GATHERED, STORED
+from jaxpar.parallel.padding import TokenCounts, count_tokens
 from jaxpar.parallel.pipeline.layers import Layers, layers_of
 from jaxpar.parallel.pipeline.program import Rows, TickProgram, program
 from jaxpar.parallel.pipeline.schedules import Kind, Table, schedule
 from jaxpar.parallel.pipeline.stage import LayerContext, Params, PipelinedModel, Stack, read, write
-from jaxpar.parallel.token_order import TOKENS, halves, in_order
+from jaxpar.parallel.token_order import TOKENS, Places, in_order, places_of_halves
 
 Batch = Mapping[str, Array]
 _X = TypeVar("_X")
@@ -44,7 +45,7 @@ _X = TypeVar("_X")
 
 def gradients(
     model: PipelinedModel, params: Params, batch: Batch, plan: Plan, key: jax.Array | None, weights: LossWeights,
-    table: Table | None = None,
+    table: Table | None = None, counts: TokenCounts | None = None,
 ) -> tuple[LossSums, Params]:  # fmt: skip
     """Compute the summed loss of a batch and its float32 gradient, with its microbatches in the plan's pipeline.
 
@@ -55,10 +56,13 @@ def gradients(
       batch: arrays [M B, S], as for `Model.loss`.
       key: the dropout key, of which microbatch i uses `fold_in(key, i)`; None = no dropout.
       table: what each stage does in each tick; None = the plan's schedule.
+      counts: the tokens of the whole step, as for `Model.loss`; None = the batch is all of it.
     """
     pipeline = plan.pipeline
     table = table or schedule(pipeline.schedule, plan.size("stage"), pipeline.microbatches, pipeline.virtual)
-    sums, grads = _run(_Task(model, plan, weights, program(table), backward=True), params, batch, key)
+    counts = count_tokens(batch) if counts is None else counts
+    task = _Task(model, plan, weights, program(table), backward=True)
+    sums, grads = _run(task, params, batch, key, counts)
     return sums, {**grads["ends"], "blocks": grads["blocks"]}
 
 
@@ -69,7 +73,7 @@ def loss(
     pipeline = plan.pipeline
     table = schedule("looped", plan.size("stage"), pipeline.microbatches, pipeline.virtual)
     task = _Task(model, plan, weights, program(table, backward=False), backward=False)
-    return _run(task, params, batch, None)[0]
+    return _run(task, params, batch, None, count_tokens(batch))[0]
 
 
 class _Task(NamedTuple):
@@ -95,9 +99,11 @@ class _Arrays(NamedTuple):
     """The key of the dropout, or None."""
     order: PyTree
     """The layer at each of its places, [virtual x places]; -1 = none."""
+    labels_per_token: PyTree
+    """The step's labels that count over its tokens of text, where the model has routers."""
 
 
-def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tuple[LossSums, Any]:
+def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None, counts: TokenCounts) -> tuple[LossSums, Any]:
     """Return the sums of the loss, and the gradients of `blocks` and `ends`, which are None without `backward`."""
     plan, axes, M = task.plan, task.plan.mesh_axes("stage"), task.plan.pipeline.microbatches
 
@@ -105,10 +111,11 @@ def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tu
         x_BMS = x_BS.reshape(-1, M, x_BS.shape[1])
         return plan.constrain(x_BMS.swapaxes(0, 1), (None, *TOKENS))
 
-    rows = jax.tree.map(cut, in_order(batch, plan, plan.context.strategy))
+    rows = jax.tree.map(cut, in_order(task.model.with_text(batch), plan, plan.context.strategy))
     ends = {name: params[name] for name in params if name != "blocks"}
     layers = layers_of(task.model.config.layers, plan.size("stage"), plan.pipeline)
-    arrays = _Arrays(params["blocks"], ends, rows, key, jnp.asarray(layers.order))
+    per_token = counts.labels_per_token if task.model.config.experts else None
+    arrays = _Arrays(params["blocks"], ends, rows, key, jnp.asarray(layers.order), per_token)
     ticks = [segment.ticks for segment in task.steps.segments]
 
     def local(arrays: _Arrays, ticks: list[dict[Kind, Rows]]) -> tuple[LossSums, Any]:
@@ -126,7 +133,7 @@ def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None) -> tu
     by_stage = P(axes)
     of_ticks = [jax.tree.map(lambda x: P(None, axes) if x.ndim == 2 else P(), tick) for tick in ticks]
     run = jax.shard_map(
-        local, mesh=plan.mesh, in_specs=(_Arrays(by_stage, P(), P(), P(), by_stage), of_ticks),
+        local, mesh=plan.mesh, in_specs=(_Arrays(by_stage, P(), P(), P(), by_stage, P()), of_ticks),
         out_specs=(P(), {"blocks": by_stage, "ends": P()} if task.backward else P()), axis_names=set(axes),
         check_vma=False,
     )  # fmt: skip
@@ -180,10 +187,16 @@ class _Stage:
         self.layouts = {
             "entering": STORED, "leaving": STORED, "cotangents": (None, *STORED), "blocks": blocks, "ends": axes
         }  # fmt: skip
-        weights, L = self.weights, self.model.config.layers
-        shares = jnp.float32(weights.balance_loss / L), jnp.float32(weights.router_z_loss / L)
-        added = RouterSums(*shares) if self.model.config.experts else None
-        self.layers = Stack(self.model, self.plan, arrays.blocks, self._context, self.places, added)
+        self.added = self._router_weights()
+        self.layers = Stack(self.model, self.plan, arrays.blocks, self._context, self.places, self.added)
+
+    def _router_weights(self) -> RouterSums | None:
+        """Return the weights of a layer's router sums in the loss, if there are any: the losses of routers are means
+        over the layers and over the text, beside a likelihood that is a sum over labels (see `Model.loss`)."""
+        if not self.model.config.experts:
+            return None
+        share = self.arrays.labels_per_token / self.model.config.layers
+        return RouterSums(self.weights.balance_loss * share, self.weights.router_z_loss * share)
 
     def _keys(self, i: ArrayLike) -> tuple[Array | None, Array | None]:
         """Return the keys of a microbatch's embedding and of its layers, as `Model.hidden_states` makes them."""
@@ -193,11 +206,11 @@ class _Stage:
         return embed, jax.random.split(blocks, self.model.config.layers)
 
     def _context(self, i: ArrayLike, chunk: ArrayLike, j: ArrayLike) -> LayerContext:
-        row, plan = self._row(i), self.plan
-        places = zip(halves(row["positions"], TOKENS, plan), halves(row.get("segments"), TOKENS, plan), strict=True)
+        row = self._row(i)
+        places = places_of_halves(Places(row["positions"], row.get("segments"), row.get("text")), self.plan)
         layer, keys = self.arrays.order[chunk * self.places + j], self._keys(i)[1]
         key = None if keys is None else keys[jnp.maximum(layer, 0)]
-        return LayerContext(list(places), key, layer >= 0 if self.gaps else None)
+        return LayerContext(places, key, layer >= 0 if self.gaps else None)
 
     def _row(self, i: ArrayLike) -> dict[str, Array]:
         return {name: read(x, i) for name, x in self.arrays.rows.items()}
@@ -301,9 +314,9 @@ class _Stage:
 
     def _add_routed(self, sums: LossSums, routed: RouterSums, on: Array) -> LossSums:
         """Add the routers' part of the loss for this stage's layers, as a share of the mean over all layers."""
-        share = jax.tree.map(lambda x: jnp.where(on > 0, x, 0) / self.model.config.layers, routed)
-        added = self.weights.balance_loss * share.balance + self.weights.router_z_loss * share.z
-        total = jax.tree.map(jnp.add, sums.routed, share)
+        found = jax.tree.map(lambda x: jnp.where(on > 0, x, 0), routed)
+        added = sum(jax.tree.leaves(jax.tree.map(jnp.multiply, self.added, found)))
+        total = jax.tree.map(lambda total, x: total + x / self.model.config.layers, sums.routed, found)
         return sums._replace(loss=sums.loss + added, routed=total)
 
     def _score(self, carry: _Carry, y_BSD: Array, row: Rows) -> _Carry:

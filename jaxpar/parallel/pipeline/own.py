@@ -17,7 +17,7 @@ from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.pipeline.executor import gradients
 from jaxpar.parallel.pipeline.layers import check_stages, reorder_layers, stored_order
 from jaxpar.parallel.pipeline.schedules import Table, check
-from jaxpar.parallel.pipeline.stage import Places
+from jaxpar.parallel.token_order import Places
 
 Params = Mapping[str, PyTree]
 
@@ -32,14 +32,17 @@ class _Functions:
     def trained(self, tree: PyTree) -> PyTree:
         return tree
 
+    def with_text(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
+        return batch
+
     def embed(self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None) -> Array:
         return self._embed(params, tokens_BS, positions_BS)
 
     def layer(
-        self, layer: PyTree, xs: tuple[Array, ...], places: Places, plan: Plan, key: Any, kind: int
+        self, layer: PyTree, xs: tuple[Array, ...], places: Sequence[Places], plan: Plan, key: Any, kind: int
     ) -> tuple[tuple[Array, ...], None]:
-        ((x_BSD,), ((positions_BS, _),)) = xs, places
-        return (self._block(layer, x_BSD, positions_BS),), None
+        (x_BSD,), (here,) = xs, places
+        return (self._block(layer, x_BSD, here.positions),), None
 
     def score(self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights) -> LossSums:
         loss, tokens = self._score(params, x_BSD, labels_BS), jnp.sum(labels_BS >= 0, dtype=jnp.float32)

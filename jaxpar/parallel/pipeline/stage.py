@@ -10,7 +10,7 @@ Shapes: B batch, S sequence, D embed; places, slots and layers come first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -29,11 +29,9 @@ from jaxpar.parallel.host_memory import on_device, on_host
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.pipeline.program import Rows
 from jaxpar.parallel.remat import remat
-from jaxpar.parallel.token_order import halves, whole_batch
+from jaxpar.parallel.token_order import Places, halves, whole_batch
 
 Params = dict[str, PyTree]
-Places = Sequence[tuple[Array, Array | None]]
-"""Positions and segments of the tokens, for each of the batch's `halves`."""
 Buffers = list[list[Array]]
 """For each kind of layer, arrays [slots x places of that kind, ...]."""
 _Carry = TypeVar("_Carry")
@@ -49,9 +47,10 @@ class PipelinedModel(Protocol):
     @property
     def config(self) -> Any: ...
     def trained(self, tree: PyTree) -> PyTree: ...
+    def with_text(self, batch: Mapping[str, Array]) -> Mapping[str, Array]: ...
     def embed(self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None) -> Array: ...
     def layer(
-        self, layer: PyTree, xs: tuple[Array, ...], places: Places, plan: Plan, key: Any, kind: int
+        self, layer: PyTree, xs: tuple[Array, ...], places: Sequence[Places], plan: Plan, key: Any, kind: int
     ) -> tuple[tuple[Array, ...], RouterSums | None]: ...
     def score(self, params: Params, x_BSD: Array, labels_BS: Array, plan: Plan, weights: LossWeights) -> LossSums: ...
 
@@ -113,7 +112,7 @@ def _shape(var: _Atom) -> _Shape:
 class LayerContext(NamedTuple):
     """What a layer is given besides its weights and its input."""
 
-    places: Places  # the places of the tokens
+    places: Sequence[Places]  # of the halves of a microbatch
     key: Array | None  # the key of its dropout, or None
     there: Array | None  # whether there is a layer at this place; None = at all places
 

@@ -72,21 +72,32 @@ def one_device(
 ) -> OneDevice:
     """Return a function that computes loss and gradients on the first device; with `ReferenceOps` it is the reference.
 
-    `exact` makes float32 matmuls run in full float32 also where the device would use less by default.
+    `exact` makes float32 matmuls run in full float32 also where the device would use less by default. The losses of
+    routers are weighed here and not by `Model.loss`, so that a mistake there is no part of the reference: they are
+    means over the text of all rows of the case, and the rest of the loss is a sum over its labels.
     """
     plan = Plan(make_mesh(MeshSpec(), case.devices[:1]), compute=precision)  # pyright: ignore[reportArgumentType]
     unrolled = Model(replace(case.config.model, scan_layers=False), ops)  # pyright: ignore[reportArgumentType]
     weights = step.loss_weights(case.config.train)
+    labels = np.count_nonzero(case.batch["labels"] >= 0)
+    text = np.count_nonzero(text_of(case.batch))
 
     def loss(trained: Params, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        sums = unrolled.loss(unrolled.merge(params, trained), batch, plan, None, weights)
-        return sums.loss, sums.tokens
+        merged = unrolled.merge(params, trained)
+        x_BSD, routed = unrolled.hidden_states(merged, batch, plan)
+        sums = unrolled.score(merged, x_BSD, batch["labels"], plan, weights)
+        if routed is None:
+            return sums.loss, sums.tokens
+        balance, z = labels * (routed.balance / text), labels * (routed.z / text)
+        return sums.loss + weights.balance_loss * balance + weights.router_z_loss * z, sums.tokens
 
     value_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=_fast_compile(case.devices))
 
     def run(params: Params, batch: Rows) -> Answer:
         """Sum over the rows, a few at a time; the parts are added up in float64."""
         here = jax.device_put(params, case.devices[0])
+        positions = np.broadcast_to(np.arange(batch["tokens"].shape[1], dtype=np.int32), batch["tokens"].shape)
+        batch = {"positions": positions, **batch, "text": text_of(batch)}
         starts = range(0, len(batch["labels"]), _ROWS)
         parts = [{name: rows[at : at + _ROWS] for name, rows in batch.items()} for at in starts]
         with _matmuls(exact):
@@ -95,6 +106,18 @@ def one_device(
         return Answer(loss, by_name(grads), tokens=tokens)
 
     return run
+
+
+def text_of(batch: Rows) -> np.ndarray:
+    """Tell, row by row and apart from `jaxpar.parallel.padding`, which tokens [B, S] are text and which are padding."""
+    filled = batch.get("segments", batch["tokens"])
+    text = np.ones(filled.shape, bool)
+    for row, labels, kept in zip(filled, batch["labels"], text, strict=True):
+        end = len(row)
+        while end > 0 and row[end - 1] == 0 and labels[end - 1] < 0:
+            end -= 1
+        kept[end:] = False
+    return text
 
 
 def under_plan(case: Case, precision: str, exact: bool) -> Answer:
@@ -180,7 +203,10 @@ def random_params(model: Model, seed: int = 0) -> Params:
 
 
 def random_batch(config: Config, seed: int = 1) -> Rows:
-    """Draw random tokens [B, S]; a tenth of the labels is left out, unevenly; packed rows have some three documents."""
+    """Draw random tokens [B, S]; a tenth of the labels is left out, unevenly; packed rows have some three documents.
+
+    Where there are routers, for which padding is no text, rows are filled up from anywhere in their second half on.
+    """
     rng = np.random.default_rng(seed)
     shape = (config.train.batch, config.data.seq_len)
     tokens, labels = rng.integers(0, config.model.vocab_size, (2, *shape)).astype(np.int32)
@@ -191,4 +217,8 @@ def random_batch(config: Config, seed: int = 1) -> Rows:
         places = np.broadcast_to(np.arange(shape[1]), shape)
         batch["segments"] = np.cumsum(starts, axis=1).astype(np.int32)
         batch["positions"] = (places - np.maximum.accumulate(np.where(starts, places, 0), axis=1)).astype(np.int32)
+    if config.model.experts:
+        padding = np.arange(shape[1]) >= rng.integers(shape[1] // 2, shape[1] + 1, (shape[0], 1))
+        filler = {"labels": -1}  # and 0 for the other arrays
+        batch = {name: np.where(padding, filler.get(name, 0), rows).astype(np.int32) for name, rows in batch.items()}
     return batch

@@ -1,0 +1,59 @@
+"""Says which tokens of a batch are text and which are padding, and counts them: what routers' losses are means over.
+
+Shapes: B batch, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+FILLER = 0
+"""The token that rows are filled up with, and the segment that what fills a packed row has."""
+
+
+class TokenCounts(NamedTuple):
+    """How many tokens a whole step has, of which a batch may be one of many microbatches.
+
+    Attributes:
+      labels: the tokens whose labels count, float32.
+      text: the tokens that are no padding, float32.
+    """
+
+    labels: Float[Array, ""]
+    text: Float[Array, ""]
+
+    @property
+    def labels_per_token(self) -> Float[Array, ""]:
+        """The factor of a sum over text where the loss, a sum over labels, is divided by `labels`: it makes the sum's
+        share of the quotient a mean over text."""
+        return self.labels / jnp.maximum(self.text, 1)
+
+
+def text_tokens(batch: Mapping[str, Int[Array, "B S"]]) -> Bool[Array, "B S"]:
+    """Tell which tokens are text and which are padding.
+
+    Padding is the end of a row in which no label counts and which is filled up: with segment 0 where the batch is
+    packed, and with token 0 where it is not. A prompt is text, though its labels do not count.
+
+    Args:
+      batch: int arrays of whole rows in their natural order (before `in_order`): `tokens`, `labels` (one below zero
+        does not count) and, where rows are packed, `segments`, which number the documents of a row from 1.
+
+    Returns:
+      True where a token is text.
+    """
+    filled_BS = batch.get("segments", batch["tokens"]) == FILLER
+    kept_BS = ~filled_BS | (batch["labels"] >= 0)
+    places_S = jnp.arange(kept_BS.shape[1])
+    last_B1 = jnp.max(jnp.where(kept_BS, places_S, -1), axis=1, keepdims=True)
+    return places_S <= last_B1
+
+
+def count_tokens(batch: Mapping[str, Int[Array, "B S"]]) -> TokenCounts:
+    """Count the tokens of a batch as `text_tokens` tells them apart; the batch is as there."""
+    labels = jnp.sum(batch["labels"] >= 0, dtype=jnp.float32)
+    return TokenCounts(labels, jnp.sum(text_tokens(batch), dtype=jnp.float32))
