@@ -196,6 +196,19 @@ def test_a_prompt_and_its_completion_need_no_template(tmp_path):
     assert train.labels.tolist() == [-1, -1, -1, -1, *"cé".encode()]
 
 
+def test_a_token_that_reaches_into_a_completion_counts(tmp_path):
+    """Without its label nothing teaches the completion's first letter."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {letter: n for n, letter in enumerate("abcd")}
+    pairs = tokenizers.Tokenizer(tokenizers.models.BPE(letters | {"bc": 4}, [("b", "c")]))
+    pairs.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text('{"prompt": "aab", "completion": "cd"}')
+    data = DataConfig(source="chat", path=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "tokenizer.json"))
+    train = load_corpus(replace(data, val_fraction=0.0), 5).train
+    assert train.ids[:3].tolist() == [0, 0, 4]
+    assert train.labels[:3].tolist() == [-1, 4, 3]
+
+
 def talks(count, length=5):
     rng = np.random.default_rng(0)
     return [{"prompt": f"{i}?", "completion": "x" * int(n)} for i, n in enumerate(rng.integers(1, length, count), 100)]

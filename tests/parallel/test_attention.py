@@ -110,6 +110,18 @@ def test_the_scale_may_be_another() -> None:
     assert_close(ours, values_and_gradients(by_reference(Causal(), Call(scale=0.7)), args))
 
 
+@pytest.mark.parametrize("mask", [Full(), Causal(), Causal() & Window(5)], ids=str)
+def test_cudnn_is_asked_for_the_mask_that_was_given(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is the library's; here XLA answers it, in float32 and over another order of sums."""
+    plain = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *x, **how: plain(*x, **how | {"implementation": "xla"}))
+    q, k, v = projections(1, 24, 2, 1, 8)
+    call = Call(scale=0.7)
+    np.testing.assert_allclose(
+        libraries.cudnn(q, k, v, mask, call), reference(q, k, v, mask, call)[0], rtol=1e-5, atol=1e-5
+    )
+
+
 # Which one serves.
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -178,6 +179,18 @@ def test_a_long_ring_is_a_loop_with_the_same_answer(monkeypatch):
     assert_close(values_and_gradients(split(plan, 0, segments), args), unrolled, 1e-6)
     traced = jax.jit(lambda *x: values_and_gradients(split(plan), list(x))).trace(*args)
     assert sum(row.count for row in requested_collectives(traced.jaxpr, plan.mesh)) == 2 * (7 + 7 + 7)
+
+
+@pytest.mark.parametrize("n", [3, 8, 9, 13])
+def test_in_a_ring_of_any_length_each_device_s_keys_are_visited_once(n: int) -> None:
+    """The keys here are the number of hops that they have made, written at the visit's own count of them."""
+    work: Any = SimpleNamespace(size=n, hop=lambda kv: jax.tree.map(lambda x: x + 1, kv))
+
+    def visit(seen: jax.Array, kv: Any, hops: Any) -> jax.Array:
+        return seen.at[hops].add(kv[0])
+
+    found = context._around(work, [jnp.int32(0)], lambda: jnp.zeros(n, jnp.int32), visit)
+    assert found.tolist() == list(range(n))
 
 
 # The order of tokens.

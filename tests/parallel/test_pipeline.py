@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,13 +16,14 @@ import pytest
 
 from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
-from jaxpar.base.mesh import devices_needed, total_sizes
+from jaxpar.base.mesh import MeshSpec, devices_needed, make_mesh, total_sizes
 from jaxpar.base.plan import Pipeline, Plan
 from jaxpar.base.sharding import replicated_sharding
 from jaxpar.hlo.read import read_program
 from jaxpar.hlo.tasks import Loop
 from jaxpar.models import Model
-from jaxpar.parallel.pipeline import layers_of, microbatches, reorder_layers, schedule, stored_order
+from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums
+from jaxpar.parallel.pipeline import executor, layers_of, microbatches, reorder_layers, schedule, stored_order
 from jaxpar.parallel.pipeline.program import program
 from jaxpar.parallel.pipeline.stage import choose_residuals
 from jaxpar.parallel.token_order import TOKENS
@@ -215,6 +218,89 @@ def test_what_depends_on_the_last_argument_is_kept_and_the_rest_computed_again()
     arrays = [function(w, x)[at] for at in found.places]
     for got, want in zip(found.restore(arrays, w), function(w, x), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+# A model of a few numbers, which shows what keys, slots and sums a pipeline uses.
+
+
+class Waves:
+    """A model whose layers are `sin(w x)` plus a number of the key."""
+
+    config = SimpleNamespace(layers=4, experts=0, scan_layers=True, kinds=1)
+
+    @property
+    def axes(self) -> Any:
+        return {"embed": ("embed",), "blocks": ("layers", "embed"), "head": ("embed",)}
+
+    def trained(self, tree: Any) -> Any:
+        return tree
+
+    def with_text(self, batch: Any) -> Any:
+        return batch
+
+    def embed(self, params: Any, tokens_BS: Any, positions_BS: Any, plan: Plan, key: Any = None) -> Any:
+        return tokens_BS[..., None] * params["embed"] + jax.random.uniform(key)
+
+    def layer(self, layer: Any, xs: Any, places: Any, plan: Plan, key: Any, kind: int = 0) -> Any:
+        return tuple(jnp.sin(layer * x) + jax.random.uniform(key) for x in xs), None
+
+    def score(self, params: Any, x_BSD: Any, labels_BS: Any, plan: Plan, weights: Any) -> LossSums:
+        loss = jnp.sum(jnp.square(x_BSD * params["head"]) * jnp.maximum(labels_BS, 0)[..., None])
+        return LossSums(loss, jax.lax.stop_gradient(loss), jnp.sum(labels_BS >= 0, dtype=jnp.float32))
+
+
+def waves(**how: Any) -> tuple[Any, Any]:
+    """Gradients of three microbatches on two stages of two layers each, and their arguments: parameters, a batch, a
+    key."""
+    pipeline = Pipeline("1f1b", 3, stash="stage")
+    plan = Plan(make_mesh(MeshSpec(stage=2), jax.devices()[:2]), pipeline=pipeline, remat="full", **how)
+    blocks = jnp.array([[0.5, 0.7], [1.1, 0.3], [0.9, 1.3], [0.4, 0.8]])
+    params = {"embed": jnp.array([0.2, 0.3]), "blocks": blocks, "head": jnp.array([1.5, 0.6])}
+    batch = {"tokens": jnp.arange(12).reshape(6, 2), "labels": 1 + jnp.arange(12).reshape(6, 2) % 5}
+
+    def run(params: Any, batch: Any, key: Any) -> Any:
+        return executor.gradients(Waves(), params, batch, plan, key, LIKELIHOOD)
+
+    return run, (params, batch, jax.random.key(5))
+
+
+def one_after_another(params: Any, batch: Any, key: Any) -> Any:
+    """The loss of the microbatches in turn, with keys as `Model` splits them."""
+    model, total, plan = Waves(), 0.0, Plan(make_mesh(MeshSpec(), jax.devices()[:1]))
+    for i in range(3):
+        embed_key, blocks_key = jax.random.split(jax.random.fold_in(key, i))
+        x = model.embed(params, batch["tokens"][i::3], None, plan, embed_key)
+        for layer, layer_key in zip(params["blocks"], jax.random.split(blocks_key, 4), strict=True):
+            ((x,), _) = model.layer(layer, (x,), (), plan, layer_key)
+        total += model.score(params, x, batch["labels"][i::3], plan, LIKELIHOOD).loss
+    return total
+
+
+def test_keys_and_layers_of_a_stage_are_those_of_microbatches_one_after_another() -> None:
+    """A stage keeps its input alone and has two layers, each with a key of its own in each microbatch."""
+    run, args = waves()
+    sums, found = jax.jit(run)(*args)
+    loss, want = jax.jit(jax.value_and_grad(one_after_another))(*args)
+    np.testing.assert_allclose(sums.loss, loss, rtol=1e-5)  # float32 sums in another order, as the gradients are
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, want)
+
+
+def test_gradients_are_summed_over_stages_in_float32() -> None:
+    """Whatever the dtype of their sums over microbatches; only traced."""
+    run, args = waves(gradients="bfloat16", compute="bfloat16")
+    sums = [eqn for eqn in equations(jax.make_jaxpr(run)(*args).jaxpr) if eqn.primitive.name.startswith("psum")]
+    assert len(sums) >= 4  # the loss's, and both ends
+    assert {str(var.aval.dtype) for eqn in sums for var in eqn.invars} == {"float32"}
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a program, those of loops and branches too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 # The compiled step.

@@ -14,7 +14,10 @@ from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.models import Model
+from jaxpar.models.masks import layer_masks
+from jaxpar.parallel.cache import EMPTY, DecodeOps
 from jaxpar.train.generation import Generator, Sampling, bucket, draw
+from jaxpar.verify.reference_ops import ReferenceOps
 
 CONFIG = ModelConfig(
     "llama", vocab_size=31, vocab_multiple=8, layers=4, embed=16, heads=4, kv_heads=2, mlp=32, max_seq_len=64,
@@ -118,3 +121,16 @@ def test_what_cannot_be_continued_is_refused(model, params, plan_of: Callable[..
                             ({"temperature": 1.0, "seed": -1}, "0 <= seed")):  # fmt: skip
         with pytest.raises(UserError, match=message):
             Sampling(**values)
+
+
+def test_a_new_token_is_attended_as_the_last_of_a_whole_sequence(plan_of: Callable[..., Plan]) -> None:
+    """With a soft cap that bends the scores, and a mask: by the definition, and by the cache."""
+    rng, plan = np.random.default_rng(0), plan_of()
+    q, k, v = (jnp.asarray(3 * rng.standard_normal((2, 9, heads, 6)), jnp.float32) for heads in (4, 2, 2))
+    (mask,) = layer_masks(replace(CONFIG, masks=("longformer(window=4, stride=2)",)))
+    want = ReferenceOps(plan).attention(q, k, v, mask, softcap=2.0)[:, -1:]
+    before = tuple(jnp.pad(x[:, :-1].swapaxes(1, 2).reshape(4, 8, 6), ((0, 0), (0, 3), (0, 0))) for x in (k, v))
+    places = jnp.tile(jnp.where(jnp.arange(11) < 9, jnp.arange(11), EMPTY), (2, 1))
+    ops = DecodeOps(plan, before=[before], slot=8, places_BT=places, place_B=jnp.array([8, 8]))
+    found = ops.attention(q[:, -1:], k[:, -1:], v[:, -1:], mask, softcap=2.0)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)  # the same float32 sums over more, masked, slots

@@ -13,6 +13,7 @@ import pytest
 
 from jaxpar.base.config import ModelConfig, TrainConfig
 from jaxpar.models import Model
+from jaxpar.models.families import FAMILIES
 from jaxpar.train.optimizer import decay_mask, learning_rate, make_optimizer
 
 pytestmark = pytest.mark.quick
@@ -58,13 +59,14 @@ def test_constant_stays() -> None:
     assert np.all(rates(dataclasses.replace(TRAIN, schedule="constant"))[10:] == 1.0)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_matrices_decay_and_norms_and_biases_do_not(family: str) -> None:
     model = Model(ModelConfig(family=family, embed=16, heads=2, mlp=32, tied_head=False))
     mask = jax.tree_util.tree_leaves_with_path(decay_mask(model.axes))
     decayed = {jax.tree_util.keystr(path, simple=True, separator=".") for path, yes in mask if yes}
     kept = {jax.tree_util.keystr(path, simple=True, separator=".") for path, yes in mask if not yes}
     assert {"blocks.q", "blocks.down", "embed.tokens", "head.table"} <= decayed
+    assert ({"blocks.q_norm.scale", "blocks.k_norm.scale"} <= kept) == FAMILIES[family].qk_norm
     assert kept and all("bias" in name or "norm" in name for name in kept)
     assert not any("bias" in name or "norm" in name for name in decayed)
 

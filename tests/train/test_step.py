@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxpar.base.config import Config, ModelConfig, PrecisionConfig, TrainConfig, override, parse
@@ -26,7 +27,8 @@ from jaxpar.models import Model
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.rehearse.report.collectives import axes_of
 from jaxpar.rehearse.requested_collectives import requested_collectives
-from jaxpar.train.optimizer import decay_mask
+from jaxpar.train import step as step_module
+from jaxpar.train.optimizer import decay_mask, moments_of
 from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.step import (
     batch_rows,
@@ -36,6 +38,7 @@ from jaxpar.train.step import (
     make_eval_step,
     make_train_step,
     put_batch,
+    reorder_state,
     state_shapes,
     state_shardings,
     step_shapes,
@@ -414,3 +417,47 @@ def test_why_no_kernel_serves_parts_of_a_sequence_is_said(monkeypatch: pytest.Mo
 def test_a_plan_that_does_not_fit_is_refused_before_compiling(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_plan(config_of("gpt2", **changes), jax.devices())
+
+
+def test_each_step_drops_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run could not show it: the same key in every step is the same key after a resume."""
+
+    def draw(model: Model, params: Any, batch: Any, plan: Any, key: Any, *_: Any) -> Any:
+        return LossSums(jnp.float32(0), jax.random.uniform(key), jnp.float32(1)), jax.tree.map(jnp.zeros_like, params)
+
+    monkeypatch.setattr(step_module, "gradients", draw)
+    config = config_of("gpt2", **{"model.dropout": 0.1, "model.layers": 1})
+    model, plan = Model(config.model), make_plan(config, jax.devices()[:1])
+    state, step = init_state(model, config, plan, fresh(config.model)), make_train_step(model, config, plan)
+    drawn = []
+    for rows in batches(config, 1) * 3:
+        state, metrics = step(state, put_batch(rows, plan))
+        drawn.append(float(metrics["loss"]))
+    assert len(set(drawn)) == 3
+
+
+def test_a_state_is_carried_to_another_order_of_layers_and_back() -> None:
+    """Every leaf is another number, so that none can stand for another."""
+    config = config_of("gpt2", **{"model.layers": 5})
+    shapes = state_shapes(Model(config.model), config, make_plan(config, jax.devices()[:1]))
+    count = itertools.count(1)
+    # A layer's part of a stacked leaf is the layer's number, plus a hundred times that of the leaf.
+    state = jax.tree.map(lambda leaf: np.full(leaf.shape, 100 * next(count), leaf.dtype), shapes)
+    state = jax.tree.map(lambda x: x + np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) if x.ndim else x, state)
+    there = (3, 1, -1, 0, 4, 2)
+    moved = reorder_state(state, None, there, config)
+
+    def assert_moved(tree: Any, want: Any) -> None:
+        for part in ("embed", "head"):
+            jax.tree.map(np.testing.assert_array_equal, tree[part], want[part])
+        leaves = zip(jax.tree.leaves(tree["blocks"]), jax.tree.leaves(want["blocks"]), strict=True)
+        for (leaf, own), (place, layer) in itertools.product(leaves, enumerate(there)):
+            np.testing.assert_array_equal(leaf[place], 0 if layer < 0 else own[layer])
+
+    assert_moved(moved.params, state.params)
+    for found, want in zip(moments_of(moved.opt_state), moments_of(state.opt_state), strict=True):
+        assert_moved(found, want)
+    assert moved.step == state.step
+    counts, want = (jax.tree.leaves(optax.tree.set(of.opt_state, mu={}, nu={})) for of in (moved, state))
+    assert counts == want and len({int(x) for x in counts}) == 2  # of the moments' decay, and of the schedule
+    jax.tree.map(np.testing.assert_array_equal, reorder_state(moved, there, None, config), state)

@@ -39,6 +39,11 @@ def test_a_mistake_that_nothing_explains_is_one_all_the_same() -> None:
     assert [row.finding and row.finding.kind for row in verdict.wrong] == ["unknown", "unknown"]
 
 
+def test_a_small_error_is_one_all_the_same() -> None:
+    """This loss is little sensitive to rounding: an error of 2e-4 is more than the ulps of its gradients allow."""
+    assert not verdict_of(lambda params, batch: (1 + 2e-4) * loss(params, batch)).equal
+
+
 def test_one_shard_of_two_mesh_axes_together_is_missing() -> None:
     """Rows 6 and 7 are those of shard 3, which is at data=1, fsdp=1."""
 
