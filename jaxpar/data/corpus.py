@@ -18,6 +18,7 @@ from jaxpar.base.config import DataConfig, require_local_data
 from jaxpar.base.errors import UserError
 from jaxpar.data.chat import Examples, load_examples
 from jaxpar.data.documents import Documents, load_documents
+from jaxpar.data.skipped import Skipped
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.data.tokens import HostBatch, Tokens, load_texts, load_token_files, read_windows, window_count
 
@@ -50,6 +51,13 @@ class Mixture:
     @property
     def amount(self) -> str:
         return " + ".join(part.amount for part in self.parts)
+
+
+def skipped_records(stream: Part | Mixture) -> list[Skipped]:
+    """Return the counts of records that are no text, of those parts that read theirs while a run goes on."""
+    parts = stream.parts if isinstance(stream, Mixture) else (stream,)
+    counts = [part.skipped for part in parts if isinstance(part, Documents)]
+    return [count for count in counts if count is not None]
 
 
 Stream = Part | Mixture

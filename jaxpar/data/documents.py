@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import grain.experimental
@@ -22,6 +22,7 @@ import numpy as np
 from jaxpar.base.config import DataConfig
 from jaxpar.base.console import console
 from jaxpar.base.errors import BYTE_ORDER_MARK, UTF8, UserError
+from jaxpar.data.skipped import Skipped
 from jaxpar.data.tokenizer import Tokenizer, encode_document, make_tokenizer
 from jaxpar.data.tokens import NOTHING_IN_IT, HostBatch, files_below, left_out
 
@@ -47,6 +48,10 @@ class Documents:
     """Ids [N] of the first documents: of all, or at least SAMPLE tokens."""
     note: str = ""
     """What is left out, as far as the sample shows it."""
+    files: tuple[Path, ...] = ()
+    """The files that they are read from, as far as these are known."""
+    skipped: Skipped | None = None
+    """Counts the records that are no text, while they are read."""
 
     @property
     def amount(self) -> str:
@@ -98,19 +103,27 @@ def load_documents(paths: Sequence[str], data: DataConfig, vocab_size: int) -> t
 
 
 def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
+    skipped = Skipped(path)
+
     def encode(element: Any) -> dict[str, np.ndarray]:
-        if isinstance(element, bytes):  # a record
-            element = {data.column: element.decode(UTF8, "replace")}
-        if data.column not in element:
-            raise UserError(f"{path} has no column {data.column!r}, set data.column: it has {', '.join(element)}")
-        text = element[data.column]
-        if not isinstance(text, str):
-            raise UserError(f"{path}: column {data.column!r} has a value that is no text: {str(text)[:40]!r}")
-        return {"tokens": encode_document(text.removeprefix(BYTE_ORDER_MARK), tokenizer)}
+        """Tokenize a record; one that is no text becomes no tokens, so that it does not end a run in its middle."""
+        try:
+            if isinstance(element, _Unreadable):
+                raise UserError(element.reason)
+            ids = encode_document(_text_of(element, path, data.column), tokenizer)
+        except (
+            UserError,
+            UnicodeError,
+            TypeError,
+        ) as error:  # tokenizers refuse half of a surrogate pair by a TypeError
+            skipped.add(str(error))
+            return {"tokens": np.zeros(0, np.int32)}
+        skipped.read_one()
+        return {"tokens": ids}
 
     with _reading(path, data.source):
-        source, size = _OPEN[data.source](path, data)
-        documents = Documents(source, encode, path, size, np.zeros(0, np.int32))
+        source, size, files = _OPEN[data.source](path, data)
+        documents = Documents(source, encode, path, size, np.zeros(0, np.int32), files=files, skipped=skipped)
         first, count = [], 0
         for document in documents.encoded(replace(data, prefetch=0), 0, endless=False):
             first.append(document["tokens"])
@@ -118,9 +131,21 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
             if count > max(SAMPLE, data.seq_len):
                 break
     if not count:
-        raise UserError(f"{path} {NOTHING_IN_IT}")
+        raise UserError(skipped.reason or f"{path} {NOTHING_IN_IT}")
+    skipped.forget()
     empty = sum(not len(ids) for ids in first)
     return replace(documents, sample=np.concatenate(first), note=left_out(empty, of=len(first)))
+
+
+def _text_of(element: Any, path: str, column: str) -> str:
+    if isinstance(element, bytes):  # a record
+        return element.decode(UTF8, "replace").removeprefix(BYTE_ORDER_MARK)
+    if column not in element:
+        raise UserError(f"{path} has no column {column!r}, set data.column: it has {', '.join(element)}")
+    text = element[column]
+    if not isinstance(text, str):
+        raise UserError(f"{path}: column {column!r} has a value that is no text: {repr(text)[:40]}")
+    return text.removeprefix(BYTE_ORDER_MARK)
 
 
 @contextmanager
@@ -137,7 +162,34 @@ def _reading(path: str, source: str) -> Iterator[None]:
         raise UserError(f"cannot read {path} as data.source={source}: {said}") from error
 
 
-def _open_hf(name: str, data: DataConfig) -> tuple[Source, int | None]:
+class _Unreadable(NamedTuple):
+    """In place of a record that could not be read: why."""
+
+    reason: str
+
+
+class _Records:
+    """Records in random access, of which one that is damaged is `_Unreadable`."""
+
+    def __init__(self, inner: Any, origin: str):
+        self.inner, self.origin = inner, origin
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, place: int) -> Any:
+        try:
+            return self.inner[place]
+        except Exception as error:  # each library raises exceptions of its own
+            said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            return _Unreadable(f"{self.origin}: record {place} cannot be read: {said}")
+
+
+_Opened = tuple[Source, int | None, tuple[Path, ...]]
+"""What reads documents, how many there are, and the files, as far as these are known."""
+
+
+def _open_hf(name: str, data: DataConfig) -> _Opened:
     """Open `path`, `path:split` or `path:config:split`: a data set of the hub, a folder or a file.
 
     The split may be a slice or a sum of some, as `datasets` writes them: `train[:50%]`, `train[:10]+test`.
@@ -154,10 +206,12 @@ def _open_hf(name: str, data: DataConfig) -> tuple[Source, int | None]:
             found = _loaded_slices(partial(_load_split, folder, config, file), split, data.streaming)
         return found.select_columns(data.column) if data.column in (found.column_names or ()) else found
 
+    files = (place,) if place.is_file() else tuple(files_below(place)) if place.is_dir() else ()
     if data.streaming:
-        return opened, None
+        return opened, None, files
     found = opened()
-    return grain.MapDataset.source(found), len(found)
+    records: Any = _Records(found, name)
+    return grain.MapDataset.source(records), len(found), files
 
 
 def _split_name(name: str) -> tuple[str, list[str], str]:
@@ -215,22 +269,40 @@ def _saved_slices(path: str, split: str) -> Any:
     return datasets.concatenate_datasets(slices)
 
 
-def _open_parquet(path: str, data: DataConfig) -> tuple[Source, int]:
+def _open_parquet(path: str, data: DataConfig) -> _Opened:
     import datasets
     import pyarrow.parquet
 
-    counts = {str(file): pyarrow.parquet.read_metadata(file).num_rows for file in _files(path, ".parquet")}
+    found, counts = _files(path, ".parquet"), dict[str, int]()
+    for file in found:
+        about = pyarrow.parquet.read_metadata(file)
+        counts[str(file)] = about.num_rows
+        _require_text_column(about.schema.to_arrow_schema(), file, data.column)
     files = [file for file, rows in counts.items() if rows]
     if not files:
         raise UserError(f"{path} is empty: its files have no rows")
     opened = partial(datasets.load_dataset, "parquet", data_files=files, split="train", streaming=True)
-    return opened, sum(counts.values())
+    return opened, sum(counts.values()), tuple(found)
 
 
-def _open_arrayrecord(path: str, data: DataConfig) -> tuple[Source, int]:
-    files = [str(file) for file in _files(path, ".array_record", ".arrayrecord")]
-    records: Any = grain.sources.ArrayRecordDataSource(files)
-    return grain.MapDataset.source(records), len(records)
+def _require_text_column(schema: Any, file: Path, column: str) -> None:
+    """Refuse a Parquet file whose schema (of Arrow) has no such column, or one that is no text."""
+    from pyarrow import types
+
+    if column not in schema.names:
+        raise UserError(f"{file} has no column {column!r}, set data.column: it has {', '.join(schema.names)}")
+    kind = schema.field(column).type
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or types.is_null(kind)
+    if not text:
+        raise UserError(f"{file}: column {column!r} has a value that is no text: its type is {kind}")
+
+
+def _open_arrayrecord(path: str, data: DataConfig) -> _Opened:
+    files = _files(path, ".array_record", ".arrayrecord")
+    found: Any = grain.sources.ArrayRecordDataSource([str(file) for file in files])
+    records: Any = _Records(found, path)
+    return grain.MapDataset.source(records), len(records), tuple(files)
 
 
 _OPEN = {"hf": _open_hf, "parquet": _open_parquet, "arrayrecord": _open_arrayrecord}

@@ -22,6 +22,7 @@ from rich.progress import track
 from jaxpar.base.config import DataConfig, require_local_data
 from jaxpar.base.errors import UserError, read_json, reading, require_local
 from jaxpar.base.runtime import replacing, write_whole
+from jaxpar.data.id_files import look_at, require_guess, require_ids, unknown_id
 from jaxpar.data.tokenizer import (
     UTF16_MARKS,
     Tokenizer,
@@ -51,6 +52,8 @@ class Tokens:
     """The name of the file, folder or corpus, for messages."""
     offset: int = 0
     """How many tokens of `origin` come before these."""
+    files: tuple[Path, ...] = ()
+    """The files that they were read from, as far as there are any."""
     note: str = ""
     """What was left out."""
 
@@ -94,7 +97,7 @@ def load_texts(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple
         ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
         starts = np.concatenate([[0], ends[:-1]])
         note = left_out(len(files) - len(documents))
-        streams.append(Tokens(np.concatenate(documents), starts, origin, note=note))
+        streams.append(Tokens(np.concatenate(documents), starts, origin, files=tuple(files), note=note))
     return streams, tokenizer
 
 
@@ -163,7 +166,8 @@ def _looks_binary(file: Path) -> bool:
 
 
 # A token file is NAME.bin (raw ids); beside it lie NAME.bin.json (dtype and counts), NAME.bin.docs (raw int64 document
-# starts) and NAME.bin.tokenizer.json. A .bin alone is nanoGPT's: its ids are uint16, documents and tokenizer unknown.
+# starts) and NAME.bin.tokenizer.json. A .bin alone is nanoGPT's, whose ids are uint16, or llm.c's, which has a header;
+# documents and tokenizer are unknown.
 
 
 def tokenize(data: DataConfig, out: str | Path) -> Tokens:
@@ -206,6 +210,8 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
 def load_token_files(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Tokens], Tokenizer | None]:
     """Open token files, which must all have been written with one tokenizer, as far as they say."""
     streams, named = [open_tokens(path) for path in paths], data.tokenizer
+    for stream in streams:
+        require_ids(stream.tokens, vocab_size, stream.origin)
     files = {path: Path(path).with_suffix(".bin.tokenizer.json") for path in paths}
     # Presets name a tokenizer file that need not exist, because a .bin brings its own.
     if named.endswith(".json") and (Path(named).exists() or not files[paths[0]].exists()):
@@ -227,11 +233,15 @@ def open_tokens(path: str | Path) -> Tokens:
     path = Path(path)
     if path.suffix != ".bin":
         raise UserError(f"{path} is not a .bin file, which data.source=tokens reads: for text set data.source=text")
-    described = path.with_suffix(".bin.json")
-    meta: dict[str, Any] = read_json(described) if described.exists() else {"dtype": "uint16"}
+    described, itself = path.with_suffix(".bin.json"), look_at(path)
+    meta: dict[str, Any] = read_json(described) if described.exists() else {"dtype": itself.dtype}
     if meta.get("dtype") not in ("uint16", "uint32"):
         raise UserError(f'{described} describes a token file, so it must say "dtype": "uint16" or "uint32"')
-    tokens = _memory_map(path, np.dtype(meta["dtype"]).newbyteorder("<"))
+    if itself.says and meta["dtype"] != itself.dtype:
+        raise UserError(f"{path} has llm.c's header for {itself.dtype}, and {described} says {meta['dtype']}")
+    tokens = _memory_map(path, np.dtype(meta["dtype"]).newbyteorder("<"), itself.offset)
+    if not (itself.says or described.exists()):
+        require_guess(tokens, path)
     docs = path.with_suffix(".bin.docs")
     starts = _memory_map(docs, np.dtype("<i8")) if docs.exists() else None
     for what, found in (("tokens", tokens), ("documents", starts)):
@@ -240,18 +250,28 @@ def open_tokens(path: str | Path) -> Tokens:
                 f"{path} has {len(found)} {what}, its .json says {meta[what]}: "
                 "one of them was cut short or is from another run, so write them again with `jaxpar tokenize`"
             )
-    return Tokens(tokens, starts, str(path))
+    if starts is not None and not _begin_documents(starts, len(tokens)):
+        raise UserError(
+            f"{docs} is damaged: its documents do not begin one after another in {path}, so write them again"
+        )
+    there = tuple(file for file in (path, docs) if file.exists())
+    return Tokens(tokens, starts, str(path), files=there)
 
 
-def _memory_map(path: Path, dtype: np.dtype) -> np.ndarray:
+def _begin_documents(starts: np.ndarray, count: int) -> bool:
+    """Whether documents begin there, one after another, from the first of so many tokens on."""
+    return bool(starts[0] == 0 and starts[-1] < count and (np.diff(starts) >= 0).all())
+
+
+def _memory_map(path: Path, dtype: np.dtype, offset: int = 0) -> np.ndarray:
     with reading(path):
-        size = path.stat().st_size
+        size = path.stat().st_size - offset
         if size == 0 or size % dtype.itemsize:
             raise UserError(
                 f"{path} has {size} bytes, not a positive multiple of {dtype.itemsize} ({dtype.name}): "
                 "it was cut short, or needs a .bin.json beside it that gives another dtype"
             )
-        return np.memmap(path, dtype, mode="r")
+        return np.memmap(path, dtype, mode="r", offset=offset)
 
 
 # Windows.
@@ -274,11 +294,8 @@ def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool,
     ids_BT = sliding_window_view(stream.tokens, seq_len + 1)[starts_B]
     if ids_BT.max() >= vocab_size:
         row, place = np.unravel_index(ids_BT.argmax(), ids_BT.shape)
-        found = int(ids_BT[row, place])  # as a uint16, found + 1 could overflow
-        raise UserError(
-            f"{stream.origin} has id {found} at token {stream.offset + starts_B[row] + place}, "
-            f"model.vocab_size={vocab_size}: raise it to at least {found + 1}, or use another tokenizer"
-        )
+        at = stream.offset + starts_B[row] + place
+        raise unknown_id(int(ids_BT[row, place]), stream.origin, at, vocab_size)
     batch = {"tokens": ids_BT[:, :-1].astype(np.int32), "labels": ids_BT[:, 1:].astype(np.int32)}
     if not pack:
         return batch

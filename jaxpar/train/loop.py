@@ -20,7 +20,7 @@ from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import Batches, ask_to_stop, raised_together, run_together, start, stop_signals, write_whole
-from jaxpar.data.corpus import Corpus, HostBatch, load_corpus, train_batches, unigram_entropy
+from jaxpar.data.corpus import Corpus, HostBatch, load_corpus, skipped_records, train_batches, unigram_entropy
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model
@@ -145,6 +145,8 @@ class _Run:
         self.entropy = unigram_entropy(corpus.train.sample)
         self.main = jax.process_index() == 0
         self.show = ProgressLine(config.train.steps, self.first, self.main)
+        self.skipped = skipped_records(corpus.train)
+        self.told = dict[int, int]()  # how many of each were said
         self.loss: float | None = None
         self.val_loss: float | None = None
         self.lines: Future[None] | None = None
@@ -349,10 +351,23 @@ class _Run:
             self.batches.require()  # which is why, where a process had no rows
         speed = self.meter.read(step, numbers.pop("tokens"))
         self.loss = numbers["loss"]
+        if skipped := sum(count.count for count in self.skipped):
+            numbers["records_skipped"] = float(skipped)
+        self._say_skipped()
         left = (self.config.train.steps - step) * (speed["step_seconds"] or 0.0)
         self.show.step(step, numbers | speed, left)
         self.log.write(step, **numbers, **speed)
         self._require_finite(step)
+
+    def _say_skipped(self) -> None:
+        """Say how many records were left out, whenever there are more; of the validation data, which are read again at
+        each evaluation, once."""
+        validation = [] if self.corpus.val is None else skipped_records(self.corpus.val)
+        for number, count in enumerate([*self.skipped, *validation]):
+            told = self.told.get(number, 0)
+            if count.count > told and not (told and count in validation):
+                self.told[number] = count.count
+                self.show.say(f"warning: {count.text}")
 
     def _require_finite(self, last: int) -> None:
         """Stop if a step up to `last`, which has run, diverged; such a step left its state as it was, and is not saved.

@@ -364,6 +364,75 @@ def test_lone_token_file_is_uint16_as_nanogpts(tmp_path):
     assert isinstance(named.tokenizer, BytesTokenizer)
 
 
+def llm_c(path, magic=20240520, version=1, count=None, dtype="<u2", ids=range(200)):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
+    return path
+
+
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
+def test_the_header_of_llm_c_is_read_and_is_no_text(tmp_path, magic, version, dtype):
+    found = open_tokens(llm_c(tmp_path / "a.bin", magic, version, dtype=dtype))
+    assert found.tokens.tolist() == list(range(200)) and found.tokens.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "header of version 2, and version 1 is the one that is read"),
+        ({"count": 201}, "has 200 ids and its header says 201: it was cut short"),
+        ({"magic": 20240801}, "header of version 1, and version 7"),
+        ({"magic": 20240522}, "questions with several answers"),
+        ({"ids": [5] * 99 + [300]}, r"a\.bin has id 300 at token 99, model\.vocab_size=256: raise it to at least 301"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, changes, message):
+    llm_c(tmp_path / "a.bin", **changes)
+    with pytest.raises(UserError, match=message):
+        load_corpus(text_config(tmp_path / "a.bin", source="tokens"), 256)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (np.arange(400, dtype="<u4"), 'looks like ids of 32 bits, .*: if so, write {"dtype": "uint32"} into it'),
+        (np.arange(400, dtype="<i8"), "looks like ids of 64 bits, .*: write them as uint32"),
+        (b"\x93NUMPY\x01\0" + bytes(90), "an array of NumPy's"),
+        (b"MMIDIDX\0\0" + bytes(91), "index of Megatron's"),
+        (b"PK\x03\x04" + bytes(96), "archive"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_before_it_is_trained_on(tmp_path, content, message):
+    (tmp_path / "a.bin").write_bytes(content if isinstance(content, bytes) else content.tobytes())
+    with pytest.raises(UserError, match=message):
+        load_corpus(text_config(tmp_path / "a.bin", source="tokens"), 50_000)
+    if not isinstance(content, bytes):
+        (tmp_path / "a.bin.json").write_text('{"dtype": "uint16"}')
+        assert load_corpus(text_config(tmp_path / "a.bin", source="tokens"), 50_000).train.tokens[0] == 0
+
+
+def test_every_id_is_looked_at_before_a_training_begins(tmp_path, monkeypatch):
+    """Those after the last window too, and those of the validation data."""
+    monkeypatch.setattr("jaxpar.data.id_files._CHUNK", 100)
+    for name, bad in (("train.bin", 948), ("val.bin", 3)):
+        ids = np.resize(np.arange(48), 949).astype("<u2")
+        ids.tofile(tmp_path / ("val.bin" if name == "train.bin" else "train.bin"))
+        ids[bad] = 48
+        ids.tofile(tmp_path / name)
+        config = text_config(tmp_path / "train.bin", source="tokens", val_path=str(tmp_path / "val.bin"))
+        with pytest.raises(UserError, match=rf"{name} has id 48 at token {bad}, model\.vocab_size=48"):
+            load_corpus(config, 48)
+
+
+def test_damaged_document_starts_are_refused(tmp_path):
+    np.arange(90, dtype="<u2").tofile(tmp_path / "a.bin")
+    for starts in ([0, 50, 20], [1, 50], [0, 90]):
+        np.array(starts, "<i8").tofile(tmp_path / "a.bin.docs")
+        with pytest.raises(UserError, match=r"a\.bin\.docs is damaged"):
+            open_tokens(tmp_path / "a.bin")
+
+
 def test_dtype_is_read_from_beside_the_file(tmp_path):
     np.array([1, 70_000, 2], "<u4").tofile(tmp_path / "a.bin")
     (tmp_path / "a.bin.json").write_text('{"dtype": "uint32"}')

@@ -9,13 +9,14 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import grain
 import numpy as np
 import pytest
 
 from jaxpar.base.config import Config, DataConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
-from jaxpar.data.corpus import load_corpus, train_batches, unigram_entropy, val_batches
+from jaxpar.data.corpus import load_corpus, skipped_records, train_batches, unigram_entropy, val_batches
 from jaxpar.data.tokens import Tokens, read_windows
 
 datasets = pytest.importorskip("datasets")
@@ -340,3 +341,64 @@ def test_a_killed_run_goes_on_with_the_same_ids(kind, folder, tmp_path):
     assert len(after) in (15, 10), "resumed at the newest checkpoint"
     assert after == expected[-len(after) :]
     print(f"{kind}: killed at batch {len(before)}, resumed at {steps - len(after) + 1}, sha256 {after[-1][:16]}")
+
+
+@pytest.mark.parametrize("kind", ["hf", "parquet"])
+def test_records_that_are_no_text_are_left_out_and_counted(kind, tmp_path):
+    """The batches are those of the same records without them."""
+    good = [f"{i} " + "lorem ipsum " * 5 for i in range(30)]
+    found = {}
+    for name, texts in (("good", good), ("bad", [*good[:12], None, *good[12:], None])):
+        (tmp_path / name).mkdir()
+        parquet.write_table(arrow.table({"text": texts}), tmp_path / name / "a.parquet")
+        data = DataConfig(source=kind, path=str(tmp_path / name), seq_len=24, streaming=kind == "hf")
+        stream = load_corpus(data, 256).train
+        (counts,) = skipped_records(stream)
+        assert counts.count == 0, "the beginning was read before"
+        iterator = train_batches(stream, data, 4, range(4), 256)
+        found[name] = [next(iterator) for _ in range(30)]  # more than an epoch
+    assert_same(found["bad"], found["good"])
+    assert counts.count >= 2 and counts.text.startswith(f"records left out until now: {counts.count}, ")
+    assert counts.text.endswith("column 'text' has a value that is no text: None")
+    for bad in (7, ["a"], b"bytes"):
+        before = counts.count
+        assert len(stream.encode({"text": bad})["tokens"]) == 0 and counts.count == before + 1
+
+
+def test_a_damaged_record_is_left_out_and_a_source_that_is_gone_is_not_read_for_ever(tmp_path, monkeypatch):
+    class Damaged:
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, place):
+            if place == 7 or gone:
+                raise ValueError("CRC mismatch\nin a chunk")
+            return b"lorem ipsum " * 3
+
+    gone = False
+    monkeypatch.setattr(grain.sources, "ArrayRecordDataSource", lambda files: Damaged())
+    data = DataConfig(source="arrayrecord", path="records", seq_len=24, prefetch=0)
+    corpus = load_corpus(data, 256)
+    iterator = train_batches(corpus.train, data, 4, range(4), 256)
+    for _ in range(20):
+        next(iterator)
+    (counts,) = skipped_records(corpus.train)
+    assert counts.count > 0 and counts.text.endswith("records: record 7 cannot be read: CRC mismatch")
+    gone = True
+    with pytest.raises(UserError, match=r"records: 1,000 records in a row are no text, of which the last: .* CRC"):
+        for _ in range(2000):
+            next(iterator)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ({"body": ["x"]}, r"b\.parquet has no column 'text', set data\.column: it has body"),
+        ({"text": [3]}, r"b\.parquet: column 'text' has a value that is no text: its type is int64"),
+    ],
+)
+def test_a_later_file_with_other_columns_is_refused_before_a_training_begins(tmp_path, column, message):
+    parquet.write_table(arrow.table({"text": ["lorem ipsum " * 9] * 20}), tmp_path / "a.parquet")
+    parquet.write_table(arrow.table(column), tmp_path / "b.parquet")
+    with pytest.raises(UserError, match=message):
+        load_corpus(DataConfig(source="parquet", path=str(tmp_path), seq_len=24), 256)
