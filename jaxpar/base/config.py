@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
 from jaxpar.base.errors import UserError, require_local, suggest
 from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.plan import Context, Overlap, Pipeline
+from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range, require_ranges
 from jaxpar.base.sharding import ShardingRules, fit_rules
 from jaxpar.base.toml import find_toml, flatten, from_dict, read_tables
+
+_FLOOR = "a share of train.learning_rate, as train.min_learning_rate was a rate: the rate must not climb to it"
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,9 @@ class Lora:
     """Low-rank adaptation (LoRA, Hu et al. 2021, arXiv:2106.09685): all that is trained are two small matrices beside
     each matrix W that is named. The model computes x W + (alpha / rank) (x A) B: see docs/finetune.md."""
 
-    rank: int = 0
+    rank: Annotated[int, Range(0, 65_536)] = 0
     """Columns of A and rows of B; 0 = no LoRA, all parameters are trained."""
-    alpha: float = 16.0
+    alpha: Annotated[float, Range(1e-3, 1e6)] = 16.0
     """The product is weighted with alpha / rank."""
     targets: tuple[str, ...] = ("q", "v")
     """The matrices of every block that have a pair: some of q, k, v, out, gate, up, down."""
@@ -34,48 +37,48 @@ class ModelConfig:
 
     family: str = "gpt2"
     """Which model of `jaxpar.models`: gpt2, llama, qwen2, qwen3, gemma2 or gemma3."""
-    vocab_size: int = 256
-    vocab_multiple: int = 128
+    vocab_size: Annotated[int, Range(2, 2**24)] = 256
+    vocab_multiple: Annotated[int, Range(1, 2**20)] = 128
     """The stored vocabulary is rounded up to a multiple of this, to divide over a mesh; the loss is the same."""
-    layers: int = 4
-    embed: int = 128
-    heads: int = 4
-    kv_heads: int = 0
+    layers: Annotated[int, Range(1, 10_000)] = 4
+    embed: Annotated[int, Range(1, 2**20)] = 128
+    heads: Annotated[int, Range(1, 65_536)] = 4
+    kv_heads: Annotated[int, Range(0, 65_536)] = 0
     """Key/value heads (grouped-query attention); 0 = as many as `heads`."""
-    head_dim: int = 0
+    head_dim: Annotated[int, Range(0, 65_536)] = 0
     """Size of a head; 0 = embed / heads."""
-    mlp: int = 512
+    mlp: Annotated[int, Range(1, 2**24)] = 512
     """Hidden size of the MLP, or of one expert."""
-    experts: int = 0
+    experts: Annotated[int, Range(0, 65_536)] = 0
     """Experts of a block, each an MLP (LLaMA: Mixtral, arXiv:2401.04088); 0 = one MLP for every token."""
-    experts_per_token: int = 2
+    experts_per_token: Annotated[int, Range(1, 65_536)] = 2
     """How many experts a token is sent to. Their weights add up to 1; that of a single one is its probability."""
-    max_seq_len: int = 1024
+    max_seq_len: Annotated[int, Range(1, 2**30)] = 1024
     """Longest sequence: the length of GPT-2's position table, and the limit of `data.seq_len`."""
     masks: tuple[str, ...] = ("causal",)
     """What the tokens of each layer see: layer i takes word i % len(masks) of causal, window(4096), longformer(...) and
     bigbird(...). See docs/attention.md."""
-    attention_softcap: float = 0.0
+    attention_softcap: Annotated[float, Range(1.0, 1e6, also=(0,))] = 0.0
     """Scores of attention become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2); 0 = no cap."""
-    logit_softcap: float = 0.0
+    logit_softcap: Annotated[float, Range(1.0, 1e6, also=(0,))] = 0.0
     """The same cap for the scores of the vocabulary."""
-    query_scale: float = 0.0
+    query_scale: Annotated[float, Range(1e-6, 1e3, also=(0,))] = 0.0
     """The factor of attention's scores (Gemma); 0 = head_dim ** -0.5."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(0.0, 0.99)] = 0.0
     tied_head: bool = True
     """Use the embedding table as the output head."""
-    norm_eps: float = 1e-5
-    init_std: float = 0.02
-    rope_theta: float = 10000.0
-    rope_local_theta: float = 0.0
+    norm_eps: Annotated[float, Range(1e-12, 0.1)] = 1e-5
+    init_std: Annotated[float, Range(1e-6, 10.0)] = 0.02
+    rope_theta: Annotated[float, Range(1.0, 1e15)] = 10000.0
+    rope_local_theta: Annotated[float, Range(1.0, 1e15, also=(0,))] = 0.0
     """The base of RoPE in layers with a window, which are not scaled (Gemma 3, arXiv:2503.19786); 0 = as in others."""
-    rope_factor: float = 1.0
+    rope_factor: Annotated[float, Range(1e-3, 1e6)] = 1.0
     """Context extension of RoPE; 1 = no scaling."""
     rope_scaling: Literal["llama3", "linear"] = "llama3"
     """How RoPE is extended: llama3 divides low frequencies by the factor, linear divides all (arXiv:2306.15595)."""
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_original_seq_len: int = 8192
+    rope_low_freq_factor: Annotated[float, Range(1e-3, 1e6)] = 1.0
+    rope_high_freq_factor: Annotated[float, Range(1e-3, 1e6)] = 4.0
+    rope_original_seq_len: Annotated[int, Range(1, 2**30)] = 8192
     scan_layers: bool = True
     """Run the blocks by `lax.scan` (one block is compiled) or unrolled (longer compile, faster on CPU)."""
     lora: Lora = Lora()
@@ -110,28 +113,28 @@ class DataConfig:
     """Paths of one source in place of `path`, each with its share of the sequences: `["a.bin 0.7", "b.bin 0.3"]`."""
     val_path: str = ""
     """Validation data, of the same source; empty = the last `val_fraction` of `path`."""
-    val_fraction: float = 0.1
+    val_fraction: Annotated[float, Range(0.0, 0.99)] = 0.1
     """Of text, tokens and chat. Documents (hf, parquet, arrayrecord) and mixtures are validated on `val_path` only."""
     column: str = "text"
     """The column of hf and parquet that holds a document."""
     streaming: bool = False
     """Read hf as a stream, in order, without a copy on this machine."""
-    shuffle_window: int = 0
+    shuffle_window: Annotated[int, Range(0, 2**31 - 1)] = 0
     """Shuffle a stream (parquet, or hf with `streaming`) within runs of this many documents; 0 = read it in order."""
     loss_on: Literal["completions", "all"] = "completions"
     """Which tokens of a chat count: those that the assistant writes, or all."""
     tokenizer: str = "bytes"
     """bytes, chars, or the path of a tokenizer.json (needs the hf extra)."""
-    seq_len: int = 256
+    seq_len: Annotated[int, Range(1, 2**30)] = 256
     pack: bool = False
     """Keep documents apart with segment ids and positions that restart, instead of plain windows; for chat, put as many
     examples into a sequence as fit, instead of one."""
-    stride: int = 0
+    stride: Annotated[int, Range(0, 2**31 - 1)] = 0
     """Distance between the starts of training windows; 0 = seq_len (no overlap), 1 = every position, as nanoGPT."""
-    max_bytes: int = 8_000_000
+    max_bytes: Annotated[int, Range(1, 2**40)] = 8_000_000
     """Size cap of the stdlib corpus."""
-    seed: int = 0
-    prefetch: int = 2
+    seed: Annotated[int, Range(0, MOST_SEED)] = 0
+    prefetch: Annotated[int, Range(0, 1_000)] = 2
     """Batches read ahead of the step."""
 
 
@@ -139,43 +142,43 @@ class DataConfig:
 class TrainConfig:
     """The global batch, AdamW, the schedule of the learning rate, and evaluation."""
 
-    steps: int = 1000
-    stop_at: int = 0
+    steps: Annotated[int, Range(1, MOST_STEPS)] = 1000
+    stop_at: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Stop (and save) after this step without changing the schedule; 0 = run to `steps`."""
-    batch: int = 32
+    batch: Annotated[int, Range(1, 2**20)] = 32
     """Global batch in sequences = microbatch x accumulation x data-parallel degree (data x fsdp x expert)."""
-    accumulation: int = 1
+    accumulation: Annotated[int, Range(1, 2**20)] = 1
     init: str = ""
     """Start from the weights of this run folder or Hugging Face folder, with a fresh optimizer; empty = from `seed`."""
-    seed: int = 0
-    learning_rate: float = 1e-3
+    seed: Annotated[int, Range(0, MOST_SEED)] = 0
+    learning_rate: Annotated[float, Range(1e-8, 1e3)] = 1e-3
     """The highest rate, which the warm-up ends at."""
-    min_learning_rate_ratio: float = 0.1
+    min_learning_rate_ratio: Annotated[float, Range(0.0, 1.0, why=_FLOOR)] = 0.1
     """The rate that the decay ends at, as a share of `learning_rate`; 0 = it decays to zero."""
-    warmup_steps: int = 100
+    warmup_steps: Annotated[int, Range(0, MOST_STEPS)] = 100
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    decay_steps: int = 0
+    decay_steps: Annotated[int, Range(0, MOST_STEPS)] = 0
     """Steps of the decay. wsd decays over the last of them; 0 = a fifth of `steps`, or what the warm-up leaves. cosine
     decays over the first after the warm-up and stays at its end; 0 = all that the warm-up leaves."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    beta1: Annotated[float, Range(0.0, 0.99999)] = 0.9
+    beta2: Annotated[float, Range(0.0, 0.99999)] = 0.95
+    eps: Annotated[float, Range(1e-30, 1.0)] = 1e-8
+    weight_decay: Annotated[float, Range(0.0, 100.0)] = 0.1
     """Applies to matrices only: norms, biases and other per-feature vectors are left out."""
-    clip_norm: float = 1.0
+    clip_norm: Annotated[float, Range(1e-6, 1e30, also=(0,))] = 1.0
     """Largest global norm of the gradient; 0 = no clipping."""
-    z_loss: float = 0.0
+    z_loss: Annotated[float, Range(0.0, 1e3)] = 0.0
     """Weight of the squared log-normaliser (PaLM, arXiv:2204.02311, section 5)."""
-    balance_loss: float = 0.0
+    balance_loss: Annotated[float, Range(0.0, 1e3)] = 0.0
     """Weight of the experts' load balance, sequence by sequence (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), as a
     mean over all tokens but padding, whether their labels count or not."""
-    router_z_loss: float = 0.0
+    router_z_loss: Annotated[float, Range(0.0, 1e3)] = 0.0
     """Weight of the router's squared log-normaliser (ST-MoE, arXiv:2202.08906, section 3.3), a mean likewise."""
-    eval_every: int = 250
-    eval_batches: int = 20
+    eval_every: Annotated[int, Range(0, MOST_STEPS)] = 250
+    eval_batches: Annotated[int, Range(0, MOST_STEPS)] = 20
     """Validation batches of an evaluation while training, spread evenly over the validation set, the same each time;
     0 = all of it."""
-    final_eval_batches: int = 0
+    final_eval_batches: Annotated[int, Range(0, MOST_STEPS)] = 0
     """The same as `eval_batches` for the evaluation after the last step and for `jaxpar eval`."""
 
 
@@ -199,7 +202,7 @@ class MemoryConfig:
     """What a budget may decide as well: to offload the optimizer or the parameters, or to accumulate."""
     offload_anyway: bool = False
     """Offload even on versions and devices that are known to give wrong gradients."""
-    loss_mib: int = 4096
+    loss_mib: Annotated[int, Range(1, 2**24)] = 4096
     """MiB of a device that the loss may hold: the scores of some tokens, and the gathered vocabulary matrix with its
     gradient. Where this is not enough, or slower, the loss takes slices of the vocabulary and computes scores twice."""
 
@@ -231,9 +234,9 @@ class KernelsConfig:
 class CheckpointConfig:
     """When to save, and what to keep."""
 
-    every: int = 500
+    every: Annotated[int, Range(0, MOST_STEPS)] = 500
     """Steps between checkpoints; 0 = only at the end."""
-    keep: int = 2
+    keep: Annotated[int, Range(1, 1_000_000)] = 2
     """How many of the newest are kept, besides the best."""
     keep_best: bool = True
     """Also keep the checkpoint with the lowest validation loss."""
@@ -243,7 +246,7 @@ class CheckpointConfig:
 class MetricsConfig:
     """What is logged, and how often."""
 
-    log_every: int = 10
+    log_every: Annotated[int, Range(1, MOST_STEPS)] = 10
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     """Where each row of metrics.jsonl goes besides; each needs the extra of its name. See docs/metrics.md."""
     profile: str = ""
@@ -288,10 +291,8 @@ RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kerne
              "metrics", "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches",
              "train.final_eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
 
-# Every other number may be 0.
-_AT_LEAST_ONE = ("model.vocab_size", "model.vocab_multiple", "model.layers", "model.embed", "model.heads", "model.mlp",
-                 "data.seq_len", "train.steps", "train.batch", "train.accumulation", "memory.loss_mib",
-                 "checkpoint.keep", "metrics.log_every")  # fmt: skip
+_MOST_PARAMETERS = 10**14
+_MOST_TOKENS = 2**30  # of a global batch
 
 
 def load_config(name: str) -> Config:
@@ -315,17 +316,24 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
     Raises:
       UserError: a key is not known, or a value has the wrong type.
     """
-    known, tree = flatten(config), {}
+    known = flatten(config)
     changes = renew_changes(changes, config.train.learning_rate, "override")
     for key in changes:
         if key not in known:
             raise UserError(f"override: unknown key {key}{suggest(key, known)}")
-    for key, value in (known | dict(changes)).items():
-        table, (*parents, last) = tree, key.split(".")
+    return from_dict(Config, _tables(known | dict(changes)), "override")
+
+
+def _tables(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key as nested tables, as a TOML file gives them."""
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        table = tables
         for parent in parents:
             table = table.setdefault(parent, {})
         table[last] = list(value) if isinstance(value, tuple) else value
-    return from_dict(Config, tree, "override")
+    return tables
 
 
 def incompatible_changes(old: Config, new: Config) -> list[str]:
@@ -344,45 +352,46 @@ def require_local_data(data: DataConfig) -> None:
 
 
 def check(config: Config) -> Config:
-    """Return the config, or raise a UserError where its sizes contradict each other; no device or file is looked at."""
+    """Return the config, or refuse it; no device or file is looked at, and nothing is built.
+
+    Raises:
+      UserError: a value has the wrong type, a number is not in its range, or settings contradict each other.
+    """
+    _require_types(config)
+    require_ranges(Config, flatten(config))
+    _require_size(config)
     model, train, data = config.model, config.train, config.data
     require_local(train.init)
     require_local_data(data)
-    for key, value in flatten(config).items():
-        least = 1 if key in _AT_LEAST_ONE else 0
-        if isinstance(value, int | float) and value < least and not key.startswith("mesh."):  # where -1 has a meaning
-            raise UserError(f"{key}={value} is below {least}, which is the least that it can be")
     traced, asked, last = config.metrics.profiled, config.metrics.profile, train.stop_at or train.steps
     evaluates = train.eval_every > 0 and bool(data.val_path or data.val_fraction)
     between = next((step for step in traced[:-1] if evaluates and step % train.eval_every == 0), 0)
     rules: list[tuple[bool, str]] = [
-        (min(model.rope_theta, model.rope_factor) == 0, "model.rope_theta and rope_factor must be above 0"),
+        (model.rope_factor != 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor,
+         f"model.rope_low_freq_factor={model.rope_low_freq_factor:g} is not below model.rope_high_freq_factor="
+         f"{model.rope_high_freq_factor:g}: between the two RoPE goes from scaled to not scaled"),
         (model.head_dim == 0 and model.embed % model.heads != 0,
          f"model.embed={model.embed} is not a multiple of model.heads={model.heads}: set model.head_dim"),
         (model.kv_heads > 0 and model.heads % model.kv_heads != 0,
          f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}"),
         (not model.masks, "model.masks is empty: masks = [\"causal\"] is the usual one"),
-        (model.lora.rank > 0 and (model.lora.alpha == 0 or not model.lora.targets),
-         f"model.lora.alpha={model.lora.alpha:g} and model.lora.targets={list(model.lora.targets)} adapt nothing: "
-         "alpha is above 0, and there is a target"),
+        (model.lora.rank > 0 and not model.lora.targets, "model.lora.targets=[] adapts nothing: name a matrix"),
         (model.experts != 0 and not 1 <= model.experts_per_token <= model.experts,
          f"model.experts_per_token={model.experts_per_token} is not in 1..model.experts={model.experts}"),
-        (model.dropout >= 1, f"model.dropout={model.dropout} is not in [0, 1)"),
         (config.overlap.domino == "on" and model.dropout > 0,
          f"overlap.domino with model.dropout={model.dropout}: halves of a batch would drop other entries than the "
          "whole, leave one of them out"),
         (data.seq_len > model.max_seq_len,
          f"data.seq_len={data.seq_len} is not in 1..model.max_seq_len={model.max_seq_len}"),
-        (data.val_fraction >= 1, f"data.val_fraction={data.val_fraction} is not in [0, 1)"),
         (train.batch % train.accumulation != 0,
          f"train.batch={train.batch} does not split into train.accumulation={train.accumulation} microbatches: "
          f"try train.batch={-(-train.batch // train.accumulation) * train.accumulation}"),
         (train.warmup_steps >= train.steps and train.warmup_steps > 0,
          f"train.warmup_steps={train.warmup_steps} leaves nothing of train.steps={train.steps}: "
          f"try train.warmup_steps={train.steps // 10}"),
-        (train.min_learning_rate_ratio > 1,
-         f"train.min_learning_rate_ratio={train.min_learning_rate_ratio:g} is not in [0, 1]: the floor (once "
-         "train.min_learning_rate) would be above train.learning_rate, and the rate would climb to it"),
+        (train.learning_rate * train.weight_decay >= 1,
+         f"train.learning_rate={train.learning_rate:g} times train.weight_decay={train.weight_decay:g} is 1 or more: "
+         "a step would take away all of a matrix, try a smaller one"),
         (train.schedule != "constant" and train.decay_steps > train.steps - train.warmup_steps,
          f"train.decay_steps={train.decay_steps} is more than train.steps={train.steps} leave after "
          f"train.warmup_steps={train.warmup_steps}, so the rate would not come down to its floor: try "
@@ -397,6 +406,37 @@ def check(config: Config) -> Config:
         if broken:
             raise UserError(message)
     return config
+
+
+def _require_types(config: Config) -> None:
+    """Refuse a value of another type than the schema's, as a program may give a dataclass."""
+    values = flatten(config)
+    typed = flatten(from_dict(Config, _tables(values), "config"))
+    for key, value in values.items():
+        if isinstance(typed[key], tuple) and not isinstance(value, tuple):
+            raise UserError(f"config: {key} is a tuple, found {value!r}: write {typed[key]!r}")
+
+
+def _require_size(config: Config) -> None:
+    """Refuse a model or a batch that no machine has room for, by its sizes alone."""
+    model, train, data = config.model, config.train, config.data
+    heads = model.heads + model.kv_head_count
+    attention = 2 * model.embed * model.head_size * heads
+    mlp = 2 * model.embed * model.mlp * max(model.experts, 1)
+    tables = model.embed * (model.vocab_size + model.max_seq_len)
+    parameters = tables + model.layers * (attention + mlp)
+    if parameters > _MOST_PARAMETERS:
+        raise UserError(
+            f"model.layers={model.layers:,}, embed={model.embed:,}, mlp={model.mlp:,}, heads={model.heads:,}, experts="
+            f"{model.experts:,}, vocab_size={model.vocab_size:,} and max_seq_len={model.max_seq_len:,} are a model of "
+            f"{parameters:.1e} parameters or more: at most {_MOST_PARAMETERS:.0e} are taken"
+        )
+    tokens = train.batch * data.seq_len
+    if tokens > _MOST_TOKENS:
+        raise UserError(
+            f"train.batch={train.batch:,} sequences of data.seq_len={data.seq_len:,} are {tokens:,} tokens a step: at "
+            f"most {_MOST_TOKENS:,} are taken"
+        )
 
 
 def fit_schedule(config: Config, given: Collection[str]) -> tuple[Config, str]:

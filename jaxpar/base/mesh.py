@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
@@ -13,8 +13,14 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.ranges import Range
 
 MeshAxis = Literal["stage", "data", "fsdp", "context", "expert", "tensor"]
+
+Size = Annotated[int, Range(1, 65_536, also=(-1,), why="an axis has at least 1 device, or is -1 = what is left")]
+"""The number of devices along a mesh axis inside a slice."""
+Slices = Annotated[int, Range(1, 4_096)]
+"""The number of slices that a mesh axis spans."""
 
 # Outermost first. The last axes land on neighbouring devices, so those that talk most often (tensor: twice a layer)
 # come last and those that talk least (stage: one activation a tick) come first, as in Megatron-LM.
@@ -25,12 +31,12 @@ MESH_AXES: tuple[MeshAxis, ...] = ("stage", "data", "fsdp", "context", "expert",
 class DcnSpec:
     """How many slices (or GPU nodes) each mesh axis spans over the data-centre network; 1 = stays inside a slice."""
 
-    stage: int = 1
-    data: int = 1
-    fsdp: int = 1
-    context: int = 1
-    expert: int = 1
-    tensor: int = 1
+    stage: Slices = 1
+    data: Slices = 1
+    fsdp: Slices = 1
+    context: Slices = 1
+    expert: Slices = 1
+    tensor: Slices = 1
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,12 @@ class MeshSpec:
     """The number of devices along each mesh axis inside a slice. One may be -1, which takes what is left. The sizes in
     `dcn` multiply these."""
 
-    stage: int = 1
-    data: int = 1
-    fsdp: int = 1
-    context: int = 1
-    expert: int = 1
-    tensor: int = 1
+    stage: Size = 1
+    data: Size = 1
+    fsdp: Size = 1
+    context: Size = 1
+    expert: Size = 1
+    tensor: Size = 1
     dcn: DcnSpec = field(default_factory=DcnSpec)
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     """`cpu` simulates as many CPU devices as the mesh needs. `tpu` and `gpu` refuse to run on anything else."""

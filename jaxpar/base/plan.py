@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast, get_args
+from typing import Annotated, Literal, cast, get_args
 
 import jax.numpy as jnp
 
 from jaxpar.base.activation_names import Action, Keep, Policy, actions
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshAxis
+from jaxpar.base.ranges import Range
 from jaxpar.base.sharding import Axes, Layout, LogicalAxis, drop_axes, first_axes
 
 Form = Literal["xla", "ring", "bidirectional"]
@@ -78,12 +79,12 @@ class Pipeline:
 
     schedule: Schedule = "1f1b"
     """One of gpipe, 1f1b, interleaved and looped; the last two take `virtual`. See `parallel.pipeline.schedules`."""
-    microbatches: int = 0
+    microbatches: Annotated[int, Range(0, 65_536)] = 0
     """How many microbatches are in the pipeline together, in each of the `train.accumulation` parts of the batch; 0 =
     as many as the batch allows, and at most four a stage."""
-    virtual: int = 1
+    virtual: Annotated[int, Range(1, 1_024)] = 1
     """The number of chunks of layers that each stage has. The bubble is so many times smaller."""
-    layers: tuple[int, ...] = ()
+    layers: tuple[Annotated[int, Range(0, 10_000)], ...] = ()
     """The number of layers of each virtual stage, first to last; empty = as even as can be, with the fewest in the
     first and the last."""
     stash: Literal["blocks", "stage"] = "blocks"

@@ -90,9 +90,12 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may 
         what = "whole numbers" if item_hint is int else "names"
         raise UserError(f"{origin}: {key} is a list of {what}, found {value!r}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        beyond = math.inf if value > 0 else -math.inf
+        return float(value) if value.bit_length() < 1024 else beyond
     if type(value) is hint:
         return value
+    if isinstance(value, hint) and hint is not int:  # a number of numpy's that is a Python float too
+        return hint(value)
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string in quotes"}[hint]
     raise UserError(f"{origin}: {key} is {wanted}, found {value!r}")
 

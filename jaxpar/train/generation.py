@@ -52,8 +52,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse a value that is out of range, or has no effect, with a UserError."""
-        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.seed < 2**32:
-            want = "temperature, top_k >= 0, 0 < top_p <= 1 and 0 <= seed < 2**32"
+        draws = self.temperature == 0 or 1e-4 <= self.temperature <= 1e4
+        if not draws or self.top_k < 0 or not 0 < self.top_p <= 1 or not 0 <= self.seed < 2**32:
+            want = "temperature 0 or 0.0001 to 10000, top_k >= 0, 0 < top_p <= 1 and 0 <= seed < 2**32"
             raise UserError(f"sampling takes {want}, found {self}")
         if self.temperature == 0 and (self.top_k or self.top_p < 1 or self.seed):
             raise UserError("top_k, top_p and seed have no effect at temperature 0, which is greedy: set a temperature")

@@ -284,8 +284,8 @@ def test_a_mistaken_config_file(content, message, refused, tmp_path):
     [
         ("--mesh.data 16", "64 simulated CPU devices are needed and JAX has started with 8"),
         ("--mesh.platform auto --mesh.data 1", "mesh fsdp=2 x tensor=2 needs 4 devices, 8 are here: try mesh.fsdp=4"),
-        ("--mesh.data 0", "mesh.data is 0"),
-        ("--mesh.dcn.data 0", "mesh.dcn.data is 0"),
+        ("--mesh.data 0", "mesh.data=0 is not in [1, 65,536], nor -1: an axis has at least 1 device"),
+        ("--mesh.dcn.data 0", "mesh.dcn.data=0 is below 1"),
         ("--mesh.data -1 --mesh.fsdp -1", "mesh has data and fsdp = -1"),
         ("--model.mlp 511", "dim 1 (mlp) has size 511, which tensor=2 does not divide"),
         ("--train.batch 6", "4 data-parallel shards do not divide: try train.batch=8"),
@@ -341,9 +341,8 @@ def test_steps_alone_shorten_the_warm_up_and_an_old_flag_is_taken(refused, capsy
     assert again.config.train.warmup_steps == 2
     words = ["tiny", "--train.min-learning-rate", "3e-5", "train.learning_rate=6e-5"]
     assert config_args("jaxpar train", TrainArgs, words)[1].config.train.min_learning_rate_ratio == 0.5
-    assert "floor (once train.min_learning_rate) would be above" in refused(
-        "show", "tiny", "--train.min-learning-rate=1"
-    )
+    line = refused("show", "tiny", "--train.min-learning-rate=1")
+    assert "as train.min_learning_rate was a rate: the rate must not climb to it" in line
 
 
 # Runs.

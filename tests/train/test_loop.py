@@ -190,9 +190,11 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
 
 
 def test_a_diverging_run_stops_with_the_reason_and_saves_nothing_that_is_not_finite(
-    config: Config, tmp_path: Path
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between log lines too: no step of this run is logged before its last."""
+    """Between log lines too: no step of this run is logged before its last. A rate so high is not in its range."""
+    for module in ("jaxpar.train.loop", "jaxpar.launch.local"):
+        monkeypatch.setattr(f"{module}.check", lambda config: config)
     wild = override(config, {"train.learning_rate": 1e30, "train.clip_norm": 0.0})
     wild = override(wild, {"metrics.log_every": 100, "checkpoint.every": 1})
     with pytest.raises(UserError, match=r"at step 2: the run diverged; .* the checkpoint of step 1 is kept"):
@@ -230,7 +232,7 @@ def test_a_finished_run_goes_on_with_more_steps_and_says_what_its_schedule_does(
 
 
 def test_weights_of_another_run_on_another_mesh(config: Config, whole: Path, tmp_path: Path) -> None:
-    """Those of its best step in another dtype, with a fresh optimizer: a step at a learning rate of 0 leaves them."""
+    """Those of its best step in another dtype, with a fresh optimizer: a step at the least rate moves them by it."""
     changes = {
         "train.init": str(whole),
         "mesh.data": 8,
@@ -238,7 +240,7 @@ def test_weights_of_another_run_on_another_mesh(config: Config, whole: Path, tmp
         "mesh.tensor": 1,
         "precision.params": "bfloat16",
     }
-    changes |= {"train.learning_rate": 0.0, "train.steps": 1, "train.warmup_steps": 0}
+    changes |= {"train.learning_rate": 1e-8, "train.steps": 1, "train.warmup_steps": 0}
     changes |= {"train.accumulation": 1}
     started = override(config, changes)
     assert train(started, tmp_path / "tuned").step == 1
@@ -248,7 +250,9 @@ def test_weights_of_another_run_on_another_mesh(config: Config, whole: Path, tmp
     want, _ = restore_state(checkpoints, best, theirs, make_plan(theirs))
     _, found, _ = final_state(tmp_path / "tuned", started)
     for there, here in zip(jax.tree.leaves(want.params), jax.tree.leaves(found.params), strict=True):
-        np.testing.assert_array_equal(np.asarray(there.astype(here.dtype)), np.asarray(here))
+        # AdamW's first step is at most its rate of 1e-8, with the decay and rounding a little more.
+        wanted, got = (np.asarray(leaf.astype(here.dtype), np.float32) for leaf in (there, here))
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-8)
 
 
 @pytest.mark.parametrize(
