@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
@@ -99,6 +99,10 @@ class ModelConfig:
         return self.head_dim or self.embed // self.heads
 
 
+Bos = Literal["auto", True, False]
+"""Whether texts begin with the tokenizer's begin of text; auto = where the tokenizer says so."""
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where tokens come from, and how they become sequences."""
@@ -125,6 +129,9 @@ class DataConfig:
     """Which tokens of a chat count: those that the assistant writes, or all."""
     tokenizer: str = "bytes"
     """bytes, chars, or the path of a tokenizer.json (needs the hf extra)."""
+    bos: Bos = "auto"
+    """Whether documents, prompts and windows begin with the tokenizer's begin of text; auto = where it says so, by
+    `add_bos_token` in tokenizer_config.json, or else by what it puts before a text."""
     seq_len: Annotated[int, Range(1, 2**30)] = 256
     pack: bool = False
     """Keep documents apart with segment ids and positions that restart, instead of plain windows; for chat, put as many
@@ -305,9 +312,16 @@ def load_config(name: str) -> Config:
 
 
 def parse(text: str, origin: str = "config") -> Config:
-    """A config from TOML text; `origin` names it in messages."""
+    """A config from TOML text; `origin` names it in messages.
+
+    The config.toml of a run has every key. One that it lacks was not known when the run was made, and is as it was.
+    """
     tables = renew_tables(read_tables(text, origin), TrainConfig.learning_rate, origin)
-    return from_dict(Config, tables, origin)
+    config = from_dict(Config, tables, origin)
+    older = text.startswith(f"# {RESOLVED}") and "bos" not in tables.get("data", {})
+    if older and (config.data.source == "tokens" or config.data.tokenizer.endswith(".json")):
+        return replace(config, data=replace(config.data, bos=False))
+    return config
 
 
 def override(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -79,10 +79,11 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may 
         raise UserError(f"{origin}: {key} is a table of settings, found {value!r}: write [{key}] or {key}.name = value")
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        if value in choices:
+        if any(value == choice and type(value) is type(choice) for choice in choices):  # 1 is no True
             return value
-        near = suggest(str(value), choices)
-        raise UserError(f"{origin}: {key} is one of {', '.join(map(str, choices))}, found {value!r}{near}")
+        names = [json.dumps(choice) if isinstance(choice, bool) else str(choice) for choice in choices]
+        near = suggest(str(value), names)
+        raise UserError(f"{origin}: {key} is one of {', '.join(names)}, found {value!r}{near}")
     if typing.get_origin(hint) is tuple:
         (item_hint, *_), items = typing.get_args(hint), [value] if isinstance(value, str) else value
         if isinstance(items, list):

@@ -64,6 +64,8 @@ EFFECTS = (
            "it caps the stdlib corpus: add --data.source stdlib"),
     Effect(("data.tokenizer",), lambda c: c.data.source != "tokens" or c.data.tokenizer.endswith(".json"),
            "data.source is tokens, whose file brings its own: leave it out, or add --data.source text"),
+    Effect(("data.bos",), lambda c: c.data.source == "tokens" or c.data.tokenizer.endswith(".json"),
+           "the tokenizer has no begin of text: add --data.tokenizer with the path of a tokenizer.json"),
     Effect(("data.val_fraction",), lambda c: not c.data.val_path,
            "data.val_path is the validation set: give one of them"),
     Effect(("data.val_fraction",), _holds_out, "no part of documents or of a mixture is held out: give data.val_path"),

@@ -13,7 +13,8 @@ import io
 import itertools
 import re
 import sys
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -139,6 +140,7 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
     """
     said, prog = io.StringIO(), str(usage).partition(" [")[0]
     words, old = _take_old_flags(words) if hasattr(default, "config") else (words, {})
+    words = _capitalize(words, type(default))
     try:
         with contextlib.redirect_stderr(said):
             args, unknown = tyro.cli(
@@ -159,6 +161,31 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
         args = dataclasses.replace(args, config=override(settings.config, old))
     _require_local_flags(args)
     return args
+
+
+def _capitalize(words: list[str], schema: type[DataclassInstance]) -> list[str]:
+    """The words with `true` and `false`, as TOML and messages write them, as `True` and `False` after the flags that
+    take these, as tyro writes them."""
+    flags, found, before = set(_switches(schema)), list[str](), ""
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag in flags and value in ("true", "false"):
+            word = flag + equals + value.capitalize()
+        elif before in flags and word in ("true", "false"):
+            word = word.capitalize()
+        found.append(word)
+        before = word
+    return found
+
+
+def _switches(schema: type[DataclassInstance], prefix: str = "--") -> Iterator[str]:
+    """The flags that take True or False."""
+    for name, hint in typing.get_type_hints(schema).items():
+        flag = prefix + name.replace("_", "-")
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from _switches(hint, prefix if name == "config" else f"{flag}.")
+        elif hint is bool or True in typing.get_args(hint):
+            yield flag
 
 
 _NO_PATHS = ("address", "image")

@@ -9,7 +9,7 @@ from typing import Literal
 
 import jax
 
-from jaxpar.base.config import Config, DataConfig, check
+from jaxpar.base.config import Bos, Config, DataConfig, check
 from jaxpar.base.console import PACKAGES, bytes_text, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import hardware_of, load_mesh_preset
@@ -97,6 +97,8 @@ class TokenizeArgs:
 
     tokenizer: str = "bytes"
     """bytes, chars, or the path of a tokenizer.json."""
+    bos: Bos = "auto"
+    """Whether each text begins with the tokenizer's begin of text; auto = where the tokenizer says so."""
     max_bytes: int = 8_000_000
     """Size cap of the stdlib corpus."""
 
@@ -191,7 +193,7 @@ def tokenize_command(words: list[str]) -> int:
     source = "stdlib" if path == "stdlib" else "text"
     if source == "text" and args.max_bytes != TokenizeArgs.max_bytes:
         raise UserError("--max-bytes has no effect: it caps the stdlib corpus alone")
-    data = DataConfig(source=source, path=path, tokenizer=args.tokenizer, max_bytes=args.max_bytes)
+    data = DataConfig(source=source, path=path, tokenizer=args.tokenizer, bos=args.bos, max_bytes=args.max_bytes)
     written = tokenize(data, out)
     dtype = written.tokens.dtype
     entropy = f"unigram entropy {unigram_entropy(written.tokens):.3f} nats a token"

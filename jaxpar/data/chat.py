@@ -20,11 +20,10 @@ import numpy as np
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError, read_json
-from jaxpar.data.special_tokens import beside, read_special_tokens
-from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, make_tokenizer, read_text
+from jaxpar.data.special_tokens import TEMPLATE, TOKENIZER_CONFIG, beside, read_special_tokens
+from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, make_tokenizer, missing_begin, read_text
 from jaxpar.data.tokens import HostBatch, text_files
 
-TEMPLATE, SPECIAL_TOKENS = "chat_template.jinja", "tokenizer_config.json"
 Message = Mapping[str, Any]
 """At least `role` and `content`, as in OpenAI's and Hugging Face's chat formats."""
 Span = tuple[int, int]
@@ -42,14 +41,14 @@ def load_template(tokenizer: str | Path) -> ChatTemplate:
     """Load the chat template beside a tokenizer.json, or in tokenizer_config.json; a UserError where there is none."""
     found = find_template(tokenizer)
     if found is None:
-        places = f"{TEMPLATE}, or chat_template in {SPECIAL_TOKENS}"
+        places = f"{TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}"
         raise UserError(f"{tokenizer} has no chat template beside it ({places}): take those of the model's own folder")
     return found
 
 
 def find_template(tokenizer: str | Path) -> ChatTemplate | None:
     """Return the chat template beside a tokenizer.json, or None; a UserError where a file cannot be read."""
-    file, own = (beside(tokenizer, name) for name in (SPECIAL_TOKENS, TEMPLATE))
+    file, own = (beside(tokenizer, name) for name in (TOKENIZER_CONFIG, TEMPLATE))
     special = special_tokens(tokenizer)
     if own.exists():
         return ChatTemplate(read_text(own), special, str(own))
@@ -215,7 +214,7 @@ def load_examples(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tu
     Raises:
       UserError: a file is missing, or a line is broken; the message has its file and number.
     """
-    tokenizer = make_tokenizer(data.tokenizer, vocab_size=vocab_size)
+    tokenizer = make_tokenizer(data.tokenizer, vocab_size=vocab_size, bos=data.bos)
     template = cache(lambda: load_template(data.tokenizer))  # prompts and completions need none
     return [_load(path, data, tokenizer, template) for path in paths], tokenizer
 
@@ -269,6 +268,9 @@ def _encode(row: Any, data: DataConfig, tokenizer: Tokenizer, template: _GetTemp
     for begin, end in spans:
         counted |= (ends > begin) & (begins < end)
     empty = not counted.any()
+    if "messages" not in row:  # a template writes its own
+        begin = missing_begin(ids, tokenizer)
+        ids, counted = np.append(begin, ids), np.append(np.zeros(len(begin), bool), counted)
     if "messages" not in row and tokenizer.end_of_text is not None:
         ids, counted = np.append(ids, np.int32(tokenizer.end_of_text)), np.append(counted, True)
     if empty or not counted[1:].any():

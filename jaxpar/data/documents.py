@@ -52,6 +52,8 @@ class Documents:
     """The files that they are read from, as far as these are known."""
     skipped: Skipped | None = None
     """Counts the records that are no text, while they are read."""
+    begin_of_text: int | None = None
+    """The id that each row begins with, in place of its first; None = rows begin as they were cut."""
 
     @property
     def amount(self) -> str:
@@ -81,9 +83,12 @@ class Documents:
         def row(packed: dict[str, np.ndarray]) -> HostBatch:
             ids_T, segments_T = packed["tokens"], packed["tokens_segment_ids"]
             ends_S = segments_T[1:] == 0
-            if data.pack:
+            tokens_S = ids_T[:-1]
+            if data.pack or self.begin_of_text is not None:  # what begins a text is given, and no label
                 ends_S = ends_S | (segments_T[1:] != segments_T[:-1])
-            batch = {"tokens": ids_T[:-1], "labels": np.where(ends_S, -1, ids_T[1:]).astype(np.int32)}
+            if self.begin_of_text is not None:
+                tokens_S = np.append(np.int32(self.begin_of_text), tokens_S[1:])
+            batch = {"tokens": tokens_S, "labels": np.where(ends_S, -1, ids_T[1:]).astype(np.int32)}
             if data.pack:
                 batch |= {"segments": segments_T[:-1], "positions": packed["tokens_positions"][:-1]}
             return batch
@@ -98,7 +103,7 @@ def load_documents(paths: Sequence[str], data: DataConfig, vocab_size: int) -> t
     Raises:
       UserError: a path is missing or of another kind, has no documents or not the column, or a package is missing.
     """
-    tokenizer = make_tokenizer(data.tokenizer, vocab_size=vocab_size)
+    tokenizer = make_tokenizer(data.tokenizer, vocab_size=vocab_size, bos=data.bos)
     return [_load(path, data, tokenizer) for path in paths], tokenizer
 
 
@@ -123,7 +128,8 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
 
     with _reading(path, data.source):
         source, size, files = _OPEN[data.source](path, data)
-        documents = Documents(source, encode, path, size, np.zeros(0, np.int32), files=files, skipped=skipped)
+        nothing, begin = np.zeros(0, np.int32), tokenizer.begin_of_text
+        documents = Documents(source, encode, path, size, nothing, files=files, skipped=skipped, begin_of_text=begin)
         first, count = [], 0
         for document in documents.encoded(replace(data, prefetch=0), 0, endless=False):
             first.append(document["tokens"])

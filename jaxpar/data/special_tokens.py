@@ -7,13 +7,16 @@ number in generation_config.json and config.json.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxpar.base.config import Bos
 from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.runtime import write_whole
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra
@@ -21,11 +24,10 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, MODEL_CONFIG = "generation_config.json", "config.json"
+TEMPLATE = "chat_template.jinja"
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TOKEN_IDS = "token_ids.json"
 """In a run folder: the token ids of the config.json of the Hugging Face folder that it came from."""
-
-Bos = Literal["auto", True, False]
-"""Whether a text begins with the tokenizer's begin of text; auto = as the tokenizer does it in `transformers`."""
 
 END_OF_TEXT = (
     "<|endoftext|>",  # GPT-2, Qwen
@@ -117,6 +119,25 @@ def _ids(files: Iterable[dict[str, Any]], key: str) -> tuple[int, ...]:
         values = value if isinstance(value, list) else [value]
         found |= dict.fromkeys(id for id in values if isinstance(id, int) and not isinstance(id, bool))
     return tuple(found)
+
+
+def carry_declared(source: Path, target: Path) -> None:
+    """Copy what the files beside a tokenizer say to another, as far as they are there; a config.json gives its ids.
+
+    Args:
+      source: the tokenizer.json that they lie beside.
+      target: another tokenizer.json, perhaps of a token file (see `beside`); its folder is there.
+
+    Raises:
+      OSError: a file cannot be read or written.
+    """
+    for name in (TOKENIZER_CONFIG, TOKENS_MAP, TEMPLATE, GENERATION, TOKEN_IDS):
+        file = beside(source, name)
+        if file.exists() and file.resolve() != beside(target, name).resolve():
+            write_whole(beside(target, name), file.read_bytes())
+    ids = {key: value for key, value in _read(beside(source, MODEL_CONFIG)).items() if key in ID_KEYS}
+    if ids:
+        write_whole(beside(target, TOKEN_IDS), json.dumps(ids))
 
 
 def find_ends(inner: tokenizers.Tokenizer, declared: SpecialTokens, vocab_size: int, origin: str, bos: Bos) -> TextEnds:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from jaxpar.base.config import Bos
 from jaxpar.base.errors import UTF8, UserError, read_json, reading, suggest
-from jaxpar.data.special_tokens import Bos, find_ends, read_special_tokens
+from jaxpar.data.special_tokens import find_ends, read_special_tokens
 
 if TYPE_CHECKING:
     import tokenizers  # from the hf extra
@@ -188,7 +189,7 @@ def _hf_tokenizer(path: str | Path, vocab_size: int, bos: Bos) -> HFTokenizer:
 
 
 def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids [N] of a text, int32, closed by the end-of-text id if there is one.
+    """Ids [N] of a text, int32, between the ids that begin and end one, as far as the tokenizer has them.
 
     There are none of a text without anything but white space, or of which the tokenizer leaves nothing: to learn that
     one document's end follows another's is to learn to write nothing.
@@ -197,7 +198,23 @@ def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
     if not len(ids):
         return ids
     closing = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    return np.concatenate([ids, np.array(closing, np.int32)])
+    return np.concatenate([missing_begin(ids, tokenizer), ids, np.array(closing, np.int32)])
+
+
+def encode_prompt(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Ids [N] of a text that is to be continued, int32: those of a document without its end."""
+    ids = tokenizer.encode(text)
+    return np.concatenate([missing_begin(ids, tokenizer), ids])
+
+
+def missing_begin(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Ids [0] or [1], int32: the begin of text, if a text's ids lack it.
+
+    A text may be written with it, as by a chat template, and it never stands there twice.
+    """
+    begin = tokenizer.begin_of_text
+    there = begin is None or (len(ids) > 0 and ids[0] == begin)
+    return np.array([] if there else [begin], np.int32)
 
 
 def encode_files(files: Iterable[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:

@@ -23,8 +23,10 @@ from jaxpar.base.config import DataConfig, require_local_data
 from jaxpar.base.errors import UserError, read_json, reading, require_local
 from jaxpar.base.runtime import replacing, write_whole
 from jaxpar.data.id_files import look_at, require_guess, require_ids, unknown_id
+from jaxpar.data.special_tokens import carry_declared
 from jaxpar.data.tokenizer import (
     UTF16_MARKS,
+    HFTokenizer,
     Tokenizer,
     encode_files,
     load_tokenizer,
@@ -56,6 +58,8 @@ class Tokens:
     """The files that they were read from, as far as there are any."""
     note: str = ""
     """What was left out."""
+    begin_of_text: int | None = None
+    """The id that each window begins with, in place of its first; None = windows begin as they were cut."""
 
     @property
     def size(self) -> int:
@@ -89,15 +93,16 @@ def load_texts(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple
     """Load text sources; an empty path is the standard library's. The tokenizer `chars` knows the characters of all."""
     sources = [_source_files(path, data) for path in paths]
     texts = (read_text(file) for files, _ in sources for file in files)
-    tokenizer, streams = make_tokenizer(data.tokenizer, texts, vocab_size), []
+    tokenizer, streams = make_tokenizer(data.tokenizer, texts, vocab_size, data.bos), []
     for files, origin in sources:
         documents = [document for document in encode_files(files, tokenizer) if len(document)]
         if not documents:
             raise UserError(f"{origin} {NOTHING_IN_IT}")
         ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
         starts = np.concatenate([[0], ends[:-1]])
-        note = left_out(len(files) - len(documents))
-        streams.append(Tokens(np.concatenate(documents), starts, origin, files=tuple(files), note=note))
+        note, origins, begin = left_out(len(files) - len(documents)), tuple(files), tokenizer.begin_of_text
+        found = Tokens(np.concatenate(documents), starts, origin, files=origins, note=note, begin_of_text=begin)
+        streams.append(found)
     return streams, tokenizer
 
 
@@ -166,15 +171,18 @@ def _looks_binary(file: Path) -> bool:
 
 
 # A token file is NAME.bin (raw ids); beside it lie NAME.bin.json (dtype and counts), NAME.bin.docs (raw int64 document
-# starts) and NAME.bin.tokenizer.json. A .bin alone is nanoGPT's, whose ids are uint16, or llm.c's, which has a header;
-# documents and tokenizer are unknown.
+# starts) and NAME.bin.tokenizer.json, with the files beside that tokenizer under such names too. A .bin alone is
+# nanoGPT's, whose ids are uint16, or llm.c's, which has a header; documents and tokenizer are unknown.
+
+_BEGIN = "begin_of_text"
 
 
 def tokenize(data: DataConfig, out: str | Path) -> Tokens:
-    """Write the text source of a config (`source`, `path`, `tokenizer`, `max_bytes`) as a token file, and open it.
+    """Write the text source of a config as a token file, and open it.
 
-    One document is in memory at a time, progress goes to stderr, and each file appears whole or not at all. A UserError
-    says what is wrong with the source or the name, or why a file cannot be written.
+    Of the config count `source`, `path`, `tokenizer`, `bos` and `max_bytes`. One document is in memory at a time,
+    progress goes to stderr, and each file appears whole or not at all. A UserError says what is wrong with the source
+    or the name, or why a file cannot be written.
     """
     require_local_data(data)
     require_local(out)
@@ -182,7 +190,7 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
     if out.suffix != ".bin" or data.source == "tokens":
         raise UserError(f"tokenize writes text to a .bin file, found source={data.source} and {out}: try tokens.bin")
     files, _ = _source_files(data.path if data.source == "text" else "", data)
-    tokenizer = make_tokenizer(data.tokenizer, map(read_text, files))
+    tokenizer = make_tokenizer(data.tokenizer, map(read_text, files), bos=data.bos)
     dtype, count, documents = token_dtype(tokenizer.vocab_size), 0, 0
     said = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
     for note in tokenizer.notes:
@@ -199,9 +207,12 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
                 documents += 1
             if not documents:
                 raise UserError(f"{data.path} {NOTHING_IN_IT}")
-        meta = {"dtype": dtype.name, "tokens": count, "documents": documents}
+        begin = tokenizer.begin_of_text
+        meta = {"dtype": dtype.name, "tokens": count, "documents": documents, _BEGIN: begin}
         write_whole(out.with_suffix(".bin.json"), json.dumps(meta))
         write_whole(out.with_suffix(".bin.tokenizer.json"), tokenizer.to_json())
+        if isinstance(tokenizer, HFTokenizer) and tokenizer.file is not None:
+            carry_declared(tokenizer.file, out.with_suffix(".bin.tokenizer.json"))
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
     return replace(open_tokens(out), note=left_out(len(files) - documents))
@@ -217,7 +228,7 @@ def load_token_files(paths: Sequence[str], data: DataConfig, vocab_size: int) ->
     if named.endswith(".json") and (Path(named).exists() or not files[paths[0]].exists()):
         files = {f"data.tokenizer={named}": Path(named)} | files
     there = {what: file for what, file in files.items() if file.exists() or what not in paths}
-    known = {what: load_tokenizer(file, vocab_size) for what, file in there.items()}
+    known = {what: load_tokenizer(file, vocab_size, data.bos) for what, file in there.items()}
     first = next(iter(known), "")
     for what, tokenizer in known.items():
         if tokenizer.to_json() != known[first].to_json():
@@ -225,7 +236,30 @@ def load_token_files(paths: Sequence[str], data: DataConfig, vocab_size: int) ->
                 f"{what} was tokenized otherwise than {first}, so its ids mean something else: write it again with "
                 f"`jaxpar tokenize --tokenizer {files[first]}`"
             )
-    return streams, known.get(first)
+    tokenizer = known.get(first)
+    begin = tokenizer.begin_of_text if tokenizer else None
+    for stream in streams if tokenizer else ():
+        _require_begin(stream, begin)
+    return [replace(stream, begin_of_text=begin) for stream in streams], tokenizer
+
+
+def _require_begin(stream: Tokens, begin: int | None) -> None:
+    """Refuse a token file whose documents begin otherwise than texts do under `data.bos`."""
+    described = Path(stream.origin).with_suffix(".bin.json")
+    meta = read_json(described) if described.exists() else {}
+    there = meta.get(_BEGIN)
+    if _BEGIN not in meta and begin is not None and stream.document_starts is not None:  # written by an older version
+        there = begin if stream.tokens[0] == begin else None
+    elif _BEGIN not in meta:
+        return
+    if there != begin:
+        found = "without a begin of text" if there is None else f"with id {there} before each document"
+        wanted = "takes none" if begin is None else f"puts id {begin} there"
+        other = "false" if there is None else "true"
+        raise UserError(
+            f"{stream.origin} was written {found}, and this config {wanted}: set data.bos={other}, "
+            "or write it again with `jaxpar tokenize`"
+        )
 
 
 def open_tokens(path: str | Path) -> Tokens:
@@ -285,6 +319,9 @@ def window_count(stream: Tokens, seq_len: int, stride: int) -> int:
 def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool, vocab_size: int) -> HostBatch:
     """Read the windows that begin at `starts_B` as a batch.
 
+    Where texts begin with an id of their own (`begin_of_text`), so does each window, in place of its first token. That
+    token is still the last label of the window before, so none is lost.
+
     If packed, `segments` numbers the documents of a window from 1, `positions` counts from the start of the document
     or, where it began earlier, of the window, and the last token of a document has label -1.
 
@@ -297,13 +334,18 @@ def read_windows(stream: Tokens, starts_B: np.ndarray, seq_len: int, pack: bool,
         at = stream.offset + starts_B[row] + place
         raise unknown_id(int(ids_BT[row, place]), stream.origin, at, vocab_size)
     batch = {"tokens": ids_BT[:, :-1].astype(np.int32), "labels": ids_BT[:, 1:].astype(np.int32)}
-    if not pack:
+    begin = stream.begin_of_text
+    if begin is not None:
+        batch["tokens"][:, 0] = begin
+    if not pack and (begin is None or stream.document_starts is None):
         return batch
     assert stream.document_starts is not None, "load_corpus refuses data.pack without document starts"
     where_BT = starts_B[:, None] + np.arange(seq_len + 1)
     document_BT = np.searchsorted(stream.document_starts, where_BT, side="right") - 1
+    batch["labels"][document_BT[:, 1:] != document_BT[:, :-1]] = -1  # nor is a begin of text, which is given, a label
+    if not pack:
+        return batch
     begin_BT = np.maximum(stream.document_starts[document_BT], starts_B[:, None])
-    batch["labels"][document_BT[:, 1:] != document_BT[:, :-1]] = -1
     batch["segments"] = (document_BT - document_BT[:, :1] + 1)[:, :-1].astype(np.int32)
     batch["positions"] = (where_BT - begin_BT)[:, :-1].astype(np.int32)
     return batch

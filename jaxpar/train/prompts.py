@@ -11,9 +11,9 @@ from jaxpar.base.errors import UserError
 from jaxpar.data.chat import Message, find_template, load_template, render
 from jaxpar.data.end_of_turn import end_of_turn
 from jaxpar.data.special_tokens import read_special_tokens
-from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, read_text
+from jaxpar.data.tokenizer import Tokenizer, encode_prompt, read_text
 from jaxpar.models import peft
-from jaxpar.train.run_folder import TOKENIZER, is_run
+from jaxpar.train.run_folder import TOKENIZER
 from jaxpar.train.trained import Trained, require_tokenizer
 
 Given = str | list[Message]
@@ -62,7 +62,7 @@ def encode_prompts(trained: Trained, given: Sequence[Given], chat: bool) -> list
         if not isinstance(text, str):
             text = render(text, load_template(trained.folder / TOKENIZER), add_generation_prompt=True)
         ids = encode_text(trained, text, special=isinstance(messages, str))
-        if not ids:
+        if not text:
             raise UserError(f"prompt {number} is empty: give at least one character")
         found.append(Prompt(text, ids))
     return found
@@ -71,18 +71,17 @@ def encode_prompts(trained: Trained, given: Sequence[Given], chat: bool) -> list
 def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
     """Turn a text into token ids.
 
-    With `special` the tokenizer of a Hugging Face folder adds the tokens that `transformers` would add, such as LLaMA's
-    begin of text. That of a run never does, because the run has been trained without. A UserError says that there is no
-    tokenizer, that it does not know a character, or that the text is not Unicode.
+    With `special` it begins as a document in training does: with the begin of text where the tokenizer of a Hugging
+    Face folder says so, or `data.bos` of a run. A text that is written with it does not get another. A UserError says
+    that there is no tokenizer, that it does not know a character, or that the text is not Unicode.
     """
     tokenizer = require_tokenizer(trained)
     try:
         text.encode()
     except UnicodeError as error:  # half of a surrogate pair, from JSON or from a terminal that is not UTF-8
         raise UserError(f"a prompt is not Unicode text: {error}") from error
-    if special and isinstance(tokenizer, HFTokenizer) and not is_run(trained.folder):
-        return tokenizer.known(tokenizer.inner.encode(text).ids).tolist()
-    return tokenizer.encode(text).tolist()
+    ids = encode_prompt(text, tokenizer) if special else tokenizer.encode(text)
+    return ids.tolist()
 
 
 def stop_ids(trained: Trained, chat: bool) -> list[int]:

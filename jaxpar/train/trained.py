@@ -91,7 +91,7 @@ def folder_tokenizer(folder: Path, config: Config) -> Tokenizer | None:
     """Load the tokenizer of a folder; raise a UserError where it cannot be read, or has more tokens than the model."""
     if not (folder / TOKENIZER).exists():
         return BytesTokenizer() if is_run(folder) and config.data.tokenizer == "bytes" else None
-    tokenizer = load_tokenizer(folder / TOKENIZER, config.model.vocab_size)
+    tokenizer = load_tokenizer(folder / TOKENIZER, config.model.vocab_size, config.data.bos)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(
             f"{folder / TOKENIZER} has {tokenizer.vocab_size} tokens, and the model {config.model.vocab_size}: it is "

@@ -104,7 +104,8 @@ def changed(key: str, value: Any) -> Config:
         "data.source": "text", "train.schedule": "wsd", "mesh.platform": "cpu", "memory.policy": "full",
         "precision.compute": "bfloat16", "precision.params": "bfloat16", "precision.gradients": "bfloat16",
         "precision.moments": "bfloat16", "memory.optimizer": "offload", "memory.parameters": "offload",
-        "memory.may": ["optimizer"], "data.loss_on": "all", "overlap.domino": "on", "context.strategy": "ulysses",
+        "memory.may": ["optimizer"], "data.loss_on": "all", "data.bos": True, "overlap.domino": "on",
+        "context.strategy": "ulysses",
         "kernels.attention": "chunked", "pipeline.schedule": "gpipe", "pipeline.stash": "stage",
         "pipeline.layers": [1, 2], "model.rope_scaling": "linear", "metrics.sinks": ["wandb"],
     }  # fmt: skip

@@ -26,6 +26,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "data.stride": (1, {"data.source": "chat"}, {"data.source": "tokens"}),
     "data.max_bytes": (1, {"data.source": "text"}, {"data.source": "stdlib"}),
     "data.tokenizer": ("chars", {"data.source": "tokens"}, {"data.tokenizer": "a.json"}),
+    "data.bos": (True, {"data.tokenizer": "bytes"}, {"data.tokenizer": "a.json"}),
     "data.val_fraction": (0.2, {"data.val_path": "b.txt"}, {"data.val_path": ""}),
     "train.eval_every": (5, {"data.val_fraction": 0.0}, {"data.val_path": "b.txt"}),
     "train.eval_batches": (5, {"data.val_fraction": 0.0}, {"data.val_fraction": 0.1}),

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grain
+import numpy as np
 import pytest
 
-from jaxpar.data.chat import ChatTemplate
+from jaxpar.base.config import RESOLVED, Config, DataConfig, parse
+from jaxpar.base.errors import UserError
+from jaxpar.base.toml import to_toml
+from jaxpar.data.chat import ChatTemplate, load_examples, load_template
+from jaxpar.data.corpus import load_corpus
+from jaxpar.data.documents import Documents
 from jaxpar.data.end_of_turn import end_of_turn
 from jaxpar.data.special_tokens import read_special_tokens
-from jaxpar.data.tokenizer import HFTokenizer, load_tokenizer
+from jaxpar.data.tokenizer import HFTokenizer, encode_document, encode_prompt, load_tokenizer, make_tokenizer
+from jaxpar.data.tokens import Tokens, read_windows, tokenize
 
 tokenizers = pytest.importorskip("tokenizers")
 DEEPSEEK_BEGIN, DEEPSEEK = (f"<\uff5c{word}\u2581of\u2581sentence\uff5c>" for word in ("begin", "end"))
@@ -169,3 +178,156 @@ def test_the_end_of_a_turn_is_found_in_the_template(shape: str, tmp_path: Path) 
     template = ChatTemplate(text, {"eos_token": "</s>"}, "template")
     found = end_of_turn(template, open_folder(folder))
     assert (None if found is None else open_folder(folder).inner.id_to_token(found)) == end
+
+
+# The begin of a text.
+
+
+BEGINS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    # What write_folder takes; whether texts begin with <s> by themselves, and whether they can be asked to.
+    "the post-processor puts it": ({"special": ["</s>", "<s>"], "begins": "<s>"}, True, True),
+    "and names it": (
+        {"special": ["</s>", "<s>"], "begins": "<s>", "tokenizer_config": {"bos_token": added("<s>")}},
+        True,
+        True,
+    ),
+    "the config asks for it": (
+        {"special": ["</s>", "<s>"], "tokenizer_config": {"bos_token": "<s>", "add_bos_token": True}},
+        True,
+        True,
+    ),
+    "the config forbids it": (
+        {"special": ["</s>", "<s>"], "begins": "<s>",
+         "tokenizer_config": {"bos_token": "<s>", "add_bos_token": False}},
+        False,
+        True,
+    ),
+    "it is named only": ({"special": ["</s>", "<s>"], "tokenizer_config": {"bos_token": "<s>"}}, False, True),
+    "its number is named only": ({"special": ["</s>", "<s>"], "config": {"bos_token_id": 1}}, False, True),
+    "there is none": ({"special": ["</s>", "<s>"]}, False, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", BEGINS)
+def test_a_text_begins_as_the_tokenizer_says_or_as_it_is_asked_to(shape: str, tmp_path: Path) -> None:
+    files, by_itself, on_request = BEGINS[shape]
+    folder = write_folder(tmp_path / "hf", **files)
+    assert open_folder(folder).begin_of_text == (1 if by_itself else None)
+    assert open_folder(folder, bos=False).begin_of_text is None
+    if on_request:
+        assert open_folder(folder, bos=True).begin_of_text == 1
+    else:
+        with pytest.raises(UserError, match=r"data\.bos=true: no file beside .* names a bos_token that it has"):
+            open_folder(folder, bos=True)
+
+
+# Of a tokenizer.json transformers 5 obeys the post-processor alone, and transformers 4 add_bos_token first.
+@pytest.mark.parametrize("shape", [name for name in BEGINS if not name.startswith("the config")])
+def test_a_prompt_has_the_ids_of_transformers(shape: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="NOT compared with transformers: install extra parity")
+    folder = write_folder(tmp_path / "hf", **BEGINS[shape][0])
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    assert encode_prompt("ab c", open_folder(folder)).tolist() == theirs("ab c")["input_ids"]
+
+
+def test_a_tokenizer_without_one_is_told() -> None:
+    with pytest.raises(UserError, match=r"data\.bos=true: the tokenizer bytes has no token that begins a text"):
+        make_tokenizer("bytes", bos=True)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    """A folder whose tokenizer puts <s>, id 1, before a text; </s>, id 0, ends it."""
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    return write_folder(tmp_path / "begun", ["</s>", "<s>"], begins="<s>", tokenizer_config=config)
+
+
+def test_a_document_begins_once_and_ends(begun: Path) -> None:
+    tokenizer = open_folder(begun)
+    plain = tokenizer.encode("ab").tolist()
+    assert encode_document("ab", tokenizer).tolist() == [1, *plain, 0]
+    assert encode_document("<s>ab", tokenizer).tolist() == [1, *plain, 0]
+    assert encode_prompt("<s>ab", tokenizer).tolist() == [1, *plain]
+    assert encode_document("ab", open_folder(begun, bos=False)).tolist() == [*plain, 0]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_windows_begin_so_and_each_token_is_one_label(begun: Path, tmp_path: Path, pack: bool) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/1.txt").write_text("abcdefgh")
+    (tmp_path / "texts/2.txt").write_text("ijk")
+    data = DataConfig("text", str(tmp_path / "texts"), val_fraction=0, tokenizer=str(begun / "tokenizer.json"),
+                      seq_len=4, pack=pack)  # fmt: skip
+    corpus = load_corpus(data, 300)
+    assert isinstance(corpus.train, Tokens) and isinstance(corpus.tokenizer, HFTokenizer)
+    stream = corpus.train.tokens.tolist()
+    first, second = (corpus.tokenizer.encode(text).tolist() for text in ("abcdefgh", "ijk"))
+    assert stream == [1, *first, 0, 1, *second, 0]
+    windows = read_windows(corpus.train, np.array([0, 4, 8]), 4, pack, 300)
+    assert windows["tokens"].tolist() == [stream[0:4], [1, *stream[5:8]], [1, 0, 1, stream[11]]]
+    # All but the two that begin a text: the second of them, at 10, is label 2 of the last window.
+    assert windows["labels"].tolist() == [stream[1:5], stream[5:9], [0, -1, *stream[11:13]]]
+    if pack:
+        assert windows["segments"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 2, 2]]
+
+
+def test_rows_of_documents_begin_so(begun: Path) -> None:
+    tokenizer, texts = open_folder(begun), ["abc", "de", "fghijk"]
+    ids = [encode_document(text, tokenizer) for text in texts]
+    source = grain.MapDataset.source(ids)
+    documents = Documents(source, lambda found: {"tokens": found}, "here", 3, ids[0], begin_of_text=1)
+    data = DataConfig("hf", seq_len=5, prefetch=0)
+    rows = list(documents.rows(data, 0, endless=False))
+    a, d, f = (tokenizer.encode(text).tolist() for text in texts)
+    assert rows[0]["tokens"].tolist() == [1, *a, 0] and rows[0]["labels"].tolist() == [*a, 0, -1]
+    assert rows[1]["tokens"].tolist() == [1, d[1], 0, 1, f[0]] and rows[1]["labels"].tolist() == [d[1], 0, -1, *f[:2]]
+    assert [row["tokens"][0] for row in rows] == [1] * len(rows)
+
+
+def test_a_prompt_of_an_example_begins_so_and_does_not_count(begun: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "ab", "completion": "c"}, {"prompt": "<s>ab", "completion": "c"}]
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = DataConfig("chat", str(tmp_path / "talks.jsonl"), tokenizer=str(begun / "tokenizer.json"), seq_len=8)
+    (examples,), tokenizer = load_examples([data.path], data, 300)
+    a, b, c = tokenizer.encode("abc").tolist()
+    assert examples.ids.tolist() == [1, a, b, c] * 2
+    assert examples.labels.tolist() == [-1, -1, c, 0] * 2
+
+
+def test_a_token_file_brings_what_its_tokenizer_declares(begun: Path, tmp_path: Path) -> None:
+    (begun / "config.json").write_text(json.dumps({"eos_token_id": [0, 7], "hidden_size": 4}))
+    (begun / "chat_template.jinja").write_text("{{ eos_token }}")
+    (tmp_path / "text.txt").write_text("abcdefgh")
+    text, out = DataConfig("text", str(tmp_path / "text.txt"), tokenizer=str(begun / "tokenizer.json")), "out.bin"
+    tokenize(text, tmp_path / out)
+    data = DataConfig("tokens", str(tmp_path / out), seq_len=4, val_fraction=0)
+    corpus = load_corpus(data, 300)
+    assert isinstance(corpus.train, Tokens) and isinstance(corpus.tokenizer, HFTokenizer)
+    assert (corpus.tokenizer.begin_of_text, corpus.tokenizer.end_of_text, corpus.tokenizer.notes) == (1, 0, ())
+    assert corpus.train.tokens[[0, -1]].tolist() == [1, 0]
+    assert corpus.train.begin_of_text == 1
+    assert corpus.tokenizer.file is not None
+    assert read_special_tokens(corpus.tokenizer.file).ends == (0, 7)
+    assert load_template(corpus.tokenizer.file).text == "{{ eos_token }}"
+    with pytest.raises(UserError, match=r"was written with id 1 before each document, .*set data\.bos=true, or"):
+        load_corpus(replace(data, bos=False), 300)
+    tokenize(replace(text, bos=False), tmp_path / out)
+    with pytest.raises(UserError, match=r"was written without a begin of text, .*set data\.bos=false, or"):
+        load_corpus(data, 300)
+    found = load_corpus(replace(data, bos=False), 300).train
+    assert isinstance(found, Tokens) and found.begin_of_text is None
+    # An older version did not say how it wrote; its documents do.
+    described = tmp_path / "out.bin.json"
+    described.write_text(json.dumps({"dtype": "uint16", "tokens": found.size, "documents": 1}))
+    with pytest.raises(UserError, match="was written without a begin of text"):
+        load_corpus(data, 300)
+
+
+def test_a_run_that_was_made_before_there_was_the_key_goes_on_without(begun: Path) -> None:
+    config = Config(data=DataConfig("text", "texts", tokenizer=str(begun / "tokenizer.json")))
+    text = to_toml(config, RESOLVED)
+    assert parse(text).data.bos == "auto"
+    older = text.replace('bos = "auto"\n', "")
+    assert older != text
+    assert parse(older).data.bos is False
+    assert parse(older.replace(RESOLVED, "Mine.")).data.bos == "auto"
