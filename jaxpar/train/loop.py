@@ -349,7 +349,8 @@ class _Run:
         numbers = {key: float(value) for key, value in jax.device_get(metrics).items()}
         if not np.isfinite(numbers["loss"]):
             self.batches.require()  # which is why, where a process had no rows
-        speed = self.meter.read(step, numbers.pop("tokens"))
+        numbers["labels"] = numbers.pop("tokens")
+        speed = self.meter.read(step, self.config.train.batch * self.config.data.seq_len)
         self.loss = numbers["loss"]
         if skipped := sum(count.count for count in self.skipped):
             numbers["records_skipped"] = float(skipped)

@@ -56,7 +56,8 @@ class Meter:
         self._spent[what] += time.perf_counter() - began
 
     def read(self, step: int, tokens: float) -> dict[str, float | None]:
-        """Return the speed since the last reading, with `tokens` in each step; what a device does not say is None."""
+        """Return the speed since the last reading, with so many `tokens` computed in each step, whether their labels
+        count or not; what a device does not say is None."""
         now = time.perf_counter()
         elapsed, steps = max(now - self._time - self._spent["aside"], 1e-9), step - self._step
         rate, on_cpu = tokens * steps / elapsed, self._devices[0].platform == "cpu"

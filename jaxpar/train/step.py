@@ -293,11 +293,6 @@ def _accumulate(
     if accumulation == 1:
         return of_microbatch(batch, key)
 
-    def split(rows_BS: jax.Array) -> jax.Array:
-        # Row r goes to microbatch r % A, so every device keeps its own rows.
-        rows_BAS = rows_BS.reshape(-1, accumulation, rows_BS.shape[1])
-        return plan.constrain(rows_BAS.swapaxes(0, 1), (None, *TOKENS))
-
     def add(total: tuple[LossSums, Params], item: tuple[Batch, jax.Array]) -> tuple[tuple[LossSums, Params], None]:
         rows, index = item
         more, more_grads = of_microbatch(rows, None if key is None else jax.random.fold_in(key, index))
@@ -312,23 +307,46 @@ def _accumulate(
     routed = RouterSums(*jnp.zeros(2)) if model.config.experts else None
     trained = model.trained(params), model.trained(model.axes)
     nothing = LossSums(*jnp.zeros(3), routed=routed), jax.tree.map(zeros, *trained)
-    return jax.lax.scan(add, nothing, (jax.tree.map(split, dict(batch)), jnp.arange(accumulation)))[0]
+    return jax.lax.scan(add, nothing, (_microbatches(batch, accumulation, plan), jnp.arange(accumulation)))[0]
 
 
-def make_eval_step(model: Model, plan: Plan) -> Wrapped:
-    """Make the jitted step `(params, batch) -> (nll in nats, tokens)`, both sums over the batch."""
+def make_eval_step(model: Model, plan: Plan, accumulation: int = 1) -> Wrapped:
+    """Make the jitted step `(params, batch) -> (nll in nats, tokens)`, both float32 sums over the batch.
 
-    def step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    It takes the batch in the microbatches of a training step, one after another, so that it works with no more memory.
+    """
+
+    def of_microbatch(params: Params, rows: Batch) -> tuple[jax.Array, jax.Array]:
         stages = plan.size("stage") > 1
-        sums = pipeline.loss(model, params, batch, plan) if stages else model.loss(params, batch, plan)
+        sums = pipeline.loss(model, params, rows, plan) if stages else model.loss(params, rows, plan)
         return sums.nll, sums.tokens
 
+    def step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        if accumulation == 1:
+            return of_microbatch(params, batch)
+
+        def add(total: tuple[jax.Array, jax.Array], rows: Batch) -> tuple[tuple[jax.Array, jax.Array], None]:
+            return jax.tree.map(jnp.add, total, of_microbatch(params, rows)), None
+
+        zero = jnp.zeros(())
+        return jax.lax.scan(add, (zero, zero), _microbatches(batch, accumulation, plan))[0]
+
     return jax.jit(step)
+
+
+def _microbatches(batch: Batch, accumulation: int, plan: Plan) -> Batch:
+    """Cut a batch [B, S] into microbatches [A, B / A, S]: row r goes to number r % A, so every device keeps its own."""
+
+    def split(rows_BS: jax.Array) -> jax.Array:
+        rows_BAS = rows_BS.reshape(-1, accumulation, rows_BS.shape[1])
+        return plan.constrain(rows_BAS.swapaxes(0, 1), (None, *TOKENS))
+
+    return jax.tree.map(split, dict(batch))
 
 
 def compile_eval_step(model: Model, config: Config, plan: Plan) -> Compiled:
     """Compile `make_eval_step` for a config's parameters and batches; on CPU `require_order` may refuse the program."""
     state, batch = step_shapes(model, config, plan)
-    compiled = make_eval_step(model, plan).lower(state.params, batch).compile()
+    compiled = make_eval_step(model, plan, config.train.accumulation).lower(state.params, batch).compile()
     require_order(compiled, plan.mesh.devices.flat)
     return compiled

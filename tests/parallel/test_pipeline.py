@@ -429,6 +429,24 @@ def test_evaluation_in_a_pipeline_is_that_of_one_device() -> None:
     np.testing.assert_allclose(sums[4], sums[1], rtol=1e-6)
 
 
+def test_an_evaluation_of_many_microbatches_keeps_few_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all microbatches of a chunk before the next chunk, as many activations would wait as there are of them."""
+    config = config_of(mesh__stage=2, pipeline__microbatches=16, pipeline__schedule="interleaved", pipeline__virtual=2,
+                       model__layers=4)  # fmt: skip
+    plan, model, programs = plan_of(config), Model(config.model), []
+
+    def note(*args: Any, **options: Any) -> Any:
+        programs.append(program(*args, **options))
+        return programs[-1]
+
+    monkeypatch.setattr(executor, "program", note)
+    state, batch = step.step_shapes(model, config, plan)
+    jax.eval_shape(lambda params, batch: executor.loss(model, params, batch, plan), state.params, batch)
+    (made,) = programs
+    assert made.inbox <= 2 * 2
+    assert sum(segment.rounds for segment in made.segments) == 2 * 16 + 1, "and it waits no longer"
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_stages(tmp_path: Path) -> None:
     """Layers are stored in another order and with gaps; the losses go on as if nothing had happened."""

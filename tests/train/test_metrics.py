@@ -3,17 +3,20 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.base.config import Config
+from jaxpar.base.config import Config, override
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.toml import to_toml
+from jaxpar.train.loop import _Run
 from jaxpar.train.memory import local_bytes
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
 from jaxpar.train.run_folder import carry_tokenizer, open_run, read_run_config
@@ -149,6 +152,20 @@ def test_a_meter_leaves_out_what_is_aside_and_knows_what_waited(monkeypatch):
     assert speed["mfu"] is speed["tflops_per_device"] is None, "of a CPU nothing is known"
     spend(1)
     assert meter.read(7, tokens=100)["data_wait"] == 0 and meter.trained == 5
+
+
+def test_the_speed_of_a_run_is_that_of_the_tokens_it_computes():
+    """On chat data few labels count, and the devices compute all tokens of a batch."""
+    rows = []
+    run: Any = SimpleNamespace(
+        config=override(Config(), {"train.batch": 8, "data.seq_len": 16, "model.max_seq_len": 16}),
+        meter=Meter(0, 1e9, jax.devices(), "float32"), show=SimpleNamespace(step=lambda *_: None),
+        log=SimpleNamespace(write=lambda step, **row: rows.append(row)), _require_finite=lambda step: None,
+    )  # fmt: skip
+    _Run._log(run, 1, {"loss": jnp.float32(2), "grad_norm": jnp.float32(1), "tokens": jnp.float32(13)})
+    (row,) = rows
+    assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(8 * 16)
+    assert row["labels"] == 13 and "tokens" not in row
 
 
 def test_device_memory_is_the_largest_peak_of_this_process():

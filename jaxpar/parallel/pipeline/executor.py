@@ -69,9 +69,12 @@ def gradients(
 def loss(
     model: PipelinedModel, params: Params, batch: Batch, plan: Plan, weights: LossWeights = LIKELIHOOD
 ) -> LossSums:
-    """Compute the loss alone: only forward ticks run, and nothing is kept. The arguments are as for `gradients`."""
+    """Compute the loss alone: only forward ticks run, and nothing is kept. The arguments are as for `gradients`.
+
+    Few microbatches at a time go through all virtual stages, so that few activations wait for the next of these.
+    """
     pipeline = plan.pipeline
-    table = schedule("looped", plan.size("stage"), pipeline.microbatches, pipeline.virtual)
+    table = schedule("interleaved", plan.size("stage"), pipeline.microbatches, pipeline.virtual)
     task = _Task(model, plan, weights, program(table, backward=False), backward=False)
     return _run(task, params, batch, None, count_tokens(batch))[0]
 
