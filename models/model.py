@@ -29,7 +29,7 @@ from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.linear import STORED
 from jaxpar.parallel.ops import Ops
-from jaxpar.parallel.padding import TokenCounts, count_tokens, text_tokens
+from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
 from jaxpar.parallel.remat import remat
 from jaxpar.parallel.token_order import Places, halves, in_natural_order, in_order, places_of_halves, whole_batch
 
@@ -172,7 +172,8 @@ class Model:
         Returns:
           The sums over the batch.
         """
-        ordered = in_order(self.with_text(batch), plan, plan.context.strategy)
+        told = with_text(batch) if self.config.experts else batch
+        ordered = in_order(told, plan, plan.context.strategy)
         x_BSD, routed = self.hidden_states(params, ordered, plan, key)
         sums = self.score(params, x_BSD, ordered["labels"], plan, weights)
         if routed is None:
@@ -181,10 +182,6 @@ class Model:
         means = weights.balance_loss * routed.balance + weights.router_z_loss * routed.z
         loss = sums.loss + counts.labels_per_token * means
         return sums._replace(loss=loss, routed=jax.lax.stop_gradient(routed))
-
-    def with_text(self, batch: Batch) -> Batch:
-        """Return a batch that says which of its tokens are `text`, if the model has routers, which need to know."""
-        return {**batch, "text": text_tokens(batch)} if self.config.experts else batch
 
     def score(
         self, params: Params, x_BSD: Float[Array, "B S D"], labels_BS: Int[Array, "B S"], plan: Plan,

@@ -53,6 +53,11 @@ def text_tokens(batch: Mapping[str, Int[Array, "B S"]]) -> Bool[Array, "B S"]:
     return places_S <= last_B1
 
 
+def with_text(batch: Mapping[str, Array]) -> dict[str, Array]:
+    """Return a batch that says which of its tokens are `text`, as routers need to know; it is as for `text_tokens`."""
+    return {**batch, "text": text_tokens(batch)}
+
+
 def count_tokens(batch: Mapping[str, Int[Array, "B S"]]) -> TokenCounts:
     """Count the tokens of a batch as `text_tokens` tells them apart; the batch is as there."""
     labels = jnp.sum(batch["labels"] >= 0, dtype=jnp.float32)

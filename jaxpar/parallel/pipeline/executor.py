@@ -32,7 +32,7 @@ from jaxpar.parallel.collectives import first_turn, manual, reduce_scatter, turn
 from jaxpar.parallel.cross_entropy import LIKELIHOOD, LossSums, LossWeights
 from jaxpar.parallel.experts import RouterSums
 from jaxpar.parallel.linear import GATHERED, STORED
-from jaxpar.parallel.padding import TokenCounts, count_tokens
+from jaxpar.parallel.padding import TokenCounts, count_tokens, with_text
 from jaxpar.parallel.pipeline.layers import Layers, layers_of
 from jaxpar.parallel.pipeline.program import Rows, TickProgram, program
 from jaxpar.parallel.pipeline.schedules import Kind, Table, schedule
@@ -114,7 +114,8 @@ def _run(task: _Task, params: Params, batch: Batch, key: jax.Array | None, count
         x_BMS = x_BS.reshape(-1, M, x_BS.shape[1])
         return plan.constrain(x_BMS.swapaxes(0, 1), (None, *TOKENS))
 
-    rows = jax.tree.map(cut, in_order(task.model.with_text(batch), plan, plan.context.strategy))
+    told = with_text(batch) if task.model.config.experts else batch
+    rows = jax.tree.map(cut, in_order(told, plan, plan.context.strategy))
     ends = {name: params[name] for name in params if name != "blocks"}
     layers = layers_of(task.model.config.layers, plan.size("stage"), plan.pipeline)
     per_token = counts.labels_per_token if task.model.config.experts else None

@@ -32,9 +32,6 @@ class _Functions:
     def trained(self, tree: PyTree) -> PyTree:
         return tree
 
-    def with_text(self, batch: Mapping[str, Array]) -> Mapping[str, Array]:
-        return batch
-
     def embed(self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None) -> Array:
         return self._embed(params, tokens_BS, positions_BS)
 

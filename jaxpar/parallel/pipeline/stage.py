@@ -10,7 +10,7 @@ Shapes: B batch, S sequence, D embed; places, slots and layers come first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -47,7 +47,6 @@ class PipelinedModel(Protocol):
     @property
     def config(self) -> Any: ...
     def trained(self, tree: PyTree) -> PyTree: ...
-    def with_text(self, batch: Mapping[str, Array]) -> Mapping[str, Array]: ...
     def embed(self, params: Params, tokens_BS: Array, positions_BS: Array, plan: Plan, key: Any = None) -> Array: ...
     def layer(
         self, layer: PyTree, xs: tuple[Array, ...], places: Sequence[Places], plan: Plan, key: Any, kind: int
