@@ -5,7 +5,6 @@ Shapes: V vocab, P positions, D embed, H heads, K kv heads, h head_dim, F mlp, E
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors import SafetensorError, safe_open
 
-from jaxpar.base.errors import UTF8, UserError
+from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.plan import Plan, param_dtype
 from jaxpar.base.sharding import Axes, KeyPath, LogicalAxis, path_name
 from jaxpar.models.hf_families import HF_FAMILIES, hf_config, model_config_from_hf, model_type
@@ -186,13 +185,14 @@ def _files(folder: Path) -> list[Path]:
 
 def _index_files(index: Path) -> list[Path]:
     """Return the files that an index names, after checking that all of them are present."""
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding=UTF8))["weight_map"].values()))
-        files = [index.parent / name for name in names]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{index} has no readable weight_map ({error!r}): download it again") from error
+    names = read_json(index, {"weight_map": dict[str, str]}).get("weight_map")
+    if not names:
+        raise UserError(f"{index} has no weight_map, which says what is in which file: download it again")
+    files = [index.parent / name for name in sorted(set(names.values()))]
     for file in files:
-        if file.parent != index.parent or not file.is_file():
+        with reading(index):
+            beside = file.parent == index.parent and file.is_file()
+        if not beside:
             raise UserError(f"{index} names {file.name}, which is not beside it: download the missing files")
     return files
 

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 from jaxpar.base.config import Lora, ModelConfig
-from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.plan import Plan
 from jaxpar.models.hf import Source, Tensor, dim_letters, dim_sizes, find_tensors, pair_up, read_params
 from jaxpar.models.hf_export import hf_tensors, write_folder, write_json, write_tensors
@@ -18,6 +18,7 @@ from jaxpar.models.hf_families import HF_FAMILIES, model_type
 from jaxpar.models.model import Model, Params
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_KINDS = {"base_model_name_or_path": str | None, "r": int | None, "lora_alpha": float | None}
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 # What else PEFT may compute, and the values for which it does not. Dropout of A's input acts in PEFT's training only.
 _COMPUTED: dict[str, tuple[object, ...]] = {
@@ -38,8 +39,9 @@ def is_adapter(folder: Path) -> bool:
 def base_folder(folder: Path) -> Path:
     """Return the folder of the model that an adapter belongs to: `base_model_name_or_path`, seen from the adapter's
     folder, or from here; raise a UserError where there is no such folder, or the config cannot be read."""
-    name = str(read_json(folder / CONFIG).get("base_model_name_or_path") or "")
-    found = [path for path in (folder / name, Path(name)) if name and path.is_dir()]
+    name = read_json(folder / CONFIG, _KINDS).get("base_model_name_or_path") or ""
+    with reading(folder / CONFIG):  # what is too long for a name
+        found = [path for path in (folder / name, Path(name)) if name and path.is_dir()]
     if not found:
         raise UserError(
             f"{folder / CONFIG}: base_model_name_or_path={name!r} is no folder here, seen from the adapter's folder or "
@@ -51,12 +53,12 @@ def base_folder(folder: Path) -> Path:
 def lora_of(folder: Path, base: ModelConfig) -> Lora:
     """Return the rank, alpha and targets of an adapter of a model. A UserError says that the config cannot be read or
     asks for what the model does not compute, or that a tensor is beside no matrix of a block."""
-    config = read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG, _KINDS)
     for key, accepted in _COMPUTED.items():
         if config.get(key, accepted[0]) not in accepted:
             raise UserError(f"{folder / CONFIG}: {key}={config[key]!r} is not supported: only {accepted[0]!r}")
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
+    if rank is None or alpha is None or rank < 1:
         raise UserError(f"{folder / CONFIG} has no usable r and lora_alpha: found {rank!r} and {alpha!r}")
     names, linears = _tensors(folder), _linears(base)
     targets = [our for module, ours in linears.items() if module.format(layer=0) + _A in names for our in ours]

@@ -1,11 +1,18 @@
-"""Mistakes of the user: the exception that the CLI prints as a line before it exits with 2, and how files are read."""
+"""Mistakes of the user: the exception that the CLI prints as a line before it exits with 2, and how files are read.
+
+Every file that comes from elsewhere comes in by this door: `reading` for what the system says, `read_json` and
+`parse_json` for what stands in it. What is damaged, too deep or of another shape is refused in one line that names the
+file and the place in it.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +21,10 @@ UTF8 = "utf-8-sig"
 """The encoding of every text that is read: UTF-8, with or without the byte order mark that Windows puts in front."""
 BYTE_ORDER_MARK = "\ufeff"
 """That mark as a character, in a text that another library has read."""
+# Control characters but line ends and tabs, marks that turn the direction of a line around, and halves of characters.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+_MOST_INT = 2**63 - 1
 
 
 class UserError(Exception):
@@ -48,23 +59,113 @@ def require_local(*paths: str | Path) -> None:
             )
 
 
+def visible(text: str) -> str:
+    r"""The text with everything that a terminal would obey and not show written out: an escape becomes `\\x1b`.
+
+    A name in a file, or a path, may hold colours, moves of the cursor or marks that write from right to left. Line ends
+    and tabs stay.
+    """
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def short(value: object) -> str:
+    """A value as Python writes it, for a message, cut off where it is long."""
+    try:
+        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    except (ValueError, RecursionError):  # a number with more digits than Python writes; a list in a list in a list
+        text = f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 @contextmanager
 def reading(file: str | Path) -> Iterator[None]:
-    """Turn an error of the system inside into a UserError that names the file."""
+    """Turn an error of the system inside, or of a text that is none, into a UserError that names the file."""
     require_local(file)
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        why = f"it is no text in {error.encoding} ({error.reason} at byte {error.start})"
+        raise UserError(f"cannot read {file}: {why}: download it again, or convert it") from error
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, whose values may be anything; a UserError if it cannot be read or holds no object."""
+def read_json(file: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+      file: the file.
+      kinds: what some of its values must be, by key: `{"weight_map": dict[str, str], "r": int, "bias": str | None}`. A
+        key may be absent. Values of other keys may be anything.
+
+    Raises:
+      UserError: the file cannot be read, is no JSON or holds no object, has one key twice with different values, or a
+        value is of another kind.
+    """
+    with reading(file):
+        content = file.read_bytes()
+    return require_kinds(parse_json(content, str(file)), kinds or {}, str(file))
+
+
+def parse_json(text: str | bytes, origin: str) -> Any:
+    """The value of a JSON text; a UserError, which calls it `origin`, where it is none, or too deep to be read."""
     try:
-        with reading(file):
-            value = json.loads(file.read_text(encoding=UTF8))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
+        text = text.decode(UTF8) if isinstance(text, bytes) else text
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise UserError(f"{origin} is not valid JSON: its lists and objects are too deep") from error
+    except ValueError as error:
+        raise UserError(f"{origin} is not valid JSON: {error}") from error
+
+
+def require_kinds(value: Any, kinds: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Return an object of JSON whose values are of these kinds (see `read_json`); a UserError where it is not."""
     if not isinstance(value, dict):
-        raise UserError(f"{file} is not a JSON object")
+        raise UserError(f"{origin} is not a JSON object, found {short(value)}")
+    for key, kind in kinds.items():
+        if key in value and not is_kind(value[key], kind):
+            raise UserError(f"{origin}: {key} is {_kind_text(kind)}, found {short(value[key])}")
     return value
+
+
+def is_kind(value: object, kind: Any) -> bool:
+    """Whether a value of JSON is of a kind: a type, `list[int]`, `dict[str, str]`, or one of several, `int | None`.
+
+    A whole number is one of 64 bits and no boolean; every number is finite.
+    """
+    if kind is Any:
+        return True
+    outer, inner = typing.get_origin(kind), typing.get_args(kind)
+    if outer in (types.UnionType, typing.Union):
+        return any(is_kind(value, one) for one in inner)
+    if outer is list:
+        return isinstance(value, list) and all(is_kind(item, inner[0]) for item in value)
+    if outer is dict:
+        return isinstance(value, dict) and all(is_kind(item, inner[1]) for item in value.values())
+    if isinstance(value, bool):
+        return kind is bool
+    if isinstance(value, int):
+        return kind in (int, float) and abs(value) <= _MOST_INT
+    if isinstance(value, float):
+        return kind is float and abs(value) < float("inf")
+    return isinstance(value, kind)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. JSON does not say which of two values of one key counts, so they must be equal."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        for key, value in pairs:
+            if value != table[key]:
+                raise ValueError(f"the key {short(key)} is there twice, with different values")
+    return table
+
+
+def _kind_text(kind: Any) -> str:
+    outer, inner = typing.get_origin(kind), typing.get_args(kind)
+    if outer in (types.UnionType, typing.Union):
+        return " or ".join(map(_kind_text, inner))
+    if outer is None:
+        return _KINDS.get(kind, "anything")
+    what = _kind_text(inner[-1])
+    return f"a list, each item {what}" if outer is list else f"an object, each value {what}"

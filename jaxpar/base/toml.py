@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from jaxpar.base.errors import UTF8, UserError, require_local, suggest
+from jaxpar.base.errors import UTF8, UserError, reading, require_local, short, suggest
 
 T = TypeVar("T")
 
@@ -37,17 +37,17 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
         listed = f"`jaxpar {package.removeprefix('jaxpar.')}` lists them"
         wanted = f"{listed}; a path ends in .toml, or is that of a run folder"
         raise UserError(f"no preset {name!r}{suggest(name, known)}: {wanted}")
-    try:
+    with reading(path):
         return path.read_text(encoding=UTF8), str(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def read_tables(text: str, origin: str) -> dict[str, Any]:
     """The tables of TOML text, as nested dicts; a UserError, in which `origin` names the text, where it is no TOML."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError as error:
+        raise UserError(f"{origin} is not valid TOML: its lists and tables are too deep") from error
+    except ValueError as error:  # of TOML, or of Python, which reads no number of thousands of digits
         raise UserError(f"{origin} is not valid TOML: {error}") from error
 
 
@@ -76,20 +76,22 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may 
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, dict):
             return from_dict(hint, value, origin, key + ".")
-        raise UserError(f"{origin}: {key} is a table of settings, found {value!r}: write [{key}] or {key}.name = value")
+        raise UserError(
+            f"{origin}: {key} is a table of settings, found {short(value)}: write [{key}] or {key}.name = value"
+        )
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         if any(value == choice and type(value) is type(choice) for choice in choices):  # 1 is no True
             return value
         names = [json.dumps(choice) if isinstance(choice, bool) else str(choice) for choice in choices]
         near = suggest(str(value), names)
-        raise UserError(f"{origin}: {key} is one of {', '.join(names)}, found {value!r}{near}")
+        raise UserError(f"{origin}: {key} is one of {', '.join(names)}, found {short(value)}{near}")
     if typing.get_origin(hint) is tuple:
         (item_hint, *_), items = typing.get_args(hint), [value] if isinstance(value, str) else value
         if isinstance(items, list):
             return tuple(_coerce(item_hint, item, origin, key) for item in items)
         what = "whole numbers" if item_hint is int else "names"
-        raise UserError(f"{origin}: {key} is a list of {what}, found {value!r}")
+        raise UserError(f"{origin}: {key} is a list of {what}, found {short(value)}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         beyond = math.inf if value > 0 else -math.inf
         return float(value) if value.bit_length() < 1024 else beyond
@@ -98,7 +100,7 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may 
     if isinstance(value, hint) and hint is not int:  # a number of numpy's that is a Python float too
         return hint(value)
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string in quotes"}[hint]
-    raise UserError(f"{origin}: {key} is {wanted}, found {value!r}")
+    raise UserError(f"{origin}: {key} is {wanted}, found {short(value)}")
 
 
 def to_toml(config: object, header: str = "") -> str:

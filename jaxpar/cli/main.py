@@ -11,7 +11,7 @@ import os
 import sys
 from typing import NoReturn
 
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError, suggest, visible
 
 COMMANDS = {
     "train": "train a config; the same command resumes",
@@ -64,6 +64,8 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
     has one, is a Ctrl-C too. Python would print it and go on."""
     if isinstance(what.exc_value, KeyboardInterrupt):
         _end_interrupted()
+    if str(what.exc_value) == "Event loop is closed":
+        return  # a thread of TensorStore, whose reading has failed and is told already
     sys.__unraisablehook__(what)
 
 
@@ -95,7 +97,7 @@ def _command(words: list[str]) -> int:
 
 def fail(message: str) -> int:
     """Print a user's error on standard error, in one line even where a cause it quotes had several; its exit code."""
-    print("jaxpar: error: " + " ".join(message.split()), file=sys.stderr)
+    print("jaxpar: error: " + visible(" ".join(message.split())), file=sys.stderr)
     return 2
 
 

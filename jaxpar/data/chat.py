@@ -52,9 +52,10 @@ def find_template(tokenizer: str | Path) -> ChatTemplate | None:
     special = special_tokens(tokenizer)
     if own.exists():
         return ChatTemplate(read_text(own), special, str(own))
-    template = read_json(file).get("chat_template") if file.exists() else None
+    kinds = {"chat_template": str | list[dict[str, Any]] | None}
+    template = read_json(file, kinds).get("chat_template") if file.exists() else None
     if isinstance(template, list):  # several by name
-        template = next((item["template"] for item in template if item["name"] == "default"), None)
+        template = next((item.get("template") for item in template if item.get("name") == "default"), None)
     return ChatTemplate(template, special, str(file)) if isinstance(template, str) else None
 
 
@@ -227,7 +228,7 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer, template: _GetTempl
                 continue
             try:
                 ids, counted = _encode(json.loads(line), data, tokenizer, template)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise UserError(f"{file}, line {number} is not JSON: {error}") from error
             except (UserError, UnicodeError) as error:
                 raise UserError(f"{file}, line {number}: {error}") from error

@@ -8,7 +8,7 @@ number in generation_config.json and config.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -29,6 +29,7 @@ ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TOKEN_IDS = "token_ids.json"
 """In a run folder: the token ids of the config.json of the Hugging Face folder that it came from."""
 
+_ID_KINDS = {"bos_token_id": int | list[int] | None, "eos_token_id": int | list[int] | None}
 END_OF_TEXT = (
     "<|endoftext|>",  # GPT-2, Qwen
     "<|end_of_text|>",  # LLaMA 3
@@ -90,7 +91,7 @@ def read_special_tokens(tokenizer: str | Path) -> SpecialTokens:
     # As in transformers: a config that lists its added tokens was written whole, beside an older one the map counts.
     names = also | names if "added_tokens_decoder" in config else names | also
     add_bos = config.get("add_bos_token")
-    files = [_read(beside(tokenizer, name)) for name in (GENERATION, TOKEN_IDS, MODEL_CONFIG)]
+    files = [_read(beside(tokenizer, name), _ID_KINDS) for name in (GENERATION, TOKEN_IDS, MODEL_CONFIG)]
     return SpecialTokens(
         names=names,
         add_bos=add_bos if isinstance(add_bos, bool) else None,
@@ -99,8 +100,8 @@ def read_special_tokens(tokenizer: str | Path) -> SpecialTokens:
     )
 
 
-def _read(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.exists() else {}
+def _read(file: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return read_json(file, kinds) if file.exists() else {}
 
 
 def _names(config: dict[str, Any]) -> dict[str, str]:

@@ -197,7 +197,7 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
         said.print(note)
     try:
         with replacing(out.with_suffix(".bin.docs")) as starts, replacing(out) as ids:
-            progress = track(files, "tokenizing", console=said)
+            progress = track(files, "tokenizing", console=said, transient=True, disable=not said.is_terminal)
             for document in encode_files(progress, tokenizer):
                 if not len(document):
                     continue
@@ -268,7 +268,8 @@ def open_tokens(path: str | Path) -> Tokens:
     if path.suffix != ".bin":
         raise UserError(f"{path} is not a .bin file, which data.source=tokens reads: for text set data.source=text")
     described, itself = path.with_suffix(".bin.json"), look_at(path)
-    meta: dict[str, Any] = read_json(described) if described.exists() else {"dtype": itself.dtype}
+    kinds = {"dtype": str, "tokens": int, "documents": int}
+    meta: dict[str, Any] = read_json(described, kinds) if described.exists() else {"dtype": itself.dtype}
     if meta.get("dtype") not in ("uint16", "uint32"):
         raise UserError(f'{described} describes a token file, so it must say "dtype": "uint16" or "uint32"')
     if itself.says and meta["dtype"] != itself.dtype:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxpar.base.errors import UserError, short
 from jaxpar.hlo import opcodes
 from jaxpar.hlo.collectives import Devices, collective_of, devices_of, paired_send
 from jaxpar.hlo.origin import PackageDirs, default_dirs, inherit, place_of
@@ -42,8 +43,19 @@ def read_program(
       kernel_cost: a function that gives the FLOPs of a Pallas kernel that does not state them itself.
 
     Raises:
-      UserError: this is not the text of a compiled module.
+      UserError: this is not the text of a compiled module, or it is damaged.
     """
+    try:
+        return _read(text, package_dirs, slice_of, kernel_cost)
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        name = text.lstrip()[:80].partition(",")[0]
+        why = f"{type(error).__name__}: {short(str(error))}"
+        raise UserError(f"{name} cannot be read ({why}): it is damaged, cut short, or in an unknown form") from error
+
+
+def _read(
+    text: str, package_dirs: PackageDirs | None, slice_of: Sequence[int] | None, kernel_cost: KernelCost | None
+) -> Program:
     module = parse(text)
     dirs = default_dirs() if package_dirs is None else package_dirs
     reader = _Reader(module, dirs, devices_of(module, slice_of), kernel_cost)

@@ -19,6 +19,8 @@ from jaxpar.rehearse.report.tables import seconds_text, titled_table
 from jaxpar.train.run_folder import read_run_config
 
 Line = tuple[str, str, str]  # the scope, source and phase of a line of the model
+_KINDS = {"steps": list[int], "trace": str, "module": str, "device_kind": str, "devices": int, "traced": int,
+          "lines": dict[str, list[str]]}  # fmt: skip
 _NOWHERE = ("instructions that are not in the program's text", "", "")
 
 
@@ -33,7 +35,7 @@ def profile_parts(folder: Path, target: str, say: Callable[[str], None], most: i
     files = sorted((folder / "profile").glob("steps_*.json"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise UserError(f"{folder} has no trace: train it with metrics.profile=20:25, which traces steps 20 to 25")
-    facts = read_json(files[-1])
+    facts = _read_facts(files[-1])
     measured, predicted = measured_lines(facts, files[-1].parent), dict[Line, float]()
     note = f"{facts['devices']} x {facts['device_kind']}"
     try:
@@ -56,12 +58,30 @@ def profile_parts(folder: Path, target: str, say: Callable[[str], None], most: i
     return titled_table(title, [*times, "line", "scope", "phase"], rows, len(times), most)
 
 
+def _read_facts(file: Path) -> dict[str, Any]:
+    """Return what was written beside a trace (`train.metrics.Profile`), or raise a UserError where it is damaged."""
+    facts = read_json(file, _KINDS)
+    missing = [key for key in _KINDS if key not in facts]
+    counts = not missing and min(facts["devices"], facts["traced"]) > 0
+    steps = [] if missing else facts["steps"]
+    if not (counts and len(steps) == 2 and steps[0] <= steps[1]):
+        lacks = f"lacks {missing[0]}" if missing else "has no steps in order, or no devices"
+        raise UserError(f"{file} is damaged: it {lacks}, so delete it and trace the steps again")
+    if wrong := [name for name, place in facts["lines"].items() if len(place) != 3]:
+        raise UserError(f"{file} is damaged: the place of {wrong[0]} is no scope, source and phase")
+    return facts
+
+
 def measured_lines(facts: dict[str, Any], folder: Path) -> Counter[Line]:
     """Return the seconds of one step on one device by line of the model, in the trace that `facts` describe.
 
     A wait for a collective or a copy that runs beside the compute is on the line that started it.
     """
-    planes = list(ProfileData.from_file(str(folder / facts["trace"])).planes)
+    trace = folder / facts["trace"]
+    try:
+        planes = list(ProfileData.from_file(str(trace)).planes)
+    except (RuntimeError, OSError, ValueError) as error:
+        raise UserError(f"{trace} is missing, damaged or cut short ({error}): trace the steps again") from error
     chips = [plane for plane in planes if re.fullmatch(r"/device:(TPU|GPU):\d+", plane.name)]
     found = Counter[Line]()
     for plane in chips or planes:

@@ -168,6 +168,12 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
     return row if numbers and type(row.get("step")) is int else None
 
 
+def read_sink_ids(folder: Path) -> dict[str, str | None]:
+    """Read the ids by which a run goes on in its sinks, by their names; a UserError where the file is damaged."""
+    file = folder / "sinks.json"
+    return read_json(file, dict.fromkeys(_OPEN, str | None)) if file.exists() else {}
+
+
 Opened = tuple[Callable[[int, Row], object], Callable[[bool], object], str | None]
 """Functions that write a row of a step and that end the run, failed or not; and the run's id."""
 
@@ -182,7 +188,7 @@ class Sink:
 
     def __init__(self, name: str, config: Config, folder: Path, first_step: int, say: Callable[[str], None]):
         self._name, self._say, self._rows = name, say, deque[tuple[int, Row]]()
-        ids = read_json(folder / "sinks.json") if (folder / "sinks.json").exists() else {}
+        ids: dict[str, Any] = read_sink_ids(folder)
         try:
             self._write, self._end, ids[name] = _OPEN[name](config, folder, first_step, ids.get(name))
         except ImportError as error:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, parse_json
 from jaxpar.data.chat import Message, find_template, load_template, render
 from jaxpar.data.end_of_turn import end_of_turn
 from jaxpar.data.special_tokens import read_special_tokens
@@ -37,10 +36,7 @@ def read_prompts(file: Path) -> list[Given]:
         return [line.removesuffix("\r") for _, line in lines]
     found: list[Given] = []
     for number, line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{file} line {number} is not JSON: {error}") from error
+        value = parse_json(line, f"{file} line {number}")
         given = value.get("prompt", value.get("messages")) if isinstance(value, dict) else None
         talk = isinstance(given, list) and bool(given) and all(isinstance(turn, dict) for turn in given)
         if not isinstance(given, str | list) or (isinstance(given, list) and not talk):

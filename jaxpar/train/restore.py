@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.base.config import Config, DataConfig, Lora, ModelConfig, check
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, require_kinds, short
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
@@ -27,6 +27,8 @@ from jaxpar.train.run_folder import TOKENIZER, Checkpoints, carry_tokenizer, is_
 from jaxpar.train.step import TrainState, init_state, reorder_state, state_shapes, state_shardings
 
 ORDER, FROZEN = "layer_order", "frozen"
+_BESIDE_KINDS = {"iterator": dict[str, Any] | None, "training_tokens": int | None, ORDER: list[int] | None,
+                 FROZEN: int | None}  # fmt: skip
 # What a config may set freely although its weights come from another: how the model runs, not what its weights mean.
 _FREE = {
     "vocab_multiple", "dropout", "init_std", "scan_layers", "max_seq_len", *(f"lora.{key}" for key in vars(Lora())),
@@ -57,15 +59,25 @@ def restore_state(
     Where not the `whole` of it is asked for, only parameters are read. Those that are frozen are loaded from
     `train.init`. A UserError says that one of both cannot be read, or that the frozen weights are no longer the run's.
     """
-    model, data = Model(config.model), checkpoints.data(step)
+    model, data = Model(config.model), _read_beside(checkpoints, step, config.model.layers)
     trained = _restore_trained(model, checkpoints, step, config, plan, data, whole)
     if not config.model.lora.rank:
         return trained, data
     source = Path(config.train.init)
     frozen = init_state(model, config, plan, load_params(source, config, plan)).params
-    if fingerprint(model, frozen) != data[FROZEN]:
+    if fingerprint(model, frozen) != data.get(FROZEN):
         raise UserError(f"{source} has other weights now than those that this run trains LoRA beside: bring them back")
     return trained._replace(params=model.merge(frozen, trained.params)), data
+
+
+def _read_beside(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, Any]:
+    """Return what `beside_state` had saved, or raise a UserError where it is damaged."""
+    place = f"what is beside the state of {checkpoints.folder / str(step)}"
+    data = require_kinds(checkpoints.data(step), _BESIDE_KINDS, place)
+    order = data.get(ORDER)
+    if order is not None and sorted(order) != list(range(layers)):
+        raise UserError(f"{place}: {ORDER} is not the numbers of {layers} layers, found {short(order)}")
+    return data
 
 
 def _restore_trained(

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxpar.base.config import RESOLVED, CheckpointConfig, Config, incompatible_changes, parse
-from jaxpar.base.errors import UTF8, UserError, reading, require_local
+from jaxpar.base.errors import UTF8, UserError, read_json, reading, require_local
 from jaxpar.base.runtime import run_together, write_whole
 from jaxpar.base.sharding import path_name
 from jaxpar.base.toml import to_toml
@@ -45,7 +45,9 @@ def read_run_config(folder: Path) -> Config:
     path = folder / "config.toml"
     if not is_run(folder):
         raise UserError(f"{folder} is no run folder: it has no config.toml")
-    return parse(path.read_text(encoding=UTF8), str(path))
+    with reading(path):
+        text = path.read_text(encoding=UTF8)
+    return parse(text, str(path))
 
 
 def open_run(folder: Path, config: Config) -> Config | None:
@@ -124,7 +126,19 @@ class Checkpoints:
             create=config is not None, cleanup_tmp_directories=config is not None,
         )  # fmt: skip
         handlers: dict[str, Any] = {"state": ocp.PyTreeCheckpointHandler(), "data": ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        try:
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        except Exception as error:  # Orbax reads a few files of every checkpoint, and hands on what their parsers raise
+            raise UserError(self._damage(error)) from error
+
+    def _damage(self, error: Exception) -> str:
+        """Say which file of the checkpoints kept them from being opened, as far as that can be told."""
+        for file in sorted(self.folder.glob("*/_CHECKPOINT_METADATA")) + sorted(self.folder.glob("*/metrics/metrics")):
+            try:
+                read_json(file)
+            except UserError as found:
+                return f"{found}: bring the checkpoint back whole, or move its folder away"
+        return f"the checkpoints in {self.folder} cannot be opened: {_first_line(error)}"
 
     def latest(self) -> int | None:
         """Return the newest finished step, or None."""
@@ -225,9 +239,10 @@ class Checkpoints:
         """Turn Orbax's failure to read into a UserError that names a way out."""
         try:
             yield
-        except (ValueError, KeyError, OSError) as error:
-            reason = str(error).strip().splitlines()[0][:200]
-            why = f"checkpoint {self.folder / str(step)} cannot be read ({reason})"
+        except UserError:
+            raise
+        except Exception as error:  # whatever Orbax, TensorStore or a parser of theirs raises over a damaged file
+            why = f"checkpoint {self.folder / str(step)} cannot be read ({_first_line(error)})"
             raise UserError(f"{why}: delete that folder to fall back to an older one") from error
 
     def close(self) -> None:
@@ -243,8 +258,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            why = f"a checkpoint could not be written to {self.folder} ({reason})"
+            why = f"a checkpoint could not be written to {self.folder} ({_first_line(error)})"
             raise UserError(f"{why}: look at the space that is left, and start again from the last one") from error
 
     def remove_old(self) -> None:
@@ -257,3 +271,8 @@ class Checkpoints:
         for step in steps:
             if step not in kept:
                 self._manager.delete(step)
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of what an error says, or its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
