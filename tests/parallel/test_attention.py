@@ -131,6 +131,7 @@ def asked(seq_len: int, head_dim: int, mask: Mask, dtype: str = "bfloat16", **op
 
 
 IDS = Segments(jnp.zeros((1, 1024), jnp.int32), jnp.zeros((1, 1024), jnp.int32))
+SHAPES: Any = Segments(*[jax.ShapeDtypeStruct((1, 1024), jnp.int32)] * 2)  # pyright: ignore[reportArgumentType]
 DROPS = "dropout of attention weights"
 CHOICES: list[tuple[str, dispatch.Asked, str, str]] = [
     ("tpu", asked(8192, 128, Causal()), "splash", ""),
@@ -158,13 +159,18 @@ CHOICES: list[tuple[str, dispatch.Asked, str, str]] = [
     ("gpu", asked(8192, 64, Causal() & Window(1023)), "cudnn", ""),
     ("gpu", asked(8192, 64, Full()), "cudnn", ""),
     ("gpu", asked(1024, 64, Causal() & IDS), "pallas_gpu", "cudnn: documents"),
+    ("gpu", asked(1024, 64, Causal() & First(9) & IDS), "pallas_gpu",
+     "cudnn: no mask like Causal(offset=0) & First(n=9) of each document & Segments((1, 1024), (1, 1024))"),
+    ("gpu", asked(1024, 64, bigbird(64, causal=True) & SHAPES), "chunked",
+     "cudnn: no mask like BlockSparse(1 x 1 blocks of 64 x 64, 100% seen) of each document & Segments((1, 1024), "
+     "(1, 1024)); pallas_gpu: blocks are laid on each document, which begins anywhere in a tile"),
     ("gpu", asked(1024, 64, Window(3, 3)), "pallas_gpu", "cudnn: no mask like Window(left=3, right=3)"),
     ("gpu", asked(1024, 256, Causal()), "pallas_gpu", "cudnn: head_dim 256 is no multiple of 8 up to 128"),
     ("gpu", asked(1024, 64, Causal(), "float32"), "pallas_gpu", "cudnn: float32"),
     ("gpu", asked(1024, 64, Causal(), dropping=True), "chunked", f"cudnn: {DROPS}; pallas_gpu: {DROPS}"),
     ("cpu", asked(512, 64, Causal()), "chunked", ""),
     ("cpu", asked(513, 64, bigbird(513)), "chunked", ""),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("platform", "case", "name", "why"), CHOICES)

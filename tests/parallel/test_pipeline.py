@@ -230,7 +230,7 @@ class Waves:
 
     @property
     def axes(self) -> Any:
-        return {"embed": ("embed",), "blocks": ("layers", "embed"), "head": ("embed",)}
+        return {"embed": (None, "embed"), "blocks": ("layers", "embed"), "head": (None, "embed")}
 
     def trained(self, tree: Any) -> Any:
         return tree
@@ -255,7 +255,7 @@ def waves(**how: Any) -> tuple[Any, Any]:
     pipeline = Pipeline("1f1b", 3, stash="stage")
     plan = Plan(make_mesh(MeshSpec(stage=2), jax.devices()[:2]), pipeline=pipeline, remat="full", **how)
     blocks = jnp.array([[0.5, 0.7], [1.1, 0.3], [0.9, 1.3], [0.4, 0.8]])
-    params = {"embed": jnp.array([0.2, 0.3]), "blocks": blocks, "head": jnp.array([1.5, 0.6])}
+    params = {"embed": jnp.array([[0.2, 0.3]]), "blocks": blocks, "head": jnp.array([[1.5, 0.6]])}
     batch = {"tokens": jnp.arange(12).reshape(6, 2), "labels": 1 + jnp.arange(12).reshape(6, 2) % 5}
 
     def run(params: Any, batch: Any, key: Any) -> Any:
