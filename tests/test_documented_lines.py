@@ -1,9 +1,10 @@
 """What README and docs/ tell a user to type, run as it stands there.
 
-A page's lines run one after another in one folder, each in a process of its own: a later line finds the run of an
-earlier one. What the tests add comes before a line's own flags, which so count. A block of `text` below a block is what
-that prints, each line of it; one with a title is an excerpt, or another program's. Quick: every line parses, and its
-config is one.
+A page's lines run one after another in one folder and in one process (`page_process.py`): a later line finds the run of
+an earlier one. What starts processes itself, and what needs more devices than that process has, is run in one of its
+own, and so is a page's Python. What the tests add comes before a line's own flags, which so count. A block of `text`
+below a block is what that prints, each line of it; one with a title is an excerpt, or another program's. Quick: every
+line parses, and its config is one.
 """
 
 import json
@@ -12,7 +13,9 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +58,8 @@ ADDED = {
 DEAR = {"bench": "", "rehearse": "rehearse.md", "verify": "verify.md", "launch": "launch.md", "sweep": "launch.md"}
 """What takes long, whatever is added: it runs on its own page, and elsewhere only parses."""
 ERROR = "jaxpar: error: "
+TIMEOUT = 900
+"""Seconds that a command may take."""
 SET = re.compile("[A-Z_]+=")
 """A variable that a line sets for itself; the tests set it for all."""
 PYTHON = {
@@ -143,13 +148,74 @@ def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
         assert block.language in ("sh", "python", "toml", "text", "json") or block.title or page.name == "README.md"
 
 
-def shell(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command as on a user's machine: of this test run's settings only those that make XLA compile fast."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "TPU_"))}
-    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONWARNINGS": "default", "WANDB_MODE": "offline"}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, check=False, capture_output=True, text=True, timeout=900
-    )
+OWN_PROCESS = ("launch", "sweep")
+"""Commands that start processes, which must not inherit a JAX that has started."""
+TOO_FEW_DEVICES = "simulated CPU devices are needed and JAX has started with"
+
+
+class Shell:
+    """Runs what a page has a user type, in a folder, as on a user's machine.
+
+    Of this test run's settings only those that make XLA compile fast are handed on. `compiled` is a folder of compiled
+    programs that all pages share: several train the same small model.
+    """
+
+    def __init__(self, folder: Path, compiled: Path):
+        self._folder = folder
+        self._process: subprocess.Popen[str] | None = None
+        self._environment = {
+            key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "TPU_"))
+        } | {
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "PYTHONWARNINGS": "default",
+            "WANDB_MODE": "offline",
+            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.01",
+        }
+
+    def jaxpar(self, words: list[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command of `jaxpar`."""
+        if words[0] in OWN_PROCESS:
+            return self.python(["-m", "jaxpar.cli.main", *words])
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, ROOT / "tests" / "page_process.py"], cwd=self._folder, env=self._environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        limit = threading.Timer(TIMEOUT, self._process.kill)
+        limit.start()
+        try:
+            self._process.stdin.write(json.dumps(words) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        finally:
+            limit.cancel()
+        assert answer, f"the process ended: {words}\n{self._process.stderr.read()}"
+        code, out, err = json.loads(answer)
+        if TOO_FEW_DEVICES in err:
+            return self.python(["-m", "jaxpar.cli.main", *words])
+        return subprocess.CompletedProcess(words, code, out, err)
+
+    def python(self, words: list[str]) -> subprocess.CompletedProcess[str]:
+        """Run Python with these words, in a process of its own."""
+        return subprocess.run(
+            [sys.executable, *words], cwd=self._folder, env=self._environment, check=False, capture_output=True,
+            text=True, timeout=TIMEOUT,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.communicate()
+
+
+@pytest.fixture
+def shell(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # all processes of this run have this parent
+    opened = Shell(folder, shared / "compiled")
+    yield opened
+    opened.close()
 
 
 @pytest.fixture
@@ -175,7 +241,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_line_runs(page: Path, folder: Path) -> None:
+def test_every_line_runs(page: Path, folder: Path, shell: Shell) -> None:
     found = blocks(page)
     experiment = next((block.text for block in found if block.language == "toml" and "[train]" in block.text), "")
     (folder / "my_experiment.toml").write_text(experiment)
@@ -198,12 +264,12 @@ def test_every_line_runs(page: Path, folder: Path) -> None:
             if "tiny" in words[:3] and words[0] in ("train", "launch", "sweep") and "--data.source" not in words:
                 added += ["--data.max-bytes", "200000"]
             place = 3 if words[0] in ("convert", "launch") else 2
-            done = shell(["-m", "jaxpar.cli.main", *words[:place], *added, *words[place:]], folder)
+            done = shell.jaxpar([*words[:place], *added, *words[place:]])
             where = f"{page.name}:{block.line} {' '.join(words)}\n{done.stdout}\n{done.stderr}"
             assert done.returncode == (2 if block.prints.startswith(ERROR) else 0), where
             assert not missing(block, done), where
     if python := [block for block in found if block.language == "python"]:
-        done = shell(["-c", "\n".join([PYTHON.get(page.name, ""), *(block.text for block in python)])], folder)
+        done = shell.python(["-c", "\n".join([PYTHON.get(page.name, ""), *(block.text for block in python)])])
         absent = [line for block in python for line in missing(block, done)]
         assert done.returncode == 0 and not absent, f"{page.name}: {absent}\n{done.stdout}\n{done.stderr}"
 
