@@ -23,7 +23,7 @@ from jaxpar.plan.budget import platform_of
 from jaxpar.plan.memory_account import MemoryPart, memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.tables import memory_table
-from jaxpar.train.loop import OutOfMemory, Result, run
+from jaxpar.train.loop import STEP, OutOfMemory, Result, run
 from jaxpar.train.metrics import Report, read_metrics
 from jaxpar.train.plans import make_plan
 from jaxpar.verify.of_config import require
@@ -75,6 +75,8 @@ def train_config(config: Config, folder: Path, verify: bool = False, report: Rep
         with ThreadPoolExecutor(1) as beside:
             result = run(settled, folder, corpus, report_memory, take_row)
     except OutOfMemory as error:
+        if error.where != STEP:
+            raise
         parts, has = _memory_parts(error.config, error.plan)
         say(memory_table(parts))
         raise UserError(out_of_memory(error.said, parts, error.config, error.plan, has)) from error

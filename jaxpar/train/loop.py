@@ -54,15 +54,25 @@ class Result(NamedTuple):
     interrupted: bool
 
 
-class OutOfMemory(UserError):
-    """A device has too little memory for the step, at compilation or when it runs; `said` is the device's message."""
+STEP, EVALUATION = "this step", "this evaluation"
 
-    def __init__(self, config: Config, plan: Plan, said: str):
-        super().__init__(
-            f"out of memory ({compiler_message(said)[:200]}): try memory.policy=full, a higher train.accumulation, "
-            "or memory.budget=auto"
-        )
-        self.config, self.plan, self.said = config, plan, said
+
+class OutOfMemory(UserError):
+    """A device has too little memory for a step or an evaluation, at compilation or when it runs.
+
+    Attributes:
+      config: the experiment.
+      plan: its plan.
+      said: the device's message.
+      where: what had too little: `this step` or `this evaluation`.
+    """
+
+    def __init__(self, config: Config, plan: Plan, said: str, where: str = STEP):
+        tries = "memory.policy=full, a higher train.accumulation, or memory.budget=auto"
+        if where == EVALUATION:  # which keeps nothing for a backward pass
+            tries = "a higher train.accumulation, which is that of an evaluation too, or mesh.fsdp"
+        super().__init__(f"out of memory in {where} ({compiler_message(said)[:200]}): try {tries}")
+        self.config, self.plan, self.said, self.where = config, plan, said, where
 
 
 class Diverged(UserError):
@@ -89,7 +99,7 @@ def run(
         calls are the same in number and order on all of them; speed and data_wait are those of the process.
 
     Raises:
-      OutOfMemory: a device has too little memory for the step.
+      OutOfMemory: a device has too little memory for a step or an evaluation.
       UserError: the user can mend it: config, devices or data are bad, the folder has another config, or it diverged.
     """
     require_local(folder)
@@ -147,6 +157,8 @@ class _Run:
         self.show = ProgressLine(config.train.steps, self.first, self.main)
         self.skipped = skipped_records(corpus.train)
         self.told = dict[int, int]()  # how many of each were said
+        self.running = STEP
+        """What an error of the device is one of."""
         self.loss: float | None = None
         self.val_loss: float | None = None
         self.lines: Future[None] | None = None
@@ -188,15 +200,15 @@ class _Run:
 
     @contextmanager
     def _out_of_memory(self) -> Iterator[None]:
-        """Raise `OutOfMemory` where a device has too little memory, at compilation or at a step."""
+        """Raise `OutOfMemory` where a device has too little memory, at compilation or when the program runs."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             if said := kernel_memory_message(str(error)):  # a kernel's limit, not the device's memory
-                raise UserError(f"the compiler refuses this step: {said}") from error
-            raise OutOfMemory(self.config, self.plan, str(error)) from error
+                raise UserError(f"the compiler refuses {self.running}: {said}") from error
+            raise OutOfMemory(self.config, self.plan, str(error), self.running) from error
 
     def _start(self) -> tuple[TrainState[jax.Array], DatasetIterator[HostBatch]]:
         """Return the state and the data iterator at the first step, and print the start-up lines."""
@@ -389,8 +401,10 @@ class _Run:
 
     def _evaluate(self, step: int, limit: int, prefix: str = "") -> float:
         assert self.corpus.val is not None
-        began, eval_step = time.perf_counter(), run_together(self.eval_step.result)
+        began, self.running = time.perf_counter(), EVALUATION
+        eval_step = run_together(self.eval_step.result)
         loss = evaluate(eval_step, self.state.params, self.corpus.val, self.config, self.plan, limit)
+        self.running = STEP
         self.log.write(step, **{prefix + METRIC: loss})
         over = f"{limit} batches" if limit else "the whole set"
         self.show.say(f"step {step}  validation loss {loss:.4f}  ({over}, {time.perf_counter() - began:.1f} s)")

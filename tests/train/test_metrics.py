@@ -16,7 +16,7 @@ from jaxpar.base.config import Config, override
 from jaxpar.base.console import bytes_text, count_text
 from jaxpar.base.hardware import peak_flops
 from jaxpar.base.toml import to_toml
-from jaxpar.train.loop import _Run
+from jaxpar.train.loop import OutOfMemory, _Run
 from jaxpar.train.memory import local_bytes
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
 from jaxpar.train.run_folder import carry_tokenizer, open_run, read_run_config
@@ -162,6 +162,18 @@ def test_the_speed_of_a_run_is_that_of_the_tokens_it_computes():
     row = run.log.write.call_args.kwargs
     assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(8 * 16)
     assert row["labels"] == 13 and "tokens" not in row
+
+
+def test_an_evaluation_that_runs_out_of_memory_says_so():
+    """What the backward pass keeps, which other advice would change, is no part of it."""
+
+    def exhausted():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+
+    run = MagicMock(eval_step=SimpleNamespace(result=exhausted))
+    said = r"out of memory in this evaluation \(.*no room.*: try a higher train.accumulation"
+    with pytest.raises(OutOfMemory, match=said), _Run._out_of_memory(run):
+        _Run._evaluate(run, 1, 1)
 
 
 def test_device_memory_is_the_largest_peak_of_this_process():
