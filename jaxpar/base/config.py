@@ -143,6 +143,8 @@ class DataConfig:
     seed: Annotated[int, Range(0, MOST_SEED)] = 0
     prefetch: Annotated[int, Range(0, 1_000)] = 2
     """Batches read ahead of the step."""
+    accept_changed: bool = False
+    """Go on with a run although its data are others than it was trained on; of one call alone."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,8 @@ RESOLVED = "The resolved config of this run."
 # reported and kept. Any other difference is another experiment.
 RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "checkpoint",
              "metrics", "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches",
-             "train.final_eval_batches", "data.prefetch", "model.scan_layers")  # fmt: skip
+             "train.final_eval_batches", "data.prefetch", "data.accept_changed",
+             "model.scan_layers")  # fmt: skip
 
 _MOST_PARAMETERS = 10**14
 _MOST_TOKENS = 2**30  # of a global batch

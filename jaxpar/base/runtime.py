@@ -268,6 +268,13 @@ def run_together(run: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]
 
 
+def told_by_first(value: bool) -> bool:
+    """Return on every process what the first one gives; all must call this."""
+    if jax.process_count() == 1:
+        return value
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
 _TOGETHER = "raised_on_all_processes"
 
 
@@ -294,13 +301,19 @@ class Batches(Generic[T]):
     def __next__(self) -> T:
         if self._error is None:
             try:
-                return next(self._source)
+                return self._read()
             except Exception as error:
                 if jax.process_count() == 1 or isinstance(error, StopIteration):
                     raise
                 self._error = error
                 self._failing()
         return self._empty
+
+    def _read(self) -> T:
+        try:
+            return next(self._source)
+        except OSError as error:
+            raise UserError(f"the data cannot be read: {error}") from error
 
     @property
     def failed(self) -> bool:

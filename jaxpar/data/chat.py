@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
@@ -156,6 +156,8 @@ class Examples:
     """The file or folder, for messages."""
     note: str = ""
     """What was cut or left out."""
+    files: tuple[Path, ...] = ()
+    """The files that they were read from."""
 
     @property
     def size(self) -> int:
@@ -177,8 +179,9 @@ class Examples:
         if cut < 1:
             raise UserError(f"{self.origin} has a single example, which cannot be held out: set data.val_fraction=0")
         place = self.starts[cut]
-        train = Examples(self.ids[:place], self.labels[:place], self.starts[: cut + 1], self.origin, self.note)
-        return train, Examples(self.ids[place:], self.labels[place:], self.starts[cut:] - place, self.origin)
+        train = replace(self, ids=self.ids[:place], labels=self.labels[:place], starts=self.starts[: cut + 1])
+        starts = self.starts[cut:] - place
+        return train, replace(self, ids=self.ids[place:], labels=self.labels[place:], starts=starts, note="")
 
     def rows(self, data: DataConfig, seed: int, endless: bool) -> grain.IterDataset[HostBatch]:
         """Return rows [S] with whole examples, one in each or (`data.pack`) as many as fit, filled up with label -1.
@@ -222,7 +225,8 @@ def load_examples(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tu
 
 def _load(path: str, data: DataConfig, tokenizer: Tokenizer, template: _GetTemplate) -> Examples:
     rows, cut, dropped = [], 0, 0
-    for file in text_files(path):
+    files = text_files(path)
+    for file in files:
         for number, line in enumerate(read_text(file).split("\n"), 1):
             if not line.strip():
                 continue
@@ -242,7 +246,8 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer, template: _GetTempl
         raise UserError(f"{path} has no example whose completion begins within data.seq_len={data.seq_len} tokens")
     ids, labels = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
     note = f" ({cut} were longer than data.seq_len and cut, {dropped} of them left out as nothing that counts was left)"
-    return Examples(ids, labels, np.cumsum([0, *(len(row) for row, _ in rows)]), path, note if cut else "")
+    starts = np.cumsum([0, *(len(row) for row, _ in rows)])
+    return Examples(ids, labels, starts, path, note if cut else "", tuple(files))
 
 
 def _encode(row: Any, data: DataConfig, tokenizer: Tokenizer, template: _GetTemplate) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,16 @@ from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
 from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import Batches, ask_to_stop, raised_together, run_together, start, stop_signals, write_whole
+from jaxpar.base.runtime import (
+    Batches,
+    ask_to_stop,
+    raised_together,
+    run_together,
+    start,
+    stop_signals,
+    told_by_first,
+    write_whole,
+)
 from jaxpar.data.corpus import Corpus, HostBatch, load_corpus, skipped_records, train_batches, unigram_entropy
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.hlo.turns import require_order
@@ -31,6 +40,7 @@ from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink
 from jaxpar.train.optimizer import schedule_note
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
+from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data
 from jaxpar.train.run_folder import METRIC, TOKENIZER, Checkpoints, carry_tokenizer, open_run
 from jaxpar.train.step import (
     TrainState,
@@ -115,7 +125,12 @@ def run(
         say(note)
     if offload_asked(plan):
         run_together(lambda: require_right_gradients(jax.local_devices()[0], say))
-    before = open_run(folder, config)
+    main = jax.process_index() == 0
+    compared = run_together(lambda: compare_data(folder, config, corpus) if main else NOT_COMPARED)
+    before = open_run(folder, config, compared.known)
+    run_together(lambda: keep_data(folder, compared.pieces) if main else None)
+    if compared.note:
+        say(compared.note)
     tokenizer = corpus.tokenizer
     if tokenizer is not None:
         run_together(lambda: _keep_tokenizer(tokenizer, config, folder) if jax.process_index() == 0 else None)
@@ -123,7 +138,7 @@ def run(
     if before is not None and (note := schedule_note(before.train, config.train, checkpoints.latest() or 0)):
         say(note)
     try:
-        result = _Run(config, folder, plan, corpus, checkpoints, watch, report).go()
+        result = _Run(config, folder, plan, corpus, checkpoints, compared, watch, report).go()
     except BaseException:
         try:
             checkpoints.close()
@@ -145,10 +160,11 @@ class _Run:
     """One call of `run`; it has what the loop needs, and the steps whose numbers have not been read yet."""
 
     def __init__(
-        self, config: Config, folder: Path, plan: Plan, corpus: Corpus, checkpoints: Checkpoints, watch: Watch,
-        report: Report | None,
+        self, config: Config, folder: Path, plan: Plan, corpus: Corpus, checkpoints: Checkpoints,
+        compared: Compared, watch: Watch, report: Report | None,
     ):  # fmt: skip
         self.config, self.folder, self.plan, self.corpus = config, folder, plan, corpus
+        self.compared, self.broken = compared, ""
         self.checkpoints, self.watch, self.report, self.model = checkpoints, watch, report, Model(config.model)
         self.first = checkpoints.latest() or 0
         self.last = min(config.train.stop_at or config.train.steps, config.train.steps)
@@ -220,14 +236,16 @@ class _Run:
             state = init_state(model, config, plan, params)
         else:
             state, beside = restore_state(self.checkpoints, self.first, config, plan)
-            if beside["training_tokens"] not in (None, text.size):
-                raise UserError(
-                    f"the run was trained on {beside['training_tokens']:,} tokens, documents or examples and "
-                    f"{text.origin} now has {text.amount}: bring the old text back (the stdlib corpus changes with "
-                    "Python), or start a new --run"
-                )
+            run_together(lambda: self._require_as_much(beside["training_tokens"]))
+            changed = told_by_first(self.compared.changed)
             if beside["iterator"] is not None:
-                data.set_state(beside["iterator"])
+                try:
+                    data.set_state(beside["iterator"])
+                except Exception as error:  # whatever an iterator says that finds other data than it was in
+                    if not changed:
+                        raise
+                    self.show.say(f"warning: these data have no such place, they are read from their start: {error}")
+                    data = train_batches(text, config.data, config.train.batch, rows, config.model.vocab_size)
         self.frozen, val = fingerprint(model, state.params), self.corpus.val
         held_out = val.amount if val else "nothing, as there is no data.val_path,"
         facts = {
@@ -242,6 +260,15 @@ class _Run:
         for line in banner(plan, facts):
             self.show.say(line)
         return state, data
+
+    def _require_as_much(self, before: int | None) -> None:
+        """Raise a UserError where a run that does not say which data it has was trained on more or fewer."""
+        text = self.corpus.train
+        if self.main and not self.compared.known and before not in (None, text.size):
+            raise UserError(
+                f"the run was trained on {before:,} tokens, documents or examples and {text.origin} now has "
+                f"{text.amount}: bring the old text back (the stdlib corpus changes with Python), or start a new --run"
+            )
 
     def _compile(self) -> tuple[Compiled, str]:
         """Compile the step ahead, so that the first is timed like the others; return it and a line to say about it."""
@@ -267,6 +294,8 @@ class _Run:
         except Exception as error:
             if raised_together(error) and not isinstance(error, Diverged):
                 self._save_good()
+            if self.broken and self.main:
+                keep_data(self.folder, self.compared.pieces, self.broken)
             raise
 
     def _steps(self, step_fn: Compiled, stop_after: Callable[[int], bool]) -> int:
@@ -302,7 +331,7 @@ class _Run:
             if not (evaluating or saving):
                 continue
             jax.block_until_ready(metrics)  # a step that is still running counts as training time
-            self.batches.require()
+            self._require_rows()
             self.positions = {step: self.positions[step]}
             if step % config.metrics.log_every == 0 or stop:
                 self._log(step, metrics)
@@ -323,12 +352,26 @@ class _Run:
 
     def _next_rows(self, step: int) -> HostBatch:
         """Read this process's rows of a step's batch, and keep the position after it for a checkpoint of that step."""
-        rows = next(self.batches)
+        with self._reading_data():
+            rows = next(self.batches)
         if jax.process_count() == 1:
             self.positions.clear()  # of several, which steps are void is known later
         if not self.batches.failed:
             self.positions[step] = self.data.get_state()
         return rows
+
+    def _require_rows(self) -> None:
+        with self._reading_data():
+            self.batches.require()
+
+    @contextmanager
+    def _reading_data(self) -> Iterator[None]:
+        """Note an error of the data, after which the run may go on over what is mended."""
+        try:
+            yield
+        except UserError as error:
+            self.broken = str(error)
+            raise
 
     def _save(self, step: int) -> None:
         size, position = self.corpus.train.size, self.positions[step]
@@ -360,7 +403,7 @@ class _Run:
         """Fetch a step's metrics, and print and write them with the speed since the last time."""
         numbers = {key: float(value) for key, value in jax.device_get(metrics).items()}
         if not np.isfinite(numbers["loss"]):
-            self.batches.require()  # which is why, where a process had no rows
+            self._require_rows()  # which is why, where a process had no rows
         numbers["labels"] = numbers.pop("tokens")
         speed = self.meter.read(step, self.config.train.batch * self.config.data.seq_len)
         self.loss = numbers["loss"]
@@ -391,7 +434,7 @@ class _Run:
         del self._unread[: len(read)]
         for step, loss, norm in jax.device_get(read):
             if not (np.isfinite(loss) and np.isfinite(norm)):
-                self.batches.require()
+                self._require_rows()
                 saved = self.checkpoints.latest()
                 raise Diverged(
                     f"loss {loss} and gradient norm {norm} at step {step}: the run diverged; try a lower "
@@ -403,7 +446,8 @@ class _Run:
         assert self.corpus.val is not None
         began, self.running = time.perf_counter(), EVALUATION
         eval_step = run_together(self.eval_step.result)
-        loss = evaluate(eval_step, self.state.params, self.corpus.val, self.config, self.plan, limit)
+        with self._reading_data():
+            loss = evaluate(eval_step, self.state.params, self.corpus.val, self.config, self.plan, limit)
         self.running = STEP
         self.log.write(step, **{prefix + METRIC: loss})
         over = f"{limit} batches" if limit else "the whole set"

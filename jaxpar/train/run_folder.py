@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +51,39 @@ def read_run_config(folder: Path) -> Config:
     return parse(text, str(path))
 
 
-def open_run(folder: Path, config: Config) -> Config | None:
+def finished_steps(folder: Path) -> list[int]:
+    """Return the steps of a run folder's finished checkpoints, as they are at the moment."""
+    names = [path.name for path in (folder / "checkpoints").glob("[0-9]*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def moved_data(changes: Sequence[str]) -> list[str]:
+    """Return the changes of a config (see `incompatible_changes`) that are more than another place of its data."""
+    return [text for text in changes if not text.startswith(("data.path: ", "data.val_path: "))]
+
+
+def open_run(folder: Path, config: Config, data_compared: bool = False) -> Config | None:
     """Make a run folder with its `config.toml`, or check that the existing one belongs to the same experiment.
+
+    With `data_compared`, the data are known to be those of the run, wherever they lie now.
 
     Only process 0 does this and tells the others whether it succeeded, because they might see a half-written file. It
     returns there the config that was in the folder, or None. A folder of another experiment, or one that is no run
     folder, is refused with a UserError, and so is a URL.
     """
     require_local(folder)
-    return run_together(lambda: _open_run(folder, config) if jax.process_index() == 0 else None)
+    main = jax.process_index() == 0
+    return run_together(lambda: _open_run(folder, config, data_compared) if main else None)
 
 
-def _open_run(folder: Path, config: Config) -> Config | None:
+def _open_run(folder: Path, config: Config, data_compared: bool) -> Config | None:
     path, before = folder / "config.toml", None
     if path.exists():
         before = read_run_config(folder)
         changed = incompatible_changes(before, config)
-        if [name.name for name in (folder / "checkpoints").glob("[0-9]*")] == ["0"]:
+        if data_compared:
+            changed = moved_data(changed)
+        if finished_steps(folder) == [0]:
             # An import has not trained yet: how it trains is still open, but its arrays are fixed.
             changed = [text for text in changed if text.startswith(("model.", "precision."))]
         if changed:
@@ -76,10 +93,15 @@ def _open_run(folder: Path, config: Config) -> Config | None:
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and is no run folder (it has no config.toml): use another --run folder")
     try:
-        write_whole(path, to_toml(config, RESOLVED))
+        write_whole(path, to_toml(_for_next_call(config), RESOLVED))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}: look at --run, and at the space there") from error
     return before
+
+
+def _for_next_call(config: Config) -> Config:
+    """Return the config without what it says for one call alone."""
+    return replace(config, data=replace(config.data, accept_changed=False))
 
 
 METRIC = "val_loss"

@@ -90,7 +90,7 @@ def test_the_steps_before_an_error_are_saved_and_the_run_goes_on_as_if_there_had
         monkeypatch.setattr(loop, "evaluate", evaluate_nothing)
     else:
         report = stop_at_row_two
-    with pytest.raises((OSError, ValueError, KeyError), match=r"gone|today|reads"):
+    with pytest.raises((UserError, ValueError, KeyError), match=r"gone|today|reads"):
         loop.run(config, tmp_path / "run", report=report)
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [saved]
     assert f"after step {saved}, which is saved" in capsys.readouterr().out

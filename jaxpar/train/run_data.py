@@ -1,0 +1,71 @@
+"""The data of a run: `data.json` in its folder says which they are, and a run that goes on compares them with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxpar.base.config import Config, incompatible_changes
+from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.runtime import write_whole
+from jaxpar.data.corpus import Corpus
+from jaxpar.data.identity import Piece, difference, identify
+from jaxpar.train.run_folder import finished_steps, is_run, moved_data, read_run_config
+
+DATA = "data.json"
+
+
+class Compared(NamedTuple):
+    """What came of comparing data with those that a run was trained on."""
+
+    pieces: Sequence[Piece]
+    """What the data are made of now."""
+    known: bool
+    """Whether the run says what they were: then their paths mean nothing."""
+    changed: bool
+    """Whether they are others, which was accepted."""
+    note: str
+    """What to say of it; empty = nothing."""
+
+
+NOT_COMPARED = Compared((), False, False, "")
+"""On processes other than the first, which compares and writes."""
+
+
+def compare_data(folder: Path, config: Config, corpus: Corpus) -> Compared:
+    """Compare the data of a config with those that the run in a folder was trained on, if it was.
+
+    Raises:
+      UserError: they are others, and neither `data.accept_changed` nor an error that ended the run over them allows it;
+        or a file cannot be read.
+    """
+    pieces, file = identify(corpus), folder / DATA
+    if not (is_run(folder) and file.exists()):
+        return Compared(pieces, False, False, "")
+    written = read_json(file)
+    try:
+        before = [Piece(*piece) for piece in written["files"]]
+        broken = str(written["broken"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{file} does not say what the run was trained on: delete it to go on unchecked") from error
+    other_run = moved_data(incompatible_changes(read_run_config(folder), config))
+    what = difference(before, pieces)
+    if other_run or not what or not any(finished_steps(folder)):
+        return Compared(pieces, True, False, "")
+    if broken:
+        return Compared(pieces, True, True, f"data: {what}; the run goes on over it, as it had stopped over its data")
+    if config.data.accept_changed:
+        return Compared(pieces, True, True, f"data: {what}; the run goes on over it, as data.accept_changed says")
+    python = " (the stdlib corpus changes with Python)" if config.data.source == "stdlib" else ""
+    raise UserError(
+        f"the run in {folder} was trained on other data: {what}{python}: bring it back, go on over it with "
+        "data.accept_changed=True, or start a new --run"
+    )
+
+
+def keep_data(folder: Path, pieces: Sequence[Piece], broken: str = "") -> None:
+    """Write which data a run is trained on, and if it stopped over them, the error."""
+    rows = ",\n  ".join(json.dumps(list(piece), ensure_ascii=False) for piece in pieces)
+    write_whole(folder / DATA, f'{{"broken": {json.dumps(broken)}, "files": [\n  {rows}\n]}}\n')
