@@ -168,6 +168,9 @@ MUTATIONS = [
     Mutation("decode_softcap", "the soft cap is lost where a new token is decoded", "jaxpar/parallel/cache.py",
              "one = partial(attend, softcap=softcap)", "one = partial(attend, softcap=0.0)",
              "tests/train/test_generation.py -k new_token"),
+    Mutation("decode_logit_softcap", "the soft cap of the vocabulary's scores is lost in generation",
+             "jaxpar/train/generation.py", "sizes.vocab_size, sizes.logit_softcap)", "sizes.vocab_size)",
+             "tests/train/test_generation.py -k scores_are"),
     Mutation("norms_decay", "scales of stacked norms decay as matrices do", "jaxpar/base/plan.py",
              'len([axis for axis in axes if axis != "layers"]) > 1', "len(axes) > 1", "tests/train/test_optimizer.py"),
     # Data, checkpoints, configs.
@@ -176,6 +179,13 @@ MUTATIONS = [
     Mutation("straddling_label", "the label of a token that reaches into a completion is lost", "jaxpar/data/chat.py",
              "(ends > begin) & (begins < end)", "(begins >= begin) & (begins < end)",
              "tests/data/test_chat.py -k reaches"),
+    Mutation("swapped_experts", "two matrices of an expert are swapped on import, and on export again",
+             "models/hf_families.py",
+             '"w1.weight": ("F D", "blocks.gate"),\n        _EXPERT + "w2.weight": ("D F", "blocks.down"),\n'
+             '        _EXPERT + "w3.weight": ("F D", "blocks.up")',
+             '"w1.weight": ("F D", "blocks.up"),\n        _EXPERT + "w2.weight": ("D F", "blocks.down"),\n'
+             '        _EXPERT + "w3.weight": ("F D", "blocks.gate")',
+             "tests/models/test_hf.py -k stored"),
     Mutation("swapped_norms", "the norms of queries and keys are swapped on import, and on export again",
              "models/hf_families.py",
              'q_norm.scale"),\n    _LAYER + "self_attn.k_norm.weight": ("h", "blocks.k_norm.scale")',

@@ -400,34 +400,30 @@ def test_an_empty_folder_is_taken(tmp_path):
     assert_same(read(tmp_path / "exported"), tensors_of(GPT2))
 
 
-# Logits of checkpoints of random numbers as transformers 5.24 computes them.
-STORED = {
-    "qwen3": ({}, [1.0528, 3.8221, -3.9623, 1.6624, -2.5901]),
-    "gemma2": (
-        {
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-            "query_pre_attn_scalar": 5,
-            "sliding_window": 3,
-        },
-        [-2.9805, -0.9961, -2.084, 2.8955, 1.0517],
-    ),
-    "gemma3_text": (
-        {"query_pre_attn_scalar": 5, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
-        [-8.5692, -0.532, -2.8572, 6.0991, 0.7661],
-    ),
-}
-SIZES = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
+# Logits of checkpoints of random numbers as transformers 5.24 computes them, by the keys of config.json.
+SMALL_GPT2 = {"vocab_size": 11, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "n_inner": 12}
+SMALL = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 16,
          "tie_word_embeddings": True}  # fmt: skip
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+GEMMA = {"query_pre_attn_scalar": 5, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+STORED = {
+    "gpt2": (SMALL_GPT2 | {"tie_word_embeddings": False}, [-0.4246, -2.1402, 0.9952, -2.6547, 7.0954]),
+    "mixtral": (SMALL | EXPERTS, [-2.1575, -4.3423, -7.1597, -0.786, 1.8162]),
+    "qwen2": (SMALL | {"head_dim": 2}, [-3.2427, 1.7968, -0.3422, 1.0742, -3.4159]),
+    "qwen3": (SMALL, [1.0528, 3.8221, -3.9623, 1.6624, -2.5901]),
+    "gemma2": (SMALL | GEMMA | CAPS, [-2.9805, -0.9961, -2.084, 2.8955, 1.0517]),
+    "gemma3_text": (SMALL | GEMMA, [-8.5692, -0.532, -2.8572, 6.0991, 0.7661]),
+}
 
 
 @pytest.mark.parametrize("family", STORED)
 def test_logits_are_the_stored_ones_of_transformers(family: str, tmp_path: Path) -> None:
     """Two names that are swapped on import and on export again pass every round trip. Each tensor's numbers depend on
     its name alone."""
-    changes, want = STORED[family]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family} | SIZES | changes))
+    sizes, want = STORED[family]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family} | sizes))
     config = hf_families.model_config_from_hf(tmp_path)
     model = Model(config)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), model.shapes())

@@ -21,7 +21,7 @@ from jaxpar.verify.reference_ops import ReferenceOps
 
 CONFIG = ModelConfig(
     "llama", vocab_size=31, vocab_multiple=8, layers=4, embed=16, heads=4, kv_heads=2, mlp=32, max_seq_len=64,
-    init_std=0.5,
+    init_std=0.5, attention_softcap=2.0, logit_softcap=3.0,
     masks=("window(5)", "causal", "longformer(window=4, stride=2)", "bigbird(window=1, globals=1, block=4)"),
 )  # fmt: skip
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], [6]]
@@ -128,9 +128,14 @@ def test_a_new_token_is_attended_as_the_last_of_a_whole_sequence(plan_of: Callab
     rng, plan = np.random.default_rng(0), plan_of()
     q, k, v = (jnp.asarray(3 * rng.standard_normal((2, 9, heads, 6)), jnp.float32) for heads in (4, 2, 2))
     (mask,) = layer_masks(replace(CONFIG, masks=("longformer(window=4, stride=2)",)))
-    want = ReferenceOps(plan).attention(q, k, v, mask, softcap=2.0)[:, -1:]
     before = tuple(jnp.pad(x[:, :-1].swapaxes(1, 2).reshape(4, 8, 6), ((0, 0), (0, 3), (0, 0))) for x in (k, v))
     places = jnp.tile(jnp.where(jnp.arange(11) < 9, jnp.arange(11), EMPTY), (2, 1))
-    ops = DecodeOps(plan, before=[before], slot=8, places_BT=places, place_B=jnp.array([8, 8]))
-    found = ops.attention(q[:, -1:], k[:, -1:], v[:, -1:], mask, softcap=2.0)
+
+    @jax.jit
+    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ops = DecodeOps(plan, before=[before], slot=8, places_BT=places, place_B=jnp.array([8, 8]))
+        found = ops.attention(q[:, -1:], k[:, -1:], v[:, -1:], mask, softcap=2.0)
+        return found, ReferenceOps(plan).attention(q, k, v, mask, softcap=2.0)[:, -1:]
+
+    found, want = both(q, k, v)
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)  # the same float32 sums over more, masked, slots

@@ -40,8 +40,8 @@ def test_a_mistake_that_nothing_explains_is_one_all_the_same() -> None:
 
 
 def test_a_small_error_is_one_all_the_same() -> None:
-    """This loss is little sensitive to rounding: an error of 2e-4 is more than the ulps of its gradients allow."""
-    assert not verdict_of(lambda params, batch: (1 + 2e-4) * loss(params, batch)).equal
+    """The limit is 1e-5 for a loss that is as little sensitive to rounding as this one, and it is 3e-5 off."""
+    assert not verdict_of(lambda params, batch: (1 + 3e-5) * loss(params, batch)).equal
 
 
 def test_one_shard_of_two_mesh_axes_together_is_missing() -> None:
