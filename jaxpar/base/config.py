@@ -13,7 +13,7 @@ from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.plan import Context, Overlap, Pipeline
 from jaxpar.base.ranges import MOST_SEED, MOST_STEPS, Range, require_ranges
 from jaxpar.base.sharding import ShardingRules, fit_rules
-from jaxpar.base.toml import find_toml, flatten, from_dict, read_tables
+from jaxpar.base.toml import TABLE, find_toml, flatten, from_dict, read_tables
 
 _FLOOR = "a share of train.learning_rate, as train.min_learning_rate was a rate: the rate must not climb to it"
 
@@ -240,6 +240,15 @@ class KernelsConfig:
 
 
 @dataclass(frozen=True)
+class CompilerConfig:
+    """What XLA is told when it compiles the training step: see docs/config.md."""
+
+    options: tuple[str, ...] = field(default=(), metadata=TABLE)
+    """Options of XLA beside the library's own, which they win over: a table of names and values in a file, words
+    `name=value` elsewhere."""
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save, and what to keep."""
 
@@ -287,6 +296,7 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    compiler: CompilerConfig = field(default_factory=CompilerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
@@ -296,7 +306,7 @@ RESOLVED = "The resolved config of this run."
 
 # A run may be resumed with these changed: the layout never changes the answer, and the rest only says what is
 # reported and kept. Any other difference is another experiment.
-RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "checkpoint",
+RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compiler", "checkpoint",
              "metrics", "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches",
              "train.final_eval_batches", "data.prefetch", "data.accept_changed",
              "model.scan_layers")  # fmt: skip

@@ -136,6 +136,15 @@ class GpuCompiler:
 
 
 @dataclass(frozen=True)
+class TpuCompiler:
+    """What XLA's TPU compiler is told when it compiles a training step for a chip."""
+
+    scoped_vmem_kib: int = 0
+    """KiB of vector memory (VMEM) that one fusion or kernel may use; 0 = the compiler's own default. With more of it
+    matmuls are faster, and compilations take longer."""
+
+
+@dataclass(frozen=True)
 class Cloud:
     """What providers call the chip, beside `Slices.vendor`; empty = it is not there."""
 
@@ -154,6 +163,7 @@ class Chip:
     hardware: Hardware = field(default_factory=Hardware)
     slices: Slices = field(default_factory=Slices)
     compiler: GpuCompiler = field(default_factory=GpuCompiler)
+    tpu_compiler: TpuCompiler = field(default_factory=TpuCompiler)
     cloud: Cloud = field(default_factory=Cloud)
 
 
@@ -181,13 +191,19 @@ def load_mesh_preset(name_or_path: str) -> tuple[MeshSpec, Hardware]:
     return preset.mesh, load_chip(preset.chip).hardware if preset.chip else Hardware()
 
 
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip with this `jax.Device.device_kind`, or None for an unknown one."""
+    known = (load_chip(name) for name in presets(CHIPS))
+    return next((chip for chip in known if device_kind in chip.hardware.device_kinds), None)
+
+
 def hardware_of(device_kind: str) -> Hardware | None:
     """The figures of the chip with this `jax.Device.device_kind`, or None for an unknown one.
 
     They do not say how many chips there are: `chips`, `ici.shape` and `ici.wraps` are empty.
     """
-    known = (load_chip(name).hardware for name in presets(CHIPS))
-    return next((hardware for hardware in known if device_kind in hardware.device_kinds), None)
+    chip = chip_of(device_kind)
+    return chip.hardware if chip else None
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:

@@ -6,9 +6,12 @@ another jax, run `tests/base/test_jax_compat.py` first: it has a test of each.
 
 from __future__ import annotations
 
+import importlib
 import re
-from typing import Literal, TypeAlias
+from importlib.util import find_spec
+from typing import Any, Literal, TypeAlias
 
+import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
@@ -28,6 +31,30 @@ def cudnn_version() -> int:
         return 0
 
 
+_CUDA_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+"""The modules of jax's CUDA plugins, which are registered when JAX starts."""
+
+
+def register_gpu_compiler() -> bool:
+    """Register jax's CUDA plugin anew, and return whether there is one.
+
+    JAX registers its plugins once, when it starts. Where it starts on a machine without the libraries that only running
+    needs, and was told no platform, it leaves the plugin out, compiler and all: `jax.devices()` in a user's script does
+    that. This is called inside `runtime.without_chips`, where the plugin does without them.
+    """
+    for name in _CUDA_PLUGINS:
+        if find_spec(name.partition(".")[0]) and find_spec(name):
+            importlib.import_module(name).initialize()
+            return True
+    return False
+
+
+def options_of(lowered: jax.stages.Lowered) -> dict[str, Any]:
+    """The compiler options that `jax.jit(function, compiler_options=...)` was given; none where jax has moved them."""
+    lowering = getattr(lowered, "_lowering", None)
+    return dict(getattr(lowering, "_compiler_options_kvs", ()))
+
+
 # Names of primitives, in traced functions.
 
 COLLECTIVES: dict[str, Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ppermute"]] = {
@@ -43,42 +70,89 @@ NAME = "name"
 """The primitive of `checkpoint_name`."""
 CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
-# Compiler options by platform, each with its measured effect. They are options of one compilation, not environment
-# variables: nothing depends on what was imported first, and `rehearse` compiles with those that `train` uses.
-# `docs/benchmarks.md` has the commands and the figures.
+# Compiler options, each with its measured effect. They are options of one compilation, not environment variables:
+# nothing depends on what was imported first, and `rehearse` compiles with those that `train` uses. Values are Python's
+# booleans and numbers: XLA refuses the text "true" for an option of a GPU. `docs/benchmarks.md` has the commands and
+# the figures. Seen with jax 0.10.2, libtpu 0.0.42.1 and jax-cuda12-plugin 0.10.2.
+
+Option = bool | int | float | str
+Options = dict[str, Option]
 
 NO_CUDA_GRAPHS = "xla_gpu_enable_command_buffer"
 """An option that is set to nothing, so that there are no CUDA graphs: their kernels bear no instruction's name."""
+SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
+"""KiB of a TPU's vector memory that one fusion or kernel may use; a chip's file in `meshes/chips` has the value."""
 
 # Values that are only ever read as bfloat16 are rewritten to be bfloat16, and this reaches back through the loop over
 # layers to the float32 parameters: a bfloat16 copy of them all for the whole step. Without it LLaMA-3 8B below takes
 # 0.16 GiB less, and its step 0.1 % less time.
-_TPU = {"xla_jf_bf16_propagation": "false"}
+_TPU: Options = {"xla_jf_bf16_propagation": False}
 
 # LLaMA-3 8B, fsdp=16 x tensor=4, 64 v5p, 8k tokens (rehearsed, not run): all-gathers run beside matmuls, synchronous
 # communication 140 -> 99 ms a step, compute 351 -> 355 ms, temporaries 3.35 -> 3.63 GiB.
-_TPU_OVERLAP = {
-    "xla_enable_async_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
-    "xla_tpu_overlap_compute_collective_tc": "true",
+_TPU_OVERLAP: Options = {
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    "xla_tpu_overlap_compute_collective_tc": True,
 }
 
+# Without these a data-parallel sum is started and waited for at once. They put collectives beside compute, take those
+# of a layer into the next turn of the loop over layers, and let turns alternate between two sets of buffers, which
+# saves copies. LLaMA-3 8B over fsdp=8 on 8 H100 then waits 26 ms a step for collectives in place of 50 and takes 666 ms
+# in place of 702; GPT-2 124M over data=8 waits 0.8 in place of 2.6 and takes 28.8 in place of 30.7 (rehearsed, not
+# run). Smaller thresholds of combining are no better beside these.
+_GPU_OVERLAP: Options = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_pipelined_all_reduce": True,
+    "xla_gpu_enable_while_loop_double_buffering": True,
+}
 
-def compiler_options(mesh: Mesh) -> dict[str, str]:
-    """Options for `jax.jit(..., compiler_options=...)` of a step, by the platform and the size of its mesh."""
-    if mesh.devices.flat[0].platform != "tpu":
-        return {}
-    return _TPU | _TPU_OVERLAP if mesh.size > 1 else dict(_TPU)
+KNOWN_OPTIONS = (*_TPU, *_TPU_OVERLAP, *_GPU_OVERLAP, SCOPED_VMEM)
+"""The names that a misspelt one is compared with: XLA does not list its own."""
 
 
-def once_options(mesh: Mesh) -> dict[str, str]:
+def compiler_options(mesh: Mesh) -> Options:
+    """Options for `jax.jit(..., compiler_options=...)` of a program, by the platform and the size of its mesh."""
+    platform, several = mesh.devices.flat[0].platform, mesh.size > 1
+    if platform == "tpu":
+        return {**_TPU, **(_TPU_OVERLAP if several else {})}
+    if platform in ("gpu", "cuda") and several:
+        return dict(_GPU_OVERLAP)
+    return {}
+
+
+def once_options(mesh: Mesh) -> Options:
     """Options of a program that runs once, such as the initializers: on CPU, less of LLVM's optimisation.
 
     The initializers of the Shakespeare recipe then take 1.7 s of processor time in place of 5.6, to the same bits.
     """
-    return {"xla_backend_optimization_level": "1"} if mesh.devices.flat[0].platform == "cpu" else {}
+    return {"xla_backend_optimization_level": 1} if mesh.devices.flat[0].platform == "cpu" else {}
+
+
+TPU_FLAGS = (
+    "xla_tpu_", "xla_jf_", "xla_sc_", "xla_mosaic_", "xla_enable_async_", "xla_latency_hiding_scheduler_", "xla_lhs_",
+    "xla_should_", "xla_max_concurrent_",
+)  # fmt: skip
+"""The beginnings of the names of options that the TPU's compiler has alone. The others know each other's options:
+XLA:CPU takes `xla_gpu_...`, and none takes a name that is no option."""
+_UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w*)'")
+_WRONG_VALUE = re.compile(r"While setting option (\w+), '(.*)' is not a valid (\w+) value")
+_UNREADABLE = re.compile(r"Failed to parse '(.*)' into flag (\w+)")
+
+
+def option_message(message: str) -> str:
+    """What a compiler's message says about an option that it refuses; the empty string for any other message."""
+    if found := _UNKNOWN_OPTION.search(message):
+        return f"XLA knows no option {found[1]}"
+    if found := _WRONG_VALUE.search(message):
+        return f"{found[1]} takes a value of type {found[3]}, found {found[2]}"
+    if found := _UNREADABLE.search(message):
+        return f"{found[2]} takes no value {found[1]}"
+    return ""
 
 
 # What compilers say.

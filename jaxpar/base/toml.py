@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeVar
 from jaxpar.base.errors import UTF8, UserError, reading, require_local, short, suggest
 
 T = TypeVar("T")
+TABLE = {"table": True}
+"""The metadata of a field that holds words `name=value`: a TOML file may write them as a table of names and values."""
 
 
 def presets(package: str) -> dict[str, Traversable]:
@@ -68,7 +70,12 @@ def from_dict(schema: type[T], value: Mapping[str, Any], origin: str, prefix: st
     for key in value:
         if key not in hints:
             raise UserError(f"{origin}: unknown key {prefix}{key}{suggest(key, hints)}")
-    return schema(**{key: _coerce(hints[key], item, origin, prefix + key) for key, item in value.items()})
+    tables = {one.name for one in dataclasses.fields(schema) if one.metadata.get("table")}  # pyright: ignore[reportArgumentType]
+    given = {
+        key: _words_of(item, origin, prefix + key) if key in tables and isinstance(item, dict) else item
+        for key, item in value.items()
+    }
+    return schema(**{key: _coerce(hints[key], item, origin, prefix + key) for key, item in given.items()})
 
 
 def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may be any type, and so may the value
@@ -101,6 +108,16 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may 
         return hint(value)
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string in quotes"}[hint]
     raise UserError(f"{origin}: {key} is {wanted}, found {short(value)}")
+
+
+def _words_of(table: Mapping[str, Any], origin: str, key: str) -> list[str]:
+    """The words `name=value` of a table."""
+    words = []
+    for name, item in table.items():
+        if not isinstance(item, str | bool | int | float):
+            raise UserError(f"{origin}: {key}.{name} is one value, found {item!r}")
+        words.append(f"{name}={item if isinstance(item, str) else _toml_value(item)}")
+    return words
 
 
 def to_toml(config: object, header: str = "") -> str:

@@ -17,6 +17,7 @@ from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
 from jaxpar.rehearse.of_config import on_target, rehearse
 from jaxpar.rehearse.report.lint import parse_rules
+from jaxpar.rehearse.report.memory import DoesNotFit
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import finding_lines, report_parts
 from jaxpar.rehearse.report.trace import write_trace
@@ -49,7 +50,13 @@ def rehearse_command(words: list[str]) -> int:
     check_folders(args.trace, args.picture, file)
     say: Callable[[RenderableType], None] = (lambda line: None) if quiet else console().print
     config, program = resolve_and_compile(on_target(args.config, target)[0], target, say)
-    report = rehearse(config, target, Path(name).stem, " ".join(["jaxpar rehearse", *words]), say, program)
+    try:
+        report = rehearse(config, target, Path(name).stem, " ".join(["jaxpar rehearse", *words]), say, program)
+    except DoesNotFit as refused:
+        if "does-not-fit" not in rules:
+            raise
+        print(f"jaxpar: failed: error: does-not-fit: {refused}", file=sys.stderr)
+        return 1
     for part in report_parts(report):
         say(part)
     if quiet:

@@ -51,7 +51,8 @@ def train_config(config: Config, folder: Path, verify: bool = False, report: Rep
     def report_memory(config: Config, plan: Plan, compiled: Compiled) -> None:
         if memory := compiled.memory_analysis():
             parts, has = _memory_parts(config, plan)
-            predicted, said = [part._asdict() for part in parts], CompiledBytes.of(memory)._asdict()
+            predicted = [part._asdict() for part in parts]
+            said = CompiledBytes.of(memory, platform_of(plan.mesh.devices.flat[0]))._asdict()
             text = json.dumps({"predicted": predicted, "compiled": said, "device_has": has}, indent=1)
             write_whole(folder / "memory.json", text + "\n")
 

@@ -18,6 +18,7 @@ from jaxpar.base.plan import Strategy
 from jaxpar.base.sharding import Axes, Layout, fit_rules, kv_copy_axes, output_axis
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
+from jaxpar.kernels.attention.libraries import stand_in_scope
 from jaxpar.kernels.masks import Causal, Mask, Segments, apart_from_segments, looks_back
 from jaxpar.parallel.collectives import manual, platform_of
 from jaxpar.parallel.context import Split, check_split, kernel_for, split_attention
@@ -65,7 +66,7 @@ def attention(
     mask, segments_BS = apart_from_segments(mask)
     split, (B, S, H, h) = Split(layout, context, implementation, softcap), q_BSHh.shape
     batch = max(B // layout.size("batch"), 1)
-    name, _ = choose_attention(split, mask, S, h, dropping=dropping, packed=segments_BS is not None, batch=batch)
+    name, why = choose_attention(split, mask, S, h, dropping=dropping, packed=segments_BS is not None, batch=batch)
     if split.devices > 1:
         check_split(layout, context, S, H, k_BSKh.shape[2], rate)
         if context != "ulysses" and not looks_back(mask):
@@ -79,7 +80,7 @@ def attention(
         return attend(q_BSHh, k_BSKh, v_BSKh, seen, implementation=name, platform=platform_of(layout))[0]
 
     heads: Axes = (*ATTENDED[:2], "heads", "head_dim")
-    with jax.named_scope("core"):
+    with jax.named_scope("core"), stand_in_scope(name, why):
         if split.devices == 1 and (_cut_heads(layout) or dropping):
             # Which weights are dropped depends on their place in the whole array.
             return named(layout.constrain(local(q_BSHh, k_BSKh, v_BSKh, segments_BS), heads), "attention_out")

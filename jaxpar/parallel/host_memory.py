@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -68,12 +68,15 @@ def in_host_memory(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def compile_absent(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile for devices that may be absent. Where JAX keeps programs, it cannot read those of an absent GPU again:
-    they are compiled anew, and its warning, which nobody could mend, is left out."""
+def compile_absent(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """Compile for devices that may be absent, with these options of the compiler beside those of the jitted function.
+
+    Where JAX keeps programs, it cannot read those of an absent GPU again: they are compiled anew, and its warning,
+    which nobody could mend, is left out.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
-        return lowered.compile()
+        return lowered.compile(dict(options) if options else None)
 
 
 def lower_for(

@@ -22,7 +22,6 @@ from jaxpar.base.runtime import memory_of
 from jaxpar.plan.choose_overlap import choose_overlap
 from jaxpar.plan.choose_remat import Solution
 from jaxpar.plan.memory_search import MemorySearch, Say, Tried, searches
-from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.rehearse.targets import Target
 from jaxpar.train.plans import make_plan
 
@@ -107,10 +106,6 @@ def solve_budget(
         raise UserError(_too_small_message(budget, min(tried, key=lambda one: one.compiled), least, config))
     search, solution, found = best
     say(f"memory.budget {config.memory.budget}: {reasons(search, solution)}{_rehearsal_text(found)}")
-    counted = 0 if found.program is None else CompiledBytes.of(found.program.memory_analysis()).total
-    if counted > found.compiled:
-        alive, report = bytes_text(found.compiled), bytes_text(counted)
-        say(f"{alive} by the peak of what is alive; a report says {report}, more than a TPU lays out (docs/memory.md)")
     return found.config, tried
 
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config
-from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.plan import Overlap, Plan
 from jaxpar.models import Model, Params
 from jaxpar.parallel.collectives import further_split
@@ -138,7 +138,7 @@ def _blocks(model: Model, config: Config, plan: Plan) -> tuple[jax.stages.Traced
     jitted = jax.jit(
         gradient,
         out_shardings=(plan.sharding(axes, model.trained(shapes)["blocks"]), plan.sharding(STORED)),
-        compiler_options=compiler_options(plan.mesh),
+        compiler_options=step_options(plan.mesh, config.compiler.options),
     )
     arguments = (params, x_BSD, positions_BS, x_BSD)
     return jitted.trace(*arguments), arguments

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jaxpar.base.compiler import step_options as compiler_options
 from jaxpar.rehearse._step import step
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.report.tables import show
@@ -21,7 +22,7 @@ from jaxpar.rehearse.targets import Target, load_target
 if TYPE_CHECKING:
     from jaxpar.rehearse.of_config import rehearse as config
 
-__all__ = ["Rehearsal", "Target", "config", "load_target", "show", "step", "write_trace"]
+__all__ = ["Rehearsal", "Target", "compiler_options", "config", "load_target", "show", "step", "write_trace"]
 
 
 def __getattr__(name: str) -> Any:

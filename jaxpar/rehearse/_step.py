@@ -9,20 +9,22 @@ from __future__ import annotations
 import datetime
 import inspect
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.base.compiler import step_options
 from jaxpar.base.errors import UserError
-from jaxpar.base.jax_compat import ClosedJaxpr
+from jaxpar.base.jax_compat import ClosedJaxpr, Option, Options, options_of
 from jaxpar.base.runtime import versions
 from jaxpar.hlo.origin import OWN, PackageDirs, default_dirs
 from jaxpar.hlo.tasks import Place
 from jaxpar.parallel.host_memory import compile_absent, lower_for
 from jaxpar.rehearse.report import lint, memory
 from jaxpar.rehearse.report.collectives import collective_rows
+from jaxpar.rehearse.report.kernels import stand_ins
 from jaxpar.rehearse.report.schema import SCHEMA, Line, Memory, Rehearsal, Time
 from jaxpar.rehearse.report.tables import seconds_text
 from jaxpar.rehearse.report.trace import timeline_of
@@ -47,6 +49,8 @@ class Compiled(NamedTuple):
     """The result of `compiled.memory_analysis()`."""
     seconds: float
     """How long the compiler took."""
+    options: Options
+    """The options that the compiler was given."""
 
 
 def step(
@@ -57,6 +61,7 @@ def step(
     tokens: int = 0,
     model_flops: float = 0.0,
     say: Callable[[str], None] = lambda line: None,
+    compiler_options: Mapping[str, Option] | None = None,
 ) -> Rehearsal:
     """Say what a call of a jitted function costs on a target: whether it fits, how long it takes, what waits and where.
 
@@ -69,6 +74,8 @@ def step(
       tokens: the tokens of one call, all devices together; 0 = not known, and the report has no tokens a second.
       model_flops: the FLOPs of one call without recomputation, all devices together; 0 = not known, and no MFU.
       say: is called with a line at the start of each stage.
+      compiler_options: options of XLA beside those of `jax.jit(..., compiler_options=...)`, which win; None = those
+        that `train` takes on this chip, which `rehearse.compiler_options(mesh)` gives to any program.
 
     Returns:
       A report of the form in `jaxpar.rehearse.report.schema`, a dict that is JSON as it stands. `rehearse.show` prints
@@ -80,12 +87,13 @@ def step(
     """
     target = load_target(target) if isinstance(target, str) else target
     mesh = mesh_of(arguments, target)
+    options = step_options(mesh) if compiler_options is None else compiler_options
     say(f"compiling for {target.name}")
-    compiled = compile_for(jitted, arguments, mesh, target)
+    compiled = compile_for(jitted, arguments, mesh, target, options=options)
     given = zip(_names(jitted, len(arguments)), map(jax.tree.leaves, arguments), strict=True)
     sizes = {key: local_bytes([leaf for leaf in leaves if getattr(leaf, "sharding", None)]) for key, leaves in given}
     known = {key: size for key, size in sizes.items() if size}
-    taken = memory.account(compiled.stats, known, target.hardware.hbm_bytes)
+    taken = memory.account(compiled.stats, target.platform, known, target.hardware.hbm_bytes)
     dirs = (OWN, *default_dirs())
     return report_of(compiled, taken, say, dirs, name=name, tokens=tokens, model_flops=model_flops)
 
@@ -117,6 +125,7 @@ def mesh_of(arguments: PyTree, target: Target) -> Mesh:
 def compile_for(
     jitted: jax.stages.Wrapped, arguments: tuple[PyTree, ...], mesh: Mesh, target: Target,
     program: jax.stages.Compiled | None = None, advice: str = "", host: PyTree = None,
+    options: Mapping[str, Option] | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a jitted function with the target's own compiler.
 
@@ -126,19 +135,24 @@ def compile_for(
       program: the compiled function if it is compiled already.
       advice: what would help a step that does not fit.
       host: whether each argument lies in host memory, in a tree of their form; None = as their shardings say.
+      options: options of the compiler beside those of the jitted function, which win.
 
     Raises:
-      UserError: the compiler refuses the function.
+      UserError: the compiler refuses the function, or an option.
+      DoesNotFit: it refuses the function because a device has too little memory.
     """
     began = time.perf_counter()
     host = jax.tree.map(lambda _: False, arguments) if host is None else host
     try:
         traced, lowered = lower_for(jitted, arguments, host, target.platform)
-        compiled = program or compile_absent(lowered)
+        own = options_of(lowered)
+        beside = {name: value for name, value in (options or {}).items() if name not in own}
+        compiled = program or compile_absent(lowered, beside)
     except jax.errors.JaxRuntimeError as error:
-        raise UserError(memory.refusal(str(error), target.name, advice)) from error
-    seconds = time.perf_counter() - began
-    return Compiled(target, mesh, traced.jaxpr, compiled.as_text() or "", compiled.memory_analysis(), seconds)
+        refused = memory.DoesNotFit if memory.needs_and_has(str(error)) else UserError
+        raise refused(memory.refusal(str(error), target.name, advice)) from error
+    seconds, text = time.perf_counter() - began, compiled.as_text() or ""
+    return Compiled(target, mesh, traced.jaxpr, text, compiled.memory_analysis(), seconds, beside | own)
 
 
 def report_of(
@@ -161,7 +175,8 @@ def report_of(
     peak = getattr(hardware.peak_flops, dtype) or hardware.peak_flops.bfloat16 or None
     collectives = collective_rows(timeline.tasks, requested, dict(mesh.shape))
     copies = lint.large_copies(timeline.tasks, timeline.seconds)
-    found = [*lint.does_not_fit(taken), *lint.unplanned_collectives(collectives), *copies]
+    kernels = stand_ins(compiled.text)
+    found = [*lint.does_not_fit(taken), *lint.unplanned_collectives(collectives), *copies, *lint.other_kernels(kernels)]
     return {
         "schema": SCHEMA, "config": name, "command": "", "date": datetime.date.today().isoformat(),
         "versions": versions(),
@@ -171,7 +186,8 @@ def report_of(
             "peak_flops": peak, "dtype": dtype, "note": target.note,
         },
         "mesh": {str(axis): size for axis, size in mesh.shape.items() if size > 1},
-        "compile_seconds": compiled.seconds, "memory": taken,
+        "compile_seconds": compiled.seconds, "compiler_options": dict(compiled.options),
+        "kernels": kernels, "memory": taken,
         "time": _time(timeline, tokens, model_flops / mesh.size, peak),
         "lines": _lines(timeline.tasks), "collectives": collectives, "timeline": timeline_of(timeline.events),
         "findings": lint.by_weight(found), "notes": [*_notes(timeline), *timeline.notes],

@@ -128,10 +128,12 @@ def advice(config: Config, plan: Plan, platform: str) -> str:
 def _memory(step: CompiledStep) -> Memory:
     """A device's memory by the parts that the config knows, with advice where it is too small."""
     config, plan, compiled = step.config, step.plan, step.compiled
-    held = state_bytes(config, plan, compiled.target.platform)
+    target = compiled.target
+    held = state_bytes(config, plan, target.platform)
     arguments = {name: getattr(held, name).device for name in ("parameters", "optimizer", "batch")}
     kept = memory.saved_bytes(parse(compiled.text), config.model.layers)
-    taken = memory.account(compiled.stats, arguments, compiled.target.hardware.hbm_bytes, kept, held.gradients.device)
+    has, gradients = target.hardware.hbm_bytes, held.gradients.device
+    taken = memory.account(compiled.stats, target.platform, arguments, has, kept, gradients)
     if not taken["fits"]:
-        taken["advice"] = [advice(config, plan, compiled.target.platform)]
+        taken["advice"] = [advice(config, plan, target.platform)]
     return taken

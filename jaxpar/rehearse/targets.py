@@ -19,6 +19,7 @@ from jax.experimental import topologies
 
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.hardware import CHIPS, Chip, Hardware, Slices, load_chip
+from jaxpar.base.jax_compat import register_gpu_compiler
 from jaxpar.base.mesh import MeshSpec, describe, resolve
 from jaxpar.base.runtime import versions, without_chips
 from jaxpar.base.toml import presets
@@ -226,9 +227,18 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
 device_description_str: "{hardware.device_kinds[0]}"
 """
-    return topologies.get_topology_desc(
-        topology_name=target.name, platform="cuda", target_config=config, topology=f"1x{target.topology}"
-    )
+
+    def describe_devices() -> topologies.TopologyDescription:
+        return topologies.get_topology_desc(
+            topology_name=target.name, platform="cuda", target_config=config, topology=f"1x{target.topology}"
+        )
+
+    try:
+        return describe_devices()
+    except NotImplementedError:  # JAX had started before, without its CUDA plugin
+        if not register_gpu_compiler():
+            raise
+        return describe_devices()
 
 
 _COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
@@ -250,6 +260,12 @@ def _missing(platform: str) -> str:
     if not found:
         return f"jax's CUDA plugin, the GPU compiler (no driver, no GPU): {fix}"
     return f"a CUDA plugin of jax's own version, {wanted} (found {_listed(found)}): {fix}"
+
+
+def cudnn_packages() -> list[str]:
+    """The packages that bring cuDNN to a machine without a GPU, for the CUDA version of the plugin that is here."""
+    cuda = "cu13" if "jax-cuda13-plugin" in versions(_COMPILERS["cuda"]) else "cu12"
+    return [f"nvidia-{name}-{cuda}" for name in ("cudnn", "cuda-nvcc", "nvjitlink")]
 
 
 def _listed(found: dict[str, str]) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from grain import DatasetIterator
 from jax.stages import Compiled
 
+from jaxpar.base.compiler import options_text, step_options
 from jaxpar.base.config import Config, check, require_settled
 from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count_text, duration_text
 from jaxpar.base.errors import UserError, require_local
@@ -257,6 +258,8 @@ class _Run:
         }
         if config.train.init and not self.first:
             facts["weights"] = config.train.init
+        if options := step_options(plan.mesh, config.compiler.options):
+            facts["compiler"] = options_text(options)
         for line in banner(plan, facts):
             self.show.say(line)
         return state, data

@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled, Wrapped
 
+from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, TrainConfig
-from jaxpar.base.jax_compat import compiler_options, once_options
+from jaxpar.base.jax_compat import once_options
 from jaxpar.base.plan import Plan, gradient_dtype, late_sum_axes, param_dtype, plan_of_one_place
 from jaxpar.base.sharding import Axes, is_axes, local_rows, replicated_sharding, state_axes
 from jaxpar.hlo.turns import require_order
@@ -234,7 +235,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
 
     return jax.jit(
         step, in_shardings=(shardings, plan.sharding(TOKENS)), out_shardings=(shardings, replicated_sharding(plan)),
-        donate_argnums=0, compiler_options=compiler_options(plan.mesh),
+        donate_argnums=0, compiler_options=step_options(plan.mesh, config.compiler.options),
     )  # fmt: skip
 
 

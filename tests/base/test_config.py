@@ -115,7 +115,8 @@ def changed(key: str, value: Any) -> Config:
 @pytest.mark.parametrize(("key", "value"), flatten(Config()).items())
 def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
     """The answer does not depend on them."""
-    tables = "mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "checkpoint", "metrics"
+    layout = "mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compiler"
+    tables = *layout, "checkpoint", "metrics"
     free = key.split(".")[0] in tables or key in (
         "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches", "train.final_eval_batches",
         "data.prefetch", "data.accept_changed", "model.scan_layers",

@@ -86,6 +86,21 @@ def test_half_of_a_tpu7x_chip_is_a_device():
     assert hardware.devices_per_chip * hardware.hbm_bytes == 192 * 2**30
 
 
+FLOPS_A_CYCLE = {
+    "v4": 2 * 4 * 2 * 128 * 128, "v5e": 4 * 2 * 128 * 128, "v5p": 2 * 4 * 2 * 128 * 128,
+    "v6e": 4 * 2 * 256 * 256, "tpu7x": 4 * 2 * 256 * 256,
+}  # fmt: skip
+"""What the matrix units of one device do in a cycle, in bfloat16."""
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL_CHIPS) - set(GPUS)))
+def test_a_tpus_clock_times_the_width_of_its_matrix_units_is_its_peak(name):
+    """The compiler's cycles over the clock are seconds, and the peak is what MFU is a share of: they must be of one
+    chip. Vendors print three digits: 0.25 %."""
+    hardware = load_chip(name).hardware
+    assert hardware.clock_hz * FLOPS_A_CYCLE[name] == pytest.approx(hardware.peak_flops.bfloat16, rel=0.0025)
+
+
 @every_mesh
 def test_opens_with_what_it_is(name):
     assert re.match(r"# \w+", MESHES[name].read_text(encoding="utf-8"))

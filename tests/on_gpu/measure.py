@@ -166,7 +166,10 @@ def _step(changes: Changes, beside_torch: bool, small: bool, out: Path, say: Say
 def _prediction(preset: str, changes: Changes, small: bool, out: Path, say: Say) -> list[Row]:
     """The time and memory of a step as a rehearsal for this GPU has them, beside those of a second of steps."""
     target, step = _target(small), ready_step(_config(preset, changes, small))
-    predicted, taken = simulate(step.text, step.mesh, target).seconds, CompiledBytes.of(step.stats).total
+    predicted, taken = (
+        simulate(step.text, step.mesh, target).seconds,
+        CompiledBytes.of(step.stats, target.platform).total,
+    )
     times = [time_once(step.run) for _ in range(int(np.clip(1 / step.seconds, 5, 100)))]
     peak = device_memory(jax.devices()[:1])
     return [{

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -229,6 +231,18 @@ def test_a_mesh_axis_may_be_split_over_physical_ones_inside_slices():
     target = load_target("v5p-64x4")
     mesh = make_mesh(MeshSpec(fsdp=8, tensor=8, dcn=DcnSpec(data=4)), target.devices())
     assert mesh.devices.shape == (1, 4, 8, 1, 1, 8)
+
+
+@needs_cuda
+def test_gpus_are_compiled_for_after_jax_has_started_without_its_plugin():
+    """A user's script asks for `jax.devices()` first, and says nothing of platforms: JAX then leaves the plugin out."""
+    script = (
+        "import jax; before = jax.devices(); import jaxpar; print(len(jaxpar.load_target('h100x8').devices()));"
+        "assert jax.devices() == before; print(float(jax.numpy.ones(3).sum()))"
+    )
+    untold = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "TPU_"))}
+    done = subprocess.run([sys.executable, "-c", script], env=untold, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["8", "3.0"], done.stderr
 
 
 def assert_compiles(name: str, spec: MeshSpec) -> None:

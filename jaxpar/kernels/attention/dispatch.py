@@ -86,14 +86,15 @@ def attention(
     call = Call(scale=scale or 0.0, softcap=softcap)
     dropping = key is not None and dropout_rate > 0
     asked = Asked(q_BSHh, k_BTKh, mask, call, with_lse, dropping)
-    name = choose(asked, platform or jax.default_backend(), implementation)[0]
+    name, why = choose(asked, platform or jax.default_backend(), implementation)
     if name == "reference":
         return reference(q_BSHh, k_BTKh, v_BTKh, mask, call, dropout_rate, key)
     if name in LIBRARIES:
         return LIBRARIES[name](q_BSHh, k_BTKh, v_BTKh, mask, call), None
     rate = dropout_rate if dropping else 0.0
     try:
-        both = _of_pair(name, call, rate, q_BSHh, k_BTKh, v_BTKh, mask, key)
+        with libraries.stand_in_scope(name, why):
+            both = _of_pair(name, call, rate, q_BSHh, k_BTKh, v_BTKh, mask, key)
         return cast(tuple[Array, Array], both)  # custom_vjp hides the type of what it wraps
     except Unserved as unserved:  # some reasons show only when the tiles are laid out
         raise UserError(f"attention by {name} cannot serve: {unserved}; chunked and reference do") from unserved

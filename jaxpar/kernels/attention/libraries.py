@@ -5,6 +5,7 @@ Shapes: as in `jaxpar.kernels.attention.call`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from typing import NamedTuple, cast
@@ -22,6 +23,8 @@ from jaxpar.kernels.attention.call import Arrays, Call
 from jaxpar.kernels.masks import EMPTY, And, Causal, Full, Mask, Segments, Tiles, Window, tile_states, without_segments
 
 _COMPUTED = "computed="  # splash's kernels state no cost: a name around them tells the share of scores they compute
+_FOR_CUDNN = "for_cudnn="  # a name around a kernel that is there because cuDNN is not: which kernel
+_NO_CUDNN = "cuDNN is not installed"
 _CUDNN_HEAD_DIM = 128  # at most, in the backward on every chip
 
 
@@ -39,8 +42,6 @@ def refusal(name: str, q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, call: Call, p
     wanted = {"cudnn": "gpu", "splash": "tpu"}[name]
     if platform != wanted and not call.interpret:
         return f"on {platform}"
-    if name == "cudnn" and not has_cudnn():
-        return "cuDNN is not installed"
     if band is None:
         return f"no mask like {mask}"
     reasons = {
@@ -57,7 +58,23 @@ def refusal(name: str, q_BSHh: Arrays, k_BTKh: Arrays, mask: Mask, call: Call, p
             (h % 8 != 0 or h > _CUDNN_HEAD_DIM, f"head_dim {h} is no multiple of 8 up to {_CUDNN_HEAD_DIM}"),
         ],
     }
-    return next((why for applies, why in reasons[name] if applies), "")
+    why = next((why for applies, why in reasons[name] if applies), "")
+    if not why and name == "cudnn" and not has_cudnn():
+        return _NO_CUDNN
+    return why
+
+
+def stand_in_scope(name: str, why: str) -> contextlib.AbstractContextManager[object]:
+    """A named scope around attention by `name` that says that it stands there for want of cuDNN, where the reasons
+    `why` of `dispatch.choose` say so; a program carries it along, and `stand_ins_in` finds it."""
+    if f"cudnn: {_NO_CUDNN}" not in why:
+        return contextlib.nullcontext()
+    return jax.named_scope(f"{_FOR_CUDNN}{name}")
+
+
+def stand_ins_in(text: str) -> list[str]:
+    """The implementations that stand in a compiled program for want of cuDNN, each once."""
+    return list(dict.fromkeys(re.findall(rf"{_FOR_CUDNN}(\w+)", text)))
 
 
 def has_cudnn() -> bool:

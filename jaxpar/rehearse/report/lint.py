@@ -11,10 +11,13 @@ from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import LogicalAxis, Placement
 from jaxpar.hlo.tasks import Place
-from jaxpar.rehearse.report.schema import CollectiveRow, LintFinding, Memory
+from jaxpar.rehearse.report.schema import CollectiveRow, KernelRow, LintFinding, Memory
 from jaxpar.rehearse.timeline import TaskTime
 
-RULES = ("does-not-fit", "unplanned-collective", "replicated-parameter", "replicated-activation", "large-copy")
+RULES = (
+    "does-not-fit", "unplanned-collective", "other-kernel", "replicated-parameter", "replicated-activation",
+    "large-copy",
+)  # fmt: skip
 _LARGE_PARAMETER = 2**20  # bytes
 _COPY_SHARE = 0.005  # of the step
 
@@ -37,6 +40,18 @@ def does_not_fit(memory: Memory) -> list[LintFinding]:
     """Find that the step takes more memory than a device has."""
     over, has = memory["total"] - memory["hbm_bytes"], bytes_text(memory["hbm_bytes"])
     return [] if memory["fits"] else [_finding("does-not-fit", "error", f"more than {has} of HBM", size=over)]
+
+
+def other_kernels(rows: Iterable[KernelRow]) -> list[LintFinding]:
+    """Find kernels that were priced in place of those that the target would run."""
+    return [
+        _finding(
+            "other-kernel", "warning",
+            f"{row['op']} is priced as {row['priced']}, because {row['runs']} is not on this machine; the target runs "
+            f"{row['runs']} where it is installed. To price that: {row['install']}",
+        )
+        for row in rows
+    ]  # fmt: skip
 
 
 def unplanned_collectives(rows: Iterable[CollectiveRow]) -> list[LintFinding]:

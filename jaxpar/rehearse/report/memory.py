@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxpar.base.console import bytes_text
-from jaxpar.base.jax_compat import compiler_message
+from jaxpar.base.errors import UserError
+from jaxpar.base.jax_compat import compiler_message, option_message
 from jaxpar.hlo.parse import Computation, Module
 from jaxpar.rehearse.report.schema import Memory
 
@@ -17,7 +18,8 @@ class CompiledBytes(NamedTuple):
 
     arguments: int
     temporaries: int
-    """The bytes of temporaries, and of results that do not reuse an argument's memory."""
+    """The bytes of temporaries, and of results that do not reuse an argument's memory; on a TPU those that are there
+    at the peak."""
     program: int
     host: int
 
@@ -27,15 +29,29 @@ class CompiledBytes(NamedTuple):
         return self.arguments + self.temporaries + self.program
 
     @staticmethod
-    def of(stats: Any) -> CompiledBytes:
-        """Read them from `compiled.memory_analysis()`."""
+    def of(stats: Any, platform: str) -> CompiledBytes:
+        """Read them from `compiled.memory_analysis()` of a program for a platform.
+
+        On a TPU `temp_size_in_bytes` is more than buffer assignment lays out, by half where a loop over microbatches
+        contains loops over layers; the peak of what is alive is what has to fit. Elsewhere the temporaries are one
+        block, which is allocated whole.
+        """
+        arguments = stats.argument_size_in_bytes
         grown = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
-        return CompiledBytes(
-            stats.argument_size_in_bytes, stats.temp_size_in_bytes + grown, stats.generated_code_size_in_bytes,
-            stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
-        )  # fmt: skip
+        temporaries = stats.temp_size_in_bytes + grown
+        peak = getattr(stats, "peak_memory_in_bytes", 0)
+        if platform == "tpu" and peak > arguments:  # a compiler that names no peak says 0
+            temporaries = min(temporaries, peak - arguments)
+        on_host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
+        return CompiledBytes(arguments, temporaries, stats.generated_code_size_in_bytes, on_host)
 
 
+BASIS = {
+    "tpu": "the peak of what is alive, by the compiler, which refuses a step that does not fit",
+    "cuda": "arguments, temporaries and code, by the compiler; what the runtime, NCCL and the libraries keep for "
+            "themselves is not in it",
+}  # fmt: skip
+"""What the bytes of a device rest on, by platform."""
 _FRAGMENTED = 1.05
 """A TPU's heap over the peak of what is alive: measured heaps were 3.6 and 4.3 % larger (docs/memory.md)."""
 
@@ -43,12 +59,12 @@ _FRAGMENTED = 1.05
 def allocated_bytes(stats: Any, platform: str) -> int:
     """The bytes of a device that a program for a platform allocates; `stats` is `compiled.memory_analysis()`.
 
-    On a TPU `temp_size_in_bytes` is more than buffer assignment lays out, by half where a loop over microbatches
-    contains loops over layers. The result for a TPU is the peak of what is alive plus what gaps between arrays add.
+    For a TPU what gaps between arrays add is on top of the peak of what is alive, and no more than the plain sum.
     """
-    total, peak = CompiledBytes.of(stats).total, getattr(stats, "peak_memory_in_bytes", 0)
-    known = platform == "tpu" and peak > stats.argument_size_in_bytes
-    return min(total, int(_FRAGMENTED * peak) + stats.generated_code_size_in_bytes) if known else total
+    taken, plain = CompiledBytes.of(stats, platform), CompiledBytes.of(stats, "")
+    if taken == plain:
+        return plain.total
+    return min(plain.total, int(_FRAGMENTED * (taken.arguments + taken.temporaries)) + taken.program)
 
 
 def saved_bytes(module: Module, layers: int) -> int:
@@ -77,18 +93,20 @@ def _is_empty(computation: Computation, name: str) -> bool:
 
 
 def account(
-    stats: Any, arguments: Mapping[str, int], hbm_bytes: int, activations: int = 0, gradients: int = 0
+    stats: Any, platform: str, arguments: Mapping[str, int], hbm_bytes: int, activations: int = 0, gradients: int = 0
 ) -> Memory:
     """Make the report's account of memory.
 
     Args:
       stats: the result of `compiled.memory_analysis()`.
+      platform: the platform that was compiled for.
       arguments: the bytes of one device's part of each argument, by name.
       hbm_bytes: the bytes of a device's memory; 0 = no figure.
       activations: the bytes of the temporaries that are kept from forward to backward, from `saved_bytes`.
       gradients: the bytes of the temporaries that are gradients.
     """
-    compiled, temporaries = CompiledBytes.of(stats), stats.temp_size_in_bytes
+    compiled = CompiledBytes.of(stats, platform)
+    temporaries = min(compiled.temporaries, stats.temp_size_in_bytes)
     if sum(arguments.values()) > compiled.arguments:  # the program leaves out unused arguments
         arguments = {}
     activations = min(activations, temporaries)
@@ -104,6 +122,7 @@ def account(
             "padding" if arguments else "arguments": compiled.arguments - sum(arguments.values()),
         },
         "host": {name: size for name, size in on_host.items() if size}, "advice": [],
+        "basis": BASIS.get(platform, BASIS["cuda"]),
     }  # fmt: skip
 
 
@@ -125,10 +144,16 @@ def needs_and_has(message: str) -> tuple[int, int] | None:
     return None
 
 
+class DoesNotFit(UserError):
+    """The compiler refuses a step because a device has too little memory."""
+
+
 def refusal(message: str, target: str, advice: str = "") -> str:
     """Tell the user of a compiler's refusal in one line; `advice` is what would help a step that does not fit."""
     found = needs_and_has(message)
     if found is None:
+        if said := option_message(message):
+            return f"the compiler for {target} refuses an option: {said}"
         return f"the compiler for {target} refuses this step: {compiler_message(message)}"
     needs, has = found
     over = f"it needs {bytes_text(needs)} a device, {bytes_text(needs - has)} more than its {bytes_text(has)}"

@@ -39,6 +39,17 @@ class Batch(TypedDict):
     accumulation: int
 
 
+class KernelRow(TypedDict):
+    """A kernel that was priced in place of the one that the target would run."""
+
+    op: str
+    priced: str
+    runs: str
+    """What the target runs, which is not on the machine that rehearses."""
+    install: str
+    """The command that brings it here."""
+
+
 class Memory(TypedDict):
     """The device memory by the compiler's account, and what it put into the host's memory."""
 
@@ -50,6 +61,8 @@ class Memory(TypedDict):
     host: dict[str, int]
     """The bytes in the host's memory for this device, by the same names."""
     advice: list[str]
+    basis: NotRequired[str]
+    """What the bytes rest on, which differs by platform."""
 
 
 class Time(TypedDict):
@@ -152,6 +165,10 @@ class Rehearsal(TypedDict):
     model: NotRequired[ModelFacts]
     batch: NotRequired[Batch]
     compile_seconds: float
+    compiler_options: NotRequired[dict[str, bool | int | float | str]]
+    """The options that XLA was given, the library's and the user's."""
+    kernels: NotRequired[list[KernelRow]]
+    """Kernels that were priced in place of those that the target would run; empty = none."""
     memory: Memory
     time: Time
     lines: list[Line]

@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar.base.compiler import options_text
 from jaxpar.base.console import bytes_text, console, count_text
 from jaxpar.rehearse.report.schema import LintFinding, Memory, Rehearsal
 
@@ -137,6 +138,9 @@ def summary(report: Rehearsal) -> list[tuple[str, str]]:
         ("target", f"{target['name']}: {target['chips']} x {target['chip']}, {target['topology']}{slices}{note}"),
         ("mesh", " x ".join(f"{name}={size}" for name, size in report["mesh"].items()) or "one device"),
         ("step", f"{_size(report)}compiled in {seconds_text(report['compile_seconds'])}"),
+        *([("compiler", options_text(options))] if (options := report.get("compiler_options")) else []),
+        *(("KERNELS", f"{row['op']} priced as {row['priced']}; the target runs {row['runs']}, which is not here: "
+                      f"{row['install']}") for row in report.get("kernels", [])),
         ("memory", memory_verdict(memory)),
         *(("", advice) for advice in memory["advice"]),
         ("time", f"{seconds_text(time['step'])} a step: {', '.join(parts)}"),
@@ -176,6 +180,8 @@ def finding_lines(findings: Iterable[LintFinding]) -> list[str]:
 def note_lines(report: Rehearsal) -> list[str]:
     """Lines on what was assumed."""
     lines = [f"note: {note}" for note in report["notes"]]
+    if basis := report["memory"].get("basis"):
+        lines.append(f"note: memory is {basis}")
     if (share := report["time"]["estimated_without_cycles"]) >= _NOTHING:
         lines.append(f"note: {percent_text(share)} of the compute time is a roofline estimate, not the compiler's own")
     return lines

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxpar.base.compiler import step_options
 from jaxpar.base.config import Config, PrecisionConfig
-from jaxpar.base.jax_compat import compiler_options
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import is_axes, path_name, replicated_sharding
@@ -133,7 +133,7 @@ def under_plan(case: Case, precision: str, exact: bool) -> Answer:
 
     jitted = jax.jit(
         run, in_shardings=(stored, batch_sharding), out_shardings=(replicated_sharding(plan), shardings),
-        compiler_options=compiler_options(plan.mesh) | _fast_compile(case.devices),  # as in `train`
+        compiler_options=_fast_compile(case.devices) | step_options(plan.mesh, case.config.compiler.options),
     )  # fmt: skip
     layers = case.model.config.layers
     order = stored_order(plan, layers)

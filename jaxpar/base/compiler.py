@@ -1,0 +1,130 @@
+"""Options of a compilation: the library's own for the chips of a mesh, and a user's, which win.
+
+A user's are words of `compiler.options` in a config, `name=value`. The names of the library's stand in
+`base/jax_compat.py`, and the figures of a chip in its file of `meshes/chips`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.hardware import chip_of
+from jaxpar.base.jax_compat import (
+    KNOWN_OPTIONS,
+    SCOPED_VMEM,
+    TPU_FLAGS,
+    Option,
+    Options,
+    compiler_message,
+    compiler_options,
+    option_message,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+def step_options(mesh: Mesh, words: Iterable[str] = ()) -> Options:
+    """The options for a training step on a mesh, for `jax.jit(..., compiler_options=...)`.
+
+    Beside those of `jax_compat.compiler_options` they have what is worth a longer compilation: on TPUs the vector
+    memory that one fusion may use. A user's own win.
+
+    Args:
+      mesh: the mesh of the step, whose devices may be absent.
+      words: a config's `compiler.options`. Those of another platform's compiler are left out, and the log says so.
+
+    Raises:
+      UserError: a word is no `name=value`, or the compiler does not know the name or take the value.
+    """
+    found, own = compiler_options(mesh), read_options(words)
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if chip is not None and chip.tpu_compiler.scoped_vmem_kib:
+        found[SCOPED_VMEM] = chip.tpu_compiler.scoped_vmem_kib
+    if _platform(mesh) != "tpu":
+        foreign = [name for name in own if name.startswith(TPU_FLAGS)]
+        if foreign:
+            _say_once(f"compiler.options: {', '.join(foreign)} left out, which only the TPU's compiler has")
+        own = {name: value for name, value in own.items() if name not in foreign}
+    if own:
+        _require_known(tuple(own.items()), mesh)
+    return found | own
+
+
+def read_options(words: Iterable[str]) -> Options:
+    """Read `name=value` words: true and false are booleans, digits are numbers, and anything else is text.
+
+    Raises:
+      UserError: a word is not of this form, or a name stands there twice.
+    """
+    found: Options = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        name, value = name.strip().removeprefix("--"), value.strip()
+        if not equals or not name.isidentifier():
+            raise UserError(
+                f"compiler.options: {word!r} is no option with its value: write "
+                "xla_gpu_enable_latency_hiding_scheduler=true"
+            )
+        if name in found:
+            raise UserError(f"compiler.options names {name} twice")
+        found[name] = _value(value)
+    return found
+
+
+def options_text(options: Mapping[str, Option]) -> str:
+    """Write options in one line: `xla_a=true, xla_b=65536`."""
+    return ", ".join(f"{name}={_word(value)}" for name, value in options.items())
+
+
+def _value(text: str) -> Option:
+    """The value that a word stands for. XLA takes booleans and numbers as such, and refuses their text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _word(value: Option) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _platform(mesh: Mesh) -> str:
+    """`cpu`, `gpu` or `tpu`, of devices that may be absent."""
+    platform = mesh.devices.flat[0].platform
+    return "gpu" if platform == "cuda" else platform
+
+
+@lru_cache(maxsize=64)
+def _say_once(line: str) -> None:
+    log.warning(line)
+
+
+@lru_cache(maxsize=64)
+def _require_known(own: tuple[tuple[str, Option], ...], mesh: Mesh) -> None:
+    """Compile a program of nothing with a user's options, before the step, which takes long.
+
+    Raises:
+      UserError: the compiler refuses an option.
+    """
+    lowered_for = "cuda" if _platform(mesh) == "gpu" else _platform(mesh)
+    nothing = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
+    jitted = jax.jit(lambda x: x, compiler_options=dict(own))
+    try:
+        jitted.trace(nothing).lower(lowering_platforms=(lowered_for,)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        said = option_message(str(error)) or compiler_message(str(error))
+        refused = next((name for name, _ in own if name in said), "")
+        hint = "" if refused in KNOWN_OPTIONS else suggest(refused, KNOWN_OPTIONS)
+        raise UserError(f"compiler.options: {said}{hint}") from error

@@ -1,0 +1,158 @@
+"""Options of the compiler: which a mesh gets, a user's words and tables, and what is refused before a step compiles."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiers import needs_cuda, needs_libtpu
+
+from jaxpar.base.compiler import options_text, read_options, step_options
+from jaxpar.base.config import Config, override, parse
+from jaxpar.base.errors import UserError
+from jaxpar.base.hardware import CHIPS, load_chip
+from jaxpar.base.jax_compat import SCOPED_VMEM, TPU_FLAGS, compiler_options, options_of
+from jaxpar.base.mesh import MeshSpec, make_mesh
+from jaxpar.base.toml import presets, to_toml
+from jaxpar.models import Model
+from jaxpar.rehearse.targets import load_target
+from jaxpar.train.plans import make_plan
+from jaxpar.train.step import make_train_step, step_shapes
+
+GPU_OPTION = "xla_gpu_all_reduce_combine_threshold_bytes"
+TPUS = [name for name in presets(CHIPS) if load_chip(name).slices.name]
+
+
+def here(devices: int = 1) -> Any:
+    return make_mesh(MeshSpec(data=devices), jax.devices()[:devices])
+
+
+def absent(platform: str, kind: str, devices: int) -> Any:
+    """What is asked of a mesh of devices that are not here."""
+    device = SimpleNamespace(platform=platform, device_kind=kind)
+    return SimpleNamespace(devices=np.array([device] * devices, object), size=devices)
+
+
+# A user's options.
+
+
+def test_words_have_the_types_that_xla_takes() -> None:
+    words = ["xla_a=true", "--xla_b=False", "xla_c=65536", "xla_d=1.5", "xla_e = some=text", "xla_f="]
+    found = read_options(words)
+    assert found == {"xla_a": True, "xla_b": False, "xla_c": 65536, "xla_d": 1.5, "xla_e": "some=text", "xla_f": ""}
+    assert [type(value) for value in found.values()] == [bool, bool, int, float, str, str]
+    assert options_text({"xla_a": True, "xla_c": 65536}) == "xla_a=true, xla_c=65536"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["xla_a"], "'xla_a' is no option with its value: write xla_"),
+        (["=5"], "'=5' is no option"),
+        (["xla a=5"], "'xla a=5' is no option"),
+        (["xla_a=1", "--xla_a=2"], "names xla_a twice"),
+    ],
+)
+def test_a_word_of_another_form_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_options(words)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"[compiler.options]\n{GPU_OPTION} = 4194304\nxla_cpu_enable_fast_math = false\n",
+        f"[compiler]\noptions = {{{GPU_OPTION} = 4194304, xla_cpu_enable_fast_math = false}}\n",
+        f'[compiler]\noptions = ["{GPU_OPTION}=4194304", "xla_cpu_enable_fast_math=false"]\n',
+    ],
+    ids=["table", "inline table", "words"],
+)
+def test_a_file_has_them_as_a_table_or_as_words(text: str) -> None:
+    config = parse(text)
+    assert read_options(config.compiler.options) == {GPU_OPTION: 4194304, "xla_cpu_enable_fast_math": False}
+    assert parse(to_toml(config)) == config and hash(config)
+
+
+def test_a_table_of_another_key_is_still_refused() -> None:
+    with pytest.raises(UserError, match=r"data.mixture is a list of names"):
+        parse("[data]\nmixture = {a = 1}\n")
+    with pytest.raises(UserError, match=r"compiler.options.xla_a is one value, found \[1\]"):
+        parse("[compiler.options]\nxla_a = [1]\n")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("xla_of_nobody=1", "XLA knows no option xla_of_nobody"),
+        ("xla_gpu_of_nobody=true", "XLA knows no option xla_gpu_of_nobody"),
+        ("xla_cpu_enable_fast_math=maybe", "xla_cpu_enable_fast_math takes a value of type bool, found maybe"),
+        (f"{GPU_OPTION}=1.5", f"{GPU_OPTION} takes a value of type int64, found 1.5"),
+    ],
+)
+def test_what_xla_does_not_know_is_refused_in_a_line(word: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        step_options(here(), [word])
+    assert str(caught.value).startswith("compiler.options: ") and "\n" not in str(caught.value)
+
+
+def test_options_of_a_tpu_are_left_out_elsewhere_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """A config for a TPU is verified and shown on CPUs, whose compiler has no such options."""
+    with caplog.at_level(logging.WARNING):
+        found = step_options(here(), [f"{SCOPED_VMEM}=1024", f"{GPU_OPTION}=5"])
+    assert found == {GPU_OPTION: 5}
+    assert f"compiler.options: {SCOPED_VMEM} left out" in caplog.text
+
+
+def test_the_training_step_is_compiled_with_them() -> None:
+    small = {"model.layers": 1, "model.embed": 16, "model.heads": 2, "model.mlp": 16, "data.seq_len": 16}
+    config = override(Config(), small | {"train.batch": 2, "compiler.options": (f"{GPU_OPTION}=5",)})
+    plan, model = make_plan(config, jax.devices()[:1]), Model(config.model)
+    lowered = make_train_step(model, config, plan).lower(*step_shapes(model, config, plan))
+    assert options_of(lowered) == {GPU_OPTION: 5}
+
+
+def test_options_of_a_jitted_function_are_found() -> None:
+    lowered = jax.jit(jnp.sin, compiler_options={GPU_OPTION: 5}).lower(1.0)
+    assert options_of(lowered) == {GPU_OPTION: 5}
+    assert options_of(jax.jit(jnp.sin).lower(1.0)) == {}
+
+
+# The library's own.
+
+
+@pytest.mark.parametrize("name", TPUS)
+def test_a_tpus_step_gets_the_vector_memory_of_its_chips_file(name: str) -> None:
+    chip = load_chip(name)
+    mesh = absent("tpu", chip.hardware.device_kinds[0], 4)
+    wanted = {SCOPED_VMEM: kib} if (kib := chip.tpu_compiler.scoped_vmem_kib) else {}
+    assert step_options(mesh) == compiler_options(mesh) | wanted
+    assert all(option.startswith(TPU_FLAGS) for option in step_options(mesh))
+
+
+def test_one_gpu_and_a_cpu_get_none() -> None:
+    assert step_options(absent("gpu", "NVIDIA H100 80GB HBM3", 1)) == {} == step_options(here(2))
+
+
+@needs_libtpu
+def test_a_tpus_compiler_takes_them_and_a_users_win() -> None:
+    mesh = make_mesh(MeshSpec(fsdp=8), load_target("v6e-8").devices())
+    assert step_options(mesh, [f"{SCOPED_VMEM}=20480"])[SCOPED_VMEM] == 20480
+    with pytest.raises(UserError, match=rf"no option xla_tpu_scoped_vmem_limit_kb \(did you mean '{SCOPED_VMEM}'"):
+        step_options(mesh, ["xla_tpu_scoped_vmem_limit_kb=20480"])
+    with pytest.raises(UserError, match=f"{SCOPED_VMEM} takes no value lots"):
+        step_options(mesh, [f"{SCOPED_VMEM}=lots"])
+
+
+@needs_cuda
+def test_a_gpus_compiler_takes_them_and_a_users_win() -> None:
+    mesh = make_mesh(MeshSpec(data=8), load_target("h100x8").devices())
+    jitted = jax.jit(jnp.sin, compiler_options=step_options(mesh))
+    jitted.trace(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))).lower(
+        lowering_platforms=("cuda",)
+    ).compile()
+    assert step_options(mesh, [f"{GPU_OPTION}=7"])[GPU_OPTION] == 7
