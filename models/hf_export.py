@@ -7,10 +7,11 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,12 @@ _WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def export_hf(
-    params: Params, model: Model, folder: str | Path, max_shard_bytes: int = 5 * 10**9, dtype: Dtype = "float32"
+    params: Params,
+    model: Model,
+    folder: str | Path,
+    max_shard_bytes: int = 5 * 10**9,
+    dtype: Dtype = "float32",
+    token_ids: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a folder that `transformers` loads: config.json and safetensors, in one file or in several with an index.
 
@@ -40,6 +46,8 @@ def export_hf(
       params: parameters in any sharding.
       folder: a folder that does not exist yet or is empty.
       max_shard_bytes: size of the largest file, in bytes of tensors; a larger tensor gets a file of its own.
+      dtype: of the tensors that are written.
+      token_ids: what config.json says of the tokenizer, such as `{"eos_token_id": [1, 106]}`; what is missing is null.
 
     Raises:
       UserError: the folder has files in it, the dtype is unknown, the sizes have no Hugging Face form, or a write
@@ -47,7 +55,7 @@ def export_hf(
     """
     if dtype not in _WRITTEN:
         raise UserError(f"cannot export dtype {dtype!r}{suggest(dtype, _WRITTEN)}: it is one of {', '.join(_WRITTEN)}")
-    config = hf_config(base_config(model.config)) | {"dtype": dtype}
+    config = hf_config(base_config(model.config)) | {"dtype": dtype} | dict(token_ids or {})
     params = shift_norms(params, -HF_FAMILIES[model_type(model.config)].norm_offset)
     arrays = hf_tensors(params, model, dtype)
 

@@ -158,8 +158,9 @@ def show_command(words: list[str]) -> int:
 
 def convert_command(words: list[str]) -> int:
     """jaxpar convert HF_OR_PEFT RUN_FOLDER [--section.key value ...], or RUN_FOLDER OUT [--dtype D] [--adapter]"""
+    from jaxpar.data.special_tokens import TOKENIZER
     from jaxpar.train import restore
-    from jaxpar.train.run_folder import TOKENIZER, read_run_config
+    from jaxpar.train.run_folder import read_run_config
 
     source, target = map(Path, positional(convert_command.__doc__, ConvertArgs(Config()), words, 2))
     exporting = (source / "config.toml").exists()
@@ -175,9 +176,17 @@ def convert_command(words: list[str]) -> int:
     if args.dtype != ConvertArgs.dtype or args.step or args.adapter:
         why = f"{source} is no run folder, so this is an import"
         raise UserError(f"--dtype, --step and --adapter have no effect: {why}")
+    if args.config.model.lora.rank and not base.model.lora.rank:  # LoRA has a rate of its own
+        base = restore.config_of(source, target, lora=True)
+        args = parse(convert_command.__doc__, ConvertArgs(base), words[2:])
     args = shorten_schedule(args, given_keys(words))
     restore.import_run(args.config, source, target)
+    train, data, compute = args.config.train, args.config.data, args.config.precision.compute
     console().print(f"imported {source} as step 0 of {target}: `jaxpar train {target} --data.path TEXT` trains it on")
+    console().print(
+        f"its settings are those of a fine-tuning: train.learning_rate={train.learning_rate:g}, "
+        f"train.weight_decay={train.weight_decay:g}, data.seq_len={data.seq_len}, precision.compute={compute}"
+    )
     if not (target / TOKENIZER).exists():
         console().print(f"{source} has no {TOKENIZER}: put it into {target}, or give data.tokenizer")
     return 0

@@ -115,11 +115,17 @@ def _ids(files: Iterable[dict[str, Any]], key: str) -> tuple[int, ...]:
     """Return the ids that some files give a key, one or a list, each once; a Gemma 3's also in its `text_config`."""
     found: dict[int, None] = {}
     for file in files:
-        inner = file.get("text_config")
-        value = file.get(key, inner.get(key) if isinstance(inner, dict) else None)
+        value = _given(file, key)
         values = value if isinstance(value, list) else [value]
         found |= dict.fromkeys(id for id in values if isinstance(id, int) and not isinstance(id, bool))
     return tuple(found)
+
+
+def _given(config: dict[str, Any], key: str) -> Any:
+    """Return the value of a key, which a model of more than text has in its `text_config`."""
+    inner = config.get("text_config")
+    value = config.get(key)
+    return inner.get(key) if value is None and isinstance(inner, dict) else value
 
 
 def carry_declared(source: Path, target: Path) -> None:
@@ -127,18 +133,30 @@ def carry_declared(source: Path, target: Path) -> None:
 
     Args:
       source: the tokenizer.json that they lie beside.
-      target: another tokenizer.json, perhaps of a token file (see `beside`); its folder is there.
+      target: another tokenizer.json, perhaps of a token file (see `beside`).
 
     Raises:
       OSError: a file cannot be read or written.
+      UserError: the config.json cannot be read.
     """
     for name in (TOKENIZER_CONFIG, TOKENS_MAP, TEMPLATE, GENERATION, TOKEN_IDS):
         file = beside(source, name)
         if file.exists() and file.resolve() != beside(target, name).resolve():
             write_whole(beside(target, name), file.read_bytes())
-    ids = {key: value for key, value in _read(beside(source, MODEL_CONFIG)).items() if key in ID_KEYS}
+    config = _read(beside(source, MODEL_CONFIG))
+    ids = {key: value for key in ID_KEYS if (value := _given(config, key)) is not None}
     if ids:
         write_whole(beside(target, TOKEN_IDS), json.dumps(ids))
+
+
+def carried_token_ids(tokenizer: Path) -> dict[str, Any]:
+    """Return the ids of the config.json that a tokenizer came with (see `carry_declared`): `{"eos_token_id": 2}`.
+
+    Raises:
+      UserError: the file that has them cannot be read.
+    """
+    there = _read(beside(tokenizer, TOKEN_IDS))
+    return {key: there[key] for key in ID_KEYS if key in there}
 
 
 def find_ends(inner: tokenizers.Tokenizer, declared: SpecialTokens, vocab_size: int, origin: str, bos: Bos) -> TextEnds:
@@ -192,6 +210,17 @@ class _Known(NamedTuple):
     def _has(self, id: int) -> bool:
         below = id < self.vocab_size or not self.vocab_size
         return id >= 0 and below and self.inner.id_to_token(id) is not None
+
+
+def put_before(inner: tokenizers.Tokenizer, begin: int | None) -> str:
+    """Return the tokenizer.json of a tokenizer that puts an id before each text, or none, and nothing else."""
+    from tokenizers.processors import TemplateProcessing
+
+    token = None if begin is None else inner.id_to_token(begin)
+    before = "" if token is None else f"{token}:0 "
+    named = [] if token is None else [(token, begin)]
+    inner.post_processor = TemplateProcessing(f"{before}$A:0", f"{before}$A:0 $B:1", named)
+    return inner.to_str(pretty=True)
 
 
 def _guess_end(known: _Known) -> int | None:

@@ -25,6 +25,7 @@ from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.tables import memory_table
 from jaxpar.train.loop import STEP, OutOfMemory, Result, run
 from jaxpar.train.metrics import Report, read_metrics
+from jaxpar.train.own_tokenizer import with_own_tokenizer
 from jaxpar.train.plans import make_plan
 from jaxpar.verify.of_config import require
 
@@ -43,7 +44,8 @@ def train_config(config: Config, folder: Path, verify: bool = False, report: Rep
     main = jax.process_index() == 0
     say = console().print if main else lambda line: None
     make_plan(config, devices)  # what is wrong with the layout or the data is said before a budget is solved
-    corpus = run_together(lambda: load_corpus(config.data, config.model.vocab_size))
+    data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
+    corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
     settled = resolve(config, say=say)
     if verify:
         run_together(lambda: require(settled, devices, say))

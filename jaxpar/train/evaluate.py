@@ -19,6 +19,7 @@ from jaxpar.base.runtime import Batches, run_together, start
 from jaxpar.data.corpus import Part, load_corpus, val_batches
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import Model, Params
+from jaxpar.train.own_tokenizer import with_own_tokenizer
 from jaxpar.train.plans import kernel_notes, make_plan
 from jaxpar.train.restore import load_params, load_run
 from jaxpar.train.run_folder import is_run
@@ -62,6 +63,8 @@ def evaluate_folder(
     for note in kernel_notes(config, plan, training=False):
         say(note)
     data = replace(config.data, path=config.data.path or config.data.val_path)
+    if is_run(folder):
+        data = run_together(lambda: with_own_tokenizer(data, folder, say))
     corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
     for note in corpus.tokenizer.notes if corpus.tokenizer else ():
         say(note)

@@ -13,9 +13,9 @@ from typing import Any
 
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.data.chat import load_template, render, special_tokens
+from jaxpar.data.special_tokens import TOKENIZER
 from jaxpar.train.generation import Sampling
 from jaxpar.train.prompts import encode_text, stop_ids
-from jaxpar.train.run_folder import TOKENIZER
 from jaxpar.train.trained import Trained, require_tokenizer
 
 # By name, as the package need not be installed where types are checked.

@@ -28,10 +28,8 @@ from jaxpar.base.runtime import (
     start,
     stop_signals,
     told_by_first,
-    write_whole,
 )
 from jaxpar.data.corpus import Corpus, HostBatch, load_corpus, skipped_records, train_batches, unigram_entropy
-from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
@@ -39,10 +37,11 @@ from jaxpar.train.evaluate import evaluate
 from jaxpar.train.memory import local_bytes
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink
 from jaxpar.train.optimizer import schedule_note
+from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
 from jaxpar.train.run_data import NOT_COMPARED, Compared, compare_data, keep_data
-from jaxpar.train.run_folder import METRIC, TOKENIZER, Checkpoints, carry_tokenizer, open_run
+from jaxpar.train.run_folder import METRIC, Checkpoints, open_run
 from jaxpar.train.step import (
     TrainState,
     batch_rows,
@@ -121,7 +120,8 @@ def run(
     say = console().print if jax.process_index() == 0 else lambda line: None
     plan = make_plan(config, devices)
     if corpus is None:
-        corpus = run_together(lambda: load_corpus(config.data, config.model.vocab_size))
+        data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
+        corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
     for note in (*plan_notes(config, plan), *(corpus.tokenizer.notes if corpus.tokenizer else ())):
         say(note)
     if offload_asked(plan):
@@ -134,7 +134,7 @@ def run(
         say(compared.note)
     tokenizer = corpus.tokenizer
     if tokenizer is not None:
-        run_together(lambda: _keep_tokenizer(tokenizer, config, folder) if jax.process_index() == 0 else None)
+        run_together(lambda: keep_tokenizer(tokenizer, folder) if jax.process_index() == 0 else None)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     if before is not None and (note := schedule_note(before.train, config.train, checkpoints.latest() or 0)):
         say(note)
@@ -149,12 +149,6 @@ def run(
     checkpoints.remove_old()
     checkpoints.close()
     return result
-
-
-def _keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path) -> None:
-    if config.data.tokenizer.endswith(".json"):
-        carry_tokenizer(Path(config.data.tokenizer).parent, folder)
-    write_whole(folder / TOKENIZER, tokenizer.to_json())
 
 
 class _Run:

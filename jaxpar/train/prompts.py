@@ -9,10 +9,9 @@ from typing import NamedTuple
 from jaxpar.base.errors import UserError, parse_json
 from jaxpar.data.chat import Message, find_template, load_template, render
 from jaxpar.data.end_of_turn import end_of_turn
-from jaxpar.data.special_tokens import read_special_tokens
+from jaxpar.data.special_tokens import TOKENIZER, read_special_tokens
 from jaxpar.data.tokenizer import Tokenizer, encode_prompt, read_text
 from jaxpar.models import peft
-from jaxpar.train.run_folder import TOKENIZER
 from jaxpar.train.trained import Trained, require_tokenizer
 
 Given = str | list[Message]

@@ -10,20 +10,22 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxpar.base.config import Config, DataConfig, Lora, ModelConfig, check
-from jaxpar.base.errors import UserError, require_kinds, short
+from jaxpar.base.config import Config, DataConfig, Lora, ModelConfig, PrecisionConfig, TrainConfig, check
+from jaxpar.base.errors import UserError, read_json, require_kinds, short
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
 from jaxpar.base.toml import flatten
+from jaxpar.data.special_tokens import MODEL_CONFIG, TOKENIZER
 from jaxpar.models import Model, Params, peft
 from jaxpar.models.hf import import_hf, model_config_from_hf
 from jaxpar.models.hf_export import export_hf
 from jaxpar.models.model import base_config, merge_lora
 from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
+from jaxpar.train.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
 from jaxpar.train.plans import make_plan
-from jaxpar.train.run_folder import TOKENIZER, Checkpoints, carry_tokenizer, is_run, open_run, read_run_config
+from jaxpar.train.run_folder import Checkpoints, is_run, open_run, read_run_config
 from jaxpar.train.step import TrainState, init_state, reorder_state, state_shapes, state_shardings
 
 ORDER, FROZEN = "layer_order", "frozen"
@@ -195,13 +197,54 @@ def drop_stages(plan: Plan) -> Plan:
     return replace(plan, rules=rules, parameters="device", optimizer="device")
 
 
-def config_of(source: Path, target: Path) -> Config:
-    """Return a config with the model of a Hugging Face folder or a PEFT adapter, and with its tokenizer as it will lie
-    in the run folder `target`. The rest is default and can be overridden. It has no data, which training asks for."""
+def folder_config(source: Path, target: Path) -> Config:
+    """Return a config with the model of a Hugging Face folder or a PEFT adapter, and with the tokenizer that lies, or
+    will lie, in the folder `target`. The rest is default and can be overridden. It has no data."""
     model = model_of(source)
     seq_len = min(DataConfig.seq_len, model.max_seq_len)
     data = DataConfig(source="text", tokenizer=str(target / TOKENIZER), seq_len=seq_len)
     return Config(model=model, mesh=MeshSpec(data=-1), data=data)
+
+
+_LONGEST = 8192
+"""Tokens of a sequence of a fine-tuning at most, unless asked for: models' contexts are longer than examples are."""
+
+
+def config_of(source: Path, target: Path, lora: bool = False) -> Config:
+    """Return the config of a run that goes on from a Hugging Face folder or a PEFT adapter, as fine-tunings are run.
+
+    The rate is 2e-5, as in LLaMA 2's (Touvron et al. 2023, arXiv:2307.09288, section 3.1), and for LoRA 2e-4 (Dettmers
+    et al. 2023, arXiv:2305.14314, appendix B). It rises in 3 % of the steps and decays to zero; there is no weight
+    decay. Sequences are as long as the model's own, up to 8,192 tokens. Matmuls are in bfloat16 where the folder's
+    weights are in 16 bits; parameters stay float32, since bfloat16 rounds updates of such a rate away.
+
+    Args:
+      source: the folder, which `jaxpar.train.restore.import_run` reads.
+      target: the run folder, where the tokenizer will lie.
+      lora: whether LoRA is asked for; an adapter has it anyway.
+    """
+    config = folder_config(source, target)
+    model, train = config.model, TrainConfig()
+    train = replace(
+        train,
+        learning_rate=2e-4 if lora or model.lora.rank else 2e-5,
+        min_learning_rate_ratio=0.0,
+        warmup_steps=3 * train.steps // 100,
+        beta2=0.999,
+        weight_decay=0.0,
+    )
+    compute = "bfloat16" if _stored_in_16_bits(source) else "float32"
+    data = replace(config.data, seq_len=min(model.max_seq_len, _LONGEST))
+    return replace(config, train=train, data=data, precision=PrecisionConfig(compute=compute))
+
+
+def _stored_in_16_bits(source: Path) -> bool:
+    """Whether config.json says that the weights of a folder, or those beside an adapter, are in 16 bits."""
+    folder = peft.base_folder(source) if peft.is_adapter(source) else source
+    if is_run(folder):
+        return read_run_config(folder).precision.compute == "bfloat16"
+    config = read_json(folder / MODEL_CONFIG)
+    return config.get("dtype", config.get("torch_dtype")) in ("bfloat16", "float16")
 
 
 def import_run(config: Config, source: Path, target: Path) -> None:
@@ -221,7 +264,8 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     if checkpoints.latest() is not None:
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
     for folder in (*([peft.base_folder(source)] if peft.is_adapter(source) else []), source):
-        carry_tokenizer(folder, target)
+        if jax.process_index() == 0:
+            carry_tokenizer(folder, target)
     beside = beside_state(plan, config, None, None, fingerprint(model, state.params))
     checkpoints.save(0, saved_part(state, model), beside, None)
     checkpoints.close()
@@ -242,7 +286,7 @@ def export_run(
         base = frozen_folder(Path(config.train.init), config.model.lora)
         peft.export_adapter(params, model, target, str(base))
     else:
-        export_hf(params, model, target, dtype=dtype)
+        export_hf(params, model, target, dtype=dtype, token_ids=exported_ids(source, config.data.bos))
     if jax.process_index() == 0:
-        carry_tokenizer(source, target)
+        export_tokenizer(source, target, config.data.bos)
     return step

@@ -21,19 +21,6 @@ from jaxpar.base.runtime import run_together, write_whole
 from jaxpar.base.sharding import path_name
 from jaxpar.base.toml import to_toml
 
-TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
-_BESIDE = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", GENERATION)
-"""Files of a Hugging Face folder that say what its ids mean, how a conversation is written, and which end a text."""
-
-
-def carry_tokenizer(source: Path, target: Path) -> None:
-    """Copy a tokenizer's files, as far as they are there, to another folder."""
-    for name in _BESIDE:
-        if (source / name).exists() and source.resolve() != target.resolve():
-            with reading(source / name):
-                content = (source / name).read_bytes()
-            write_whole(target / name, content)
-
 
 def is_run(folder: Path) -> bool:
     """Whether it is a run folder; a URL is refused (UserError)."""

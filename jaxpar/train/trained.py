@@ -11,12 +11,13 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
+from jaxpar.data.special_tokens import TOKENIZER
 from jaxpar.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from jaxpar.models import Model, peft
 from jaxpar.models.model import base_config
 from jaxpar.train.generation import Generator, decode_plan
-from jaxpar.train.restore import config_of, load_params
-from jaxpar.train.run_folder import TOKENIZER, is_run, read_run_config
+from jaxpar.train.restore import folder_config, load_params
+from jaxpar.train.run_folder import is_run, read_run_config
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -71,7 +72,7 @@ def read_config(folder: Path) -> Config:
     names = ("config.json", peft.CONFIG)
     if folder.is_dir() and not any((folder / name).exists() for name in names):
         raise UserError(f"{folder} has neither config.toml, as a run folder, nor config.json, as one of Hugging Face")
-    return config_of(folder, _words_folder(folder))
+    return folder_config(folder, _words_folder(folder))
 
 
 def _words_folder(folder: Path) -> Path:

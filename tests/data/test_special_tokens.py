@@ -101,7 +101,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         DEEPSEEK, [],
     ),
     "an id beyond the vocabulary": (
-        {"special": ["<a>", "<b>"], "generation_config": {"eos_token_id": [9999, -1, True, "1", None, 1]}},
+        {"special": ["<a>", "<b>"], "generation_config": {"eos_token_id": [9999, -1, 1]}},
         "<b>", ["<b>"],
     ),
 }  # fmt: skip

@@ -1,0 +1,185 @@
+"""A run's tokenizer is its own copy, and what its folder declares survives an import and an export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpar.base.config import RESOLVED, Bos, Config, DataConfig, ModelConfig, override
+from jaxpar.base.errors import UserError
+from jaxpar.base.toml import to_toml
+from jaxpar.data.special_tokens import read_special_tokens
+from jaxpar.data.tokenizer import encode_prompt, load_tokenizer
+from jaxpar.launch import local
+from jaxpar.models import Model
+from jaxpar.models.hf_export import export_hf
+from jaxpar.train import evaluate, loop
+from jaxpar.train.own_tokenizer import export_tokenizer, exported_ids, keep_tokenizer, with_own_tokenizer
+from jaxpar.train.restore import config_of, export_run, import_run
+
+CHARS = {"tokenizer": "chars", "chars": "abc"}
+
+
+def write_run(folder: Path, tokenizer: str, own: dict[str, Any], steps: tuple[int, ...] = (3,)) -> DataConfig:
+    """Write what a run folder has, but for its weights, and return how its data were asked for."""
+    data = DataConfig("text", "texts", tokenizer=tokenizer)
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(Config(data=data), RESOLVED))
+    (folder / "tokenizer.json").write_text(json.dumps(own))
+    for step in steps:
+        (folder / "checkpoints" / str(step)).mkdir(parents=True)
+    return data
+
+
+def test_another_file_under_the_same_path_is_not_used_and_said(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    data = write_run(tmp_path / "run", str(file), CHARS)
+    own, said = str(tmp_path / "run/tokenizer.json"), list[str]()
+    file.write_text(json.dumps(CHARS))
+    assert with_own_tokenizer(data, tmp_path / "run", said.append).tokenizer == own
+    file.unlink()
+    assert with_own_tokenizer(data, tmp_path / "run", said.append).tokenizer == own
+    assert said == []
+    file.write_text(json.dumps(CHARS | {"chars": "bca"}))
+    assert with_own_tokenizer(data, tmp_path / "run", said.append).tokenizer == own
+    assert said == [f"data.tokenizer={file} has changed since this run began: its own copy, {own}, is used"]
+
+
+def test_the_characters_of_a_text_stay_those_of_the_run(tmp_path: Path) -> None:
+    data = write_run(tmp_path / "run", "chars", CHARS)
+    assert with_own_tokenizer(data, tmp_path / "run").tokenizer == str(tmp_path / "run/tokenizer.json")
+
+
+def test_another_tokenizer_is_refused_and_never_replaces_the_runs(tmp_path: Path) -> None:
+    data = write_run(tmp_path / "run", "chars", CHARS, steps=(0,))
+    other = override(Config(data=data), {"data.tokenizer": "bytes"}).data
+    with pytest.raises(UserError, match=r"data\.tokenizer=bytes is not that of the run .*run, whose weights know"):
+        with_own_tokenizer(other, tmp_path / "run")
+    (tmp_path / "other.json").write_text('{"tokenizer": "bytes"}')
+    with pytest.raises(UserError, match=r"the tokenizer of the data is not that of the run"):
+        keep_tokenizer(load_tokenizer(tmp_path / "other.json"), tmp_path / "run")
+    assert json.loads((tmp_path / "run/tokenizer.json").read_text()) == CHARS
+
+
+def test_a_run_without_weights_takes_another(tmp_path: Path) -> None:
+    data = write_run(tmp_path / "run", "chars", CHARS, steps=())
+    assert with_own_tokenizer(data, tmp_path / "run") == data
+    (tmp_path / "other.json").write_text('{"tokenizer": "bytes"}')
+    keep_tokenizer(load_tokenizer(tmp_path / "other.json"), tmp_path / "run")
+    assert json.loads((tmp_path / "run/tokenizer.json").read_text()) == {"tokenizer": "bytes"}
+
+
+class Read(Exception):
+    """Stops a command where it reads its data; has the tokenizer that they are read with."""
+
+
+@pytest.mark.parametrize("which", ["eval", "train.run", "jaxpar train"])
+def test_data_are_read_with_the_runs_own(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(CHARS | {"chars": "bca"}))
+    data = write_run(tmp_path / "run", str(file), CHARS)
+    config = override(Config(data=data), {"mesh.platform": "cpu", "mesh.data": 8})
+    module, call = {
+        "eval": (evaluate, lambda: evaluate.evaluate_folder(config, tmp_path / "run")),
+        "train.run": (loop, lambda: loop.run(config, tmp_path / "run")),
+        "jaxpar train": (local, lambda: local.train_config(config, tmp_path / "run")),
+    }[which]
+
+    def read(data: DataConfig, vocab_size: int) -> None:
+        raise Read(data.tokenizer)
+
+    monkeypatch.setattr(module, "load_corpus", read)
+    with pytest.raises(Read, match=str(tmp_path / "run/tokenizer.json")):
+        call()
+
+
+MODEL = ModelConfig(family="llama", vocab_size=260, layers=1, embed=16, heads=2, mlp=16, max_seq_len=4096)
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    """A model with a byte-level tokenizer: <s> 0, put before a text, </s> 1, <pad> 2, <turn> 3."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder, special = tmp_path / "hf", ["<s>", "</s>", "<pad>", "<turn>"]
+    model = Model(MODEL)
+    export_hf(jax.jit(model.init)(jax.random.key(7)), model, folder)
+    words = [*special, *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.add_special_tokens(special)
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+DECLARED: dict[str, dict[str, dict[str, Any]]] = {
+    "config.json alone": {"config": {"bos_token_id": 0, "eos_token_id": 3, "pad_token_id": 2}},
+    "lists, and both files": {
+        "config": {"bos_token_id": 0, "eos_token_id": [1, 3]},
+        "generation_config": {"eos_token_id": [3, 1, 2], "pad_token_id": 2, "temperature": 0.6},
+        "tokenizer_config": {"bos_token": {"content": "<s>"}, "eos_token": "</s>"},
+        "special_tokens_map": {"eos_token": "</s>"},
+        "added_tokens": {"<turn>": 3},
+    },
+}
+
+
+@pytest.mark.parametrize("declared", DECLARED)
+def test_what_a_folder_declares_comes_in_and_out_again(declared: str, hf_folder: Path, tmp_path: Path) -> None:
+    files = DECLARED[declared]
+    sizes = json.loads((hf_folder / "config.json").read_text())
+    for name, content in files.items():
+        whole = {**sizes, **content} if name == "config" else content
+        (hf_folder / f"{name}.json").write_text(json.dumps(whole))
+    (hf_folder / "chat_template.jinja").write_text("{{ messages }}")
+    config = override(config_of(hf_folder, tmp_path / "run"), {"mesh.platform": "cpu"})
+    import_run(config, hf_folder, tmp_path / "run")
+    export_run(config, tmp_path / "run", tmp_path / "out", 0, "float32")
+    folders = [hf_folder, tmp_path / "run", tmp_path / "out"]
+    ends = [set(read_special_tokens(folder / "tokenizer.json").ends) for folder in folders]
+    assert ends[0] and ends == [ends[0]] * 3
+    prompts = [encode_prompt("hi", load_tokenizer(folder / "tokenizer.json")).tolist() for folder in folders]
+    assert len(prompts[0]) == 3 and prompts == [prompts[0]] * 3
+    exported = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "out").glob("*.json")}
+    for name, content in files.items():
+        assert {key: exported[name][key] for key in content} == content
+    assert (
+        exported["generation_config"]["eos_token_id"] == files.get("generation_config", files["config"])["eos_token_id"]
+    )
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
+    assert not (tmp_path / "out/token_ids.json").exists()
+
+
+@pytest.mark.parametrize(("bos", "count"), [("auto", 3), (True, 3), (False, 2)])
+def test_an_export_begins_a_prompt_as_the_run_does(bos: Bos, count: int, hf_folder: Path, tmp_path: Path) -> None:
+    """And its config.json has the ids of a tokenizer that came without one."""
+    (hf_folder / "config.json").unlink()
+    (tmp_path / "out").mkdir()
+    ids = exported_ids(hf_folder, bos)
+    assert ids == ({"bos_token_id": 0, "eos_token_id": 1} if count == 3 else {"eos_token_id": 1})
+    export_tokenizer(hf_folder, tmp_path / "out", bos)
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == 1
+    run = load_tokenizer(hf_folder / "tokenizer.json", bos=bos)
+    out = load_tokenizer(tmp_path / "out/tokenizer.json")
+    assert len(encode_prompt("hi", run)) == len(encode_prompt("hi", out)) == count
+    import tokenizers  # what transformers 5 reads is the file itself
+
+    assert len(tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).encode("hi").ids) == count
+
+
+def test_an_import_has_the_settings_of_a_fine_tuning(hf_folder: Path, tmp_path: Path) -> None:
+    config = config_of(hf_folder, tmp_path / "run")
+    train = config.train
+    assert (train.learning_rate, train.min_learning_rate_ratio, train.weight_decay) == (2e-5, 0.0, 0.0)
+    assert train.warmup_steps == 30 and config.data.seq_len == 4096
+    assert (config.precision.compute, config.precision.params) == ("float32", "float32")
+    assert config_of(hf_folder, tmp_path / "run", lora=True).train.learning_rate == 2e-4
+    file = hf_folder / "config.json"
+    sizes = json.loads(file.read_text())
+    file.write_text(json.dumps({**sizes, "dtype": "bfloat16", "max_position_embeddings": 131072}))
+    config = config_of(hf_folder, tmp_path / "run")
+    assert config.precision.compute == "bfloat16" and config.data.seq_len == 8192
