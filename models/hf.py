@@ -102,7 +102,7 @@ def dim_letters(model: Model) -> dict[str, str]:
     return {name: "".join(_LETTERS.get(axis) or _NEVER_SPLIT[name] for axis in axes) for name, axes in named.items()}
 
 
-def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
+def import_hf(path: str | Path, model: Model, plan: Plan, allow_nonfinite: bool = False) -> Params:
     """Read parameters from a Hugging Face checkpoint, each straight into its sharding and the dtype it is stored in.
 
     All names, shapes and dtypes are checked before any data is read. Each process reads only what its devices hold, and
@@ -114,12 +114,15 @@ def import_hf(path: str | Path, model: Model, plan: Plan) -> Params:
         float16.
       model: the model of the checkpoint, such as `Model(model_config_from_hf(path))`.
       plan: the plan that says where the parameters go.
+      allow_nonfinite: whether entries may be NaN or infinite.
 
     Raises:
-      UserError: the checkpoint cannot be read or does not fit the model, or the plan does not fit the model.
+      UserError: the checkpoint cannot be read, does not fit the model or has an entry that is not finite, or the plan
+        does not fit the model.
     """
     model = Model(base_config(model.config))
-    read = read_params(_match(find_tensors(_files(Path(path))), model, str(path)), model, plan, model.shapes())
+    pairs = _match(find_tensors(_files(Path(path))), model, str(path))
+    read = read_params(pairs, model, plan, model.shapes(), allow_nonfinite)
     return shift_norms(read, HF_FAMILIES[model_type(model.config)].norm_offset)
 
 
@@ -132,13 +135,17 @@ def shift_norms(params: Params, by: float) -> Params:
     return jax.tree_util.tree_map_with_path(shift, params) if by else params
 
 
-def read_params(pairs: Sequence[tuple[Tensor, Source]], model: Model, plan: Plan, shapes: Params) -> Params:
-    """Read the parameters of `shapes`, all or some of the model's, from the tensors that hold them."""
+def read_params(
+    pairs: Sequence[tuple[Tensor, Source]], model: Model, plan: Plan, shapes: Params, allow_nonfinite: bool = False
+) -> Params:
+    """Read the parameters of `shapes`, all or some of the model's, from the tensors that hold them; unless
+    `allow_nonfinite` says so, an entry that is NaN or infinite is refused with a UserError."""
+    finish = (lambda found, source: found) if allow_nonfinite else _require_finite
     letters, sizes = dim_letters(model), dim_sizes(model)
     reads: dict[str, dict[tuple[int, ...], Read]] = {name: {} for name in letters}
     for tensor, source in pairs:
         for part, name in enumerate(tensor.params):
-            reads[name][tensor.index] = partial(_read, source, tensor, part, letters[name], sizes)
+            reads[name][tensor.index] = partial(_read, source, tensor, part, letters[name], sizes, finish)
 
     def load(tree_path: KeyPath, leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.Array:
         name = path_name(tree_path)
@@ -245,7 +252,22 @@ def _check_tied(head: Source, table: Source, origin: str) -> None:
         raise UserError(f"{origin}: {why}: set model.tied_head = false")
 
 
-def _read(source: Source, tensor: Tensor, part: int, letters: str, sizes: dict[str, int], bounds: Bounds) -> np.ndarray:
+def _require_finite(found: np.ndarray, source: Source) -> np.ndarray:
+    """Return what was read of a tensor, or refuse it with a UserError where it has an entry that is not finite."""
+    finite = np.isfinite(found)
+    if not finite.all():
+        count = found.size - int(np.count_nonzero(finite))
+        raise UserError(
+            f"{source.file}: {count} of {found.size} entries read of {source.name} are NaN or infinite, so the model "
+            "computes nothing but NaN: download it again, or take it as it is with train.allow_nonfinite=true"
+        )
+    return found
+
+
+def _read(
+    source: Source, tensor: Tensor, part: int, letters: str, sizes: dict[str, int],
+    finish: Callable[[np.ndarray, Source], np.ndarray], bounds: Bounds,
+) -> np.ndarray:  # fmt: skip
     """Read a block of parameter number `part` of a tensor; it is smaller than `bounds` where they pass the vocabulary.
 
     Each of the tensor's dims may merge several letters; `bounds` and the result have the order of `letters`.
@@ -264,7 +286,11 @@ def _read(source: Source, tensor: Tensor, part: int, letters: str, sizes: dict[s
         offset = part * math.prod(sizes[c] for c in tensor.dims[dim])
         reads[dim] = slice(reads[dim].start + offset, reads[dim].stop + offset)
     order = "".join(tensor.dims)
-    return source.read(tuple(reads)).reshape(shape)[tuple(cuts)].transpose([order.index(c) for c in letters])
+    return (
+        finish(source.read(tuple(reads)), source)
+        .reshape(shape)[tuple(cuts)]
+        .transpose([order.index(c) for c in letters])
+    )
 
 
 def _place(

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from jaxpar.base.config import ModelConfig
 from jaxpar.base.errors import UserError, read_json, suggest
-from jaxpar.base.toml import from_dict
+from jaxpar.base.ranges import require_ranges
+from jaxpar.base.toml import flatten, from_dict
 from jaxpar.models.masks import has_window, parse
 
 REQUIRED = object()
@@ -262,9 +263,13 @@ def _model_config(hf: Json, family: HfFamily, file: Path) -> ModelConfig:
             raise UserError(f"{file}: {key}={hf[key]!r} is not supported: only {' or '.join(map(repr, accepted))}")
     if family.rope_theta:
         values |= _rope_fields(hf, family, file)
-    if family.local:
-        values["masks"] = _masks(hf, family.local, values["layers"], file)
     config = from_dict(ModelConfig, {"family": family.family, **values}, str(file))
+    try:
+        require_ranges(ModelConfig, flatten(config) | {"mlp": config.mlp or 1})  # 0 = not said, see below
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+    if family.local:  # a word for each layer, of which there are no more than any model has
+        config = dataclasses.replace(config, masks=tuple(_masks(hf, family.local, config.layers, file)))
     _require_several_experts(config, str(file))
     if family.query_scalar:
         scalar = float(_value(hf, "query_pre_attn_scalar", family.query_scalar, file=file))

@@ -69,11 +69,11 @@ def lora_of(folder: Path, base: ModelConfig) -> Lora:
     return Lora(rank, float(alpha), tuple(targets))
 
 
-def import_adapter(folder: Path, model: Model, plan: Plan) -> Params:
+def import_adapter(folder: Path, model: Model, plan: Plan, allow_nonfinite: bool = False) -> Params:
     """Read the LoRA matrices of a model, each straight into its sharding; the rest of the parameters is not there. An
-    adapter that cannot be read, or does not fit the model, is a UserError."""
+    adapter that cannot be read, does not fit the model or has NaN (see `import_hf`), is a UserError."""
     pairs = pair_up({tensor.name: tensor for tensor in _layout(model)}, _tensors(folder), str(folder / WEIGHTS))
-    return read_params(pairs, model, plan, model.trained(model.shapes()))
+    return read_params(pairs, model, plan, model.trained(model.shapes()), allow_nonfinite)
 
 
 def export_adapter(params: Params, model: Model, folder: Path, base: str) -> None:

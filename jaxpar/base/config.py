@@ -159,6 +159,8 @@ class TrainConfig:
     accumulation: Annotated[int, Range(1, 2**20)] = 1
     init: str = ""
     """Start from the weights of this run folder or Hugging Face folder, with a fresh optimizer; empty = from `seed`."""
+    allow_nonfinite: bool = False
+    """Take weights that have NaN or infinite entries, of `train.init` or a folder that is converted, all the same."""
     seed: Annotated[int, Range(0, MOST_SEED)] = 0
     learning_rate: Annotated[float, Range(1e-8, 1e3)] = 1e-3
     """The highest rate, which the warm-up ends at."""
@@ -308,7 +310,7 @@ RESOLVED = "The resolved config of this run."
 # reported and kept. Any other difference is another experiment.
 RESUMABLE = ("mesh", "rules", "overlap", "context", "pipeline", "memory", "kernels", "compiler", "checkpoint",
              "metrics", "train.steps", "train.stop_at", "train.eval_every", "train.eval_batches",
-             "train.final_eval_batches", "data.prefetch", "data.accept_changed",
+             "train.final_eval_batches", "train.allow_nonfinite", "data.prefetch", "data.accept_changed",
              "model.scan_layers")  # fmt: skip
 
 _MOST_PARAMETERS = 10**14

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.segment import Segment
 from rich.table import Column
 
-from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.errors import UserError, require_local, visible
 from jaxpar.base.mesh import describe
 from jaxpar.base.plan import Plan
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
+class PlainConsole(Console):
+    """A rich console that takes every text as it is: names have no markup, and what a terminal would obey is shown."""
+
+    def __init__(self, **options: Any):
+        super().__init__(highlight=False, markup=False, emoji=False, **options)  # a path may be `data:train:test`
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
 def console() -> Console:
     """A rich console on standard output. In a pipe nothing is wrapped or coloured."""
-    out = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)  # a path may be `data:train:test`
+    out = PlainConsole(soft_wrap=True)
     if not out.is_terminal:
         out.width = 1000  # rich takes 80 where it cannot ask, and would cut the columns of a table
     return out

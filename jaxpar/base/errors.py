@@ -22,7 +22,9 @@ UTF8 = "utf-8-sig"
 BYTE_ORDER_MARK = "\ufeff"
 """That mark as a character, in a text that another library has read."""
 # Control characters but line ends and tabs, marks that turn the direction of a line around, and halves of characters.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)"
+)
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 _MOST_INT = 2**63 - 1
 
@@ -66,6 +68,12 @@ def visible(text: str) -> str:
     and tabs stay.
     """
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def json_line(value: object) -> str:
+    """A value as one line of JSON, of which a terminal obeys nothing either: what it would obey is escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def short(value: object) -> str:

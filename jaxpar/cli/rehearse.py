@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from jaxpar.base.console import check_folders, console
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, visible
 from jaxpar.base.runtime import write_whole
 from jaxpar.cli.arguments import ConfigArgs, config_args
 from jaxpar.plan import resolve_and_compile
@@ -70,7 +70,7 @@ def rehearse_command(words: list[str]) -> int:
             say(f"wrote {asked}")
     broken = [row for row in report["findings"] if row["rule"] in rules]
     for line in finding_lines(broken):
-        print(f"jaxpar: failed: {line}", file=sys.stderr)
+        print(f"jaxpar: failed: {visible(line)}", file=sys.stderr)
     return 1 if broken else 0
 
 

@@ -13,7 +13,7 @@ import jax
 import tyro
 
 from jaxpar.base.console import console, count_text
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, json_line, visible
 from jaxpar.base.mesh import MeshSpec, describe
 from jaxpar.base.toml import flatten
 from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse, positional
@@ -88,7 +88,7 @@ def generate_command(words: list[str]) -> int:
     trained = open_trained(Path(folder), args.mesh, args.dtype, args.step)
     prompts, tokenizer = encode_prompts(trained, given, args.chat), require_tokenizer(trained)
     for note in tokenizer.notes if jax.process_index() == 0 else ():
-        print(note, file=sys.stderr)
+        print(visible(note), file=sys.stderr)
     stop = stop_ids(trained, args.chat or any(isinstance(one, list) for one in given))
     longest = max(len(prompt.ids) for prompt in prompts)
     most = args.max_tokens or max(min(128, trained.config.model.max_seq_len - longest), 1)
@@ -96,13 +96,13 @@ def generate_command(words: list[str]) -> int:
     say = partial(print, end="", flush=True) if main else lambda text: None
     if len(prompts) == 1 and not args.json:
         trained.generator.check(ids, most)  # nothing is printed of a prompt that is refused
-        say("" if args.chat else prompts[0].text)
+        say("" if args.chat else visible(prompts[0].text))
         printed, new = "", list[int]()
         for (new,) in trained.generator.stream(ids, most, sampling, stop, chunk=4):
-            text = continuation(tokenizer, ids[0], new, ended=False)
+            text = visible(continuation(tokenizer, ids[0], new, ended=False))
             say(text[len(printed) :])
             printed = text
-        say(continuation(tokenizer, ids[0], new)[len(printed) :] + "\n")
+        say(visible(continuation(tokenizer, ids[0], new))[len(printed) :] + "\n")
     else:
         found = trained.generator.generate(ids, most, sampling, stop, args.batch)
         for number, (prompt, new) in enumerate(zip(prompts, found, strict=True), 1):
@@ -111,7 +111,7 @@ def generate_command(words: list[str]) -> int:
                 "prompt_tokens": len(prompt.ids), "finish": "length" if len(new) == most else "stop",
             }  # fmt: skip
             text = f"--- {number} ---\n{'' if args.chat else row['prompt']}{row['text']}"
-            say((json.dumps(row, ensure_ascii=False) if args.json else text) + "\n")
+            say((json_line(row) if args.json else visible(text)) + "\n")
     if main:
         print(_speed(trained), file=sys.stderr)
     return 0

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 
+from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, reading
 
 _LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
@@ -100,7 +100,7 @@ def require_ids(ids: np.ndarray, vocab_size: int, origin: str) -> None:
         count, index = jax.process_count(), jax.process_index()
     chunks = list(range(0, len(ids), _CHUNK))[index::count]
     quiet = len(ids) < _LARGE or index > 0
-    said = Console(stderr=True, quiet=quiet)
+    said = PlainConsole(stderr=True, quiet=quiet)
     for first in track(chunks, f"looking at the ids of {origin}", console=said, disable=quiet):
         part = ids[first : first + _CHUNK]
         if part.max() >= vocab_size:

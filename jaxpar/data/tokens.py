@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from rich.console import Console
 from rich.progress import track
 
 from jaxpar.base.config import DataConfig, require_local_data
+from jaxpar.base.console import PlainConsole
 from jaxpar.base.errors import UserError, read_json, reading, require_local
 from jaxpar.base.runtime import replacing, write_whole
 from jaxpar.data.id_files import look_at, require_guess, require_ids, unknown_id
@@ -192,7 +192,7 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
     files, _ = _source_files(data.path if data.source == "text" else "", data)
     tokenizer = make_tokenizer(data.tokenizer, map(read_text, files), bos=data.bos)
     dtype, count, documents = token_dtype(tokenizer.vocab_size), 0, 0
-    said = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    said = PlainConsole(stderr=True, soft_wrap=True)
     for note in tokenizer.notes:
         said.print(note)
     try:

@@ -14,11 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from jaxpar.base.activation_names import NAMES
 from jaxpar.base.console import check_folders
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, visible
 from jaxpar.base.runtime import replacing
 from jaxpar.base.sharding import Layout, Placement
 from jaxpar.parallel.token_order import chunk_order
@@ -86,6 +87,10 @@ def save_figure(figure: Figure, path: Path) -> None:
       UserError: the file cannot be written, or its folder is not there.
     """
     check_folders(path)
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_parse_math(False)  # a name may have two dollars in it
+        text.set_text(visible(text.get_text()))
     svg = path.suffix == ".svg"
     try:
         with replacing(path) as file, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):

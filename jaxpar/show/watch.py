@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxpar.base.console import bytes_text, count_text, duration_text
-from jaxpar.base.errors import UserError
+from jaxpar.base.console import PlainConsole, bytes_text, count_text, duration_text
+from jaxpar.base.errors import UserError, visible
 from jaxpar.base.mesh import describe, total_sizes
 from jaxpar.rehearse.report.tables import percent_text, seconds_text
 from jaxpar.train.metrics import read_metrics
@@ -35,7 +35,7 @@ _NUMBERS = {
 
 def watch(folder: Path, once: bool = False) -> None:
     """Show a run, or the runs in a folder, until Ctrl-C; with `once`, or in a pipe, print it and return."""
-    out = Console(highlight=False)
+    out = PlainConsole()
     with suppress(KeyboardInterrupt), Live(page(folder, out.width), console=out, auto_refresh=False) as live:
         while out.is_terminal and not once:
             time.sleep(2)
@@ -56,11 +56,11 @@ def page(folder: Path, width: int) -> RenderableType:
     columns = (Column(name, justify="right") for name in ("step", "", "loss", "validation", "tokens/s"))
     table = Table("run", "", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for run in runs:
-        name = str(run.relative_to(folder))
+        name = visible(str(run.relative_to(folder)))
         try:
             _, _, (step, last), state, facts = _look(run)
         except UserError as error:  # the run of another version beside others
-            table.add_row(name, Text(str(error), "red"))
+            table.add_row(name, Text(visible(str(error)), "red"))
         else:
             numbers = (facts[name] for name in ("left", "loss", "validation", "tokens/s"))
             table.add_row(name, state, f"{step}/{last}", *numbers)
@@ -100,7 +100,9 @@ def _run_page(folder: Path, width: int) -> RenderableType:
         grid.add_row(*cells[first : first + 3])
     batch = Text(f"{what}; {config.train.batch} x {config.data.seq_len} tokens a step", "dim")
     parts = batch, bar, "", *_curves(rows, width - 4, 8), grid
-    return Panel(Group(*parts), title=f"[bold]{folder}", title_align="left", subtitle=state, width=width)
+    return Panel(
+        Group(*parts), title=Text(visible(str(folder)), "bold"), title_align="left", subtitle=state, width=width
+    )
 
 
 def _curves(rows: list[dict[str, Any]], width: int, height: int) -> list[Text]:

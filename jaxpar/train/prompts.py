@@ -96,10 +96,11 @@ def stop_ids(trained: Trained, chat: bool) -> list[int]:
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int], ended: bool = True) -> str:
-    """Return the text of new tokens as it follows the prompt; unless it has ended, without a half character at its end.
+    """Return the text of new tokens as it follows the prompt; unless it has ended, without a half character at its end,
+    or half of a line end.
 
     The prompt is decoded along, because a tokenizer may write the first token of a text otherwise than a later one.
     """
     before, text = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *new])
     text = text[len(before) :] if text.startswith(before) else tokenizer.decode(list(new))
-    return text if ended else text.rstrip("\ufffd")
+    return text if ended else text.rstrip("\ufffd\r")

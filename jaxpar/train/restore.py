@@ -159,7 +159,7 @@ def load_params(source: Path, config: Config, plan: Plan, step: int = 0) -> Para
     that the source does not have begins as PEFT begins it, from `train.seed`. A UserError says that there is no such
     folder, that it is of another model, or that its weights cannot be read.
     """
-    theirs, plan = model_of(source), drop_stages(plan)
+    theirs, plan, nonfinite = model_of(source), drop_stages(plan), config.train.allow_nonfinite
     require_model(theirs, config.model, source)
     lora, there = config.model.lora, replace(config, model=replace(config.model, lora=theirs.lora))
     if is_run(source):
@@ -168,9 +168,9 @@ def load_params(source: Path, config: Config, plan: Plan, step: int = 0) -> Para
         params = load_run(source, step, there, replace(plan, params=run.precision.params))[1]
     elif peft.is_adapter(source):
         base = load_params(peft.base_folder(source), replace(there, model=base_config(there.model)), plan)
-        params = Model.merge(base, peft.import_adapter(source, Model(there.model), plan))
+        params = Model.merge(base, peft.import_adapter(source, Model(there.model), plan, nonfinite))
     else:
-        params = import_hf(source, Model(there.model), plan)
+        params = import_hf(source, Model(there.model), plan, nonfinite)
     if theirs.lora == lora:
         return params
     params, model = merge_lora(params, there.model), Model(config.model)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxpar.base.config import Config, ModelConfig
+from jaxpar.base.config import Config, ModelConfig, check
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
@@ -44,7 +44,10 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
       UserError: the folder is neither, its checkpoint or tokenizer cannot be read, its tokenizer has more tokens than
         the model, or the mesh does not fit.
     """
-    config = read_config(folder)
+    try:
+        config = check(read_config(folder))
+    except UserError as error:
+        raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
     if step and not is_run(folder):
         raise UserError(f"--step has no effect: {folder} is no run folder, so it has one checkpoint")
     config, words = replace(config, model=base_config(config.model)), _words_folder(folder)

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from jaxpar.base.config import Config, Lora, ModelConfig
+from jaxpar.base.errors import visible
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.cli.main import main
 from jaxpar.data.tokenizer import BytesTokenizer
@@ -62,7 +63,7 @@ def test_prompts_are_continued_alike_on_the_screen_and_in_files(generate, folder
         ("cdé", 4, 28),
     ]
     live = generate(folder, "--prompt", "ab", "--max-tokens", 28, "--mesh.platform", "cpu")
-    assert live == "ab" + rows[0]["text"] + "\n"
+    assert live == "ab" + visible(rows[0]["text"]) + "\n"
     file = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "ab"}, {"messages": [{"role": "user", "content": "x"}]}]
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -156,7 +157,7 @@ def test_mistakes_are_one_line(generate, folder, tmp_path) -> None:
     ):
         assert said in generate(folder, *words, code=2)
     file = tmp_path / "broken.jsonl"
-    for text, said in (("", "has no prompt in it"), ('{"prompt": "a\u2028"}\n{"a', "line 2 is not JSON"),
+    for text, said in (("", "has no prompt in it"), ('{"prompt": "a\u2028"}\n{"a', "line 2 is not valid JSON"),
                        ('{"messages": ["hi"]}', "line 1 has neither"), ('{"prompt": "\\ud83d"}', "is not Unicode text"),
                        ('{"text": "a"}', 'line 1 has neither "prompt"')):  # fmt: skip
         file.write_text(text)
