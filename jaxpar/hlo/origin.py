@@ -35,6 +35,8 @@ _WRAPPERS = words(
 _TRANSFORM = re.compile(r"(\w+)\((.*)\)$")
 _SCOPE = re.compile(r"[A-Za-z_][\w\-. ]*$")
 _BRANCH = re.compile(r"branch_\d+_fun$")
+_MADE = ("copy", "control", "host_copy")
+"""Kinds of tasks that the compiler makes itself; it may give one the line of another instruction."""
 UPDATE = "update"
 """The scope of the optimizer's part of a step."""
 _TICKS = words("forward backward")  # the scopes of a pipeline's ticks, which enclose those of the model
@@ -162,7 +164,8 @@ def inherit(nodes: list[Node], around: Place) -> list[Node]:
     A copy or slice without a scope belongs to what it feeds, else to what feeds it: the nearest such task with a scope.
     A matmul belongs to the neighbour in the innermost scope, and among several to the latest of its operands, which in
     a backward is the gradient, not what was saved. What is left belongs to the loop that it feeds or depends on, else
-    to the loop `around` it. A phase or line of its own is kept.
+    to the loop `around` it. A phase or line of its own is kept. What computes at a line of its own is not the
+    compiler's: where that line stands in no scope, it has none.
     """
     places = [Place() if isinstance(node, Wait) else node.place for node in nodes]
     users: dict[int, list[int]] = defaultdict(list)
@@ -175,11 +178,14 @@ def inherit(nodes: list[Node], around: Place) -> list[Node]:
         return [places[at] for at in neighbours if isinstance(node := nodes[at], Task) and node.kind != "control"]
 
     tasks = {position: node for position, node in enumerate(nodes) if isinstance(node, Task)}
+    settled = {at for at, task in tasks.items() if task.kind not in _MADE and task.place.source}
     for position in reversed(tasks):
-        if tasks[position].kind != "matmul":
+        if position not in settled and tasks[position].kind != "matmul":
             places[position] = _from(places[position], given(users[position]))
     found = list(nodes)
     for position, task in tasks.items():
+        if position in settled:
+            continue
         makers = task.depends[::-1] if task.kind == "matmul" else task.depends
         near = given(makers) + given(users[position])
         if task.kind == "matmul":

@@ -179,3 +179,11 @@ def test_bookkeeping_gives_nothing_and_a_loop_gives_what_is_left() -> None:
 def test_what_belongs_to_no_scope_by_its_own_line_stays_there() -> None:
     schedule = Place("", "jaxpar/train/step.py:140", "other")
     assert places(task(schedule), task(MLP, 0))[0] == schedule
+
+
+@pytest.mark.parametrize("kind", ["matmul", "fusion", "kernel", "collective"])
+def test_what_computes_at_a_line_outside_every_scope_takes_no_neighbours(kind: str) -> None:
+    """A program without scopes, or a loss beside a model's: only copies are the compiler's own."""
+    plain = Place("", "loss.py:9", "backward")
+    assert places(task(MLP), task(plain, 0, kind=kind), task(HEAD, 1), around=HEAD)[1] == plain
+    assert places(task(MLP), task(plain, 0, kind="copy"))[1] == Place("block/mlp", "loss.py:9", "backward")
