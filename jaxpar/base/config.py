@@ -190,7 +190,8 @@ class TrainConfig:
     """Validation batches of an evaluation while training, spread evenly over the validation set, the same each time;
     0 = all of it."""
     final_eval_batches: Annotated[int, Range(0, MOST_STEPS)] = 0
-    """The same as `eval_batches` for the evaluation after the last step and for `jaxpar eval`."""
+    """The same as `eval_batches` for the evaluation after the last step, which takes no more batches than the run has
+    steps (or `eval_batches`), and for `jaxpar eval`."""
 
 
 @dataclass(frozen=True)

@@ -116,11 +116,7 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer) -> Documents:
             if isinstance(element, _Unreadable):
                 raise UserError(element.reason)
             ids = encode_document(_text_of(element, path, data.column), tokenizer)
-        except (
-            UserError,
-            UnicodeError,
-            TypeError,
-        ) as error:  # tokenizers refuse half of a surrogate pair by a TypeError
+        except (UserError, UnicodeError, TypeError) as error:  # half of a surrogate pair is a TypeError of tokenizers
             skipped.add(str(error))
             return {"tokens": np.zeros(0, np.int32)}
         skipped.read_one()

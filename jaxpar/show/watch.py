@@ -71,11 +71,14 @@ def _look(folder: Path) -> tuple[Any, list[dict[str, Any]], tuple[int, int], Tex
     """The run's config, its rows, its step of how many, whether it lives, and the last of each number as text."""
     config, rows, now = read_run_config(folder), read_metrics(folder), time.time()
     found = {key: value for row in rows for key, value in row.items()}
-    step, last, took = found.get("step", 0), config.train.stop_at or config.train.steps, found.get("step_seconds", 0.0)
+    steps, stop = config.train.steps, config.train.stop_at
+    step, last, took = found.get("step", 0), min(stop or steps, steps), found.get("step_seconds", 0.0)
     age = now - (folder / ("metrics.jsonl" if rows else "config.toml")).stat().st_mtime
     state = Text("running", "green") if rows else Text("starting", "yellow")
-    if step >= last:
+    if step >= steps:
         state = Text("done", "blue")
+    elif step >= last:
+        state = Text(f"stopped at train.stop_at={stop}", "blue")
     elif age > max(60, 5 * took * config.metrics.log_every):  # an evaluation or a save may take a while
         state = Text(f"silent for {duration_text(age)}", "bold red")
     saved = {int(path.name): path.stat().st_mtime for path in folder.glob("checkpoints/*") if path.name.isdecimal()}
@@ -83,9 +86,14 @@ def _look(folder: Path) -> tuple[Any, list[dict[str, Any]], tuple[int, int], Tex
     facts = {name: text(found[key]) if key in found else "-" for key, (name, text, _) in _NUMBERS.items()} | {
         "checkpoint": f"{newest}, {duration_text(now - saved[newest])} ago" if saved else "-",
         "last line": f"{duration_text(age)} ago",
-        "left": f"{duration_text((last - step) * took)} left" if took and step < last else "",
+        "left": _left((last - step) * took, stop if last < steps else 0) if took and step < last else "",
     }
-    return config, rows, (step, last), state, facts
+    return config, rows, (step, steps), state, facts
+
+
+def _left(seconds: float, stop: int) -> str:
+    """Say how long a run takes until its end, or until it stops before that, at a step other than 0."""
+    return f"{duration_text(seconds)} left" + (f" to {stop}" if stop else "")
 
 
 def _run_page(folder: Path, width: int) -> RenderableType:

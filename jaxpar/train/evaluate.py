@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -39,14 +39,24 @@ class Evaluation(NamedTuple):
     bits_per_byte: float | None
 
 
-def evaluate(eval_step: Compiled, params: Params, stream: Part, config: Config, plan: Plan, limit: int) -> float:
-    """Return the mean loss in nats a token over the windows of `limit` validation batches; 0 = all."""
+def evaluate(
+    eval_step: Compiled, params: Params, stream: Part, config: Config, plan: Plan, limit: int,
+    tick: Callable[[int], None] = lambda done: None,
+) -> float:  # fmt: skip
+    """Return the mean loss in nats a token over the windows of `limit` validation batches; 0 = all.
+
+    `tick` is called with the number of batches that are done, after each.
+    """
     rows = batch_rows(config.train.batch, plan)
     read = val_batches(stream, config.data, config.train.batch, rows, config.model.vocab_size, limit)
     batches = Batches(read, empty_batch(config, plan))
-    sums = jax.device_get([eval_step(params, put_batch(batch, plan)) for batch in batches])
+    sums = list[Any]()
+    for batch in batches:
+        sums.append(eval_step(params, put_batch(batch, plan)))
+        jax.block_until_ready(sums[-2:-1])  # the host stays one batch ahead
+        tick(len(sums))
     batches.require()
-    nll, tokens = np.sum(np.asarray(sums, np.float64), axis=0)
+    nll, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
     return float(nll / tokens)
 
 
@@ -55,9 +65,9 @@ def evaluate_folder(
 ) -> Evaluation:
     """Evaluate a run's checkpoint (0 = the best, or the newest where none was evaluated) or a Hugging Face folder.
 
-    The mesh may be any. The batches are those that a run uses at its end (`train.final_eval_batches`, by default all),
-    and `say` receives each note on how they run. A UserError says that there is no checkpoint or no validation data, or
-    that the mesh does not fit.
+    The mesh may be any. The batches are those of `train.final_eval_batches`, by default all; the evaluation at the end
+    of a run takes no more of them than it has steps. `say` receives each note on how they run. A UserError says that
+    there is no checkpoint or no validation data, or that the mesh does not fit.
     """
     plan = make_plan(check(config), start(config.mesh))
     for note in kernel_notes(config, plan, training=False):

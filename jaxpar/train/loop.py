@@ -15,7 +15,7 @@ from grain import DatasetIterator
 from jax.stages import Compiled
 
 from jaxpar.base.compiler import options_text, step_options
-from jaxpar.base.config import Config, check, require_settled
+from jaxpar.base.config import Config, TrainConfig, check, require_settled
 from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count_text, duration_text
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
@@ -342,7 +342,7 @@ class _Run:
                     self.checkpoints.record(step, self.val_loss)
             if stop:
                 break
-        final = train.final_eval_batches
+        final = final_batches(train)
         if step == train.steps and self.corpus.val is not None and final != train.eval_batches:
             self.val_loss = self._evaluate(step, final, "final_")
         return step
@@ -407,7 +407,7 @@ class _Run:
         if skipped := sum(count.count for count in self.skipped):
             numbers["records_skipped"] = float(skipped)
         self._say_skipped()
-        left = (self.config.train.steps - step) * (speed["step_seconds"] or 0.0)
+        left = (self.last - step) * (speed["step_seconds"] or 0.0)
         self.show.step(step, numbers | speed, left)
         self.log.write(step, **numbers, **speed)
         self._require_finite(step)
@@ -441,13 +441,26 @@ class _Run:
 
     def _evaluate(self, step: int, limit: int, prefix: str = "") -> float:
         assert self.corpus.val is not None
-        began, self.running = time.perf_counter(), EVALUATION
+        began = told = time.perf_counter()
+        done, self.running = 0, EVALUATION
+
+        def tick(count: int) -> None:
+            nonlocal told, done
+            done, now = count, time.perf_counter()
+            if now - told > _PATIENCE:
+                told = now
+                of = f" of {limit}" if limit else ""
+                self.show.say(f"evaluating: {done}{of} batches in {duration_text(now - began)}; {key} takes fewer")
+
+        key = "train.final_eval_batches" if prefix else "train.eval_batches"
         eval_step = run_together(self.eval_step.result)
         with self._reading_data():
-            loss = evaluate(eval_step, self.state.params, self.corpus.val, self.config, self.plan, limit)
+            loss = evaluate(eval_step, self.state.params, self.corpus.val, self.config, self.plan, limit, tick)
         self.running = STEP
         self.log.write(step, **{prefix + METRIC: loss})
-        over = f"{limit} batches" if limit else "the whole set"
+        over = f"{done} batches" if done == limit else "the whole set"
+        if prefix and done == limit != self.config.train.final_eval_batches:
+            over += f", as many as there were steps; `jaxpar eval {self.folder}` takes more"
         self.show.say(f"step {step}  validation loss {loss:.4f}  ({over}, {time.perf_counter() - began:.1f} s)")
         return loss
 
@@ -458,6 +471,21 @@ class _Run:
         val = "" if self.val_loss is None else f", validation loss {self.val_loss:.4f} nats a token"
         took = duration_text(self.meter.trained)
         self.show.say(f"step {step} done in {took} of training{val} (unigram entropy {self.entropy:.3f})")
+
+
+_PATIENCE = 20.0  # seconds of an evaluation after which it says how far it is
+
+
+def final_batches(train: TrainConfig) -> int:
+    """Return how many validation batches are evaluated after the last step; 0 = all.
+
+    They are those of `final_eval_batches`, but no more than the run has steps, or an evaluation in between has batches:
+    a short try is not followed by an evaluation that takes longer than itself.
+    """
+    asked, most = train.final_eval_batches, max(train.steps, train.eval_batches)
+    if train.eval_batches == 0:
+        return asked
+    return min(asked or most, most)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -219,10 +219,12 @@ class Sink:
         self._send(lambda: self._end(failed))
 
 
-def _tensorboard(_: Config, folder: Path, first_step: int, run_id: str | None) -> Opened:
+def _tensorboard(config: Config, folder: Path, first_step: int, run_id: str | None) -> Opened:
     from tensorboardX import SummaryWriter
 
     board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+    lines = [f"| {key} | {value} |" for key, value in flatten(config).items()]
+    board.add_text("config", "\n".join(["| setting | value |", "|---|---|", *lines]), first_step)
     return lambda step, row: [board.add_scalar(*item, step) for item in row.items()], lambda failed: board.close(), ""
 
 

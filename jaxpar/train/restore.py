@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from jaxpar.parallel.host_memory import on_device
 from jaxpar.parallel.pipeline import stored_order
 from jaxpar.train.own_tokenizer import carry_tokenizer, export_tokenizer, exported_ids
 from jaxpar.train.plans import make_plan
-from jaxpar.train.run_folder import Checkpoints, is_run, open_run, read_run_config
+from jaxpar.train.run_folder import Checkpoints, finished_steps, is_run, open_run, read_run_config
 from jaxpar.train.step import TrainState, init_state, reorder_state, state_shapes, state_shardings
 
 ORDER, FROZEN = "layer_order", "frozen"
@@ -40,17 +41,40 @@ _FREE = {
 def load_run(folder: Path, step: int, config: Config, plan: Plan) -> tuple[int, Params]:
     """Load the parameters of a run's checkpoint on this plan's mesh and return its step and them; 0 = the best, or the
     newest where none was evaluated. The optimizer's state is not read. A checkpoint that is not there, or cannot be
-    read, is a UserError."""
-    checkpoints = Checkpoints(folder / "checkpoints")
+    read, is a UserError. Where a run that trains beside has removed the one that was chosen, another is."""
+    for _ in range(_TRIES):
+        checkpoints = Checkpoints(folder / "checkpoints")
+        chosen = step or _best_or_newest(checkpoints)
+        if chosen not in (steps := checkpoints.steps()):
+            raise UserError(f"{checkpoints.folder} has no step {step}: it has {', '.join(map(str, steps))}")
+        try:
+            return chosen, restore_state(checkpoints, chosen, config, plan, whole=False)[0].params
+        except UserError:
+            # Of several processes all would have to choose alike.
+            if step or jax.process_count() > 1 or not _is_removed(folder, chosen):
+                raise
+    raise UserError(f"a run removes the checkpoints of {folder} faster than they are read: try again")
+
+
+_TRIES = 5
+
+
+def _best_or_newest(checkpoints: Checkpoints) -> int:
     steps = checkpoints.steps()
     if not steps:
         raise UserError(f"{checkpoints.folder} has no finished checkpoint")
-    if step and step not in steps:
-        raise UserError(f"{checkpoints.folder} has no step {step}: it has {', '.join(map(str, steps))}")
-    if not step:
-        best = checkpoints.best()
-        step = steps[-1] if best is None else best
-    return step, restore_state(checkpoints, step, config, plan, whole=False)[0].params
+    best = checkpoints.best()
+    return steps[-1] if best is None else best
+
+
+def _is_removed(folder: Path, step: int) -> bool:
+    """Whether a checkpoint goes away within two seconds, which is longer than its files take."""
+    until = time.monotonic() + 2
+    while step in finished_steps(folder):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def restore_state(

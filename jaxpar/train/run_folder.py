@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -110,6 +111,14 @@ class _Best:
 def _lowest(losses: Mapping[int, float], steps: Iterable[int]) -> int | None:
     """Return the step with the lowest loss, or None where none of the steps has one."""
     return min((step for step in steps if step in losses), key=lambda step: losses[step], default=None)
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+
+# What Orbax logs is raised too, or is of no use to whoever trains; its lines have no form of ours.
+logging.getLogger("absl").addFilter(_is_not_of_orbax)
 
 
 class Checkpoints:
@@ -252,6 +261,10 @@ class Checkpoints:
             raise
         except Exception as error:  # whatever Orbax, TensorStore or a parser of theirs raises over a damaged file
             why = f"checkpoint {self.folder / str(step)} cannot be read ({_first_line(error)})"
+            if self._config is None:  # a run beside may be removing it, or a copy of it may be under way
+                raise UserError(
+                    f"{why}: try again if a run or a copy is writing there, or take another step"
+                ) from error
             raise UserError(f"{why}: delete that folder to fall back to an older one") from error
 
     def close(self) -> None:

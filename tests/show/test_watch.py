@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from jaxpar.base.config import Config, override
+from jaxpar.base.config import Config, override, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
 from jaxpar.cli.main import main
@@ -68,6 +68,19 @@ def test_the_curve_falls_from_its_highest_to_its_lowest(tmp_path):
 def test_whether_a_run_lives(tmp_path, steps, age, state):
     make(tmp_path / "run", steps, age)
     assert state in text(tmp_path / "run").splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "parts"),
+    [(40, ("stopped at train.stop_at=40", "step 40 of 100")), (20, ("running", "step 20 of 100", "0:05 left to 40"))],
+)
+def test_a_run_that_stops_on_the_way_is_not_done(tmp_path, steps, parts):
+    make(tmp_path / "run", steps)
+    file = tmp_path / "run" / "config.toml"
+    config = parse(file.read_text())
+    file.write_text(to_toml(override(config, {"train.stop_at": 40})))
+    found = text(tmp_path / "run")
+    assert all(part in found for part in parts) and " done " not in found
 
 
 def test_several_runs_are_a_table_and_one_of_another_version_does_not_hide_the_others(tmp_path, capsys):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxpar.train.restore as restore_module
 from jaxpar.base.config import CheckpointConfig
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.sharding import replicated_sharding
-from jaxpar.train.run_folder import Checkpoints
+from jaxpar.train.run_folder import Checkpoints, finished_steps
 
 pytestmark = pytest.mark.quick
 
@@ -97,7 +100,7 @@ def test_a_step_that_is_there_is_left_alone(tmp_path: Path, plan_of: Callable[..
 
 
 DAMAGES = {
-    "missing": "cannot be read .* delete that folder to fall back",
+    "missing": "cannot be read .*: try again if a run or a copy is writing there, or take another step",
     "another shape": r"w is float32\[8, 16\] there and float32\[8, 12\] here.* take those of its run's config",
     "another dtype": r"w is float32\[8, 16\] there and bfloat16\[8, 16\] here.* take those of its run's config",
     "another name": r"v is absent there and float32\[8, 16\] here.* take those of its run's config",
@@ -121,3 +124,41 @@ def test_what_cannot_be_read_is_said_with_a_way_out(tmp_path: Path, plan_of: Cal
         shapes = {"step": shapes["step"], "v" if "name" in damage else "w": leaf}
     with pytest.raises(UserError, match=DAMAGES[damage]):
         Checkpoints(tmp_path).restore(1, shapes)
+    if damage == "missing":
+        with pytest.raises(UserError, match="delete that folder to fall back to an older one"):
+            Checkpoints(tmp_path, CheckpointConfig()).restore(1, shapes)
+
+
+def test_a_reader_takes_another_where_a_run_has_removed_the_one_it_chose(tmp_path: Path, monkeypatch: Any) -> None:
+    """The run beside removes step 1 while it is read; what stays and cannot be read is refused."""
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    tried = list[int]()
+
+    class Reader(Checkpoints):
+        def __init__(self, folder: Path):
+            self.folder = folder
+
+        def steps(self) -> list[int]:
+            return finished_steps(tmp_path)
+
+        def best(self) -> int | None:
+            return min(self.steps())
+
+    def restore(checkpoints: Checkpoints, step: int, *_: Any, **__: Any) -> Any:
+        tried.append(step)
+        if step == 1:
+            (tmp_path / "checkpoints" / "1").rmdir()
+            raise UserError("cannot be read")
+        return SimpleNamespace(params="those of 2"), {}
+
+    monkeypatch.setattr(restore_module, "Checkpoints", Reader)
+    monkeypatch.setattr(restore_module, "restore_state", restore)
+    assert restore_module.load_run(tmp_path, 0, Any, Any) == (2, "those of 2")  # pyright: ignore[reportArgumentType]
+    assert tried == [1, 2]
+
+
+def test_no_line_of_orbax_reaches_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    for name, count in (("/site-packages/orbax/checkpoint/x.py", 0), ("/site-packages/grain/y.py", 1)):
+        logging.getLogger("absl").handle(logging.LogRecord("absl", 40, name, 1, "raw", (), None))
+        assert len(caplog.records) == count

@@ -150,6 +150,26 @@ def test_a_step_with_rows_that_a_process_lacks_changes_nothing_and_says_so(
     assert np.isfinite(metrics["loss"]) and after.step == 1
 
 
+@pytest.mark.parametrize(
+    ("asked", "between", "steps", "taken"),
+    [(0, 20, 4, 20), (0, 20, 500, 500), (200, 20, 4, 20), (200, 20, 5000, 200), (0, 0, 4, 0), (5, 20, 4, 5)],
+)
+def test_a_short_try_does_not_evaluate_for_longer_than_it_trains(asked, between, steps, taken):
+    changes = {"train.final_eval_batches": asked, "train.eval_batches": between, "train.steps": steps}
+    assert loop.final_batches(override(Config(), changes).train) == taken
+
+
+def test_a_long_evaluation_says_how_far_it_is_and_what_makes_it_shorter(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loop, "_PATIENCE", 0.0)
+    loop.run(
+        override(config, {"train.steps": 2, "train.eval_batches": 2, "train.final_eval_batches": 9}), tmp_path / "r"
+    )
+    said = capsys.readouterr().out
+    assert "evaluating: 1 of 2 batches in 0:0" in said and "; train.eval_batches takes fewer" in said
+
+
 def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
 

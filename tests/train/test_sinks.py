@@ -89,7 +89,9 @@ def test_event_files_for_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX", reason="needs the tensorboard extra")
     run(tmp_path, "tensorboard", Config(), 0, 1)
     (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"loss" in events.read_bytes()
+    content = events.read_bytes()
+    assert b"loss" in content
+    assert b"| train.batch | 32 |" in content and b"| mesh.tensor | 1 |" in content, "the config, as the docs promise"
 
 
 @pytest.mark.slow
