@@ -6,7 +6,6 @@ A user's are words of `compiler.options` in a config, `name=value`. The names of
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
@@ -26,9 +25,7 @@ from jaxpar.base.jax_compat import (
     compiler_message,
     compiler_options,
     option_message,
-)  # fmt: skip
-
-log = logging.getLogger(__name__)
+)
 
 
 def step_options(mesh: Mesh, words: Iterable[str] = ()) -> Options:
@@ -39,7 +36,8 @@ def step_options(mesh: Mesh, words: Iterable[str] = ()) -> Options:
 
     Args:
       mesh: the mesh of the step, whose devices may be absent.
-      words: a config's `compiler.options`. Those of another platform's compiler are left out, and the log says so.
+      words: a config's `compiler.options`. Those that only another platform's compiler has are left out:
+        `option_notes` says which.
 
     Raises:
       UserError: a word is no `name=value`, or the compiler does not know the name or take the value.
@@ -48,14 +46,19 @@ def step_options(mesh: Mesh, words: Iterable[str] = ()) -> Options:
     chip = chip_of(mesh.devices.flat[0].device_kind)
     if chip is not None and chip.tpu_compiler.scoped_vmem_kib:
         found[SCOPED_VMEM] = chip.tpu_compiler.scoped_vmem_kib
-    if _platform(mesh) != "tpu":
-        foreign = [name for name in own if name.startswith(TPU_FLAGS)]
-        if foreign:
-            _say_once(f"compiler.options: {', '.join(foreign)} left out, which only the TPU's compiler has")
-        own = {name: value for name, value in own.items() if name not in foreign}
+    own = {name: value for name, value in own.items() if name not in _foreign(own, mesh)}
     if own:
         _require_known(tuple(own.items()), mesh)
     return found | own
+
+
+def option_notes(mesh: Mesh, words: Iterable[str]) -> list[str]:
+    """What becomes of a user's options on a mesh other than as they say, a line each.
+
+    A config for TPUs is shown and verified on CPUs, whose compiler does not have the TPU's options.
+    """
+    foreign = _foreign(read_options(words), mesh)
+    return [f"compiler.options: {', '.join(foreign)} left out, only TPUs' compiler has it"] if foreign else []
 
 
 def read_options(words: Iterable[str]) -> Options:
@@ -106,9 +109,11 @@ def _platform(mesh: Mesh) -> str:
     return "gpu" if platform == "cuda" else platform
 
 
-@lru_cache(maxsize=64)
-def _say_once(line: str) -> None:
-    log.warning(line)
+def _foreign(own: Options, mesh: Mesh) -> list[str]:
+    """The options that only another platform's compiler has."""
+    if _platform(mesh) == "tpu":
+        return []
+    return [name for name in own if name.startswith(TPU_FLAGS)]
 
 
 @lru_cache(maxsize=64)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 
+from jaxpar.base.compiler import option_notes, step_options
 from jaxpar.base.config import Config
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import make_mesh
@@ -32,7 +33,8 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
 
     Raises:
       UserError: the mesh does not fit the devices, mesh axes do not divide a dim or the batch, the optimizer state is
-        split neither as its parameters nor further, or `context.check_split` refuses the plan.
+        split neither as its parameters nor further, XLA does not know an option, or `context.check_split` refuses the
+        plan.
     """
     mesh = make_mesh(config.mesh, devices)
     rules, _ = fit_rules(config.rules, config.model.heads, config.model.kv_head_count, mesh.shape)
@@ -50,6 +52,8 @@ def make_plan(config: Config, devices: list[jax.Device] | None = None) -> Plan:
     check_parameters(config, plan)
     check_batch(config, plan)
     check_names(config, plan)
+    if config.compiler.options:
+        step_options(mesh, config.compiler.options)
     if asked := offload_asked(plan):
         check_offload(asked, mesh.devices.flat[0], memory.offload_anyway)
     return plan
@@ -94,7 +98,9 @@ def plan_notes(config: Config, plan: Plan) -> list[str]:
     useless = asked and plan.mesh.devices.flat[0].platform == "cpu"
     offload = [f"{asked}: on CPU host memory is the device's own, nothing is saved by moving it"] if useless else []
     fitted = fit_rules(config.rules, config.model.heads, config.model.kv_head_count, plan.mesh.shape)[1]
-    return [*fitted, *overlap_notes(plan), *pipeline_notes(config, plan), *offload, *kernel_notes(config, plan)]
+    options = option_notes(plan.mesh, config.compiler.options)
+    notes = [*fitted, *overlap_notes(plan), *pipeline_notes(config, plan), *offload, *kernel_notes(config, plan)]
+    return notes + options
 
 
 def kernel_notes(config: Config, plan: Plan, training: bool = True) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from tiers import needs_cuda, needs_libtpu
 
-from jaxpar.base.compiler import options_text, read_options, step_options
+from jaxpar.base.compiler import option_notes, options_text, read_options, step_options
 from jaxpar.base.config import Config, override, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import CHIPS, load_chip
@@ -21,7 +20,7 @@ from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.toml import presets, to_toml
 from jaxpar.models import Model
 from jaxpar.rehearse.targets import load_target
-from jaxpar.train.plans import make_plan
+from jaxpar.train.plans import make_plan, plan_notes
 from jaxpar.train.step import make_train_step, step_shapes
 
 GPU_OPTION = "xla_gpu_all_reduce_combine_threshold_bytes"
@@ -100,12 +99,14 @@ def test_what_xla_does_not_know_is_refused_in_a_line(word: str, message: str) ->
     assert str(caught.value).startswith("compiler.options: ") and "\n" not in str(caught.value)
 
 
-def test_options_of_a_tpu_are_left_out_elsewhere_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_of_a_tpu_are_left_out_elsewhere_and_a_note_says_so() -> None:
     """A config for a TPU is verified and shown on CPUs, whose compiler has no such options."""
-    with caplog.at_level(logging.WARNING):
-        found = step_options(here(), [f"{SCOPED_VMEM}=1024", f"{GPU_OPTION}=5"])
-    assert found == {GPU_OPTION: 5}
-    assert f"compiler.options: {SCOPED_VMEM} left out" in caplog.text
+    words = (f"{SCOPED_VMEM}=1024", f"{GPU_OPTION}=5")
+    assert step_options(here(), words) == {GPU_OPTION: 5}
+    config = override(Config(), {"compiler.options": words})
+    (note,) = plan_notes(config, make_plan(config, jax.devices()[:1]))
+    assert note == f"compiler.options: {SCOPED_VMEM} left out, only TPUs' compiler has it"
+    assert not option_notes(absent("tpu", "TPU v5", 4), words)
 
 
 def test_the_training_step_is_compiled_with_them() -> None:

@@ -13,6 +13,7 @@ from jaxpar.base.config import Config
 from jaxpar.cli import rehearse as subject
 from jaxpar.cli.main import main
 from jaxpar.rehearse import of_config, targets
+from jaxpar.rehearse.report.memory import DoesNotFit
 from jaxpar.rehearse.report.schema import Rehearsal
 from jaxpar.rehearse.targets import Target
 
@@ -144,3 +145,18 @@ def test_help_names_every_switch(capsys):
     for flag in "target", "on", "trace", "picture", "json", "fail-on":
         assert f"--{flag}" in own
     assert "v5p-128x4 (four slices)" in own and "--mesh.fsdp" in text
+
+
+def test_a_step_that_the_compiler_refuses_for_its_memory_does_not_fit(monkeypatch, capsys):
+    """With `--fail-on does-not-fit` it is a condition that was found, as in a report; else it is an error."""
+
+    def refuses(*_: object) -> Rehearsal:
+        raise DoesNotFit("this step does not fit v5e-8: it needs 23.50 GiB a device")
+
+    monkeypatch.setattr(subject, "resolve_and_compile", lambda config, *_: (config, None))
+    monkeypatch.setattr(subject, "on_target", lambda config, target: (config, []))
+    monkeypatch.setattr(subject, "rehearse", refuses)
+    assert main(["rehearse", "tiny", "--target", "v5e-8", "--fail-on", "does-not-fit"]) == 1
+    said = capsys.readouterr().err
+    assert said == "jaxpar: failed: error: does-not-fit: this step does not fit v5e-8: it needs 23.50 GiB a device\n"
+    assert main(["rehearse", "tiny", "--target", "v5e-8", "--fail-on", "large-copy"]) == 2

@@ -6,9 +6,12 @@ import jax
 import pytest
 
 from jaxpar.base.config import Config, override
+from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
+from jaxpar.rehearse import _step
 from jaxpar.rehearse.of_config import advice
-from jaxpar.rehearse.report.memory import needs_and_has, refusal
+from jaxpar.rehearse.report.memory import DoesNotFit, needs_and_has, refusal
+from jaxpar.rehearse.targets import load_target
 from jaxpar.train.plans import make_plan
 
 pytestmark = pytest.mark.quick
@@ -97,3 +100,15 @@ def test_a_kernel_that_is_too_large_is_named_with_what_it_may_have(message: str,
 def test_a_heading_is_passed_on_with_what_it_announces():
     assert compiler_message("INTERNAL: E9: New:\n\n  no such layout\nmore") == "INTERNAL: E9: New: no such layout"
     assert compiler_message("") == ""
+
+
+@pytest.mark.parametrize(("message", "kind"), [(EARLY, DoesNotFit), (LATE, DoesNotFit), (KERNEL, UserError)])
+def test_a_refusal_for_the_devices_memory_is_told_from_others(message: str, kind: type, monkeypatch) -> None:
+    def refuses(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(_step, "lower_for", refuses)
+    target = load_target("v5e-8")
+    with pytest.raises(UserError) as caught:
+        _step.compile_for(jax.jit(lambda x: x), (), None, target)  # pyright: ignore[reportArgumentType]
+    assert type(caught.value) is kind

@@ -7,14 +7,18 @@ import importlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from strangers import own_model, own_ops, own_pipeline, own_rehearsal, sharded_loss
+from tiers import needs_cuda
 
 import jaxpar
-from jaxpar import parallel, train
+from jaxpar import parallel, rehearse, train
+from jaxpar.kernels.attention import libraries
 from jaxpar.parallel import pipeline
+from jaxpar.rehearse.report.tables import report_parts
 
 ALL = sharded_loss.NAMES
 PROGRAMS = [path for path in sorted(Path(__file__).parent.glob("*.py")) if not path.name.startswith("test_")]
@@ -138,8 +142,33 @@ def test_a_strangers_step_is_rehearsed_by_line_of_its_file(target: str) -> None:
     }  # fmt: skip
     assert report["memory"]["categories"]["params"] == 2 * own_rehearsal.EMBED * own_rehearsal.HIDDEN * 4 // 4
     assert report["memory"]["fits"] and report["time"]["step"] > 0 and report["time"]["exposed_communication"] > 0
+    mesh = jaxpar.make_mesh(devices=jaxpar.load_target(target).devices(), data=2, tensor=4)
+    assert report["compiler_options"] == rehearse.compiler_options(mesh) != {}, "those that train takes on this chip"
     assert not {"model", "batch"} & set(report)
     assert not any("planned" in row for row in report["collectives"])
+
+
+@needs_cuda
+def test_a_strangers_own_options_win_and_attention_without_cudnn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = jaxpar.load_target("h100x2")
+    mesh = jaxpar.make_mesh(devices=target.devices(), data=2)
+    threshold, scheduler = "xla_gpu_all_reduce_combine_threshold_bytes", "xla_gpu_enable_latency_hiding_scheduler"
+    layout = jaxpar.Layout(mesh, compute="bfloat16")
+    sharding = layout.sharding(("batch", "seq", "heads", "head_dim"))
+    q = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16, sharding=sharding)
+    monkeypatch.setattr(libraries, "has_cudnn", lambda: False)  # also where it is installed
+
+    def attend(q: jax.Array) -> jax.Array:
+        return jnp.sum(parallel.attention(q, q, q, layout=layout).astype(jnp.float32))
+
+    jitted = jax.jit(jax.grad(attend), compiler_options={threshold: 5})
+    report = rehearse.step(jitted, q, target=target, compiler_options={threshold: 7, scheduler: True})
+    assert report["compiler_options"] == {threshold: 5, scheduler: True}
+    (row,) = report["kernels"]
+    assert (row["op"], row["priced"], row["runs"]) == ("attention", "pallas_gpu", "cuDNN")
+    assert [finding["rule"] for finding in report["findings"]].count("other-kernel") == 1
+    shown = " ".join(str(part) for part in report_parts(report))
+    assert "KERNELS" in shown and row["install"] in shown and f"{threshold}=5" in shown
 
 
 @pytest.mark.parametrize(
