@@ -50,7 +50,7 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     # Masks and kernels.
     Mutation("window", "a mask off by one", "jaxpar/kernels/masks.py",
-             "i - j <= self.left", "i - j < self.left", "tests/kernels/test_masks.py -k states"),
+             "i - j <= self.left", "i - j < self.left", "tests/models/test_masks.py -k shows_what"),
     Mutation("tpu_rescale", "a dropped scale: sums are not scaled down to the new maximum",
              "jaxpar/kernels/attention/tpu.py",
              "weighted[...] = weighted[...] * kept + _product(", "weighted[...] = weighted[...] + _product(",

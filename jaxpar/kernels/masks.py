@@ -382,8 +382,9 @@ def places_in_documents(ids_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Count the tokens before each one in its document; those of a document lie together, in their own order."""
     xp, place_T = numpy_for(ids_BT), np.arange(ids_BT.shape[1], dtype=np.int32)
     begins_BT = xp.pad(ids_BT[:, 1:] != ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    starts_BT = xp.where(begins_BT, place_T, 0)
-    return place_T - (np.maximum.accumulate(starts_BT, 1) if xp is np else jax.lax.cummax(starts_BT, 1))
+    starts_BT: Places = xp.where(begins_BT, place_T, 0)
+    latest_BT: Places = np.maximum.accumulate(starts_BT, 1) if xp is np else jax.lax.cummax(starts_BT, 1)
+    return place_T - latest_BT
 
 
 def in_documents(mask: Mask, q_places: Array, kv_places: Array) -> Mask:
