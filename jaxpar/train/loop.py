@@ -36,7 +36,7 @@ from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.evaluate import evaluate
 from jaxpar.train.memory import local_bytes
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink
-from jaxpar.train.optimizer import schedule_note
+from jaxpar.train.optimizer import largest_parameter, schedule_note
 from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer
 from jaxpar.train.plans import make_plan, offload_asked, plan_notes
 from jaxpar.train.restore import beside_state, fingerprint, load_params, restore_state, saved_part
@@ -62,6 +62,20 @@ class Result(NamedTuple):
     val_loss: float | None
     unigram_entropy: float
     interrupted: bool
+
+
+class _Numbers(NamedTuple):
+    """What a step says of itself, before it is read: its loss, gradient norm, and overflows (see `Updated`)."""
+
+    step: int
+    loss: Any
+    norm: Any
+    overflows: Any
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step, whose numbers have been read, was made."""
+        return bool(np.isfinite(self.loss) and np.isfinite(self.norm) and self.overflows == 0)
 
 
 STEP, EVALUATION = "this step", "this evaluation"
@@ -173,7 +187,7 @@ class _Run:
         self.loss: float | None = None
         self.val_loss: float | None = None
         self.lines: Future[None] | None = None
-        self._unread: list[tuple[int, jax.Array, jax.Array]] = []  # step, loss and gradient norm
+        self._unread: list[_Numbers] = []
 
     def go(self) -> Result:
         if self.first >= self.last:
@@ -312,7 +326,7 @@ class _Run:
             if step == self.profile.last:
                 self._aside(metrics, self.profile.close)
                 self.lines = self.beside.submit(self.profile.write_lines, step_fn, devices)
-            self._unread.append((step, metrics["loss"], metrics["grad_norm"]))
+            self._unread.append(_Numbers(step, metrics["loss"], metrics["grad_norm"], metrics["overflows"]))
             if step == self.first + 1:
                 if self.corpus.val is not None:
                     self.eval_step = self.beside.submit(lambda: compile_eval_step(self.model, config, self.plan))
@@ -381,8 +395,8 @@ class _Run:
             return  # the step that failed had taken the state
         try:
             step = int(jax.device_get(self.state.step))
-            trained = jax.device_get([row[1:] for row in self._unread if row[0] <= step])
-            if step == self.first or not np.isfinite(trained).all():
+            trained = jax.device_get([row for row in self._unread if row.step <= step])
+            if step == self.first or not all(row.finite for row in trained):
                 return
             self._save(step)
         except Exception as error:  # the first error is the one to tell
@@ -401,6 +415,7 @@ class _Run:
         numbers = {key: float(value) for key, value in jax.device_get(metrics).items()}
         if not np.isfinite(numbers["loss"]):
             self._require_rows()  # which is why, where a process had no rows
+        del numbers["overflows"]
         numbers["labels"] = numbers.pop("tokens")
         speed = self.meter.read(step, self.config.train.batch * self.config.data.seq_len)
         self.loss = numbers["loss"]
@@ -427,17 +442,30 @@ class _Run:
 
         Steps between log lines are also read here, all at once, so that no step waits for its numbers to arrive.
         """
-        read = [row for row in self._unread if row[0] <= last]
+        read = [row for row in self._unread if row.step <= last]
         del self._unread[: len(read)]
-        for step, loss, norm in jax.device_get(read):
-            if not (np.isfinite(loss) and np.isfinite(norm)):
+        for row in jax.device_get(read):
+            if not row.finite:
                 self._require_rows()
-                saved = self.checkpoints.latest()
-                raise Diverged(
-                    f"loss {loss} and gradient norm {norm} at step {step}: the run diverged; try a lower "
-                    "train.learning_rate or a longer train.warmup_steps; "
-                    + ("no checkpoint was saved before" if saved is None else f"the checkpoint of step {saved} is kept")
-                )
+                raise Diverged(self._divergence(row))
+
+    def _divergence(self, row: _Numbers) -> str:
+        """What to say of a step that was not finite, with advice that the next command takes."""
+        found = f"loss {row.loss} and gradient norm {row.norm} at step {row.step}"
+        if np.isfinite(row.loss) and np.isfinite(row.norm):
+            name, size = largest_parameter(self.model.trained(self.state.params))
+            found = (
+                f"step {row.step} would make {row.overflows} entries of the parameters not finite (the largest is now "
+                f"{size:.2g}, in {name})"
+            )
+        saved = self.checkpoints.latest()
+        advice = "try a lower train.learning_rate or a longer train.warmup_steps in another --run folder"
+        if saved is None:
+            return f"{found}: the run diverged; {advice}; no checkpoint was saved before"
+        return (
+            f"{found}: the run diverged; {advice}, from the start or with train.init={self.folder}; the checkpoint of "
+            f"step {saved} is kept"
+        )
 
     def _evaluate(self, step: int, limit: int, prefix: str = "") -> float:
         assert self.corpus.val is not None

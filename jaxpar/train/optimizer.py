@@ -17,11 +17,11 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jaxpar.base.config import TrainConfig
 from jaxpar.base.plan import Plan, is_matrix
-from jaxpar.base.sharding import is_axes, state_axes
+from jaxpar.base.sharding import is_axes, path_name, state_axes
 from jaxpar.models import Params
 from jaxpar.parallel.collectives import first_turn, gather, manual, turn_after, waits
 from jaxpar.parallel.cross_entropy import LossSums
@@ -102,11 +102,20 @@ def map_moments(
 
 
 class Updated(NamedTuple):
-    """The new parameters and optimizer state, and the global norm of gradients before clipping (float32 scalar)."""
+    """The new parameters and optimizer state, and what the step has to say of itself.
+
+    Attributes:
+      params: the parameters that are trained.
+      opt_state: the optimizer's state, as `pack_moments` returns it.
+      norm: the global norm of gradients before clipping.
+      overflows: how many entries of the parameters kept their old value, as the new one was not finite although the
+        loss and the gradients were.
+    """
 
     params: Params
     opt_state: optax.OptState
     norm: Float[Array, ""]
+    overflows: Int[Array, ""]
 
 
 _Scale = tuple[Array, Array]
@@ -121,14 +130,24 @@ class _Part(NamedTuple):
     nu: Params
 
 
+class _UpdatedPart(NamedTuple):
+    """A part after a step, the optimizer's state, of which only the scalars are used, and the part's overflows."""
+
+    part: _Part
+    scalars: optax.OptState
+    overflows: Int[Array, ""]
+
+
 def update(
     params: Params, opt_state: optax.OptState, grads: Params, sums: LossSums, axes: Params, train: TrainConfig,
     plan: Plan,
 ) -> Updated:  # fmt: skip
     """Make one step of the optimizer in float32, unless the loss or the gradients' norm is not finite.
 
-    In that case parameters and optimizer state stay the same to the bit, so a finite state always stays finite. The new
-    or old number is chosen entry by entry where both are at hand, which takes no memory, no pass and no collective.
+    In that case parameters and optimizer state stay the same to the bit. A parameter's entry that would not be finite
+    after a finite step keeps its old value, and is counted, so that whoever runs the step can stop. So a finite state
+    always stays finite. The new or old number is chosen entry by entry where both are at hand, which takes no memory
+    and no pass; the count is a sum over devices, as the norm is.
 
     `params`, those that are trained, are by part of the model, with `blocks` stacked over layers; `axes` are theirs;
     `opt_state` is as `pack_moments` returns it; `grads` and `sums` are summed over the tokens that counted.
@@ -145,20 +164,22 @@ def update(
     clip = jnp.where(norm < train.clip_norm, 1.0, train.clip_norm / norm) if train.clip_norm else 1.0
     scale = clip / sums.tokens, jnp.isfinite(norm) & jnp.isfinite(sums.nll)
     mu, nu = moments_of(opt_state)
-    new, scalars = dict[str, _Part](), opt_state
+    new, scalars, overflows = dict[str, _Part](), opt_state, jnp.int32(0)
     for name in (*streamed, *whole):
         run = _update_by_layer if name in streamed else _update_part
         part = _Part(params[name], mu[name], nu[name])
-        new[name], scalars = run(part, grads[name], opt_state, waits(scale, turn), axes[name], train, plan)
+        done = run(part, grads[name], opt_state, waits(scale, turn), axes[name], train, plan)
+        new[name], scalars = done.part, done.scalars
+        overflows += done.overflows
         turn = turn_after(turn, jax.tree.map(on_device, new[name].params), axes[name], plan)
     params, mu, nu = ({name: part[i] for name, part in new.items()} for i in range(3))
-    return Updated(params, optax.tree.set(scalars, mu=mu, nu=nu), norm)
+    return Updated(params, optax.tree.set(scalars, mu=mu, nu=nu), norm, overflows)
 
 
 def _update_part(
     part: _Part, grads: Params, opt_state: optax.OptState, scale: _Scale, axes: Params, train: TrainConfig, plan: Plan
-) -> tuple[_Part, optax.OptState]:
-    """Return the new parameters and moments, and the optimizer's state, of which only the scalars are used."""
+) -> _UpdatedPart:
+    """Return the new parameters and moments of a part."""
     part, grads = jax.tree.map(on_device, (part, grads))
     matrices = decay_mask(axes)
     factor, finite = scale
@@ -172,9 +193,10 @@ def _update_part(
     before = optax.tree.set(opt_state, mu=part.mu, nu=part.nu)
     float32 = map_moments(lambda x: x.astype(jnp.float32), before)
     updates, state = make_optimizer(train, axes).update(grads, float32, exact)
-    new = jax.tree.map(lambda x, more, old: (x + more).astype(old.dtype), exact, updates, stored)
+    asked = jax.tree.map(lambda x, more, old: (x + more).astype(old.dtype), exact, updates, stored)
     # Moments of finite gradients are finite. A parameter may still overflow, and then it keeps its old value.
-    new = jax.tree.map(lambda x, old: jnp.where(finite & jnp.isfinite(x), x, old), new, stored)
+    new = jax.tree.map(lambda x, old: jnp.where(finite & jnp.isfinite(x), x, old), asked, stored)
+    overflows = sum(jnp.sum(finite & ~jnp.isfinite(x), dtype=jnp.int32) for x in jax.tree.leaves(asked))
     state = pack_moments(state, matrices, plan.moments)
     state = jax.tree.map(lambda x, old: jnp.where(finite, x, old), state, before)
 
@@ -183,34 +205,48 @@ def _update_part(
     mu, nu = moments_of(state)
     if plan.optimizer == "offload":
         mu, nu = (jax.tree.map(lambda x, matrix: on_host(x) if matrix else x, of, matrices) for of in (mu, nu))
-    return _Part(new, mu, nu), state
+    return _UpdatedPart(_Part(new, mu, nu), state, jnp.asarray(overflows))
 
 
 def _update_by_layer(
     part: _Part, grads: Params, opt_state: optax.OptState, scale: _Scale, axes: Params, train: TrainConfig, plan: Plan
-) -> tuple[_Part, optax.OptState]:
+) -> _UpdatedPart:
     """Do the same a layer at a time, each stage with its own layers; the scalars stay as they are."""
     of_layer = jax.tree.map(lambda names: names[1:], axes, is_leaf=is_axes)
     scalars = optax.tree.set(opt_state, mu={}, nu={})
+    Carry = tuple[_Part, Array]
 
-    def local(arrays: tuple[_Part, Params], scalars: optax.OptState, scale: _Scale) -> _Part:
+    def local(arrays: tuple[_Part, Params], scalars: optax.OptState, scale: _Scale) -> Carry:
         part, grads = arrays
 
-        def body(kept: _Part, i: Array) -> tuple[_Part, None]:
+        def body(carry: Carry, i: Array) -> tuple[Carry, None]:
+            kept, overflows = carry
             layer, layer_grads = jax.tree.map(lambda x: _take(x, i), (kept, grads))
-            new, _ = _update_part(layer, layer_grads, scalars, scale, of_layer, train, plan)
+            done = _update_part(layer, layer_grads, scalars, scale, of_layer, train, plan)
+            new = done.part
             if plan.parameters == "offload":
                 new = new._replace(params=jax.tree.map(on_host, new.params))
-            return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), kept, new), None
+            kept = jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), kept, new)
+            return (kept, overflows + done.overflows), None
 
-        return jax.lax.scan(body, part, jnp.arange(len(jax.tree.leaves(grads)[0])))[0]
+        none = jnp.zeros(1, jnp.int32)
+        return jax.lax.scan(body, (part, none), jnp.arange(len(jax.tree.leaves(grads)[0])))[0]
 
     if stages := plan.mesh_axes("layers"):
         local = jax.shard_map(
             local, mesh=plan.mesh, in_specs=(P(stages), P(), P()), out_specs=P(stages), axis_names=set(stages),
             check_vma=False,
         )  # fmt: skip
-    return local((part, grads), scalars, scale), opt_state
+    updated, overflows = local((part, grads), scalars, scale)
+    return _UpdatedPart(updated, opt_state, jnp.sum(overflows))
+
+
+def largest_parameter(params: Params) -> tuple[str, float]:
+    """Return the name of the parameter with the largest entry, and that entry's size. All processes must call this."""
+    largest = jax.jit(jax.tree.map, static_argnums=0)(lambda x: jnp.max(jnp.abs(on_device(x))), params)
+    sizes = [(float(size), path_name(path)) for path, size in jax.tree_util.tree_leaves_with_path(largest)]
+    size, name = max(sizes)
+    return name, size
 
 
 def _squares(grads: Params, total: Array, turn: Array | None) -> Array:

@@ -205,9 +205,10 @@ def step_shapes(model: Model, config: Config, plan: Plan) -> tuple[TrainState[Sh
 def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
     """Make the jitted step `(state, batch) -> (state, metrics)`, which donates the state.
 
-    Metrics are float32 scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping), `learning_rate`
-    and `tokens` (labels that count). With experts there are also `router_balance` (1 = all alike) and `router_z`, which
-    are means over the tokens that are text and over the layers.
+    Metrics are scalars: `loss` (nats a token, without z-loss), `grad_norm` (before clipping), `learning_rate`, `tokens`
+    (labels that count) and `overflows` (entries of parameters that would not be finite, and stayed as they were). With
+    experts there are also `router_balance` (1 = all alike) and `router_z`, which are means over the tokens that are
+    text and over the layers.
 
     Where a process had no rows (see `empty_batch`), the loss is NaN, and the state stays as it was, its step too: the
     other processes learn of it by the loss, and all can save what they have.
@@ -228,6 +229,7 @@ def make_train_step(model: Model, config: Config, plan: Plan) -> Wrapped:
             new = update(*trained, sums, model.trained(model.axes), train, plan)
         rate = jnp.asarray(schedule(state.step), jnp.float32)
         metrics = {"loss": sums.nll / sums.tokens, "grad_norm": new.norm, "learning_rate": rate, "tokens": sums.tokens}
+        metrics["overflows"] = new.overflows
         if sums.routed is not None:
             text = count_tokens(batch).text
             metrics |= {"router_balance": sums.routed.balance / text, "router_z": sums.routed.z / text}

@@ -189,17 +189,29 @@ def test_an_interrupt_finishes_the_step_saves_and_the_same_call_goes_on(
     assert losses(folder) == losses(whole)
 
 
-def test_a_diverging_run_stops_with_the_reason_and_saves_nothing_that_is_not_finite(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("train.learning_rate", 1e30, "loss nan and gradient norm nan at step 2: the run diverged; "),
+        ("train.beta2", 1.0, r"step 1 would make \d+ entries of the parameters not finite \(the largest .* in \w+\."),
+    ],
+)
+def test_a_run_whose_step_is_not_finite_stops_and_saves_nothing_of_it(
+    setting: str, value: float, said: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between log lines too: no step of this run is logged before its last. A rate so high is not in its range."""
+    """Between log lines too: no step of these runs is logged before its last. Such settings are not in their ranges."""
     for module in ("jaxpar.train.loop", "jaxpar.launch.local"):
         monkeypatch.setattr(f"{module}.check", lambda config: config)
-    wild = override(config, {"train.learning_rate": 1e30, "train.clip_norm": 0.0})
-    wild = override(wild, {"metrics.log_every": 100, "checkpoint.every": 1})
-    with pytest.raises(UserError, match=r"at step 2: the run diverged; .* the checkpoint of step 1 is kept"):
-        train(wild, tmp_path / "wild")
-    step, state, _ = final_state(tmp_path / "wild", wild)
+    folder, saved = tmp_path / "wild", setting == "train.learning_rate"
+    wild = override(config, {setting: value, "train.clip_norm": 0.0, "metrics.log_every": 100, "checkpoint.every": 1})
+    with pytest.raises(UserError, match=said) as error:
+        train(wild, folder)
+    assert "in another --run folder" in str(error.value)
+    if not saved:
+        assert "no checkpoint was saved before" in str(error.value)
+        return
+    assert f"train.init={folder}; the checkpoint of step 1 is kept" in str(error.value)
+    step, state, _ = final_state(folder, wild)
     assert step == 1 and all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
 
 

@@ -215,15 +215,17 @@ def test_a_step_that_is_not_finite_changes_nothing(changes: dict[str, Any], plan
         moments = (jax.tree.map(place, moment) for moment in moments_of(opt_state))
         state = jax.tree.map(place, params), optax.tree.set(opt_state, mu=next(moments), nu=next(moments))
         new = update(*state, grads, LossSums(nll, nll, jnp.float32(8)), axes, train, plan)
-        return jax.tree.map(on_device, (new.params, new.opt_state))
+        return jax.tree.map(on_device, (new.params, new.opt_state, new.overflows))
 
-    first = jax.tree.map(np.asarray, stepped(opt_state, 2.0, 5.0))
+    *first, overflows = jax.tree.map(np.asarray, stepped(opt_state, 2.0, 5.0))
+    assert overflows == 1
     weights = first[0]["blocks"]["w"]
     assert weights[0, 0, 0] == largest and np.all(weights[1] < 0) and np.all(np.isfinite(weights))
     assert not np.array_equal(moments_of(first[1])[0]["blocks"]["w"], 0)
     for slope, nll in ((math.nan, 5.0), (-math.inf, 5.0), (2.0, math.nan), (1e30, 5.0)):
-        new_params, new_state = stepped(first[1], slope, nll)
+        new_params, new_state, overflows = stepped(first[1], slope, nll)
         jax.tree.map(np.testing.assert_array_equal, (new_params, new_state), (params, first[1]))
+        assert overflows == 0  # the loss or the norm says it
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])  # untied, and tied
