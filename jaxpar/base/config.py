@@ -231,7 +231,7 @@ class PrecisionConfig:
     gradients: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the sums of gradients over microbatches."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the optimizer's state of matrices."""
+    """The dtype of the first moments of matrices. Second moments are float32: a bfloat16 could not follow them."""
 
 
 @dataclass(frozen=True)

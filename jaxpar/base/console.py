@@ -58,7 +58,8 @@ def banner(plan: Plan, facts: Mapping[str, str]) -> list[str]:
         "versions": ", ".join(f"{name} {version(name)}" for name in ("jaxpar", *PACKAGES)),
         "devices": f"{len(devices)} x {kind}{simulated}, {processes}",
         "mesh": describe(dict(plan.mesh.shape)),
-        "precision": f"{plan.compute} compute, {plan.params} parameters, {plan.moments} moments, float32 reductions",
+        "precision": f"{plan.compute} compute, {plan.params} parameters, {plan.moments_text} moments, float32 "
+        "reductions",
         **facts,
     }
     return [f"{name:<12} {text}" for name, text in lines.items()]

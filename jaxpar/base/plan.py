@@ -124,7 +124,12 @@ class Plan(Layout):
     gradients: Literal["float32", "bfloat16"] = "float32"
     """The dtype of gradients that are added up over microbatches."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the optimizer's state of matrices."""
+    """The dtype of the first moments of matrices; second moments are float32."""
+
+    @property
+    def moments_text(self) -> str:
+        """The dtypes of the optimizer's moments of matrices, as a table says it."""
+        return "float32" if self.moments == "float32" else f"{self.moments} and float32"
 
     @property
     def recomputes(self) -> bool:

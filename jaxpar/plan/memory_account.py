@@ -44,7 +44,7 @@ def memory_account(config: Config, plan: Plan, platform: str) -> list[MemoryPart
     what = "what a block and the loss work with" if work >= state.update - held else "what the update works with"
     return [
         MemoryPart("parameters", plan.params, *state.parameters),
-        MemoryPart("optimizer", f"moments, {plan.moments}", *state.optimizer),
+        MemoryPart("optimizer", f"moments, {plan.moments_text}", *state.optimizer),
         MemoryPart("gradients", "", *state.gradients),
         MemoryPart("batch", "", *state.batch),
         *kept,

@@ -77,11 +77,15 @@ def make_optimizer(train: TrainConfig, axes: Params) -> optax.GradientTransforma
 
 
 def pack_moments(state: optax.OptState, matrices: Params, precision: Literal["float32", "bfloat16"]) -> optax.OptState:
-    """Convert the moments of matrices in a state of `optax.adamw` from float32 to this precision.
+    """Convert the first moments of matrices in a state of `optax.adamw` from float32 to this precision.
 
-    `matrices` says whether each parameter is a matrix; the moments of vectors stay float32.
+    `matrices` says whether each parameter is a matrix; the first moments of vectors stay float32, and so do all second
+    moments. With `beta2` = 0.999 a second moment changes by a thousandth a step at most where it falls, which is less
+    than half of a bfloat16's last bit (at least 0.2 %): rounded to nearest, it would never fall again.
     """
-    return map_moments(lambda x, matrix: x.astype(precision) if matrix else x, state, matrices)
+    first, second = moments_of(state)
+    packed = jax.tree.map(lambda x, matrix: x.astype(precision) if matrix else x, first, matrices)
+    return optax.tree.set(state, mu=packed, nu=second)
 
 
 def moments_of(state: optax.OptState) -> tuple[Params, Params]:

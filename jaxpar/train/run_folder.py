@@ -242,7 +242,7 @@ class Checkpoints:
                 raise ValueError("it holds no state")
         for name in [*wanted, *([] if part else sorted(saved.keys() - wanted.keys()))]:
             there, here = saved.get(name, "absent"), wanted.get(name, "absent")
-            if there != here:
+            if there != here and not _is_wider_moment(name, there, here):
                 raise UserError(
                     f"checkpoint {self.folder / str(step)} is of another model or precision ({name} is {there} there "
                     f"and {here} here): take those of its run's config.toml"
@@ -298,3 +298,8 @@ class Checkpoints:
 def _first_line(error: Exception) -> str:
     """The first line of what an error says, or its name where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _is_wider_moment(name: str, there: str, here: str) -> bool:
+    """Whether a saved bfloat16 is the second moment of an earlier version, which is float32 now: the same number."""
+    return ".nu." in name and there.startswith("bfloat16") and here == there.replace("bfloat16", "float32", 1)

@@ -39,7 +39,8 @@ def test_the_state_is_what_the_compiled_step_is_given():
     stats = make_train_step(model, config, plan).lower(*step_shapes(model, config, plan)).compile().memory_analysis()
     given = sum(parts[name].device for name in ("parameters", "optimizer", "batch"))
     assert CompiledBytes.of(stats, "cpu").arguments == pytest.approx(given, abs=64)  # the step's own counter
-    assert parts["optimizer"].device < 2.2 * parts["parameters"].device  # two of two bytes for one
+    ratio = parts["optimizer"].device / parts["parameters"].device
+    assert 2.9 < ratio < 3.1  # a first moment of two bytes and a second of four, for a parameter of two
 
 
 def test_what_is_offloaded_is_on_the_host():

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -155,8 +156,8 @@ def test_moments_in_bfloat16_train_alike(mesh: dict[str, int]) -> None:
     for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(wanted), strict=True):
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert error < 0.02, error
-    first, _ = moments_of(state.opt_state)
-    assert first["blocks"]["q"].dtype == jnp.bfloat16
+    first, second = moments_of(state.opt_state)
+    assert first["blocks"]["q"].dtype == jnp.bfloat16 and second["blocks"]["q"].dtype == jnp.float32
     assert first["head"]["norm"]["scale"].dtype == jnp.float32
 
 
@@ -226,6 +227,55 @@ def test_a_step_that_is_not_finite_changes_nothing(changes: dict[str, Any], plan
         new_params, new_state, overflows = stepped(first[1], slope, nll)
         jax.tree.map(np.testing.assert_array_equal, (new_params, new_state), (params, first[1]))
         assert overflows == 0  # the loss or the norm says it
+
+
+@pytest.mark.parametrize(("beta2", "dtype"), [(0.999, "bfloat16"), (0.95, "bfloat16")])
+def test_moments_follow_gradients_that_grow_and_shrink(
+    beta2: float, dtype: Literal["bfloat16"], plan_of: Callable[..., Plan]
+) -> None:
+    """Both moments, in closed form, with 16 bits asked for: 1,000 steps of gradients of 1e-2, then 5,000 of 1e-4."""
+    plan, axes = dataclasses.replace(plan_of(), moments=dtype), {"head": {"w": ("embed", "mlp")}}
+    train = TrainConfig(beta2=beta2, weight_decay=0.0, clip_norm=0.0)
+    params = {"head": {"w": jnp.ones((2, 2))}}
+    opt_state = pack_moments(make_optimizer(train, axes).init(params), decay_mask(axes), plan.moments)
+    one = jnp.float32(1)
+
+    @jax.jit
+    def run(params: Any, opt_state: Any, slope: float, steps: int) -> Any:
+        def step(_: Any, state: Any) -> Any:
+            grads = {"head": {"w": jnp.full((2, 2), slope)}}
+            new = update(*state, grads, LossSums(one, one, one), axes, train, plan)
+            return new.params, new.opt_state
+
+        return jax.lax.fori_loop(0, steps, step, (params, opt_state))
+
+    exact = np.zeros(2)
+    for slope, steps in ((1e-2, 1000), (1e-4, 5000)):
+        params, opt_state = run(params, opt_state, slope, steps)
+        decay = np.array([train.beta1, beta2]) ** steps
+        exact = decay * exact + (1 - decay) * np.array([slope, slope**2])
+        found = [np.asarray(moment["head"]["w"], np.float64)[0, 0] for moment in moments_of(opt_state)]
+        # A bfloat16 is off by 2^-8 at most, so that a first moment of beta1 0.9 stops within 2^-8 / 0.1 of a gradient
+        # that stays the same; the second moment has float32's rounding, over 1 / (1 - beta2) steps.
+        np.testing.assert_allclose(found[0], exact[0], rtol=0.04)
+        np.testing.assert_allclose(found[1], exact[1], rtol=1e-4)
+
+
+def test_second_moments_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    """They were bfloat16 where first moments were."""
+    config = override(config_of("llama"), SMALL | {"precision.moments": "bfloat16"})
+    plan = make_plan(config, jax.devices()[:1])
+    state = init_state(Model(config.model), config, plan)
+    first, second = moments_of(state.opt_state)
+    half = jax.tree.map(lambda x: jnp.full_like(x, 0.3, jnp.bfloat16), second)
+    old = state._replace(opt_state=optax.tree.set(state.opt_state, mu=first, nu=half))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    checkpoints.save(1, old, {"iterator": None, "training_tokens": None, "layer_order": None}, None)
+    _, found = moments_of(restore_state(checkpoints, 1, config, plan)[0].opt_state)
+    checkpoints.close()
+    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(half), strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, wanted.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])  # untied, and tied
