@@ -396,6 +396,7 @@ def check(config: Config) -> Config:
     traced, asked, last = config.metrics.profiled, config.metrics.profile, train.stop_at or train.steps
     evaluates = train.eval_every > 0 and bool(data.val_path or data.val_fraction)
     between = next((step for step in traced[:-1] if evaluates and step % train.eval_every == 0), 0)
+    microbatches = train.accumulation * max(config.pipeline.microbatches, 1)
     rules: list[tuple[bool, str]] = [
         (model.rope_factor != 1 and model.rope_low_freq_factor >= model.rope_high_freq_factor,
          f"model.rope_low_freq_factor={model.rope_low_freq_factor:g} is not below model.rope_high_freq_factor="
@@ -426,6 +427,12 @@ def check(config: Config) -> Config:
          f"train.decay_steps={train.decay_steps} is more than train.steps={train.steps} leave after "
          f"train.warmup_steps={train.warmup_steps}, so the rate would not come down to its floor: try "
          f"train.decay_steps={train.steps - train.warmup_steps}"),
+        (config.precision.moments == "bfloat16" and train.beta1 > 0.95,
+         f"train.beta1={train.beta1:g} with precision.moments=bfloat16: a first moment would stop a tenth or more away "
+         "from where it should be, try train.beta1=0.95 or precision.moments=float32"),
+        (config.precision.gradients == "bfloat16" and microbatches > 256,
+         f"precision.gradients=bfloat16 adds up {microbatches} microbatches: past 256 of them the next is rounded "
+         "away, try a lower train.accumulation, or precision.gradients=float32"),
         (train.stop_at > train.steps, f"train.stop_at={train.stop_at} is not in 0..{train.steps}"),
         (bool(traced) and traced[-1] > last, f"metrics.profile={asked} goes beyond the last step, which is {last}"),
         (between > 0, f"metrics.profile={asked}: the evaluation after step {between} would be among them, try steps "

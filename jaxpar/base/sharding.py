@@ -148,6 +148,43 @@ def _fitting_sizes(size: int, sizes: dict[MeshAxis, int]) -> str:
     return " ".join(f"mesh.{axis}={fit}" for axis, fit in fits.items() if fit < sizes[axis])
 
 
+def _kind(value: object) -> str:
+    """What a message calls a value of the wrong type: `a value of type dict`, `the string 'mlp'`."""
+    if isinstance(value, str):
+        return f"the string {value!r}"
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        return f"an array of shape {shape}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _wrong_rules(rules: Any) -> str:
+    """What to say of rules that are a dictionary, or Flax's list of pairs, with what they would be here."""
+    try:
+        pairs = list(dict(rules).items())
+    except (TypeError, ValueError):
+        pairs = []
+    words = ", ".join(f"{name}={axes!r}" for name, axes in pairs)
+    return (
+        f"a layout's rules are a jaxpar.ShardingRules, whose other rules have defaults, and were given {_kind(rules)}: "
+        f"write jaxpar.ShardingRules({words or 'embed=' + repr('fsdp')})"
+    )
+
+
+def require_layout(layout: object, what: str) -> None:
+    """Raise a UserError, which begins with what takes it, if this is no layout."""
+    if not isinstance(layout, Layout):
+        raise UserError(f"{what} takes a jaxpar.Layout, and was given {_kind(layout)}: make it by jaxpar.Layout(mesh)")
+
+
+def require_axes(axes: object, what: str) -> None:
+    """Raise a UserError, which begins with what takes them, if these are no logical axes of one array."""
+    if isinstance(axes, str):
+        raise UserError(f"{what} takes a tuple of logical axes, and was given the string {axes!r}: write ({axes!r},)")
+    if not is_axes(tuple(axes) if isinstance(axes, list) else axes):
+        raise UserError(f'{what} takes a tuple of logical axes, such as ("embed", "mlp"), and was given {_kind(axes)}')
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where arrays lie: how logical axes are split over a mesh. It is hashable, so it may be a static argument."""
@@ -160,7 +197,12 @@ class Layout:
     parameters' gradients stay float32."""
 
     def __post_init__(self) -> None:
-        """Raise a UserError for mesh axes other than those of `make_mesh`, or a dtype that no op computes in."""
+        """Raise a UserError for rules of another type, mesh axes other than those of `make_mesh`, or a dtype that no op
+        computes in."""
+        if not isinstance(self.mesh, Mesh):
+            raise UserError(f"a layout's mesh is a jax.sharding.Mesh, and was given {_kind(self.mesh)}")
+        if not isinstance(self.rules, ShardingRules):
+            raise UserError(_wrong_rules(self.rules))
         if self.compute not in ("float32", "bfloat16"):
             raise UserError(f"a layout computes in float32 or bfloat16, and was given compute={self.compute!r}")
         if tuple(self.mesh.axis_names) != MESH_AXES:
@@ -189,6 +231,7 @@ class Layout:
 
     def spec(self, axes: Axes) -> P:
         """The PartitionSpec of these logical axes."""
+        require_axes(axes, "spec")
         return spec_for(axes, self.rules, self.mesh)
 
     @overload
@@ -219,6 +262,7 @@ class Layout:
         def place(path: KeyPath, axes: Axes | None, array: jax.Array | None = None) -> NamedSharding:
             if axes is None:  # flax's word for an array that is replicated
                 return NamedSharding(self.mesh, P())
+            require_axes(axes, path_name(path) or name)
             return self.sharding(axes, None if array is None else array.shape, path_name(path) or name)
 
         trees = (axes,) if shape is None else (axes, shape)
@@ -226,6 +270,7 @@ class Layout:
 
     def constrain(self, x: jax.Array, axes: Axes, name: str = "activation") -> jax.Array:
         """Fix the sharding of `x` at this point of a jitted function."""
+        require_axes(axes, name)
         if self.mesh.size == 1:
             return x
         place = self.sharding(axes, x.shape, name)

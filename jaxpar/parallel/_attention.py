@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxpar.base.errors import UserError, suggest
 from jaxpar.base.plan import Strategy
-from jaxpar.base.sharding import Axes, Layout, fit_rules, kv_copy_axes, output_axis
+from jaxpar.base.sharding import Axes, Layout, fit_rules, kv_copy_axes, output_axis, require_layout
 from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.libraries import stand_in_scope
@@ -55,14 +55,18 @@ def attention(
     Raises:
       UserError: the shapes or the mask do not fit together, the implementation cannot serve, or `check_split` refuses.
     """
+    dispatch.check_arguments(q_BSHh, k_BSKh, v_BSKh, mask)
     dropping = key is not None and dropout_rate > 0
     rate = dropout_rate if dropping else 0.0
     attend = partial(dispatch.attention, dropout_rate=rate, key=key, softcap=softcap, with_lse=False)
     if layout is None:
         return attend(q_BSHh, k_BSKh, v_BSKh, mask, implementation=implementation)[0]
+    require_layout(layout, "attention")
     if context not in get_args(Strategy):
         known = get_args(Strategy)
         raise UserError(f"no context strategy {context!r}{suggest(context, known)}: try one of {', '.join(known)}")
+    for name, array, axis in (("q", q_BSHh, "heads"), ("k", k_BSKh, output_axis("kv_heads", layout))):
+        layout.sharding((*ATTENDED[:2], axis, "head_dim"), array.shape, name)
     mask, segments_BS = apart_from_segments(mask)
     split, (B, S, H, h) = Split(layout, context, implementation, softcap), q_BSHh.shape
     batch = max(B // layout.size("batch"), 1)

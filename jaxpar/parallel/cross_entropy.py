@@ -19,12 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, state_axes
+from jaxpar.base.errors import UserError
+from jaxpar.base.sharding import Layout, LogicalAxis, PyTree, require_layout, state_axes
 from jaxpar.kernels.attention.call import MASKED, cap_scores, through_cap
 from jaxpar.kernels.attention.dispatch import say_once
 from jaxpar.parallel.collectives import first_row, further_split, gather, manual, reduce, split_over
 from jaxpar.parallel.experts import RouterSums
-from jaxpar.parallel.linear import GATHERED, STORED, use
+from jaxpar.parallel.linear import GATHERED, STORED, require_head, use
 
 _HEAD: tuple[LogicalAxis, ...] = ("vocab", "embed")
 _ROWS = 128  # chunks of more tokens than this are multiples of it: a matmul unit's rows
@@ -77,7 +78,15 @@ def linear_cross_entropy(
     Raises:
       UserError: the rules split tokens and vocabulary over the same mesh axis.
     """
+    require_layout(layout, "linear_cross_entropy")
     layout.sharding((*GATHERED[:2], "vocab"), name="loss")
+    require_head("linear_cross_entropy", x_BSD, head_VD, layout)
+    layout.sharding(GATHERED[:2], labels_BS.shape, "labels")
+    if labels_BS.shape != x_BSD.shape[:2] or not jnp.issubdtype(labels_BS.dtype, jnp.integer):
+        raise UserError(
+            f"linear_cross_entropy takes an integer label for each token {x_BSD.shape[:2]}, and was given "
+            f"{labels_BS.dtype} of shape {labels_BS.shape}"
+        )
     how = _Scores(vocab_size or head_VD.shape[0], z_loss, softcap, loss_mib)
     sums = cast(LossSums, _sums(layout, how, x_BSD, head_VD, labels_BS))
     return LossSums(sums.loss, jax.lax.stop_gradient(sums.nll), sums.tokens)

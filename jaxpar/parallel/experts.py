@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxpar.base.errors import UserError
-from jaxpar.base.sharding import Axes, Layout, PyTree, drop_axes, state_axes
+from jaxpar.base.sharding import Axes, Layout, PyTree, drop_axes, require_layout, state_axes
 from jaxpar.kernels.grouped_matmul import expert_order, grouped_matmul, grouped_weight_gradient, inverse
 from jaxpar.parallel.collectives import gather, manual, manual_vjp, reduce, split_over
 from jaxpar.parallel.linear import GATHERED, STORED, use, used_axes
@@ -96,6 +96,9 @@ def expert_mlp(
     Raises:
       UserError: the rules split experts over a mesh axis that splits no tokens.
     """
+    require_layout(layout, "expert_mlp")
+    layout.sharding(STORED, x_BSD.shape, "x")
+    _require_experts(x_BSD.shape[2], router_DE, gate_EDF, up_EDF, down_EFD, experts_per_token)
     tokens = split_over(GATHERED[:2], layout)
     for axis in layout.mesh_axes("experts"):
         if axis not in tokens:
@@ -120,6 +123,24 @@ def expert_mlp(
         rows = named(_exchange(layout, rows), "expert_out")
         y_BSD = _each(_combine, layout, ((_ROWS, STORED), STORED), STORED)((rows, weights_BSK), places.slots)
     return y_BSD, RouterSums(balance, z)
+
+
+def _require_experts(
+    width: int, router_DE: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, experts_per_token: int
+) -> None:
+    """Refuse weights that do not fit together or the input, and more experts of a token than there are."""
+    experts, hidden = router_DE.shape[-1], gate_EDF.shape[-1]
+    wanted = {
+        "router": (router_DE, (width, experts)),
+        "gate": (gate_EDF, (experts, width, hidden)),
+        "up": (up_EDF, (experts, width, hidden)),
+        "down": (down_EFD, (experts, hidden, width)),
+    }
+    for name, (weight, shape) in wanted.items():
+        if weight.shape != shape:
+            raise UserError(f"expert_mlp: {name} has shape {weight.shape}, and the others and x ask for {shape}")
+    if not 1 <= experts_per_token <= experts:
+        raise UserError(f"expert_mlp: experts_per_token={experts_per_token} is not in 1 to {experts}, the experts")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -14,15 +14,26 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshAxis
 from jaxpar.base.plan import Form
-from jaxpar.base.sharding import Axes, Layout, LogicalAxis, kv_copy_axes, output_axis, state_axes
+from jaxpar.base.sharding import (
+    Axes,
+    Layout,
+    LogicalAxis,
+    kv_copy_axes,
+    output_axis,
+    require_axes,
+    require_layout,
+    state_axes,
+)
 from jaxpar.kernels.attention.call import MASKED, cap_scores
 from jaxpar.parallel.collectives import first_row, gather, manual_vjp, own_piece, platform_of, reduce, split_over
 from jaxpar.parallel.ring_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -61,13 +72,20 @@ def column_linear(
     Raises:
       UserError: there is no such form, or the logical axes or rules do not fit together.
     """
+    require_layout(layout, "column_linear")
     if not isinstance(weights, list | tuple):
+        require_axes(axes, "column_linear")
         return column_linear(x_BSD, (weights,), (axes,), layout, biases=(biases,), seq=seq, overlap=overlap)[0]
+    if isinstance(axes, str) or len(axes) != len(weights):
+        raise UserError(f"column_linear was given {len(weights)} weights and the axes {axes!r}: give axes for each")
+    for out in axes:
+        require_axes(out, "column_linear")
     outs: tuple[Axes, ...] = tuple(("batch", seq, *(output_axis(axis, layout) for axis in out)) for out in axes)
     stored: tuple[Axes, ...] = tuple(("embed", *out) for out in axes)
     layout.sharding(STORED, x_BSD.shape, "x")
     for weight, axes_of in zip(weights, stored, strict=True):
         layout.sharding(axes_of, weight.shape, "weight")
+        _require_width("column_linear", x_BSD.shape, weight.shape, 1)
     used: Axes = ("batch", seq, None)
     ys = _columns(x_BSD, tuple(weights), layout, stored=stored, outs=outs, used=used, overlap=overlap)
     return tuple(_plus(y, bias) for y, bias in zip(ys, biases or (None,) * len(ys), strict=True))
@@ -95,11 +113,14 @@ def row_linear(
     Raises:
       UserError: as for `column_linear`.
     """
+    require_layout(layout, "row_linear")
+    require_axes(axes, "row_linear")
     used: Axes = ("batch", seq, None)
     split: Axes = ("batch", seq, *axes)
     stored: Axes = (*axes, to)
     layout.sharding(split, h_BSI.shape, "input")
     layout.sharding(stored, weight.shape, "weight")
+    _require_width("row_linear", h_BSI.shape, weight.shape, len(axes))
     gathers, scatters = _forms(overlap)
 
     def forward(h: Array, weight: Array) -> Array:
@@ -130,10 +151,13 @@ def rank_linear(
     Returns:
       An array [B, S, *out] in the compute dtype, laid out like the output of the linear that it is added to.
     """
+    require_layout(layout, "rank_linear")
+    require_axes(axes, "rank_linear")
     used: Axes = ("batch", seq, None)
     outs: Axes = ("batch", seq, *used_axes([output_axis(axis, layout) for axis in axes]))
     stored: Axes = ("rank", *axes)
     layout.sharding(stored, weight.shape, "weight")
+    _require_width("rank_linear", u_BSr.shape, weight.shape, 1)
     return _columns(u_BSr, (weight,), layout, stored=(stored,), outs=(outs,), given=used, used=used)[0]
 
 
@@ -150,6 +174,8 @@ def logits(
       softcap: scores become `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2); 0 = as they are.
       overlap: as for `column_linear`.
     """
+    require_layout(layout, "logits")
+    require_head("logits", x_BSD, head_VD, layout)
     stored: Axes = ("embed", "vocab")
     outs: Axes = ("batch", "seq", "vocab")
     (logits_BSV,) = _columns(
@@ -159,6 +185,22 @@ def logits(
     if vocab_size in (0, head_VD.shape[0]):
         return logits_BSV
     return jnp.where(jnp.arange(head_VD.shape[0]) < vocab_size, logits_BSV, MASKED)
+
+
+def require_head(what: str, x_BSD: Array, head_VD: Array, layout: Layout) -> None:
+    """Refuse, for the op `what`, hidden states that the mesh does not divide or that the head is not as wide as."""
+    layout.sharding(STORED, x_BSD.shape, "x")
+    layout.sharding(("vocab", "embed"), head_VD.shape, "head")
+    _require_width(what, x_BSD.shape, head_VD.shape[::-1], 1)
+
+
+def _require_width(what: str, given: Sequence[int], weight: Sequence[int], dims: int) -> None:
+    """Refuse an input whose last dims are not the first ones of the weight."""
+    if tuple(given[len(given) - dims :]) != tuple(weight[:dims]):
+        raise UserError(
+            f"{what}: an input of shape {tuple(given)} does not fit a weight whose first "
+            f"{'dim is' if dims == 1 else 'dims are'} {', '.join(map(str, weight[:dims]))}"
+        )
 
 
 def _forms(overlap: Overlapping) -> tuple[Form, Form]:
@@ -267,7 +309,11 @@ def lookup(
     Raises:
       UserError: the rules split tokens and rows over the same mesh axis.
     """
+    require_layout(layout, "lookup")
     layout.sharding((*GATHERED[:2], axis), name="lookup")
+    layout.sharding(GATHERED[:2], ids_BS.shape, "ids")
+    if not jnp.issubdtype(ids_BS.dtype, jnp.integer):
+        raise UserError(f"lookup takes ids of an integer dtype, and was given {ids_BS.dtype}")
     stored: Axes = (axis, "embed")
 
     # XLA by itself would gather the whole table. Here each device looks up the rows it has, and the rest are zeros.

@@ -144,6 +144,11 @@ def test_only_layout_and_reporting_may_change_when_a_run_resumes(key, value):
         ({"train.decay_steps": 950, "train.schedule": "wsd"}, "try train.decay_steps=900"),
         ({"train.min_learning_rate_ratio": 1.5}, "train.min_learning_rate_ratio=1.5 is not in [0, 1]"),
         ({"train.min_learning_rate": 1e-2}, "train.min_learning_rate_ratio=10.0 is not in [0, 1]"),
+        ({"precision.moments": "bfloat16", "train.beta1": 0.99}, "try train.beta1=0.95 or precision.moments=float32"),
+        (
+            {"precision.gradients": "bfloat16", "train.accumulation": 512, "train.batch": 512},
+            "adds up 512 microbatches: past 256 of them the next is rounded away",
+        ),
         ({"train.stop_at": 1001}, "train.stop_at=1001 is not in 0..1000"),
         ({"metrics.log_every": 0}, "metrics.log_every=0 is below 1"),
         ({"checkpoint.keep": 0}, "checkpoint.keep=0 is below 1"),

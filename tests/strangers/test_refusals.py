@@ -27,6 +27,97 @@ def attend(mask: Any, context: Any = "ring") -> Any:
 
 
 IDS = jnp.zeros((2, 16), int)
+X, W = jnp.ones((8, 16, 8)), jnp.ones((8, 32))
+EXPERTS = jnp.ones((8, 4)), jnp.ones((4, 8, 32)), jnp.ones((4, 8, 32)), jnp.ones((4, 32, 8))
+
+
+def experts(number: int, shape: tuple[int, ...], count: int = 2) -> Any:
+    """The experts with one weight of another shape."""
+    weights = [jnp.ones(shape) if place == number else weight for place, weight in enumerate(EXPERTS)]
+    return parallel.expert_mlp(X, *weights, layout(data=8), experts_per_token=count)
+
+
+# Arguments of the wrong type or size, each of which once gave a traceback, or split nothing.
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "rules in a dictionary": (
+        lambda: jaxpar.Layout(jaxpar.make_mesh(fsdp=8), {"embed": "fsdp"}),  # pyright: ignore[reportArgumentType]
+        r"are a jaxpar.ShardingRules, .* given a value of type dict: write jaxpar.ShardingRules\(embed='fsdp'\)",
+    ),
+    "rules in Flax's pairs": (
+        lambda: jaxpar.Layout(jaxpar.make_mesh(fsdp=8), [("embed", "fsdp"), ("mlp", None)]),  # pyright: ignore[reportArgumentType]
+        r"given a value of type list: write jaxpar.ShardingRules\(embed='fsdp', mlp=None\)",
+    ),
+    "rules of no form": (
+        lambda: jaxpar.Layout(jaxpar.make_mesh(fsdp=8), "fsdp"),  # pyright: ignore[reportArgumentType]
+        r"given the string 'fsdp': write jaxpar.ShardingRules\(embed='fsdp'\)",
+    ),
+    "a mesh by name": (lambda: jaxpar.Layout("v5e"), "mesh is a jax.sharding.Mesh, and was given the string 'v5e'"),  # pyright: ignore[reportArgumentType]
+    "a sharding of a string": (
+        lambda: layout(fsdp=8).sharding("embed", (8,)), r"tuple of .* the string 'embed': write \('embed',\)"
+    ),
+    "a spec of a string": (lambda: layout(fsdp=8).spec("embed"), "was given the string 'embed'"),  # pyright: ignore[reportArgumentType]
+    "a tree of numbers": (lambda: layout(fsdp=8).sharding({"w": 3}), r"w takes a tuple .* given a value of type int"),
+    "a constraint of a string": (lambda: layout(fsdp=8).constrain(X, "batch"), "was given the string 'batch'"),  # pyright: ignore[reportArgumentType]
+    "a column by a string": (
+        lambda: parallel.column_linear(X, W, "mlp", layout(tensor=8)), r"column_linear takes .* write \('mlp',\)"
+    ),
+    "columns by one axis": (
+        lambda: parallel.column_linear(X, (W, W), "mlp", layout(tensor=8)), "2 weights and the axes 'mlp': give axes"
+    ),
+    "a row by a string": (
+        lambda: parallel.row_linear(jnp.ones((8, 16, 32)), W.T, "mlp", layout(tensor=8)), "row_linear takes a tuple"  # pyright: ignore[reportArgumentType]
+    ),
+    "a column of another width": (
+        lambda: parallel.column_linear(X, jnp.ones((16, 32)), ("mlp",), layout(tensor=8)),
+        r"column_linear: an input of shape \(8, 16, 8\) does not fit a weight whose first dim is 16",
+    ),
+    "a row of another width": (
+        lambda: parallel.row_linear(jnp.ones((8, 16, 32)), jnp.ones((16, 8)), ("mlp",), layout(tensor=8)),
+        r"row_linear: an input of shape \(8, 16, 32\) does not fit a weight whose first dim is 16",
+    ),
+    "a low rank of another width": (
+        lambda: parallel.rank_linear(X, jnp.ones((4, 32)), ("mlp",), layout(tensor=8)), "whose first dim is 4"
+    ),
+    "scores of another width": (lambda: parallel.logits(X, jnp.ones((32, 16)), layout(tensor=8)), "first dim is 16"),
+    "a loss of another width": (
+        lambda: parallel.linear_cross_entropy(X, jnp.ones((32, 16)), jnp.ones((8, 16), int), layout(tensor=8)),
+        "linear_cross_entropy: an input of shape",
+    ),
+    "labels of another shape": (
+        lambda: parallel.linear_cross_entropy(X, W.T, jnp.ones((8, 8), int), layout(data=8)),
+        r"an integer label for each token \(8, 16\), and was given int32 of shape \(8, 8\)",
+    ),
+    "labels that are no numbers of words": (
+        lambda: parallel.linear_cross_entropy(X, W.T, jnp.ones((8, 16)), layout(data=8)), "an integer label"
+    ),
+    "ids that are no numbers of words": (
+        lambda: parallel.lookup(W.T, jnp.ones((8, 16)), "vocab", layout(data=8)), "lookup takes ids of an integer dtype"
+    ),
+    "a batch that shards do not divide": (
+        lambda: parallel.column_linear(X[:6], W, ("mlp",), layout(data=8)),
+        r"x: dim 0 \(batch\) has size 6, which data=8 does not divide",
+    ),
+    "ids that shards do not divide": (
+        lambda: parallel.lookup(W.T, jnp.ones((6, 16), int), "vocab", layout(data=8)), r"ids: dim 0 \(batch\)"
+    ),
+    "labels that shards do not divide": (
+        lambda: parallel.linear_cross_entropy(X[:6], W.T, jnp.ones((6, 16), int), layout(data=8)), r"x: dim 0 \(batch\)"
+    ),
+    "queries that shards do not divide": (
+        lambda: parallel.attention(*[jnp.ones((6, 16, 4, 8))] * 3, masks.Causal(), layout(data=8)),
+        r"q: dim 0 \(batch\) has size 6, which data=8 does not divide",
+    ),
+    "a mask that is an array": (lambda: attend(jnp.ones((16, 16), bool)), r"given an array bool\[16, 16\]"),
+    "a mesh in place of a layout": (
+        lambda: parallel.column_linear(X, W, ("mlp",), jaxpar.make_mesh(data=8)),  # pyright: ignore[reportArgumentType]
+        "column_linear takes a jaxpar.Layout, and was given a value of type Mesh",
+    ),
+    "a gate of another width": (lambda: experts(1, (4, 16, 32)), "expert_mlp: gate has shape"),
+    "a router of another width": (lambda: experts(0, (16, 4)), "expert_mlp: router has shape"),
+    "a down of another width": (lambda: experts(3, (4, 16, 8)), "expert_mlp: down has shape"),
+    "more experts than there are": (lambda: experts(0, (8, 4), 5), "experts_per_token=5 is not in 1 to 4"),
+}  # fmt: skip
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a mesh axis": (lambda: jaxpar.make_mesh(tensr=2), r"no mesh axis 'tensr' \(did you mean 'tensor'\?\)"),
     "a spec and sizes": (lambda: jaxpar.make_mesh(jaxpar.MeshSpec(), tensor=2), "given both: tensor=2"),
@@ -73,9 +164,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", [*REFUSED, *WRONG])
 def test_a_mistake_is_a_sentence(what: str) -> None:
-    do, said = REFUSED[what]
+    do, said = (REFUSED | WRONG)[what]
     with pytest.raises(jaxpar.UserError, match=said):
         do()
 

@@ -80,7 +80,7 @@ def attention(
       UserError: the shapes do not go together, the ids have other lengths, or the implementation is unknown or cannot
         serve; the message has the reason and names those that can.
     """
-    _check(q_BSHh, k_BTKh, v_BTKh, mask)
+    check_arguments(q_BSHh, k_BTKh, v_BTKh, mask)
     if (scale is not None and scale <= 0) or softcap < 0:
         raise UserError(f"attention needs a scale above 0 and a soft cap of 0 or more: {scale=}, {softcap=}")
     call = Call(scale=scale or 0.0, softcap=softcap)
@@ -159,7 +159,8 @@ def say_once(line: str) -> None:
     log.info(line)
 
 
-def _check(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask) -> None:
+def check_arguments(q_BSHh: Array, k_BTKh: Array, v_BTKh: Array, mask: Mask) -> None:
+    """Refuse queries, keys, values and a mask that are not of the right types, or do not fit together."""
     shapes = f"q {q_BSHh.shape}, k {k_BTKh.shape}, v {v_BTKh.shape}"
     if not q_BSHh.ndim == k_BTKh.ndim == v_BTKh.ndim == 4:
         raise UserError(f"attention takes [batch, sequence, heads, head_dim], and was given {shapes}")
