@@ -16,6 +16,7 @@ from nbformat import NotebookNode
 
 FOLDER = Path(__file__).parent.parent / "colab"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+TRAINING = [path for path in NOTEBOOKS if path.name.startswith(("02_", "07_"))]
 
 
 class ThisPython(AsyncKernelManager):
@@ -225,15 +226,40 @@ def test_notebook_opens_in_colab_and_begins_as_all_do(path):
     assert common(cells) == common(first)
 
 
+def execute(notebook: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))  # no start-up files of this machine's user
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    where = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, kernel_manager_class=ThisPython, timeout=300, resources=where)
+    client.execute()
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_notebooks_that_train_take_the_one_chip_of_a_free_colab(path):
+    (chips,) = (cell.source for cell in read(path).cells if cell.id == "chips")
+    assert "least_chips = 1 " in chips
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_notebooks_that_train_run_on_one_device(path, tmp_path, monkeypatch):
+    notebook = read(path)
+    (chips,) = (cell for cell in notebook.cells if cell.id == "chips")
+    chips.source = chips.source.replace('_DEVICES"] = "8"', '_DEVICES"] = "1"')
+    execute(notebook, tmp_path, monkeypatch)
+    assert "1 x cpu" in printed(notebook, "devices")
+    if path.stem == "07_finetune":
+        return CHECKS[path.name](notebook)
+    assert "445,952 parameters, on 1 device" in printed(notebook, "config")
+    losses = numbers(printed(notebook, "train"), r"loss ([\d.]+)")
+    assert losses[-1] < numbers(printed(notebook, "data"), r"entropy ([\d.]+)")[0] - 0.3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))  # no start-up files of this machine's user
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
     notebook = read(path)
-    where = {"metadata": {"path": str(tmp_path)}}
-    client = NotebookClient(notebook, kernel_manager_class=ThisPython, timeout=300, resources=where)
-    client.execute()
+    execute(notebook, tmp_path, monkeypatch)
     assert printed(notebook, "install") == ""
     assert "8 x cpu\nno accelerator: 8 simulated CPU devices" in printed(notebook, "devices")
     CHECKS[path.name](notebook)

@@ -14,6 +14,7 @@ from rich.segment import Segment
 from rich.table import Column
 
 from jaxpar.base.errors import UserError, require_local, visible
+from jaxpar.base.hardware import has_bfloat16
 from jaxpar.base.mesh import describe
 from jaxpar.base.plan import Plan
 
@@ -54,11 +55,13 @@ def banner(plan: Plan, facts: Mapping[str, str]) -> list[str]:
     kind = platform if name == platform else f"{platform} ({name})"
     processes = f"{jax.process_count()} process{'es' if jax.process_count() > 1 else ''}"
     simulated = ", simulated" if devices[0].platform == "cpu" and len(devices) > 1 else ""
+    in_float32 = plan.compute == "bfloat16" and not has_bfloat16(devices[0])
+    slow = " (multiplied in float32: this GPU has no bfloat16)" if in_float32 else ""
     lines = {
         "versions": ", ".join(f"{name} {version(name)}" for name in ("jaxpar", *PACKAGES)),
         "devices": f"{len(devices)} x {kind}{simulated}, {processes}",
         "mesh": describe(dict(plan.mesh.shape)),
-        "precision": f"{plan.compute} compute, {plan.params} parameters, {plan.moments_text} moments, float32 "
+        "precision": f"{plan.compute} compute{slow}, {plan.params} parameters, {plan.moments_text} moments, float32 "
         "reductions",
         **facts,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -123,6 +124,8 @@ class GpuCompiler:
     core_count: int = 0
     """Streaming multiprocessors."""
     fpus_per_core: int = 0
+    threads_per_core: int = 2048
+    """The most threads that are on a core at once."""
     shared_memory_per_core: int = 0
     """Bytes."""
     shared_memory_per_block_optin: int = 0
@@ -204,6 +207,12 @@ def hardware_of(device_kind: str) -> Hardware | None:
     """
     chip = chip_of(device_kind)
     return chip.hardware if chip else None
+
+
+def has_bfloat16(device: object) -> bool:
+    """Whether a device multiplies in bfloat16. A GPU of a compute capability below 8.0, such as a T4, does not: XLA
+    keeps arrays in bfloat16 there, and turns them into float32 for every product."""
+    return re.fullmatch(r"[1-7]\.\d", str(getattr(device, "compute_capability", ""))) is None
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:

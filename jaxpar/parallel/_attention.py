@@ -20,7 +20,7 @@ from jaxpar.kernels.attention import dispatch
 from jaxpar.kernels.attention.call import Call
 from jaxpar.kernels.attention.libraries import stand_in_scope
 from jaxpar.kernels.masks import Causal, Mask, Segments, apart_from_segments, looks_back
-from jaxpar.parallel.collectives import manual, platform_of
+from jaxpar.parallel.collectives import capability_of, manual, platform_of
 from jaxpar.parallel.context import Split, check_split, kernel_for, split_attention
 from jaxpar.parallel.linear import ATTENDED
 from jaxpar.parallel.remat import named
@@ -81,7 +81,8 @@ def attention(
 
     def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BS: Array | None) -> Array:
         seen = mask if segments_BS is None else mask & Segments(segments_BS, segments_BS)
-        return attend(q_BSHh, k_BSKh, v_BSKh, seen, implementation=name, platform=platform_of(layout))[0]
+        there = {"platform": platform_of(layout), "capability": capability_of(layout)}
+        return attend(q_BSHh, k_BSKh, v_BSKh, seen, implementation=name, **there)[0]
 
     heads: Axes = (*ATTENDED[:2], "heads", "head_dim")
     with jax.named_scope("core"), stand_in_scope(name, why):
@@ -126,7 +127,8 @@ def choose_attention(
     if split.devices > 1:
         return kernel_for(split, mask, one, one, platform)
     call = Call(softcap=split.softcap)
-    asked = dispatch.Asked(one, one, mask, call, with_lse=False, dropping=dropping, cut=_cut_heads(layout))
+    capability, cut = capability_of(layout), _cut_heads(layout)
+    asked = dispatch.Asked(one, one, mask, call, with_lse=False, dropping=dropping, capability=capability, cut=cut)
     name, why = dispatch.choose(asked, platform, split.implementation)
     if split.implementation != "auto":
         dispatch.say_once(f"attention by {name}, which kernels.attention asks for")

@@ -104,6 +104,11 @@ def platform_of(layout: Layout) -> str:
     return layout.mesh.devices.flat[0].platform
 
 
+def capability_of(layout: Layout) -> str:
+    """The compute capability of the layout's GPUs, `9.0`, which need not be here; empty for other devices."""
+    return str(getattr(layout.mesh.devices.flat[0], "compute_capability", ""))
+
+
 def first_turn(layout: Layout) -> jax.Array | None:
     """The turn before anything has run; None where the layout's devices keep collectives in order by themselves."""
     return jnp.int32(0) if platform_of(layout) == "cpu" else None

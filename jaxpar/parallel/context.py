@@ -37,7 +37,7 @@ from jaxpar.kernels.masks import (
     of_distance,
     places_in_documents,
 )
-from jaxpar.parallel.collectives import further_split, manual, platform_of
+from jaxpar.parallel.collectives import capability_of, further_split, manual, platform_of
 from jaxpar.parallel.remat import named
 from jaxpar.parallel.token_order import check_chunks, chunk_order, context_sizes, inverse, reorder
 
@@ -168,7 +168,8 @@ def kernel_for(split: Split, mask: Mask, q_BSHh: _Shaped, k_BSKh: _Shaped, platf
         length = q_BSHh.shape[1] // 2
         call = PARTS._replace(softcap=split.softcap, q_start=jnp.int32(0), k_start=jnp.int32(0), multiple=length)
     q, k = (jax.ShapeDtypeStruct((len(x), length, *x.shape[2:]), x.dtype) for x in (q_BSHh, k_BSKh))
-    return dispatch.choose(dispatch.Asked(q, k, mask, call, parts=True), platform, split.implementation)
+    asked = dispatch.Asked(q, k, mask, call, parts=True, capability=capability_of(split.layout))
+    return dispatch.choose(asked, platform, split.implementation)
 
 
 def _work(split: Split, mask: Mask, segments_BT: Array | None, q_BSHh: Array, k_BSKh: Array) -> ContextTask:

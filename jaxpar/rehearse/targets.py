@@ -215,7 +215,7 @@ def _gpu_topology(target: Target) -> topologies.TopologyDescription:
     config = f"""
 gpu_device_info {{
   core_count: {chip.core_count}  fpus_per_core: {chip.fpus_per_core}  clock_rate_ghz: {chip.clock_rate_ghz}
-  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
+  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: {chip.threads_per_core}
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   shared_memory_per_block: 49152  shared_memory_per_block_optin: {chip.shared_memory_per_block_optin}
   shared_memory_per_core: {chip.shared_memory_per_core}  l2_cache_size: {chip.l2_cache_size}

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from jaxpar.base.config import Config, ModelConfig, check
 from jaxpar.base.errors import UserError
+from jaxpar.base.hardware import has_bfloat16
 from jaxpar.base.mesh import MeshSpec, make_mesh
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import start
@@ -37,7 +38,8 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
     Args:
       folder: a run folder, a folder with a Hugging Face checkpoint, or one with an adapter of PEFT. LoRA is merged.
       mesh: the mesh, or only its platform; see `decode_mesh` for the axes where none is given.
-      dtype: the compute dtype. `auto` is a run's own; for Hugging Face float32 on CPUs and bfloat16 elsewhere.
+      dtype: the compute dtype. `auto` is a run's own; for Hugging Face float32 on CPUs and on GPUs that
+        have no bfloat16 (a T4), and bfloat16 elsewhere.
       step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
 
     Raises:
@@ -60,7 +62,7 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
     if mesh.context > 1:
         raise UserError(f"mesh.context={mesh.context} splits sequences, and here none is split: use mesh.data")
     if dtype == "auto":
-        half = not is_run(folder) and devices[0].platform != "cpu"
+        half = not is_run(folder) and devices[0].platform != "cpu" and has_bfloat16(devices[0])
         dtype = "bfloat16" if half else config.precision.compute
     plan = decode_plan(Plan(make_mesh(mesh, devices), config.rules, compute=dtype, params=dtype), config.model)
     params = load_params(folder, replace(config, mesh=mesh), plan, step)

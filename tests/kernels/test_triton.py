@@ -23,7 +23,7 @@ from attention_cases import KERNEL_CASES, SIZES, Case, answer, assert_right, inp
 from tiers import needs_cuda, some
 
 from jaxpar.base.hardware import load_chip
-from jaxpar.kernels.attention import triton
+from jaxpar.kernels.attention import dispatch, triton
 from jaxpar.kernels.attention.call import Call, Unserved, reference
 from jaxpar.kernels.attention.triton import Sizes, Tile, sizes_for, sizes_here
 from jaxpar.kernels.masks import EMPTY, BlockSparse, Causal, Mask, Segments, Tiles, Window, bigbird, tile_states
@@ -206,8 +206,14 @@ def test_refusals(h: int, dtype: str, mask: Mask, why: str) -> None:
     ("capability", "why"), [("7.5", "compute capability 7.5 is below 8.0"), ("8.9", ""), ("10.0", "")]
 )
 def test_gpus_before_ampere_are_refused(capability: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU that it is compiled for decides, and that which is here where none is named."""
+    one = jax.ShapeDtypeStruct((1, 64, 4, 64), jnp.bfloat16)
+    asked = dispatch.Asked(one, one, Causal(), Call(), with_lse=False, capability=capability)
+    assert dispatch.refusal("pallas_gpu", asked, "gpu") == why
+    assert not why or dispatch.refusal("cudnn", asked, "gpu") == why
+    assert not why or dispatch.choose(asked, "gpu")[0] == "chunked"
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
-    assert triton.refusal((1, 64, 4, 64), (1, 64, 4, 64), "bfloat16", Causal()) == why
+    assert dispatch.refusal("pallas_gpu", asked._replace(capability=""), "gpu") == why
 
 
 @pytest.mark.quick

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -15,9 +16,14 @@ from tiers import needs_cuda, needs_libtpu, some
 
 from jaxpar.base.config import load_config
 from jaxpar.base.errors import UserError
-from jaxpar.base.hardware import CHIPS, load_mesh_preset
+from jaxpar.base.hardware import CHIPS, has_bfloat16, load_mesh_preset
 from jaxpar.base.mesh import DcnSpec, MeshSpec, devices_needed, make_mesh
+from jaxpar.base.sharding import Layout, ShardingRules
 from jaxpar.base.toml import presets
+from jaxpar.kernels.masks import Causal
+from jaxpar.parallel import attention
+from jaxpar.parallel._attention import choose_attention
+from jaxpar.parallel.context import Split
 from jaxpar.rehearse import targets
 from jaxpar.rehearse.targets import check_mesh, compilers, load_target, places
 from jaxpar.train.plans import make_plan
@@ -276,6 +282,30 @@ def test_a_sharded_program_compiles_for_every_tpu(name):
 @pytest.mark.parametrize("name", some(GPU_SPECS, len(GPU_SPECS), pytest.mark.long))
 def test_a_sharded_program_compiles_for_every_gpu(name):
     assert_compiles(name, GPU_SPECS[name])
+
+
+@needs_cuda
+@pytest.mark.slow
+def test_a_t4_multiplies_bfloat16_in_float32_and_attends_without_a_kernel(caplog):
+    """It is older than Triton's and cuDNN's kernels, and than bfloat16: what docs/targets.md says of it."""
+    (device,) = load_target("t4x1").devices()
+    assert not has_bfloat16(device) and has_bfloat16(load_target("l4x1").devices()[0])
+    layout = Layout(make_mesh(MeshSpec(), [device]), ShardingRules(), compute="bfloat16")
+    with caplog.at_level("INFO"):
+        name, why = choose_attention(Split(layout, "ring", "auto", 0.0), Causal(), 256, 64)
+    assert name == "chunked"
+    assert why == "cudnn: compute capability 7.5 is below 8.0; pallas_gpu: compute capability 7.5 is below 8.0"
+    where = NamedSharding(layout.mesh, P())
+    heads = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16, sharding=where)
+
+    def attend(q, k, v):
+        return attention(q, k, v, Causal(), layout=layout).sum()
+
+    lowered = jax.jit(jax.grad(attend)).trace(heads, heads, heads).lower(lowering_platforms=("cuda",))
+    products = re.findall(r"custom-call\((.*?)\), custom_call_target=.__cublas", text := lowered.compile().as_text())
+    types = dict(re.findall(r"%([\w.-]+) = \(?(\w+)\[", text))
+    assert products, "nothing is multiplied"
+    assert {types[name.strip(" %")] for operands in products for name in operands.split(",")} == {"f32"}
 
 
 @needs_libtpu

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from collections.abc import Callable
 from functools import lru_cache, partial
 from types import ModuleType
@@ -51,6 +52,8 @@ class Asked(NamedTuple):
     """Whether weights are dropped out."""
     parts: bool = False
     """Whether the answers are parts, to be merged or added up."""
+    capability: str = ""
+    """The compute capability of the GPU that it is compiled for, `9.0`; empty = that of the one here."""
     cut: str = ""
     """Why the arrays are not whole heads of one device, so that only plain XLA takes them; empty = they are."""
 
@@ -58,7 +61,7 @@ class Asked(NamedTuple):
 def attention(
     q_BSHh: Float[Array, "B S H h"], k_BTKh: Float[Array, "B T K h"], v_BTKh: Float[Array, "B T K h"], mask: Mask, *,
     scale: float | None = None, softcap: float = 0.0, implementation: str | None = None, platform: str | None = None,
-    dropout_rate: float = 0.0, key: jax.Array | None = None, with_lse: bool = True,
+    dropout_rate: float = 0.0, key: jax.Array | None = None, with_lse: bool = True, capability: str = "",
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"] | None]:  # fmt: skip
     """Return (out, lse): softmax attention with grouped query heads (arXiv:2305.13245), and the log-sum-exp of each
     query's scores. Both have gradients. A query that sees nothing has an output of zeros and an lse of about -1e30.
@@ -75,6 +78,7 @@ def attention(
       dropout_rate: the dropout of the weights.
       key: of the dropout; there is none when it is None.
       with_lse: False = lse may be None, so that libraries can serve that give no lse with a gradient.
+      capability: the compute capability of the GPU that it is compiled for; empty = that of the one here.
 
     Raises:
       UserError: the shapes do not go together, the ids have other lengths, or the implementation is unknown or cannot
@@ -85,7 +89,7 @@ def attention(
         raise UserError(f"attention needs a scale above 0 and a soft cap of 0 or more: {scale=}, {softcap=}")
     call = Call(scale=scale or 0.0, softcap=softcap)
     dropping = key is not None and dropout_rate > 0
-    asked = Asked(q_BSHh, k_BTKh, mask, call, with_lse, dropping)
+    asked = Asked(q_BSHh, k_BTKh, mask, call, with_lse, dropping, capability=capability)
     name, why = choose(asked, platform or jax.default_backend(), implementation)
     if name == "reference":
         return reference(q_BSHh, k_BTKh, v_BTKh, mask, call, dropout_rate, key)
@@ -144,6 +148,8 @@ def refusal(name: str, asked: Asked, platform: str) -> str:
         return asked.cut
     if asked.dropping:
         return "dropout of attention weights"
+    if name in _KERNELS["gpu"] and platform == "gpu" and (why := _too_old(asked.capability)):
+        return why
     if name in LIBRARIES and asked.with_lse:
         return "no log-sum-exp that has a gradient"
     if name in PAIRS:
@@ -151,6 +157,13 @@ def refusal(name: str, asked: Asked, platform: str) -> str:
             return f"on {platform}"
         return pair(name).refusal(asked.q.shape, asked.k.shape, asked.q.dtype, asked.mask, asked.call)
     return libraries.refusal(name, asked.q, asked.k, asked.mask, asked.call, platform)
+
+
+def _too_old(capability: str) -> str:
+    """Why a GPU has no kernels of its own: those of Triton and cuDNN begin with Ampere; empty = it may have them."""
+    capability = capability or getattr(jax.devices()[0], "compute_capability", "")
+    old = re.fullmatch(r"[1-7]\.\d", capability)
+    return f"compute capability {capability} is below 8.0" if old else ""
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,6 @@ Shapes: as in `jaxpar.kernels.attention.call`; q and k places in a tile of queri
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -44,9 +43,6 @@ ONLY = np.int32(0)
 
 def refusal(q_shape: Sequence[int], k_shape: Sequence[int], dtype: DTypeLike, mask: Mask, call: Call = DEFAULT) -> str:
     """Why these arrays cannot be served; empty = they can."""
-    capability = getattr(jax.devices()[0], "compute_capability", "")
-    if re.fullmatch(r"[1-7]\.\d", capability):
-        return f"compute capability {capability} is below 8.0"
     if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
         return f"{jnp.dtype(dtype)} is neither float32 nor bfloat16"
     if not LEAST <= q_shape[-1] <= MOST_HEAD_DIM:
