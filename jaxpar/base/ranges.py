@@ -86,8 +86,10 @@ def require_ranges(schema: type, values: typing.Mapping[str, Any]) -> None:
     known = ranges(schema)
     for key, value in values.items():
         allowed = known.get(key)
+        if allowed is None:
+            continue
         items = value if isinstance(value, tuple) else (value,)
-        for number in items if allowed is not None else ():
+        for number in items:
             if not allowed.holds(number):
                 raise UserError(out_of_range(key, number, allowed))
 

@@ -104,8 +104,10 @@ def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may 
         return float(value) if value.bit_length() < 1024 else beyond
     if type(value) is hint:
         return value
-    if isinstance(value, hint) and hint is not int:  # a number of numpy's that is a Python float too
-        return hint(value)
+    if hint is float and isinstance(value, float):  # a number of numpy's that is a Python float too
+        return float(value)
+    if hint is str and isinstance(value, str):
+        return str(value)
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string in quotes"}[hint]
     raise UserError(f"{origin}: {key} is {wanted}, found {short(value)}")
 
