@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.stages import Compiled
 
-from jaxpar.base.config import Config, check
+from jaxpar.base.config import Config, TrainConfig, check
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import Batches, run_together, start
@@ -58,6 +58,18 @@ def evaluate(
     batches.require()
     nll, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64), axis=0)
     return float(nll / tokens)
+
+
+def final_batches(train: TrainConfig) -> int:
+    """Return how many validation batches are evaluated after the last step; 0 = all.
+
+    They are those of `final_eval_batches`, but no more than the run has steps, or an evaluation in between has batches:
+    a short try is not followed by an evaluation that takes longer than itself.
+    """
+    asked, most = train.final_eval_batches, max(train.steps, train.eval_batches)
+    if train.eval_batches == 0:
+        return asked
+    return min(asked or most, most)
 
 
 def evaluate_folder(

@@ -15,7 +15,7 @@ from grain import DatasetIterator
 from jax.stages import Compiled
 
 from jaxpar.base.compiler import options_text, step_options
-from jaxpar.base.config import Config, TrainConfig, check, require_settled
+from jaxpar.base.config import Config, check, require_settled
 from jaxpar.base.console import ProgressLine, banner, bytes_text, console, count_text, duration_text
 from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.jax_compat import compiler_message, kernel_memory_message
@@ -33,7 +33,7 @@ from jaxpar.data.corpus import Corpus, HostBatch, load_corpus, skipped_records, 
 from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
-from jaxpar.train.evaluate import evaluate
+from jaxpar.train.evaluate import evaluate, final_batches
 from jaxpar.train.memory import local_bytes
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink
 from jaxpar.train.optimizer import largest_parameter, schedule_note
@@ -502,18 +502,6 @@ class _Run:
 
 
 _PATIENCE = 20.0  # seconds of an evaluation after which it says how far it is
-
-
-def final_batches(train: TrainConfig) -> int:
-    """Return how many validation batches are evaluated after the last step; 0 = all.
-
-    They are those of `final_eval_batches`, but no more than the run has steps, or an evaluation in between has batches:
-    a short try is not followed by an evaluation that takes longer than itself.
-    """
-    asked, most = train.final_eval_batches, max(train.steps, train.eval_batches)
-    if train.eval_batches == 0:
-        return asked
-    return min(asked or most, most)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -19,20 +20,23 @@ from jaxpar.train.metrics import read_metrics
 pytestmark = pytest.mark.slow
 
 FLAGS = [
-    "--model.layers", "1", "--model.embed", "32", "--model.mlp", "64", "--data.max-bytes", "200000",
+    "--model.layers", "1", "--model.embed", "32", "--model.mlp", "64",
     "--data.seq-len", "32", "--train.batch", "8", "--train.steps", "6", "--train.warmup-steps", "1",
     "--train.eval-every", "3", "--train.eval-batches", "2", "--train.final-eval-batches", "2",
     "--checkpoint.every", "3", "--metrics.log-every", "1",
 ]  # fmt: skip
 
 
+# `jaxpar`, which reads little of a set of documents before it starts: what is broken comes while it trains.
+START = "import jaxpar.data.documents as d; d.SAMPLE = 1000; from jaxpar.cli.main import main; raise SystemExit(main())"
 LONG = ("--train.steps", "100000", "--train.eval-every", "0", "--checkpoint.every", "20")
 
 Process = subprocess.Popen[str]
 
 
 def launch(folder: Path, environment: dict[str, str], *flags: str) -> Process:
-    command = [sys.executable, "-m", "jaxpar.cli.main", "train", "tiny", "--run", str(folder), *FLAGS, *flags]
+    data = [] if "--data.source" in flags else ["--data.max-bytes", "200000"]
+    command = [sys.executable, "-c", START, "train", "tiny", "--run", str(folder), *FLAGS, *data, *flags]
     # Files, not pipes: nobody reads them while the other process is waited for.
     return subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL, text=True)
 
@@ -100,6 +104,26 @@ def test_a_signal_that_reaches_one_stops_both_after_the_same_step(tmp_path: Path
 def tokens_file(path: Path, *ids: int) -> Sequence[str]:
     np.resize(np.array([*range(200), *ids], np.uint16), 40_000).tofile(path)
     return "--data.source", "tokens", "--data.path", str(path)
+
+
+def test_what_one_process_cannot_read_any_more_loses_no_step(tmp_path: Path) -> None:
+    """A line of its copy of the second file is broken: both save the steps before, and the run knows why it stopped."""
+    pytest.importorskip("datasets")
+    rows = [f'{{"text": "{i} {"lorem ipsum " * 100}"}}' for i in range(60)]
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            (tmp_path / name / f"{number}.jsonl").write_text("\n".join(rows))
+    (tmp_path / "b" / "1.jsonl").write_text("\n".join([*rows[:9], '{"text": "cut', *rows[9:]]))
+    flags = (*LONG, "--data.source", "hf", "--data.streaming", "True", "--checkpoint.every", "0")
+    flags = (*flags, "--data.val-path", str(tmp_path / "a" / "0.jsonl"), "--train.batch", "64")
+    only = ("--data.path", str(tmp_path / "a")), ("--data.path", str(tmp_path / "b"))
+    assert wait(launch_pair(tmp_path / "run", *flags, only=only)) == [2, 2]
+    (saved,) = (int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    logged = read_metrics(tmp_path / "run")
+    assert saved > 20 and saved - 1 <= max(row["step"] for row in logged) <= saved
+    assert all(np.isfinite(row["loss"]) for row in logged)
+    assert json.loads((tmp_path / "run" / "data.json").read_text())["broken"]
 
 
 @pytest.mark.parametrize("bad", ["id", pytest.param("file", marks=pytest.mark.long)])
