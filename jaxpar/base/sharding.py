@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, get_args, ove
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.errors import UserError, suggest
@@ -199,7 +199,7 @@ class Layout:
     def __post_init__(self) -> None:
         """Raise a UserError for rules of another type, mesh axes other than those of `make_mesh`, or a dtype that no op
         computes in."""
-        if not isinstance(self.mesh, Mesh):
+        if not isinstance(self.mesh, Mesh | AbstractMesh):  # shapes are laid out on a mesh without devices
             raise UserError(f"a layout's mesh is a jax.sharding.Mesh, and was given {_kind(self.mesh)}")
         if not isinstance(self.rules, ShardingRules):
             raise UserError(_wrong_rules(self.rules))

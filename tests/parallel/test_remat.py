@@ -15,6 +15,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.models import Model
 from jaxpar.parallel.pipeline.stage import choose_residuals
 from jaxpar.parallel.remat import remat
+from jaxpar.parallel.token_order import Places
 from jaxpar.train.memory import activations
 from jaxpar.train.plans import make_plan
 
@@ -31,7 +32,7 @@ def kept_by(config: Config) -> tuple[list[Any], list[Any]]:
     positions = jnp.arange(config.data.seq_len)[None].repeat(2, 0)
 
     def leaves(layer: Any, x: Any) -> list[Any]:
-        run = remat(lambda layer, x: model.layer(layer, (x,), [(positions, None)], plan, None)[0][0], plan)
+        run = remat(lambda layer, x: model.layer(layer, (x,), [Places(positions)], plan, None)[0][0], plan)
         return jax.tree.leaves(jax.vjp(run, layer, x)[1])
 
     shapes = choose_residuals(leaves, layer, x).shapes

@@ -19,7 +19,8 @@ from jaxpar.base.toml import to_toml
 from jaxpar.train.loop import OutOfMemory, _Run
 from jaxpar.train.memory import local_bytes
 from jaxpar.train.metrics import Meter, MetricsLog, device_memory, mfu, read_metrics
-from jaxpar.train.run_folder import carry_tokenizer, open_run, read_run_config
+from jaxpar.train.own_tokenizer import carry_tokenizer
+from jaxpar.train.run_folder import open_run, read_run_config
 
 pytestmark = pytest.mark.quick
 
@@ -158,7 +159,8 @@ def test_the_speed_of_a_run_is_that_of_the_tokens_it_computes():
     """On chat data few labels count, and the devices compute all tokens of a batch."""
     config = override(Config(), {"train.batch": 8, "data.seq_len": 16, "model.max_seq_len": 16})
     run = MagicMock(config=config, meter=Meter(0, 1e9, jax.devices(), "float32"), skipped=[])
-    _Run._log(run, 1, {"loss": jnp.float32(2), "grad_norm": jnp.float32(1), "tokens": jnp.float32(13)})
+    metrics = {"loss": 2.0, "grad_norm": 1.0, "tokens": 13.0, "overflows": 0.0}
+    _Run._log(run, 1, {name: jnp.float32(value) for name, value in metrics.items()})
     row = run.log.write.call_args.kwargs
     assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(8 * 16)
     assert row["labels"] == 13 and "tokens" not in row

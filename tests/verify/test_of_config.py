@@ -548,7 +548,7 @@ def test_parameters_and_batches_hide_nothing() -> None:
             {"mesh.data": 16, "train.batch": 24},
             "is a microbatch of 24 sequences, which 16 data-parallel shards do not divide",
         ),
-        ({"mesh.data": 0}, "mesh.data is 0"),
+        ({"mesh.data": 0}, r"mesh.data=0 is not in \[1, 65,536\], nor -1"),
         ({"train.batch": 0}, "train.batch=0 is below 1"),
         (dict.fromkeys(("mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor"), 4), "8 devices are here, too few"),
     ],
