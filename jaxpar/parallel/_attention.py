@@ -81,8 +81,8 @@ def attention(
 
     def local(q_BSHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BS: Array | None) -> Array:
         seen = mask if segments_BS is None else mask & Segments(segments_BS, segments_BS)
-        there = {"platform": platform_of(layout), "capability": capability_of(layout)}
-        return attend(q_BSHh, k_BSKh, v_BSKh, seen, implementation=name, **there)[0]
+        on_layout = partial(attend, platform=platform_of(layout), capability=capability_of(layout))
+        return on_layout(q_BSHh, k_BSKh, v_BSKh, seen, implementation=name)[0]
 
     heads: Axes = (*ATTENDED[:2], "heads", "head_dim")
     with jax.named_scope("core"), stand_in_scope(name, why):
