@@ -98,14 +98,14 @@ _TPU_OVERLAP: Options = {
     "xla_tpu_overlap_compute_collective_tc": True,
 }
 
-# Without these a data-parallel sum is started and waited for at once. They put collectives beside compute, take those
-# of a layer into the next turn of the loop over layers, and let turns alternate between two sets of buffers, which
-# saves copies. LLaMA-3 8B over fsdp=8 on 8 H100 then waits 26 ms a step for collectives in place of 50 and takes 666 ms
-# in place of 702; GPT-2 124M over data=8 waits 0.8 in place of 2.6 and takes 28.8 in place of 30.7 (rehearsed, not
-# run). Smaller thresholds of combining are no better beside these.
+# Without these a data-parallel sum is started and waited for at once. They put collectives beside compute, take the
+# sums of a layer into the next turn of the loop over layers, and let turns alternate between two sets of buffers,
+# which saves copies. LLaMA-3 8B over fsdp=8 on 8 H100 then waits 36 ms a step for collectives in place of 50 and takes
+# 675 ms in place of 702; GPT-2 124M over data=8 waits 0.8 in place of 2.6 and takes 28.8 in place of 30.7 (rehearsed,
+# not run). Smaller thresholds of combining are no better beside these. To pipeline the all-gathers too holds another
+# layer's weights: 666 ms here, but XLA then computes more again where memory is nearly full.
 _GPU_OVERLAP: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_enable_pipelined_all_gather": True,
     "xla_gpu_enable_pipelined_reduce_scatter": True,
     "xla_gpu_enable_pipelined_all_reduce": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
