@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from jaxpar.base.activation_names import Keep, Policy
-from jaxpar.base.errors import UserError, require_local, suggest
+from jaxpar.base.errors import UserError, require_local
+from jaxpar.base.meanings import suggest_key
 from jaxpar.base.mesh import MeshAxis, MeshSpec
 from jaxpar.base.old_keys import renew_changes, renew_tables
 from jaxpar.base.plan import Context, Overlap, Pipeline
@@ -350,7 +351,7 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
     changes = renew_changes(changes, config.train.learning_rate, "override")
     for key in changes:
         if key not in known:
-            raise UserError(f"override: unknown key {key}{suggest(key, known)}")
+            raise UserError(f"override: unknown key {key}{suggest_key(key, known)}")
     return from_dict(Config, _tables(known | dict(changes)), "override")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from jaxpar.base.errors import UTF8, UserError, reading, require_local, short, suggest
+from jaxpar.base.meanings import meaning, suggest_preset
 
 T = TypeVar("T")
 TABLE = {"table": True}
@@ -38,7 +39,7 @@ def find_toml(name: str, package: str) -> tuple[str, str]:
     if path.suffix != ".toml":
         listed = f"`jaxpar {package.removeprefix('jaxpar.')}` lists them"
         wanted = f"{listed}; a path ends in .toml, or is that of a run folder"
-        raise UserError(f"no preset {name!r}{suggest(name, known)}: {wanted}")
+        raise UserError(f"no preset {name!r}{suggest_preset(name, known)}: {wanted}")
     with reading(path):
         return path.read_text(encoding=UTF8), str(path)
 
@@ -69,13 +70,22 @@ def from_dict(schema: type[T], value: Mapping[str, Any], origin: str, prefix: st
     hints = typing.get_type_hints(schema)
     for key in value:
         if key not in hints:
-            raise UserError(f"{origin}: unknown key {prefix}{key}{suggest(key, hints)}")
+            raise UserError(f"{origin}: unknown key {prefix}{key}{_hint(prefix, key, hints)}")
     tables = {one.name for one in dataclasses.fields(schema) if one.metadata.get("table")}  # pyright: ignore[reportArgumentType]
     given = {
         key: _words_of(item, origin, prefix + key) if key in tables and isinstance(item, dict) else item
         for key, item in value.items()
     }
     return schema(**{key: _coerce(hints[key], item, origin, prefix + key) for key, item in given.items()})
+
+
+def _hint(prefix: str, key: str, hints: Mapping[str, Any]) -> str:
+    """The key that was meant: one of this table, by its letters or its meaning, or of another table of a config."""
+    meant = meaning(key)
+    if meant and meant.startswith(prefix) and (prefix or meant.partition(".")[0] in hints):
+        return f" (did you mean {meant.removeprefix(prefix)!r}?)"
+    near = suggest(key, hints)
+    return near if near or not (meant and prefix) else f" (did you mean {meant!r}?)"
 
 
 def _coerce(hint: Any, value: Any, origin: str, key: str) -> Any:  # a hint may be any type, and so may the value

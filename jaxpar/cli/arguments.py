@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import tyro
 
 from jaxpar.base.config import RESOLVED, Config, fit_schedule, load_config, override
-from jaxpar.base.errors import UserError, require_local, suggest
+from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.hardware import load_mesh_preset
+from jaxpar.base.meanings import suggest_key
 from jaxpar.base.old_keys import FLOOR, OLD_FLOOR
 from jaxpar.base.toml import flatten, presets
 from jaxpar.base.unused_settings import require_effects
@@ -151,9 +152,8 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
             raise UserError(_boxed_text(said.getvalue())) from stop
         raise
     if unknown:
-        known = ["--" + key.removeprefix("config.").replace("_", "-") for key in flatten(default)]
         word = unknown[0].partition("=")[0]
-        hint = suggest(word, known) if word.startswith("--") else ""
+        hint = _flag_hint(unknown, [key.removeprefix("config.") for key in flatten(default)])
         name = " ".join(itertools.takewhile(lambda part: part.isalpha() and part.islower(), prog.split()))
         raise UserError(f"{name} takes no {word}{hint}: {name} --help lists its flags")
     if old:
@@ -186,6 +186,21 @@ def _switches(schema: type[DataclassInstance], prefix: str = "--") -> Iterator[s
             yield from _switches(hint, prefix if name == "config" else f"{flag}.")
         elif hint is bool or True in typing.get_args(hint):
             yield flag
+
+
+def _flag_hint(unknown: list[str], known: list[str]) -> str:
+    """What the first of some words that no flag takes may have meant, among the dotted keys that there are."""
+    word, equals, value = unknown[0].partition("=")
+    key = word.lstrip("-").replace("-", "_")
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    if key in sections and not equals:  # --mesh tensor=2
+        inner, equals, value = unknown[1].partition("=") if len(unknown) > 1 else ("", "", "")
+        if f"{key}.{inner}" in known:
+            return f" (did you mean '--{key}.{inner.replace('_', '-')}{' ' * bool(equals)}{value}'?)"
+        return f" (it is a table: write --{key}.NAME VALUE)"
+    hint = suggest_key(key, known) if word.startswith("-") or equals else ""
+    name = hint.partition("'")[2].partition("'")[0]
+    return hint.replace(f"'{name}'", f"'--{name.replace('_', '-')}'")
 
 
 _NO_PATHS = ("address", "image")

@@ -1,0 +1,81 @@
+"""Words of other trainers lead to the key that means the same."""
+
+import pytest
+
+from jaxpar.base.config import Config, override, parse
+from jaxpar.base.errors import UserError
+from jaxpar.base.meanings import _MEANS, suggest_preset
+from jaxpar.base.toml import flatten, presets
+from jaxpar.cli.arguments import config_args
+from jaxpar.cli.commands import TrainArgs
+
+pytestmark = pytest.mark.quick
+
+
+def test_every_meaning_is_a_key() -> None:
+    """Or the flag of the run folder; and no word is a whole key of its own."""
+    assert set(_MEANS.values()) - flatten(Config()).keys() == {"run"}
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("--train.lr 1e-3", "--train.learning-rate"),
+        ("--lr 1e-3", "--train.learning-rate"),
+        ("lr=1e-3", "--train.learning-rate"),
+        ("--epochs 3", "--train.steps"),
+        ("--num-train-epochs 3", "--train.steps"),
+        ("--wandb", "--metrics.sinks"),
+        ("--report_to wandb", "--metrics.sinks"),
+        ("--mesh tensor=2", "--mesh.tensor 2"),
+        ("--mesh.tp 2", "--mesh.tensor"),
+        ("--tensor-model-parallel-size 2", "--mesh.tensor"),
+        ("--steps 20", "--train.steps"),
+        ("--batch-size 8", "--train.batch"),
+        ("--per_device_train_batch_size 8", "--train.batch"),
+        ("--n_layer 2", "--model.layers"),
+        ("--model.hidden_size 64", "--model.embed"),
+        ("--max_grad_norm 1", "--train.clip-norm"),
+        ("--output_dir x", "--run"),
+        ("--gradient-checkpointing", "--memory.policy"),
+        ("--train.stpes 20", "--train.steps"),
+        ("--rnu x", "--run"),
+    ],
+)
+def test_a_flag_of_another_trainer_names_ours(words: str, meant: str) -> None:
+    with pytest.raises(UserError) as error:
+        config_args("jaxpar train", TrainArgs, ["tiny", *words.split()])
+    assert f"(did you mean '{meant}'?)" in str(error.value)
+
+
+def test_a_table_alone_says_how_it_is_written() -> None:
+    with pytest.raises(UserError, match=r"takes no --mesh \(it is a table: write --mesh\.NAME VALUE\)"):
+        config_args("jaxpar train", TrainArgs, ["tiny", "--mesh"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nlr = 1", "unknown key train.lr (did you mean 'learning_rate'?)"),
+        ("[train]\nblock_size = 1", "unknown key train.block_size (did you mean 'data.seq_len'?)"),
+        ("lr = 1", "unknown key lr (did you mean 'train.learning_rate'?)"),
+    ],
+)
+def test_so_does_a_key_of_a_file(text: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse(text)
+    assert message in str(error.value)
+
+
+def test_so_does_an_override() -> None:
+    with pytest.raises(UserError, match=r"unknown key train\.lr \(did you mean 'train\.learning_rate'\?\)"):
+        override(Config(), {"train.lr": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("gpt2", "gpt2_124m"), ("gpt2-xl", "gpt2_1558m"), ("GPT2-medium", "gpt2_355m"), ("llama-3-8b", "llama3_8b"),
+     ("llama3", "llama3_8b"), ("tinny", "tiny"), ("shakespeare", "shakespeare_char_cpu")],
+)  # fmt: skip
+def test_a_preset_by_its_usual_name(name: str, meant: str) -> None:
+    assert suggest_preset(name, presets("jaxpar.configs")) == f" (did you mean {meant!r}?)"
