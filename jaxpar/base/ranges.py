@@ -73,12 +73,13 @@ def _ranges_of(hint: Any, key: str) -> Iterator[tuple[str, Range]]:
         yield from _ranges(hint, f"{key}.")
 
 
-def require_ranges(schema: type, values: typing.Mapping[str, Any]) -> None:
+def require_ranges(schema: type, values: typing.Mapping[str, Any], inside: str = "") -> None:
     """Refuse a number that is not in its range.
 
     Args:
       schema: the dataclass that the values are of.
       values: values of the right types by dotted key, as `flatten` returns them.
+      inside: what a message leaves out at the front of a key, such as `config.`.
 
     Raises:
       UserError: the message names the key, the value and the range.
@@ -91,7 +92,7 @@ def require_ranges(schema: type, values: typing.Mapping[str, Any]) -> None:
         items = value if isinstance(value, tuple) else (value,)
         for number in items:
             if not allowed.holds(number):
-                raise UserError(out_of_range(key, number, allowed))
+                raise UserError(out_of_range(key.removeprefix(inside), number, allowed))
 
 
 def range_rows(schema: type, defaults: typing.Mapping[str, Any]) -> list[str]:

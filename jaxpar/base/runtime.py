@@ -31,6 +31,7 @@ T = TypeVar("T")
 # folder has an end.
 _CACHE = {"jax_persistent_cache_min_compile_time_secs": (1.0, 0.01), "jax_compilation_cache_max_size": (-1, 2 << 30)}
 COMPILING = ("jaxpar", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+_MOST_SIMULATED = 4096  # CPU devices: they start in seconds and 0.7 GB
 _BACKENDS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 _DEVICES = {"tpu": ("accel*", "vfio"), "gpu": ("nvidia*", "dxg")}  # dxg: the driver under Windows
 _FIX = {"auto": "unset JAX_PLATFORMS", "tpu": "pip install 'jaxpar[tpu]' on a machine that has one",
@@ -52,6 +53,12 @@ def start(spec: MeshSpec) -> list[jax.Device]:
     if spec.platform in ("auto", "cpu"):
         keep_heap()
     if spec.platform == "cpu":
+        count = devices_needed(spec)
+        if count > _MOST_SIMULATED:
+            raise UserError(
+                f"the mesh asks for {count:,} simulated CPU devices: at most {_MOST_SIMULATED:,} are made (`jaxpar "
+                "rehearse --target` compiles for any number of chips)"
+            )
         with contextlib.suppress(RuntimeError):  # JAX has started: the devices are counted below
             processes = int(os.environ.get("JAX_NUM_PROCESSES", "1")) if spec.distributed else 1
             jax.config.update("jax_num_cpu_devices", max(devices_needed(spec) // processes, 1))
@@ -197,6 +204,16 @@ def memory_of(device: jax.Device) -> int:
     if device.platform == "cpu" or device not in jax.local_devices():
         return 0
     return (device.memory_stats() or {}).get("bytes_limit", 0)
+
+
+def machine_memory() -> int:
+    """The bytes of memory that this machine has, or that its container may use; 0 where that is not known."""
+    limits = []
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError, ValueError):  # "max" where a container has no limit
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return min(limits, default=0)
 
 
 def versions(packages: Sequence[str] = COMPILING) -> dict[str, str]:

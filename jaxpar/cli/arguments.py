@@ -25,6 +25,7 @@ from jaxpar.base.errors import UserError, require_local
 from jaxpar.base.hardware import load_mesh_preset
 from jaxpar.base.meanings import suggest_key
 from jaxpar.base.old_keys import FLOOR, OLD_FLOOR
+from jaxpar.base.ranges import require_ranges
 from jaxpar.base.toml import flatten, presets
 from jaxpar.base.unused_settings import require_effects
 
@@ -160,6 +161,7 @@ def parse(usage: str | None, default: Args, words: list[str]) -> Args:
         settings: Any = args  # a type variable's fields are not known
         args = dataclasses.replace(args, config=override(settings.config, old))
     _require_local_flags(args)
+    require_ranges(type(args), flatten(args), inside="config.")
     return args
 
 

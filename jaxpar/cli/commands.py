@@ -14,7 +14,7 @@ from jaxpar.base.console import PACKAGES, bytes_text, console
 from jaxpar.base.errors import UserError
 from jaxpar.base.hardware import hardware_of, load_mesh_preset
 from jaxpar.base.mesh import MeshSpec
-from jaxpar.base.runtime import memory_of, start, versions
+from jaxpar.base.runtime import machine_memory, memory_of, start, versions
 from jaxpar.cli.arguments import (
     ConfigArgs,
     Overrides,
@@ -213,11 +213,13 @@ def tokenize_command(words: list[str]) -> int:
 def bench_command(words: list[str]) -> int:
     """jaxpar bench CONFIG [--rounds N] [--calls N] [--section.key value ...]"""
     from jaxpar.bench.measure import bench_step, table
+    from jaxpar.train.memory import require_memory
     from jaxpar.train.plans import make_plan
 
     _, args = config_args(bench_command.__doc__, BenchArgs, words)
     config, say = check(args.config), console().print
     plan = make_plan(config, start(config.mesh))
+    require_memory(config, plan, machine_memory())
     say(table(bench_step(config, plan, args.rounds, args.calls, say=say)))
     return 0
 

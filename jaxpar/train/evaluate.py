@@ -15,10 +15,11 @@ from jax.stages import Compiled
 from jaxpar.base.config import Config, TrainConfig, check
 from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
-from jaxpar.base.runtime import Batches, run_together, start
+from jaxpar.base.runtime import Batches, machine_memory, run_together, start
 from jaxpar.data.corpus import Part, load_corpus, val_batches
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import Model, Params
+from jaxpar.train.memory import require_memory
 from jaxpar.train.own_tokenizer import with_own_tokenizer
 from jaxpar.train.plans import kernel_notes, make_plan
 from jaxpar.train.restore import load_params, load_run
@@ -82,6 +83,7 @@ def evaluate_folder(
     there is no checkpoint or no validation data, or that the mesh does not fit.
     """
     plan = make_plan(check(config), start(config.mesh))
+    run_together(lambda: require_memory(config, plan, machine_memory(), training=False))
     for note in kernel_notes(config, plan, training=False):
         say(note)
     data = replace(config.data, path=config.data.path or config.data.val_path)

@@ -23,6 +23,7 @@ from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import (
     Batches,
     ask_to_stop,
+    machine_memory,
     raised_together,
     run_together,
     start,
@@ -34,7 +35,7 @@ from jaxpar.hlo.turns import require_order
 from jaxpar.models import Model
 from jaxpar.parallel.host_memory import require_right_gradients
 from jaxpar.train.evaluate import evaluate, final_batches
-from jaxpar.train.memory import local_bytes
+from jaxpar.train.memory import local_bytes, require_memory
 from jaxpar.train.metrics import Meter, MetricsLog, Profile, Report, Sink
 from jaxpar.train.optimizer import largest_parameter, schedule_note
 from jaxpar.train.own_tokenizer import keep_tokenizer, with_own_tokenizer
@@ -133,6 +134,7 @@ def run(
     devices = start(config.mesh)
     say = console().print if jax.process_index() == 0 else lambda line: None
     plan = make_plan(config, devices)
+    run_together(lambda: require_memory(config, plan, machine_memory()))
     if corpus is None:
         data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
         corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))

@@ -18,6 +18,7 @@ from jax.extend import core
 
 from jaxpar.base.activation_names import NAMES, Action, Keep
 from jaxpar.base.config import Config, ModelConfig
+from jaxpar.base.console import bytes_text
 from jaxpar.base.errors import UserError
 from jaxpar.base.jax_compat import NAME, SHARD_MAP, ClosedJaxpr
 from jaxpar.base.plan import Plan, gradient_dtype
@@ -90,6 +91,42 @@ def state_bytes(config: Config, plan: Plan, platform: str) -> StateBytes:
         parameters, optimizer, Held(max(gradients - in_host, 0), in_host), Held(local_bytes(batch)),
         _update_bytes(trained, model, plan), streamed,
     )  # fmt: skip
+
+
+def require_memory(config: Config, plan: Plan, has: int, training: bool = True) -> None:
+    """Refuse what has more state and kept activations alone than this machine has memory, before any is made.
+
+    Of simulated and other CPU devices only, which share the machine's memory and do not say when it is full. Another
+    device says so itself.
+
+    Args:
+      config: the experiment.
+      plan: its plan.
+      has: the bytes that this machine has; 0 = not known.
+      training: whether it is a training, and no evaluation, which keeps the residual stream of a block and of the next.
+
+    Raises:
+      UserError: it cannot fit.
+    """
+    here = [device for device in plan.mesh.devices.flat if device.process_index == jax.process_index()]
+    if not has or not here or here[0].platform != "cpu":
+        return
+    state = state_bytes(config, plan, "cpu")
+    held = state.device if training else state.parameters.device + state.batch.device
+    if training:
+        kept = sum(one.kept_bytes for one in activations(config, plan))
+    else:
+        rows = config.train.batch // config.train.accumulation // plan.size("batch")
+        tokens = rows * config.data.seq_len // plan.size("residual_seq")
+        kept = 2 * tokens * config.model.embed * plan.dtype.itemsize
+    held, kept = len(here) * held, len(here) * kept
+    if held + kept > has:
+        what = "parameters, gradients, moments and batch" if training else "parameters and batch"
+        raise UserError(
+            f"{'a step' if training else 'an evaluation'} needs {bytes_text(held + kept)} of this machine's memory, "
+            f"which has {bytes_text(has)}: {what} take {bytes_text(held)}, and activations {bytes_text(kept)}; try a "
+            "smaller model or train.batch, or a higher train.accumulation"
+        )
 
 
 def _by_memory(tree: Any, platform: str) -> Held:

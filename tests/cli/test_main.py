@@ -285,6 +285,7 @@ def test_a_mistaken_config_file(content, message, refused, tmp_path):
         ("--mesh.data 16", "64 simulated CPU devices are needed and JAX has started with 8"),
         ("--mesh.platform auto --mesh.data 1", "mesh fsdp=2 x tensor=2 needs 4 devices, 8 are here: try mesh.fsdp=4"),
         ("--mesh.data 0", "mesh.data=0 is not in [1, 65,536], nor -1: an axis has at least 1 device"),
+        ("--mesh.data 5000", "20,000 simulated CPU devices: at most 4,096 are made"),
         ("--mesh.dcn.data 0", "mesh.dcn.data=0 is below 1"),
         ("--mesh.data -1 --mesh.fsdp -1", "mesh has data and fsdp = -1"),
         ("--model.mlp 511", "dim 1 (mlp) has size 511, which tensor=2 does not divide"),

@@ -20,6 +20,7 @@ from jaxpar.plan.memory_account import MemoryPart, memory_account, out_of_memory
 from jaxpar.rehearse.report.memory import CompiledBytes
 from jaxpar.show.tables import memory_table
 from jaxpar.train import loop as train_module
+from jaxpar.train.memory import require_memory
 from jaxpar.train.plans import make_plan
 from jaxpar.train.step import make_train_step, step_shapes
 
@@ -41,6 +42,21 @@ def test_the_state_is_what_the_compiled_step_is_given():
     assert CompiledBytes.of(stats, "cpu").arguments == pytest.approx(given, abs=64)  # the step's own counter
     ratio = parts["optimizer"].device / parts["parameters"].device
     assert 2.9 < ratio < 3.1  # a first moment of two bytes and a second of four, for a parameter of two
+
+
+def test_what_a_machine_has_no_room_for_is_refused_before_it_is_made():
+    """Both simulated devices share its memory, and what a step works with comes on top of what is counted."""
+    parts = {part.name: part.device for part in memory_account(FSDP, plan_for(FSDP), "cpu")}
+    counted = 2 * sum(size for name, size in parts.items() if name not in ("work", "no name"))
+    require_memory(FSDP, plan_for(FSDP), counted)
+    require_memory(FSDP, plan_for(FSDP), 0)  # not known
+    with pytest.raises(
+        UserError, match=r"a step needs .* of this machine's memory, which has .*: parameters, gradients"
+    ):
+        require_memory(FSDP, plan_for(FSDP), counted - 1)
+    wide = override(FSDP, {"train.batch": 2**14})
+    with pytest.raises(UserError, match="an evaluation needs"):
+        require_memory(wide, plan_for(wide), counted, training=False)
 
 
 def test_what_is_offloaded_is_on_the_host():
