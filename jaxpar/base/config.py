@@ -128,6 +128,10 @@ class DataConfig:
     """Shuffle a stream (parquet, or hf with `streaming`) within runs of this many documents; 0 = read it in order."""
     loss_on: Literal["completions", "all"] = "completions"
     """Which tokens of a chat count: those that the assistant writes, or all."""
+    template_args: tuple[str, ...] = ()
+    """Names that the chat template reads, each with its value, as JSON or text: `["enable_thinking=false"]`."""
+    template_date: str = ""
+    """The date that a chat template writes as today's, such as 2026-01-31; empty = that of the run's first start."""
     tokenizer: str = "bytes"
     """bytes, chars, or the path of a tokenizer.json (needs the hf extra)."""
     bos: Bos = "auto"

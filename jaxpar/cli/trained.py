@@ -17,6 +17,7 @@ from jaxpar.base.errors import UserError, json_line, visible
 from jaxpar.base.mesh import MeshSpec, describe
 from jaxpar.base.toml import flatten
 from jaxpar.cli.arguments import Overrides, config_args, flag_words, parse, positional
+from jaxpar.data.answers import missing_names
 from jaxpar.train.evaluate import evaluate_folder
 from jaxpar.train.generation import Sampling
 from jaxpar.train.prompts import continuation, encode_prompts, read_prompts, stop_ids
@@ -49,6 +50,10 @@ class GenerateArgs:
     """Checkpoint of a run; 0 = the best one, or the newest when none was evaluated."""
     dtype: Dtype = "auto"
     """Of matmuls, parameters and cache; auto = a run's own, else float32 on CPU and bfloat16 elsewhere."""
+    template_args: tuple[str, ...] = ()
+    """Names that the chat template reads, each with its value: enable_thinking=false. Those of a run stand before."""
+    template_date: str = ""
+    """The date that the chat template writes as today's, such as 2026-01-31; empty = today's."""
     json: bool = False
     """Print one JSON object a prompt."""
     mesh: MeshSpec = field(default_factory=MeshSpec)
@@ -69,6 +74,10 @@ class EvalArgs:
     """Examples before each question; -1 = as the task says."""
     chat: bool = False
     """Write the prompts of tasks by the folder's chat template."""
+    template_args: tuple[str, ...] = ()
+    """Names that the chat template reads with --chat, each with its value: enable_thinking=false."""
+    template_date: str = ""
+    """The date that the chat template writes with --chat as today's; empty = today's."""
     batch: int = 32
     """Requests of tasks that run at once."""
     json: bool = False
@@ -85,11 +94,14 @@ def generate_command(words: list[str]) -> int:
         raise UserError(f"--batch is at least 1 and --max-tokens at least 0, found {args.batch} and {args.max_tokens}")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     given = list(args.prompt) or read_prompts(Path(args.prompts))
-    trained = open_trained(Path(folder), args.mesh, args.dtype, args.step)
+    folder_args = (args.template_args, args.template_date)
+    trained = open_trained(Path(folder), args.mesh, args.dtype, args.step, *folder_args)
     prompts, tokenizer = encode_prompts(trained, given, args.chat), require_tokenizer(trained)
-    for note in tokenizer.notes if jax.process_index() == 0 else ():
+    undefined = {name for prompt in prompts for name in prompt.undefined}
+    notes = (*tokenizer.notes, *([missing_names(undefined)] if undefined else []))
+    for note in notes if jax.process_index() == 0 else ():
         print(visible(note), file=sys.stderr)
-    stop = stop_ids(trained, args.chat or any(isinstance(one, list) for one in given))
+    stop = stop_ids(trained, args.chat or any(not isinstance(one, str) for one in given))
     longest = max(len(prompt.ids) for prompt in prompts)
     most = args.max_tokens or max(min(128, trained.config.model.max_seq_len - longest), 1)
     ids, main = [prompt.ids for prompt in prompts], jax.process_index() == 0
@@ -145,7 +157,7 @@ def eval_command(words: list[str]) -> int:
             values = ", ".join(f"{key} {value:.4f}" for key, value in named.items() if "stderr" not in key)
             out.print(f"{task}: {values}")
         return 0
-    for flag in ("limit", "num_fewshot", "chat", "batch"):
+    for flag in ("limit", "num_fewshot", "chat", "template_args", "template_date", "batch"):
         if getattr(args, flag) != getattr(EvalArgs, flag):
             raise UserError(f"--{flag.replace('_', '-')} has no effect without --tasks")
     found = evaluate_folder(args.config, Path(name), args.step, (lambda line: None) if args.json else out.print)
@@ -168,5 +180,5 @@ def _run_tasks(folder: Path, args: EvalArgs) -> dict[str, dict[str, float]]:
         raise UserError(f"--tasks needs the lm-eval package ({error}): pip install 'jaxpar[eval]'") from error
     mesh = args.config.mesh if args.config.mesh != own.mesh else None
     dtype = args.config.precision.compute if "precision.compute" in changed else "auto"
-    trained = open_trained(folder, mesh, dtype, args.step)
+    trained = open_trained(folder, mesh, dtype, args.step, args.template_args, args.template_date)
     return run_tasks(trained, args.tasks.split(","), args.limit, args.num_fewshot, args.chat, args.batch)["results"]

@@ -1,4 +1,4 @@
-"""Conversations become the text that a model was taught to see, by its tokenizer's template, and examples to learn.
+"""Conversations, and prompts with their completions, become examples to learn: each is one, and is never cut in two.
 
 Shapes: N tokens of all examples, E examples, S sequence length.
 """
@@ -6,12 +6,9 @@ Shapes: N tokens of all examples, E examples, S sequence length.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import cache
 from typing import Any, NamedTuple
 
 import grain
@@ -19,128 +16,15 @@ import grain.experimental
 import numpy as np
 
 from jaxpar.base.config import DataConfig
-from jaxpar.base.errors import UserError, read_json
-from jaxpar.data.special_tokens import TEMPLATE, TOKENIZER_CONFIG, beside, read_special_tokens
+from jaxpar.base.errors import UserError
+from jaxpar.data.answers import ConversationWriter, missing_names, open_writer
+from jaxpar.data.chat_template import Span
+from jaxpar.data.conversations import read_conversation
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, make_tokenizer, missing_begin, read_text
 from jaxpar.data.tokens import HostBatch, text_files
 
-Message = Mapping[str, Any]
-"""At least `role` and `content`, as in OpenAI's and Hugging Face's chat formats."""
-Span = tuple[int, int]
-
-
-class ChatTemplate(NamedTuple):
-    """A template in Jinja, the special tokens that it may write (`{"bos_token": "<s>"}`), and its file."""
-
-    text: str
-    special_tokens: dict[str, str]
-    origin: str
-
-
-def load_template(tokenizer: str | Path) -> ChatTemplate:
-    """Load the chat template beside a tokenizer.json, or in tokenizer_config.json; a UserError where there is none."""
-    found = find_template(tokenizer)
-    if found is None:
-        places = f"{TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}"
-        raise UserError(f"{tokenizer} has no chat template beside it ({places}): take those of the model's own folder")
-    return found
-
-
-def find_template(tokenizer: str | Path) -> ChatTemplate | None:
-    """Return the chat template beside a tokenizer.json, or None; a UserError where a file cannot be read."""
-    file, own = (beside(tokenizer, name) for name in (TOKENIZER_CONFIG, TEMPLATE))
-    special = special_tokens(tokenizer)
-    if own.exists():
-        return ChatTemplate(read_text(own), special, str(own))
-    kinds = {"chat_template": str | list[dict[str, Any]] | None}
-    template = read_json(file, kinds).get("chat_template") if file.exists() else None
-    if isinstance(template, list):  # several by name
-        template = next((item.get("template") for item in template if item.get("name") == "default"), None)
-    return ChatTemplate(template, special, str(file)) if isinstance(template, str) else None
-
-
-def special_tokens(tokenizer: str | Path) -> dict[str, str]:
-    """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may be none.
-
-    Raises:
-      UserError: a file that names them cannot be read.
-    """
-    return read_special_tokens(tokenizer).names
-
-
-def render(
-    messages: Sequence[Message], template: ChatTemplate, add_generation_prompt: bool = False, **more: Any
-) -> str:
-    """Write a conversation as the template does, as `transformers.apply_chat_template(tokenize=False)` would.
-
-    `add_generation_prompt` also writes what comes before an answer, so that the model gives one. `more` are other names
-    that the template may read, such as `tools`.
-
-    Raises:
-      UserError: the template refuses the messages or is not Jinja, or the `hf` extra is missing.
-    """
-    try:
-        import jinja2
-    except ImportError as error:
-        raise UserError("a chat template needs the jinja2 package: pip install 'jaxpar[hf]'") from error
-    turns = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    names = {"messages": turns, "add_generation_prompt": add_generation_prompt}
-    try:
-        return _compile(template.text).render(**names, **template.special_tokens, **more)
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"the chat template {template.origin} refuses this conversation: {error}") from error
-
-
-@lru_cache
-def _compile(text: str) -> Any:
-    """Compile a template in the sandbox and with the names that transformers gives it."""
-    import jinja2
-    import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, **options: Any) -> str:  # Jinja's own escapes HTML
-        return json.dumps(value, **{"ensure_ascii": False, **options})
-
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
-    made.filters["tojson"] = to_json
-    made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    # transformers marks the answers with a tag of its own, which writes what is inside.
-    text = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", text)
-    return made.from_string(re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", text))
-
-
-def completion_spans(messages: Sequence[Message], template: ChatTemplate, **more: Any) -> tuple[str, list[Span]]:
-    """Write a conversation, and say which characters [begin, end) of it the assistant has to write.
-
-    An answer is what its turn adds to the conversation before it with the generation prompt, and so includes what
-    closes the turn.
-
-    Raises:
-      UserError: the template writes earlier turns otherwise once later ones follow; or see `render`.
-    """
-    text, spans = render(messages, template, **more), []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(messages[:i], template, add_generation_prompt=True, **more)
-        after = render(messages[: i + 1], template, **more)
-        if not (after.startswith(before) and text.startswith(after)):
-            raise UserError(
-                f"the chat template {template.origin} does not write turn {i + 1} as an addition to those before it, "
-                "so which tokens are its answer cannot be told: end each conversation with its only assistant turn"
-            )
-        spans.append((len(before), len(after)))
-    return text, spans
-
-
-# Examples: a conversation, or a prompt with its completion, is one, and is never cut in two.
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _BINS = 64  # rows that are packed at a time
-_GetTemplate = Callable[[], ChatTemplate]
+_GetWriter = Callable[[], ConversationWriter]
 
 
 @dataclass(frozen=True)
@@ -212,30 +96,33 @@ class Examples:
 def load_examples(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tuple[list[Examples], Tokenizer]:
     """Load the examples in JSONL files or folders of them, with `data.tokenizer` and the chat template beside it.
 
-    A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, with `tools` if the template reads them, or
-    `{"prompt": text, "completion": text}`, which takes no template and is closed by the end-of-text token.
+    A line is a conversation (see `conversations.read_conversation`), with `tools` and other names if the template reads
+    them, or `{"prompt": text, "completion": text}`, which takes no template and is closed by the end-of-text token.
 
     Raises:
       UserError: a file is missing, or a line is broken; the message has its file and number.
     """
     tokenizer = make_tokenizer(data.tokenizer, vocab_size=vocab_size, bos=data.bos)
-    template = cache(lambda: load_template(data.tokenizer))  # prompts and completions need none
-    return [_load(path, data, tokenizer, template) for path in paths], tokenizer
+    # Prompts and completions need no template.
+    writer = cache(lambda: open_writer(data.tokenizer, data.template_args, data.template_date))
+    return [_load(path, data, tokenizer, writer) for path in paths], tokenizer
 
 
-def _load(path: str, data: DataConfig, tokenizer: Tokenizer, template: _GetTemplate) -> Examples:
-    rows, cut, dropped = [], 0, 0
+def _load(path: str, data: DataConfig, tokenizer: Tokenizer, writer: _GetWriter) -> Examples:
+    rows, cut, dropped, undefined = [], 0, 0, set[str]()
     files = text_files(path)
     for file in files:
         for number, line in enumerate(read_text(file).split("\n"), 1):
             if not line.strip():
                 continue
             try:
-                ids, counted = _encode(json.loads(line), data, tokenizer, template)
+                written = _write(json.loads(line), data, writer)
+                ids, counted = _encode(written, data, tokenizer)
             except (json.JSONDecodeError, RecursionError) as error:
                 raise UserError(f"{file}, line {number} is not JSON: {error}") from error
             except (UserError, UnicodeError) as error:
                 raise UserError(f"{file}, line {number}: {error}") from error
+            undefined.update(written.undefined)
             cut += len(ids) > data.seq_len + 1
             labels = np.where(counted, ids, -1).astype(np.int32)[1:][: data.seq_len]
             if (labels != -1).any():
@@ -246,38 +133,56 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer, template: _GetTempl
         raise UserError(f"{path} has no example whose completion begins within data.seq_len={data.seq_len} tokens")
     ids, labels = (np.concatenate(arrays) for arrays in zip(*rows, strict=True))
     note = f" ({cut} were longer than data.seq_len and cut, {dropped} of them left out as nothing that counts was left)"
+    note = note if cut else ""
+    if undefined:
+        note += f" ({missing_names(undefined)})"
     starts = np.cumsum([0, *(len(row) for row, _ in rows)])
-    return Examples(ids, labels, starts, path, note if cut else "", tuple(files))
+    return Examples(ids, labels, starts, path, note, tuple(files))
 
 
-def _encode(row: Any, data: DataConfig, tokenizer: Tokenizer, template: _GetTemplate) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [n] of an example, and which of them count [n]."""
+class _Written(NamedTuple):
+    """An example as text."""
+
+    text: str
+    spans: Sequence[Span]
+    """The characters that are to be learned."""
+    closed: bool
+    """Whether the end-of-text token follows, as no template has closed it."""
+    undefined: Sequence[str] = ()
+    """Names that a template wrote and that nothing defines."""
+
+
+def _write(row: Any, data: DataConfig, writer: _GetWriter) -> _Written:
+    """Write the example of a line as text.
+
+    Raises:
+      UserError: the line is of no known form, its conversation is broken, or the template refuses it.
+    """
+    if not isinstance(row, dict):
+        raise UserError(f"found {str(row)[:40]}, not messages, or prompt and completion as text")
+    conversation = read_conversation(row)
+    if conversation is not None:
+        found = writer().answers(conversation, find=data.loss_on != "all")
+        return _Written(found.text, found.spans, closed=False, undefined=found.undefined)
     match row:
-        case {"messages": [_, *_] as messages}:
-            for i, message in enumerate(messages, 1):
-                if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-                    raise UserError(f"message {i} is no object with a role and a content that is text")
-                if message.get("role") not in _ROLES:
-                    raise UserError(f"message {i} has the role {message.get('role')!r}, not one of {', '.join(_ROLES)}")
-            more = {"tools": row["tools"]} if row.get("tools") else {}
-            text, spans = completion_spans(messages, template(), **more)
-        case {"messages": _}:
-            raise UserError("messages is no list with a message in it")
         case {"prompt": str(prompt), "completion": str(completion)}:
-            text, spans = prompt + completion, [(len(prompt), len(prompt + completion))]
-        case _:
-            found = f"the keys {', '.join(row)}" if isinstance(row, dict) else str(row)[:40]
-            raise UserError(f"found {found}, not messages, or prompt and completion as text")
-    text.encode()  # half of a surrogate pair is no text
-    ids, begins, ends = _with_places(text, tokenizer)
+            text = prompt + completion
+            return _Written(text, [(len(prompt), len(text))], closed=True)
+    raise UserError(f"found the keys {', '.join(row)}, not messages, or prompt and completion as text")
+
+
+def _encode(written: _Written, data: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [n] of an example, and which of them count [n]."""
+    written.text.encode()  # half of a surrogate pair is no text
+    ids, begins, ends = _with_places(written.text, tokenizer)
     counted = np.zeros(len(ids), bool)
-    for begin, end in spans:
+    for begin, end in written.spans:
         counted |= (ends > begin) & (begins < end)
     empty = not counted.any()
-    if "messages" not in row:  # a template writes its own
+    if written.closed:  # a template writes its own begin of text, and closes itself
         begin = missing_begin(ids, tokenizer)
         ids, counted = np.append(begin, ids), np.append(np.zeros(len(begin), bool), counted)
-    if "messages" not in row and tokenizer.end_of_text is not None:
+    if written.closed and tokenizer.end_of_text is not None:
         ids, counted = np.append(ids, np.int32(tokenizer.end_of_text)), np.append(counted, True)
     if empty or not counted[1:].any():
         raise UserError("there is nothing to learn: no assistant message, or an empty completion")

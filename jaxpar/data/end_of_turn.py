@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from jaxpar.base.errors import UserError
-from jaxpar.data.chat import ChatTemplate, render
+from jaxpar.data.chat_template import ChatTemplate, render
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer
 
 _MARK = "An answer, which stands for any other"

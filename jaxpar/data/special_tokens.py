@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, MODEL_CONFIG = "generation_config.json", "config.json"
-TEMPLATE = "chat_template.jinja"
+TEMPLATE, PROCESSOR_TEMPLATE = "chat_template.jinja", "chat_template.json"
+TEMPLATE_FOLDERS = ("additional_chat_templates", "chat_templates")
+"""Folders of more chat templates, each by the name of its file."""
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TOKEN_IDS = "token_ids.json"
 """In a run folder: the token ids of the config.json of the Hugging Face folder that it came from."""
@@ -107,6 +109,9 @@ def _read(file: Path, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
 def _names(config: dict[str, Any]) -> dict[str, str]:
     """Return the tokens that a file names; each is its text, or an object that has it as `content`."""
     named = {key: value for key, value in config.items() if key.endswith("_token")}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):  # those of one model by name: image_token
+        if isinstance(more := config.get(key), dict):
+            named |= more
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
@@ -139,10 +144,14 @@ def carry_declared(source: Path, target: Path) -> None:
       OSError: a file cannot be read or written.
       UserError: the config.json cannot be read.
     """
-    for name in (TOKENIZER_CONFIG, TOKENS_MAP, TEMPLATE, GENERATION, TOKEN_IDS):
-        file = beside(source, name)
-        if file.exists() and file.resolve() != beside(target, name).resolve():
-            write_whole(beside(target, name), file.read_bytes())
+    names = (TOKENIZER_CONFIG, TOKENS_MAP, TEMPLATE, PROCESSOR_TEMPLATE, GENERATION, TOKEN_IDS)
+    copies = [(beside(source, name), beside(target, name)) for name in names]
+    for folder in TEMPLATE_FOLDERS:
+        others = beside(source, folder).glob("*.jinja")
+        copies += [(file, beside(target, folder) / file.name) for file in others]
+    for file, copy in copies:
+        if file.exists() and file.resolve() != copy.resolve():
+            write_whole(copy, file.read_bytes())
     config = _read(beside(source, MODEL_CONFIG))
     ids = {key: value for key in ID_KEYS if (value := _given(config, key)) is not None}
     if ids:

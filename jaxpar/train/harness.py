@@ -7,12 +7,15 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from jaxpar.base.errors import UserError, suggest
-from jaxpar.data.chat import load_template, render, special_tokens
+from jaxpar.data.answers import ConversationWriter, open_writer
+from jaxpar.data.chat_template import special_tokens
+from jaxpar.data.conversations import Conversation
 from jaxpar.data.special_tokens import TOKENIZER
 from jaxpar.train.generation import Sampling
 from jaxpar.train.prompts import encode_text, stop_ids
@@ -66,7 +69,11 @@ class HarnessModel(TemplateLM):
         self.max_length, self.stop = trained.config.model.max_seq_len, stop_ids(trained, chat=True)
         self.encode = lambda text, special: encode_text(trained, text, special)
         self.special = special_tokens(self.folder / TOKENIZER)
-        self.generator = trained.generator
+        self.generator, self.data = trained.generator, trained.config.data
+
+    @cached_property
+    def writer(self) -> ConversationWriter:
+        return open_writer(self.folder / TOKENIZER, self.data.template_args, self.data.template_date)
 
     @property
     def eot_token_id(self) -> int:
@@ -151,15 +158,15 @@ class HarnessModel(TemplateLM):
         return self.folder.name
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        return load_template(self.folder / TOKENIZER).text if chat_template else ""
+        return self.writer.template.text if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Write a conversation; without a generation prompt its last turn, the beginning of an answer, stays open."""
-        template = load_template(self.folder / TOKENIZER)
         if add_generation_prompt:
-            return render(chat_history, template, add_generation_prompt=True)
+            return self.writer.prompt(Conversation(list(chat_history), {})).text
         *before, last = chat_history
-        text, _, rest = render([*before, last | {"content": last["content"] + _OPEN}], template).rpartition(_OPEN[:-1])
+        opened = Conversation([*before, last | {"content": last["content"] + _OPEN}], {})
+        text, _, rest = self.writer.answers(opened, find=False).text.rpartition(_OPEN[:-1])
         return text if rest.startswith(" ") else text.rstrip()  # a template that strips a turn has stripped the mark
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxpar.base.errors import UserError, parse_json
-from jaxpar.data.chat import Message, find_template, load_template, render
+from jaxpar.data.answers import open_writer
+from jaxpar.data.chat_template import find_template
+from jaxpar.data.conversations import Conversation, read_conversation
 from jaxpar.data.end_of_turn import end_of_turn
 from jaxpar.data.special_tokens import TOKENIZER, read_special_tokens
 from jaxpar.data.tokenizer import Tokenizer, encode_prompt, read_text
 from jaxpar.models import peft
 from jaxpar.train.trained import Trained, require_tokenizer
 
-Given = str | list[Message]
-"""A text, or the messages of a conversation."""
+Given = str | Conversation
+"""A text, or a conversation with what else its template may read."""
 
 
 class Prompt(NamedTuple):
@@ -23,11 +26,17 @@ class Prompt(NamedTuple):
 
     text: str
     ids: list[int]
+    undefined: tuple[str, ...] = ()
+    """Names that its chat template wrote and that nothing defines."""
 
 
 def read_prompts(file: Path) -> list[Given]:
-    """Read one prompt a line; in a .jsonl file each line is an object with `prompt` or `messages`. A UserError says
-    that the file cannot be read or has no prompt, or that a line is not such an object."""
+    """Read one prompt a line; in a .jsonl file each line is an object with `prompt`, a text, or a conversation as those
+    that are trained on (`conversations.read_conversation`), whose answers may be missing.
+
+    Raises:
+      UserError: the file cannot be read or has no prompt, or a line is not such an object.
+    """
     lines = [(number, line) for number, line in enumerate(read_text(file).split("\n"), 1) if line.strip()]
     if not lines:
         raise UserError(f"{file} has no prompt in it: it has one a line")
@@ -36,30 +45,43 @@ def read_prompts(file: Path) -> list[Given]:
     found: list[Given] = []
     for number, line in lines:
         value = parse_json(line, f"{file} line {number}")
-        given = value.get("prompt", value.get("messages")) if isinstance(value, dict) else None
-        talk = isinstance(given, list) and bool(given) and all(isinstance(turn, dict) for turn in given)
-        if not isinstance(given, str | list) or (isinstance(given, list) and not talk):
+        try:
+            given = _read_prompt(value)
+        except UserError as error:
+            raise UserError(f"{file} line {number}: {error}") from error
+        if given is None:
             raise UserError(f'{file} line {number} has neither "prompt", a text, nor "messages", a list of objects')
-        found.append(given)  # pyright: ignore[reportArgumentType]
+        found.append(given)
     return found
+
+
+def _read_prompt(value: Any) -> Given | None:
+    if not isinstance(value, dict):
+        return None
+    prompt = value.get("prompt")
+    return prompt if isinstance(prompt, str) else read_conversation(value)
 
 
 def encode_prompts(trained: Trained, given: Sequence[Given], chat: bool) -> list[Prompt]:
     """Turn prompts into token ids. `chat` takes a text as the user's message.
 
-    Messages are written by the folder's chat template, and any other text is encoded with special tokens. A UserError
-    says that there is no tokenizer or no chat template, or that a prompt is empty.
+    Conversations are written by the folder's chat template, with its names of `data.template_args`, and any other text
+    is encoded with special tokens. A UserError says that there is no tokenizer or no chat template, that the template
+    refuses a conversation, or that a prompt is empty.
     """
+    data = trained.config.data
+    writer = cache(lambda: open_writer(trained.folder / TOKENIZER, data.template_args, data.template_date))
     found: list[Prompt] = []
     for number, prompt in enumerate(given, 1):
-        messages = [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
-        text = messages
-        if not isinstance(text, str):
-            text = render(text, load_template(trained.folder / TOKENIZER), add_generation_prompt=True)
-        ids = encode_text(trained, text, special=isinstance(messages, str))
-        if not text:
+        talk = Conversation([{"role": "user", "content": prompt}], {}) if chat and isinstance(prompt, str) else prompt
+        if isinstance(talk, str):
+            made = Prompt(talk, encode_text(trained, talk, special=True))
+        else:
+            written = writer().prompt(talk)
+            made = Prompt(written.text, encode_text(trained, written.text, special=False), written.undefined)
+        if not made.text:
             raise UserError(f"prompt {number} is empty: give at least one character")
-        found.append(Prompt(text, ids))
+        found.append(made)
     return found
 
 

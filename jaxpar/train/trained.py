@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -32,7 +33,14 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer | None
 
 
-def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "auto", step: int = 0) -> Trained:
+def open_trained(
+    folder: Path,
+    mesh: MeshSpec | None = None,
+    dtype: Dtype = "auto",
+    step: int = 0,
+    template_args: Sequence[str] = (),
+    template_date: str = "",
+) -> Trained:
     """Load the parameters of a folder on the plan for generating.
 
     Args:
@@ -41,6 +49,8 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
       dtype: the compute dtype. `auto` is a run's own; for Hugging Face float32 on CPUs and on GPUs that
         have no bfloat16 (a T4), and bfloat16 elsewhere.
       step: the checkpoint of a run; 0 = the best, or the newest where none was evaluated.
+      template_args: what the chat template reads besides messages, as `data.template_args`; a run has its own before.
+      template_date: what the chat template writes as today's date, as in 2026-01-31; empty = today's, for a run too.
 
     Raises:
       UserError: the folder is neither, its checkpoint or tokenizer cannot be read, its tokenizer has more tokens than
@@ -52,7 +62,8 @@ def open_trained(folder: Path, mesh: MeshSpec | None = None, dtype: Dtype = "aut
         raise error if str(folder) in str(error) else UserError(f"{folder}: {error}") from error
     if step and not is_run(folder):
         raise UserError(f"--step has no effect: {folder} is no run folder, so it has one checkpoint")
-    config, words = replace(config, model=base_config(config.model)), _words_folder(folder)
+    data = replace(config.data, template_args=(*config.data.template_args, *template_args), template_date=template_date)
+    config, words = replace(config, model=base_config(config.model), data=data), _words_folder(folder)
     tokenizer, model = folder_tokenizer(words, config), Model(config.model)
     mesh = mesh or MeshSpec()
     devices = start(mesh)

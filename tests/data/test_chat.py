@@ -6,7 +6,9 @@ import pytest
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.data.chat import ChatTemplate, completion_spans, load_template, render
+from jaxpar.data.answers import completion_spans, open_writer
+from jaxpar.data.chat_template import ChatTemplate, load_template, render
+from jaxpar.data.conversations import read_conversation
 from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 
 pytest.importorskip("jinja2")
@@ -98,7 +100,8 @@ def test_a_template_is_found_beside_the_tokenizer(tmp_path):
         load_template(tokenizer)
     special = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "pad_token": None, "legacy": True}
     config.write_text(json.dumps(special | {"chat_template": "one {{ eos_token }}"}))
-    assert load_template(tokenizer) == ("one {{ eos_token }}", {"bos_token": "<s>", "eos_token": "</s>"}, str(config))
+    found = load_template(tokenizer)
+    assert found[:3] == ("one {{ eos_token }}", {"bos_token": "<s>", "eos_token": "</s>"}, str(config))
     assert render(TALK, load_template(tokenizer)) == "one </s>"
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
     config.write_text(json.dumps({"chat_template": named}))
@@ -115,9 +118,15 @@ def test_a_refused_conversation_says_why():
         render([{"role": "system", "content": "x"}], template_of("gemma"))
     with pytest.raises(UserError, match="refuses this conversation"):
         render(TALK, ChatTemplate("{% for %}", {}, "broken"))
-    rewriting = ChatTemplate("{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}", {}, "counting")
-    with pytest.raises(UserError, match="does not write turn 2 as an addition to those before it"):
+    text = "{% for m in messages %}{{ m.content if loop.last else '<' + m.content + m.content + '>' }}{% endfor %}"
+    rewriting = ChatTemplate(text, {}, "twice")
+    with pytest.raises(UserError, match=r"what of turn 2 is its answer cannot be told .* or set data\.loss_on=all"):
         completion_spans(TALK, rewriting)
+    text = "{% for m in messages %}{{ m.content if loop.last else m.content.split('|')[-1] }}\n{% endfor %}"
+    said = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "thought|said"})
+    with pytest.raises(UserError, match=r"writes turn 2 otherwise once others follow it.*: split the conversation"):
+        completion_spans(said * 2, ChatTemplate(text, {}, "forgetful"))
+    assert completion_spans(said, ChatTemplate(text, {}, "forgetful"))[1] == [(2, 15)], "and that advice is true"
 
 
 @pytest.fixture(scope="module")
@@ -295,3 +304,39 @@ def test_other_bad_input_is_refused(chat):
         load_corpus(chat([{"messages": TALK}]), 270)
     with pytest.raises(UserError, match=r"needs data\.path"):
         load_corpus(replace(chat([]), path=""), 400)
+
+
+def test_what_a_line_and_a_setting_name_reaches_the_template(chat, tmp_path):
+    tools = [{"type": "function", "function": {"name": "w", "parameters": {}}}]
+    own = {"tools": tools, "mood": "glad", "id": 7, "chat_template_kwargs": {"deep": 1}}
+    data = chat([{"messages": TALK} | own])
+    text = "{{ mood }} {{ deep }} {{ loud }} {{ tools[0].function.name }} {{ documents }}" + CHATML
+    (tmp_path / "chat_template.jinja").write_text(text)
+    data = replace(data, template_args=("loud=false", "mood=sad"))
+    conversation = read_conversation(json.loads((tmp_path / "talk.jsonl").read_text()))
+    writer = open_writer(data.tokenizer, data.template_args)
+    for found in (writer.answers(conversation), writer.prompt(conversation)):
+        assert found.text.startswith("glad 1 False w None")
+    assert load_corpus(replace(data, seq_len=512), 400).train.size == 1
+    for wrong, said in (
+        ("loudly=1", r"does not read loudly \(did you mean 'loud'\?\): it reads deep, documents, loud, mood, tools"),
+        ("loud", "takes NAME=VALUE"),
+        ("messages=1", "does not read messages"),
+        ("chat_template=rag", "has no chat template 'rag'.*: it has default"),
+    ):
+        with pytest.raises(UserError, match=said):
+            open_writer(data.tokenizer, (wrong,))
+
+
+def test_names_of_all_files_reach_the_template_and_a_missing_one_is_said(chat, tmp_path):
+    data = chat([{"messages": TALK}], seq_len=512)
+    config = SPECIAL | {"extra_special_tokens": {"image_token": "<img>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"sep_token": {"content": "<sep>"}}))
+    (tmp_path / "chat_template.jinja").write_text("{{ image_token }}{{ sep_token }}{{ video_token }}" + CHATML)
+    found = open_writer(data.tokenizer, ()).answers(read_conversation({"messages": TALK}))
+    assert found.text.startswith("<img><sep><|im_start|>")
+    assert found.undefined == ("video_token",)
+    assert "its chat template writes video_token, which no file and no setting defines" in (
+        load_corpus(data, 400).train.amount
+    )

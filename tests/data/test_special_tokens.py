@@ -15,7 +15,8 @@ import pytest
 from jaxpar.base.config import RESOLVED, Config, DataConfig, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
-from jaxpar.data.chat import ChatTemplate, load_examples, load_template
+from jaxpar.data.chat import load_examples
+from jaxpar.data.chat_template import ChatTemplate, load_template
 from jaxpar.data.corpus import load_corpus
 from jaxpar.data.documents import Documents
 from jaxpar.data.end_of_turn import end_of_turn

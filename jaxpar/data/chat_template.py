@@ -1,0 +1,260 @@
+"""Chat templates: found beside a tokenizer, and rendered as `transformers` would, by a process with limits."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpar.base.errors import UserError, read_json, suggest
+from jaxpar.data.special_tokens import (
+    PROCESSOR_TEMPLATE,
+    TEMPLATE,
+    TEMPLATE_FOLDERS,
+    TOKENIZER_CONFIG,
+    beside,
+    read_special_tokens,
+)
+from jaxpar.data.tokenizer import read_text
+
+SECONDS = 20
+"""So long may a template compute for one conversation."""
+Message = Mapping[str, Any]
+"""At least a `role`, and what is said, as in OpenAI's and Hugging Face's chat formats."""
+Span = tuple[int, int]
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What a message's reasoning is called; `transformers` gives a template the first two."""
+GIVEN = ("messages", "add_generation_prompt")
+"""Names that every conversation brings along."""
+
+
+class ChatTemplate(NamedTuple):
+    """A template in Jinja, the special tokens that it may write (`{"bos_token": "<s>"}`), and its file."""
+
+    text: str
+    special_tokens: dict[str, Any]
+    origin: str
+    tool_use: str = ""
+    """The template for conversations with tools, where the folder has one of its own."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    generated: tuple[Span, ...] | None
+    """What the template marks by `{% generation %}`, as characters [begin, end); None where it has no such marks."""
+    undefined: tuple[str, ...]
+    """Names that the template wrote and that nothing defines: each has become nothing."""
+
+
+def load_template(tokenizer: str | Path, name: str = "") -> ChatTemplate:
+    """Load the chat template beside a tokenizer.json, or in tokenizer_config.json; of several that of a `name`.
+
+    Raises:
+      UserError: there is none, or none of that name, or a file cannot be read.
+    """
+    found = find_template(tokenizer, name)
+    if found is not None:
+        return found
+    templates, origin = _named_templates(tokenizer)
+    if not templates:
+        places = f"{TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}"
+        raise UserError(f"{tokenizer} has no chat template beside it ({places}): take those of the model's own folder")
+    wanted = name or "default"
+    raise UserError(
+        f"{origin} has no chat template {wanted!r}{suggest(wanted, templates)}: it has {', '.join(sorted(templates))}, "
+        "of which data.template_args=chat_template=NAME takes one"
+    )
+
+
+def find_template(tokenizer: str | Path, name: str = "") -> ChatTemplate | None:
+    """Return the chat template of a `name` beside a tokenizer.json, or their default; None where there is none.
+
+    Raises:
+      UserError: a file cannot be read.
+    """
+    templates, origin = _named_templates(tokenizer)
+    text = templates.get(name or "default")
+    if text is None:
+        return None
+    tool_use = "" if name else templates.get("tool_use", "")
+    return ChatTemplate(text, special_tokens(tokenizer), origin, tool_use)
+
+
+def _named_templates(tokenizer: str | Path) -> tuple[dict[str, str], str]:
+    """Return the templates of a folder by name, and the file of the default; files of templates come first."""
+    found: dict[str, Any] = {}
+    own = beside(tokenizer, TEMPLATE)
+    for folder in TEMPLATE_FOLDERS:
+        found |= {file.stem: read_text(file) for file in sorted(beside(tokenizer, folder).glob("*.jinja"))}
+    if own.exists():
+        found["default"] = read_text(own)
+    if found:
+        return found, str(own)
+    kinds = {"chat_template": str | list[dict[str, Any]] | dict[str, Any] | None}
+    for file in (beside(tokenizer, TOKENIZER_CONFIG), beside(tokenizer, PROCESSOR_TEMPLATE)):
+        given = read_json(file, kinds).get("chat_template") if file.exists() else None
+        if isinstance(given, str):
+            given = {"default": given}
+        elif isinstance(given, list):
+            given = {item.get("name"): item.get("template") for item in given}
+        if isinstance(given, dict):
+            texts = {str(name): text for name, text in given.items() if isinstance(text, str)}
+            if texts:
+                return texts, str(file)
+    return {}, str(beside(tokenizer, TOKENIZER_CONFIG))
+
+
+def special_tokens(tokenizer: str | Path) -> dict[str, Any]:
+    """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may be none.
+
+    Raises:
+      UserError: a file that names them cannot be read.
+    """
+    return dict(read_special_tokens(tokenizer).names)
+
+
+def render(
+    messages: Sequence[Message], template: ChatTemplate, add_generation_prompt: bool = False, **more: Any
+) -> str:
+    """Write a conversation as the template does, as `transformers.apply_chat_template(tokenize=False)` would.
+
+    `add_generation_prompt` also writes what comes before an answer, so that the model gives one. `more` are other names
+    that the template may read, such as `tools`; `today`, a date, is not one of them, but what `strftime_now` writes.
+
+    Raises:
+      UserError: the template refuses the messages, is not Jinja or comes to no end, or the `hf` extra is missing.
+    """
+    (found,) = try_render(template, [(list(map(plain_message, messages)), add_generation_prompt)], more)
+    if isinstance(found, str):
+        raise UserError(f"the chat template {template.origin} refuses this conversation: {found}")
+    return found.text
+
+
+def try_render(
+    template: ChatTemplate, asked: Sequence[tuple[Sequence[Message], bool]], more: Mapping[str, Any]
+) -> list[Rendered | str]:
+    """Write several conversations, each with or without a generation prompt, with the same other names.
+
+    The messages are given as they are (see `plain_message`). Where the template refuses a conversation, its own words
+    stand in place of the text.
+
+    Raises:
+      UserError: the template comes to no end, or the `hf` extra is missing.
+    """
+    others = {"tools": None, "documents": None, **template.special_tokens, **more}
+    today = others.pop("today", None) or datetime.now()
+    text = template.tool_use if template.tool_use and others["tools"] is not None else template.text
+    names = [{**others, "messages": list(messages), "add_generation_prompt": prompted} for messages, prompted in asked]
+    found = _worker().ask(text, names, today, template.origin)
+    return [one["error"] if "error" in one else _rendered(one) for one in found]
+
+
+def _rendered(answer: Mapping[str, Any]) -> Rendered:
+    spans = answer["generated"]
+    generated = None if spans is None else tuple((begin, end) for begin, end in spans)
+    return Rendered(answer["text"], generated, tuple(answer["undefined"]))
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """Return a message without the keys that are null, its reasoning by each name that a template may read."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def names_read(template: ChatTemplate) -> frozenset[str]:
+    """Return the names that a template reads and does not set itself.
+
+    Raises:
+      UserError: it is not Jinja.
+    """
+    return _names_in(template.text, template.origin) | _names_in(template.tool_use, template.origin)
+
+
+@lru_cache
+def _names_in(text: str, origin: str) -> frozenset[str]:
+    (found,) = _worker().ask(text, None, datetime.now(), origin)
+    if "error" in found:
+        raise UserError(f"the chat template {origin} is not Jinja: {found['error']}")
+    return frozenset(found["names"])
+
+
+class _Worker:
+    """The process that renders; it is started again after a template has ended it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, template: str, names: Sequence[Any] | None, now: date, origin: str) -> list[dict[str, Any]]:
+        """Return what the process made of each of the names; see `template_worker`."""
+        moment = now if isinstance(now, datetime) else datetime(now.year, now.month, now.day)
+        asked = {"template": template, "names": names, "now": moment.isoformat(), "seconds": SECONDS}
+        line = json.dumps(asked, default=lambda value: f"<{type(value).__name__}>")
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None, "both are pipes"
+            try:
+                process.stdin.write(line + "\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except OSError:
+                answer = ""
+            if not answer:
+                self._end()
+                raise UserError(
+                    f"the chat template {origin} does not come to an end: it was stopped after {SECONDS} seconds of "
+                    "computing, or as it took too much memory"
+                )
+        return json.loads(answer)
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            script = Path(__file__).with_name("template_worker.py")
+            # Without the script's folder, whose modules could hide others; with the path of this process.
+            words = [sys.executable, "-P", str(script)]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8"}
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                words, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
+            )
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+
+@lru_cache(maxsize=1)
+def _worker() -> _Worker:
+    """Return this process's worker, which ends with it.
+
+    Raises:
+      UserError: the `hf` extra is missing.
+    """
+    try:
+        import jinja2  # noqa: F401  # what the worker imports
+    except ImportError as error:
+        raise UserError("a chat template needs the jinja2 package: pip install 'jaxpar[hf]'") from error
+    made = _Worker()
+    atexit.register(made.close)
+    return made

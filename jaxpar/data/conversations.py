@@ -1,0 +1,129 @@
+"""Conversations in the forms in which people have them, read into one: messages, and what else a template may read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxpar.base.errors import UserError
+from jaxpar.data.chat_template import Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
+    "model": "assistant", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+_CALL = "function_call"
+"""In ShareGPT's form the role of an assistant's turn that is a call, as JSON."""
+_SAID_OTHERWISE = ("tool_calls", "function_call", "tool_responses", "reasoning_content", "thinking", "reasoning")
+"""What a message may have in place of a content."""
+_TALKS = ("messages", "conversations", "prompt", "completion")
+
+
+class Conversation(NamedTuple):
+    """Messages, as the line of a file has them."""
+
+    messages: list[Message]
+    names: dict[str, Any]
+    """What else stands in the line: `tools`, `documents`, and other names that a template may read."""
+    learned_from: int = 0
+    """The first message that may be learned from; those before are a prompt."""
+
+
+def read_conversation(row: Mapping[str, Any]) -> Conversation | None:
+    """Read the conversation of a line; None where it has none.
+
+    A line has `messages`, with roles and contents as in OpenAI's and Hugging Face's formats; or `conversations`, which
+    may be in ShareGPT's form, of `from` and `value`; or a `prompt` and a `completion` that are lists of messages.
+
+    Raises:
+      UserError: what it has is no conversation; the message says which of the messages is none.
+    """
+    learned_from = 0
+    if "messages" in row or "conversations" in row:
+        talk = row["messages"] if "messages" in row else row["conversations"]
+    elif isinstance(row.get("prompt"), list):
+        completion = row.get("completion") or []
+        if not isinstance(completion, list):
+            raise UserError("prompt is a list of messages, and completion is none")
+        learned_from = len(row["prompt"])
+        talk = [*row["prompt"], *completion]
+    else:
+        return None
+    if not isinstance(talk, list) or not talk:
+        raise UserError("messages is no list with a message in it")
+    system = row.get("system") if "conversations" in row else None
+    if isinstance(system, str) and system:  # as LLaMA-Factory has it, beside the turns
+        talk = [{"role": "system", "content": system}, *talk]
+    messages = [_read_message(number, message) for number, message in enumerate(talk, 1)]
+    names = {key: value for key, value in row.items() if key not in _TALKS and value is not None}
+    more = names.pop("chat_template_kwargs", {})
+    if not isinstance(more, dict):
+        raise UserError("chat_template_kwargs is no object")
+    names |= more
+    for key in ("tools", "documents"):
+        if key in names:
+            names[key] = _listed(key, names[key])
+    names = {key: value for key, value in names.items() if value or key not in ("tools", "documents")}
+    return Conversation(messages, names, learned_from)
+
+
+def _listed(key: str, value: Any) -> Any:
+    """Return a list of objects, which may be given as JSON text."""
+    try:
+        value = json.loads(value) if isinstance(value, str) and value.strip() else value
+    except ValueError as error:
+        raise UserError(f"{key} is text that is not JSON: {error}") from error
+    if value and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
+        raise UserError(f"{key} is no list of objects")
+    return value
+
+
+def _read_message(number: int, message: Any) -> Message:
+    if isinstance(message, dict) and "role" not in message and "from" in message:
+        message = _from_sharegpt(message)
+    if not isinstance(message, dict):
+        raise _no_message(number)
+    if message.get("role") not in ROLES:
+        raise UserError(f"message {number} has the role {message.get('role')!r}, not one of {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list):
+        _require_text_parts(number, content)
+    elif content is None:
+        if not any(message.get(key) for key in _SAID_OTHERWISE):
+            raise _no_message(number)
+    elif not isinstance(content, str):
+        raise _no_message(number)
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise UserError(f"message {number} has tool_calls that are no list of objects")
+    return message
+
+
+def _no_message(number: int) -> UserError:
+    return UserError(f"message {number} is no object with a role and a content that is text")
+
+
+def _require_text_parts(number: int, parts: Sequence[Any]) -> None:
+    for part in parts:
+        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            continue
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise UserError(f"message {number} has a part {str(kind)[:40]!r}, where only parts of text can be read")
+
+
+def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of ShareGPT's form as one with a role and a content; a call becomes `tool_calls`."""
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    said, value = message["from"], message.get("value")
+    if said == _CALL:
+        try:
+            calls = json.loads(value) if isinstance(value, str) else value
+        except ValueError:
+            calls = None
+        listed = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(one, dict) for one in listed):
+            return {"role": "assistant", "content": value, **others}
+        return {"role": "assistant", "tool_calls": [{"type": "function", "function": one} for one in listed], **others}
+    return {"role": _SHAREGPT_ROLES.get(said, said), "content": value, **others}

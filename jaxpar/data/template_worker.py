@@ -1,0 +1,195 @@
+"""A process that renders chat templates, which are programs of strangers: it may take so much time and memory, no more.
+
+It is started as a script, so that it imports nothing but Jinja. Each line of its input is a JSON object with templates
+and names to render; each line of its output is the list of what they became. A computation that does not come to its
+end, even one inside a single operation, ends the process; `chat_template`, which started it, then says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+try:
+    import resource
+except ImportError:  # Windows has no limits of this kind
+    resource = None
+
+MEMORY = 2 * 2**30
+"""Bytes that a template may take."""
+LONGEST = 2**26
+"""Characters that it may write."""
+MARK_CHOICES = "".join(map(chr, range(0xE0F0, 0xE100)))
+"""Characters for private use, of which two that a text does not have mark what is generated in it."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag `{% generation %} ... {% endgeneration %}`, with which templates mark what the assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        opening, closing = _Marks.now
+        return opening + caller() + closing
+
+
+class _Marks:
+    """What the tag writes before and after its body while a template is rendered."""
+
+    now: tuple[str, str] = ("", "")
+
+
+class _Missing(jinja2.Undefined):
+    """A name that nothing defines. It is written as nothing, as `transformers` does, and remembered."""
+
+    written: set[str] = set()  # noqa: RUF012
+
+    def __str__(self) -> str:
+        if self._undefined_obj is jinja2.utils.missing and self._undefined_name:
+            _Missing.written.add(self._undefined_name)
+        return super().__str__()
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace, whose attributes may not begin with an underscore, as in `transformers`."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a template cannot set the attribute {name!r}")
+        super().__setitem__(name, value)
+
+
+class _Date:
+    """The moment that `strftime_now` writes."""
+
+    now = datetime(2000, 1, 1)
+
+
+def _write_date(form: str) -> str:
+    return _Date.now.strftime(form)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as `transformers` writes it; Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja's sandbox with the names and filters that `transformers` gives a template."""
+    extensions = [_Generation, jinja2.ext.loopcontrols]
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    made.undefined = _Missing
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _refuse
+    made.globals["strftime_now"] = _write_date
+    made.globals["namespace"] = _Namespace
+    return made
+
+
+_ENVIRONMENT = _environment()
+
+
+@lru_cache
+def _compile(text: str) -> jinja2.Template:
+    return _ENVIRONMENT.from_string(text)
+
+
+def _render(template: str, names: dict[str, Any], marks: tuple[str, str]) -> str:
+    _Marks.now = marks
+    text = _compile(template).render(**names)
+    if len(text) > LONGEST:
+        raise MemoryError
+    return text
+
+
+def _answer(template: str, names: dict[str, Any]) -> dict[str, Any]:
+    """The text of a template, where its marks put what is generated, and the names that it lacked; or its error."""
+    try:
+        _Missing.written = set()
+        text = _render(template, names, ("", ""))
+        undefined = sorted(_Missing.written)
+        generated = None
+        if "endgeneration" in template:
+            free = [char for char in MARK_CHOICES if char not in text][:2]
+            generated = _marked_spans(text, _render(template, names, (free[0], free[1])), free) if free[1:] else None
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY >> 30} GiB of memory"}
+    except Exception as error:  # whatever a stranger's program raises
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return {"error": said[:300]}
+    return {"text": text, "generated": generated, "undefined": undefined}
+
+
+def _marked_spans(text: str, marked: str, marks: list[str]) -> list[list[int]] | None:
+    """The characters [begin, end) of a text that stand between marks; None where marking has changed the text."""
+    opening, closing = marks
+    if marked.replace(opening, "").replace(closing, "") != text:
+        return None
+    spans: list[list[int]] = []
+    place = 0
+    for char in marked:
+        if char == opening:
+            spans.append([place, place])
+        elif char == closing:
+            spans[-1][1] = place
+        else:
+            place += 1
+    return spans
+
+
+def _names(template: str) -> dict[str, Any]:
+    """The names that a template reads and does not set itself; or its error."""
+    try:
+        return {"names": sorted(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(template)))}
+    except Exception as error:  # whatever Jinja's parser raises
+        return {"error": (str(error).strip() or type(error).__name__).splitlines()[0][:300]}
+
+
+def _limit_time(seconds: int) -> None:
+    """End this process once it has computed for so many seconds more."""
+    if resource is not None:
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        limit = int(time.process_time()) + 1 + seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (limit if most < 0 else min(limit, most), most))
+
+
+def main() -> None:
+    """Answer lines of the standard input until it ends."""
+    if resource is not None:
+        for what, limit in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CORE, 0)):
+            _, most = resource.getrlimit(what)
+            with contextlib.suppress(OSError, ValueError):  # macOS knows no limit of memory
+                resource.setrlimit(what, (limit if most < 0 else min(limit, most), most))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        _limit_time(asked["seconds"])
+        _Date.now = datetime.fromisoformat(asked["now"])
+        template = asked["template"]
+        found = [_names(template)] if asked["names"] is None else [_answer(template, one) for one in asked["names"]]
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Conversations in the forms that people have, what of them is the assistant's, and templates that come to no end."""
+
+import json
+
+import pytest
+
+from jaxpar.base.errors import UserError
+from jaxpar.data import chat_template
+from jaxpar.data.answers import ConversationWriter, completion_spans, open_writer
+from jaxpar.data.chat_template import ChatTemplate, load_template, render
+from jaxpar.data.conversations import read_conversation
+
+pytest.importorskip("jinja2")
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TALK = [
+    {"role": "user", "content": "Wie?  "},
+    {"role": "assistant", "content": "Gut"},
+    {"role": "user", "content": "  warum"},
+    {"role": "assistant", "content": "so ist es "},
+]
+USER, ASSISTANT = ({"role": role, "content": said} for role, said in (("user", "Hi"), ("assistant", "Ho")))
+CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "w", "arguments": {"city": "Oslo ä"}}}
+TOOLS = [{"type": "function", "function": {"name": "w", "parameters": {}}}]
+CALLING = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+           {"role": "tool", "tool_call_id": "abcdefgh1", "content": "4"}, ASSISTANT]  # fmt: skip
+SYSTEM = {"role": "system", "content": "Be brief."}
+PARTS = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+# In the words of public templates: the generation prompt opens a thought, the system message stands in the last user's
+# turn, only the end of the conversation is closed by another token, the first message is looked at.
+DISTILL = """{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% else %}[A]{{ m.content }}</s>
+{%- endif %}{% endfor %}{% if add_generation_prompt %}[A]<think>
+{% endif %}"""
+INSERTS = """{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[I]{% if loop.last and
+messages[0].role == 'system' %}{{ messages[0].content }} {% endif %}{{ m.content }}[/I]{% else %}{{ m.content }}</s>
+{%- endif %}{% endfor %}"""
+PHI = """{% for m in messages %}<|{{ m.role }}|>
+{{ m.content }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% else %}<|endoftext|>{% endif %}"""
+LOOKS = """{% if messages[0].role != 'system' %}You help.{% endif %}{% for m in messages %}[{{ m.role }}]
+{{- m.content }}<t>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "talk", "answers"),
+    [
+        (DISTILL, [USER, ASSISTANT], ["Ho</s>"]),
+        (DISTILL, [USER, ASSISTANT, USER, ASSISTANT], ["Ho</s>", "Ho</s>"]),
+        (INSERTS, [SYSTEM, USER, ASSISTANT], ["Ho</s>"]),
+        (INSERTS, [SYSTEM, USER, ASSISTANT, USER, ASSISTANT], ["Ho</s>", "Ho</s>"]),
+        (PHI, [USER, ASSISTANT, USER, ASSISTANT], ["Ho<|end|>\n", "Ho<|end|>\n<|endoftext|>"]),
+        (LOOKS, [ASSISTANT, USER, ASSISTANT], ["Ho<t>", "Ho<t>"]),
+    ],
+)
+def test_answers_are_found_where_the_generation_prompt_is_not_what_precedes_them(text, talk, answers):
+    written, spans = completion_spans(talk, ChatTemplate(text, {}, "t"))
+    assert [written[begin:end] for begin, end in spans] == answers
+    assert written == render(talk, ChatTemplate(text, {}, "t"))
+
+
+def test_marks_of_what_is_generated_come_first():
+    marked = DISTILL.replace("[A]{{ m.content }}</s>", "[A]{% generation %}{{ m.content }}{% endgeneration %}</s>")
+    written, spans = completion_spans([USER, ASSISTANT, USER, ASSISTANT], ChatTemplate(marked, {}, "t"))
+    assert [written[begin:end] for begin, end in spans] == ["Ho", "Ho"]
+
+
+CALLS = """{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}{% for c in m.tool_calls or [] %}
+{{- ARGUMENTS }}{% endfor %}<t>{% endfor %}"""
+
+
+@pytest.mark.parametrize("given", ["object", "text"])
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ("c.function.arguments | tojson", '{"city": "Oslo ä"}'),
+        ("c.function.arguments + ';'", '{"city": "Oslo ä"};'),  # as DeepSeek's
+        ("c.function.arguments.values() | join", "Oslo ä"),
+    ],
+)
+def test_a_call_is_written_whatever_form_its_arguments_have(given, written, wanted):
+    arguments = {"city": "Oslo ä"}
+    arguments = arguments if given == "object" else json.dumps(arguments, ensure_ascii=False)
+    call = CALL | {"function": {"name": "w", "arguments": arguments}}
+    row = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+    writer = ConversationWriter(ChatTemplate(CALLS.replace("ARGUMENTS", written), {}, "t"), {})
+    assert writer.answers(read_conversation(row)).text == f"[user]Hi<t>[assistant]{wanted}<t>"
+
+
+def test_a_call_that_the_template_does_not_write_is_refused():
+    writer = ConversationWriter(ChatTemplate(PHI, {}, "t"), {})
+    with pytest.raises(UserError, match="message 2 calls tools, which the chat template t does not write"):
+        writer.answers(read_conversation({"messages": CALLING}))
+
+
+def test_a_turn_without_content_suits_templates_that_need_one_or_null():
+    for needs in ("m.content + ''", "'' if m['content'] is none else m.content", "m.content or ''"):
+        text = "{% for m in messages %}[{{ NEEDS }}]{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+        writer = ConversationWriter(ChatTemplate(text.replace("NEEDS", needs), {}, "t"), {})
+        assert writer.answers(read_conversation({"messages": CALLING})).text.count('"w"') == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"},
+                           {"from": "gpt", "value": "Ho"}]},
+        {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+        {"conversations": [SYSTEM, USER, ASSISTANT]},
+        {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]},
+        {"messages": [SYSTEM, {"role": "user", "content": PARTS}, ASSISTANT]},
+    ],
+)  # fmt: skip
+def test_other_forms_of_a_conversation_are_the_same_conversation(row):
+    template = ChatTemplate(CHATML, {}, "t")
+    found = ConversationWriter(template, {}).answers(read_conversation(row))
+    assert (found.text, found.spans) == completion_spans([SYSTEM, USER, ASSISTANT], template)
+
+
+def test_of_a_prompt_with_a_completion_only_the_completion_is_learned():
+    row = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]}
+    for text in (CHATML, PHI):
+        found = ConversationWriter(ChatTemplate(text, {}, "t"), {}).answers(read_conversation(row))
+        _, every = completion_spans([USER, ASSISTANT] * 2, ChatTemplate(text, {}, "t"))
+        assert found.spans == every[1:]
+
+
+def test_a_template_of_parts_gets_parts():
+    parts = "{% for m in messages %}[{% for p in m.content %}{{ p.text if p.type == 'text' }}{% endfor %}]{% endfor %}"
+    assert ConversationWriter(ChatTemplate(parts, {}, "t"), {}).answers(read_conversation({"messages": TALK})).text == (
+        "".join(f"[{message['content']}]" for message in TALK)
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": [{"type": "image_url"}]}, "message 1 has a part 'image_url'"),
+        ({"role": "assistant", "tool_calls": ["a"]}, "message 1 has tool_calls that are no list of objects"),
+        ({"role": "user", "content": 7}, "message 1 is no object"),
+        ({"from": "nobody", "value": "a"}, "message 1 has the role 'nobody'"),
+    ],
+)
+def test_a_message_that_is_none_is_refused(message, said):
+    with pytest.raises(UserError, match=said):
+        read_conversation({"messages": [message]})
+
+
+def test_the_template_for_tools_and_others_by_name_are_taken(tmp_path):
+    tokenizer = tmp_path / "tokenizer.json"
+    by_name = {"default": "plain", "tool_use": "tools", "rag": "{{ documents }}"}
+    listed = [{"name": name, "template": text} for name, text in by_name.items()]
+    for given in (by_name, listed):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+        assert render(TALK, load_template(tokenizer)) == "plain"
+        assert render(TALK, load_template(tokenizer), tools=TOOLS) == "tools"
+        assert open_writer(tokenizer, ("chat_template=rag",)).template.text == "{{ documents }}"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_bytes(b"\xef\xbb\xbffile")
+    with pytest.raises(UserError, match=r"has no chat template 'default'.*: it has tool_use"):
+        load_template(tokenizer)
+    (tmp_path / "chat_template.jinja").write_text("own")
+    assert render(TALK, load_template(tokenizer), tools=TOOLS) == "file"
+
+
+def test_the_date_of_a_template_is_told(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}")
+    conversation = read_conversation({"messages": TALK})
+    assert open_writer(tmp_path / "tokenizer.json", (), "2020-02-29").prompt(conversation).text == "29 Feb 2020"
+    with pytest.raises(UserError, match=r"data\.template_date=tomorrow is no date"):
+        open_writer(tmp_path / "tokenizer.json", (), "tomorrow")
+
+
+LOOP = "{% for i in range(10 ** 5) %}"
+
+
+@pytest.mark.parametrize(
+    ("endless", "said"),
+    [
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{{ 'x' * 10 ** 12 }}", "takes more than 2 GiB of memory"),
+        ("{{ 10 ** (10 ** 10) }}", "does not come to an end: it was stopped after 1 seconds"),
+        (f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}", "does not come to an end"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
+    ],
+)  # fmt: skip
+def test_a_template_without_end_is_stopped_in_a_line(endless, said, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 1)
+    with pytest.raises(UserError, match=said) as refused:
+        render(TALK, ChatTemplate(endless, {}, "t"))
+    assert "\n" not in str(refused.value)
+    assert render(TALK[:1], ChatTemplate("{{ messages[0].role }}", {}, "t")) == "user", "others are written after it"
