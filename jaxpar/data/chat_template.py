@@ -114,6 +114,16 @@ def _named_templates(tokenizer: str | Path) -> tuple[dict[str, str], str]:
     return {}, str(beside(tokenizer, TOKENIZER_CONFIG))
 
 
+def writes_date(tokenizer: str | Path) -> bool:
+    """Return whether a chat template beside a tokenizer.json writes the date of the day.
+
+    Raises:
+      UserError: a file cannot be read.
+    """
+    templates, _ = _named_templates(tokenizer)
+    return any("strftime_now" in text for text in templates.values())
+
+
 def special_tokens(tokenizer: str | Path) -> dict[str, Any]:
     """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may be none.
 

@@ -27,6 +27,7 @@ from jaxpar.train.loop import STEP, OutOfMemory, Result, run
 from jaxpar.train.metrics import Report, read_metrics
 from jaxpar.train.own_tokenizer import with_own_tokenizer
 from jaxpar.train.plans import make_plan
+from jaxpar.train.template_date import with_template_date
 from jaxpar.verify.of_config import require
 
 _EVERY = 60.0  # seconds between two drawings of loss.png
@@ -44,6 +45,7 @@ def train_config(config: Config, folder: Path, verify: bool = False, report: Rep
     main = jax.process_index() == 0
     say = console().print if main else lambda line: None
     make_plan(config, devices)  # what is wrong with the layout or the data is said before a budget is solved
+    config = with_template_date(config, folder)
     data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
     corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))
     settled = resolve(config, say=say)

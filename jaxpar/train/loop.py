@@ -53,6 +53,7 @@ from jaxpar.train.step import (
     put_batch,
     step_shapes,
 )
+from jaxpar.train.template_date import with_template_date
 
 
 class Result(NamedTuple):
@@ -135,6 +136,7 @@ def run(
     say = console().print if jax.process_index() == 0 else lambda line: None
     plan = make_plan(config, devices)
     run_together(lambda: require_memory(config, plan, machine_memory()))
+    config = with_template_date(config, folder)
     if corpus is None:
         data = run_together(lambda: with_own_tokenizer(config.data, folder, say))
         corpus = run_together(lambda: load_corpus(data, config.model.vocab_size))

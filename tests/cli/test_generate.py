@@ -158,7 +158,8 @@ def test_mistakes_are_one_line(generate, folder, tmp_path) -> None:
         assert said in generate(folder, *words, code=2)
     file = tmp_path / "broken.jsonl"
     for text, said in (("", "has no prompt in it"), ('{"prompt": "a\u2028"}\n{"a', "line 2 is not valid JSON"),
-                       ('{"messages": ["hi"]}', "line 1 has neither"), ('{"prompt": "\\ud83d"}', "is not Unicode text"),
+                       ('{"messages": ["hi"]}', "line 1: message 1 is no object"),
+                       ('{"prompt": "\\ud83d"}', "is not Unicode text"),
                        ('{"text": "a"}', 'line 1 has neither "prompt"')):  # fmt: skip
         file.write_text(text)
         assert said in generate(folder, "--prompts", file, code=2)
