@@ -17,6 +17,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import Batches, machine_memory, run_together, start
 from jaxpar.data.corpus import Part, load_corpus, val_batches
+from jaxpar.data.text_bytes import count_bytes
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import Model, Params
 from jaxpar.train.memory import require_memory
@@ -106,11 +107,15 @@ def evaluate_folder(
     return Evaluation(step, loss, math.exp(min(loss, 700)), bits)
 
 
-def _bits_per_byte(loss: float, stream: Part, tokenizer: Tokenizer, config: Config) -> float:
-    """Return the bits of the scored tokens over the bytes of their text, to which ends of documents add none."""
+def _bits_per_byte(loss: float, stream: Part, tokenizer: Tokenizer, config: Config) -> float | None:
+    """Return the bits of the scored tokens over the bytes of their text, to which special tokens add none.
+
+    None where there is no text.
+    """
     batch, limit = config.train.batch, config.train.final_eval_batches
-    rows = val_batches(stream, config.data, batch, range(batch), config.model.vocab_size, limit)
-    labels = np.concatenate([row["labels"].ravel() for row in rows])
-    scored = labels[labels >= 0]
-    text = tokenizer.decode(scored[scored != tokenizer.end_of_text] if tokenizer.end_of_text is not None else scored)
-    return loss * len(scored) / math.log(2) / len(text.encode())
+    tokens, size = 0, 0
+    for row in val_batches(stream, config.data, batch, range(batch), config.model.vocab_size, limit):
+        scored = row["labels"] >= 0
+        tokens += int(scored.sum())
+        size += count_bytes(tokenizer, row["tokens"][scored], row["labels"][scored])
+    return loss * tokens / math.log(2) / size if size else None

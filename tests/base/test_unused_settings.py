@@ -23,6 +23,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "data.shuffle_window": (9, {"data.source": "hf"}, {"data.streaming": True}),
     "data.seed": (9, {"data.source": "parquet"}, {"data.shuffle_window": 9}),
     "data.loss_on": ("all", {"data.source": "text"}, {"data.source": "chat"}),
+    "data.template_args": (("a=1",), {"data.source": "text"}, {"data.source": "chat"}),
+    "data.template_date": ("2026-01-31", {"data.source": "text"}, {"data.source": "chat"}),
     "data.stride": (1, {"data.source": "chat"}, {"data.source": "tokens"}),
     "data.max_bytes": (1, {"data.source": "text"}, {"data.source": "stdlib"}),
     "data.tokenizer": ("chars", {"data.source": "tokens"}, {"data.tokenizer": "a.json"}),

@@ -1,0 +1,66 @@
+"""Bytes of ids are those of their text, however windows cut it and whatever kind of tokenizer made them."""
+
+import numpy as np
+import pytest
+
+from jaxpar.data.text_bytes import count_bytes
+from jaxpar.data.tokenizer import BytesTokenizer, CharsTokenizer, load_tokenizer
+
+TEXT = "Käse für 3 €, bitte! 🙂🙂 Ja, gern. naïve"
+
+
+def made(kind, tmp_path):
+    """A tokenizer of a kind, and the text as it decodes it."""
+    if kind == "bytes":
+        return BytesTokenizer()
+    if kind == "chars":
+        return CharsTokenizer("".join(sorted(set(TEXT))))
+    tokenizers = pytest.importorskip("tokenizers")
+    models, decoders, trainers = tokenizers.models, tokenizers.decoders, tokenizers.trainers
+    pre_tokenizers = tokenizers.pre_tokenizers
+    special = ["<s>", "</s>", "[UNK]"]
+    if kind == "byte-level":
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=special, initial_alphabet=alphabet)
+    elif kind == "byte fallback":  # as LLaMA 2's
+        vocab = {
+            name: i for i, name in enumerate([*special, *(f"<0x{i:02X}>" for i in range(256)), *"\u2581abernfgtJ"])
+        }
+        inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="[UNK]"))
+        steps = [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+        inner.normalizer = tokenizers.normalizers.Sequence(steps)
+        undo = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        inner.decoder = decoders.Sequence(undo)
+        trainer = None
+    else:
+        inner = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        inner.pre_tokenizer, inner.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(cleanup=False)
+        trainer = trainers.WordPieceTrainer(vocab_size=80, special_tokens=special)
+    if trainer is None:
+        inner.add_special_tokens(special)
+    else:
+        inner.train_from_iterator([TEXT] * 3, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chars", "byte-level", "byte fallback", "word pieces"])
+def test_windows_of_any_length_have_the_bytes_of_the_text(kind, tmp_path):
+    tokenizer = made(kind, tmp_path)
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    begin = 0 if kind not in ("bytes", "chars") else int(ids[0])  # <s>, after which a text begins
+    before = np.append([begin], ids[:-1]).astype(np.int32)
+    for length in (1, 2, 3, len(ids)):
+        cut = range(0, len(ids), length)
+        total = sum(count_bytes(tokenizer, before[i : i + length], ids[i : i + length]) for i in cut)
+        assert total == len(TEXT.encode())
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback", "word pieces"])
+def test_special_tokens_and_ids_beyond_the_vocabulary_add_none(kind, tmp_path):
+    tokenizer = made(kind, tmp_path)
+    ids = np.array([0, 1, tokenizer.vocab_size + 5, 1], np.int32)
+    assert count_bytes(tokenizer, np.roll(ids, 1), ids) == 0
