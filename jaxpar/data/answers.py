@@ -104,7 +104,9 @@ class ConversationWriter:
         if isinstance(found, Rendered):
             return messages, found
         if not all("content" in message for message in messages):
-            filled = [[{"content": content, **message} for message in messages] for content in NO_CONTENT]
+            filled: list[list[Message]] = [
+                [{"content": content, **message} for message in messages] for content in NO_CONTENT
+            ]
             again = try_render(self.template, [(talk, prompted) for talk in filled], names)
             for talk, written in zip(filled, again, strict=True):
                 if isinstance(written, Rendered):
