@@ -67,7 +67,7 @@ def evaluation(folder: Path, text: Path, seq_len: int, bos: Bos = "auto") -> Con
 
 # Of transformers 5.24 and torch 2.13, in float32; the next test computes them again.
 ONE_WINDOW, THREE_WINDOWS, WITHOUT = 1983.55762, 1722.34402, 1910.66629
-SAME = {"rel": 2e-5}  # float32: sums of some tens of logits up to 30, in another order
+SAME = 2e-5  # relative, float32: sums of some tens of logits up to 30, in another order
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_folder_has_the_perplexity_of_transformers(
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT[:length])
     found = evaluate_folder(evaluation(gemma, tmp_path / "text.txt", seq_len, bos), gemma)
-    assert found.perplexity == pytest.approx(expected, **SAME)
+    assert found.perplexity == pytest.approx(expected, rel=SAME)
 
 
 @pytest.mark.slow
@@ -101,10 +101,10 @@ def test_the_numbers_are_those_of_transformers(gemma: Path) -> None:
 
     ids = tokenizer(TEXT[:40])["input_ids"]
     assert ids[0] == tokenizer.bos_token_id
-    assert perplexity([ids]) == pytest.approx(ONE_WINDOW, **SAME)
+    assert perplexity([ids]) == pytest.approx(ONE_WINDOW, rel=SAME)
     # A window reads on from <bos>, which stands in place of its first token.
     ids = tokenizer(TEXT)["input_ids"]
     windows = [ids[0:24], [tokenizer.bos_token_id, *ids[24:47]], [tokenizer.bos_token_id, *ids[47:70]]]
-    assert perplexity(windows) == pytest.approx(THREE_WINDOWS, **SAME)
+    assert perplexity(windows) == pytest.approx(THREE_WINDOWS, rel=SAME)
     ids = tokenizer(TEXT[:41], add_special_tokens=False)["input_ids"]
-    assert perplexity([ids]) == pytest.approx(WITHOUT, **SAME)
+    assert perplexity([ids]) == pytest.approx(WITHOUT, rel=SAME)
