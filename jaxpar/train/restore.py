@@ -101,7 +101,10 @@ def _read_beside(checkpoints: Checkpoints, step: int, layers: int) -> dict[str, 
     place = f"what is beside the state of {checkpoints.folder / str(step)}"
     data = require_kinds(checkpoints.data(step), _BESIDE_KINDS, place)
     order = data.get(ORDER)
-    if order is not None and sorted(order) != list(range(layers)):
+    if order is None:
+        return data
+    layers_there = sorted(layer for layer in order if layer != -1)  # -1: uneven stages leave a place empty
+    if layers_there != list(range(layers)):
         raise UserError(f"{place}: {ORDER} is not the numbers of {layers} layers, found {short(order)}")
     return data
 

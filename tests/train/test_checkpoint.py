@@ -162,3 +162,15 @@ def test_no_line_of_orbax_reaches_the_log(caplog: pytest.LogCaptureFixture) -> N
     for name, count in (("/site-packages/orbax/checkpoint/x.py", 0), ("/site-packages/grain/y.py", 1)):
         logging.getLogger("absl").handle(logging.LogRecord("absl", 40, name, 1, "raw", (), None))
         assert len(caplog.records) == count
+
+
+@pytest.mark.parametrize(("order", "right"), [([0, -1, 2, -1, 1], True), ([0, 1, 1], False), ([0, -1, 2], False)])
+def test_an_order_of_layers_has_each_once_and_perhaps_empty_places(order: list[int], right: bool) -> None:
+    """Uneven stages leave a place empty, which is saved as -1."""
+    saved = {"iterator": None, "training_tokens": None, "layer_order": order}
+    checkpoints = SimpleNamespace(folder=Path("checkpoints"), data=lambda step: saved)
+    if right:
+        assert restore_module._read_beside(checkpoints, 1, layers=3) == saved  # pyright: ignore[reportArgumentType]
+    else:
+        with pytest.raises(UserError, match="layer_order is not the numbers of 3 layers"):
+            restore_module._read_beside(checkpoints, 1, layers=3)  # pyright: ignore[reportArgumentType]
