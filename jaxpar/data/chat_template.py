@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +34,8 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """What a message's reasoning is called; `transformers` gives a template the first two."""
+_OUT_OF_TIME = (-getattr(signal, "SIGXCPU", 0), -getattr(signal, "SIGKILL", 0))
+"""How the process that renders ends at its limit of time, or at a harder one of the machine."""
 GIVEN = ("messages", "add_generation_prompt")
 """Names that every conversation brings along."""
 
@@ -214,21 +218,33 @@ class _Worker:
         asked = {"template": template, "names": names, "now": moment.isoformat(), "seconds": SECONDS}
         line = json.dumps(asked, default=lambda value: f"<{type(value).__name__}>")
         with self._lock:
-            process = self._running()
-            assert process.stdin is not None and process.stdout is not None, "both are pipes"
-            try:
-                process.stdin.write(line + "\n")
-                process.stdin.flush()
-                answer = process.stdout.readline()
-            except OSError:
-                answer = ""
-            if not answer:
-                self._end()
-                raise UserError(
-                    f"the chat template {origin} does not come to an end: it was stopped after {SECONDS} seconds of "
-                    "computing, or as it took too much memory"
-                )
+            answer, code = self._exchange(line)
+            if not answer and code not in _OUT_OF_TIME:  # somebody has ended it, and not this template
+                answer, code = self._exchange(line)
+        if not answer and code in _OUT_OF_TIME:
+            raise UserError(
+                f"the chat template {origin} does not come to an end: it was stopped after {SECONDS} seconds of "
+                "computing"
+            )
+        if not answer:
+            raise UserError(f"the process that renders the chat template {origin} ends with code {code}: try it again")
         return json.loads(answer)
+
+    def _exchange(self, line: str) -> tuple[str, int | None]:
+        """Return the answer to a line, or nothing and the code with which the process has ended."""
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except OSError:  # it ended before it had read the line
+            answer = ""
+        if answer:
+            return answer, None
+        process.wait()
+        self._end()
+        return "", process.returncode
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
@@ -239,14 +255,22 @@ class _Worker:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8"}
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(
-                words, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
+                words,
+                env=environment,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                start_new_session=True,  # control-C is for this process, which may still have to render
             )
         return self._process
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
+        if process is None:
+            return
+        process.kill()
+        with contextlib.suppress(OSError):  # a line that it has not read
             process.communicate()
 
     def close(self) -> None:

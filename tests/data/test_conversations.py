@@ -174,6 +174,13 @@ def test_the_date_of_a_template_is_told(tmp_path):
         open_writer(tmp_path / "tokenizer.json", (), "tomorrow")
 
 
+def test_a_renderer_that_somebody_ends_is_started_again():
+    template = ChatTemplate("{{ messages[0].role }}", {}, "t")
+    assert render(TALK[:1], template) == "user"
+    chat_template._worker()._process.terminate()
+    assert render(TALK[:1], template) == "user"
+
+
 LOOP = "{% for i in range(10 ** 5) %}"
 
 
