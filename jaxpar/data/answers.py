@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
@@ -10,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar.base.errors import UserError, suggest
+from jaxpar.base.errors import UserError, parse_json, suggest
 from jaxpar.data.chat_template import (
     GIVEN,
     ChatTemplate,
@@ -43,11 +42,14 @@ class ConversationWriter:
 
     Args:
       template: the chat template.
-      names: other names that it may read in every conversation; `today`, a date, is what `strftime_now` writes.
+      names: other names that it may read in every conversation.
+      today: what `strftime_now` writes; None = this moment.
     """
 
-    def __init__(self, template: ChatTemplate, names: Mapping[str, Any]):
-        self.template, self.names = template, dict(names)
+    def __init__(self, template: ChatTemplate, names: Mapping[str, Any], today: date | None = None):
+        self.template = template
+        self.names = dict(names)
+        self.today = today
 
     @cached_property
     def forms(self) -> Forms:
@@ -90,6 +92,12 @@ class ConversationWriter:
             spans = list(_Turns(self, messages, names, whole.text).spans(learned))
         return Answers(whole.text, spans, whole.undefined)
 
+    def _render(
+        self, asked: Sequence[tuple[Sequence[Message], bool]], names: Mapping[str, Any]
+    ) -> list[Rendered | str]:
+        """Write several conversations, each with or without a generation prompt; see `try_render`."""
+        return try_render(self.template, asked, names, self.today)
+
     def _names(self, conversation: Conversation) -> dict[str, Any]:
         """Return all that the template is given but the messages; of a line's own names those that it reads."""
         read = names_read(self.template)
@@ -100,14 +108,14 @@ class ConversationWriter:
         self, messages: list[Message], names: Mapping[str, Any], prompted: bool
     ) -> tuple[list[Message], Rendered]:
         """Write a conversation; one that is refused is tried with an empty or a null content where there is none."""
-        (found,) = try_render(self.template, [(messages, prompted)], names)
+        (found,) = self._render([(messages, prompted)], names)
         if isinstance(found, Rendered):
             return messages, found
         if not all("content" in message for message in messages):
             filled: list[list[Message]] = [
                 [{"content": content, **message} for message in messages] for content in NO_CONTENT
             ]
-            again = try_render(self.template, [(talk, prompted) for talk in filled], names)
+            again = self._render([(talk, prompted) for talk in filled], names)
             for talk, written in zip(filled, again, strict=True):
                 if isinstance(written, Rendered):
                     return talk, written
@@ -126,7 +134,7 @@ class ConversationWriter:
 
     def write(self, asked: Sequence[tuple[Sequence[Message], bool]], names: Mapping[str, Any]) -> list[str | None]:
         """Write several conversations; None where the template refuses one."""
-        found = try_render(self.template, asked, names)
+        found = self._render(asked, names)
         return [one.text if isinstance(one, Rendered) else None for one in found]
 
     def stand_in(self) -> Message:
@@ -158,7 +166,7 @@ def open_writer(tokenizer: str | Path, args: Sequence[str], today: str = "") -> 
                 f"data.template_args: the chat template {template.origin} does not read {key}{suggest(key, read)}: "
                 f"it reads {named}"
             )
-    return ConversationWriter(template, given | ({"today": _date(today)} if today else {}))
+    return ConversationWriter(template, given, _date(today) if today else None)
 
 
 def _split_argument(argument: str) -> tuple[str, Any]:
@@ -168,8 +176,8 @@ def _split_argument(argument: str) -> tuple[str, Any]:
             f"data.template_args has {argument!r}, where it takes NAME=VALUE, such as enable_thinking=false"
         )
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = parse_json(text, name)
+    except UserError:
         value = {"True": True, "False": False, "None": None}.get(text, text)
     return name.strip(), value
 

@@ -5,7 +5,6 @@ Shapes: N tokens of all examples, E examples, S sequence length.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +16,7 @@ import grain.experimental
 import numpy as np
 
 from jaxpar.base.config import DataConfig
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, parse_json
 from jaxpar.data.answers import ConversationWriter, missing_names, open_writer
 from jaxpar.data.chat_template import Span
 from jaxpar.data.conversations import read_conversation
@@ -116,11 +115,10 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer, writer: _GetWriter)
         for number, line in enumerate(read_text(file).split("\n"), 1):
             if not line.strip():
                 continue
+            row = parse_json(line, f"{file}, line {number}")
             try:
-                written = _write(json.loads(line), data, writer)
+                written = _write(row, data, writer)
                 ids, counted = _encode(written, data, tokenizer)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise UserError(f"{file}, line {number} is not JSON: {error}") from error
             except (UserError, UnicodeError) as error:
                 raise UserError(f"{file}, line {number}: {error}") from error
             undefined.update(written.undefined)

@@ -34,8 +34,8 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """What a message's reasoning is called; `transformers` gives a template the first two."""
-_OUT_OF_TIME = (-getattr(signal, "SIGXCPU", 0), -getattr(signal, "SIGKILL", 0))
-"""How the process that renders ends at its limit of time, or at a harder one of the machine."""
+_OUT_OF_TIME = -getattr(signal, "SIGXCPU", 0)
+"""How the process that renders ends at its limit of time; nobody else sends this signal."""
 GIVEN = ("messages", "add_generation_prompt")
 """Names that every conversation brings along."""
 
@@ -138,12 +138,12 @@ def special_tokens(tokenizer: str | Path) -> dict[str, Any]:
 
 
 def render(
-    messages: Sequence[Message], template: ChatTemplate, add_generation_prompt: bool = False, **more: Any
+    messages: Sequence[Message], template: ChatTemplate, add_generation_prompt: bool = False, /, **more: Any
 ) -> str:
     """Write a conversation as the template does, as `transformers.apply_chat_template(tokenize=False)` would.
 
     `add_generation_prompt` also writes what comes before an answer, so that the model gives one. `more` are other names
-    that the template may read, such as `tools`; `today`, a date, is not one of them, but what `strftime_now` writes.
+    that the template may read, such as `tools`.
 
     Raises:
       UserError: the template refuses the messages, is not Jinja or comes to no end, or the `hf` extra is missing.
@@ -155,21 +155,23 @@ def render(
 
 
 def try_render(
-    template: ChatTemplate, asked: Sequence[tuple[Sequence[Message], bool]], more: Mapping[str, Any]
+    template: ChatTemplate,
+    asked: Sequence[tuple[Sequence[Message], bool]],
+    more: Mapping[str, Any],
+    today: date | None = None,
 ) -> list[Rendered | str]:
     """Write several conversations, each with or without a generation prompt, with the same other names.
 
     The messages are given as they are (see `plain_message`). Where the template refuses a conversation, its own words
-    stand in place of the text.
+    stand in place of the text. `today` is what `strftime_now` writes; None = this moment.
 
     Raises:
       UserError: the template comes to no end, or the `hf` extra is missing.
     """
     others = {"tools": None, "documents": None, **template.special_tokens, **more}
-    today = others.pop("today", None) or datetime.now()
     text = template.tool_use if template.tool_use and others["tools"] is not None else template.text
     names = [{**others, "messages": list(messages), "add_generation_prompt": prompted} for messages, prompted in asked]
-    found = _worker().ask(text, names, today, template.origin)
+    found = _worker().ask(text, names, today or datetime.now(), template.origin)
     return [one["error"] if "error" in one else _rendered(one) for one in found]
 
 
@@ -216,18 +218,24 @@ class _Worker:
         """Return what the process made of each of the names; see `template_worker`."""
         moment = now if isinstance(now, datetime) else datetime(now.year, now.month, now.day)
         asked = {"template": template, "names": names, "now": moment.isoformat(), "seconds": SECONDS}
-        line = json.dumps(asked, default=lambda value: f"<{type(value).__name__}>")
+        try:
+            line = json.dumps(asked, default=lambda value: f"<{type(value).__name__}>")
+        except RecursionError as error:
+            raise UserError("its lists and objects are too deep") from error
         with self._lock:
             answer, code = self._exchange(line)
-            if not answer and code not in _OUT_OF_TIME:  # somebody has ended it, and not this template
+            if not answer and code != _OUT_OF_TIME:  # somebody has ended it, and not this template
                 answer, code = self._exchange(line)
-        if not answer and code in _OUT_OF_TIME:
+        if not answer and code == _OUT_OF_TIME:
             raise UserError(
                 f"the chat template {origin} does not come to an end: it was stopped after {SECONDS} seconds of "
                 "computing"
             )
         if not answer:
-            raise UserError(f"the process that renders the chat template {origin} ends with code {code}: try it again")
+            raise UserError(
+                f"the process that renders the chat template {origin} was ended twice, with code {code}: see whether "
+                "the machine is short of memory, and try it again"
+            )
         return json.loads(answer)
 
     def _exchange(self, line: str) -> tuple[str, int | None]:
@@ -240,7 +248,10 @@ class _Worker:
             answer = process.stdout.readline()
         except OSError:  # it ended before it had read the line
             answer = ""
-        if answer:
+        except BaseException:  # control-C: what this process would still answer, the next question would get
+            self._end()
+            raise
+        if answer.endswith("\n"):  # a part of a line is all that is left of a process that was ended
             return answer, None
         process.wait()
         self._end()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, parse_json
 from jaxpar.data.chat_template import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -71,10 +70,8 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation | None:
 
 def _listed(key: str, value: Any) -> Any:
     """Return a list of objects, which may be given as JSON text."""
-    try:
-        value = json.loads(value) if isinstance(value, str) and value.strip() else value
-    except ValueError as error:
-        raise UserError(f"{key} is text that is not JSON: {error}") from error
+    if isinstance(value, str) and value.strip():
+        value = parse_json(value, f"the text of {key}")
     if value and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
         raise UserError(f"{key} is no list of objects")
     return value
@@ -85,8 +82,9 @@ def _read_message(number: int, message: Any) -> Message:
         message = _from_sharegpt(message)
     if not isinstance(message, dict):
         raise _no_message(number)
-    if message.get("role") not in ROLES:
-        raise UserError(f"message {number} has the role {message.get('role')!r}, not one of {', '.join(ROLES)}")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise UserError(f"message {number} has the role {str(role)[:40]!r}, not one of {', '.join(ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
         _require_text_parts(number, content)
@@ -118,12 +116,15 @@ def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
     said, value = message["from"], message.get("value")
     if said == _CALL:
-        try:
-            calls = json.loads(value) if isinstance(value, str) else value
-        except ValueError:
-            calls = None
+        calls = value
+        if isinstance(value, str):
+            try:
+                calls = parse_json(value, _CALL)
+            except UserError:
+                calls = None
         listed = calls if isinstance(calls, list) else [calls]
         if not all(isinstance(one, dict) for one in listed):
             return {"role": "assistant", "content": value, **others}
         return {"role": "assistant", "tool_calls": [{"type": "function", "function": one} for one in listed], **others}
-    return {"role": _SHAREGPT_ROLES.get(said, said), "content": value, **others}
+    role = _SHAREGPT_ROLES.get(said, said) if isinstance(said, str) else said
+    return {"role": role, "content": value, **others}

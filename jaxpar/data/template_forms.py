@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxpar.base.errors import UserError
+from jaxpar.base.errors import UserError, parse_json
 from jaxpar.data.chat_template import ChatTemplate, Message, plain_message, try_render
 
 _WORDS = {"system": "Instructionword", "user": "Questionword", "assistant": "Answerword"}
@@ -127,8 +127,8 @@ def _shape_call(call: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
         return {**call, "function": _shape_call(call["function"], forms)}
     arguments = call.get("arguments")
     if isinstance(arguments, str) and not forms.argument_text:
-        with contextlib.suppress(ValueError):  # what is no JSON stays the text that it is
-            arguments = json.loads(arguments)
+        with contextlib.suppress(UserError):  # what is no JSON stays the text that it is
+            arguments = parse_json(arguments, "arguments")
     elif isinstance(arguments, dict) and not forms.argument_object:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return dict(call) if arguments is None else {**call, "arguments": arguments}

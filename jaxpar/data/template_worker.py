@@ -172,7 +172,9 @@ def _limit_time(seconds: int) -> None:
     if resource is not None:
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         limit = int(time.process_time()) + 1 + seconds
-        resource.setrlimit(resource.RLIMIT_CPU, (limit if most < 0 else min(limit, most), most))
+        # Below a limit of the machine's own, whose signal is the one that anybody sends who ends a process.
+        limit = limit if most < 0 else max(1, min(limit, most - 1))
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, most))
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """Conversations in the forms that people have, what of them is the assistant's, and templates that come to no end."""
 
 import json
+import signal
+import threading
 
 import pytest
 
@@ -142,6 +144,8 @@ def test_a_template_of_parts_gets_parts():
         ({"role": "assistant", "tool_calls": ["a"]}, "message 1 has tool_calls that are no list of objects"),
         ({"role": "user", "content": 7}, "message 1 is no object"),
         ({"from": "nobody", "value": "a"}, "message 1 has the role 'nobody'"),
+        ({"from": ["gpt"], "value": "a"}, "message 1 has the role \"\\['gpt'\\]\", not one of"),
+        ({"role": {"a": 1}, "content": "a"}, "message 1 has the role"),
     ],
 )
 def test_a_message_that_is_none_is_refused(message, said):
@@ -179,6 +183,44 @@ def test_a_renderer_that_somebody_ends_is_started_again():
     assert render(TALK[:1], template) == "user"
     chat_template._worker()._process.terminate()
     assert render(TALK[:1], template) == "user"
+
+
+@pytest.fixture
+def stopped_renderer():
+    """The process that renders, stopped: a question waits for its answer until the process is continued."""
+    render(TALK[:1], ChatTemplate("started", {}, "t"))
+    process = chat_template._worker()._process
+    process.send_signal(signal.SIGSTOP)
+    yield process
+    process.kill()
+
+
+def test_an_interrupted_question_leaves_no_answer_to_the_next(stopped_renderer, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            render(TALK[:1], ChatTemplate("first", {}, "t"))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    stopped_renderer.send_signal(signal.SIGCONT)  # nothing, where the process has ended
+    assert render(TALK[:1], ChatTemplate("second", {}, "t")) == "second"
+
+
+def test_a_killed_renderer_is_no_template_without_end(stopped_renderer):
+    threading.Timer(0.05, stopped_renderer.kill).start()
+    assert render(TALK[:1], ChatTemplate("written", {}, "t")) == "written"
+
+
+def test_a_line_may_have_a_name_that_is_ours(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ today }} {{ strftime_now('%Y') }} {{ template }}")
+    row = {"messages": TALK, "today": "Monday", "template": "sonnet"}
+    writer = open_writer(tmp_path / "tokenizer.json", (), "2020-02-29")
+    assert writer.prompt(read_conversation(row)).text == "Monday 2020 sonnet"
+    assert render(TALK, writer.template, today="Monday", template="ode")[:7] == "Monday "
 
 
 LOOP = "{% for i in range(10 ** 5) %}"
