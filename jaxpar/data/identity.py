@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -50,20 +50,46 @@ def identify(corpus: Corpus) -> list[Piece]:
 
 
 def difference(before: Sequence[Piece], now: Sequence[Piece]) -> str:
-    """Say what is other than before, and in which file; empty = nothing is. A file may have another name or place."""
-    if [piece[1:] for piece in before] == [piece[1:] for piece in now]:
+    """Say what is other than before, and in which file; empty = nothing is.
+
+    A file may have another name or place, and the same content may be there several times.
+    """
+    was, contents = [_content(piece) for piece in before], [_content(piece) for piece in now]
+    if was == contents:
         return ""
-    gone = Counter(piece[1:] for piece in before) - Counter(piece[1:] for piece in now)
-    new = [piece for piece in now if piece[1:] not in {old[1:] for old in before}]
+    new, gone = Counter(contents) - Counter(was), Counter(was) - Counter(contents)
     if new:
-        was = next((old for old in before if Path(old.name).name == Path(new[0].name).name), None)
-        length = f", {was.length:,} long, now {new[0].length:,}" if was and was.length != new[0].length else ""
-        return f"{new[0].name} has other content than before{length}" if was else f"{new[0].name} is new"
+        return _say_new(_one_of(new, now, before), [old for old in before if _content(old) in gone])
     if gone:
-        return f"{next(old.name for old in before if old[1:] in gone)} is missing"
-    return (
-        f"{next(b.name for a, b in zip(before, now, strict=True) if a[1:] != b[1:])} has another place in their order"
-    )
+        return f"{_one_of(gone, before, now).name} is missing"
+    moved = next(piece for piece, old in zip(now, was, strict=True) if _content(piece) != old)
+    return f"{moved.name} has another place in their order"
+
+
+def _content(piece: Piece) -> tuple[int | None, str]:
+    return piece.length, piece.hash
+
+
+def _one_of(contents: Collection[tuple[int | None, str]], pieces: Sequence[Piece], others: Sequence[Piece]) -> Piece:
+    """Return the piece with one of some contents that the others do not have by its name; of copies, the copy."""
+    found = [piece for piece in pieces if _content(piece) in contents]
+    in_place = {(other.name, _content(other)) for other in others}
+    by_name = {(Path(other.name).name, _content(other)) for other in others}
+    elsewhere = [piece for piece in found if (piece.name, _content(piece)) not in in_place]
+    renamed = [piece for piece in elsewhere if (Path(piece.name).name, _content(piece)) not in by_name]
+    return (renamed or elsewhere or found)[0]
+
+
+def _say_new(piece: Piece, gone: Sequence[Piece]) -> str:
+    """Say that a piece is new, or has other content, where one of its name is among those that are gone."""
+    same_name = [old for old in gone if Path(old.name).name == Path(piece.name).name]
+    was = next((old for old in same_name if old.name == piece.name), same_name[0] if same_name else None)
+    if was is None:
+        return f"{piece.name} is new"
+    length = ""
+    if was.length is not None and piece.length is not None and was.length != piece.length:
+        length = f", {was.length:,} long, now {piece.length:,}"
+    return f"{piece.name} has other content than before{length}"
 
 
 def _of_file(file: Path) -> Piece:

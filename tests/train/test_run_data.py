@@ -15,7 +15,7 @@ from jaxpar.base.config import Config, DataConfig, ModelConfig, override
 from jaxpar.base.errors import UserError
 from jaxpar.base.mesh import MeshSpec
 from jaxpar.data.corpus import load_corpus
-from jaxpar.data.identity import identify
+from jaxpar.data.identity import Piece, difference, identify
 from jaxpar.train.metrics import read_metrics
 from jaxpar.train.run_data import compare_data, keep_data
 from jaxpar.train.run_folder import open_run, read_run_config
@@ -98,6 +98,27 @@ def test_what_is_missing_new_or_in_another_order_is_named(tmp_path: Path) -> Non
     (tmp_path / "texts" / "a.txt").write_text("\n".join(LINES[:29]))
     sizes = [len("\n".join(LINES[:count])) for count in (30, 29)]
     assert "a.txt has other content than before, {:,} long, now {:,}".format(*sizes) in said()
+
+
+A, B, C = ("a/1.txt", 5, "x"), ("a/2.txt", 5, "y"), ("a/3.txt", 7, "z")
+COPIES: dict[str, tuple[list[tuple[str, int | None, str]], list[tuple[str, int | None, str]], str]] = {
+    # The pieces before and now, and what is said of them.
+    "a copy is new": ([A, B], [A, B, ("a/5.txt", 5, "x")], "a/5.txt is new"),
+    "a copy that comes first": ([A, B], [("a/0.txt", 5, "x"), A, B], "a/0.txt is new"),
+    "a copy in another folder": ([A, B], [A, B, ("b/1.txt", 5, "x")], "b/1.txt is new"),
+    "a copy of moved data": ([A, B], [("c/1.txt", 5, "x"), ("c/2.txt", 5, "y"), ("c/9.txt", 5, "y")], "c/9.txt is new"),
+    "a copy over another": ([A, C], [A, ("a/3.txt", 5, "x")], "a/3.txt has other content than before, 7 long, now 5"),
+    "a copy is gone": ([A, ("a/0.txt", 5, "x"), B], [A, B], "a/0.txt is missing"),
+    "a length that was not known": ([("s", None, "x")], [("s", 5, "y")], "s has other content than before"),
+    "nor is it now": ([("s", 5, "x")], [("s", None, "y")], "s has other content than before"),
+    "the name of one that is still there": ([A], [A, ("b/1.txt", 9, "w")], "b/1.txt is new"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_of_copies_the_one_that_was_not_there_is_named(case: str) -> None:
+    before, now, said = COPIES[case]
+    assert difference([Piece(*piece) for piece in before], [Piece(*piece) for piece in now]) == said
 
 
 def test_a_run_that_has_not_trained_and_a_corpus_of_ones_own(tmp_path: Path) -> None:
