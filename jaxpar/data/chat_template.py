@@ -128,6 +128,16 @@ def writes_date(tokenizer: str | Path) -> bool:
     return any("strftime_now" in text for text in templates.values())
 
 
+def read_templates(tokenizer: str | Path) -> dict[str, str]:
+    """Return the texts of the chat templates beside a tokenizer.json by name, of which `default` is one.
+
+    Raises:
+      UserError: a file cannot be read.
+    """
+    templates, _ = _named_templates(tokenizer)
+    return templates
+
+
 def special_tokens(tokenizer: str | Path) -> dict[str, Any]:
     """Return the special tokens that lie beside a tokenizer.json: `{"bos_token": "<s>"}`; there may be none.
 

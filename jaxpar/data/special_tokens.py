@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpar.base.config import Bos
-from jaxpar.base.errors import UserError, read_json
+from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.runtime import write_whole
 
 if TYPE_CHECKING:
@@ -133,29 +133,59 @@ def _given(config: dict[str, Any], key: str) -> Any:
     return inner.get(key) if value is None and isinstance(inner, dict) else value
 
 
-def carry_declared(source: Path, target: Path) -> None:
-    """Copy what the files beside a tokenizer say to another, as far as they are there; a config.json gives its ids.
+def carry_declared(source: Path | None, target: Path, keep: bool = False) -> None:
+    """Let the files beside one tokenizer say of another what they say of it, and nothing else.
 
     Args:
-      source: the tokenizer.json that they lie beside.
+      source: the tokenizer.json that they lie beside; None = there is none, so that nothing is declared.
       target: another tokenizer.json, perhaps of a token file (see `beside`).
+      keep: whether what the target has besides stays; otherwise the files that the source lacks are removed.
 
     Raises:
-      OSError: a file cannot be read or written.
-      UserError: the config.json cannot be read.
+      OSError: a file cannot be written.
+      UserError: a file cannot be read.
     """
-    names = (TOKENIZER_CONFIG, TOKENS_MAP, TEMPLATE, PROCESSOR_TEMPLATE, GENERATION, TOKEN_IDS)
-    copies = [(beside(source, name), beside(target, name)) for name in names]
-    for folder in TEMPLATE_FOLDERS:
-        others = beside(source, folder).glob("*.jinja")
-        copies += [(file, beside(target, folder) / file.name) for file in others]
-    for file, copy in copies:
-        if file.exists() and file.resolve() != copy.resolve():
-            write_whole(copy, file.read_bytes())
-    config = _read(beside(source, MODEL_CONFIG))
+    declared = {} if source is None else read_declared(source)
+    for name, content in declared.items():
+        copy = _place(target, name)
+        if not copy.exists() or copy.read_bytes() != content:
+            write_whole(copy, content)
+    for name in () if keep else _declaring(target):
+        if name not in declared:
+            _place(target, name).unlink()
+
+
+def read_declared(tokenizer: Path) -> dict[str, bytes]:
+    """Return the content of each file that says something of a tokenizer, by name; of a config.json the ids alone.
+
+    Raises:
+      UserError: one of them cannot be read.
+    """
+    found: dict[str, bytes] = {}
+    for name in _declaring(tokenizer):
+        file = _place(tokenizer, name)
+        with reading(file):
+            found[name] = file.read_bytes()
+    config = _read(beside(tokenizer, MODEL_CONFIG))
     ids = {key: value for key in ID_KEYS if (value := _given(config, key)) is not None}
     if ids:
-        write_whole(beside(target, TOKEN_IDS), json.dumps(ids))
+        found[TOKEN_IDS] = json.dumps(ids).encode()
+    return found
+
+
+def _declaring(tokenizer: Path) -> list[str]:
+    """Return the names of the files beside a tokenizer that say something of it, but for the model's config.json."""
+    names = (TOKENIZER_CONFIG, TOKENS_MAP, TEMPLATE, PROCESSOR_TEMPLATE, GENERATION, TOKEN_IDS)
+    found = [name for name in names if beside(tokenizer, name).exists()]
+    for folder in TEMPLATE_FOLDERS:
+        found += [f"{folder}/{file.name}" for file in sorted(beside(tokenizer, folder).glob("*.jinja"))]
+    return found
+
+
+def _place(tokenizer: Path, name: str) -> Path:
+    """Return where a file lies beside a tokenizer, also one in a folder of templates."""
+    first, *rest = name.split("/")
+    return beside(tokenizer, first).joinpath(*rest)
 
 
 def carried_token_ids(tokenizer: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
+@dataclass(frozen=True)
 class BytesTokenizer:
     """Takes the bytes of UTF-8 as ids: it encodes any text with 256 ids."""
 
-    vocab_size: int = 256
+    vocab_size: ClassVar[int] = 256
     """One more than the largest id."""
-    end_of_text: int | None = None
-    """The id that closes a document; None where no id is free for this."""
-    begin_of_text: int | None = None
+    end_of_text: ClassVar[None] = None
+    """The id that closes a document; there is none, as no id is free for this."""
+    begin_of_text: ClassVar[None] = None
     """The id that is put before each text."""
-    notes: tuple[str, ...] = ()
+    notes: ClassVar[tuple[str, ...]] = ()
     """What is to be said of the two."""
+    file: Path | None = field(default=None, compare=False)
+    """The file that names it, beside which a chat template may lie."""
 
     def encode(self, text: str) -> np.ndarray:
         """Ids [N], int32."""
@@ -53,6 +56,7 @@ class CharsTokenizer:
     """Has one id per character of a fixed set, in code point order, like nanoGPT's character-level data."""
 
     chars: str
+    file: Path | None = field(default=None, compare=False)
     end_of_text: ClassVar[None] = None
     begin_of_text: ClassVar[None] = None
     notes: ClassVar[tuple[str, ...]] = ()
@@ -153,9 +157,9 @@ def load_tokenizer(path: str | Path, vocab_size: int = 0, bos: Bos = "auto") -> 
         case {"tokenizer": "bytes" | "chars" as kind} if bos is True:
             raise _no_begin(kind)
         case {"tokenizer": "bytes"}:
-            return BytesTokenizer()
+            return BytesTokenizer(Path(path))
         case {"tokenizer": "chars", "chars": str(chars)}:
-            return CharsTokenizer(chars)
+            return CharsTokenizer(chars, Path(path))
         case {"model": dict()}:
             return _hf_tokenizer(path, vocab_size, bos)
     raise UserError(f"{path} is no tokenizer: expected a tokenizer.json of Hugging Face, or one that jaxpar saved")

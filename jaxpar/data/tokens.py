@@ -26,7 +26,6 @@ from jaxpar.data.id_files import look_at, require_guess, require_ids, unknown_id
 from jaxpar.data.special_tokens import carry_declared
 from jaxpar.data.tokenizer import (
     UTF16_MARKS,
-    HFTokenizer,
     Tokenizer,
     encode_files,
     load_tokenizer,
@@ -211,8 +210,7 @@ def tokenize(data: DataConfig, out: str | Path) -> Tokens:
         meta = {"dtype": dtype.name, "tokens": count, "documents": documents, _BEGIN: begin}
         write_whole(out.with_suffix(".bin.json"), json.dumps(meta))
         write_whole(out.with_suffix(".bin.tokenizer.json"), tokenizer.to_json())
-        if isinstance(tokenizer, HFTokenizer) and tokenizer.file is not None:
-            carry_declared(tokenizer.file, out.with_suffix(".bin.tokenizer.json"))
+        carry_declared(tokenizer.file, out.with_suffix(".bin.tokenizer.json"))
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
     return replace(open_tokens(out), note=left_out(len(files) - documents))

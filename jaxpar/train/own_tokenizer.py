@@ -11,6 +11,7 @@ from typing import Any
 from jaxpar.base.config import Bos, DataConfig
 from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.runtime import write_whole
+from jaxpar.data.chat_template import read_templates
 from jaxpar.data.special_tokens import (
     GENERATION,
     TOKEN_IDS,
@@ -19,16 +20,25 @@ from jaxpar.data.special_tokens import (
     carried_token_ids,
     carry_declared,
     put_before,
+    read_declared,
+    read_special_tokens,
 )
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, make_tokenizer
 from jaxpar.train.run_folder import finished_steps, is_run, read_run_config
 
 _FORMS = ("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt")
 """Files that have a tokenizer in other forms, for other programs."""
+_IMPORTED = [0]
+"""The steps of a run that has weights and has not trained yet."""
 
 
-def carry_tokenizer(source: Path, target: Path) -> None:
+def carry_tokenizer(source: Path, target: Path, keep: bool = False) -> None:
     """Copy a tokenizer's files, as far as they are there, to another folder, which may be that folder itself.
+
+    Args:
+      source: the folder that has them.
+      target: the other folder.
+      keep: whether what the other folder has besides stays, as the files of a model do beside those of an adapter.
 
     Raises:
       UserError: one of them cannot be read.
@@ -40,7 +50,9 @@ def carry_tokenizer(source: Path, target: Path) -> None:
             with reading(source / name):
                 content = (source / name).read_bytes()
             write_whole(target / name, content)
-    carry_declared(source / TOKENIZER, target / TOKENIZER)
+        elif not keep:
+            (target / name).unlink(missing_ok=True)
+    carry_declared(source / TOKENIZER, target / TOKENIZER, keep)
 
 
 def export_tokenizer(source: Path, target: Path, bos: Bos) -> None:
@@ -87,47 +99,85 @@ def exported_ids(source: Path, bos: Bos) -> dict[str, Any]:
 def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Keep the tokenizer of a run in its folder, where it is never replaced once the run has weights.
 
+    What the files beside it declare is that of the data until the run has trained.
+
     Raises:
       UserError: the run has another, or a file cannot be read.
     """
-    own = folder / TOKENIZER
-    if own.exists() and finished_steps(folder):
+    own, steps = folder / TOKENIZER, finished_steps(folder)
+    if own.exists() and steps:
         if load_tokenizer(own).to_json() != tokenizer.to_json():
             raise _another("the tokenizer of the data", folder)
-        return
-    if isinstance(tokenizer, HFTokenizer) and tokenizer.file is not None:
-        if tokenizer.file.name == TOKENIZER:
-            carry_tokenizer(tokenizer.file.parent, folder)
-        else:
+        if steps == _IMPORTED and tokenizer.file is not None and read_declared(tokenizer.file):
             carry_declared(tokenizer.file, own)
+        return
+    if tokenizer.file is not None and tokenizer.file.name == TOKENIZER:
+        carry_tokenizer(tokenizer.file.parent, folder)
+    else:
+        for name in _FORMS:
+            (folder / name).unlink(missing_ok=True)
+        carry_declared(tokenizer.file, own)
     write_whole(own, tokenizer.to_json())
 
 
 def with_own_tokenizer(data: DataConfig, folder: Path, say: Callable[[str], None] = lambda line: None) -> DataConfig:
     """Return the data of a run with its own copy of the tokenizer, once the run has weights that know its ids.
 
+    An import that has not trained yet takes what the files beside another copy of its tokenizer declare, such as the
+    chat template that a model without one is to be tuned with.
+
     Args:
       data: how the data are asked for.
       folder: the run folder, or where it will be.
-      say: gets a line where the file that the run's config names has become another.
+      say: gets a line where the file that the run's config names has become another, or the files beside it declare
+        something else than those of the run.
 
     Raises:
-      UserError: another tokenizer is asked for than that of the run.
+      UserError: another tokenizer is asked for than that of the run, or a file cannot be read.
     """
     own = folder / TOKENIZER
-    if not (own.exists() and is_run(folder) and finished_steps(folder)):
+    steps = finished_steps(folder)
+    if not (own.exists() and is_run(folder) and steps):
         return data
     as_made = read_run_config(folder).data.tokenizer
-    if not _is_the_same(data.tokenizer, own):
+    kept = replace(data, tokenizer=str(own))
+    if not _is_the_same(data, own):
         if data.tokenizer != as_made:
             raise _another(f"data.tokenizer={data.tokenizer}", folder)
         say(f"data.tokenizer={as_made} has changed since this run began: its own copy, {own}, is used")
-    return replace(data, tokenizer=str(own))
+        return kept
+    others = " and ".join(_declared_otherwise(data.tokenizer, own))
+    if not others:
+        return kept
+    if steps == _IMPORTED:
+        say(f"data.tokenizer={data.tokenizer}: the {others} beside it are taken in place of those that were imported")
+        return data
+    say(f"data.tokenizer={data.tokenizer}: the {others} beside it are not those of this run, whose own are used")
+    return kept
 
 
-def _is_the_same(name: str, own: Path) -> bool:
-    """Whether a `data.tokenizer` is the run's own: a file that is gone is taken for it, and so are its characters."""
-    if name.endswith(".json") and not Path(name).exists():
+def _declared_otherwise(name: str, own: Path) -> list[str]:
+    """Return what the files beside a `data.tokenizer` declare, if anything, otherwise than those of a run."""
+    file = Path(name)
+    if not (name.endswith(".json") and file.exists() and read_declared(file)):
+        return []
+    found = {
+        "chat templates": read_templates(file) == read_templates(own),
+        "special tokens": read_special_tokens(file) == read_special_tokens(own),
+    }
+    return [what for what, is_the_same in found.items() if not is_the_same]
+
+
+def _is_the_same(data: DataConfig, own: Path) -> bool:
+    """Whether a `data.tokenizer` is the run's own: a file that is gone is taken for it, and so are its characters.
+
+    Token files bring theirs, which is compared where they are read, unless a file is named.
+    """
+    name = data.tokenizer
+    named = name.endswith(".json")
+    if named and not Path(name).exists():
+        return True
+    if data.source == "tokens" and not named:
         return True
     there = load_tokenizer(own).to_json()
     if name == "chars":

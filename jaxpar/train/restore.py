@@ -290,9 +290,11 @@ def import_run(config: Config, source: Path, target: Path) -> None:
     checkpoints = Checkpoints(target / "checkpoints", config.checkpoint)
     if checkpoints.latest() is not None:
         raise UserError(f"{target} has checkpoints already: import into a new run folder")
-    for folder in (*([peft.base_folder(source)] if peft.is_adapter(source) else []), source):
-        if jax.process_index() == 0:
-            carry_tokenizer(folder, target)
+    if jax.process_index() == 0:
+        adapter = peft.is_adapter(source)
+        if adapter:
+            carry_tokenizer(peft.base_folder(source), target)
+        carry_tokenizer(source, target, keep=adapter)
     beside = beside_state(plan, config, None, None, fingerprint(model, state.params))
     checkpoints.save(0, saved_part(state, model), beside, None)
     checkpoints.close()

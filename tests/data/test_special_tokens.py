@@ -324,6 +324,27 @@ def test_a_token_file_brings_what_its_tokenizer_declares(begun: Path, tmp_path: 
         load_corpus(data, 300)
 
 
+def test_a_token_file_that_is_written_again_has_what_its_new_tokenizer_declares_alone(
+    begun: Path, tmp_path: Path
+) -> None:
+    (begun / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (begun / "chat_template.jinja").write_text("{{ eos_token }}")
+    bare = tmp_path / "bare/tokenizer.json"
+    bare.parent.mkdir()
+    bare.write_bytes((begun / "tokenizer.json").read_bytes())
+    (tmp_path / "text.txt").write_text("abcdefgh")
+    text = DataConfig("text", str(tmp_path / "text.txt"), tokenizer=str(begun / "tokenizer.json"))
+    tokenize(text, tmp_path / "out/a.bin")
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    tokenize(replace(text, tokenizer=str(tmp_path / "out/a.bin.tokenizer.json")), tmp_path / "out/a.bin")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == written, "those of the file itself stay"
+    for tokenizer in (str(bare), "bytes"):
+        tokenize(replace(text, tokenizer=tokenizer), tmp_path / "out/a.bin")
+        left = {file.name for file in (tmp_path / "out").iterdir()}
+        assert left == {"a.bin", "a.bin.json", "a.bin.docs", "a.bin.tokenizer.json"}
+    assert len(written) == 7
+
+
 def test_a_run_that_was_made_before_there_was_the_key_goes_on_without(begun: Path) -> None:
     config = Config(data=DataConfig("text", "texts", tokenizer=str(begun / "tokenizer.json")))
     text = to_toml(config, RESOLVED)

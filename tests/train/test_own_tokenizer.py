@@ -13,7 +13,7 @@ from jaxpar.base.config import RESOLVED, Bos, Config, DataConfig, ModelConfig, o
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
 from jaxpar.data.special_tokens import read_special_tokens
-from jaxpar.data.tokenizer import encode_prompt, load_tokenizer
+from jaxpar.data.tokenizer import BytesTokenizer, encode_prompt, load_tokenizer
 from jaxpar.launch import local
 from jaxpar.models import Model
 from jaxpar.models.hf_export import export_hf
@@ -71,6 +71,100 @@ def test_a_run_without_weights_takes_another(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"tokenizer": "bytes"}')
     keep_tokenizer(load_tokenizer(tmp_path / "other.json"), tmp_path / "run")
     assert json.loads((tmp_path / "run/tokenizer.json").read_text()) == {"tokenizer": "bytes"}
+
+
+def write_beside(folder: Path, **files: str) -> Path:
+    """Write the tokenizer of `write_run` with other files beside it: `chat_template_jinja="..."`."""
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text(json.dumps(CHARS))
+    for name, text in files.items():
+        stem, _, ending = name.rpartition("_")
+        (folder / f"{stem}.{ending}").write_text(text)
+    return folder / "tokenizer.json"
+
+
+def names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()} - {"config.toml", "checkpoints", "tokenizer.json"}
+
+
+def test_an_import_takes_the_template_that_it_is_to_be_tuned_with(tmp_path: Path) -> None:
+    """And what it was imported with goes; but beside a tokenizer.json alone there is nothing to take."""
+    run = tmp_path / "run"
+    data = write_run(run, str(run / "tokenizer.json"), CHARS, steps=(0,))
+    (run / "token_ids.json").write_text('{"eos_token_id": 1}')
+    bare, said = write_beside(tmp_path / "bare"), list[str]()
+    asked = override(Config(data=data), {"data.tokenizer": str(bare)}).data
+    assert with_own_tokenizer(asked, run, said.append) == data and said == []
+    keep_tokenizer(load_tokenizer(bare), run)
+    assert names(run) == {"token_ids.json"}
+    given = write_beside(
+        tmp_path / "given", chat_template_jinja="{{ messages }}", tokenizer_config_json='{"eos_token": "a"}'
+    )
+    asked = override(Config(data=data), {"data.tokenizer": str(given)}).data
+    assert with_own_tokenizer(asked, run, said.append) == asked
+    assert said == [
+        f"data.tokenizer={given}: the chat templates and special tokens beside it are taken in place of those that "
+        "were imported"
+    ]
+    keep_tokenizer(load_tokenizer(given), run)
+    assert names(run) == {"chat_template.jinja", "tokenizer_config.json"}
+    assert with_own_tokenizer(asked, run, said.append) == data and len(said) == 1, "they are the run's now"
+
+
+def test_a_run_that_has_trained_keeps_its_template_and_says_so(tmp_path: Path) -> None:
+    given = write_beside(tmp_path / "given", chat_template_jinja="new", tokenizer_config_json="{}")
+    run, said = tmp_path / "run", list[str]()
+    data = write_run(run, str(given), CHARS)
+    (run / "chat_template.jinja").write_text("old")
+    assert with_own_tokenizer(data, run, said.append).tokenizer == str(run / "tokenizer.json")
+    assert said == [
+        f"data.tokenizer={given}: the chat templates beside it are not those of this run, whose own are used"
+    ]
+    keep_tokenizer(load_tokenizer(given), run)
+    assert (run / "chat_template.jinja").read_text() == "old"
+    given.with_name("chat_template.jinja").write_text("old")
+    with_own_tokenizer(data, run, said.append)
+    given.with_name("tokenizer_config.json").write_text('{"chat_template": "unused", "eos_token": "b"}')
+    with_own_tokenizer(data, run, said.append)
+    assert [line.partition("the ")[2].split(" beside")[0] for line in said] == ["chat templates", "special tokens"]
+
+
+@pytest.mark.parametrize("later", ["bare", "bytes", "alone"])
+def test_a_run_that_died_before_its_first_save_keeps_nothing_of_another_tokenizer(later: str, tmp_path: Path) -> None:
+    """A file of another folder, one of the kinds that are no file, and a file of another name."""
+    run = tmp_path / "run"
+    write_run(run, "chars", CHARS, steps=())
+    declared = {"tokenizer_config_json": "{}", "generation_config_json": '{"eos_token_id": 2}'}
+    first = write_beside(tmp_path / "first", **declared, config_json='{"eos_token_id": 2}', merges_txt="a b")
+    (tmp_path / "first/chat_templates").mkdir()
+    (tmp_path / "first/chat_templates/rag.jinja").write_text("{{ messages }}")
+    keep_tokenizer(load_tokenizer(first), run)
+    assert (run / "chat_templates/rag.jinja").exists()
+    assert names(run) >= {"tokenizer_config.json", "generation_config.json", "token_ids.json", "merges.txt"}
+    file = write_beside(tmp_path / "second")
+    if later == "alone":
+        file = file.rename(file.with_name("mine.json"))
+    keep_tokenizer(BytesTokenizer() if later == "bytes" else load_tokenizer(file), run)
+    assert names(run) == {"chat_templates"} and not any((run / "chat_templates").iterdir())
+    assert read_special_tokens(run / "tokenizer.json").ends == ()
+
+
+def test_the_template_beside_a_tokenizer_of_ours_is_kept(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", "chars", CHARS, steps=())
+    keep_tokenizer(load_tokenizer(write_beside(tmp_path / "given", chat_template_jinja="mine")), tmp_path / "run")
+    assert (tmp_path / "run/chat_template.jinja").read_text() == "mine"
+
+
+def test_a_run_on_token_files_has_the_tokenizer_that_they_bring(tmp_path: Path) -> None:
+    """The default of `data.tokenizer` names none there."""
+    data, said = write_run(tmp_path / "run", "bytes", CHARS), list[str]()
+    tokens = override(Config(data=data), {"data.source": "tokens"}).data
+    assert with_own_tokenizer(tokens, tmp_path / "run", said.append).tokenizer == str(tmp_path / "run/tokenizer.json")
+    assert said == []
+    other = tmp_path / "other.json"
+    other.write_text('{"tokenizer": "bytes"}')
+    with pytest.raises(UserError, match=r"data\.tokenizer=.*other\.json is not that of the run"):
+        with_own_tokenizer(override(Config(data=tokens), {"data.tokenizer": str(other)}).data, tmp_path / "run")
 
 
 class Read(Exception):
