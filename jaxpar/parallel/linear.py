@@ -62,7 +62,8 @@ def column_linear(
       x_BSD: the residual stream, split over `residual_seq`.
       weights: an array [D, *out] with logical axes ("embed", *axes), or a sequence of such arrays.
       axes: logical axes of the weight's output dims, such as ("heads", "head_dim"), or a sequence of such axes.
-      biases: an array [*out], or a sequence with None where there is none.
+      biases: an array [*out], or for several weights a sequence with None where there is none. A bias has the shape of
+        its weight's output dims, kv heads that are copied included: their bias is copied with them.
       seq: logical axis of the outputs' sequence, which is "attention_seq" for q, k and v.
       overlap: how the gather, and in the backward the scatter, run beside the matmuls: one form, or one for each.
 
@@ -70,7 +71,7 @@ def column_linear(
       An array [B, S, *out] in the compute dtype, or a tuple of such arrays where weights are a sequence.
 
     Raises:
-      UserError: there is no such form, or the logical axes or rules do not fit together.
+      UserError: there is no such form, the logical axes or rules do not fit together, or a bias not its weight.
     """
     require_layout(layout, "column_linear")
     if not isinstance(weights, list | tuple):
@@ -86,9 +87,16 @@ def column_linear(
     for weight, axes_of in zip(weights, stored, strict=True):
         layout.sharding(axes_of, weight.shape, "weight")
         _require_width("column_linear", x_BSD.shape, weight.shape, 1)
+    if biases is None or (isinstance(biases, list | tuple) and not biases):
+        biases = (None,) * len(weights)
+    if not isinstance(biases, list | tuple) or len(biases) != len(weights):
+        found = f"{len(biases)} biases" if isinstance(biases, list | tuple) else "one bias"
+        raise UserError(f"column_linear was given {len(weights)} weights and {found}: give one for each, or None")
+    for weight, bias in zip(weights, biases, strict=True):
+        _require_bias("column_linear", bias, weight.shape[1:])
     used: Axes = ("batch", seq, None)
     ys = _columns(x_BSD, tuple(weights), layout, stored=stored, outs=outs, used=used, overlap=overlap)
-    return tuple(_plus(y, bias) for y, bias in zip(ys, biases or (None,) * len(ys), strict=True))
+    return tuple(_plus(y, bias, out, layout) for y, bias, out in zip(ys, biases, axes, strict=True))
 
 
 def row_linear(
@@ -121,6 +129,7 @@ def row_linear(
     layout.sharding(split, h_BSI.shape, "input")
     layout.sharding(stored, weight.shape, "weight")
     _require_width("row_linear", h_BSI.shape, weight.shape, len(axes))
+    _require_bias("row_linear", bias, weight.shape[len(axes) :])
     gathers, scatters = _forms(overlap)
 
     def forward(h: Array, weight: Array) -> Array:
@@ -134,7 +143,7 @@ def row_linear(
         dweight = _weight_gradient(h.astype(layout.dtype), dy, weight, stored, used, layout, None)
         return dh.astype(h.dtype), dweight
 
-    return _plus(manual_vjp(forward, backward, layout, (split, stored), STORED)(h_BSI, weight), bias)
+    return _plus(manual_vjp(forward, backward, layout, (split, stored), STORED)(h_BSI, weight), bias, (to,), layout)
 
 
 def rank_linear(
@@ -203,6 +212,17 @@ def _require_width(what: str, given: Sequence[int], weight: Sequence[int], dims:
         )
 
 
+def _require_bias(what: str, bias: Any, out: Sequence[int]) -> None:
+    """Refuse a bias that has not the shape of its weight's output dims: it would be added at other places."""
+    shape = getattr(bias, "shape", None)
+    if bias is not None and shape != tuple(out):
+        found = f"one of shape {tuple(shape)}" if shape is not None else f"a value of type {type(bias).__name__}"
+        raise UserError(
+            f"{what}: a bias has the shape of the weight's output dims, {tuple(out)}, and was given {found}: "
+            f"give an array of shape {tuple(out)}"
+        )
+
+
 def _forms(overlap: Overlapping) -> tuple[Form, Form]:
     return overlap if isinstance(overlap, tuple) else (overlap, overlap)
 
@@ -257,12 +277,17 @@ def _own_kv_heads(weight: Array, dim: int | None, layout: Layout) -> Array:
     return own_piece(jnp.repeat(weight, times, axis=dim), axes, dim, devices)
 
 
-def _plus(y: Array, bias: Array | None) -> Array:
-    """Add the bias [*out] to [B, S, *out], whose kv heads may be copies; it and its gradient are summed in float32."""
+def _plus(y: Array, bias: Array | None, axes: Axes, layout: Layout) -> Array:
+    """Add the bias [*out] to [B, S, *out], whose kv heads may be copies; it and its gradient are summed in float32.
+
+    Args:
+      axes: logical axes of the bias.
+    """
     if bias is None:
         return y
-    for dim, (size, wanted) in enumerate(zip(bias.shape, y.shape[2:], strict=True)):
-        bias = bias if size == wanted else jnp.repeat(bias, wanted // size, axis=dim)
+    if "kv_heads" in axes and kv_copy_axes(layout):
+        dim = axes.index("kv_heads")
+        bias = jnp.repeat(bias, y.shape[2 + dim] // bias.shape[dim], axis=dim)
     return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
 
 

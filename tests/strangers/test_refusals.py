@@ -78,6 +78,27 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a low rank of another width": (
         lambda: parallel.rank_linear(X, jnp.ones((4, 32)), ("mlp",), layout(tensor=8)), "whose first dim is 4"
     ),
+    "a bias of half a weight": (
+        lambda: parallel.column_linear(X, W, ("mlp",), layout(tensor=8), biases=jnp.arange(16.0)),
+        r"column_linear: a bias has the shape of the weight's output dims, \(32,\), and was given one of shape \(16,\)",
+    ),
+    "a bias of a row": (
+        lambda: parallel.row_linear(jnp.ones((8, 16, 32)), W.T, ("mlp",), layout(tensor=8), bias=jnp.ones(4)),
+        r"row_linear: a bias has the shape .*, \(8,\), and was given one of shape \(4,\)",
+    ),
+    "a bias for one head": (
+        lambda: parallel.column_linear(
+            X, jnp.ones((8, 4, 2)), ("kv_heads", "head_dim"), layout(data=8), biases=jnp.ones((1, 2))
+        ),
+        r"output dims, \(4, 2\), and was given one of shape \(1, 2\)",
+    ),
+    "a bias that is a number": (
+        lambda: parallel.column_linear(X, W, ("mlp",), layout(data=8), biases=3), "was given a value of type int"
+    ),
+    "one bias for two weights": (
+        lambda: parallel.column_linear(X, (W, W), (("mlp",), ("mlp",)), layout(data=8), biases=(jnp.ones(32),)),
+        "2 weights and 1 biases: give one for each, or None",
+    ),
     "scores of another width": (lambda: parallel.logits(X, jnp.ones((32, 16)), layout(tensor=8)), "first dim is 16"),
     "a loss of another width": (
         lambda: parallel.linear_cross_entropy(X, jnp.ones((32, 16)), jnp.ones((8, 16), int), layout(tensor=8)),
