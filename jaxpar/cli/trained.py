@@ -31,7 +31,7 @@ class GenerateArgs:
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A prompt; may be given several times."""
     prompts: str = ""
-    """A file with one prompt a line, or .jsonl with "prompt" or "messages" in each line."""
+    """A file with one prompt a line, or .jsonl with "prompt", "messages" or "conversations" in each line."""
     chat: bool = False
     """Take a prompt as the user's message, and write it as the folder's chat template does."""
     max_tokens: int = 0

@@ -31,11 +31,13 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(file: Path) -> list[Given]:
-    """Read one prompt a line; in a .jsonl file each line is an object with `prompt`, a text, or a conversation as those
-    that are trained on (`conversations.read_conversation`), whose answers may be missing.
+    """Read one prompt a line; in a .jsonl file each line is an object with `prompt`, a text, or a conversation.
+
+    Conversations have the forms of those that are trained on (`conversations.read_conversation`). What is to be written
+    is left out: a completion, or the answers with which messages end.
 
     Raises:
-      UserError: the file cannot be read or has no prompt, or a line is not such an object.
+      UserError: the file cannot be read or has no prompt, a line is not such an object, or it has answers alone.
     """
     lines = [(number, line) for number, line in enumerate(read_text(file).split("\n"), 1) if line.strip()]
     if not lines:
@@ -50,7 +52,10 @@ def read_prompts(file: Path) -> list[Given]:
         except UserError as error:
             raise UserError(f"{file} line {number}: {error}") from error
         if given is None:
-            raise UserError(f'{file} line {number} has neither "prompt", a text, nor "messages", a list of objects')
+            raise UserError(
+                f'{file} line {number} has neither "prompt", a text or messages, nor "messages" or "conversations", '
+                "lists of objects"
+            )
         found.append(given)
     return found
 
@@ -59,7 +64,23 @@ def _read_prompt(value: Any) -> Given | None:
     if not isinstance(value, dict):
         return None
     prompt = value.get("prompt")
-    return prompt if isinstance(prompt, str) else read_conversation(value)
+    if isinstance(prompt, str):
+        return prompt
+    conversation = read_conversation(value)
+    return None if conversation is None else _without_answer(conversation)
+
+
+def _without_answer(conversation: Conversation) -> Conversation:
+    """Leave out a completion, or where there is none the assistant's turns at the end, so that others are written."""
+    kept = conversation.messages
+    if conversation.learned_from:
+        kept = kept[: conversation.learned_from]
+    else:
+        while kept and kept[-1]["role"] == "assistant":
+            kept = kept[:-1]
+    if not kept:
+        raise UserError("it has an answer, and nothing that is answered")
+    return conversation._replace(messages=kept)
 
 
 def encode_prompts(trained: Trained, given: Sequence[Given], chat: bool) -> list[Prompt]:

@@ -1,0 +1,58 @@
+"""Prompts of a file: what the model is given, and what is left for it to write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpar.base.errors import UserError
+from jaxpar.data.conversations import Conversation
+from jaxpar.train.prompts import read_prompts
+
+pytestmark = pytest.mark.quick
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKED, ANSWERED = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "SECRET"}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+RESULT = {"role": "tool", "content": "4"}
+LINES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    # The line of a file, and the messages that are left of it.
+    "a completion": ({"prompt": [ASKED], "completion": [ANSWERED]}, [ASKED]),
+    "a completion after an answer": (
+        {"prompt": [ASKED, {"role": "assistant", "content": "Yes?"}], "completion": [ANSWERED]},
+        [ASKED, {"role": "assistant", "content": "Yes?"}],
+    ),
+    "a completion that calls": ({"prompt": [SYSTEM, ASKED], "completion": [CALL, RESULT, ANSWERED]}, [SYSTEM, ASKED]),
+    "no completion": ({"prompt": [ASKED], "completion": None}, [ASKED]),
+    "messages": ({"messages": [ASKED, ANSWERED]}, [ASKED]),
+    "two answers": ({"messages": [ASKED, CALL, ANSWERED]}, [ASKED]),
+    "an earlier answer": ({"messages": [ASKED, CALL, RESULT, ANSWERED]}, [ASKED, CALL, RESULT]),
+    "no answer": ({"messages": [SYSTEM, ASKED]}, [SYSTEM, ASKED]),
+    "ShareGPT's form": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "SECRET"}]},
+        [ASKED],
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", LINES)
+def test_the_answer_of_a_line_is_no_part_of_its_prompt(shape: str, tmp_path: Path) -> None:
+    line, left = LINES[shape]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps(line) + "\n" + json.dumps({"prompt": "a text", "completion": "SECRET"}))
+    talk, text = read_prompts(file)
+    assert isinstance(talk, Conversation) and talk.messages == left
+    assert text == "a text"
+
+
+def test_an_answer_alone_and_other_objects_are_refused_by_the_number_of_their_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": [ANSWERED]}))
+    with pytest.raises(UserError, match=r"prompts\.jsonl line 1: it has an answer, and nothing that is answered"):
+        read_prompts(file)
+    file.write_text('{"text": "a"}')
+    with pytest.raises(UserError, match=r'line 1 has neither "prompt", .*nor "messages" or "conversations"'):
+        read_prompts(file)
