@@ -5,23 +5,34 @@ from __future__ import annotations
 import re
 
 from jaxpar.base.errors import UserError
-from jaxpar.data.chat_template import ChatTemplate, render
+from jaxpar.data.answers import ConversationWriter
+from jaxpar.data.template_forms import shape_messages
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer
 
 _MARK = "An answer, which stands for any other"
 _ASKED, _ANSWERED = {"role": "user", "content": "A question?"}, {"role": "assistant", "content": _MARK}
 
 
-def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+def end_of_turn(writer: ConversationWriter, tokenizer: Tokenizer) -> int | None:
     """Return the id that a template writes after an answer, or None where no single token closes it.
 
     A conversation is written whose last turn is an answer that is known; what follows it closes the turn. Where nothing
     does at the end of a conversation, it is what stands between the answer and the next turn.
+
+    Args:
+      writer: what writes the conversations whose turns are to end, by its template and the names that this is given.
+      tokenizer: that of the ids.
+
+    Returns:
+      The id of one of the tokenizer's tokens.
+
+    Raises:
+      UserError: the template comes to no end.
     """
     for conversation in ([_ASKED, _ANSWERED], [_ASKED, _ANSWERED, _ASKED]):
-        try:
-            text = render(conversation, template)
-        except UserError:  # a template may refuse these turns, and then it says so where others are written
+        shaped = shape_messages(conversation, writer.forms, writer.template.origin)
+        (text,) = writer.write([(shaped, False)], writer.names)
+        if text is None:  # a template may refuse these turns, and then it says so where others are written
             continue
         _, mark, after = text.rpartition(_MARK)
         found = _first_token(after, tokenizer) if mark else None

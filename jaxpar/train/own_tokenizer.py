@@ -11,7 +11,9 @@ from typing import Any
 from jaxpar.base.config import Bos, DataConfig
 from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.runtime import write_whole
+from jaxpar.data.answers import open_writer
 from jaxpar.data.chat_template import read_templates
+from jaxpar.data.end_of_turn import end_of_turn
 from jaxpar.data.special_tokens import (
     GENERATION,
     TOKEN_IDS,
@@ -55,22 +57,28 @@ def carry_tokenizer(source: Path, target: Path, keep: bool = False) -> None:
     carry_declared(source / TOKENIZER, target / TOKENIZER, keep)
 
 
-def export_tokenizer(source: Path, target: Path, bos: Bos) -> None:
-    """Copy the tokenizer of a run to an exported folder, where it begins texts as it does in the run.
+def export_tokenizer(source: Path, target: Path, data: DataConfig) -> None:
+    """Copy the tokenizer of a run to an exported folder, where texts begin and end as they do in the run.
+
+    After a training on chats, what is generated ends also at the token with which the template closes a turn.
 
     Args:
       source: the run folder.
       target: the exported folder, whose config.json has the ids of `exported_ids`.
-      bos: `data.bos` of the run.
+      data: the data of the run.
 
     Raises:
       UserError: a file cannot be read.
     """
+    bos = data.bos
     carry_tokenizer(source, target)
     (target / TOKEN_IDS).unlink(missing_ok=True)
     file, ids = target / TOKENIZER, exported_ids(source, bos)
     if ids and not (target / GENERATION).exists():  # as transformers writes it, which reads what ends a text from it
         write_whole(target / GENERATION, json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
+    turn_end = _learned_end_of_turn(source / TOKENIZER, data)
+    if turn_end is not None:
+        _end_at(turn_end, target / GENERATION)
     if bos == "auto" or not file.exists():
         return
     by_itself, as_trained = load_tokenizer(file), load_tokenizer(file, bos=bos)
@@ -78,6 +86,26 @@ def export_tokenizer(source: Path, target: Path, bos: Bos) -> None:
         write_whole(file, put_before(as_trained.inner, as_trained.begin_of_text))
         config = read_json(target / TOKENIZER_CONFIG) if (target / TOKENIZER_CONFIG).exists() else {}
         write_whole(target / TOKENIZER_CONFIG, json.dumps({**config, "add_bos_token": bos}, indent=2))
+
+
+def _learned_end_of_turn(file: Path, data: DataConfig) -> int | None:
+    """Return the id with which the chat template that a run was trained with closes a turn, if it was and one does."""
+    if data.source != "chat" or not read_templates(file):
+        return None
+    writer = open_writer(file, data.template_args, data.template_date)
+    return end_of_turn(writer, load_tokenizer(file, bos=data.bos))
+
+
+def _end_at(id: int, generation: Path) -> None:
+    """Let what is generated end at an id besides those that a generation_config.json, which may be missing, has."""
+    config = read_json(generation) if generation.exists() else {}
+    there = config.get("eos_token_id")
+    ends = there if isinstance(there, list) else [there] if isinstance(there, int) else []
+    if id in ends:
+        return
+    config["eos_token_id"] = [*ends, id] if ends else id
+    config.pop("_from_model_config", None)  # with it transformers would take the ids of config.json instead
+    write_whole(generation, json.dumps(config, indent=2) + "\n")
 
 
 def exported_ids(source: Path, bos: Bos) -> dict[str, Any]:

@@ -124,17 +124,20 @@ def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
 
 def stop_ids(trained: Trained, chat: bool) -> list[int]:
     """Return the ids that end a text: the tokenizer's end of text, those that the folder's files declare, and for a
-    `chat` the token with which the template, if there is one, closes a turn.
+    `chat` the token with which the template closes a turn: that which `data.template_args` names, or the default, if
+    there is one.
 
     Raises:
-      UserError: there is no tokenizer, or one of the files cannot be read.
+      UserError: there is no tokenizer, one of the files cannot be read, or `data.template_args` asks for a template
+        that is not there, or for a name that it does not read.
     """
     tokenizer, file = require_tokenizer(trained), trained.folder / TOKENIZER
     found = {tokenizer.end_of_text, *read_special_tokens(file).ends}
     if peft.is_adapter(trained.folder):  # one that has a tokenizer of its own, beside none of the model's files
         found.update(read_special_tokens(peft.base_folder(trained.folder) / TOKENIZER).ends)
-    if chat and (template := find_template(file)):
-        found.add(end_of_turn(template, tokenizer))
+    data = trained.config.data
+    if chat and (data.template_args or find_template(file)):
+        found.add(end_of_turn(open_writer(file, data.template_args, data.template_date), tokenizer))
     return sorted(id for id in found if id is not None and 0 <= id < trained.config.model.vocab_size)
 
 

@@ -317,5 +317,5 @@ def export_run(
     else:
         export_hf(params, model, target, dtype=dtype, token_ids=exported_ids(source, config.data.bos))
     if jax.process_index() == 0:
-        export_tokenizer(source, target, config.data.bos)
+        export_tokenizer(source, target, config.data)
     return step

@@ -15,6 +15,7 @@ import pytest
 from jaxpar.base.config import RESOLVED, Config, DataConfig, parse
 from jaxpar.base.errors import UserError
 from jaxpar.base.toml import to_toml
+from jaxpar.data.answers import ConversationWriter
 from jaxpar.data.chat import load_examples
 from jaxpar.data.chat_template import ChatTemplate, load_template
 from jaxpar.data.corpus import load_corpus
@@ -165,6 +166,13 @@ TURNS = {
     ),
     "the next speaker": ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", "<|user|>"),
     "a word, which any text may have": ("{% for m in messages %}{{ m.role }}: {{ m.content }} END {% endfor %}", None),
+    "contents in parts": (CHATML.replace("m.content", "m.content[0]['text']"), "<|im_end|>"),
+    "parts of an assistant alone": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>{% endfor %}",
+        "<|im_end|>",
+    ),
+    "by a name that it is given": (CHATML.replace("<|im_end|>", "{% if closed %}<|im_end|>{% endif %}"), "<|im_end|>"),
     "it refuses an answer": (
         "{% if messages[1] %}{{ raise_exception('no answers') }}{% endif %}{{ messages[0].content }}",
         None,
@@ -177,7 +185,7 @@ def test_the_end_of_a_turn_is_found_in_the_template(shape: str, tmp_path: Path) 
     text, end = TURNS[shape]
     folder = write_folder(tmp_path / "hf", ["</s>", "<|im_start|>", "<|im_end|>", "<|user|>"], ["<|im"])
     template = ChatTemplate(text, {"eos_token": "</s>"}, "template")
-    found = end_of_turn(template, open_folder(folder))
+    found = end_of_turn(ConversationWriter(template, {"closed": True}), open_folder(folder))
     assert (None if found is None else open_folder(folder).inner.id_to_token(found)) == end
 
 

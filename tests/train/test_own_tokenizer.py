@@ -255,7 +255,7 @@ def test_an_export_begins_a_prompt_as_the_run_does(bos: Bos, count: int, hf_fold
     (tmp_path / "out").mkdir()
     ids = exported_ids(hf_folder, bos)
     assert ids == ({"bos_token_id": 0, "eos_token_id": 1} if count == 3 else {"eos_token_id": 1})
-    export_tokenizer(hf_folder, tmp_path / "out", bos)
+    export_tokenizer(hf_folder, tmp_path / "out", DataConfig(bos=bos))
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == 1
     run = load_tokenizer(hf_folder / "tokenizer.json", bos=bos)
     out = load_tokenizer(tmp_path / "out/tokenizer.json")
@@ -263,6 +263,36 @@ def test_an_export_begins_a_prompt_as_the_run_does(bos: Bos, count: int, hf_fold
     import tokenizers  # what transformers 5 reads is the file itself
 
     assert len(tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).encode("hi").ids) == count
+
+
+TURNS = "{% for m in messages %}{{ m.content }}{{ '' if open else 'c' }}{% endfor %}"
+ENDS: dict[str, tuple[dict[str, Any], dict[str, str], Any]] = {
+    # Changes of the data of a run on chats, the files beside its tokenizer, and eos_token_id of its export.
+    "there is none": ({}, {}, 2),
+    "there is one": ({}, {"generation_config_json": '{"_from_model_config": true, "eos_token_id": 0}'}, [0, 2]),
+    "there are several": ({}, {"generation_config_json": '{"eos_token_id": [1, 0]}'}, [1, 0, 2]),
+    "it is one of them": ({}, {"generation_config_json": '{"eos_token_id": [2, 1]}'}, [2, 1]),
+    "no chats": ({"data.source": "text"}, {"generation_config_json": '{"eos_token_id": 0}'}, 0),
+    "nothing closes a turn": ({"data.template_args": ["open=true"]}, {"token_ids_json": '{"eos_token_id": 1}'}, 1),
+    "another template": (
+        {"data.template_args": ["chat_template=b"]},
+        {"tokenizer_config_json": json.dumps({"chat_template": {"a": TURNS, "b": TURNS.replace("'c'", "'b'")}})},
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_an_export_ends_where_a_run_on_chats_has_learned_to(case: str, tmp_path: Path) -> None:
+    changes, files, ends = ENDS[case]
+    template = {} if "tokenizer_config_json" in files else {"chat_template_jinja": TURNS}
+    write_beside(tmp_path / "run", **files, **template)
+    (tmp_path / "out").mkdir()
+    config = override(Config(), {"data.source": "chat", **changes})
+    export_tokenizer(tmp_path / "run", tmp_path / "out", config.data)
+    written = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert written["eos_token_id"] == ends
+    assert ("_from_model_config" in written) == (case == "nothing closes a turn"), "then config.json has the same"
 
 
 def test_an_import_has_the_settings_of_a_fine_tuning(hf_folder: Path, tmp_path: Path) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from jaxpar.base.config import Config, override
 from jaxpar.base.errors import UserError
 from jaxpar.data.conversations import Conversation
-from jaxpar.train.prompts import read_prompts
+from jaxpar.data.tokenizer import load_tokenizer
+from jaxpar.train.prompts import read_prompts, stop_ids
+from jaxpar.train.trained import Trained
 
 pytestmark = pytest.mark.quick
 
@@ -56,3 +59,29 @@ def test_an_answer_alone_and_other_objects_are_refused_by_the_number_of_their_li
     file.write_text('{"text": "a"}')
     with pytest.raises(UserError, match=r'line 1 has neither "prompt", .*nor "messages" or "conversations"'):
         read_prompts(file)
+
+
+TURNS = "{% for m in messages %}{{ m.content }}{{ 'c' if long else 'b' }}{% endfor %}"
+STOPS: dict[str, tuple[dict[str, str], list[str], list[int]]] = {
+    # The templates by name, `data.template_args`, and the ids at which an answer stops.
+    "the default": ({"default": TURNS}, [], [1]),
+    "with a name that it reads": ({"default": TURNS}, ["long=true"], [2]),
+    "one of several": ({"default": TURNS, "rag": TURNS.replace("'b'", "'a'")}, ["chat_template=rag"], [0]),
+    "one without a default": ({"rag": TURNS, "other": TURNS.replace("'b'", "'a'")}, ["chat_template=rag"], [1]),
+    "of parts": ({"default": TURNS.replace("m.content", "m.content[0].text")}, [], [1]),
+    "none by default": ({"rag": TURNS}, [], []),
+    "no template": ({}, [], []),
+}
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_an_answer_stops_where_the_template_that_is_taken_closes_it(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    templates, args, ids = STOPS[case]
+    (tmp_path / "tokenizer.json").write_text('{"tokenizer": "chars", "chars": "abc"}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    config = override(Config(), {"data.source": "chat", "data.template_args": args})
+    generator: Any = None  # nothing is generated
+    trained = Trained(tmp_path, config, generator, load_tokenizer(tmp_path / "tokenizer.json"))
+    assert stop_ids(trained, chat=True) == ids
+    assert stop_ids(trained, chat=False) == []
