@@ -227,9 +227,12 @@ def find_ends(inner: tokenizers.Tokenizer, declared: SpecialTokens, vocab_size: 
         if end is not None:
             what = f"its special token {inner.id_to_token(end)!r} (id {end}) is taken"
         notes.append(f"{origin}: no file beside it says what ends a text; {what}")
-    begin = _find_begin(known, declared, bos)
+    put = known.first(find_put(inner, known.id_of(declared.names.get("bos_token"))))
+    begin = _find_begin(known, declared, put, bos)
     if begin is None and bos is True:
         raise UserError(f"data.bos=true: no file beside {origin} names a bos_token that it has: leave data.bos out")
+    if bos == "auto" and begin != put:
+        notes.append(_disagreement(inner, begin, put, origin))
     return TextEnds(begin, end, tuple(notes))
 
 
@@ -269,20 +272,40 @@ def _guess_end(known: _Known) -> int | None:
     return known.first(*(known.id_of(name) for name in END_OF_TEXT if name in special))
 
 
-def _find_begin(known: _Known, declared: SpecialTokens, bos: Bos) -> int | None:
-    """Return the id that is put before each text: by default that which the tokenizer puts there in `transformers`,
-    where `add_bos_token` of the tokenizer's config comes before its post-processor."""
+def _find_begin(known: _Known, declared: SpecialTokens, put: int | None, bos: Bos) -> int | None:
+    """Return the id that is put before each text, of a tokenizer whose post-processor puts an id there, or none.
+
+    By default `add_bos_token` of the tokenizer's config comes before the post-processor. So it does in `transformers`
+    4.57 for the tokenizers of LLaMA, Gemma and Cohere; for others, and for all in 5.24, the post-processor decides
+    alone. Where `transformers` wrote the folder the two agree.
+    """
     if bos is False or (bos == "auto" and declared.add_bos is False):
         return None
     named = known.id_of(declared.names.get("bos_token"))
-    put = known.first(_put_before(known.inner, named))
     if bos == "auto" and declared.add_bos is None:
         return put
     return known.first(named, put, *(declared.begins if bos is True else ()))
 
 
-def _put_before(inner: tokenizers.Tokenizer, named: int | None) -> int | None:
-    """Return the id that the tokenizer's post-processor puts before a text; None where it puts none, or several."""
+def _disagreement(inner: tokenizers.Tokenizer, begin: int | None, put: int | None, origin: str) -> str:
+    """Return the note on a config that says otherwise than the post-processor which id begins a text."""
+    if begin is None:
+        token, what, other = inner.id_to_token(put or 0), "begin without", "true"
+    else:
+        token, what, other = inner.id_to_token(begin), "begin with", "false"
+    return (
+        f"{origin}: texts {what} {token!r}, as add_bos_token of tokenizer_config.json says; its post-processor, which "
+        f"transformers 5 obeys, does otherwise, as data.bos={other} does"
+    )
+
+
+def find_put(inner: tokenizers.Tokenizer, named: int | None) -> int | None:
+    """Return the id that a tokenizer's post-processor puts before a text; None where it puts none, or several.
+
+    Args:
+      inner: the tokenizer.
+      named: the id that is said to begin a text, if one is.
+    """
     try:
         found = inner.encode("a")
     except Exception:  # a tokenizer of words may not know this one; the package raises no narrower exception

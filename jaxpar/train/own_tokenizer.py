@@ -21,6 +21,7 @@ from jaxpar.data.special_tokens import (
     TOKENIZER_CONFIG,
     carried_token_ids,
     carry_declared,
+    find_put,
     put_before,
     read_declared,
     read_special_tokens,
@@ -70,22 +71,29 @@ def export_tokenizer(source: Path, target: Path, data: DataConfig) -> None:
     Raises:
       UserError: a file cannot be read.
     """
-    bos = data.bos
     carry_tokenizer(source, target)
     (target / TOKEN_IDS).unlink(missing_ok=True)
-    file, ids = target / TOKENIZER, exported_ids(source, bos)
+    file, ids = target / TOKENIZER, exported_ids(source, data.bos)
     if ids and not (target / GENERATION).exists():  # as transformers writes it, which reads what ends a text from it
         write_whole(target / GENERATION, json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
     turn_end = _learned_end_of_turn(source / TOKENIZER, data)
     if turn_end is not None:
         _end_at(turn_end, target / GENERATION)
-    if bos == "auto" or not file.exists():
+    if file.exists():
+        _begin_as_trained(file, data.bos)
+
+
+def _begin_as_trained(file: Path, bos: Bos) -> None:
+    """Let a tokenizer.json begin texts by its post-processor and by the config beside it as it does with `bos`."""
+    tokenizer, config_file = load_tokenizer(file, bos=bos), file.with_name(TOKENIZER_CONFIG)
+    if not isinstance(tokenizer, HFTokenizer):
         return
-    by_itself, as_trained = load_tokenizer(file), load_tokenizer(file, bos=bos)
-    if isinstance(as_trained, HFTokenizer) and by_itself.begin_of_text != as_trained.begin_of_text:
-        write_whole(file, put_before(as_trained.inner, as_trained.begin_of_text))
-        config = read_json(target / TOKENIZER_CONFIG) if (target / TOKENIZER_CONFIG).exists() else {}
-        write_whole(target / TOKENIZER_CONFIG, json.dumps({**config, "add_bos_token": bos}, indent=2))
+    begin = tokenizer.begin_of_text
+    if find_put(tokenizer.inner, begin) == begin == load_tokenizer(file).begin_of_text:
+        return
+    write_whole(file, put_before(tokenizer.inner, begin))
+    config = read_json(config_file) if config_file.exists() else {}
+    write_whole(config_file, json.dumps({**config, "add_bos_token": begin is not None}, indent=2))
 
 
 def _learned_end_of_turn(file: Path, data: DataConfig) -> int | None:

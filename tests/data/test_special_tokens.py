@@ -97,7 +97,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "</s>", [],
     ),
     "deepseek's distilled models": (
-        {"special": [DEEPSEEK_BEGIN, DEEPSEEK, "<|endoftext|>"],
+        {"special": [DEEPSEEK_BEGIN, DEEPSEEK, "<|endoftext|>"], "begins": DEEPSEEK_BEGIN,
          "tokenizer_config": {"add_bos_token": True, "bos_token": added(DEEPSEEK_BEGIN),
                               "eos_token": added(DEEPSEEK)}},
         DEEPSEEK, [],
@@ -230,13 +230,29 @@ def test_a_text_begins_as_the_tokenizer_says_or_as_it_is_asked_to(shape: str, tm
             open_folder(folder, bos=True)
 
 
-# Of a tokenizer.json transformers 5 obeys the post-processor alone, and transformers 4 add_bos_token first.
-@pytest.mark.parametrize("shape", [name for name in BEGINS if not name.startswith("the config")])
+@pytest.mark.parametrize("shape", BEGINS)
+def test_a_config_that_its_post_processor_contradicts_is_told(shape: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "hf", **BEGINS[shape][0])
+    said = [note for note in open_folder(folder).notes if "what ends a text" not in note]
+    contradicting = {"the config asks for it": ("with", "false"), "the config forbids it": ("without", "true")}
+    expected = [
+        f"{folder}/tokenizer.json: texts begin {what} '<s>', as add_bos_token of tokenizer_config.json says; its "
+        f"post-processor, which transformers 5 obeys, does otherwise, as data.bos={other} does"
+        for name, (what, other) in contradicting.items()
+        if name == shape
+    ]
+    assert said == expected
+    assert not any("add_bos_token" in note for note in open_folder(folder, bos=False).notes)
+
+
+@pytest.mark.parametrize("shape", BEGINS)
 def test_a_prompt_has_the_ids_of_transformers(shape: str, tmp_path: Path) -> None:
+    """Where its config and post-processor contradict each other, with the `data.bos` that the note names."""
     transformers = pytest.importorskip("transformers", reason="NOT compared with transformers: install extra parity")
     folder = write_folder(tmp_path / "hf", **BEGINS[shape][0])
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    assert encode_prompt("ab c", open_folder(folder)).tolist() == theirs("ab c")["input_ids"]
+    bos = {"the config asks for it": False, "the config forbids it": True}.get(shape, "auto")
+    assert encode_prompt("ab c", open_folder(folder, bos=bos)).tolist() == theirs("ab c")["input_ids"]
 
 
 def test_a_tokenizer_without_one_is_told() -> None:

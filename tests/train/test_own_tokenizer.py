@@ -248,10 +248,17 @@ def test_what_a_folder_declares_comes_in_and_out_again(declared: str, hf_folder:
     assert not (tmp_path / "out/token_ids.json").exists()
 
 
-@pytest.mark.parametrize(("bos", "count"), [("auto", 3), (True, 3), (False, 2)])
-def test_an_export_begins_a_prompt_as_the_run_does(bos: Bos, count: int, hf_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bos", "add_bos", "count"),
+    [("auto", None, 3), (True, None, 3), (False, None, 2), ("auto", False, 2), (True, False, 3)],
+)
+def test_an_export_begins_a_prompt_as_the_run_does(
+    bos: Bos, add_bos: bool | None, count: int, hf_folder: Path, tmp_path: Path
+) -> None:
     """And its config.json has the ids of a tokenizer that came without one."""
     (hf_folder / "config.json").unlink()
+    if add_bos is not None:
+        (hf_folder / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": add_bos, "bos_token": "<s>"}))
     (tmp_path / "out").mkdir()
     ids = exported_ids(hf_folder, bos)
     assert ids == ({"bos_token_id": 0, "eos_token_id": 1} if count == 3 else {"eos_token_id": 1})
