@@ -133,7 +133,8 @@ def test_every_line_parses(page: Path) -> None:
 def test_every_table_of_a_config_parses(page: Path) -> None:
     for block in blocks(page):
         if block.language == "toml":
-            check(parse(block.text, f"{page.name}:{block.line}"))
+            config = parse(block.text, f"{page.name}:{block.line}")
+            assert check(config) == config
 
 
 @pytest.mark.quick

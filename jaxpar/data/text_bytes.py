@@ -19,7 +19,8 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 def count_bytes(tokenizer: Tokenizer, before_N: np.ndarray, ids_N: np.ndarray) -> int:
     """Count the UTF-8 bytes of text that ids add to what stands before each.
 
-    Special tokens add none, and a token that is a part of a character adds the bytes that it has.
+    Special tokens add none, and a token that is a part of a character adds the bytes that it has. What stands for text
+    that the tokenizer does not know adds none either, as its length is not known (see `unknown_id`).
 
     Args:
       tokenizer: that of the ids.
@@ -38,6 +39,19 @@ def count_bytes(tokenizer: Tokenizer, before_N: np.ndarray, ids_N: np.ndarray) -
         return _sum_of(sizes_V, ids_N)
     pairs_P, times_P = np.unique(np.stack([before_N, ids_N]), axis=1, return_counts=True)
     return int((_added_bytes(tokenizer, *pairs_P) * times_P).sum())
+
+
+def unknown_id(tokenizer: Tokenizer) -> int | None:
+    """Return the id that stands for any text that a tokenizer does not know; None where it knows all text."""
+    if not isinstance(tokenizer, HFTokenizer):
+        return None
+    model = json.loads(tokenizer.inner.to_str())["model"]
+    if model.get("byte_fallback"):
+        return None
+    if isinstance(model.get("unk_id"), int):  # of Unigram
+        return model["unk_id"]
+    token = model.get("unk_token")
+    return None if token is None else tokenizer.inner.token_to_id(token)
 
 
 def _sum_of(sizes_V: np.ndarray, ids_N: np.ndarray) -> int:

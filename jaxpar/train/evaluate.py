@@ -17,7 +17,7 @@ from jaxpar.base.errors import UserError
 from jaxpar.base.plan import Plan
 from jaxpar.base.runtime import Batches, machine_memory, run_together, start
 from jaxpar.data.corpus import Part, load_corpus, val_batches
-from jaxpar.data.text_bytes import count_bytes
+from jaxpar.data.text_bytes import count_bytes, unknown_id
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.models import Model, Params
 from jaxpar.train.memory import require_memory
@@ -103,19 +103,36 @@ def evaluate_folder(
         params = load_params(folder, config, plan, step)
     eval_step = compile_eval_step(Model(config.model), config, plan)
     loss = evaluate(eval_step, params, corpus.val, config, plan, config.train.final_eval_batches)
-    bits = None if corpus.tokenizer is None else _bits_per_byte(loss, corpus.val, corpus.tokenizer, config)
+    bits = None if corpus.tokenizer is None else bits_per_byte(loss, corpus.val, corpus.tokenizer, config, say)
     return Evaluation(step, loss, math.exp(min(loss, 700)), bits)
 
 
-def _bits_per_byte(loss: float, stream: Part, tokenizer: Tokenizer, config: Config) -> float | None:
+def bits_per_byte(
+    loss: float, stream: Part, tokenizer: Tokenizer, config: Config, say: Callable[[str], None] = lambda line: None
+) -> float | None:
     """Return the bits of the scored tokens over the bytes of their text, to which special tokens add none.
 
-    None where there is no text.
+    Args:
+      loss: in nats a token.
+      stream: the validation data that it is of.
+      tokenizer: that of the data.
+      config: says which batches are evaluated.
+      say: gets a line where the tokenizer does not know some of the text.
+
+    Returns:
+      Bits a byte; None where there is no text.
     """
     batch, limit = config.train.batch, config.train.final_eval_batches
-    tokens, size = 0, 0
+    tokens, size, unknown = 0, 0, 0
+    unknown_token = unknown_id(tokenizer)
     for row in val_batches(stream, config.data, batch, range(batch), config.model.vocab_size, limit):
         scored = row["labels"] >= 0
         tokens += int(scored.sum())
         size += count_bytes(tokenizer, row["tokens"][scored], row["labels"][scored])
+        unknown += int((row["labels"][scored] == unknown_token).sum())
+    if unknown and unknown_token is not None:
+        say(
+            f"{unknown:,} of {tokens:,} scored tokens are {tokenizer.decode([unknown_token])!r}, which stands for text "
+            "of a length that is not known and counts no bytes, so bits a byte come out too high"
+        )
     return loss * tokens / math.log(2) / size if size else None

@@ -164,11 +164,15 @@ def test_sizes_that_contradict_each_other_are_refused(changes, message):
 @given(st.integers(1, 200), st.integers(1, 20))
 def test_the_suggested_batch_splits_into_the_microbatches(batch, accumulation):
     config = override(Config(), {"train.batch": batch, "train.accumulation": accumulation})
-    try:
+    if batch % accumulation == 0:
+        assert check(config) == config
+        return
+    with pytest.raises(UserError) as error:
         check(config)
-    except UserError as error:
-        suggested = int(str(error).rpartition("train.batch=")[2])
-        check(override(config, {"train.batch": suggested}))
+    suggested = int(str(error.value).rpartition("train.batch=")[2])
+    assert abs(suggested - batch) <= accumulation and suggested % accumulation == 0
+    mended = override(config, {"train.batch": suggested})
+    assert check(mended) == mended
 
 
 def test_the_floor_of_an_earlier_version_is_a_share_of_the_rate_beside_it():

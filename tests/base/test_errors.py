@@ -27,5 +27,9 @@ def test_a_url_is_refused_also_where_it_has_become_a_path(url):
             require_local("here", path)
 
 
-def test_names_with_a_colon_are_paths():
-    require_local("", "wikitext:wikitext-103-raw-v1:train", "data/:train", Path("C:/texts"), "a b 0.7", "/tmp/s3:/x")
+@pytest.mark.parametrize("name", ["wikitext:wikitext-103-raw-v1:train", "data:train", "s3:x/y"])
+def test_names_with_a_colon_are_paths_but_with_two_slashes_after_it(name):
+    require_local("", name, Path(name), Path("C:/texts"), "a b 0.7", "data/:train", "/tmp/s3:/x")
+    url = name.replace(":", "://", 1)
+    with pytest.raises(UserError, match=f"^{url} is a URL"):
+        require_local("", url)

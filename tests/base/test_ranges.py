@@ -44,7 +44,8 @@ def test_the_docs_have_the_ranges() -> None:
 
 @pytest.mark.parametrize("name", presets("jaxpar.configs"))
 def test_every_preset_is_in_them(name: str) -> None:
-    check(load_config(name))
+    config = load_config(name)
+    assert check(config) == config
 
 
 @given(st.sampled_from(sorted(ranges(Config))), st.sampled_from([math.nan, math.inf, -math.inf, -2, 2**70, 1e308]))

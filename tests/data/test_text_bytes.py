@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
-from jaxpar.data.text_bytes import count_bytes
+from jaxpar.base.config import Config, override
+from jaxpar.data.text_bytes import count_bytes, unknown_id
 from jaxpar.data.tokenizer import BytesTokenizer, CharsTokenizer, load_tokenizer
+from jaxpar.data.tokens import Tokens
+from jaxpar.train.evaluate import bits_per_byte
 
 TEXT = "Käse für 3 €, bitte! 🙂🙂 Ja, gern. naïve"
 
@@ -64,3 +67,21 @@ def test_special_tokens_and_ids_beyond_the_vocabulary_add_none(kind, tmp_path):
     tokenizer = made(kind, tmp_path)
     ids = np.array([0, 1, tokenizer.vocab_size + 5, 1], np.int32)
     assert count_bytes(tokenizer, np.roll(ids, 1), ids) == 0
+
+
+def test_text_that_a_tokenizer_does_not_know_is_told(tmp_path):
+    """Of word pieces and Unigram; bytes are known to the others."""
+    for kind in ("bytes", "chars", "byte-level", "byte fallback"):
+        assert unknown_id(made(kind, tmp_path)) is None
+    tokenizers = pytest.importorskip("tokenizers")
+    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram([("a", -1.0), ("<unk>", -9.0)], unk_id=1))
+    unigram.save(str(tmp_path / "tokenizer.json"))
+    assert unknown_id(load_tokenizer(tmp_path / "tokenizer.json")) == 1
+    tokenizer, said = made("word pieces", tmp_path), []
+    ids = tokenizer.encode("\N{SNOWMAN} 3 3 3 \N{SNOWMAN} 3 3 3 3")
+    assert list(ids).count(2) == 2 and unknown_id(tokenizer) == 2
+    config = override(Config(), {"data.seq_len": 8, "train.batch": 1})
+    found = bits_per_byte(1.0, Tokens(ids, None, "here"), tokenizer, config, said.append)
+    assert found is not None
+    (line,) = said
+    assert line.startswith("1 of 8 scored tokens are '[UNK]', which stands for text of a length that is not known")
