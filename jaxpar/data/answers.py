@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +20,15 @@ from jaxpar.data.chat_template import (
     try_render,
 )
 from jaxpar.data.conversations import Conversation
-from jaxpar.data.template_forms import NO_CONTENT, Forms, find_forms, shape_messages
+from jaxpar.data.template_forms import Forms, find_forms, shape_messages
+from jaxpar.data.turns import Turns
+from jaxpar.data.unwritten import find_unwritten
 
-_STAND_IN = "\ue0ef"
-"""A character for private use that stands for an answer."""
-_BY_MARKS = "mark its answers by {% generation %} and {% endgeneration %} in the template"
+_REWRITTEN = (
+    "its chat template begins an earlier answer otherwise than the last, and each is learned as it stands there; split "
+    "into one for each answer, a conversation has the last one's form alone"
+)
+_OPEN = "its chat template writes nothing that closes an answer, so that the model does not learn to end one"
 
 
 class Answers(NamedTuple):
@@ -35,6 +38,8 @@ class Answers(NamedTuple):
     spans: list[Span]
     undefined: tuple[str, ...]
     """Names that the template wrote and that nothing defines."""
+    notes: frozenset[str] = frozenset()
+    """What else the template did that a user should know, in words that follow a description of the data."""
 
 
 class ConversationWriter:
@@ -69,28 +74,36 @@ class ConversationWriter:
 
         That is what the template marks by `{% generation %}`. Without marks it is what an assistant's turn adds to the
         conversation before it with the generation prompt, so also what closes the turn. Where the template writes
-        those otherwise, it is what stands in the place of the answer, with what closes it, which is found by writing
-        the conversation with another answer there.
+        those otherwise, it is what stands between the generation prompt and the end of the answer, with what closes
+        it, which is found by writing the conversation with another answer there.
 
         Args:
           conversation: at least one message of it is the assistant's.
           find: False = there is no need for the spans.
 
         Raises:
-          UserError: the template refuses the conversation, or it cannot be told what an answer is.
+          UserError: the template refuses the conversation, does not write what would be learned, or it cannot be told
+            what an answer is.
         """
         messages = shape_messages(conversation.messages, self.forms, self.template.origin)
         names = self._names(conversation)
         messages, whole = self._whole(messages, names, prompted=False)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        learned = [i for i in turns if i >= conversation.learned_from]
+        learned = [i for i in turns if conversation.is_learned(i)]
+        origin = self.template.origin
+        write = partial(self._write, names=names)
+        unwritten = find_unwritten(messages, learned, whole.text, write, origin)
+        notes = {f"its chat template does not write {what}" for what in unwritten}
         if not find:
             spans = [(0, len(whole.text))] if learned else []
         elif whole.generated:
-            spans = self._marked(whole.generated, turns, learned)
+            spans = self._marked(whole, messages, names, learned)
         else:
-            spans = list(_Turns(self, messages, names, whole.text).spans(learned))
-        return Answers(whole.text, spans, whole.undefined)
+            found = Turns(messages, whole.text, write, self.forms, origin).find(learned)
+            spans = [turn.span for turn in found]
+            notes |= {_REWRITTEN} if any(turn.rewritten for turn in found) else set()
+            notes |= {_OPEN} if any(turn.is_open for turn in found) else set()
+        return Answers(whole.text, spans, whole.undefined, frozenset(notes))
 
     def _render(
         self, asked: Sequence[tuple[Sequence[Message], bool]], names: Mapping[str, Any]
@@ -111,36 +124,61 @@ class ConversationWriter:
         (found,) = self._render([(messages, prompted)], names)
         if isinstance(found, Rendered):
             return messages, found
-        if not all("content" in message for message in messages):
-            filled: list[list[Message]] = [
-                [{"content": content, **message} for message in messages] for content in NO_CONTENT
-            ]
+        if any(message.get("content") is None for message in messages):
+            filled = [_fill(messages, content) for content in ("", None)]
             again = self._render([(talk, prompted) for talk in filled], names)
             for talk, written in zip(filled, again, strict=True):
                 if isinstance(written, Rendered):
                     return talk, written
         raise UserError(f"the chat template {self.template.origin} refuses this conversation: {found}")
 
-    def _marked(self, generated: Sequence[Span], turns: Sequence[int], learned: Sequence[int]) -> list[Span]:
-        """Return the marked spans of the turns that are learned from."""
+    def _marked(
+        self, whole: Rendered, messages: Sequence[Message], names: Mapping[str, Any], learned: Sequence[int]
+    ) -> list[Span]:
+        """Return the marked spans of the turns that are learned from; a turn may have several."""
+        generated = list(whole.generated or ())
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if len(learned) == len(turns):
-            return list(generated)
-        if len(generated) != len(turns):
+            return generated
+        firsts = self._first_marks(generated, [messages[:i] for i in turns], names)
+        if firsts is None and len(generated) == len(turns):
+            firsts = list(range(len(turns)))
+        if firsts is None:
             raise UserError(
-                f"the chat template {self.template.origin} marks {len(generated)} answers of {len(turns)} turns, so "
-                "which are those of the completion cannot be told: write the lines with messages"
+                f"the chat template {self.template.origin} marks {len(generated)} answers in {len(turns)} turns, so "
+                "which are those of the completion cannot be told: take a template with one {% generation %} for each "
+                "turn"
             )
-        return [span for turn, span in zip(turns, generated, strict=True) if turn in learned]
+        ends = [*firsts[1:], len(generated)]
+        found: list[Span] = []
+        for turn, first, end in zip(turns, firsts, ends, strict=True):
+            found += generated[first:end] if turn in learned else []
+        return found
 
-    def write(self, asked: Sequence[tuple[Sequence[Message], bool]], names: Mapping[str, Any]) -> list[str | None]:
+    def _first_marks(
+        self, generated: list[Span], before: Sequence[Sequence[Message]], names: Mapping[str, Any]
+    ) -> list[int] | None:
+        """Return which of a conversation's marks is the first of each turn, by what is marked before it.
+
+        None where the template marks something else before a turn that nothing follows.
+        """
+        firsts: list[int] = []
+        for written in self._render([(talk, True) for talk in before], names):
+            earlier = list(written.generated or ()) if isinstance(written, Rendered) else None
+            if earlier is None or earlier != generated[: len(earlier)]:
+                return None
+            firsts.append(len(earlier))
+        return firsts
+
+    def _write(self, asked: Sequence[tuple[Sequence[Message], bool]], names: Mapping[str, Any]) -> list[str | None]:
         """Write several conversations; None where the template refuses one."""
         found = self._render(asked, names)
         return [one.text if isinstance(one, Rendered) else None for one in found]
 
-    def stand_in(self) -> Message:
-        """Return an assistant's message with another answer."""
-        message = {"role": "assistant", "content": _STAND_IN}
-        return shape_messages([message], self.forms, self.template.origin)[0]
+
+def _fill(messages: Sequence[Message], content: str | None) -> list[Message]:
+    """Return messages with this content where they have none."""
+    return [{**message, "content": content} if message.get("content") is None else message for message in messages]
 
 
 def open_writer(tokenizer: str | Path, args: Sequence[str], today: str = "") -> ConversationWriter:
@@ -193,105 +231,3 @@ def missing_names(names: Collection[str]) -> str:
     """Return the note on names that a template wrote and that nothing defines."""
     listed = ", ".join(sorted(names))
     return f"its chat template writes {listed}, which no file and no setting defines: nothing is written there"
-
-
-class _Turns:
-    """The assistant's turns of a conversation whose template marks none."""
-
-    def __init__(self, writer: ConversationWriter, messages: list[Message], names: Mapping[str, Any], text: str):
-        self.writer, self.messages, self.names, self.text = writer, messages, names, text
-
-    def spans(self, turns: Sequence[int]) -> Iterator[Span]:
-        """Yield the characters of each of these turns.
-
-        Raises:
-          UserError: those of one cannot be told.
-        """
-        asked = [pair for i in turns for pair in ((self.messages[:i], True), (self.messages[: i + 1], False))]
-        found = self.writer.write(asked, self.names)
-        for i, before, after in zip(turns, found[::2], found[1::2], strict=True):
-            added = before is not None and after is not None and after.startswith(before)
-            if added and self.text.startswith(after):  # pyright: ignore[reportArgumentType]
-                yield len(before), len(after)  # pyright: ignore[reportArgumentType]
-            else:
-                yield self._replaced(i)
-
-    def _replaced(self, i: int) -> Span:
-        """Find an answer as what changes where another stands in its place; the rest must not change."""
-        other = self.writer.stand_in()
-        until, after = self.messages[:i], self.messages[i + 1 :]
-        asked = [[*until, other, *after], [*until, other], self.messages[: i + 1]]
-        whole, last, own_last = self.writer.write([(talk, False) for talk in asked], self.names)
-        placed = _place(whole, self.text)
-        if placed is None:
-            raise self._unknown(i)
-        begin, end = placed
-        if not after:
-            return begin, len(self.text)
-        body, rest = self.text[begin:end], self.text[end:]
-        if own_last is None:  # the template refuses a conversation that ends here, so what closes the turn is not known
-            return begin, end
-        placed_last = _place(last, own_last)
-        if placed_last is None or own_last[placed_last[0] : placed_last[1]] != body:
-            raise UserError(
-                f"the chat template {self.writer.template.origin} writes turn {i + 1} otherwise once others follow it, "
-                "so that what would be learned is not what it answers: split the conversation, into one for each "
-                f"answer that ends with it, or {_BY_MARKS}"
-            )
-        closes = _closing_length(own_last[placed_last[1] :], rest)
-        if closes is None:
-            raise self._unknown(i)
-        return begin, end + closes
-
-    def _unknown(self, i: int) -> UserError:
-        return UserError(
-            f"what of turn {i + 1} is its answer cannot be told in what the chat template "
-            f"{self.writer.template.origin} writes: {_BY_MARKS}, or set data.loss_on=all"
-        )
-
-
-def _place(replaced: str | None, text: str) -> tuple[int, int] | None:
-    """Return where [begin, end) the text has something else than the answer that replaced it.
-
-    None where that cannot be told: nothing but the answer, and white space before it, may differ.
-    """
-    if replaced is None or replaced.count(_STAND_IN) != 1:
-        return None
-    before, rest = replaced.split(_STAND_IN)
-    begin = _shared_length(before, text)
-    end = len(text) - len(rest)
-    if before[begin:].strip() or not text.endswith(rest) or end < begin:
-        return None
-    return begin, end
-
-
-def _closing_length(at_the_end: str, within: str) -> int | None:
-    """Return how much of what follows an answer closes its turn: what follows it at a conversation's end and within it.
-
-    The two may differ only from where each begins another marker, such as `<|endoftext|>` and `<|user|>`. None where
-    they share a part of something else.
-    """
-    shared = at_the_end[: _shared_length(at_the_end, within)]
-    if within.startswith(at_the_end.rstrip()):
-        return len(shared)
-    whole = len(re.sub(r"[<\[][^>\]\s]*$", "", shared))
-    next_characters = {at_the_end[whole : whole + 1], within[whole : whole + 1]}
-    return whole if not whole or next_characters <= {"<", "[", ""} else None
-
-
-def _shared_length(left: str, right: str) -> int:
-    """Return how many characters two texts have in common at their beginning."""
-    differs = (i for i, (one, other) in enumerate(zip(left, right, strict=False)) if one != other)
-    return next(differs, min(len(left), len(right)))
-
-
-def completion_spans(messages: Sequence[Message], template: ChatTemplate, **more: Any) -> tuple[str, list[Span]]:
-    """Write a conversation, and say which characters [begin, end) of it the assistant has to write.
-
-    `more` are other names that the template may read; see `ConversationWriter.answers`.
-
-    Raises:
-      UserError: the template refuses the conversation, or it cannot be told what an answer is.
-    """
-    found = ConversationWriter(template, more).answers(Conversation(list(messages), {}))
-    return found.text, found.spans

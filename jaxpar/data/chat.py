@@ -5,7 +5,8 @@ Shapes: N tokens of all examples, E examples, S sequence length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -109,7 +110,8 @@ def load_examples(paths: Sequence[str], data: DataConfig, vocab_size: int) -> tu
 
 
 def _load(path: str, data: DataConfig, tokenizer: Tokenizer, writer: _GetWriter) -> Examples:
-    rows, cut, dropped, undefined = [], 0, 0, set[str]()
+    rows, cut, dropped = [], 0, 0
+    undefined, notes = set[str](), Counter[str]()
     files = text_files(path)
     for file in files:
         for number, line in enumerate(read_text(file).split("\n"), 1):
@@ -122,6 +124,7 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer, writer: _GetWriter)
             except (UserError, UnicodeError) as error:
                 raise UserError(f"{file}, line {number}: {error}") from error
             undefined.update(written.undefined)
+            notes.update(written.notes)
             cut += len(ids) > data.seq_len + 1
             labels = np.where(counted, ids, -1).astype(np.int32)[1:][: data.seq_len]
             if (labels != -1).any():
@@ -135,6 +138,8 @@ def _load(path: str, data: DataConfig, tokenizer: Tokenizer, writer: _GetWriter)
     note = note if cut else ""
     if undefined:
         note += f" ({missing_names(undefined)})"
+    for said, count in sorted(notes.items()):
+        note += f" ({said}: {count} of {len(rows) + dropped} examples)"
     starts = np.cumsum([0, *(len(row) for row, _ in rows)])
     return Examples(ids, labels, starts, path, note, tuple(files))
 
@@ -149,6 +154,8 @@ class _Written(NamedTuple):
     """Whether the end-of-text token follows, as no template has closed it."""
     undefined: Sequence[str] = ()
     """Names that a template wrote and that nothing defines."""
+    notes: Collection[str] = ()
+    """What else the template did that a user should know."""
 
 
 def _write(row: Any, data: DataConfig, writer: _GetWriter) -> _Written:
@@ -162,7 +169,7 @@ def _write(row: Any, data: DataConfig, writer: _GetWriter) -> _Written:
     conversation = read_conversation(row)
     if conversation is not None:
         found = writer().answers(conversation, find=data.loss_on != "all")
-        return _Written(found.text, found.spans, closed=False, undefined=found.undefined)
+        return _Written(found.text, found.spans, closed=False, undefined=found.undefined, notes=found.notes)
     match row:
         case {"prompt": str(prompt), "completion": str(completion)}:
             text = prompt + completion
@@ -184,7 +191,7 @@ def _encode(written: _Written, data: DataConfig, tokenizer: Tokenizer) -> tuple[
     if written.closed and tokenizer.end_of_text is not None:
         ids, counted = np.append(ids, np.int32(tokenizer.end_of_text)), np.append(counted, True)
     if empty or not counted[1:].any():
-        raise UserError("there is nothing to learn: no assistant message, or an empty completion")
+        raise UserError("there is nothing to learn: no assistant message whose weight is not 0, or an empty completion")
     return ids, counted | (data.loss_on == "all")
 
 
@@ -196,5 +203,5 @@ def _with_places(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarra
         # Byte-level tokenizers leave spaces out of a token's place: one of spaces alone begins where the last ended.
         begins = np.where(begins == ends, np.minimum(begins, np.append(0, ends[:-1])), begins)
         return tokenizer.known(found.ids), begins, ends
-    begins = np.repeat(np.arange(len(text)), [len(tokenizer.encode(char)) for char in text])
+    begins = np.repeat(np.arange(len(text)), [len(char.encode()) for char in text])  # bytes; chars are no choice here
     return tokenizer.encode(text), begins, begins + 1

@@ -32,7 +32,7 @@ SECONDS = 20
 Message = Mapping[str, Any]
 """At least a `role`, and what is said, as in OpenAI's and Hugging Face's chat formats."""
 Span = tuple[int, int]
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 """What a message's reasoning is called; `transformers` gives a template the first two."""
 _OUT_OF_TIME = -getattr(signal, "SIGXCPU", 0)
 """How the process that renders ends at its limit of time; nobody else sends this signal."""
@@ -192,9 +192,14 @@ def _rendered(answer: Mapping[str, Any]) -> Rendered:
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """Return a message without the keys that are null, its reasoning by each name that a template may read."""
+    """Return a message without the keys that are null, its reasoning by each name that a template may read.
+
+    The content of a turn that calls tools stays null, since there are templates that write a call only then.
+    """
     plain = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
+    if message.get("tool_calls") and "content" in message:
+        plain["content"] = message["content"]
+    reasoning = next((plain[key] for key in REASONING if key in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxpar.base.errors import UserError, parse_json
+from jaxpar.base.errors import UserError, parse_json, short
 from jaxpar.data.chat_template import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
-    "model": "assistant", "observation": "tool", "function_response": "tool",
+    "model": "assistant", "observation": "tool", "function_response": "tool", "function": "tool",
 }  # fmt: skip
 _CALL = "function_call"
-"""In ShareGPT's form the role of an assistant's turn that is a call, as JSON."""
-_SAID_OTHERWISE = ("tool_calls", "function_call", "tool_responses", "reasoning_content", "thinking", "reasoning")
+"""In ShareGPT's form the role of an assistant's turn that is a call, as JSON; in OpenAI's older one a key of a turn."""
+_SAID_OTHERWISE = ("tool_calls", "tool_responses", "reasoning_content", "thinking", "reasoning")
 """What a message may have in place of a content."""
 _TALKS = ("messages", "conversations", "prompt", "completion")
 
@@ -28,13 +28,21 @@ class Conversation(NamedTuple):
     """What else stands in the line: `tools`, `documents`, and other names that a template may read."""
     learned_from: int = 0
     """The first message that may be learned from; those before are a prompt."""
+    without_weight: frozenset[int] = frozenset()
+    """The numbers of the answers that are not to be learned, as their `weight` is 0."""
+
+    def is_learned(self, number: int) -> bool:
+        """Return whether a message, counted from 0, is an answer to learn."""
+        is_answer = self.messages[number]["role"] == "assistant"
+        return is_answer and number >= self.learned_from and number not in self.without_weight
 
 
 def read_conversation(row: Mapping[str, Any]) -> Conversation | None:
     """Read the conversation of a line; None where it has none.
 
     A line has `messages`, with roles and contents as in OpenAI's and Hugging Face's formats; or `conversations`, which
-    may be in ShareGPT's form, of `from` and `value`; or a `prompt` and a `completion` that are lists of messages.
+    may be in ShareGPT's form, of `from` and `value`; or a `prompt` and a `completion` that are lists of messages. A
+    `system` message may stand beside them. OpenAI's older calls and `functions` become those that templates know.
 
     Raises:
       UserError: what it has is no conversation; the message says which of the messages is none.
@@ -52,20 +60,35 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation | None:
         return None
     if not isinstance(talk, list) or not talk:
         raise UserError("messages is no list with a message in it")
-    system = row.get("system") if "conversations" in row else None
-    if isinstance(system, str) and system:  # as LLaMA-Factory has it, beside the turns
-        talk = [{"role": "system", "content": system}, *talk]
-    messages = [_read_message(number, message) for number, message in enumerate(talk, 1)]
     names = {key: value for key, value in row.items() if key not in _TALKS and value is not None}
+    if system := names.pop("system", None):  # as LLaMA-Factory has it, beside the turns
+        talk = [{"role": "system", "content": system}, *talk]
+        learned_from += learned_from > 0
+    messages = [_read_message(number, message) for number, message in enumerate(talk, 1)]
     more = names.pop("chat_template_kwargs", {})
     if not isinstance(more, dict):
         raise UserError("chat_template_kwargs is no object")
     names |= more
+    if functions := _listed("functions", names.pop("functions", None)):
+        names.setdefault("tools", [{"type": "function", "function": one} for one in functions])
     for key in ("tools", "documents"):
         if key in names:
             names[key] = _listed(key, names[key])
     names = {key: value for key, value in names.items() if value or key not in ("tools", "documents")}
-    return Conversation(messages, names, learned_from)
+    without_weight = {i for i, message in enumerate(messages) if _weight(i, message) == 0}
+    return Conversation(messages, names, learned_from, frozenset(without_weight))
+
+
+def _weight(i: int, message: Message) -> int:
+    """Return OpenAI's weight of an answer: 1 = it is learned, 0 = it is not."""
+    weight = message.get("weight")
+    if message["role"] != "assistant" or weight is None:
+        return 1
+    if isinstance(weight, (int, float)) and weight in (0, 1):
+        return int(weight)
+    raise UserError(
+        f"message {i + 1} has the weight {short(weight)}, where an answer has 1, which counts, or 0, which does not"
+    )
 
 
 def _listed(key: str, value: Any) -> Any:
@@ -82,6 +105,7 @@ def _read_message(number: int, message: Any) -> Message:
         message = _from_sharegpt(message)
     if not isinstance(message, dict):
         raise _no_message(number)
+    message = _with_tool_calls(message)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"message {number} has the role {str(role)[:40]!r}, not one of {', '.join(ROLES)}")
@@ -97,6 +121,17 @@ def _read_message(number: int, message: Any) -> Message:
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UserError(f"message {number} has tool_calls that are no list of objects")
     return message
+
+
+def _with_tool_calls(message: Message) -> Message:
+    """Return a message of OpenAI's older form, with a `function_call` or a function's result, as templates know it."""
+    others = {key: value for key, value in message.items() if key != _CALL}
+    if others.get("role") == "function":
+        others["role"] = "tool"
+    call = message.get(_CALL)
+    if isinstance(call, dict) and not others.get("tool_calls"):
+        others["tool_calls"] = [{"type": "function", "function": call}]
+    return others
 
 
 def _no_message(number: int) -> UserError:

@@ -1,4 +1,4 @@
-"""Which forms of a message a chat template can write: text or parts, arguments of calls as text or as objects.
+"""Which forms of a message a chat template is given: text or parts, arguments of calls as text or as objects.
 
 Some templates take either, some only one, and write nothing, or Python's own form of a dictionary, where they are given
 the other. So each is tried on conversations whose words are known.
@@ -7,6 +7,7 @@ the other. So each is tried on conversations whose words are known.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,27 +18,37 @@ from jaxpar.data.chat_template import ChatTemplate, Message, plain_message, try_
 _WORDS = {"system": "Instructionword", "user": "Questionword", "assistant": "Answerword"}
 _VALUE = "Argumentword"
 _ARGUMENTS = {"argumentname": _VALUE}
+_AS_TEXT = json.dumps(_ARGUMENTS)
 _ID = "callnumb1"
 """Mistral's templates take the ids of calls only in this form: nine letters or digits."""
 _NAME = "toolname"
 _TOOL = {"name": _NAME, "description": "A tool.", "parameters": {"type": "object", "properties": {}}}
-
-
-NO_CONTENT = ("", None)
-"""What may stand in place of the content of a message that has none, for a template that cannot do without."""
+ABSENT: Any = object()
+"""In place of a content: the message has no such key."""
+NO_CONTENT = (None, ABSENT, "")
+"""What a message that says nothing may have as its content."""
 
 
 class Forms(NamedTuple):
-    """What a template can write."""
+    """The forms in which a template is given what it writes."""
 
-    text: frozenset[str]
-    """The roles whose content may be text."""
-    parts: frozenset[str]
-    """The roles whose content may be a list of parts."""
-    argument_text: bool
-    """Whether the arguments of a call may be text, which is JSON."""
-    argument_object: bool
-    """Whether they may be an object."""
+    needs_parts: frozenset[str]
+    """The roles whose content has to be a list of parts."""
+    needs_text: frozenset[str]
+    """The roles whose content has to be text."""
+    arguments: frozenset[type]
+    """What the arguments of a call may be: `dict`, `str` (JSON) or either; nothing where it writes no calls."""
+    no_content: tuple[Any, ...]
+    """Those of `NO_CONTENT` with which it writes a call."""
+    closes: bool
+    """Whether it writes something after an answer that ends the conversation."""
+
+
+class _Calls(NamedTuple):
+    """What a template makes of a call in each form of its arguments, by what stands in place of the content."""
+
+    as_object: dict[Any, str]
+    as_text: dict[Any, str]
 
 
 def find_forms(template: ChatTemplate, more: Mapping[str, Any]) -> Forms:
@@ -52,14 +63,18 @@ def find_forms(template: ChatTemplate, more: Mapping[str, Any]) -> Forms:
     talks = (plain, [system, *plain])
     as_text = _written(template, talks, others)
     as_parts = _written(template, [[_in_parts(message) for message in talk] for talk in talks], others)
-    tools = {"tools": [{"type": "function", "function": _TOOL}]}
-    by_text = _written(template, _calling(json.dumps(_ARGUMENTS)), {**others, **tools})
-    by_object = _written(template, _calling(_ARGUMENTS), {**others, **tools})
+    text, parts = _roles(as_text), _roles(as_parts)
+    calls = _written_calls(template, others)
+    arguments = _arguments(calls)
+    by_form = [by_content for kind, by_content in ((dict, calls.as_object), (str, calls.as_text)) if kind in arguments]
+    no_content = [content for content in NO_CONTENT if all(content in by_content for by_content in by_form)]
+    ends = [text.rpartition(_WORDS["assistant"])[2] for text in as_text + as_parts if _WORDS["assistant"] in text]
     return Forms(
-        text=_roles(as_text),
-        parts=_roles(as_parts),
-        argument_text=any(json.dumps(_ARGUMENTS) in text for text in by_text),
-        argument_object=any(_VALUE in text and str(_ARGUMENTS) not in text for text in by_object),
+        needs_parts=parts - text,
+        needs_text=frozenset(_WORDS) - parts,
+        arguments=arguments,
+        no_content=tuple(no_content),
+        closes=all(ends),
     )
 
 
@@ -84,14 +99,46 @@ def _in_parts(message: Message) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _calling(arguments: Any) -> list[list[Message]]:
-    """Return a conversation with a call, whose turn has no content in each way in which it may have none."""
+def _written_calls(template: ChatTemplate, more: Mapping[str, Any]) -> _Calls:
+    """Write a call in every form; a form in which it does not stand in the text is left out."""
+    names = {**more, "tools": [{"type": "function", "function": _TOOL}]}
+    asked = list(itertools.product((_ARGUMENTS, _AS_TEXT), NO_CONTENT))
+    texts = _written(template, [_calling(arguments, content) for arguments, content in asked], names)
+    found = _Calls({}, {})
+    # A null that the template writes as a word, as `{{ message.content }}` does, is none.
+    fewest = min((text.count("None") for text in texts if _VALUE in text), default=0)
+    for (arguments, content), text in zip(asked, texts, strict=True):
+        if text.count("None") > fewest:
+            continue
+        if arguments is _AS_TEXT and _AS_TEXT in text:
+            found.as_text[content] = text
+        elif arguments is _ARGUMENTS and _VALUE in text and str(_ARGUMENTS) not in text:
+            found.as_object[content] = text
+    return found
+
+
+def _arguments(calls: _Calls) -> frozenset[type]:
+    """Return the forms that the arguments of a call may have; text only if it is written as the object is."""
+    if not calls.as_object:
+        return frozenset({str} if calls.as_text else ())
+    both = calls.as_object.keys() & calls.as_text.keys()
+    same = both and all(calls.as_object[content] == calls.as_text[content] for content in both)
+    return frozenset({dict, str} if same else {dict})
+
+
+def _calling(arguments: Any, content: Any) -> list[Message]:
+    """Return a conversation with a call."""
     call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-    turn = {"role": "assistant", "tool_calls": [call]}
+    turn = _with_content({"role": "assistant", "tool_calls": [call]}, content)
     asked = {"role": "user", "content": _WORDS["user"]}
     result = {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": "A result."}
     said = {"role": "assistant", "content": _WORDS["assistant"]}
-    return [[asked, one, result, said] for one in (turn, *({**turn, "content": content} for content in NO_CONTENT))]
+    return [asked, turn, result, said]
+
+
+def _with_content(message: Mapping[str, Any], content: Any) -> dict[str, Any]:
+    others = {key: value for key, value in message.items() if key != "content"}
+    return others if content is ABSENT else {**others, "content": content}
 
 
 def shape_messages(messages: Sequence[Message], forms: Forms, origin: str) -> list[Message]:
@@ -107,17 +154,21 @@ def _shape(number: int, message: Message, forms: Forms, origin: str) -> Message:
     shaped = plain_message(message)
     content = message.get("content")
     role = message["role"] if message["role"] in _WORDS else "user"
-    if isinstance(content, str) and role in forms.parts - forms.text:
+    if isinstance(content, str) and role in forms.needs_parts:
         shaped["content"] = [{"type": "text", "text": content}]
-    elif isinstance(content, list) and role not in forms.parts:
+    elif isinstance(content, list) and role in forms.needs_text:
         shaped["content"] = "".join(part["text"] for part in content)
     if calls := message.get("tool_calls"):
-        if not (forms.argument_text or forms.argument_object):
+        if not forms.arguments:
             raise UserError(
                 f"message {number} calls tools, which the chat template {origin} does not write: take a template that "
                 "does, or leave such conversations out"
             )
         shaped["tool_calls"] = [_shape_call(call, forms) for call in calls]
+        own = message.get("content", ABSENT)
+        if own in NO_CONTENT:
+            choices = [own] if own in forms.no_content else forms.no_content
+            shaped = _with_content(shaped, next(iter(choices), own))
     return shaped
 
 
@@ -126,9 +177,9 @@ def _shape_call(call: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
         return {**call, "function": _shape_call(call["function"], forms)}
     arguments = call.get("arguments")
-    if isinstance(arguments, str) and not forms.argument_text:
+    if isinstance(arguments, str) and str not in forms.arguments:
         with contextlib.suppress(UserError):  # what is no JSON stays the text that it is
             arguments = parse_json(arguments, "arguments")
-    elif isinstance(arguments, dict) and not forms.argument_object:
+    elif isinstance(arguments, dict) and dict not in forms.arguments:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return dict(call) if arguments is None else {**call, "arguments": arguments}

@@ -11,13 +11,13 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 import jinja2
 import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -159,10 +159,81 @@ def _marked_spans(text: str, marked: str, marks: list[str]) -> list[list[int]] |
     return spans
 
 
+_IN_MACROS = frozenset({"caller", "varargs", "kwargs"})
+
+
+class _NamesRead:
+    """The names that a template reads where it has not set them itself, on one of the ways through it at least."""
+
+    def __init__(self, tree: jinja2.nodes.Template):
+        self.found: set[str] = set()
+        self.macros = {macro.name for macro in tree.find_all(jinja2.nodes.Macro)}
+        self._read(tree.body, set(_ENVIRONMENT.globals))
+
+    def _read(self, nodes: Iterable[jinja2.nodes.Node], known: set[str]) -> None:
+        """Follow nodes in their order; what they set is added to the names that are known."""
+        for node in nodes:
+            self._read_one(node, known)
+
+    def _read_one(self, node: jinja2.nodes.Node, known: set[str]) -> None:
+        match node:
+            case jinja2.nodes.Name(ctx="load") | jinja2.nodes.NSRef():
+                self.found |= {node.name} - known
+            case jinja2.nodes.Name():
+                known.add(node.name)
+            case jinja2.nodes.Assign():
+                self._read([node.node, node.target], known)
+            case jinja2.nodes.AssignBlock():
+                self._read(node.body, set(known))
+                self._read([node.target], known)
+            case jinja2.nodes.If():
+                self._read_branches(node, known)
+            case jinja2.nodes.For():
+                self._read([node.iter], known)
+                inner = known | {"loop"}
+                self._read([node.target, *([node.test] if node.test else []), *node.body], inner)
+                self._read(node.else_, set(known))
+            case jinja2.nodes.Macro():
+                known.add(node.name)
+                self._read(node.defaults, known)
+                self._read([*node.args, *node.body], known | self.macros | _IN_MACROS)
+            case jinja2.nodes.With():
+                self._read(node.values, known)
+                self._read([*node.targets, *node.body], set(known))
+            case jinja2.nodes.CallBlock() | jinja2.nodes.FilterBlock() | jinja2.nodes.Block():
+                self._read(node.iter_child_nodes(), set(known))
+            case _:
+                self._read(node.iter_child_nodes(), known)
+
+    def _read_branches(self, node: jinja2.nodes.If, known: set[str]) -> None:
+        """Follow each branch; known afterwards is what all have set, but those that go no further."""
+        sets: list[set[str]] = []
+        for branch in (node, *node.elif_):
+            self._read([branch.test], known)
+            inner = set(known)
+            self._read(branch.body, inner)
+            sets += [] if _goes_no_further(branch.body) else [inner]
+        inner = set(known)
+        self._read(node.else_, inner)
+        sets += [] if _goes_no_further(node.else_) else [inner]
+        known |= set.intersection(*sets) if sets else set()
+
+
+def _goes_no_further(body: Iterable[jinja2.nodes.Node]) -> bool:
+    """Whether nodes end with an error, or with the next turn of a loop."""
+    for node in body:
+        if isinstance(node, (jinja2.nodes.Break, jinja2.nodes.Continue)):
+            return True
+        for call in node.find_all(jinja2.nodes.Call) if isinstance(node, jinja2.nodes.Output) else ():
+            if isinstance(call.node, jinja2.nodes.Name) and call.node.name == "raise_exception":
+                return True
+    return False
+
+
 def _names(template: str) -> dict[str, Any]:
     """The names that a template reads and does not set itself; or its error."""
     try:
-        return {"names": sorted(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(template)))}
+        return {"names": sorted(_NamesRead(_ENVIRONMENT.parse(template)).found)}
     except Exception as error:  # whatever Jinja's parser raises
         return {"error": (str(error).strip() or type(error).__name__).splitlines()[0][:300]}
 

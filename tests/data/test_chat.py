@@ -6,12 +6,19 @@ import pytest
 
 from jaxpar.base.config import DataConfig
 from jaxpar.base.errors import UserError
-from jaxpar.data.answers import completion_spans, open_writer
+from jaxpar.data.answers import ConversationWriter, open_writer
 from jaxpar.data.chat_template import ChatTemplate, load_template, render
 from jaxpar.data.conversations import read_conversation
 from jaxpar.data.corpus import load_corpus, train_batches, val_batches
 
 pytest.importorskip("jinja2")
+
+
+def spans_of(messages, template):
+    """A conversation as text, and which characters of it are the assistant's."""
+    found = ConversationWriter(template, {}).answers(read_conversation({"messages": list(messages)}))
+    return found.text, found.spans
+
 
 LLAMA3 = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
@@ -75,7 +82,7 @@ def template_of(name):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_spans_are_the_answers_with_what_closes_them(name):
-    text, spans = completion_spans(TALK, template_of(name))
+    text, spans = spans_of(TALK, template_of(name))
     assert text == render(TALK, template_of(name))
     closing = {"llama3": "<|eot_id|>", "chatml": "<|im_end|>\n", "gemma": "<end_of_turn>\n", "mistral": "</s>"}[name]
     said = [message["content"] for message in TALK[1::2]]
@@ -121,12 +128,12 @@ def test_a_refused_conversation_says_why():
     text = "{% for m in messages %}{{ m.content if loop.last else '<' + m.content + m.content + '>' }}{% endfor %}"
     rewriting = ChatTemplate(text, {}, "twice")
     with pytest.raises(UserError, match=r"what of turn 2 is its answer cannot be told .* or set data\.loss_on=all"):
-        completion_spans(TALK, rewriting)
+        spans_of(TALK, rewriting)
     text = "{% for m in messages %}{{ m.content if loop.last else m.content.split('|')[-1] }}\n{% endfor %}"
     said = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "thought|said"})
     with pytest.raises(UserError, match=r"writes turn 2 otherwise once others follow it.*: split the conversation"):
-        completion_spans(said * 2, ChatTemplate(text, {}, "forgetful"))
-    assert completion_spans(said, ChatTemplate(text, {}, "forgetful"))[1] == [(2, 15)], "and that advice is true"
+        spans_of(said * 2, ChatTemplate(text, {}, "forgetful"))
+    assert spans_of(said, ChatTemplate(text, {}, "forgetful"))[1] == [(2, 15)], "and that advice is true"
 
 
 @pytest.fixture(scope="module")

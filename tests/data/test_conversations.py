@@ -8,11 +8,18 @@ import pytest
 
 from jaxpar.base.errors import UserError
 from jaxpar.data import chat_template
-from jaxpar.data.answers import ConversationWriter, completion_spans, open_writer
+from jaxpar.data.answers import ConversationWriter, open_writer
 from jaxpar.data.chat_template import ChatTemplate, load_template, render
 from jaxpar.data.conversations import read_conversation
 
 pytest.importorskip("jinja2")
+
+
+def spans_of(messages, template):
+    """A conversation as text, and which characters of it are the assistant's."""
+    found = ConversationWriter(template, {}).answers(read_conversation({"messages": list(messages)}))
+    return found.text, found.spans
+
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -59,14 +66,14 @@ LOOKS = """{% if messages[0].role != 'system' %}You help.{% endif %}{% for m in 
     ],
 )
 def test_answers_are_found_where_the_generation_prompt_is_not_what_precedes_them(text, talk, answers):
-    written, spans = completion_spans(talk, ChatTemplate(text, {}, "t"))
+    written, spans = spans_of(talk, ChatTemplate(text, {}, "t"))
     assert [written[begin:end] for begin, end in spans] == answers
     assert written == render(talk, ChatTemplate(text, {}, "t"))
 
 
 def test_marks_of_what_is_generated_come_first():
     marked = DISTILL.replace("[A]{{ m.content }}</s>", "[A]{% generation %}{{ m.content }}{% endgeneration %}</s>")
-    written, spans = completion_spans([USER, ASSISTANT, USER, ASSISTANT], ChatTemplate(marked, {}, "t"))
+    written, spans = spans_of([USER, ASSISTANT, USER, ASSISTANT], ChatTemplate(marked, {}, "t"))
     assert [written[begin:end] for begin, end in spans] == ["Ho", "Ho"]
 
 
@@ -119,14 +126,14 @@ def test_a_turn_without_content_suits_templates_that_need_one_or_null():
 def test_other_forms_of_a_conversation_are_the_same_conversation(row):
     template = ChatTemplate(CHATML, {}, "t")
     found = ConversationWriter(template, {}).answers(read_conversation(row))
-    assert (found.text, found.spans) == completion_spans([SYSTEM, USER, ASSISTANT], template)
+    assert (found.text, found.spans) == spans_of([SYSTEM, USER, ASSISTANT], template)
 
 
 def test_of_a_prompt_with_a_completion_only_the_completion_is_learned():
     row = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]}
     for text in (CHATML, PHI):
         found = ConversationWriter(ChatTemplate(text, {}, "t"), {}).answers(read_conversation(row))
-        _, every = completion_spans([USER, ASSISTANT] * 2, ChatTemplate(text, {}, "t"))
+        _, every = spans_of([USER, ASSISTANT] * 2, ChatTemplate(text, {}, "t"))
         assert found.spans == every[1:]
 
 
