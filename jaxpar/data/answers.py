@@ -91,7 +91,7 @@ class ConversationWriter:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [i for i in turns if conversation.is_learned(i)]
         origin = self.template.origin
-        write = partial(self._write, names=names)
+        write = partial(self.write, names=names)
         unwritten = find_unwritten(messages, learned, whole.text, write, origin)
         notes = {f"its chat template does not write {what}" for what in unwritten}
         if not find:
@@ -170,7 +170,7 @@ class ConversationWriter:
             firsts.append(len(earlier))
         return firsts
 
-    def _write(self, asked: Sequence[tuple[Sequence[Message], bool]], names: Mapping[str, Any]) -> list[str | None]:
+    def write(self, asked: Sequence[tuple[Sequence[Message], bool]], names: Mapping[str, Any]) -> list[str | None]:
         """Write several conversations; None where the template refuses one."""
         found = self._render(asked, names)
         return [one.text if isinstance(one, Rendered) else None for one in found]

@@ -21,7 +21,7 @@ from jaxpar.base.errors import UserError, parse_json
 from jaxpar.data.answers import ConversationWriter, missing_names, open_writer
 from jaxpar.data.chat_template import Span
 from jaxpar.data.conversations import read_conversation
-from jaxpar.data.tokenizer import HFTokenizer, Tokenizer, make_tokenizer, missing_begin, read_text
+from jaxpar.data.tokenizer import CharsTokenizer, HFTokenizer, Tokenizer, make_tokenizer, missing_begin, read_text
 from jaxpar.data.tokens import HostBatch, text_files
 
 _BINS = 64  # rows that are packed at a time
@@ -203,5 +203,6 @@ def _with_places(text: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarra
         # Byte-level tokenizers leave spaces out of a token's place: one of spaces alone begins where the last ended.
         begins = np.where(begins == ends, np.minimum(begins, np.append(0, ends[:-1])), begins)
         return tokenizer.known(found.ids), begins, ends
-    begins = np.repeat(np.arange(len(text)), [len(char.encode()) for char in text])  # bytes; chars are no choice here
+    by_character = isinstance(tokenizer, CharsTokenizer)
+    begins = np.repeat(np.arange(len(text)), [1 if by_character else len(char.encode()) for char in text])
     return tokenizer.encode(text), begins, begins + 1

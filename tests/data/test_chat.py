@@ -212,6 +212,13 @@ def test_a_prompt_and_its_completion_need_no_template(tmp_path):
     assert train.labels.tolist() == [-1, -1, -1, -1, *"cé".encode()]
 
 
+def test_an_example_of_a_tokenizer_of_characters_has_a_token_for_each(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"tokenizer": "chars", "chars": "abcé"}')
+    (tmp_path / "a.jsonl").write_text('{"prompt": "éa", "completion": "éb"}', "utf-8")
+    data = DataConfig(source="chat", path=str(tmp_path / "a.jsonl"), tokenizer=str(tmp_path / "tokenizer.json"))
+    assert load_corpus(replace(data, val_fraction=0.0), 4).train.labels.tolist() == [-1, 3, 1]
+
+
 def test_a_token_that_reaches_into_a_completion_counts(tmp_path):
     """Without its label nothing teaches the completion's first letter."""
     tokenizers = pytest.importorskip("tokenizers")
