@@ -10,7 +10,28 @@ from jaxpar.data.template_forms import shape_messages
 from jaxpar.data.tokenizer import HFTokenizer, Tokenizer
 
 _MARK = "An answer, which stands for any other"
+_TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "description": "Looks up.", "parameters": {"type": "object", "properties": {}}},
+}
 _ASKED, _ANSWERED = {"role": "user", "content": "A question?"}, {"role": "assistant", "content": _MARK}
+
+
+def ends_of_turn(writer: ConversationWriter, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids with which a template closes an answer: one or none, or with tools another.
+
+    Args:
+      writer: what writes the conversations whose turns are to end, by its template and the names that this is given.
+      tokenizer: that of the ids.
+
+    Raises:
+      UserError: the template comes to no end.
+    """
+    found = [end_of_turn(writer, tokenizer)]
+    if writer.template.tool_use:  # which a conversation with tools is written by
+        with_tools = ConversationWriter(writer.template, {**writer.names, "tools": [_TOOL]})
+        found.append(end_of_turn(with_tools, tokenizer))
+    return sorted({id for id in found if id is not None})
 
 
 def end_of_turn(writer: ConversationWriter, tokenizer: Tokenizer) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from jaxpar.base.errors import UserError, read_json, reading
 from jaxpar.base.runtime import write_whole
 from jaxpar.data.answers import open_writer
 from jaxpar.data.chat_template import read_templates
-from jaxpar.data.end_of_turn import end_of_turn
+from jaxpar.data.end_of_turn import ends_of_turn
 from jaxpar.data.special_tokens import (
     GENERATION,
     TOKEN_IDS,
@@ -76,9 +76,7 @@ def export_tokenizer(source: Path, target: Path, data: DataConfig) -> None:
     file, ids = target / TOKENIZER, exported_ids(source, data.bos)
     if ids and not (target / GENERATION).exists():  # as transformers writes it, which reads what ends a text from it
         write_whole(target / GENERATION, json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
-    turn_end = _learned_end_of_turn(source / TOKENIZER, data)
-    if turn_end is not None:
-        _end_at(turn_end, target / GENERATION)
+    _end_at(_learned_ends(source / TOKENIZER, data), target / GENERATION)
     if file.exists():
         _begin_as_trained(file, data.bos)
 
@@ -96,22 +94,24 @@ def _begin_as_trained(file: Path, bos: Bos) -> None:
     write_whole(config_file, json.dumps({**config, "add_bos_token": begin is not None}, indent=2))
 
 
-def _learned_end_of_turn(file: Path, data: DataConfig) -> int | None:
-    """Return the id with which the chat template that a run was trained with closes a turn, if it was and one does."""
+def _learned_ends(file: Path, data: DataConfig) -> list[int]:
+    """Return the ids with which the chat template that a run was trained with closes a turn, if it was and one does."""
     if data.source != "chat" or not read_templates(file):
-        return None
+        return []
     writer = open_writer(file, data.template_args, data.template_date)
-    return end_of_turn(writer, load_tokenizer(file, bos=data.bos))
+    return ends_of_turn(writer, load_tokenizer(file, bos=data.bos))
 
 
-def _end_at(id: int, generation: Path) -> None:
-    """Let what is generated end at an id besides those that a generation_config.json, which may be missing, has."""
+def _end_at(ids: Sequence[int], generation: Path) -> None:
+    """Let what is generated end at ids besides those that a generation_config.json, which may be missing, has."""
     config = read_json(generation) if generation.exists() else {}
     there = config.get("eos_token_id")
     ends = there if isinstance(there, list) else [there] if isinstance(there, int) else []
-    if id in ends:
+    more = [id for id in ids if id not in ends]
+    if not more:
         return
-    config["eos_token_id"] = [*ends, id] if ends else id
+    ends = [*ends, *more]
+    config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     config.pop("_from_model_config", None)  # with it transformers would take the ids of config.json instead
     write_whole(generation, json.dumps(config, indent=2) + "\n")
 

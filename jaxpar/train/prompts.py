@@ -11,7 +11,7 @@ from jaxpar.base.errors import UserError, parse_json
 from jaxpar.data.answers import open_writer
 from jaxpar.data.chat_template import find_template
 from jaxpar.data.conversations import Conversation, read_conversation
-from jaxpar.data.end_of_turn import end_of_turn
+from jaxpar.data.end_of_turn import ends_of_turn
 from jaxpar.data.special_tokens import TOKENIZER, read_special_tokens
 from jaxpar.data.tokenizer import Tokenizer, encode_prompt, read_text
 from jaxpar.models import peft
@@ -124,7 +124,7 @@ def encode_text(trained: Trained, text: str, special: bool) -> list[int]:
 
 def stop_ids(trained: Trained, chat: bool) -> list[int]:
     """Return the ids that end a text: the tokenizer's end of text, those that the folder's files declare, and for a
-    `chat` the token with which the template closes a turn: that which `data.template_args` names, or the default, if
+    `chat` the tokens with which the template closes a turn: that which `data.template_args` names, or the default, if
     there is one.
 
     Raises:
@@ -137,7 +137,7 @@ def stop_ids(trained: Trained, chat: bool) -> list[int]:
         found.update(read_special_tokens(peft.base_folder(trained.folder) / TOKENIZER).ends)
     data = trained.config.data
     if chat and (data.template_args or find_template(file)):
-        found.add(end_of_turn(open_writer(file, data.template_args, data.template_date), tokenizer))
+        found.update(ends_of_turn(open_writer(file, data.template_args, data.template_date), tokenizer))
     return sorted(id for id in found if id is not None and 0 <= id < trained.config.model.vocab_size)
 
 

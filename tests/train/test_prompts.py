@@ -68,6 +68,7 @@ STOPS: dict[str, tuple[dict[str, str], list[str], list[int]]] = {
     "with a name that it reads": ({"default": TURNS}, ["long=true"], [2]),
     "one of several": ({"default": TURNS, "rag": TURNS.replace("'b'", "'a'")}, ["chat_template=rag"], [0]),
     "one without a default": ({"rag": TURNS, "other": TURNS.replace("'b'", "'a'")}, ["chat_template=rag"], [1]),
+    "one for tools": ({"default": TURNS, "tool_use": TURNS.replace("'b'", "'a' if tools else 'c'")}, [], [0, 1]),
     "of parts": ({"default": TURNS.replace("m.content", "m.content[0].text")}, [], [1]),
     "none by default": ({"rag": TURNS}, [], []),
     "no template": ({}, [], []),
